@@ -8,16 +8,13 @@ What runs each layer and how long: kernel, path inside it, time by the host prof
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kenosis_ort.storage.data import Data
 from kenosis_ort.targets.proof import FusionReport
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _RUNNING = ("integer", "float")
 
@@ -92,28 +89,6 @@ def kernels_in_words(layers: Iterable[LayerTime]) -> str:
         known = [us for us in times if us is not None]
         parts += [f"{how} {sum(known):,.0f} us a run"] if known else []
     return f"{'Convs: ' if paths else ''}{', '.join(parts)}"
-
-
-def render_layers(layers: Sequence[LayerTime]) -> RenderableType:
-    """The layers as a table for a rich console."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, title="Layers", title_justify="left", title_style="bold")
-    table.add_column("layer", overflow="fold")
-    for heading in ("operator", "kernel", "path"):
-        table.add_column(heading)
-    for heading in ("estimated", "measured"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for x in layers:
-        names = (Text(text) for text in (x.node, x.op_type, x.kernel.rpartition(".")[2], x.path))
-        table.add_row(*names, *(_shown(us) for us in (x.estimated_us, x.measured_us)))
-    return table
-
-
-def _shown(us: float | None) -> str:
-    return "" if us is None else f"{us:,.1f} us"
 
 
 TensorKind = Literal["activation", "weight"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from kenosis_ort.exports import deferred
 from kenosis_ort.option_types import IN_FILE
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.runner import PassOutcome
@@ -40,6 +41,14 @@ _USUAL: Final[Mapping[str, Any]] = {
 }
 
 
+_renderer: Final = deferred(
+    __name__,
+    {
+        "kenosis_ort.report.text": "render_report to_text",
+        "kenosis_ort.report.html.page": "render_html render_notebook",
+    },
+)
+"""Renderers by name: they know the report, which finds them when it is asked for a form of its own."""
 _STAYS: Final = "ttentions stay as products and Softmax"
 """What the notes say of attention layers that did not become one operator."""
 
@@ -223,14 +232,12 @@ class QuantizationReport:
         return f"<QuantizationReport {self.model_output!r}: {self.verdict()} {sizes}, {self.total_seconds:.2f} s>"
 
     def __str__(self) -> str:
-        from kenosis_ort.report.text import render_report, to_text  # the renderer knows the data, not the reverse
-
-        return to_text(render_report(self))
+        text: str = _renderer("to_text")(_renderer("render_report")(self))
+        return text
 
     def _repr_html_(self) -> str:
-        from kenosis_ort.report.html import render_notebook
-
-        return render_notebook(self)
+        fragment: str = _renderer("render_notebook")(self)
+        return fragment
 
     def to_html(self, *, evidence: ReportEvidence | None = None) -> str:
         """The report as one HTML page that needs no network and no other file.
@@ -238,9 +245,8 @@ class QuantizationReport:
         Args:
             evidence: Takes the place of `evidence` of the report.
         """
-        from kenosis_ort.report.html import render_html
-
-        return render_html(self, evidence=evidence)
+        page: str = _renderer("render_html")(self, evidence=evidence)
+        return page
 
     def recipe_file(self) -> RecipeFile:
         """Recipe file that makes the same model again from the same data: the recipe, and the options of this call.

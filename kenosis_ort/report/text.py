@@ -7,16 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report.evidence import kernels_in_words, render_layers
+from kenosis_ort.report.evidence import LayerTime, kernels_in_words
 from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels, left_float, processors_line
-from kenosis_ort.report.sections import PlainConsole, SpeedCandidate, SpeedSummary, TrustSummary
+from kenosis_ort.report.sections import (
+    PlainConsole,
+    SpeedCandidate,
+    SpeedSummary,
+    TrustSummary,
+    make_facts,
+    make_table,
+)
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
@@ -104,49 +110,38 @@ def _verdict(sentence: str, *, good: bool) -> Text:
 
 
 def _facts(report: QuantizationReport) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("model", Text(f"{report.model_input} -> {report.model_output}"))
+    calibration, fusion = report.calibration, report.fusion
+    taken = None if report.speed is None else report.speed.taken
+    facts: list[tuple[str, str | Text]] = [("model", f"{report.model_input} -> {report.model_output}")]
     if report.size_before and report.size_after:
         sizes = f"{format_bytes(report.size_before)} -> {format_bytes(report.size_after)}"
-        table.add_row("size", f"{sizes} ({report.size_change})")
-    calibration = report.calibration
-    table.add_row(
-        "calibration",
-        Text(
-            f"{calibration.method}, {_count(calibration.samples, 'sample')}, "
-            f"{_count(calibration.tensors, 'tensor')}, {calibration.seconds:.2f} s"
-        ),
-    )
-    if attention := report.attention():
-        table.add_row("attention", Text(attention))
-    if cache := report.int8_cache():
-        table.add_row("cache", Text(cache))
+        facts.append(("size", f"{sizes} ({report.size_change})"))
+    counts = f"{_count(calibration.samples, 'sample')}, {_count(calibration.tensors, 'tensor')}"
+    facts += [
+        ("calibration", f"{calibration.method}, {counts}, {calibration.seconds:.2f} s"),
+        ("attention", report.attention()),
+        ("cache", report.int8_cache()),
+    ]
     if report.trust is not None:
-        table.add_row("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, "")))
-    taken = None if report.speed is None else report.speed.taken
+        facts.append(("trust", Text(report.trust.verdict, style=_TRUST_STYLES.get(report.trust.verdict, ""))))
     if report.speed is not None and taken is not None and taken.ratio is not None:
         how = ", ".join(filter(None, (report.speed.basis, taken.verdict)))
-        table.add_row("speed", Text(f"{_speed(taken)} of the float model, {how}"))
-    if report.recipe is not None:
-        table.add_row("recipe", Text(report.recipe.name))
-    asked = None if report.fusion is None else f"{report.fusion.runtime} {report.fusion.runtime_version}"
-    runtime = asked or ("not proved" if report.unproved else "not asked")
-    table.add_row("target", Text(f"{report.target} ({runtime})"))
-    if report.host:
-        table.add_row("laid out for", Text(report.host))
-    if kernels := kernels_in_words(report.layers):
-        table.add_row("kernels", Text(kernels))
+        facts.append(("speed", f"{_speed(taken)} of the float model, {how}"))
+    asked = "not proved" if report.unproved else "not asked"
+    runtime = asked if fusion is None else f"{fusion.runtime} {fusion.runtime_version}"
+    facts += [
+        ("recipe", "" if report.recipe is None else report.recipe.name),
+        ("target", f"{report.target} ({runtime})"),
+        ("laid out for", report.host),
+        ("kernels", kernels_in_words(report.layers)),
+    ]
     if report.measure is not None:
-        table.add_row("measure", Text(report.measure.sentence()))
-        if report.measure.verdict():
-            style = "green" if report.measure.kept and report.measure.is_sure else "yellow"
-            table.add_row("budget", Text(report.measure.verdict(), style=style))
+        style = "green" if report.measure.kept and report.measure.is_sure else "yellow"
+        facts += [("measure", report.measure.sentence()), ("budget", Text(report.measure.verdict(), style=style))]
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
-        table.add_row("outputs", Text(f"{signal} against float, on {report.samples_compared}"))
-    return table
+        facts.append(("outputs", f"{signal} against float, on {report.samples_compared}"))
+    return make_facts(facts)
 
 
 def _fusion_tables(
@@ -179,20 +174,19 @@ def _kernel_table(fusion: FusionReport) -> Table:
         key = (k.op_type, k.kernel, k.integer)
         counts[key] += 1
         rows.setdefault(key, Counter()).update(op_types.get(node, node) for node in k.absorbed)
-    table = Table(
-        box=box.SIMPLE_HEAD, title="Kernels in the runtime's optimized graph", title_justify="left", title_style="bold"
+    order = sorted(counts, key=lambda key: (key[0] not in _HEAVY, not key[2], -counts[key], key))
+    cells = (
+        (
+            op_type,
+            str(counts[op_type, kernel, integer]),
+            kernel,
+            Text("integer", style="green") if integer else Text("float", style="yellow"),
+            ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[op_type, kernel, integer])),
+        )
+        for op_type, kernel, integer in order
     )
-    table.add_column("operator")
-    table.add_column("count", justify="right")
-    table.add_column("kernel", overflow="fold")
-    table.add_column("data")
-    table.add_column("absorbed", overflow="fold")
-    for key in sorted(counts, key=lambda key: (key[0] not in _HEAVY, not key[2], -counts[key], key)):
-        op_type, kernel, integer = key
-        data = Text("integer", style="green") if integer else Text("float", style="yellow")
-        absorbed = ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[key]))
-        table.add_row(Text(op_type), str(counts[key]), Text(kernel), data, Text(absorbed))
-    return table
+    title = "Kernels in the runtime's optimized graph"
+    return make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
 
 
 def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
@@ -201,28 +195,25 @@ def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> Renderab
     for k in floats:
         groups.setdefault((k.node in planned, k.reason), []).append(k)
     ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not _any_heavy(group[1]), -len(group[1])))
-    table = _float_table()
+    rows = []
     for (broken, reason), kernels in ranked[:MAX_FLOAT_ROWS]:
         operators = ", ".join(f"{count} {kind}" for kind, count in _by_count(Counter(k.op_type for k in kernels)))
         names = ", ".join(k.node for k in kernels[:MAX_NAMES]) + (", ..." if len(kernels) > MAX_NAMES else "")
-        table.add_row(_why(reason, broken), Text(f"{operators}: {names}"))
+        rows.append((_why(reason, broken), f"{operators}: {names}"))
     hidden = sum(len(kernels) for _, kernels in ranked[MAX_FLOAT_ROWS:])
+    table = _float_table(rows)
     return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
 
 
 def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
     """The float nodes, one row each."""
-    table = _float_table()
-    for k in sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY)):
-        table.add_row(_why(k.reason, k.node in planned), Text(f"{k.op_type}: {k.node}"))
-    return table
+    ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY))
+    return _float_table([(_why(k.reason, k.node in planned), f"{k.op_type}: {k.node}") for k in ranked])
 
 
-def _float_table() -> Table:
-    title = "Nodes that run in float"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", expand=True)
-    table.add_column("why", overflow="fold", ratio=3)
-    table.add_column("nodes", overflow="fold", ratio=2)
+def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
+    table = make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
+    table.columns[0].ratio, table.columns[1].ratio = 3, 2
     return table
 
 
@@ -235,51 +226,50 @@ def _any_heavy(kernels: Iterable[KernelReport]) -> bool:
 
 
 def _options(report: QuantizationReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Options", title_justify="left", title_style="bold")
-    table.add_column("option")
-    table.add_column("value", overflow="fold")
-    table.add_column("chosen by")
-    for name, (value, source) in report.options.items():
-        table.add_row(Text(name), Text(str(getattr(value, "name", value))), Text(source))
-    return table
+    rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
+    return make_table("option", "value", "chosen by", rows=rows, title="Options")
+
+
+def render_layers(layers: Iterable[LayerTime]) -> Table:
+    """The layers with kernel and times as a table for a rich console."""
+    rows = (
+        (
+            *(x.node, x.op_type, x.kernel.rpartition(".")[2], x.path),
+            *("" if us is None else f"{us:,.1f} us" for us in (x.estimated_us, x.measured_us)),
+        )
+        for x in layers
+    )
+    headings = ("layer", "operator", "kernel", "path", ">estimated", ">measured")
+    return make_table(*headings, rows=rows, title="Layers")
 
 
 def _passes(passes: Sequence[PassOutcome]) -> Table:
     """The accuracy passes that were tried."""
-    table = Table(box=box.SIMPLE_HEAD, title="Accuracy passes", title_justify="left", title_style="bold")
-    table.add_column("pass")
-    table.add_column("outcome")
-    table.add_column("error", justify="right")
-    table.add_column("change", justify="right")
-    table.add_column("why", overflow="fold")
+    rows = []
     for outcome in passes:
         state = "kept" if outcome.kept else "skipped" if outcome.error_after is None else "undone"
         measured = outcome.error_before is not None and outcome.error_after is not None
         error = f"{outcome.error_before:.3g} -> {outcome.error_after:.3g}" if measured else ""
         change = "" if outcome.change is None else f"{100 * outcome.change:+.1f} %"
         style = "green" if outcome.kept else "dim"
-        table.add_row(Text(outcome.name), Text(state, style=style), error, change, Text(outcome.reason))
-    return table
+        rows.append((outcome.name, Text(state, style=style), error, change, outcome.reason))
+    return make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
 
 
 def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
-    title = ", ".join(filter(None, ("Speed", speed.basis)))
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    table.add_column("form", overflow="fold")
-    table.add_column("outcome")
-    table.add_column("speed", justify="right")
-    table.add_column("why", overflow="fold")
     shown = [form for form in speed.candidates if full or form.status not in _UNTRIED]
+    rows = []
     for form in shown:
         style = "green" if form.is_taken else "yellow" if form.status in ("slower", "undecided", "dropped") else "dim"
         outcome = Text(form.status, style=style)
-        table.add_row(Text(form.description or form.name), outcome, _speed(form), Text(form.reason))
+        rows.append((form.description or form.name, outcome, _speed(form), form.reason))
+    title = ", ".join(filter(None, ("Speed", speed.basis)))
+    blocks: list[RenderableType] = [make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
     hidden = len(speed.candidates) - len(shown)
-    blocks: list[RenderableType] = [table] if shown else []
     if hidden:
         blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))
-    return Group(*blocks, *(Text(note, style="dim") for note in speed.notes))
+    return Group(*(blocks if shown else blocks[1:]), *(Text(note, style="dim") for note in speed.notes))
 
 
 def _speed(form: SpeedCandidate) -> str:

@@ -1,17 +1,9 @@
-"""Puts the page together: data into templates, style and scripts inlined, nothing fetched.
-
-Time by operator type, before and after.
-
-Histograms of the tensors most worth a look, with their chosen ranges.
-"""
+"""Puts the page together: data into templates, style and scripts inlined, nothing fetched."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
@@ -20,155 +12,14 @@ import jinja2
 from markupsafe import Markup
 
 from kenosis_ort.errors import printable
-from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile, kernels_in_words
+from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words
 from kenosis_ort.report.explanation import processors_line
 from kenosis_ort.report.html import plots
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
-from kenosis_ort.report.html.plots import range_plot, range_title, signal_losses, signal_plot
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain
-
-BARS_WIDTH: Final = 288
-BARS_HEIGHT: Final = 84
-
-
-@dataclass(frozen=True)
-class HistogramPlot:
-    """A histogram with the chosen range.
-
-    Attributes:
-        name: Of the tensor.
-        caption: What there is to know in numbers.
-        path: SVG path of the bars, logarithmic heights.
-        low: Pixels from the left to the lower end of the chosen range; None if not quantized.
-        high: To the upper end.
-        ends: Labels of the left and right end.
-        summary: What a reader who cannot see it should know.
-    """
-
-    name: str
-    caption: str
-    path: str
-    low: float | None
-    high: float | None
-    ends: tuple[str, str]
-    summary: str
-
-
-def histograms(evidence: ReportEvidence, *, kind: TensorKind, count: int = 6) -> tuple[HistogramPlot, ...]:
-    """The histograms most worth a look: of values with the weakest signal, of weights with most noise."""
-    signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
-    tensors = [t for t in evidence.tensors if t.kind == kind and t.bars is not None]
-    infinite = math.inf
-
-    def rank(tensor: TensorProfile) -> float:
-        if tensor.kind == "weight":
-            return infinite if tensor.sqnr_db is None else tensor.sqnr_db
-        return signal.get(tensor.name, infinite)
-
-    return tuple(_histogram(t, signal.get(t.name)) for t in sorted(tensors, key=rank)[:count])
-
-
-def _histogram(tensor: TensorProfile, signal: float | None) -> HistogramPlot:
-    bars = tensor.bars
-    assert bars is not None
-    width = BARS_WIDTH / len(bars.counts)
-    top = math.log1p(max(bars.counts)) or 1.0
-    parts = []
-    for index, count in enumerate(bars.counts):
-        if count:
-            height = (BARS_HEIGHT - 2) * max(math.log1p(count) / top, 0.03)
-            x, y = index * width, BARS_HEIGHT - height
-            parts.append(f"M{x:.1f} {BARS_HEIGHT}V{y:.1f}h{max(width - 0.8, 0.5):.1f}V{BARS_HEIGHT}z")
-    span = bars.high - bars.low
-    chosen = tensor.chosen
-    ends = (None, None) if chosen is None else tuple(BARS_WIDTH * (end - bars.low) / span for end in chosen)
-    noise = tensor.sqnr_db if tensor.kind == "weight" else signal
-    label = {"weight": "rounding", "activation": "signal"}[tensor.kind]
-    facts = [f"{label} {decibels(noise)}"] if noise is not None else []
-    if tensor.scales > 1:
-        facts.append(f"{tensor.scales} scales")
-    facts.append(tensor.precision or "not quantized")
-    return HistogramPlot(
-        name=tensor.name,
-        caption=", ".join(facts),
-        path="".join(parts),
-        low=ends[0],
-        high=ends[1],
-        ends=(number(bars.low), number(bars.high)),
-        summary=range_title(tensor),
-    )
-
-
-BAR_WIDTH: Final = 420
-_OPERATORS: Final = 12
-
-
-@dataclass(frozen=True)
-class TimeRow:
-    """Time of one operator type before and after, in milliseconds and in pixels, and the kernels that ran."""
-
-    op_type: str
-    before: float
-    after: float
-    before_width: float
-    after_width: float
-    kernels: str
-
-    @property
-    def ratio(self) -> float | None:
-        """Ratio of the times; None where one is missing."""
-        return self.before / self.after if self.before and self.after else None
-
-
-@dataclass(frozen=True)
-class TimePlot:
-    """Times by operator type, longest first.
-
-    Attributes:
-        rows: The operators; the smallest ones together in the last row.
-        before: Sum of all, milliseconds.
-        after: The same of the quantized model.
-        note: How it was measured.
-    """
-
-    rows: tuple[TimeRow, ...]
-    before: float
-    after: float
-    note: str
-
-
-def time_plot(times: OpTimes | None) -> TimePlot | None:
-    """The bars of time by operator, None without times."""
-    if times is None or not (times.before or times.after):
-        return None
-    before, after = _by_operator(times.before), _by_operator(times.after)
-    kernels: dict[str, dict[str, None]] = {}
-    for entry in times.after:
-        kernels.setdefault(entry.op_type, {})[entry.kernel] = None
-    names = sorted({*before, *after}, key=lambda op: -max(before.get(op, 0.0), after.get(op, 0.0)))
-    shown, rest = names[:_OPERATORS], names[_OPERATORS:]
-    sums = [(op, before.get(op, 0.0), after.get(op, 0.0), ", ".join(kernels.get(op, {}))) for op in shown]
-    if rest:
-        sums.append(
-            (f"{len(rest)} others", sum(before.get(op, 0.0) for op in rest), sum(after.get(op, 0.0) for op in rest), "")
-        )
-    longest = max((max(b, a) for _, b, a, _ in sums), default=0.0) or 1.0
-    rows = tuple(TimeRow(op, b, a, BAR_WIDTH * b / longest, BAR_WIDTH * a / longest, k) for op, b, a, k in sums)
-    threads = {0: "the runtime's own number of threads", 1: "one thread"}.get(times.threads, f"{times.threads} threads")
-    runs = f"{times.runs} profiled runs a session"
-    note = f"Medians of {runs}, three fresh ones, {threads}. The profiler adds about a microsecond a kernel."
-    return TimePlot(rows, sum(before.values()), sum(after.values()), note)
-
-
-def _by_operator(times: Iterable[OpTime]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for entry in times:
-        found[entry.op_type] = found.get(entry.op_type, 0.0) + entry.milliseconds
-    return found
-
 
 _STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
 _SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "panel.js", "tables.js", "main.js")
@@ -200,19 +51,16 @@ def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None =
             regions=REGIONS,
             counts=_counts(facts),
             picture=_spelled_out(picture_data(report, shown, facts)),
-            signal=signal_plot(shown, facts),
-            losses=signal_losses(shown, facts),
+            signal=plots.signal_plot(shown, facts),
+            losses=plots.signal_losses(shown, facts),
             broken=_broken(report, facts),
             slowest=_slowest(facts),
-            ranges=range_plot(shown),
-            activation_bars=histograms(shown, kind="activation"),
-            weight_bars=histograms(shown, kind="weight"),
-            times=time_plot(shown.times),
+            ranges=plots.range_plot(shown),
+            activation_bars=plots.histograms(shown, kind="activation"),
+            weight_bars=plots.histograms(shown, kind="weight"),
+            times=plots.time_plot(shown.times),
             kernels=kernels_in_words(report.layers),
             frame=plots,
-            bars_width=BARS_WIDTH,
-            bars_height=BARS_HEIGHT,
-            bar_width=BAR_WIDTH,
             toml=report.recipe_file().to_toml().strip(),
             call=python_call(report),
             style=style,

@@ -1,24 +1,22 @@
-"""Signal-to-noise ratio by layer, and the nodes at which it falls.
-
-Ranges of activations: what was seen and what the integers represent.
-
-What all static plots share: their size and their grid lines.
+"""Plots as data for the templates: signal by layer, ranges, histograms, time by operator.
 
 The plots are few and plain, so they are drawn by hand, geometry here and SVG in the templates: a plotting library would
 add tens of megabytes to an installation, and its SVG knows neither the page's colours, light and dark, nor which node
-a mark stands for.
+a mark stands for. Each has a ``summary`` for a reader who cannot see it; lengths are pixels.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from kenosis_ort.report.evidence import ReportEvidence, TensorProfile
+from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile
 from kenosis_ort.report.html.cards import decibels, number
 from kenosis_ort.report.html.picture import NodeFacts
+
+Plot = dict[str, Any]
 
 WIDTH: Final = 960
 HEIGHT: Final = 250
@@ -28,45 +26,17 @@ TOP: Final = 16
 BOTTOM: Final = 28
 INNER: Final = HEIGHT - TOP - BOTTOM
 """Height between the lowest and the highest grid line."""
+BARS_WIDTH: Final = 288
+BARS_HEIGHT: Final = 84
+BAR_WIDTH: Final = 420
+_CEILING_DB: Final = 60.0  # above, quantization is not what limits the signal
+_OPERATORS: Final = 12
+
+# -- ranges of activations: what was seen, and what the integers represent
 
 
-@dataclass(frozen=True)
-class Tick:
-    """A grid line: its place in pixels and its label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True)
-class RangeBar:
-    """One tensor of the range plot: middle, what was seen and what is represented, in pixels; None if unknown."""
-
-    x: float
-    seen: tuple[float, float]
-    chosen: tuple[float, float] | None
-    title: str
-
-
-@dataclass(frozen=True)
-class RangePlot:
-    """Ranges of activations on an axis that is linear near zero and logarithmic beyond.
-
-    Attributes:
-        ticks: Horizontal grid lines.
-        bars: One a tensor.
-        thickness: Of a bar.
-        summary: What a reader who cannot see it should know.
-    """
-
-    ticks: tuple[Tick, ...]
-    bars: tuple[RangeBar, ...]
-    thickness: float
-    summary: str
-
-
-def range_plot(evidence: ReportEvidence) -> RangePlot | None:
-    """The plot of activation ranges, None without any."""
+def range_plot(evidence: ReportEvidence) -> Plot | None:
+    """Bars of activation ranges, on an axis that is linear near zero and logarithmic beyond; None without any."""
     tensors = [t for t in evidence.tensors if t.kind == "activation" and math.isfinite(t.low) and math.isfinite(t.high)]
     if not tensors:
         return None
@@ -77,21 +47,29 @@ def range_plot(evidence: ReportEvidence) -> RangePlot | None:
         return round(TOP + INNER * (high - _squash(value)) / (high - low), 1)
 
     step = (WIDTH - LEFT - RIGHT) / len(tensors)
-    bars = tuple(
-        RangeBar(
-            round(LEFT + step * (index + 0.5), 1),
-            (y(t.high), y(t.low)),
-            None if t.chosen is None else (y(t.chosen[1]), y(t.chosen[0])),
-            range_title(t),
-        )
+    bars = [
+        {
+            "x": round(LEFT + step * (index + 0.5), 1),
+            "seen": (y(t.high), y(t.low)),
+            "chosen": None if t.chosen is None else (y(t.chosen[1]), y(t.chosen[0])),
+            "title": range_title(t),
+        }
         for index, t in enumerate(tensors)
-    )
+    ]
     clipped = sum(is_clipped(t) for t in tensors)
     cut = f"{clipped} of the chosen ranges cut" if clipped != 1 else "One of the chosen ranges cuts"
     cut = cut if clipped else "None of the chosen ranges cuts"
-    summary = f"{len(tensors)} activations in the order they were observed. {cut} more than 1 % off what was seen."
-    ticks = tuple(Tick(y(value), f"{value:g}".replace("-", "−")) for value in _decades(min(ends), max(ends)))
-    return RangePlot(ticks, bars, round(max(0.8, min(12.0, step * 0.62)), 1), summary)
+    return {
+        "ticks": [_tick(y(value), f"{value:g}".replace("-", "−")) for value in _decades(min(ends), max(ends))],
+        "bars": bars,
+        "thickness": round(max(0.8, min(12.0, step * 0.62)), 1),
+        "summary": f"{len(tensors)} activations in the order they were observed. {cut} more than 1 % off what was "
+        "seen.",
+    }
+
+
+def _tick(at: float, label: str) -> Plot:
+    return {"at": at, "label": label}
 
 
 def range_title(tensor: TensorProfile) -> str:
@@ -123,41 +101,11 @@ def _decades(low: float, high: float) -> Iterable[float]:
     yield from (p for p in powers if p <= high)
 
 
-_CEILING_DB: Final = 60.0  # above, quantization is not what limits the signal
+# -- signal-to-noise ratio by layer, and the nodes at which it falls
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One mark of a plot: place, node (number in the picture, -1 for none), region, and what it says."""
-
-    x: float
-    y: float
-    node: int
-    region: str
-    title: str
-
-
-@dataclass(frozen=True)
-class SignalPlot:
-    """Signal-to-noise ratio by layer.
-
-    Attributes:
-        ticks: Horizontal grid lines.
-        marks: One a value.
-        line: Points of the line through the marks.
-        radius: Of a mark.
-        summary: What a reader who cannot see it should know.
-    """
-
-    ticks: tuple[Tick, ...]
-    marks: tuple[Mark, ...]
-    line: str
-    radius: float
-    summary: str
-
-
-def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> SignalPlot | None:
-    """The plot of the layers' signal, None without layers."""
+def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> Plot | None:
+    """Marks and line of the layers' signal, None without layers."""
     layers = [layer for layer in evidence.layers if not math.isnan(layer.sqnr_db)]
     if not layers:
         return None
@@ -175,46 +123,117 @@ def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> SignalP
         node = numbers.get(layer.node, -1)
         region = facts[node].region if node >= 0 else "terminal"
         title = f"{layer.node or 'input'} → {layer.value}: {decibels(layer.sqnr_db)}"
-        marks.append(Mark(round(LEFT + step * (index + 0.5), 1), round(y(layer.sqnr_db), 1), node, region, title))
+        x, at = round(LEFT + step * (index + 0.5), 1), round(y(layer.sqnr_db), 1)
+        marks.append({"x": x, "y": at, "node": node, "region": region, "title": title})
     worst = min(layers, key=lambda layer: layer.sqnr_db)
-    last = layers[-1]
-    summary = (
-        f"{len(layers)} values in the order they are computed. Lowest: {decibels(worst.sqnr_db)} at '{worst.value}'; "
-        f"at the end {decibels(last.sqnr_db)}."
-    )
-    ticks = tuple(Tick(round(y(db), 1), f"{db:g} dB") for db in range(int(low), int(high) + 1, 10))
-    line = " ".join(f"{mark.x},{mark.y}" for mark in marks)
-    return SignalPlot(ticks, tuple(marks), line, max(1.5, min(4.0, step / 2.6)), summary)
+    return {
+        "ticks": [_tick(round(y(db), 1), f"{db:g} dB") for db in range(int(low), int(high) + 1, 10)],
+        "marks": marks,
+        "line": " ".join(f"{mark['x']},{mark['y']}" for mark in marks),
+        "radius": max(1.5, min(4.0, step / 2.6)),
+        "summary": f"{len(layers)} values in the order they are computed. Lowest: {decibels(worst.sqnr_db)} at "
+        f"'{worst.value}'; at the end {decibels(layers[-1].sqnr_db)}.",
+    }
 
 
-@dataclass(frozen=True)
-class SignalLoss:
-    """A node behind which the signal is much weaker than in front of it, in dB."""
-
-    node: int
-    name: str
-    op_type: str
-    before: float
-    after: float
-
-    @property
-    def lost(self) -> float:
-        """Loss of signal."""
-        return self.before - self.after
-
-
-def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count: int = 6) -> tuple[SignalLoss, ...]:
+def signal_losses(evidence: ReportEvidence, facts: Sequence[NodeFacts], *, count: int = 6) -> list[Plot]:
     """The nodes that lose most signal, from the weakest of their inputs to their output."""
     if evidence.graph is None:
-        return ()
+        return []
     signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
     reaching: dict[str, float] = {}
-    losses = []
+    losses: list[Plot] = []
     for index, node in enumerate(evidence.graph.nodes):
         before = min((reaching.get(name, math.inf) for name in node.inputs), default=math.inf)
         known = [signal[name] for name in node.outputs if name in signal]
         after = min(known) if known else before
         reaching.update((name, signal.get(name, before)) for name in node.outputs)
         if known and node.inputs and min(before, _CEILING_DB) - after > 1.0:
-            losses.append(SignalLoss(index, node.name, facts[index].op_type, before, after))
-    return tuple(sorted(losses, key=lambda loss: loss.after - min(loss.before, _CEILING_DB))[:count])
+            about = {"node": index, "name": node.name, "op_type": facts[index].op_type}
+            losses.append({**about, "before": before, "after": after, "lost": before - after})
+    return sorted(losses, key=lambda loss: loss["after"] - min(loss["before"], _CEILING_DB))[:count]
+
+
+# -- histograms of the tensors most worth a look, with their chosen ranges
+
+
+def histograms(evidence: ReportEvidence, *, kind: TensorKind, count: int = 6) -> list[Plot]:
+    """Histograms of values with the weakest signal, or of weights with most noise."""
+    signal = {layer.value: layer.sqnr_db for layer in evidence.layers}
+    noise = {t.name: t.sqnr_db if kind == "weight" else signal.get(t.name) for t in evidence.tensors if t.kind == kind}
+    tensors = [t for t in evidence.tensors if t.kind == kind and t.bars is not None]
+    ranks = {name: math.inf if db is None else db for name, db in noise.items()}
+    return [_histogram(t, noise[t.name]) for t in sorted(tensors, key=lambda t: ranks[t.name])[:count]]
+
+
+def _histogram(tensor: TensorProfile, noise: float | None) -> Plot:
+    bars = tensor.bars
+    assert bars is not None
+    width = BARS_WIDTH / len(bars.counts)
+    top = math.log1p(max(bars.counts)) or 1.0
+    parts = []
+    for index, count in enumerate(bars.counts):
+        if count:
+            height = (BARS_HEIGHT - 2) * max(math.log1p(count) / top, 0.03)
+            x, y = index * width, BARS_HEIGHT - height
+            parts.append(f"M{x:.1f} {BARS_HEIGHT}V{y:.1f}h{max(width - 0.8, 0.5):.1f}V{BARS_HEIGHT}z")
+    low, high = (
+        BARS_WIDTH * (end - bars.low) / (bars.high - bars.low) for end in tensor.chosen or (math.nan, math.nan)
+    )
+    label = {"weight": "rounding", "activation": "signal"}[tensor.kind]
+    facts = [f"{label} {decibels(noise)}"] if noise is not None else []
+    facts += [f"{tensor.scales} scales"] if tensor.scales > 1 else []
+    return {
+        "name": tensor.name,
+        "caption": ", ".join([*facts, tensor.precision or "not quantized"]),
+        "path": "".join(parts),
+        "low": None if tensor.chosen is None else low,
+        "high": None if tensor.chosen is None else high,
+        "ends": (number(bars.low), number(bars.high)),
+        "summary": range_title(tensor),
+    }
+
+
+# -- time by operator, before and after
+
+
+def time_plot(times: OpTimes | None) -> Plot | None:
+    """Bars of time by operator, longest first, the smallest ones together in the last row; None without times."""
+    if times is None or not (times.before or times.after):
+        return None
+    before, after = (_by_operator(entries) for entries in (times.before, times.after))
+    kernels: dict[str, dict[str, None]] = {}
+    for entry in times.after:
+        kernels.setdefault(entry.op_type, {})[entry.kernel] = None
+    names = sorted({*before, *after}, key=lambda op: -max(before[op], after[op]))
+    shown, rest = names[:_OPERATORS], names[_OPERATORS:]
+    sums = [(op, before[op], after[op], ", ".join(kernels.get(op, ()))) for op in shown]
+    if rest:
+        sums.append((f"{len(rest)} others", sum(before[op] for op in rest), sum(after[op] for op in rest), ""))
+    longest = max((max(b, a) for _, b, a, _ in sums), default=0.0) or 1.0
+    threads = {0: "the runtime's own number of threads", 1: "one thread"}.get(times.threads, f"{times.threads} threads")
+    runs = f"{times.runs} profiled runs a session"
+    return {
+        "rows": [
+            {
+                "op_type": op_type,
+                "before": b,
+                "after": a,
+                "before_width": BAR_WIDTH * b / longest,
+                "after_width": BAR_WIDTH * a / longest,
+                "ratio": b / a if b and a else None,
+                "kernels": ran,
+            }
+            for op_type, b, a, ran in sums
+        ],
+        "before": sum(before.values()),
+        "after": sum(after.values()),
+        "note": f"Medians of {runs}, three fresh ones, {threads}. The profiler adds about a microsecond a kernel.",
+    }
+
+
+def _by_operator(times: Iterable[OpTime]) -> defaultdict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for entry in times:
+        found[entry.op_type] += entry.milliseconds
+    return found
