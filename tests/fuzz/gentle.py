@@ -5,6 +5,7 @@ They look for what our own code takes for granted; `structure` looks for what no
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from random import Random
 from typing import Any, Final
@@ -19,50 +20,13 @@ Mutation = Callable[[onnx.ModelProto, Random], "str | None"]
 Shape = tuple["int | str | None", ...]
 
 _FACTORS: Final = (0.0, 1.0, -1.0, 0.5, 2.0, 3.7, 1e-8, 1e-30, 1e8, 1e30, 255.0, 1e-3)
-_UNARY: Final = (
-    "Relu",
-    "Sigmoid",
-    "Tanh",
-    "Neg",
-    "Abs",
-    "Identity",
-    "Dropout",
-    "LeakyRelu",
-    "Elu",
-    "HardSwish",
-    "HardSigmoid",
-    "Softplus",
-    "Softsign",
-    "Exp",
-    "Erf",
-    "Floor",
-    "Round",
-    "Sign",
-    "Sin",
-    "Selu",
-    "Celu",
-    "ThresholdedRelu",
-    "Reciprocal",
-    "Softmax",
-    "LogSoftmax",
-    "Hardmax",
-    "Atan",
-    "Clip",
-    "Cast",
-    "Flatten",
-    "Shape",
-    "LpNormalization",
-    "Sqrt",
-    "Log",
-    "IsNaN",
-    "Not",
-    "Ceil",
-    "Size",
-    "GlobalAveragePool",
-    "ReduceMax",
-    "NonZero",
-    "Transpose",
-)
+_UNARY: Final = [
+    *("Relu", "Sigmoid", "Tanh", "Neg", "Abs", "Identity", "Dropout", "LeakyRelu", "Elu", "HardSwish"),
+    *("HardSigmoid", "Softplus", "Softsign", "Exp", "Erf", "Floor", "Round", "Sign", "Sin", "Selu", "Celu"),
+    *("ThresholdedRelu", "Reciprocal", "Softmax", "LogSoftmax", "Hardmax", "Atan", "Clip", "Cast", "Flatten"),
+    *("Shape", "LpNormalization", "Sqrt", "Log", "IsNaN", "Not", "Ceil", "Size", "GlobalAveragePool"),
+    *("ReduceMax", "NonZero", "Transpose"),
+]
 
 
 def _types(model: onnx.ModelProto) -> dict[str, tuple[int, Shape]]:
@@ -109,11 +73,8 @@ def _edge(model: onnx.ModelProto, dice: Random) -> tuple[int, int, str, int, Sha
 
 
 def _insert(model: onnx.ModelProto, at: int, *nodes: onnx.NodeProto) -> None:
-    copies = []
-    for node in (*list(model.graph.node)[:at], *nodes, *list(model.graph.node)[at:]):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copies.append(copy)
+    old = list(model.graph.node)
+    copies = [copy.deepcopy(node) for node in (*old[:at], *nodes, *old[at:])]
     del model.graph.node[:]
     model.graph.node.extend(copies)
 
@@ -326,17 +287,8 @@ def clutter(model: onnx.ModelProto, dice: Random) -> str | None:
     graph = model.graph
     what = dice.choice(
         [
-            "input",
-            "weight",
-            "info",
-            "twin info",
-            "names",
-            "doc",
-            "random",
-            "sequence",
-            "optional",
-            "string",
-            "empty outputs",
+            *("input", "weight", "info", "twin info", "names", "doc", "random", "sequence", "optional"),
+            *("string", "empty outputs"),
         ]
     )
     if what == "input":
@@ -417,19 +369,6 @@ def change_layer(model: onnx.ModelProto, dice: Random) -> str | None:
 
 
 GENTLE: Final[tuple[Mutation, ...]] = (
-    insert_unary,
-    insert_unary,
-    insert_unary,
-    insert_binary,
-    insert_binary,
-    join_values,
-    add_output,
-    change_weight,
-    change_weight,
-    move_weight,
-    move_weight,
-    loosen_interface,
-    clutter,
-    clutter,
-    change_layer,
+    *(insert_unary, insert_unary, insert_unary, insert_binary, insert_binary, join_values, add_output),
+    *(change_weight, change_weight, move_weight, move_weight, loosen_interface, clutter, clutter, change_layer),
 )

@@ -6,6 +6,8 @@ None where the model has nothing for it to change.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from random import Random
 from typing import Any, Final
@@ -20,117 +22,33 @@ from tests.fuzz.gentle import GENTLE
 Mutation = Callable[[onnx.ModelProto, Random], "str | None"]
 
 ODD_NAMES: Final = (
-    "",
-    " ",
-    "x",
-    "a\nb",
-    "\x1b[31mred\x1b[0m",
-    "\u202egnp.x",
-    "\u2066y\u2069",
-    "name\twith\ttab",
-    "<script>alert(1)</script>",
-    "n" * 5000,
-    "'quoted' \"twice\"",
-    "[bold]markup[/bold]",
-    "x_QuantizeLinear_Output",
-    "x_scale",
-    "é\u0301\U0001f600",
-    "../../etc/passwd",
-    "%s %d {0} {name}",
-    "\x00",
-    "conv0_w",
-    "\r",
-    "kv#1#",
-    "a/b:0",
+    *("", " ", "x", "a\nb", "\x1b[31mred\x1b[0m", "\u202egnp.x", "\u2066y\u2069", "name\twith\ttab"),
+    *("<script>alert(1)</script>", "n" * 5000, "'quoted' \"twice\"", "[bold]markup[/bold]"),
+    *("x_QuantizeLinear_Output", "x_scale", "é\u0301\U0001f600", "../../etc/passwd", "%s %d {0} {name}"),
+    *("\x00", "conv0_w", "\r", "kv#1#", "a/b:0"),
 )
 ODD_INTS: Final = (
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    -2,
-    -7,
-    64,
-    127,
-    255,
-    256,
-    1000,
-    65536,
-    2**31 - 1,
-    2**31,
-    -(2**31),
-    2**40,
-    2**62,
-    2**63 - 1,
-    -(2**63),
+    *(0, 1, -1, 2, 3, 7, -2, -7, 64, 127, 255, 256, 1000),
+    *(65536, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)),
 )
 ODD_FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e30, 3e38, float("inf"), float("-inf"), float("nan"))
 DOMAINS: Final = (
-    "",
-    "ai.onnx",
-    "com.microsoft",
-    "ai.onnx.ml",
-    "local",
-    "no.such.domain",
-    "ai.onnx.training",
-    "com.microsoft.nchwc",
+    *("", "ai.onnx", "com.microsoft", "ai.onnx.ml", "local"),
+    *("no.such.domain", "ai.onnx.training", "com.microsoft.nchwc"),
 )
 OP_TYPES: Final = (
     *sorted({schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")}),
-    "NoSuchOp",
-    "",
-    "FusedConv",
-    "QLinearConv",
-    "FusedMatMul",
-    "Gelu",
-    "LayerNormalization",
-    "Attention",
-    "block",
-    "silu",
-    "FastGelu",
-    "MatMulNBits",
-    "SkipLayerNormalization",
-    "Trilu",
-    "Affine",
-    "BiasGelu",
-    "QuickGelu",
+    *("NoSuchOp", ""),
+    *("FusedConv", "QLinearConv", "FusedMatMul", "Gelu", "LayerNormalization", "Attention", "block", "silu"),
+    *("FastGelu", "MatMulNBits", "SkipLayerNormalization", "Trilu", "Affine", "BiasGelu", "QuickGelu"),
     "DynamicQuantizeMatMul",
 )
-ATTRIBUTE_NAMES: Final = (
-    "axis",
-    "axes",
-    "perm",
-    "pads",
-    "kernel_shape",
-    "strides",
-    "dilations",
-    "group",
-    "alpha",
-    "beta",
-    "transA",
-    "transB",
-    "to",
-    "epsilon",
-    "mode",
-    "auto_pad",
-    "value",
-    "body",
-    "keepdims",
-    "ceil_mode",
-    "hidden_size",
-    "direction",
-    "approximate",
-    "start",
-    "end",
-    "momentum",
-    "output_shape",
-    "count_include_pad",
-    "storage_order",
-    "num_outputs",
-    "coordinate_transformation_mode",
-)
+ATTRIBUTE_NAMES: Final = [
+    *("axis", "axes", "perm", "pads", "kernel_shape", "strides", "dilations", "group", "alpha", "beta"),
+    *("transA", "transB", "to", "epsilon", "mode", "auto_pad", "value", "body", "keepdims", "ceil_mode"),
+    *("hidden_size", "direction", "approximate", "start", "end", "momentum", "output_shape"),
+    *("count_include_pad", "storage_order", "num_outputs", "coordinate_transformation_mode"),
+]
 
 
 def _graphs(model: onnx.ModelProto) -> list[Any]:
@@ -140,6 +58,17 @@ def _graphs(model: onnx.ModelProto) -> list[Any]:
 def _node(model: onnx.ModelProto, dice: Random) -> tuple[Any, int] | None:
     places = [(graph, at) for graph in _graphs(model) for at in range(len(graph.node))]
     return dice.choice(places) if places else None
+
+
+def _on_node(change: Callable[[onnx.ModelProto, Random, Any, int], str | None]) -> Mutation:
+    """Mutation of a graph at one of its nodes, chosen by the dice."""
+
+    @functools.wraps(change)
+    def mutation(model: onnx.ModelProto, dice: Random) -> str | None:
+        found = _node(model, dice)
+        return None if found is None else change(model, dice, *found)
+
+    return mutation
 
 
 def _values(model: onnx.ModelProto) -> list[str]:
@@ -157,11 +86,7 @@ def _tensors(model: onnx.ModelProto) -> list[TensorProto]:
 
 
 def _rewrite(graph: Any, nodes: list[onnx.NodeProto]) -> None:
-    copies = []
-    for node in nodes:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copies.append(copy)
+    copies = [copy.deepcopy(node) for node in nodes]
     del graph.node[:]
     graph.node.extend(copies)
 
@@ -173,27 +98,21 @@ def _some_name(model: onnx.ModelProto, dice: Random) -> str:
 # ---- nodes ----------------------------------------------------------------------------------------------------
 
 
-def drop_node(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    graph, at = found
+@_on_node
+def drop_node(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
     what = f"dropped node {graph.node[at].name!r}"
     del graph.node[at]
     return what
 
 
-def duplicate_node(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    graph, at = found
-    copy = graph.node.add()
-    copy.CopyFrom(graph.node[at])
+@_on_node
+def duplicate_node(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    twin = graph.node.add()
+    twin.CopyFrom(graph.node[at])
     if dice.random() < 0.5:
-        for position, name in enumerate(copy.output):
-            copy.output[position] = f"{name}_twin"
-    return f"duplicated node {copy.name!r}"
+        for position, name in enumerate(twin.output):
+            twin.output[position] = f"{name}_twin"
+    return f"duplicated node {twin.name!r}"
 
 
 def reorder_nodes(model: onnx.ModelProto, dice: Random) -> str | None:
@@ -210,11 +129,9 @@ def reorder_nodes(model: onnx.ModelProto, dice: Random) -> str | None:
     return "reordered nodes"
 
 
-def rewire_input(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def rewire_input(model: onnx.ModelProto, dice: Random, graph: Any, number: int) -> str | None:
+    node = graph.node[number]
     if not node.input:
         node.input.append(_some_name(model, dice))
         return f"gave node {node.name!r} an input"
@@ -225,22 +142,20 @@ def rewire_input(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"rewired input {at} of {node.name!r} from {old!r} to {new!r}"
 
 
-def rewire_output(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None or not found[0].node[found[1]].output:
+@_on_node
+def rewire_output(model: onnx.ModelProto, dice: Random, graph: Any, number: int) -> str | None:
+    node = graph.node[number]
+    if not node.output:
         return None
-    node = found[0].node[found[1]]
     at = dice.randrange(len(node.output))
     new = "" if dice.random() < 0.2 else _some_name(model, dice)
     old, node.output[at] = node.output[at], new
     return f"output {at} of {node.name!r} renamed from {old!r} to {new!r}"
 
 
-def change_arity(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def change_arity(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    node = graph.node[at]
     names = dice.choice([node.input, node.output])
     if names and dice.random() < 0.6:
         del names[dice.randrange(len(names)) :]
@@ -249,11 +164,9 @@ def change_arity(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"added inputs or outputs to {node.name!r}"
 
 
-def rename_node(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def rename_node(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    node = graph.node[at]
     others = [n.name for graph in _graphs(model) for n in graph.node]
     node.name = dice.choice(ODD_NAMES) if dice.random() < 0.6 else dice.choice(others)
     return f"named a node {node.name!r}"
@@ -276,20 +189,16 @@ def rename_value(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"renamed value {old!r} to {new!r}"
 
 
-def change_op(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def change_op(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    node = graph.node[at]
     old, node.op_type = node.op_type, dice.choice(OP_TYPES)
     return f"{node.name!r} is no longer {old} but {node.op_type}"
 
 
-def change_domain(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def change_domain(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    node = graph.node[at]
     node.domain = dice.choice(DOMAINS)
     if dice.random() < 0.7 and node.domain not in {entry.domain for entry in model.opset_import}:
         model.opset_import.add(domain=node.domain, version=dice.choice([1, 1, 1, 3, 0, 2**31]))
@@ -322,11 +231,9 @@ def change_attribute(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"attribute of {node.name!r} ({node.op_type}): {what}"
 
 
-def add_attribute(model: onnx.ModelProto, dice: Random) -> str | None:
-    found = _node(model, dice)
-    if found is None:
-        return None
-    node = found[0].node[found[1]]
+@_on_node
+def add_attribute(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
+    node = graph.node[at]
     attribute = node.attribute.add(name=dice.choice(ATTRIBUTE_NAMES))
     _set(attribute, dice)
     return f"added attribute {attribute.name!r} to {node.name!r} ({node.op_type})"
@@ -359,20 +266,7 @@ def _set(attribute: AttributeProto, dice: Random) -> None:
     name = attribute.name
     value = dice.choice(
         [
-            1,
-            -1,
-            0,
-            7,
-            2**62,
-            1.5,
-            float("nan"),
-            "text",
-            "",
-            [1, 1],
-            [0, 1, 2, 3],
-            [-1],
-            [1.5],
-            ["a", "b"],
+            *(1, -1, 0, 7, 2**62, 1.5, float("nan"), "text", "", [1, 1], [0, 1, 2, 3], [-1], [1.5], ["a", "b"]),
             numpy_helper.from_array(np.ones((2, 2), np.float32)),
             numpy_helper.from_array(np.array(3)),
             helper.make_graph([], "empty", [], []),
@@ -451,18 +345,8 @@ def external(tensor: TensorProto, dice: Random) -> str:
     entries = {
         "location": dice.choice(
             [
-                "weights.bin",
-                "model.onnx",
-                "missing",
-                "",
-                "..",
-                ".",
-                "../x",
-                "/etc/passwd",
-                "/dev/zero",
-                "a\x00b",
-                "weights.bin/x",
-                "*/_ORT_MEM_ADDR_/*",
+                *("weights.bin", "model.onnx", "missing", "", "..", ".", "../x", "/etc/passwd", "/dev/zero"),
+                *("a\x00b", "weights.bin/x", "*/_ORT_MEM_ADDR_/*"),
             ]
         ),
         "offset": dice.choice(["0", "-1", "4", "x", "", str(2**40), str(2**63), "1e3"]),
@@ -485,10 +369,10 @@ def change_initializers(model: onnx.ModelProto, dice: Random) -> str | None:
     if what == "drop":
         del held[at]
     elif what == "twin":
-        copy = held.add()
-        copy.CopyFrom(held[at])
+        twin = held.add()
+        twin.CopyFrom(held[at])
         if dice.random() < 0.5:
-            _odd_numbers(copy, dice, scale=True)
+            _odd_numbers(twin, dice, scale=True)
     elif what == "other":
         held[at].name = dice.choice(held).name
     elif what == "input":
@@ -578,14 +462,12 @@ def change_header(model: onnx.ModelProto, dice: Random) -> str | None:
 # ---- nesting --------------------------------------------------------------------------------------------------
 
 
-def nest_node(model: onnx.ModelProto, dice: Random) -> str | None:
+@_on_node
+def nest_node(model: onnx.ModelProto, dice: Random, graph: Any, at: int) -> str | None:
     """Moves a node into the branches of an If, several levels deep."""
-    found = _node(model, dice)
-    if found is None or not found[0].node[found[1]].output:
+    if not graph.node[at].output:
         return None
-    graph, at = found
-    inner = onnx.NodeProto()
-    inner.CopyFrom(graph.node[at])
+    inner = copy.deepcopy(graph.node[at])
     depth = dice.choice([1, 1, 2, 5, 30])
     node = inner
     for _ in range(depth):
@@ -611,10 +493,9 @@ def change_function(model: onnx.ModelProto, dice: Random) -> str | None:
         if found is None:
             return None
         node = found[0].node[found[1]]
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
+        own = copy.deepcopy(node)
         domain = node.domain if what == "override" else "local"
-        inner = onnx.FunctionProto(domain=domain, name=node.op_type, input=node.input, output=node.output, node=[copy])
+        inner = onnx.FunctionProto(domain=domain, name=node.op_type, input=node.input, output=node.output, node=[own])
         inner.opset_import.extend(model.opset_import)
         functions.append(inner)
         node.domain = domain
@@ -664,33 +545,11 @@ def add_giant(model: onnx.ModelProto, dice: Random) -> str | None:
 
 
 STRUCTURAL: Final[tuple[Mutation, ...]] = (
-    drop_node,
-    duplicate_node,
-    reorder_nodes,
-    rewire_input,
-    rewire_input,
-    rewire_output,
-    change_arity,
-    rename_node,
-    rename_value,
-    rename_value,
-    change_op,
-    change_op,
-    change_domain,
-    change_attribute,
-    change_attribute,
-    change_attribute,
-    add_attribute,
-    change_tensor,
-    change_tensor,
-    change_tensor,
-    change_initializers,
-    change_interface,
-    change_interface,
-    change_header,
-    nest_node,
-    change_function,
-    add_giant,
+    *(drop_node, duplicate_node, reorder_nodes, rewire_input, rewire_input, rewire_output, change_arity),
+    *(rename_node, rename_value, rename_value, change_op, change_op, change_domain, change_attribute),
+    *(change_attribute, change_attribute, add_attribute, change_tensor, change_tensor, change_tensor),
+    *(change_initializers, change_interface, change_interface, change_header, nest_node, change_function),
+    *(add_giant,),
 )
 
 
