@@ -232,7 +232,9 @@ def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_
     for o in found.outputs:
         agreement = "-" if o.agreement is None else f"{100 * o.agreement:.1f} %"
         style = "red" if o.name in short else "" if o.is_fine else "yellow"
-        cells = (agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}")
+        cells = (
+            (agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}") if o.is_compared else ("-",) * 4
+        )
         outputs.add_row(Text(o.name), *cells, style=style)
     blocks: list[RenderableType] = [outputs]
     shown = found.worst(len(found.tensors) if full else WORST_LAYERS)

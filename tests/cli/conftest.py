@@ -1,9 +1,13 @@
-"""Nets of digits, a small one and the shipped one, and a few images as files."""
+"""A folder with nets of digits and data, and the command run in it."""
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -15,7 +19,60 @@ from kenosis_ort.demo.__main__ import Demonstration, demonstrate
 from tests import models
 
 ROUNDS, BATCH = 1, 2  # of the demonstration
-PLAIN = ("--recipe", "plain", "--no-promise")  # the fastest way to a quantized model
+PLAIN = "--recipe plain --no-promise"  # the fastest way to a quantized model
+
+
+class Printed(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """The output without line breaks."""
+        return " ".join(self.out.split())
+
+    @property
+    def data(self) -> Any:
+        """The output read as JSON."""
+        return json.loads(self.out)
+
+
+class Shell:
+    """Runs commands in the current folder, which holds ``float.onnx``, ``int8.onnx`` and ``samples.npz``."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+
+    def __call__(self, line: str, *words: object, code: int = 0) -> Printed:
+        self._capsys.readouterr()
+        try:
+            found = main([*shlex.split(line), *map(str, words)])
+        except SystemExit as stopped:
+            found = int(str(stopped.code))
+        printed = Printed(*self._capsys.readouterr())
+        assert found == code, printed
+        return printed
+
+    def quantize(self, line: str = "", *words: object, model: object = "float.onnx", code: int = 0) -> Printed:
+        """Quantizes to ``out.onnx`` without passes."""
+        return self(f"quantize {model} out.onnx --data samples.npz {PLAIN} {line}", *words, code=code)
+
+    def complaint(self, line: str, *words: object, code: int = 2) -> str:
+        """The one line on stderr of a command that fails; no file is made or changed."""
+        before = self.files()
+        printed = self(line, *words, code=code)
+        assert printed.out == ""
+        assert printed.err.startswith("kenosis-ort: error: ")
+        assert printed.err.count("\n") == 1
+        assert self.files() == before
+        return printed.err
+
+    def files(self) -> dict[str, bytes]:
+        """Content of the folder's files by name."""
+        return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture(scope="session")
@@ -25,24 +82,22 @@ def trained_model() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def digits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "digits.onnx"
-    onnx.save(models.narrow_digits(), path)
-    return path
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of `shell`, made once."""
+    folder = tmp_path_factory.mktemp("made")
+    onnx.save(models.narrow_digits(), folder / "float.onnx")
+    np.savez(folder / "samples.npz", image=load_digits().calibration[:12])
+    line = f"quantize {folder}/float.onnx {folder}/int8.onnx --data {folder}/samples.npz -q --no-save-recipe {PLAIN}"
+    assert main(shlex.split(line)) == 0
+    return folder
 
 
-@pytest.fixture(scope="session")
-def digits_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "samples.npz"
-    np.savez(path, image=load_digits().calibration[:12])
-    return path
-
-
-@pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory, digits_model: Path, digits_data: Path) -> Path:
-    path = tmp_path_factory.mktemp("quantized") / "digits.int8.onnx"
-    assert main(["quantize", str(digits_model), str(path), "--data", str(digits_data), "-q", *PLAIN]) == 0
-    return path
+@pytest.fixture
+def shell(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    for path in made.iterdir():
+        shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Shell(tmp_path, capsys)
 
 
 @pytest.fixture(scope="session")

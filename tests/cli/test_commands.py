@@ -1,8 +1,7 @@
-"""inspect, explain, compare, calibrate and merge, doctor, completion: what each says."""
+"""inspect, explain, verify, compare, calibrate and merge, bench, targets, doctor, completion: what each says."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,154 +12,183 @@ from kenosis_ort import CalibrationTable
 from kenosis_ort.bench import doctor
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.cli.main import main
-from tests.cli.conftest import PLAIN
+from kenosis_ort.targets import TARGETS
+from tests.cli.conftest import Shell
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> str:
-    return " ".join(capsys.readouterr().out.split())
+def lacking(printed: str, *expected: str) -> list[str]:
+    return [text for text in expected if text not in printed]
 
 
-class TestInspect:
-    def test_a_float_and_a_quantized_model(
-        self, digits_model: Path, quantized: Path, capsys: pytest.CaptureFixture[str]
-    ):
-        assert main(["inspect", str(digits_model)]) == exits.SUCCESS
-        printed = lines(capsys)
-        for expected in ("quantization float", "3,186", "image float [batch, 1, 8, 8]", "4 Conv", "ai.onnx"):
-            assert expected in printed
-        assert main(["inspect", str(quantized), "--json"]) == exits.SUCCESS
-        found = json.loads(capsys.readouterr().out)
-        assert found["quantization"] == "QDQ"
-        assert found["file_bytes"] == quantized.stat().st_size
-        assert found["weight_types"]["int8"] > 3_000
+def test_a_float_and_a_quantized_model_are_inspected(shell: Shell) -> None:
+    printed = shell("inspect float.onnx").line
+    assert not lacking(printed, "quantization float", "3,186", "image float [batch, 1, 8, 8]", "4 Conv", "ai.onnx")
+    found = shell("inspect int8.onnx --json").data
+    assert found["quantization"] == "QDQ"
+    assert found["file_bytes"] == len(shell.files()["int8.onnx"])
+    assert found["weight_types"]["int8"] > 3_000
 
 
-class TestExplain:
-    def test_nothing_heavy_is_float(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-        assert main(["explain", str(digits_model)]) == exits.SUCCESS
-        assert "None of 5 nodes that carry arithmetic" in lines(capsys)
-
-    def test_a_node_of_a_float_model_with_its_inputs(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-        assert main(["explain", str(digits_model), "layer5.conv"]) == exits.SUCCESS
-        printed = lines(capsys)
-        assert "Conv 'layer5.conv': integer, by conv-integer" in printed
-        assert "input 1" in printed
-
-    def test_a_node_that_is_folded_says_so(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-        assert main(["explain", str(digits_model), "--all", "--json"]) == exits.SUCCESS
-        gone = [e for e in json.loads(capsys.readouterr().out) if e["kind"] == "prepared away"]
-        assert {e["op_type"] for e in gone} == {"BatchNormalization"}
-        assert main(["explain", str(digits_model), gone[0]["node"]]) == exits.SUCCESS
-        assert "folded into its neighbours" in lines(capsys)
-
-    def test_a_quantized_model_is_asked_of_the_runtime(self, quantized: Path, capsys: pytest.CaptureFixture[str]):
-        assert main(["explain", str(quantized), "layer5.conv"]) == exits.SUCCESS
-        assert "runs as com.microsoft.QLinearConv" in lines(capsys)
-
-    def test_the_float_nodes_of_a_quantized_model(
-        self, digits_model: Path, digits_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ):
-        out = tmp_path / "o.onnx"
-        arguments = ["quantize", str(digits_model), str(out), "--data", str(digits_data), "-q", *PLAIN]
-        assert main([*arguments, "--exclude", "layer5.conv"]) == exits.SUCCESS
-        assert main(["explain", str(out)]) == exits.SUCCESS
-        printed = lines(capsys)
-        assert "1 of 5 nodes" in printed
-        assert "Conv 'layer5.conv': float, by" in printed
-
-    def test_an_unknown_node_suggests_the_closest(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-        assert main(["explain", str(digits_model), "layer5.cnv"]) == exits.ERROR
-        assert "Did you mean 'layer5.conv'?" in capsys.readouterr().err
+# -- explain
 
 
-class TestCompare:
-    def arguments(self, digits_model: Path, quantized: Path, digits_data: Path) -> list[str]:
-        return ["compare", str(digits_model), str(quantized), "--data", str(digits_data)]
-
-    def test_outputs_layers_and_a_next_step(
-        self, digits_model: Path, quantized: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-    ):
-        assert main([*self.arguments(digits_model, quantized, digits_data), "--full"]) == exits.SUCCESS
-        printed = lines(capsys)
-        for expected in ("logits 100.0 %", "Layers, most lost first", "Weights, worst first", " samples; ", "next: "):
-            assert expected in printed
-        assert "made-up" not in printed
-
-    @pytest.mark.parametrize(
-        ("demand", "code"),
-        [
-            (["--min-agreement", "99%"], exits.SUCCESS),
-            (["--min-sqnr", "10"], exits.SUCCESS),
-            (["--min-sqnr", "90"], exits.BELOW),
-            (["--min-agreement", "50%", "--min-sqnr", "90"], exits.BELOW),
-        ],
-    )
-    def test_demands_show_in_the_exit_code(
-        self, demand: list[str], code: int, digits_model: Path, quantized: Path, digits_data: Path,
-        capsys: pytest.CaptureFixture[str],
-    ):  # fmt: skip
-        assert main([*self.arguments(digits_model, quantized, digits_data), *demand, "--json"]) == code
-        found = json.loads(capsys.readouterr().out)
-        assert found["below"] == ([] if code == exits.SUCCESS else ["logits"])
-        assert found["made_up_data"] is False
-
-    def test_a_model_against_itself_on_made_up_data(self, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-        arguments = ["compare", str(digits_model), str(digits_model), "--synthetic", "2", "--min-sqnr", "100"]
-        assert main(arguments) == exits.SUCCESS
-        printed = lines(capsys)
-        assert "inf dB" in printed
-        assert "made-up data" in printed
+def test_the_plan_of_a_float_model_is_explained(shell: Shell) -> None:
+    assert "None of 5 nodes that carry arithmetic" in shell("explain float.onnx").line
+    printed = shell("explain float.onnx layer5.conv").line
+    assert not lacking(printed, "Conv 'layer5.conv': integer, by conv-integer", "input 1")
+    gone = [e for e in shell("explain float.onnx --all --json").data if e["kind"] == "prepared away"]
+    assert {e["op_type"] for e in gone} == {"BatchNormalization"}
+    assert "folded into its neighbours" in shell("explain float.onnx", gone[0]["node"]).line
+    assert "Did you mean 'layer5.conv'?" in shell.complaint("explain float.onnx layer5.cnv")
 
 
-def test_tables_are_written_merged_and_used(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    day, night, both = (str(tmp_path / f"{name}.json") for name in ("day", "night", "both"))
-    model = str(digits_model)
-    assert main(["calibrate", model, day, "--data", str(digits_data)]) == exits.SUCCESS
-    assert "from 12 samples; it holds 12 of them" in lines(capsys)
-    assert main(["calibrate", model, night, "--synthetic", "3"]) == exits.SUCCESS
-    assert main(["merge", both, day, night, "--json"]) == exits.SUCCESS
-    assert '"samples": 15' in capsys.readouterr().out
-    assert CalibrationTable.load(Path(both)).samples == 15
-    out = str(tmp_path / "o.onnx")
-    assert main(["quantize", model, out, "--table", both, "--no-promise", "-q"]) == exits.SUCCESS
-    bare = str(tmp_path / "bare.json")
-    assert main(["calibrate", model, bare, "--data", str(digits_data), "--no-samples", "--json"]) == exits.SUCCESS
-    assert '"kept_samples": 0' in capsys.readouterr().out
-    assert CalibrationTable.load(Path(bare)).cached is None
-    assert main(["merge", both, day]) == exits.ERROR
-    assert main(["merge", str(tmp_path / "no" / "b.json"), day]) == exits.ERROR
-    assert main(["merge", str(tmp_path / "new.json"), str(tmp_path / "none.json")]) == exits.ERROR
-    assert not (tmp_path / "new.json").exists()
+def test_a_quantized_model_is_asked_of_the_runtime(shell: Shell) -> None:
+    assert "runs as com.microsoft.QLinearConv" in shell("explain int8.onnx layer5.conv").line
+    shell.quantize("-q --exclude layer5.conv")
+    assert not lacking(shell("explain out.onnx").line, "1 of 5 nodes", "Conv 'layer5.conv': float, by")
 
 
-class TestDoctor:
-    def test_facts_and_the_table_of_types(self, capsys: pytest.CaptureFixture[str]):
-        assert main(["doctor", "--seconds", "0.1"]) == exits.SUCCESS
-        printed = lines(capsys)
-        for expected in ("processor", "onnxruntime", "CPUExecutionProvider", "operator sets up to", "uint8 x int8"):
-            assert expected in printed
-
-    def test_without_timing_and_with_a_problem(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setattr(doctor, "_has_quantizer", lambda: False)
-        assert main(["doctor", "--no-timing"]) == exits.PROBLEM
-        printed = lines(capsys)
-        assert "problem: onnxruntime.quantization is missing. Fix: pip install" in printed
-        assert "uint8 x int8" not in printed
+# -- verify
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_the_commands_and_parses(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["completion", shell]) == exits.SUCCESS
-    script = capsys.readouterr().out
-    for expected in (*COMMANDS, "--accuracy-budget"):
-        assert expected in script
+def test_the_proof_and_what_strict_makes_of_it(shell: Shell) -> None:
+    printed = shell("verify int8.onnx --strict")
+    assert not lacking(printed.out, "5 of 5 Conv/Gemm/MatMul run on integer kernels", "com.microsoft.QGemm")
+    assert printed.err == ""
+    raw = shell("verify int8.onnx --json").data
+    assert raw["verdict"].startswith("5 of 5")
+    assert {k["op_type"] for k in raw["kernels"]} >= {"Conv", "Gemm", "Relu"}
+    assert "0 of 5" in shell("verify float.onnx").out
+    shell("verify float.onnx --strict", code=exits.NOT_INTEGER)
+
+
+def test_patterns_name_the_broken_clause(shell: Shell) -> None:
+    printed = shell("verify int8.onnx --patterns onednn").out
+    assert "Convs match 'oneDNN, Quantized Convolution Fusion Patterns'" in printed
+    assert "breaks bias-conversion: the bias is s32 behind a DequantizeLinear" in printed
+    shell("verify int8.onnx --patterns onednn --strict", code=exits.NOT_INTEGER)
+    shell("verify int8.onnx --patterns tpu", code=exits.ERROR)
+
+
+# -- compare
+
+COMPARE = "compare float.onnx int8.onnx --data samples.npz"
+
+
+def test_outputs_layers_and_a_next_step(shell: Shell) -> None:
+    printed = shell(f"{COMPARE} --full").line
+    shown = ("logits 100.0 %", "Layers, most lost first", "Weights, worst first", " samples; ", "next: ")
+    assert not lacking(printed, *shown)
+    assert "made-up" not in printed
+
+
+@pytest.mark.parametrize(
+    ("demand", "code"),
+    [
+        *((demand, exits.SUCCESS) for demand in ("--min-agreement 99%", "--min-sqnr 10")),
+        *((demand, exits.BELOW) for demand in ("--min-sqnr 90", "--min-agreement 50% --min-sqnr 90")),
+    ],
+)
+def test_demands_show_in_the_exit_code(demand: str, code: int, shell: Shell) -> None:
+    found = shell(f"{COMPARE} {demand} --json", code=code).data
+    assert found["below"] == ([] if code == exits.SUCCESS else ["logits"])
+    assert found["made_up_data"] is False
+
+
+def test_a_model_against_itself_on_made_up_data(shell: Shell) -> None:
+    printed = shell("compare float.onnx float.onnx --synthetic 2 --min-sqnr 100").line
+    assert not lacking(printed, "inf dB", "made-up data")
+
+
+# -- calibrate and merge
+
+
+def test_tables_are_written_merged_and_used(shell: Shell) -> None:
+    calibrate = "calibrate float.onnx"
+    assert "from 12 samples; it holds 12 of them" in shell(f"{calibrate} day.json --data samples.npz").line
+    shell(f"{calibrate} night.json --synthetic 3")
+    assert shell("merge both.json day.json night.json --json").data["samples"] == 15
+    assert CalibrationTable.load(Path("both.json")).samples == 15
+    shell("quantize float.onnx o.onnx --table both.json --no-promise -q")
+    assert shell(f"{calibrate} bare.json --data samples.npz --no-samples --json").data["kept_samples"] == 0
+    assert CalibrationTable.load(Path("bare.json")).cached is None
+    for wrong in ("both.json day.json", "no/b.json day.json", "new.json none.json"):
+        shell.complaint(f"merge {wrong}")
+
+
+# -- bench
+
+QUICK = "--seconds 0.3 --rounds 2"
+
+
+def test_models_are_timed_side_by_side(shell: Shell) -> None:
+    printed = shell(f"bench float.onnx int8.onnx {QUICK}")
+    assert printed.err == ""
+    assert not lacking(printed.out, "float.onnx", "int8.onnx", "baseline", "p95", "made-up data")
+    raw = shell(f"bench float.onnx int8.onnx --data samples.npz --threads 2 --json {QUICK}").data
+    assert [m["name"] for m in raw["models"]] == ["float.onnx", "int8.onnx"]
+    assert raw["threads"] == 2
+    assert not any("made-up" in note for note in raw["notes"])
+
+
+def test_hints_about_made_up_data_are_taken_and_what_cannot_run_is_left_out(shell: Shell) -> None:
+    shell(f"bench float.onnx --input-range image=0,1 {QUICK}")
+    assert "Did you mean 'image'?" in shell.complaint(f"bench float.onnx --input-range imag=0,1 {QUICK}")
+    Path("broken.onnx").write_bytes(b"no model")
+    printed = shell(f"bench float.onnx broken.onnx --synthetic 2 {QUICK}", code=exits.LEFT_OUT)
+    assert "left out: broken.onnx" in printed.out
+    assert "none.onnx" in shell.complaint(f"bench none.onnx {QUICK}")
+
+
+# -- targets and compare-targets
+
+
+def test_all_targets_are_listed_with_what_they_want(shell: Shell) -> None:
+    listed = {row["target"]: row for row in shell("targets --json").data}
+    assert list(listed) == list(TARGETS)
+    assert listed["tensorrt"]["activations"] == "int8, zero point 0"
+    assert (listed["tensorrt"]["proved"], listed["ort-cpu"]["proved"]) == (False, True)
+    assert "x * Sigmoid(x)" in listed["tensorrt"]["taken_in"]
+    assert "Did you mean 'tensorrt'?" in shell.complaint("targets tensrrt")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_table_of_a_target_holds_every_rule_and_fact(name: str, shell: Shell) -> None:
+    target = TARGETS[name]
+    rows = shell(f"targets {name} --json").data["rules"]
+    assert [row["id"] for row in rows] == [*(r.id for r in target.rules), *(i for i, _ in target.facts)]
+    if name == "tensorrt":
+        assert all(row["source"].startswith("[") for row in rows if row["role"] != "fact"), "it was not run"
+    assert shell(f"targets {name}").out
+
+
+def test_targets_are_compared_on_a_net(shell: Shell) -> None:
+    found = shell("compare-targets float.onnx --target ort-cpu --target tensorrt --json").data
+    rows = [(row["target"], row["integer_heavy"], row["heavy"]) for row in found["targets"]]
+    assert rows == [("ort-cpu", 5, 5), ("tensorrt", 5, 5)]
+    assert found["targets"][1]["grids"] == ["int8 symmetric"]
+    differ = {entry["what"]: (entry["ort-cpu"], entry["tensorrt"]) for entry in found["differ"]}
+    assert differ["node 'layer3.add'"] == ("integer", "absorbed")
+    assert "They do the same" in shell("compare-targets float.onnx --target arm --target arm").out
+
+
+# -- doctor and completion
+
+
+def test_the_doctor_tells_facts_types_and_problems(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = ("processor", "onnxruntime", "CPUExecutionProvider", "operator sets up to", "uint8 x int8")
+    assert not lacking(shell("doctor --seconds 0.1").line, *shown)
+    monkeypatch.setattr(doctor, "_has_quantizer", lambda: False)
+    printed = shell("doctor --no-timing", code=exits.PROBLEM).line
+    assert "problem: onnxruntime.quantization is missing. Fix: pip install" in printed
+    assert "uint8 x int8" not in printed
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_completion_knows_the_commands_and_parses(name: str, shell: Shell) -> None:
+    script = shell(f"completion {name}").out
+    assert not lacking(script, *COMMANDS, "--accuracy-budget")
     assert "compgen_files" in script or "_files" in script, "paths are completed"
-    if shutil.which(shell):
-        path = tmp_path / "script"
-        path.write_text(script)
-        subprocess.run([shell, "-n", str(path)], check=True)
+    if shutil.which(name):
+        Path("script").write_text(script)
+        subprocess.run([name, "-n", "script"], check=True)

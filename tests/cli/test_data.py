@@ -1,7 +1,8 @@
-"""From --data to a reader: arrays or images, told by what is there."""
+"""From --data to a reader: arrays or images, told by what is there, and what a function of the caller's may return."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort import SyntheticReader
+from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.cli import sources
 from kenosis_ort.cli.main import build_parser, main
-from kenosis_ort.cli.sources import TensorInput, holds_images, image_input
+from kenosis_ort.cli.sources import TensorInput, call_function, holds_images, image_input, names_function
 from kenosis_ort.errors import CalibrationError
 from tests import models
 
@@ -62,30 +64,37 @@ def test_what_holds_no_data_is_refused_with_a_fix(tmp_path: Path, name: str):
     assert name in str(raised.value)
 
 
-def test_image_folder_follows_the_models_input(tmp_path: Path):
-    model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
-    images = write_images(tmp_path / "images")
-    feed = reader_of(model, "--data", str(images)).get_next()
+@pytest.mark.parametrize(
+    ("shape", "more", "expected"),
+    [
+        (["n", 3, 6, 4], "", (1, 3, 6, 4)),
+        (["n", 6, 4, 3], "--batch-size 2", (2, 6, 4, 3)),
+        ([2, 1, 6, 4], "", (2, 1, 6, 4)),
+        (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
+    ],
+    ids=["channels first", "channels last", "grey, a fixed batch", "size given"],
+)
+def test_images_follow_the_models_input(tmp_path: Path, shape: list[int | str], more: str, expected: tuple[int, ...]):
+    images = write_images(tmp_path / "images", 4)
+    feed = reader_of(image_model(tmp_path / "m.onnx", shape), "--data", str(images), *more.split()).get_next()
     assert set(feed) == {"in0"}
-    assert feed["in0"].shape == (1, 3, 6, 4)
+    assert feed["in0"].shape == expected
     assert feed["in0"].dtype == np.float32
 
 
-def test_image_folder_channels_last_batches_and_normalization(tmp_path: Path):
-    model = image_model(tmp_path / "m.onnx", ["n", 6, 4, 3])
+def test_images_are_normalized_and_limited(tmp_path: Path):
     images = write_images(tmp_path / "images")
-    normalize = ["--scale", "1", "--mean", "0,100,200", "--std", "1,2,4", "--batch-size", "2", "--limit", "2"]
-    reader = reader_of(model, "--data", str(images), *normalize)
-    feed = reader.get_next()["in0"]
-    assert feed.shape == (2, 6, 4, 3)
-    np.testing.assert_allclose(feed[1, 0, 0], [40, 0, 0], atol=1e-4)
+    normalize = "--scale 1 --mean 0,100,200 --std 1,2,4 --batch-size 2 --limit 2"
+    model = image_model(tmp_path / "m.onnx", ["n", 6, 4, 3])
+    reader = reader_of(model, "--data", str(images), *normalize.split())
+    np.testing.assert_allclose(reader.get_next()["in0"][1, 0, 0], [40, 0, 0], atol=1e-4)
     assert reader.get_next() is None
 
 
-def test_grey_images_and_a_fixed_batch_follow_the_model_too(tmp_path: Path):
-    model = image_model(tmp_path / "m.onnx", [2, 1, 6, 4])
-    images = write_images(tmp_path / "images", 4)
-    assert reader_of(model, "--data", str(images)).get_next()["in0"].shape == (2, 1, 6, 4)
+def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
+    images = write_images(tmp_path / "images")
+    with pytest.raises(CalibrationError, match="--size"):
+        reader_of(image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"]), "--data", str(images))
 
 
 def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
@@ -97,15 +106,6 @@ def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
         reader_of(two, "--data", str(tmp_path / "samples.npy"))
     named = reader_of(two, "--data", str(tmp_path / "samples.npy"), "--input", "in1")
     assert set(named.get_next()) == {"in1"}
-
-
-def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
-    model = image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"])
-    images = write_images(tmp_path / "images")
-    with pytest.raises(CalibrationError, match="--size"):
-        reader_of(model, "--data", str(images))
-    feed = reader_of(model, "--data", str(images), "--size", "5x7").get_next()
-    assert feed["in0"].shape == (1, 3, 5, 7)
 
 
 def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
@@ -148,3 +148,102 @@ def test_the_output_may_stand_last_and_labels_are_left_aside(
 
 def test_the_number_of_made_up_samples_may_stand_by_itself() -> None:
     assert len(SyntheticReader(models.mlp(), 5)) == 5
+
+
+# -- a function of the caller's
+
+SOURCE = """
+import numpy as np
+from onnxruntime.quantization import CalibrationDataReader
+
+SAMPLES = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+class Reader(CalibrationDataReader):
+    def __init__(self): self.left = iter([{"x": s[None]} for s in SAMPLES])
+    def get_next(self): return next(self.left, None)
+
+def reader(): return Reader()
+def dictionary(): return {"x": SAMPLES}
+def array(): return SAMPLES
+def list_of_feeds(): return [{"x": s[None]} for s in SAMPLES]
+def list_of_arrays(): return [s[None] for s in SAMPLES]
+def generator():
+    for s in SAMPLES:
+        yield {"x": s[None]}
+def nothing(): return []
+def text(): return "samples.npz"
+def number(): return 3
+def fails(): raise ValueError("no disk")
+def fails_late():
+    yield {"x": SAMPLES[:1]}
+    raise ValueError("no second disk")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "loader_of_samples.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "loader_of_samples", raising=False)
+    return "loader_of_samples"
+
+
+@pytest.mark.parametrize("function", ["reader", "dictionary", "array", "list_of_feeds", "list_of_arrays", "generator"])
+@pytest.mark.parametrize("spelling", ["{}:{}", "{}.py:{}"])
+def test_whatever_holds_samples_may_be_returned(module: str, function: str, spelling: str):
+    path = list(sys.path)
+    feeds = list(sample_feeds(call_function(spelling.format(module, function), lambda: "x")))
+    assert [set(feed) for feed in feeds] == [{"x"}] * 3
+    np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in feeds]), np.arange(6).reshape(3, 2))
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{}:nothing", "no samples"),
+        ("{}:text", "returned str"),
+        ("{}:number", "returned int"),
+        ("{}:fails", "ValueError: no disk"),
+        ("{}:generatr", "Did you mean 'generator'?"),
+        ("{}:SAMPLES", "no function 'SAMPLES'"),
+        ("{}_not:reader", "ModuleNotFoundError"),
+        ("{}_not.py:reader", "does not exist"),
+    ],
+)
+def test_what_goes_wrong_is_said_with_a_fix(module: str, source: str, message: str):
+    with pytest.raises(CalibrationError, match="Fix: ") as caught:
+        call_function(source.format(module), lambda: "x")
+    assert message in str(caught.value)
+
+
+def test_a_generator_that_fails_later_is_named_as_well(module: str):
+    feeds = sample_feeds(call_function(f"{module}:fails_late", lambda: "x"))
+    next(feeds)
+    with pytest.raises(CalibrationError, match="no second disk"):
+        next(feeds)
+
+
+def test_only_bare_arrays_ask_for_the_only_input(module: str):
+    def two_inputs() -> str:
+        raise CalibrationError("two inputs", fix="--input NAME")
+
+    assert list(sample_feeds(call_function(f"{module}:list_of_feeds", two_inputs)))
+    with pytest.raises(CalibrationError, match="two inputs"):
+        call_function(f"{module}:list_of_arrays", two_inputs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("loader:samples", True),
+        ("package.loader:samples", True),
+        ("tools/loader.py:samples", True),
+        ("samples.npz", False),
+        ("C:\\data", False),
+        ("folder/samples", False),
+        ("loader:samples()", False),
+    ],
+)
+def test_spelling(text: str, expected: bool):
+    assert names_function(text) is expected

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenosis_ort.cli.main import main
 from kenosis_ort.demo import __main__ as demo_main
 from kenosis_ort.demo.__main__ import Demonstration, render
 from kenosis_ort.demo.measurements import (
@@ -50,9 +49,9 @@ def test_the_module_takes_the_same_options(
     assert "A residual CNN" in capsys.readouterr().out
 
 
-def test_a_model_against_itself(digits_model: Path):
+def test_a_model_against_itself(made: Path):
     digits = load_digits()
-    models = {FLOAT: digits_model, "copy": digits_model}
+    models = dict.fromkeys((FLOAT, "copy"), made / "float.onnx")
     quality = measure_quality(models, digits)
     assert quality["copy"] == quality[FLOAT]
     assert quality["copy"].sqnr_db == np.inf
@@ -61,9 +60,3 @@ def test_a_model_against_itself(digits_model: Path):
     assert speed[FLOAT].ratio == 1
     assert speed["copy"].microseconds > 0
     assert rounds == [(1, 2), (2, 2)]
-
-
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--batch", "-1"]])
-def test_counts_have_to_be_positive(arguments: list[str]):
-    with pytest.raises(SystemExit):
-        main(["demo", *arguments])

@@ -1,16 +1,21 @@
-"""From arguments to the API's keywords."""
+"""From arguments to the API's keywords, and from the API's words to the shell's."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import inspect
 import re
 import shlex
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from enum import Enum
 from io import StringIO
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, OptionError, quantize_static
 from kenosis_ort.cli import flags
@@ -141,3 +146,98 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
     assert len(first - {"--help", "--help-all", "--json", "--quiet", "--verbose"}) <= 10
     assert {"--data", "--recipe"} <= first
     assert {"--tune", "--seed", "--weight-type"} <= everything - first
+
+
+# -- values as the shell gives them
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "expected"),
+    [
+        (flags.whole, "0", 0),
+        (flags.positive, "3", 3),
+        (flags.number, "-1.5", -1.5),
+        (flags.seconds, "0.5", 0.5),
+        (flags.share, "0.005", 0.005),
+        (flags.share, "0.5%", 0.005),
+        (flags.share, "100%", 1.0),
+        (flags.numbers, "0.485,0.456", (0.485, 0.456)),
+        (flags.image_size, "224X320", (224, 320)),
+        (flags.named_shape, "ids=1x128", ("ids", (1, 128))),
+        (flags.named_shape, "a=b=2", ("a=b", (2,))),
+        (flags.named_word, "x=token ids", ("x", "token ids")),
+        (flags.input_range, "0,255", (None, (0.0, 255.0))),
+        (flags.input_range, "image=-1,1", ("image", (-1.0, 1.0))),
+        (flags.extra_option, "A=True", ("A", True)),
+        (flags.extra_option, 'A={"x": [1]}', ("A", {"x": [1]})),
+        (flags.extra_option, "A=b=c", ("A", "b=c")),
+        (flags.extra_option, "A=", ("A", "")),
+    ],
+)
+def test_what_is_taken(read: Callable[[str], Any], text: str, expected: object):
+    assert read(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("read", "texts"),
+    [
+        (flags.whole, ["-1", "1.5", "²"]),
+        (flags.positive, ["0"]),
+        (flags.number, ["nan", "inf"]),
+        (flags.seconds, ["0", "soon"]),
+        (flags.share, ["1.5", "101%", "-1%"]),
+        (flags.numbers, ["a,b", "1,,2"]),
+        (flags.image_size, ["224", "1x2x3", "0x3"]),
+        (flags.named_shape, ["1x2", "=1x2", "a=axb"]),
+        (flags.named_word, ["a="]),
+        (flags.input_range, ["1,0", "a=1"]),
+        (flags.extra_option, ["A", "=1"]),
+    ],
+)
+@given(data=st.data())
+def test_what_is_refused_is_no_usage_and_nothing_else_breaks_a_reader(
+    read: Callable[[str], Any], texts: list[str], data: st.DataObject
+) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError):
+            read(text)
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        read(data.draw(st.text(max_size=12)))
+
+
+# -- advice worded for Python, in the shell's words
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("nodes_to_exclude=['/a/Conv']", "--exclude '/a/Conv'"),
+        ("take the node out of nodes_to_exclude", "take the node out of --exclude"),
+        ("protect_outputs='int8' quantizes it", "--protect-outputs int8 quantizes it"),
+        ("try recipe='data-free'", "try --recipe data-free"),
+        ("activation_type=QuantType.QUInt8, or leave it out", "--activation-type uint8, or leave it out"),
+        ("weight_type=QuantType.QInt8", "--weight-type int8"),
+        ("per_channel=True", "--per-channel"),
+        ("per_channel=False", "--no-per-channel"),
+        ("or promise=False to get INT8", "or --no-promise to get INT8"),
+        ("Give SyntheticReader(kinds={'x': kind}), the kind one", "Give --input-kind x=KIND, the kind one"),
+        ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
+        ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
+        ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
+        ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
+        ("nothing to translate", "nothing to translate"),
+    ],
+)
+def test_options_are_spelled_as_the_command_takes_them(python: str, shell: str):
+    assert flags.in_shell_words(python) == shell
+
+
+def test_every_option_it_names_exists():
+    texts = """nodes_to_exclude nodes_to_quantize op_types_to_quantize primary_inputs custom_op_libraries extra_options
+        protect_outputs='float' recipe='fast' tune='off' per_channel=False reduce_range=True promise=False verify=False
+        rewrites=False quant_format=QuantFormat.QDQ calibrate_method=CalibrationMethod.MinMax
+        kinds={'x': k} input_ranges={'x': r} input_shapes={'x': s}"""
+    named = {word for word in flags.in_shell_words(texts).split() if word.startswith("--")}
+    everything = build_parser().parse_args(["quantize", "m.onnx"]).parser.format_all()
+    assert len(named) == 19
+    assert all(option in everything for option in named)

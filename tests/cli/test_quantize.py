@@ -1,161 +1,163 @@
-"""``kenosis-ort quantize``: what it writes, prints and returns."""
+"""``kenosis-ort quantize``: what it writes, prints and returns; held-out data and metrics of the caller's."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.cli import exits
-from kenosis_ort.cli.main import main
 from kenosis_ort.cli.quantize_command import default_output
 from kenosis_ort.demo import load_digits
 from kenosis_ort.report import QuantizationReport
 from tests import models
-from tests.cli.conftest import PLAIN
+from tests.cli.conftest import PLAIN, Shell
 
 
-def accuracy(model: Path) -> float:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-    digits = load_digits()
-    return float((session.run(None, {"image": digits.images})[0].argmax(1) == digits.labels).mean())
-
-
-def test_writes_an_accurate_model_and_prints_the_proof(
-    tmp_path: Path, trained_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "out.onnx"
-    assert main(["quantize", str(trained_model), str(out), "--data", str(digits_data)]) == 0
-    printed = capsys.readouterr()
+def test_writes_an_accurate_model_and_prints_the_proof(shell: Shell, trained_model: Path) -> None:
+    printed = shell(f"quantize {trained_model} out.onnx --data samples.npz")
     assert "7 of 7 Conv/Gemm/MatMul run on integer kernels" in printed.out
     assert "QLinearConv" in printed.out
     assert printed.err == ""
-    assert accuracy(out) >= 0.97
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.onnx", "out.recipe.toml"]
+    assert {"out.onnx", "out.recipe.toml"} < shell.files().keys()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = ort.InferenceSession("out.onnx", options, providers=["CPUExecutionProvider"])
+    digits = load_digits()
+    assert (session.run(None, {"image": digits.images})[0].argmax(1) == digits.labels).mean() >= 0.97
 
 
 @pytest.mark.parametrize(
     ("model", "expected"), [("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")]
 )
-def test_the_output_is_named_after_the_model(tmp_path: Path, model: str, expected: str):
-    assert default_output(tmp_path / model) == tmp_path / expected
+def test_the_output_is_named_after_the_model(model: str, expected: str) -> None:
+    assert default_output(Path("x") / model) == Path("x") / expected
 
 
-def test_without_a_name_the_output_goes_beside_the_model(tmp_path: Path, digits_model: Path, digits_data: Path):
-    model = shutil.copy(digits_model, tmp_path / "net.onnx")
-    assert main(["quantize", str(model), "--data", str(digits_data), "--no-save-recipe", "-q", *PLAIN]) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.int8.onnx", "net.onnx"]
+def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell: Shell) -> None:
+    before = shell.files().keys()
+    assert shell(f"-q quantize float.onnx --data samples.npz --no-save-recipe {PLAIN}") == ("", "")
+    assert shell.files().keys() - before == {"float.int8.onnx"}
 
 
-def test_json_is_the_whole_report(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "out.onnx"
-    assert main(["quantize", str(digits_model), str(out), "--data", str(digits_data), "--json", *PLAIN]) == 0
-    printed = capsys.readouterr().out
-    report = QuantizationReport.from_json(printed)
-    assert report.model_output == str(out)
+def test_json_is_the_whole_report(shell: Shell) -> None:
+    printed = shell.quantize("--json")
+    report = QuantizationReport.from_json(printed.out)
+    assert report.model_output == "out.onnx"
     assert report.calibration.samples == 12
     assert report.plan.integer_nodes()
-    assert report.size_after == out.stat().st_size
-    assert json.loads(printed)["files"] == {"recipe": str(tmp_path / "out.recipe.toml")}
+    assert report.size_after == len(shell.files()["out.onnx"])
+    assert printed.data["files"] == {"recipe": "out.recipe.toml"}
 
 
-def test_synthetic_data_needs_no_files(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "out.onnx"
-    assert main(["quantize", str(digits_model), str(out), "--synthetic", "8", "--json", *PLAIN]) == 0
-    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 8
-    assert out.is_file()
+@pytest.mark.parametrize(
+    ("data", "samples"), [("--synthetic 8", 8), ("--data samples.npz --synthetic 4", 16), ("--recipe r.toml", 3)]
+)
+def test_samples_are_made_up_alone_beside_real_ones_or_by_the_recipe(shell: Shell, data: str, samples: int) -> None:
+    recipe = '[recipe]\nranges = "minmax"\nequalize = false\nbias_correction = false\nsynthetic = 3\n'
+    (shell.folder / "r.toml").write_text(recipe)
+    how = data if "recipe" in data else f"{data} --recipe plain"
+    assert shell(f"quantize float.onnx out.onnx {how} --no-promise --json").data["calibration"]["samples"] == samples
 
 
-def test_a_few_real_samples_beside_the_made_up_ones(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
-    assert main([*arguments, "--synthetic", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 16
+def test_what_made_up_data_lack_is_said_in_the_commands_words(shell: Shell) -> None:
+    onnx.save(models.conv_relu_chain(2, channels=3, size=16), "m.onnx")
+    printed = shell(f"quantize m.onnx --synthetic 4 --no-save-recipe {PLAIN}")
+    assert "what would help: --input-range x=LOW,HIGH, or --mean and --std" in printed.line
 
 
-def test_a_recipe_without_data_makes_samples_up(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-    recipe = tmp_path / "r.toml"
-    recipe.write_text('[recipe]\nranges = "minmax"\nequalize = false\nbias_correction = false\nsynthetic = 3\n')
-    out = tmp_path / "out.onnx"
-    assert main(["quantize", str(digits_model), str(out), "--recipe", str(recipe), "--no-promise", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 3
-
-
-def test_what_made_up_data_lack_is_said_in_the_commands_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    model = tmp_path / "m.onnx"
-    onnx.save(models.conv_relu_chain(2, channels=3, size=16), model)
-    assert main(["quantize", str(model), "--synthetic", "4", "--no-save-recipe", *PLAIN]) == exits.SUCCESS
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "what would help: --input-range x=LOW,HIGH, or --mean and --std" in printed
-
-
-def test_what_is_said_is_done_and_recorded_as_the_callers(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
-    how = ["--no-per-channel", "--method", "percentile", "--option", "CalibPercentile=99.9"]
-    code = main([*arguments, *how, "--exclude", "layer0.conv", "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert code == 0
+def test_what_is_said_is_done_and_recorded_as_the_callers(shell: Shell) -> None:
+    how = "--no-per-channel --method percentile --option CalibPercentile=99.9 --exclude layer0.conv"
+    report = shell.quantize(f"{how} --json").data
     assert report["options"]["per_channel"] == {"value": False, "source": "caller"}
     assert report["options"]["activation_type"]["source"] == "host default"
     assert report["calibration"]["method"] == "percentile"
     kernels = {k["node"]: k["integer"] for k in report["fusion"]["kernels"]}
-    assert kernels["layer0.conv"] is False
-    assert kernels["layer5.conv"] is True
+    assert (kernels["layer0.conv"], kernels["layer5.conv"]) == (False, True)
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(
-    tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
-):
-    model = shutil.copy(digits_model, tmp_path / "net.onnx")
-    assert main(["quantize", str(model), "--dry-run", "--exclude", "layer5.conv"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for expected in (
-        "conv-integer",
-        "3 Conv",
-        "caller-excluded",
-        "1 Conv: layer5.conv",
-        "--exclude",
-        "Nothing is written",
-    ):
-        assert expected in printed
-    assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
-
-
-def test_a_dry_run_as_json(digits_model: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["quantize", str(digits_model), "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_dry_run_shows_the_plan_and_writes_nothing(shell: Shell) -> None:
+    before = shell.files()
+    printed = shell("quantize float.onnx --dry-run --exclude layer5.conv").line
+    shown = ("conv-integer", "3 Conv", "caller-excluded", "1 Conv: layer5.conv", "--exclude", "Nothing is written")
+    assert [text for text in shown if text not in printed] == []
+    assert shell.files() == before
+    found = shell("quantize float.onnx --dry-run --json").data
     assert found["placement"] == "planned"
     assert {"kind": "integer", "rule": "gemm-integer", "nodes": 1, "operators": {"Gemm": 1}} in found["rules"]
     assert sum(rule["nodes"] for rule in found["rules"]) == sum(found["nodes"].values())
     assert len(found["float_nodes"]) == found["nodes"]["float"]
-    assert main(["quantize", str(digits_model), "--dry-run", "--json", "--format", "qoperator"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert shell("quantize float.onnx --dry-run --json --format qoperator").data == found
 
 
-def test_the_html_report_is_saved(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    page = tmp_path / "report.html"
-    arguments = ["quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
-    assert main([*arguments, "--report", str(page)]) == 0
-    assert "5 of 5 Conv/Gemm/MatMul" in page.read_text(encoding="utf-8")
-    assert f"report: {page}" in capsys.readouterr().out
+def test_the_html_report_is_saved(shell: Shell) -> None:
+    assert "report: report.html" in shell.quantize("--report report.html").out
+    assert "5 of 5 Conv/Gemm/MatMul" in (shell.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_quiet_prints_nothing(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["-q", "quantize", str(digits_model), str(tmp_path / "out.onnx"), "--data", str(digits_data), *PLAIN]
-    assert main(arguments) == 0
-    assert capsys.readouterr() == ("", "")
+@pytest.mark.x86_only
+@pytest.mark.parametrize("output", ["", "-q"])
+def test_int8_activations_on_x86_are_done(shell: Shell, output: str) -> None:
+    printed = shell.quantize(f"--activation-type int8 --weight-type int8 {output}")
+    assert "warning" not in printed.err + printed.out
+
+
+# -- held-out data and metrics
+
+METRICS = """
+import numpy as np
+labels = np.load("labels.npy")
+
+def top1(outputs, reference, indices):
+    return float(np.mean([o["logits"].argmax() == labels[i] for o, i in zip(outputs, indices)]))
+
+class Top1:
+    def reset(self): self.right = []
+    def update(self, outputs, reference, index): self.right.append(outputs["logits"].argmax() == labels[index])
+    def compute(self): return np.mean(self.right)
+
+updated = Top1()
+number = 3
+"""
+
+
+@pytest.fixture
+def held_out(shell: Shell) -> Shell:
+    digits = load_digits()
+    np.savez("held_out.npz", image=digits.images[:40])
+    np.save("labels.npy", digits.labels[:40])
+    (shell.folder / "metrics_of_digits.py").write_text(METRICS)
+    return shell
+
+
+@pytest.mark.parametrize("metric", ["top1", "updated", ""])
+def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: str) -> None:
+    named = f"--metric metrics_of_digits.py:{metric}" if metric else ""
+    found = held_out.quantize(f"--json --eval-data held_out.npz {named}", model=trained_model).data["measure"]
+    assert (found["samples"], found["source"]) == (40, "evaluation sample")
+    assert ("metric" if metric else "top-1 agreement") in found["measure"]
+    assert found["float_value"] >= 0.95
+    assert abs(found["loss"]) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--eval-data missing.npz", "does not exist"),
+        ("--metric top1", "is not module:name"),
+        ("--metric metrics_of_digits.py:top5", "no function 'top5'. Did you mean 'top1'"),
+        ("--metric metrics_of_digits.py:Top1", "is a class"),
+        ("--metric metrics_of_digits.py:number", "metric=3"),
+        ("--metric nowhere:top1", "nowhere"),
+    ],
+)
+def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: str) -> None:
+    assert message in held_out.quantize(f"--json {arguments}", code=2).err
+    assert "out.onnx" not in held_out.files()
+
+
+def test_the_evaluation_data_is_not_written_over(held_out: Shell) -> None:
+    line = f"quantize float.onnx held_out.npz --data samples.npz --eval-data held_out.npz {PLAIN}"
+    assert "evaluation data" in held_out.complaint(line)

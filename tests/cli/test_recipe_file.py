@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,12 +10,13 @@ import pytest
 import tomli_w
 
 from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
-from kenosis_ort.cli import exits, flags, quantize_command
-from kenosis_ort.cli.main import build_parser, main
+from kenosis_ort.cli import flags, quantize_command
+from kenosis_ort.cli.main import build_parser
 from kenosis_ort.errors import OptionError
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import CalibrationSummary, OptionChoice
 from kenosis_ort.report.quantization_report import HOST_CHOICES
+from tests.cli.conftest import Shell
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,60 +24,45 @@ else:
     import tomli as tomllib
 
 CASES = {
-    "options": ["--no-per-channel", "--exclude", "layer5.conv", "--protect-outputs", "int8", "--method", "percentile"],
-    "extra options": ["--option", "ActivationSymmetric=true", "--activation-type", "int8", "--recipe", "plain"],
-    "defaults": [],
+    "options": "--no-per-channel --exclude layer5.conv --protect-outputs int8 --method percentile",
+    "extra options": "--option ActivationSymmetric=true --activation-type int8 --recipe plain",
+    "defaults": "",
 }
+MADE_UP = "--synthetic 5 --seed 3 --input-range image=0,1 --recipe plain"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_recipe_makes_the_same_bytes_again(
-    case: str, tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    first, again = tmp_path / "first.onnx", tmp_path / "again.onnx"
-    source = ["--data", str(digits_data), "--json"]
-    assert main(["quantize", str(digits_model), str(first), *source, *CASES[case]]) == exits.SUCCESS
-    saved = tmp_path / "first.recipe.toml"
-    capsys.readouterr()
-    assert main(["quantize", str(digits_model), str(again), *source, "--recipe", str(saved)]) == exits.SUCCESS
-    assert json.loads(capsys.readouterr().out)["same_as_recorded"] is True
-    assert first.read_bytes() == again.read_bytes()
+def test_the_recipe_makes_the_same_bytes_again(case: str, shell: Shell) -> None:
+    shell(f"quantize float.onnx first.onnx --data samples.npz {CASES[case]}")
+    again = shell("quantize float.onnx again.onnx --data samples.npz --json --recipe first.recipe.toml")
+    assert again.data["same_as_recorded"] is True
+    files = shell.files()
+    assert files["first.onnx"] == files["again.onnx"]
 
 
-def test_made_up_data_comes_from_the_recipe(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]):
-    first, again = tmp_path / "first.onnx", tmp_path / "again.onnx"
-    made_up = ["--synthetic", "5", "--seed", "3", "--input-range", "image=0,1", "--recipe", "plain"]
-    assert main(["quantize", str(digits_model), str(first), *made_up]) == exits.SUCCESS
-    assert main(["quantize", str(digits_model), str(again), "--recipe", str(tmp_path / "first.recipe.toml")]) == 0
-    assert "byte for byte" in capsys.readouterr().out
-    assert first.read_bytes() == again.read_bytes()
+def test_made_up_data_comes_from_the_recipe_and_others_are_told_from_it(shell: Shell) -> None:
+    shell(f"quantize float.onnx first.onnx {MADE_UP}")
+    assert "byte for byte" in shell("quantize float.onnx again.onnx --recipe first.recipe.toml").out
+    before = shell.files()
+    assert before["first.onnx"] == before["again.onnx"]
+    printed = shell("quantize float.onnx first.onnx --synthetic 2 --recipe first.recipe.toml")
+    assert "is not the recorded one" in printed.line
+    assert shell.files()["first.recipe.toml"] == before["first.recipe.toml"], "one that is used is not written over"
 
 
-def test_other_data_are_told_from_the_recorded_ones(
-    tmp_path: Path, digits_model: Path, digits_data: Path, capsys: pytest.CaptureFixture[str]
-):
-    arguments = ["quantize", str(digits_model), str(tmp_path / "o.onnx")]
-    assert main([*arguments, "--data", str(digits_data), "--recipe", "plain"]) == exits.SUCCESS
-    saved = tmp_path / "o.recipe.toml"
-    before = saved.read_bytes()
-    assert main([*arguments, "--synthetic", "2", "--recipe", str(saved)]) == exits.SUCCESS
-    assert "is not the recorded one" in " ".join(capsys.readouterr().out.split())
-    assert saved.read_bytes() == before, "a recipe that is used is not written over"
-
-
-def test_it_is_a_recipe_for_the_library_as_well(tmp_path: Path, digits_model: Path, digits_data: Path):
-    out, path = tmp_path / "o.onnx", tmp_path / "mine.toml"
-    arguments = ["quantize", str(digits_model), str(out), "--data", str(digits_data), "--save-recipe", str(path), "-q"]
-    assert main([*arguments, "--recipe", "plain", "--accuracy-budget", "1%"]) == exits.SUCCESS
-    assert not (tmp_path / "o.recipe.toml").exists()
-    recipe = Recipe.load(path)
+def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
+    shell(
+        "quantize float.onnx o.onnx --data samples.npz --save-recipe mine.toml -q --recipe plain --accuracy-budget 1%"
+    )
+    assert "o.recipe.toml" not in shell.files()
+    recipe = Recipe.load("mine.toml")
     assert recipe.mixed_precision
     assert recipe.accuracy_budget == 0.01
-    raw = tomllib.loads(path.read_text())
-    assert raw["made"]["output_sha256"] == quantize_command.sha256(out)
+    raw = tomllib.loads(Path("mine.toml").read_text())
+    assert raw["made"]["output_sha256"] == quantize_command.sha256(Path("o.onnx"))
     assert set(HOST_CHOICES) <= raw["options"].keys()
     assert raw["recipe"]["speed"]["form"] == "int8", "what timing decided"
-    assert str(tmp_path) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
+    assert str(shell.folder) not in str({**raw, "data": {}}), "no folder of this machine but where the data were"
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from tests import models
 SCRIPT = Path(__file__).with_name("scripts") / "run.py"
 
 
-def test_a_script_in_the_style_of_the_runtimes_examples_runs_unchanged(
-    tmp_path: Path, digits_model: Path, digits_data: Path
-):
+def test_a_script_in_the_style_of_the_runtimes_examples_runs_unchanged(tmp_path: Path, made: Path):
     out = tmp_path / "out.onnx"
-    arguments = ["--input_model", digits_model, "--output_model", out, "--calibrate_dataset", digits_data]
+    model, data = made / "float.onnx", made / "samples.npz"
+    arguments = ["--input_model", model, "--output_model", out, "--calibrate_dataset", data]
     done = subprocess.run(
         [sys.executable, "-m", "kenosis_ort", SCRIPT, *arguments],
         capture_output=True,

@@ -120,8 +120,8 @@ BREAKS = (
     ),
     Break("bench/harness.py", "if low > 0 and middle > margin:", "if middle > margin:", "bench"),
     Break("bench/harness.py", "if 1 - 2 * tail < confidence:", "if 1 - tail < confidence:", "bench"),
-    Break("checks.py", "if number < least or (", "if (", "cli/test_values.py test_recipe.py flow/test_bad_input.py"),
-    Break("cli/exits.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_errors.py cli/test_mistakes.py"),
+    Break("checks.py", "if number < least or (", "if (", "cli/test_mistakes.py test_recipe.py flow/test_bad_input.py"),
+    Break("cli/exits.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
     Break(
         "storage/scratch.py",
         "    lock = lock_folder(path)\n    if lock is None:\n        return\n",
