@@ -77,15 +77,25 @@ class Screen:
             print(json.dumps({"error": {"kind": kind, **fields}}, indent=1))
 
     @contextmanager
-    def progress(self, title: str) -> Iterator[OnProgress | None]:
-        """Yields a callback that takes (done, total or None) and draws a bar; None where nobody would see it."""
-        if self.quiet or not sys.stderr.isatty():
+    def progress(self, title: str, console: Console | None = None) -> Iterator[OnProgress | None]:
+        """Yields a callback that takes (done, total or None) and draws a bar; None where nobody would see it.
+
+        Args:
+            title: What is counted.
+            console: Where to draw; stderr's by default.
+        """
+        if self.quiet or not (sys.stderr.isatty() if console is None else console.is_terminal):
             yield None
             return
+        from rich import progress as bars
+
         from kenosis_ort.report.sections import PlainConsole
 
-        with progress_bar(title, PlainConsole(stderr=True)) as advance:
-            yield advance
+        count = (bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn())
+        columns = (*count, bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
+        with bars.Progress(*columns, console=console or PlainConsole(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
     @staticmethod
     def _console() -> Console:
@@ -102,35 +112,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-@contextmanager
-def progress_bar(title: str, console: Console) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Yields a callback that takes (done, total or None) and draws the bar; None where nobody would see it.
-
-    Args:
-        title: What is counted.
-        console: Where to draw, usually stderr's.
-    """
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-
-        def advance(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield advance
 
 
 def check_model(path: Path) -> None:

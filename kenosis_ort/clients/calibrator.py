@@ -199,25 +199,12 @@ class _FinitePart:
         return finite
 
 
-class _MinMax(_Streaming, MinMaxCalibrater):  # type: ignore[misc]
-    pass
-
-
-class _Entropy(_Streaming, EntropyCalibrater):  # type: ignore[misc]
-    pass
-
-
-class _Percentile(_Streaming, PercentileCalibrater):  # type: ignore[misc]
-    pass
-
-
-class _Distribution(_Streaming, DistributionCalibrater):  # type: ignore[misc]
-    pass
-
-
 _CALIBRATERS: Final[Mapping[Any, Callable[..., Any]]] = {
-    CalibrationMethod.MinMax: _MinMax,
-    CalibrationMethod.Entropy: _Entropy,
-    CalibrationMethod.Percentile: _Percentile,
-    CalibrationMethod.Distribution: _Distribution,
+    method: type(stock.__name__, (_Streaming, stock), {"__doc__": stock.__doc__})
+    for method, stock in (
+        (CalibrationMethod.MinMax, MinMaxCalibrater),
+        (CalibrationMethod.Entropy, EntropyCalibrater),
+        (CalibrationMethod.Percentile, PercentileCalibrater),
+        (CalibrationMethod.Distribution, DistributionCalibrater),
+    )
 }

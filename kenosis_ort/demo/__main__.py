@@ -28,6 +28,7 @@ from kenosis_ort.demo.measurements import (
 )
 from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.report.sections import make_table
 from kenosis_ort.report.text import format_bytes, render_fusion
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion
@@ -144,13 +145,10 @@ def render(found: Demonstration) -> RenderableType:
 
 
 def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proofs: Mapping[str, FusionReport]) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("model")
-    for heading in ("accuracy", "SQNR", "us/image", "speed", "size", "integer"):
-        table.add_column(heading, justify="right")
+    rows = []
     for name, measured in quality.items():
         exact = name == FLOAT
-        table.add_row(
+        cells = (
             name,
             f"{100 * measured.accuracy:.2f} %",
             "-" if exact else f"{measured.sqnr_db:.1f} dB",
@@ -158,9 +156,10 @@ def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proof
             f"{speed[name].ratio:.2f}x",
             format_bytes(measured.size),
             "-" if exact else _integer_count(proofs[name]),
-            style="bold" if name == OURS else None,
         )
-    return table
+        rows.append([Text(cell, style="bold" if name == OURS else "") for cell in cells])
+    headings = ("model", ">accuracy", ">SQNR", ">us/image", ">speed", ">size", ">integer")
+    return make_table(*headings, rows=rows, box=box.SIMPLE)
 
 
 def _integer_count(fusion: FusionReport) -> str:

@@ -18,6 +18,7 @@ import onnxruntime as ort
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from kenosis_ort.accuracy.outputs import sqnr_db
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
 from kenosis_ort.report import QuantizationReport
@@ -131,11 +132,11 @@ def build_models(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[
 def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Quality]:
     """Runs the held-out images through every model."""
     logits = {name: _run(open_session(path), digits.images) for name, path in models.items()}
-    reference = logits[FLOAT].astype(np.float64)
+    reference = logits[FLOAT]
     return {
         name: Quality(
             accuracy=float((values.argmax(1) == digits.labels).mean()),
-            sqnr_db=_sqnr_db(reference, values.astype(np.float64)),
+            sqnr_db=sqnr_db(reference, values),
             size=models[name].stat().st_size,
         )
         for name, values in logits.items()
@@ -168,11 +169,6 @@ def measure_speed(
 def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     output: npt.NDArray[np.float32] = session.run(None, {INPUT_NAME: images})[0]
     return output
-
-
-def _sqnr_db(reference: npt.NDArray[np.float64], actual: npt.NDArray[np.float64]) -> float:
-    noise = float(np.square(reference - actual).sum())
-    return float("inf") if noise == 0 else 10 * float(np.log10(np.square(reference).sum() / noise))
 
 
 @contextmanager

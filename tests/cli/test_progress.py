@@ -6,12 +6,12 @@ import io
 
 from rich.console import Console
 
-from kenosis_ort.cli.screen import progress_bar
+from kenosis_ort.cli.screen import Screen
 
 
 def test_no_terminal_no_bar():
     stream = io.StringIO()
-    with progress_bar("calibrating", Console(file=stream)) as progress:
+    with Screen().progress("calibrating", Console(file=stream)) as progress:
         assert progress is None
     assert stream.getvalue() == ""
 
@@ -19,7 +19,7 @@ def test_no_terminal_no_bar():
 def test_a_terminal_gets_a_bar_that_clears_itself():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, force_interactive=True, width=80, legacy_windows=False)
-    with progress_bar("calibrating", console) as progress:
+    with Screen().progress("calibrating", console) as progress:
         assert progress is not None
         progress(1, None)
         progress(3, 4)
