@@ -148,7 +148,8 @@ asked.
             *data_arguments("data, for what clipped products cost on processors without VNNI"),
         ),
         "judging_commands:verify",
-        one="with --strict: a layer runs in float or clips on some processors; with --patterns: a Conv does not match",
+        one="with --strict: a layer runs in float or clips on some processors, or with --patterns a Conv does not "
+        "match",
     ),
     "explain": Command(
         "say why nodes are integer or float, and what would change it",
@@ -327,7 +328,7 @@ samples, as they are, unless --no-samples leaves them out.
                 help="end where twice the samples moved no range by more than this share of its width, e.g. 0.1%%",
             ),
             switch("--no-samples", "keep none of the data, as passes need it where no reader is left"),
-            FLAGS["calibrate_method"].argument("calibrate_method", help="how ranges are found (default: minmax)"),
+            FLAGS["calibrate_method"].changed(help="how ranges are found (default: minmax)"),
             LIBRARIES,
             *data_arguments(),
             *MACHINES,

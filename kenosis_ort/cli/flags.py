@@ -10,8 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -143,6 +142,25 @@ class Argument(NamedTuple):
         """Name of the parsed value."""
         return str(self.settings.get("dest", self.names[0].lstrip("-").replace("-", "_")))
 
+    @property
+    def choices(self) -> Sequence[str]:
+        """The texts it takes; empty for any."""
+        choices: Sequence[str] = self.settings.get("choices", ())
+        return choices
+
+    def changed(self, **settings: Any) -> Argument:
+        """The argument under no heading, with other settings, as one command has it."""
+        return self._replace(settings={**self.settings, **settings}, group="")
+
+    def spelled(self, text: str | None = None) -> str:
+        """The flag with a value, given as text, or alone."""
+        name, action = self.names[0], self.settings.get("action")
+        if text is None:
+            return name
+        if action is argparse.BooleanOptionalAction:
+            return name if text == "True" else f"--no-{name.removeprefix('--')}"
+        return f"{name} '{text}'" if action == "append" else f"{name} {text}"
+
 
 _REPEATED: Final[Mapping[str, Any]] = {"action": "append", "default": []}
 
@@ -171,52 +189,13 @@ def add_arguments(parser: argparse.ArgumentParser, arguments: Iterable[Argument]
         groups[title].add_argument(*names, **settings)
 
 
-@dataclass(frozen=True)
-class Flag:
-    """How the command line spells one option.
+_SWITCH: Final = argparse.BooleanOptionalAction  # --name and --no-name
 
-    Attributes:
-        group: Heading in the help.
-        help: What it does, one line.
-        name: The flag; empty for the option's own name.
-        alias: A second flag for it.
-        metavar: Its value in the help.
-        read: The value of its text, or an error; None where the text is the value.
-        choices: The texts it takes; empty for any.
-        switch: It has no value: ``--name`` and ``--no-name``.
-        repeated: It may be given several times, once for each value.
-    """
 
-    group: str
-    help: str = ""
-    name: str = ""
-    alias: str = ""
-    metavar: str | None = None
-    read: Callable[[str], Any] | None = None
-    choices: Sequence[str] = ()
-    switch: bool = False
-    repeated: bool = False
-
-    def spelled(self, text: str | None) -> str:
-        """The flag with a value, given as text, or alone."""
-        if text is None:
-            return self.name
-        if self.switch:
-            return self.name if text == "True" else f"--no-{self.name.removeprefix('--')}"
-        return f"{self.name} '{text}'" if self.repeated else f"{self.name} {text}"
-
-    def argument(self, option: str, **settings: Any) -> Argument:
-        """Argument of an option, None where it is not given; `settings` are those that differ for one command."""
-        found: dict[str, Any] = {"dest": option, "help": self.help}
-        if self.switch:
-            found["action"] = argparse.BooleanOptionalAction
-        else:
-            found |= {"type": self.read, "metavar": self.metavar, "choices": self.choices or None}
-        if self.repeated:
-            found["action"] = "append"
-        names = tuple(name for name in (self.name, self.alias) if name)
-        found = {name: value for name, value in (found | settings).items() if value is not None}
-        return Argument(names, found, self.group)
+def _option(group: str, text: str = "", *, name: str = "", alias: str = "", **settings: Any) -> Argument:
+    """Argument of an option, None where it is not given; without a name it has the option's."""
+    names = (name, alias) if alias else (name,)
+    return argument(*names, group=group, **({"help": text} if text else {}), **settings)
 
 
 _GOAL: Final = "what to aim at"
@@ -225,8 +204,8 @@ _HOW: Final = "how to quantize (default: what suits this machine)"
 _WHICH: Final = "what to quantize"
 FILES: Final = "files"
 _TYPES: Final = ("uint8", "int8", "uint16", "int16")
-_TABLE: Final[Mapping[str, Flag]] = {
-    "recipe": Flag(
+_TABLE: Final[Mapping[str, Argument]] = {
+    "recipe": _option(
         _GOAL,
         "fast: the default; accurate: searches ranges and rounding, takes longer; strict: and leaves nodes float "
         "until a budget holds; data-free: from made-up data; plain: no passes; "
@@ -236,100 +215,104 @@ _TABLE: Final[Mapping[str, Flag]] = {
         alias="--preset",
         metavar="NAME|FILE",
     ),
-    "accuracy_budget": Flag(
+    "accuracy_budget": _option(
         _GOAL,
         "loss allowed on held-out data, in what is measured, e.g. 0.5%%; nodes stay float until it holds",
+        type=share,
         metavar="SHARE",
-        read=share,
     ),
-    "target": Flag(_GOAL, "the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)"),
-    "nodes_to_exclude": Flag(
-        _GOAL, "leave this node float (may be repeated)", name="--exclude", metavar="NODE", repeated=True
+    "target": _option(_GOAL, "the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)"),
+    "nodes_to_exclude": _option(
+        _GOAL, "leave this node float (may be repeated)", name="--exclude", action="append", metavar="NODE"
     ),
-    "promise": Flag(_SPEED, "--no-promise: keep INT8 even where it is slower than the float model", switch=True),
-    "threads": Flag(_SPEED, "of the sessions that are timed; 0: all (default: 1)", read=threads),
-    "tune": Flag(_SPEED, "off: no layer is left float for speed (default: model)", choices=("off", "model")),
-    "host": Flag(
+    "promise": _option(_SPEED, "--no-promise: keep INT8 even where it is slower than the float model", action=_SWITCH),
+    "threads": _option(_SPEED, "of the sessions that are timed; 0: all (default: 1)", type=threads),
+    "tune": _option(_SPEED, "off: no layer is left float for speed (default: model)", choices=("off", "model")),
+    "host": _option(
         _SPEED,
         "machine that the file is laid out for: the name of a profile (amx, vnni, avx2), or a file of kenosis-ort "
         "profile (default: this machine)",
         name="--for-host",
         metavar="NAME|FILE",
     ),
-    "sequence_lengths": Flag(
+    "sequence_lengths": _option(
         _SPEED,
         "lengths that it is timed at, e.g. 1,128 for tokens and prompts (default: those of the samples)",
+        type=positives,
         metavar="N,N",
-        read=positives,
     ),
-    "calibrate_method": Flag(
+    "calibrate_method": _option(
         _HOW,
         "how ranges are found (default: the recipe's)",
         name="--method",
         choices=("distribution", "entropy", "minmax", "percentile"),
     ),
-    "format": Flag(
+    "format": _option(
         _HOW,
         "of the quantized model: qdq; qop, operators of integers; qcdq and qop-clip, for fewer bits too; "
         "qcdq-qonnx and qonnx, for QONNX' tools (default: qdq)",
         choices=("qdq", "qop", "qcdq", "qcdq-qonnx", "qop-clip", "qonnx", "qoperator"),
     ),
-    "weight_bits": Flag(_HOW, "width of weights (default: 8)", metavar="2..8", read=whole),
-    "activation_bits": Flag(_HOW, "width of activations (default: 8)", metavar="2..8", read=whole),
-    "kv_cache": Flag(
+    "weight_bits": _option(_HOW, "width of weights (default: 8)", type=whole, metavar="2..8"),
+    "activation_bits": _option(_HOW, "width of activations (default: 8)", type=whole, metavar="2..8"),
+    "kv_cache": _option(
         _HOW,
         "the cache of a decoder goes in and out as int8; FILE: at the scales of that file (default: float)",
         metavar="int8|FILE",
     ),
-    "max_opset": Flag(
+    "max_opset": _option(
         _HOW,
         "highest operator set of the result (default: the model's, or a higher one if 5 %% faster)",
+        type=whole,
         metavar="N",
-        read=whole,
     ),
-    "activation_type": Flag(_HOW, choices=_TYPES),
-    "weight_type": Flag(_HOW, choices=_TYPES),
-    "per_channel": Flag(_HOW, "weight scales by channel or tensor", switch=True),
-    "reduce_range": Flag(_HOW, "7-bit weights, for CPUs without VNNI", switch=True),
-    "extra_options": Flag(
-        _HOW, "an extra_options entry", name="--option", metavar="KEY=VALUE", read=extra_option, repeated=True
+    "activation_type": _option(_HOW, choices=_TYPES),
+    "weight_type": _option(_HOW, choices=_TYPES),
+    "per_channel": _option(_HOW, "weight scales by channel or tensor", action=_SWITCH),
+    "reduce_range": _option(_HOW, "7-bit weights, for CPUs without VNNI", action=_SWITCH),
+    "extra_options": _option(
+        _HOW, "an extra_options entry", name="--option", action="append", type=extra_option, metavar="KEY=VALUE"
     ),
-    "protect_outputs": Flag(_HOW, "graph outputs (default: auto)", choices=("auto", "float", "int8")),
-    "rewrites": Flag(_HOW, "--no-rewrites: leave the graph's form", switch=True),
-    "on_failure": Flag(
+    "protect_outputs": _option(_HOW, "graph outputs (default: auto)", choices=("auto", "float", "int8")),
+    "rewrites": _option(_HOW, "--no-rewrites: leave the graph's form", action=_SWITCH),
+    "on_failure": _option(
         _HOW,
         "what a defect of kenosis-ort ends in; float: the float model as it came (default: error)",
         choices=("error", "float"),
     ),
-    "nodes_to_quantize": Flag(
-        _WHICH, "quantize this node only (may be repeated)", name="--only", metavar="NODE", repeated=True
+    "nodes_to_quantize": _option(
+        _WHICH, "quantize this node only (may be repeated)", name="--only", action="append", metavar="NODE"
     ),
-    "op_types_to_quantize": Flag(
-        _WHICH, "quantize this type only (may be repeated)", name="--op-type", metavar="TYPE", repeated=True
+    "op_types_to_quantize": _option(
+        _WHICH, "quantize this type only (may be repeated)", name="--op-type", action="append", metavar="TYPE"
     ),
-    "primary_inputs": Flag(
-        _WHICH, "input that carries the data proper", name="--primary-input", metavar="NAME", repeated=True
+    "primary_inputs": _option(
+        _WHICH, "input that carries the data proper", name="--primary-input", action="append", metavar="NAME"
     ),
-    "use_external_data_format": Flag(FILES, "write weights to OUT.data", name="--external-data", switch=True),
-    "calibration_cache_path": Flag(
+    "use_external_data_format": _option(FILES, "write weights to OUT.data", name="--external-data", action=_SWITCH),
+    "calibration_cache_path": _option(
         FILES, "calibration table in place of data, or to write", name="--cache", alias="--table", metavar="PATH"
     ),
-    "custom_op_libraries": Flag(
+    "custom_op_libraries": _option(
         FILES,
         "shared library with custom operators to register first (may be repeated)",
         name="--custom-op-library",
+        action="append",
         metavar="PATH",
-        repeated=True,
     ),
-    "verify": Flag(FILES, "--no-verify: skip the fusion proof", switch=True),
+    "verify": _option(FILES, "--no-verify: skip the fusion proof", action=_SWITCH),
 }
 FLAGS: Final = MappingProxyType(
-    {option: replace(flag, name=flag.name or f"--{option.replace('_', '-')}") for option, flag in _TABLE.items()}
+    {
+        option: flag._replace(
+            names=(flag.names[0] or f"--{option.replace('_', '-')}", *flag.names[1:]),
+            settings={"dest": option, **flag.settings},
+        )
+        for option, flag in _TABLE.items()
+    }
 )
-"""Flags by the name of their option."""
-
-
-LIBRARIES: Final = FLAGS["custom_op_libraries"].argument("custom_op_libraries", default=[])._replace(group="")
+"""Arguments by the name of their option, which is also that of the parsed value."""
+LIBRARIES: Final = FLAGS["custom_op_libraries"].changed(default=[])
 
 # -- arguments that several commands share
 
@@ -417,9 +400,8 @@ def data_arguments(title: str = "data") -> list[Argument]:
     return [one._replace(group=group) for group, arguments in groups.items() for one in arguments]
 
 
-_OF_OPTIONS: Final = [flag.argument(option) for option, flag in FLAGS.items()]
 OPTIONS: Final = (
-    *(one for one in _OF_OPTIONS if one.group == _GOAL),
+    *(one for one in FLAGS.values() if one.group == _GOAL),
     argument(
         "--set",
         dest="settings",
@@ -443,7 +425,7 @@ OPTIONS: Final = (
         "and compute (default: what suits the outputs)",
         group=_GOAL,
     ),
-    *(one for one in _OF_OPTIONS if one.group != _GOAL),
+    *(one for one in FLAGS.values() if one.group != _GOAL),
     switch("--dry-run", "print the plan and write nothing; needs no data", FILES),
     path("--report", "FILE.html", "save the report as one HTML file", group=FILES),
     path("--save-recipe", "FILE.toml", "where the recipe goes (default: OUT with .recipe.toml)", group=FILES),
@@ -522,7 +504,7 @@ def in_shell_words(text: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         if found["bare"]:
-            return FLAGS[found["bare"]].name
+            return FLAGS[found["bare"]].spelled()
         value = found["value"].strip("[]'")
         kind, _, member = value.rpartition(".")
         if kind or re.fullmatch(r"QU?Int\d+", value):  # QuantType.QInt8 and the like

@@ -99,7 +99,11 @@ def test_advice_in_the_shells_words_is_understood_by_the_command():
     for name, flag in flags.FLAGS.items():
         if name in text_free:
             continue
-        texts = [True, False] if flag.switch else values.get(name, [*flag.choices] or ["a_word"])
+        texts = (
+            [True, False]
+            if flag.settings.get("action") is argparse.BooleanOptionalAction
+            else values.get(name, [*flag.choices] or ["a_word"])
+        )
         for value in texts:
             said = flags.in_shell_words(f"Leave it, or pass {name}={value!r}.")
             tokens = shlex.split(said.removeprefix("Leave it, or pass ").removesuffix("."))
@@ -109,7 +113,7 @@ def test_advice_in_the_shells_words_is_understood_by_the_command():
         for word in flags.FLAGS[kind].choices:
             enum = OPTIONS[kind].words[word]
             said = flags.in_shell_words(f"{kind}=QuantType.{enum.name}")
-            assert said == f"{flags.FLAGS[kind].name} {word}"
+            assert said == f"{flags.FLAGS[kind].names[0]} {word}"
 
 
 def test_a_preset_is_a_recipe():

@@ -300,8 +300,8 @@ BREAKS = (
     ),
     Break(
         "cli/flags.py",
-        '            return self.name if text == "True" else f"--no-{self.name.removeprefix(\'--\')}"',
-        "            return self.name",
+        '            return name if text == "True" else f"--no-{name.removeprefix(\'--\')}"',
+        "            return name",
         "cli/test_options.py",
     ),
     Break(
