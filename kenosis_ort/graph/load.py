@@ -8,6 +8,7 @@ What a model file holds, at a glance: inputs, outputs, operators, parameters, si
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
         outputs=tuple(_tensor(v) for v in proto.graph.output),
         operators=dict(operators.most_common()),
         nodes=len(nodes),
-        parameters=sum(_elements(w) for w in weights),
+        parameters=sum(math.prod(w.dims) for w in weights),
         weight_bytes=weight_bytes(proto),
         weight_types=dict(types.most_common()),
         quantization=_quantization(nodes, defaults, types),
@@ -152,13 +153,6 @@ def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         for node in graph.node:
             if node.op_type == "Constant":
                 yield from (a.t for a in node.attribute if a.type == onnx.AttributeProto.TENSOR)
-
-
-def _elements(tensor: onnx.TensorProto) -> int:
-    count = 1
-    for size in tensor.dims:
-        count *= size
-    return count
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -160,10 +161,7 @@ def has_rank(value: onnx.ValueInfoProto | None) -> bool:
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     def large(tensor: onnx.TensorProto) -> bool:
-        elements = 1
-        for dim in tensor.dims:
-            elements *= dim
-        return elements > _MOST_ELEMENTS
+        return bool(math.prod(tensor.dims) > _MOST_ELEMENTS)
 
     skeleton = copy_without_weights(model, large)
     listed = {value.name for value in skeleton.graph.input}

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Final
 
 import onnx
-from onnx import TensorProto
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.external_data import read_external_data, with_weights_on_disk, write_external_data
+from kenosis_ort.graph.external_data import (
+    read_external_data,
+    uses_external_data,
+    with_weights_on_disk,
+    write_external_data,
+)
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.graph.outside import is_outside, refers_outside, weight_bytes
+from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.graph.qdq import label_of, walk
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.runtime.session import MAPPED_FROM, Session, open_session
@@ -119,7 +123,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
-    return LoadedSource(proto, folder if _has_external_data(proto) else None, name)
+    return LoadedSource(proto, folder if uses_external_data(proto) else None, name)
 
 
 @contextmanager
@@ -180,11 +184,3 @@ def open_source(
         folder=source.folder,
         name=source.name,
     )
-
-
-def _has_external_data(model: onnx.ModelProto) -> bool:
-    for graph, _, node in walk(model.graph):
-        tensors = graph.initializer if node is None else [a.t for a in node.attribute if a.HasField("t")]
-        if any(t.data_location == TensorProto.EXTERNAL and not is_outside(t) for t in tensors):
-            return True
-    return False

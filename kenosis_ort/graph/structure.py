@@ -7,6 +7,7 @@ and memory linear in the file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
@@ -86,9 +87,7 @@ def unsound(tensor: onnx.TensorProto) -> str | None:
             return f"holds {len(tensor.raw_data)} bytes{parts}, its shape {list(tensor.dims)} takes {expected}"
         return None
     field, width = _FIELDS.get(tensor.data_type, ("int32_data", 1))
-    elements = width
-    for size in tensor.dims:
-        elements *= size
+    elements = width * math.prod(tensor.dims)
     if expected is not None and tensor.data_type in PACKED:
         elements = expected
     count = len(getattr(tensor, field))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kenosis_ort.graph.opset import Rewrite, RewriteResult
+from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
@@ -14,8 +14,9 @@ from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pooling import average_pool_to_conv, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.residual_sums import residual_to_sum, split_skip_norm, sum_to_add
+from kenosis_ort.rewrite.rule import Rule
 
-PREPARATION: Final[tuple[Rewrite, ...]] = (
+PREPARATION: Final[tuple[Rule, ...]] = (
     drop_identity,
     fold_constants,
     inline_branch,
@@ -24,7 +25,7 @@ PREPARATION: Final[tuple[Rewrite, ...]] = (
 )
 """The rewrites that belong to preparation, in the order they are applied."""
 
-FLOAT_FORMS: Final[tuple[Rewrite, ...]] = (
+FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     collapse_clip,
     collapse_silu,
     collapse_gelu,

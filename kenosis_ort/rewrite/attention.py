@@ -7,18 +7,17 @@ layer of queries, keys and values [B, S, 3 * N * H] is transposed whole and then
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.opset import RewriteResult, fit_ir_version, fit_opset
+from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
-from kenosis_ort.graph.walk import attribute, attribute_int, opset_of
+from kenosis_ort.graph.walk import attribute, attribute_int
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
 from kenosis_ort.runtime.limits import runtime_limits
 
 _MASKED = np.float32(-1e30)
@@ -272,10 +271,10 @@ def _perm(transpose: onnx.NodeProto) -> tuple[int, ...]:
 
 ATTENTION_OPSET = 23
 _ZERO_ROWS_SINCE = (1, 28)
-_STAYS = "attentions stay as products and Softmax"
 
 
-def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@rule("Softmax", did="attentions became one node each", stays="attentions stay as products and Softmax", whole=True)
+def fuse_attention(editor: Editor) -> None:
     """Attention written as products and Softmax becomes the operator ``Attention`` of operator set 23.
 
     By definition::
@@ -298,37 +297,31 @@ def fuse_attention(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     The kernel wants masks of the scores' last two dimensions: one that is broadcast there is expanded, once for all
     layers that share it. Not fused: scores or weights that are needed elsewhere (but for their shape), other types than
     float32, unknown ranks, and models of operators that the runtime runs on 8-bit data in earlier operator sets only.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not any(node.op_type == "Softmax" for node in model.graph.node):
-        return RewriteResult()
-    editor = Editor(model, keep_values)
+    model = editor.model
     if not _found(editor):
-        return editor.finish("", _STAYS)
-    note = None
-    if opset_of(model) < ATTENTION_OPSET:
-        best = runtime_limits().best_opset({node.op_type for node in model.graph.node})
+        return
+    if editor.opset < ATTENTION_OPSET:
+        limits = runtime_limits()
+        best = limits.best_opset({node.op_type for node in model.graph.node})
         if best < ATTENTION_OPSET:
             reason = f"the runtime runs this model's operators on 8-bit data up to operator set {best} only"
-            return RewriteResult(notes=(f"Attentions stay as products and Softmax: {reason}.",))
+            editor.notes.append(f"Attentions stay as products and Softmax: {reason}.")
+            return
         note = fit_opset(model, min_opset=ATTENTION_OPSET, max_opset=best)
-        fit_ir_version(model, max_ir=runtime_limits().max_ir)
+        editor.notes += [note] if note else []
+        fit_ir_version(model, max_ir=limits.max_ir)
         infer_shapes(model, thorough=False)
-        editor = Editor(model, keep_values)
+        editor.reopen()
     writer = _Writer(editor)
     for found in _found(editor):
         writer.fuse(found)
-    result = editor.finish("attentions became one node each", _STAYS)
     drop_stale_value_info(model, writer.reshaped)
-    return RewriteResult(notes=(*((note,) if note else ()), *result.notes), merged=result.merged)
 
 
 def _found(editor: Editor) -> list[FoundAttention]:
     """The attentions that are closed, in the order of the nodes."""
-    found = (_closed(editor, softmax) for softmax in editor.find("Softmax"))
+    found = (_closed(editor, softmax) for softmax in filter(editor.may_change, editor.find("Softmax")))
     return [attention for attention in found if attention is not None]
 
 

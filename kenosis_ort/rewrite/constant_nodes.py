@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -14,7 +14,6 @@ import onnx.numpy_helper
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import Is, constants_to_initializers, having, replace_nodes
-from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, attribute_int, reserve_name, subgraphs
@@ -214,7 +213,8 @@ def _compute(
     return results
 
 
-def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> RewriteResult:
+@rule("If", did="If nodes of a constant condition became the branch they take", whole=True)
+def inline_branch(editor: Editor) -> None:
     """An If whose condition is constant, replaced by the branch that it takes.
 
     ``If(c; then, else)`` with a constant ``c`` computes what one of its branches does, on every run. Exporters write
@@ -224,36 +224,33 @@ def inline_branch(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) 
 
     Left alone: conditions that are not constant, and a model that the runtime refuses afterwards: it is stricter about
     constants than about values that it does not know (a Range to one number of rank 1).
-
-    Args:
-        model: The model to change, its nodes named, its constants folded.
-        keep_values: Values that must keep existing with their meaning.
     """
-    if not _settled(model):
-        return RewriteResult()
+    model = editor.model
+    if not _settled(editor):
+        return
     before = copy_model(model)
-    notes: list[str] = []
-    merged: dict[str, str] = {}
-    inlined = 0
-    while found := _inline(model):
-        inlined += len(found)
-        merged.update(dict.fromkeys(found, ""))
+    while found := _inline(editor):
+        editor.done += len(found)
+        editor.merged.update(dict.fromkeys(found, ""))
         constants_to_initializers(model)
         infer_shapes(model, thorough=False)
         for rewrite in (drop_identity, fold_constants):
-            result = rewrite(model, keep_values=keep_values)
-            merged.update(result.merged)
-            notes += result.notes
+            result = rewrite(model, keep_values=editor.keep_values)
+            editor.merged.update(result.merged)
+            editor.notes += result.notes
     if not _opens(model) and _opens(before):
         model.CopyFrom(before)
-        return RewriteResult()
-    return RewriteResult((f"{inlined} If nodes of a constant condition became the branch they take.", *notes), merged)
+        editor.merged.clear()
+        editor.notes.clear()
+        editor.done = 0
+    editor.reopen()
 
 
-def _inline(model: onnx.ModelProto) -> list[str]:
+def _inline(editor: Editor) -> list[str]:
     """Inlines the nodes whose condition is a constant now; returns their names."""
+    model = editor.model
     graph = model.graph
-    settled = _settled(model)
+    settled = _settled(editor)
     if not settled:
         return []
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -277,12 +274,12 @@ def _inline(model: onnx.ModelProto) -> list[str]:
     return names
 
 
-def _settled(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def _settled(editor: Editor) -> list[onnx.NodeProto]:
     """The If nodes of the main graph whose condition is a constant that callers cannot override."""
-    overridable = {value.name for value in model.graph.input}
-    constants = {tensor.name for tensor in model.graph.initializer} - overridable
-    nodes = model.graph.node
-    return [n for n in nodes if n.op_type == "If" and n.domain in MAIN_DOMAINS and n.input[0] in constants]
+    graph = editor.model.graph
+    constants = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
+    found = (n for n in graph.node if n.op_type == "If" and n.domain in MAIN_DOMAINS and n.input[0] in constants)
+    return list(filter(editor.may_change, found))
 
 
 def _opens(model: onnx.ModelProto) -> bool:

@@ -142,15 +142,26 @@ class Editor(GraphIndex):
     ) -> None:
         super().__init__(model, keep_values)
         self.merged: dict[str, str] = {}
+        self.notes: list[str] = []
         self.done = 0
         self._named = named
         self._refused: dict[str, str] = {}
-        graph = model.graph
+        self._open()
+
+    def _open(self) -> None:
+        graph = self.graph
         self._types = {v.name: v.type.tensor_type for v in (*graph.input, *graph.value_info, *graph.output)}
         self._taken = {node.name for node in self.nodes}
         self._own = {id(node) for node in self.nodes}  # which the index holds
         self._before: dict[str, list[onnx.NodeProto]] = {}
         self._behind: dict[str, list[onnx.NodeProto]] = {}
+
+    def reopen(self) -> None:
+        """Indexes the model again, after something else than the editor changed it."""
+        self._refused.clear()
+        self.__dict__.pop("opset", None)
+        super().__init__(self.model, self.keep_values)
+        self._open()
 
     # -- look-ups -----------------------------------------------------------------------------------------------
 
@@ -419,7 +430,7 @@ class Editor(GraphIndex):
             for node in self.graph.node:
                 ordered += [*self._before.get(node.name, ()), node, *self._behind.get(node.name, ())]
             replace_nodes(self.graph, ordered)
-        notes = [f"{self.done} {did}."] if self.done else []
+        notes = [*self.notes, *([f"{self.done} {did}."] if self.done else [])]
         refused = {name: reason for name, reason in self._refused.items() if name not in self.merged}
         if refused:
             shown = "; ".join(f"'{name}': {reason}" for name, reason in list(refused.items())[:_SHOWN])

@@ -33,7 +33,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """The shared nets in which a rewrite finds something to do."""
-TAKES_NODES = sorted(RULES.keys() - {"inline_branch", "fuse_attention"})
 each_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -140,7 +139,7 @@ def test_values_to_keep_stay_with_their_meaning(rule: str) -> None:
         assert_computes_the_same(with_output(before, value), with_output(after, value))
 
 
-@pytest.mark.parametrize("rule", TAKES_NODES)
+@each_rule
 def test_only_named_nodes_change(rule: str) -> None:
     first = example(rule)
     second = onnx.compose.add_prefix(first, "second_")
