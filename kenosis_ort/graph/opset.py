@@ -39,7 +39,7 @@ from kenosis_ort.graph.constants import constants_to_initializers, detach_initia
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.shapes import drop_contradicted_value_info, drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
@@ -165,7 +165,6 @@ def prepare(
     if constants:
         notes.append(f"{len(constants)} Constant nodes became initializers.")
     # Operator set, IR version and shapes.
-    drop_contradicted_value_info(model)
     notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
     notes.append(fit_ir_version(model, max_ir=max_ir))
     unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)

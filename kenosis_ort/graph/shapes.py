@@ -88,39 +88,6 @@ def _has_type(value: onnx.ValueInfoProto) -> bool:
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.elem_type != 0)
 
 
-def drop_contradicted_value_info(model: onnx.ModelProto) -> None:
-    """Removes value_info that says something else than ONNX infers without it, in place.
-
-    The runtime passes over what a file says wrongly about values between nodes. Whoever cuts the graph at such a value
-    declares the annotated one, and is refused.
-    """
-    if not model.graph.value_info:
-        return
-    skeleton = _skeleton(model)
-    del skeleton.graph.value_info[:]
-    inferred = _infer_onnx(skeleton)
-    if inferred is None:
-        return
-    own = {v.name: v for v in (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)}
-    remaining = {v.name: v for v in model.graph.value_info if v.name not in own or _may_be_same(own[v.name], v)}
-    if len(remaining) < len(model.graph.value_info):
-        del model.graph.value_info[:]
-        model.graph.value_info.extend(remaining.values())
-
-
-def _may_be_same(inferred: onnx.ValueInfoProto, declared: onnx.ValueInfoProto) -> bool:
-    """Whether a value may be of both types, as far as they are known."""
-    if not has_rank(inferred) or not has_rank(declared):
-        return bool(inferred.type.WhichOneof("value") == declared.type.WhichOneof("value"))
-    if not inferred.type.HasField("tensor_type") or not declared.type.HasField("tensor_type"):
-        return bool(inferred.type == declared.type)
-    one, other = inferred.type.tensor_type, declared.type.tensor_type
-    if one.elem_type != other.elem_type or len(one.shape.dim) != len(other.shape.dim):
-        return False
-    pairs = zip(one.shape.dim, other.shape.dim, strict=True)
-    return not any(a.HasField("dim_value") and b.HasField("dim_value") and a.dim_value != b.dim_value for a, b in pairs)
-
-
 def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
     """Removes value_info of values that the main graph no longer has, or whose type has changed, in place."""
     graph = model.graph
