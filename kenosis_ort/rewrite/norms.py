@@ -73,28 +73,42 @@ def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
 
 def norm_around(editor: Editor, root: onnx.NodeProto) -> Norm | None:
     """The norm around a Sqrt, None if there is none."""
-    add = editor.producer(root.input[0], "Add")
-    if add is None:
+    spread = _mean_square(editor, root)
+    quotient = None if spread is None else _quotient(editor, root)
+    if spread is None or quotient is None:
         return None
-    shifts = [number for name in add.input if (number := editor.scalar(name)) is not None]
-    means = [mean for name in add.input if (mean := editor.producer(name, "ReduceMean")) is not None]
-    if len(shifts) != 1 or len(means) != 1 or shifts[0] < 0.0:
-        return None
-    square = editor.producer(means[0].input[0], "Pow", "Mul")
-    axes = mean_axes(editor, means[0])
-    if square is None or axes is None:
-        return None
-    is_square = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
-    quotient = _quotient(editor, root) if is_square else None
-    if quotient is None:
-        return None
-    squared, (divided, inverse, last) = square.input[0], quotient
-    inner = [root, add, means[0], square, *inverse]
-    left, right = _difference(editor, squared, axes), _difference(editor, divided, axes)
+    divided, inverse, last = quotient
+    inner = [root, *spread.nodes, *inverse]
+    left, right = (_difference(editor, value, spread.axes) for value in (spread.value, divided))
     if left is not None and right is not None and left[0] == right[0]:
         distinct = {id(node): node for node in (*inner, *left[1], *right[1])}
-        return Norm(left[0], True, shifts[0], axes, tuple(distinct.values()), last)
-    return Norm(squared, False, shifts[0], axes, tuple(inner), last) if squared == divided else None
+        return Norm(left[0], True, spread.epsilon, spread.axes, tuple(distinct.values()), last)
+    is_rms = spread.value == divided
+    return Norm(divided, False, spread.epsilon, spread.axes, tuple(inner), last) if is_rms else None
+
+
+@dataclass(frozen=True)
+class _MeanSquare:
+    """The nodes of ``mean(value ^ 2) + epsilon``, the last first."""
+
+    value: str
+    epsilon: float
+    axes: tuple[int, ...]
+    nodes: tuple[onnx.NodeProto, ...]
+
+
+def _mean_square(editor: Editor, root: onnx.NodeProto) -> _MeanSquare | None:
+    """What a Sqrt reads, None if it is not the mean of a square and a number."""
+    add = editor.producer(root.input[0], "Add")
+    summands = () if add is None else add.input
+    shift = _only([number for name in summands if (number := editor.scalar(name)) is not None])
+    mean = _only([node for name in summands if (node := editor.producer(name, "ReduceMean")) is not None])
+    square = None if mean is None else editor.producer(mean.input[0], "Pow", "Mul")
+    axes = None if mean is None else mean_axes(editor, mean)
+    if add is None or shift is None or shift < 0.0 or mean is None or square is None or axes is None:
+        return None
+    is_square = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
+    return _MeanSquare(square.input[0], shift, axes, (add, mean, square)) if is_square else None
 
 
 def _quotient(editor: Editor, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
@@ -264,20 +278,14 @@ def _spread(
     editor: Editor, root: onnx.NodeProto
 ) -> tuple[str, onnx.NodeProto, float, tuple[onnx.NodeProto, ...]] | None:
     """``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
-    add = editor.producer(root.input[0], "Add")
-    epsilon = None if add is None else _only([n for name in add.input if (n := editor.scalar(name)) is not None])
-    variance = None if add is None else _only([n for v in add.input if (n := editor.producer(v, "ReduceMean"))])
-    square = None if variance is None else editor.producer(variance.input[0], "Mul", "Pow")
-    if add is None or epsilon is None or variance is None or square is None:
-        return None
-    squared = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
-    minus = editor.producer(square.input[0], "Sub") if squared else None
-    if minus is None:
+    spread = _mean_square(editor, root)
+    minus = None if spread is None else editor.producer(spread.value, "Sub")
+    if spread is None or minus is None:
         return None
     for x, centre in (tuple(minus.input), tuple(minus.input)[::-1]):
         mean = editor.producer(centre, "ReduceMean")
-        if mean is not None and mean.input[0] == x and mean_axes(editor, mean) == mean_axes(editor, variance) == (-1,):
-            return x, mean, epsilon, (mean, minus, square, variance, add)
+        if mean is not None and mean.input[0] == x and mean_axes(editor, mean) == spread.axes == (-1,):
+            return x, mean, spread.epsilon, (mean, minus, *spread.nodes)
     return None
 
 

@@ -222,22 +222,6 @@ def test_nested_bodies_are_converted():
         assert_same(before, ready(before).proto, feeds)
 
 
-def test_local_functions_are_converted_too():
-    """The runtime reads function bodies by the model's operator set."""
-    nodes = [helper.make_node("Unsqueeze", ["a"], ["u"], axes=[0]), helper.make_node("Clip", ["u"], ["b"], max=0.5)]
-    function = helper.make_function("local", "F", ["a"], ["b"], nodes, [helper.make_opsetid("", 10)])
-    before = model(
-        [helper.make_node("F", ["x"], ["y"], domain="local")],
-        [value("x", [2, 3])],
-        [value("y", [1, 2, 3])],
-        opset=10,
-        domains={"local": 1},
-        functions=[function],
-    )
-    after = ready(before, min_opset=18).proto
-    assert_same(before, after, {"x": RNG.normal(size=(2, 3)).astype(np.float32)})
-
-
 def test_the_domain_alias_is_normalized():
     before = model([helper.make_node("Relu", ["x"], ["y"], domain="ai.onnx")], [value("x", [2])], [value("y", [2])])
     before.opset_import[0].domain = "ai.onnx"

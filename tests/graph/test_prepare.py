@@ -10,7 +10,6 @@ import onnx.checker
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.load import check_not_quantized, load_model
 from kenosis_ort.graph.opset import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
 from kenosis_ort.graph.shapes import has_rank
@@ -266,27 +265,6 @@ def test_sequences_optionals_and_strings_pass():
     assert_same(proto, prepared, {"x": np.float32([1, 2])})
 
 
-def test_sparse_initializers_are_left_alone():
-    values = numpy_helper.from_array(np.float32([2, 3]), "w")
-    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.int64([0, 3])), [2, 2])
-    proto = model([helper.make_node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 2])], [value("y", [1, 2])], ir=11)
-    proto.graph.sparse_initializer.append(sparse)
-    prepared = ready(proto, rewrites=PREPARATION).proto
-    assert not prepared.graph.sparse_initializer
-    assert_same(proto, prepared, {"x": np.float32([[1, 1]])})
-
-
-def test_local_functions_take_the_place_of_their_calls():
-    function = helper.make_function(
-        "local", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 17)]
-    )
-    nodes = [helper.make_node("Twice", ["x"], ["h"], domain="local"), helper.make_node("Relu", ["h"], ["y"])]
-    proto = model(nodes, [value("x", [2])], [value("y", [2])], domains={"local": 1}, functions=[function])
-    prepared = ready(proto, rewrites=PREPARATION).proto
-    assert ops(prepared) == ["Add", "Relu"]
-    assert_same(proto, prepared, {"x": np.float32([1, -2])})
-
-
 def test_wrong_value_info_does_not_stop_preparation():
     proto = relu("x", "a", "y")
     proto.graph.value_info.append(value("a", [7, 7, 7], TensorProto.INT64))
@@ -335,12 +313,6 @@ def test_the_given_model_is_never_changed():
     before = proto.SerializeToString(deterministic=True)
     ready(proto, rewrites=PREPARATION, min_opset=18)
     assert proto.SerializeToString(deterministic=True) == before
-
-
-def test_an_impossible_conversion_is_refused_by_node():
-    proto = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [2])], [value("y", [2])], opset=999)
-    with pytest.raises(UnsupportedModelError):
-        ready(proto)
 
 
 def long_chain(count: int) -> onnx.ModelProto:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 
 import kenosis_ort
 from kenosis_ort.graph.opset import PreparedModel
-from tests.graph.build import model, ready, run, value
+from kenosis_ort.verify import verify_fusion
+from tests.graph.build import assert_same, model, ready, run, value
+from tests.graph.build import ops as plain_ops
 from tests.models import FeedReader
+from tests.planning import quantize
 from tests.targets.qdq import kernels
 
 RTOL = 1e-5
@@ -102,3 +107,49 @@ def quantized_kernels(proto: onnx.ModelProto, feeds, rewrites) -> list[str]:
         kenosis_ort.quantize_static(proto, path, FeedReader(feeds), rewrites=chosen, tune="off")
         found = kernels(onnx.load(path))
     return [f"{k.domain}.{k.op_type}".lstrip(".") for k in found]
+
+
+def rewritten(rule, proto: onnx.ModelProto, *nodes: str, **options: Any) -> PreparedModel:
+    """Returns the prepared model after one rule for the named nodes, of all nodes if none is named."""
+    names = nodes or tuple(node.name for node in proto.graph.node)
+    return ready(proto, rewrites=[partial(rule, nodes=names)], **options)
+
+
+def check(
+    rule,
+    proto: onnx.ModelProto,
+    feeds: Mapping[str, np.ndarray],
+    expected: Collection[str],
+    *nodes: str,
+    **options: Any,
+) -> PreparedModel:
+    """Applies the rule; the float outputs are the same and the operators the expected ones."""
+    prepared = rewritten(rule, proto, *nodes, **options)
+    onnx.checker.check_model(prepared.proto)
+    assert plain_ops(prepared.proto) == list(expected)
+    assert_same(proto, prepared.proto, feeds, rtol=RTOL)
+    outer = [*proto.graph.input, *proto.graph.output]
+    assert [v.name for v in (*prepared.proto.graph.input, *prepared.proto.graph.output)] == [v.name for v in outer]
+    return prepared
+
+
+def refused(rule, proto: onnx.ModelProto, reason: str, *nodes: str, **options: Any) -> PreparedModel:
+    """Checks that the rule leaves the model as it is, and says why."""
+    prepared = rewritten(rule, proto, *nodes, **options)
+    assert plain_ops(prepared.proto) == plain_ops(proto)
+    assert any(reason in note for note in prepared.notes), prepared.notes
+    return prepared
+
+
+def untouched(rule, proto: onnx.ModelProto, *nodes: str, **options: Any) -> None:
+    """Checks that the rule leaves the model as it is, and has nothing to say about it."""
+    prepared = rewritten(rule, proto, *nodes, **options)
+    assert plain_ops(prepared.proto) == plain_ops(proto)
+    assert prepared.notes == ready(proto, **options).notes
+
+
+def kernels_by_node(proto: onnx.ModelProto) -> dict[str, str]:
+    """Quantizes a float model; returns the kernel of each node on the installed runtime ("absorbed" for one gone)."""
+    outcome = quantize(proto)
+    report = verify_fusion(outcome.quantized, plan=outcome.plan)
+    return {k.node: "absorbed" if k.absorbed_into else k.kernel for k in report.kernels}

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv
 from tests.graph.build import model, ops, run, value
-from tests.rewrite.integer_forms import check, refused, rewritten
+from tests.rewrite.forms import check, refused, rewritten
 
 RNG = np.random.default_rng(0)
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])

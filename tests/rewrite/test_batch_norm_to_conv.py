@@ -8,7 +8,7 @@ from onnx import helper
 
 from kenosis_ort.rewrite import batch_norm_to_conv
 from tests.graph.build import model, value
-from tests.rewrite.integer_forms import check, refused, untouched
+from tests.rewrite.forms import check, refused, untouched
 
 RNG = np.random.default_rng(0)
 X = {"x": RNG.normal(size=(2, 3, 4, 5)).astype(np.float32)}

@@ -10,7 +10,7 @@ from kenosis_ort.rewrite import fold_channel_shuffle
 from tests import models
 from tests.graph.build import assert_same, ops
 from tests.planning import quantize
-from tests.rewrite.integer_forms import check, refused, rewritten, untouched
+from tests.rewrite.forms import check, refused, rewritten, untouched
 from tests.targets.qdq import kernels as runtime_kernels
 
 SIDE = 4

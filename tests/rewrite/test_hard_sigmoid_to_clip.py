@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import hard_sigmoid_to_clip
 from tests import planning
-from tests.rewrite.integer_forms import check, refused
+from tests.rewrite.forms import check, refused
 
 
 def parse(text: str, **options: Any) -> onnx.ModelProto:

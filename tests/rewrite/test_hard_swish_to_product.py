@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import hard_swish_to_product
 from tests import planning
-from tests.rewrite.integer_forms import check, refused, rewritten, untouched
+from tests.rewrite.forms import check, refused, rewritten, untouched
 
 CONV = "kernel_shape = [3,3], pads = [1,1,1,1]"
 CHAIN = f"c = Conv <{CONV}> (x, w)\n h = HardSwish (c)\n y = Conv (h, u)"

@@ -10,7 +10,7 @@ from onnx import helper
 from kenosis_ort.rewrite import linear_to_gemm
 from tests.graph.build import model, value
 from tests.planning import quantize
-from tests.rewrite.integer_forms import check, refused, rewritten, untouched
+from tests.rewrite.forms import check, refused, rewritten, untouched
 from tests.targets.qdq import kernels as runtime_kernels
 
 IN, OUT = 6, 4

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.targets.ort_cpu.rewrites import pad_depthwise
 from tests.graph.build import assert_same, model, ops, value
-from tests.rewrite.integer_forms import check, kernels, refused, rewritten, untouched
+from tests.rewrite.forms import check, kernels_by_node, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
 
@@ -234,5 +234,5 @@ def test_the_runtime_runs_it_in_integer():
     at = net.op("Relu", net.conv(at, 24, 16, name="expand"))
     at = net.op("Relu", net.conv(at, 24, 24, kernel=3, group=24, name="dw"))
     net.conv(net.conv(at, 16, 24, name="project"), 5, 16, name="y")
-    found = kernels(rewritten(pad_depthwise, net.proto()).proto)
+    found = kernels_by_node(rewritten(pad_depthwise, net.proto()).proto)
     assert {found[name] for name in ("dense", "expand", "dw", "project")} == {"com.microsoft.QLinearConv"}

@@ -8,7 +8,7 @@ from onnx import helper
 
 from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels, space_to_depth_stem
 from tests.graph.build import model, ops, value
-from tests.rewrite.integer_forms import check, refused, rewritten, untouched
+from tests.rewrite.forms import check, refused, rewritten, untouched
 
 RNG = np.random.default_rng(0)
 

@@ -7,7 +7,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.rewrite import sum_to_add
 from tests.graph.build import assert_same, model, value
-from tests.rewrite.integer_forms import check
+from tests.rewrite.forms import check
 
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
 
