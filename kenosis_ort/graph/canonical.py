@@ -27,7 +27,7 @@ import onnx.inliner
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
-from kenosis_ort.graph.outside import array_in, copy_fields, copy_model
+from kenosis_ort.graph.outside import array_in, copy_model, copy_with_hollow_weights
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, name_nodes, opset_of, read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
@@ -106,11 +106,7 @@ def inline_functions(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
         return {}
     own = {(function.domain, function.name) for function in model.functions}
     calls = [node for node in model.graph.node if (node.domain, node.op_type) in own]
-    outline = onnx.ModelProto()
-    copy_fields(model, outline, skip=("graph",))
-    copy_fields(model.graph, outline.graph, skip=("initializer",))
-    for tensor in model.graph.initializer:  # their names count, their content does not
-        outline.graph.initializer.add(name=tensor.name, data_type=tensor.data_type)
+    outline = copy_with_hollow_weights(model, {tensor.name for tensor in model.graph.initializer})
     for function in outline.functions:
         for entry in function.opset_import:
             if entry.domain in MAIN_DOMAINS:

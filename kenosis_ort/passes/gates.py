@@ -20,7 +20,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.outside import array_in, copy_without_weights
+from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import HERE, Array, Closing, Executor
@@ -175,7 +175,7 @@ class _Build:
         self._float_values = {v.name for v in float_model.graph.input} | {
             name for node in float_model.graph.node for name in node.output
         }
-        self.model = copy_without_weights(quantized, lambda _: False)
+        self.model = copy_model(quantized)
         graph = self.model.graph
         self._taken = all_names(self.model)
         self._constants = {t.name: t for t in graph.initializer}
