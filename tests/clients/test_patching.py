@@ -167,7 +167,7 @@ def test_calls_are_counted_and_told(tmp_path: Path) -> None:
     assert told == [
         ("quantize_static", "QuantizationReport"),
         ("quantize", "QuantizationReport"),
-        ("create_calibrator", "_MinMax"),
+        ("create_calibrator", "MinMaxCalibrater"),
         ("QDQQuantizer", "QDQQuantizer"),
     ]
     assert dict(patched.calls) == {"quantize_static": 1, "quantize": 1, "create_calibrator": 1, "QDQQuantizer": 1}
