@@ -304,7 +304,7 @@ def calibrate(
         KenosisError: As `quantize_static`; nothing was written, but with ``resume`` what is done.
     """
     from kenosis_ort.calibration.readers import in_shards
-    from kenosis_ort.flow.preview import calibrate_in_pieces, calibrate_only
+    from kenosis_ort.flow.preview import calibrate_only
     from kenosis_ort.graph.save import check_destination
 
     resume = flag("resume", resume)
@@ -323,12 +323,10 @@ def calibrate(
         check_destination(path)
     request = _previewed(model_input, {**options, "calibration_cache_path": path})
     source = in_shards(calibration_data_reader)
-    if not resume and stop_when_settled is None:
-        return calibrate_only(model_input, request, source, keep_samples=keep_samples)
     if resume and path is None:
         raise OptionError("resume needs a file to write", where="resume", fix="calibrate(model, table_path, data)")
-    return calibrate_in_pieces(
-        model_input, request, source, resume=resume, settled=stop_when_settled, keep_samples=keep_samples
+    return calibrate_only(
+        model_input, request, source, keep_samples=keep_samples, resume=resume, settled=stop_when_settled
     )
 
 

@@ -16,10 +16,8 @@ from typing import Any, Final, get_args
 import onnx
 
 from kenosis_ort.checks import (
-    MOST_THREADS,
     Check,
     choice,
-    either,
     flag,
     function,
     instance,
@@ -34,9 +32,10 @@ from kenosis_ort.checks import (
 )
 from kenosis_ort.cluster.client import as_cluster
 from kenosis_ort.errors import ArgumentTypeError, did_you_mean, unknown_name
-from kenosis_ort.options import UNSET, Evidence, Failure, Format, OutputPolicy, Placement, Speed, Stages, Tuning, host
+from kenosis_ort.options import FIELDS, UNSET, Evidence, Failure, Format, Placement, Speed
 from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 from kenosis_ort.recipe import Recipe
+from kenosis_ort.targets import DEFAULT_TARGET
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,13 @@ class Option:
 
     Attributes:
         check: The value in Python's own types, or an error that names the option; not asked about `UNSET`.
+        default: What holds where nobody gives it; `UNSET` where target and machine decide.
         in_file: A recipe file may hold it.
         words: Its values by their words in files and on the command line; empty where they stand for themselves.
     """
 
     check: Check
+    default: Any = None
     in_file: bool = True
     words: Mapping[str, Enum] = field(default_factory=dict)
 
@@ -154,49 +155,40 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
     {
         # stock's
         "model_output": Option(path, in_file=False),
-        "quant_format": Option(as_given, words={kind.name.lower(): kind for kind in QuantFormat}),
+        "quant_format": Option(as_given, QuantFormat.QDQ, words={kind.name.lower(): kind for kind in QuantFormat}),
         "op_types_to_quantize": Option(_NAMES),
-        "per_channel": Option(flag),
-        "reduce_range": Option(flag),
-        "activation_type": Option(as_given, words=TYPES),
-        "weight_type": Option(as_given, words=TYPES),
+        "per_channel": Option(flag, UNSET),
+        "reduce_range": Option(flag, UNSET),
+        "activation_type": Option(as_given, UNSET, words=TYPES),
+        "weight_type": Option(as_given, UNSET, words=TYPES),
         "nodes_to_quantize": Option(_NAMES),
         "nodes_to_exclude": Option(_NAMES),
-        "use_external_data_format": Option(flag),
-        "calibrate_method": Option(as_given, words={kind.name.lower(): kind for kind in CalibrationMethod}),
+        "use_external_data_format": Option(flag, False),
+        "calibrate_method": Option(as_given, UNSET, words={kind.name.lower(): kind for kind in CalibrationMethod}),
         "calibration_providers": Option(or_none(partial(several, each=_provider, what="execution providers"))),
         "extra_options": Option(or_none(_extra_options)),
         "calibration_cache_path": Option(or_none(path), in_file=False),
         # ours
-        "recipe": Option(_recipe, in_file=False),
+        "recipe": Option(_recipe, "fast", in_file=False),
         "accuracy_budget": Option(or_none(partial(real, least=0, most=1)), in_file=False),
         "metric": Option(or_none(_metric), in_file=False),
         "eval_reader": Option(or_none(_reader), in_file=False),
-        "target": Option(as_given),
+        "target": Option(as_given, DEFAULT_TARGET),
         "format": Option(or_none(partial(choice, among=get_args(Format)))),
         "speed": Option(or_none(partial(instance, of=Speed, what="a kenosis_ort.Speed")), in_file=False),
         "placement": Option(or_none(partial(instance, of=Placement, what="a kenosis_ort.Placement")), in_file=False),
-        "custom_op_libraries": Option(partial(several, each=path, what="paths"), in_file=False),  # they run code
+        "custom_op_libraries": Option(partial(several, each=path, what="paths"), (), in_file=False),  # they run code
         "progress": Option(or_none(function), in_file=False),
         # further keywords
-        "verify": Option(flag),
-        "evidence": Option(partial(choice, among=get_args(Evidence)), in_file=False),
+        "verify": Option(flag, True),
+        "evidence": Option(partial(choice, among=get_args(Evidence)), "light", in_file=False),
         "executor": Option(lambda _, value: as_cluster(value), in_file=False),
         "kv_cache": Option(or_none(path)),
-        "on_failure": Option(partial(choice, among=get_args(Failure))),
+        "on_failure": Option(partial(choice, among=get_args(Failure)), "error"),
         "weight_bits": _WIDTH,
         "activation_bits": _WIDTH,
         "max_opset": Option(or_none(partial(whole, least=13))),
-        # fields of Placement and Speed
-        "protect_outputs": Option(partial(choice, among=get_args(OutputPolicy))),
-        "primary_inputs": Option(_NAMES),
-        "rewrites": Option(either(flag, several)),
-        "stages": Option(or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))),
-        "tune": Option(partial(choice, among=get_args(Tuning))),
-        "threads": Option(partial(whole, most=MOST_THREADS)),
-        "promise": Option(flag),
-        "host": Option(host),
-        "sequence_lengths": Option(partial(several, each=partial(whole, least=1), what="whole numbers")),
+        **{name: Option(check, getattr(Placement, name, getattr(Speed, name, None))) for name, check in FIELDS.items()},
     }
 )
 """Options of `kenosis_ort.quantize_static` by name: all but the model and the reader."""

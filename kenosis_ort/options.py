@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from onnx import TensorProto
 from typing_extensions import Self
 
-from kenosis_ort.checks import MOST_THREADS, choice, either, flag, instance, or_none, path, several, whole
+from kenosis_ort.checks import MOST_THREADS, Check, choice, either, flag, instance, or_none, path, several, whole
 
 OutputPolicy = Literal["auto", "float", "int8"]
 Evidence = Literal["none", "light", "full"]
@@ -132,6 +132,25 @@ class PlacementOptions:
     keep_float: Mapping[str, str] = field(default_factory=dict)
 
 
+def host(name: str, value: Any) -> Any:
+    """A machine: a profile, or its name or path; a wrong one is reported later."""
+    return value if value is None or hasattr(value, "kernels") else path(name, value)
+
+
+FIELDS: Final[Mapping[str, Check]] = {
+    "protect_outputs": partial(choice, among=get_args(OutputPolicy)),
+    "primary_inputs": or_none(several),
+    "rewrites": either(flag, several),
+    "stages": or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages")),
+    "tune": partial(choice, among=get_args(Tuning)),
+    "threads": partial(whole, most=MOST_THREADS),
+    "promise": flag,
+    "host": host,
+    "sequence_lengths": partial(several, each=partial(whole, least=1), what="whole numbers"),
+}
+"""Checks of the fields of `Placement` and `Speed`, which are keywords of `kenosis_ort.quantize_static` too."""
+
+
 class _Group:
     """Options of which it is known which ones the caller stated, at their defaults or not."""
 
@@ -142,6 +161,10 @@ class _Group:
         names = [*cls.__annotations__][: len(values)]
         object.__setattr__(group, "stated", frozenset((*names, *named)))
         return group
+
+    def __post_init__(self) -> None:
+        for name in type(self).__annotations__:
+            object.__setattr__(self, name, FIELDS[name](name, getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -166,12 +189,6 @@ class Placement(_Group):
     primary_inputs: Sequence[str] | None = None
     rewrites: bool | Sequence[str] = True
     stages: Stages | None = None
-
-    def __post_init__(self) -> None:
-        choice("protect_outputs", self.protect_outputs, among=get_args(OutputPolicy))
-        object.__setattr__(self, "primary_inputs", or_none(several)("primary_inputs", self.primary_inputs))
-        object.__setattr__(self, "rewrites", either(flag, several)("rewrites", self.rewrites))
-        or_none(partial(instance, of=Stages, what="a kenosis_ort.Stages"))("stages", self.stages)
 
 
 class Keywords(TypedDict, total=False):
@@ -228,11 +245,6 @@ class Keywords(TypedDict, total=False):
 KEYWORDS: Final = tuple(Keywords.__annotations__)
 
 
-def host(name: str, value: Any) -> Any:
-    """A machine: a profile, or its name or path; a wrong one is reported later."""
-    return value if value is None or hasattr(value, "kernels") else path(name, value)
-
-
 @dataclass(frozen=True)
 class Speed(_Group):
     """Options of the measurements that keep the promise: the result is not slower than the float model.
@@ -257,11 +269,3 @@ class Speed(_Group):
     promise: bool = True
     host: str | os.PathLike[str] | Any = None
     sequence_lengths: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        lengths = several("sequence_lengths", self.sequence_lengths, each=partial(whole, least=1), what="whole numbers")
-        object.__setattr__(self, "sequence_lengths", lengths)
-        choice("tune", self.tune, among=get_args(Tuning))
-        object.__setattr__(self, "threads", whole("threads", self.threads, most=MOST_THREADS))
-        object.__setattr__(self, "promise", flag("promise", self.promise))
-        host("host", self.host)

@@ -21,7 +21,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
-from kenosis_ort.flow.builder import Layout, is_quantized, layout_of, make_plan
+from kenosis_ort.flow.builder import Builder, for_integers, is_quantized
 from kenosis_ort.flow.finish import check_biases
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
@@ -30,9 +30,9 @@ from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
-from kenosis_ort.options import Speed, Stages
+from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.plan import How, PlacementPlan
+from kenosis_ort.plan import How
 from kenosis_ort.quantizer.editor import name_made_values
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies
 from kenosis_ort.rewrite.rule import PADDED
@@ -225,45 +225,47 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         return build
 
     def _request(self) -> Request:
+        extra = {key: value for key, value in self.extra_options.items() if key in EXTRA_OPTION_CHECKS}
         return resolve(
-            model_output="model.onnx",  # named in messages alone
-            op_types_to_quantize=list(self.op_types_to_quantize),
-            per_channel=bool(self.per_channel),
-            reduce_range=bool(self.reduce_range),
-            activation_type=self.activation_qType,
-            weight_type=self.weight_qType,
-            nodes_to_quantize=list(self.nodes_to_quantize or ()),
-            nodes_to_exclude=list(self.nodes_to_exclude or ()),
-            extra_options={k: v for k, v in self.extra_options.items() if k in EXTRA_OPTION_CHECKS},
-            recipe="plain",
-            speed=Speed(promise=False),
-            evidence="none",
+            {
+                "model_output": "model.onnx",  # named in messages alone
+                "op_types_to_quantize": list(self.op_types_to_quantize),
+                "per_channel": bool(self.per_channel),
+                "reduce_range": bool(self.reduce_range),
+                "activation_type": self.activation_qType,
+                "weight_type": self.weight_qType,
+                "nodes_to_quantize": list(self.nodes_to_quantize or ()),
+                "nodes_to_exclude": list(self.nodes_to_exclude or ()),
+                "extra_options": extra,
+                "recipe": "plain",
+                "promise": False,
+                "evidence": "none",
+            }
         )
 
     def _build(self, request: Request) -> tuple[Build | None, str]:
         """The build, or None and why there is none."""
         loaded = LoadedModel(self.model.model, None, "the given model")
-        best: tuple[Layout, CalibrationTable, dict[str, str]] | None = None
+        best: tuple[Builder, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
-            layout = layout_of(loaded, asked)
-            if layout.builder.request.stock_reason is not None:
-                return None, layout.builder.request.stock_reason
-            ranges = with_derived(layout.builder.prepared.proto, self._known)
-            keep_float = _without_unknown(layout, ranges)
-            if best is None or _integer_nodes(layout, keep_float) > _integer_nodes(best[0], best[2]):
-                best = layout, _table(ranges), keep_float
+            builder = for_integers(loaded, asked)
+            if builder.request.stock_reason is not None:
+                return None, builder.request.stock_reason
+            ranges = with_derived(builder.prepared.proto, self._known)
+            keep_float = _without_unknown(builder, ranges)
+            if best is None or _integer_nodes(builder, keep_float) > _integer_nodes(best[0], best[2]):
+                best = builder, _table(ranges), keep_float
             if not keep_float:
                 break
         assert best is not None
-        layout, table, keep_float = best
-        self.notes = layout.builder.prepared.notes
-        slow, note = float_regions(layout.builder, _plan(layout, keep_float))
-        self.notes = (*self.notes, *([note] if note else ()))
-        build = layout.builder.build(table, {**slow, **keep_float})
+        builder, table, keep_float = best
+        slow, note = float_regions(builder, builder.planned(keep_float))
+        self.notes = (*builder.prepared.notes, *([note] if note else ()))
+        build = builder.build(table, {**slow, **keep_float})
         if not is_quantized(build.quantized) or not build.plan:
             return None, "nothing is left to quantize by the plan"
         try:
-            check_biases(build.quantized, layout.builder.request)
+            check_biases(build.quantized, builder.request)
         except VerificationError as error:
             return None, str(error)
         name_made_values(build.quantized, loaded.proto)
@@ -293,27 +295,23 @@ def _table(ranges: Mapping[str, Range]) -> CalibrationTable:
     )
 
 
-def _plan(layout: Layout, keep_float: Mapping[str, str]) -> PlacementPlan:
-    return make_plan(layout.builder.planner(keep_float), layout.builder.request) if keep_float else layout.plan
+def _integer_nodes(builder: Builder, keep_float: Mapping[str, str]) -> int:
+    return len(builder.planned(keep_float).integer_nodes())
 
 
-def _integer_nodes(layout: Layout, keep_float: Mapping[str, str]) -> int:
-    return len(_plan(layout, keep_float).integer_nodes())
-
-
-def _without_unknown(layout: Layout, ranges: Mapping[str, Range]) -> dict[str, str]:
+def _without_unknown(builder: Builder, ranges: Mapping[str, Range]) -> dict[str, str]:
     """The nodes to leave float for want of a range, with the reason."""
-    proto = layout.builder.prepared.proto
+    proto = builder.prepared.proto
     producers = {name: node.name for node in proto.graph.node for name in node.output}
     keep: dict[str, str] = {}
-    plan = layout.plan
+    plan = builder.plan
     for _ in range(_ROUNDS):
-        unknown = [v for v in layout.builder.tensors_to_observe(plan) if v not in ranges] if plan else []
+        unknown = [v for v in builder.observed(plan) if v not in ranges] if plan else []
         if not unknown:
             break
         for value in unknown:
             readers = [d.edge.consumer for d in plan.by_value[value] if d.how is not How.FLOAT]
             fresh = [n for n in (*readers, producers.get(value, "")) if n and n not in keep]
             keep.update(dict.fromkeys(fresh, _NO_RANGE.format(value)))
-        plan = _plan(layout, keep)
+        plan = builder.planned(keep)
     return keep

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -17,13 +18,15 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.blocked import Feeds, body_feeds, value_types
+from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
-from kenosis_ort.flow.builder import BodyBuilder, Builder, Layout, draft_of, is_quantized, is_whole
-from kenosis_ort.flow.call import Call, divide, evaluator_on
+from kenosis_ort.flow.builder import BodyBuilder, Builder, draft_of, is_quantized, is_whole
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds
 from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
+from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.walk import all_graphs, outer_names
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
@@ -32,49 +35,67 @@ from kenosis_ort.passes.float_search import multiply_accumulates
 from kenosis_ort.plan import Kind, NodeDecision
 
 _STAYS_FLOAT: Final = " stays float: "
-
-
 _TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of the passes
-
-
 _LITTLE: Final = 1.02  # times the error without bodies in integers
-
-
 _MOST_RANKED: Final = 8  # bodies of which each is built without; more of them are float together
-
-
 _LEAST_SHARE: Final = 0.1  # of a net's work in integers, below which leaving branches float leaves a float net
+Quantize = Callable[[Call, Callable[[], Builder], None, KeepingReader], tuple[Builder, Build]]
+"""Quantizes a net, with its bodies and the recipe's passes, given what drafts it and its samples."""
 
 
-Open = Callable[[Body, Callable[[Feeds], Feeds], Feeds], BodyBuilder | None]
-"""Quantizes a body, those nested in it too, given what feeds it; None where nothing in it can be quantized."""
-
-
-def with_bodies(builder: Builder, feeds: Feeds, open_builder: Open, notes: list[str]) -> Builder:
-    """The builder with those of its model's bodies that can be quantized.
+def with_bodies(call: Call, builder: Builder, data: KeepingReader | None, quantize: Quantize) -> Builder:
+    """The builder with those of its model's bodies that can be quantized, each as a call of its own.
 
     Args:
+        call: What gathers on the way; takes a note about each body that stays float as a whole.
         builder: Of the float model.
-        feeds: What feeds the model.
-        open_builder: Quantizes one of them.
-        notes: Takes a sentence about each body that stays float as a whole.
+        data: What feeds the model.
+        quantize: Quantizes the net of a body.
     """
-    body_builders: list[BodyBuilder] = []
-    idle: list[NodeDecision] = []
-    for owner, place, graph in _with_layers(builder):
-        body = _taken_out(builder, place, graph)
-        why = "the type of a value that it reads is not known."
-        if body is not None:
-            libraries = builder.request.custom_op_libraries
-            feeds_of = partial(body_feeds, builder.prepared.proto, owner, body, custom_op_libraries=libraries)
-            first, why = next(feeds_of(feeds)(), None), "no calibration sample ran it."
-            if first is not None:
-                _declare_ranks(body.model, first)
-                body_builder = open_builder(body, feeds_of, feeds)
-                body_builders += [body_builder] if body_builder is not None else []
-                continue
-        idle += _left_float(place, graph, "body-not-observed", why, notes)
-    return replace(builder, bodies=tuple(body_builders), idle=tuple(idle))
+    if data is None:
+        call.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
+        return builder
+
+    def quantized() -> Builder:
+        found: list[BodyBuilder] = []
+        idle: list[NodeDecision] = []
+        for owner, place, graph in _with_layers(builder):
+            body = _taken_out(builder, place, graph)
+            why = "the type of a value that it reads is not known."
+            if body is not None:
+                libraries = builder.request.custom_op_libraries
+                feeds_of = partial(body_feeds, builder.prepared.proto, owner, body, custom_op_libraries=libraries)
+                fed = feeds_of(lambda: iter(data.feeds))
+                first, why = next(fed(), None), "no calibration sample ran it."
+                if first is not None:
+                    _declare_ranks(body.model, first)
+                    made = _quantized(call, builder.request, body, fed, quantize)
+                    found += (
+                        []
+                        if made is None
+                        else [BodyBuilder(body, made[0], made[1].table, made[1].keep_float, feeds_of)]
+                    )
+                    continue
+            idle += _left_float(place, graph, "body-not-observed", why, call.notes)
+        return replace(builder, bodies=tuple(found), idle=tuple(idle))
+
+    with call.stage("bodies"):
+        return call.attempt("The quantization of bodies", quantized, builder)
+
+
+def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Quantize) -> tuple[Builder, Build] | None:
+    """A quantized body, since all that is kept of it is how it is made; None where nothing in it can be quantized."""
+    request = of_body(outer, body)
+    inner = Call(loaded=LoadedModel(body.model, None, str(body.place)), request=request, executor=call.executor)
+    data = KeepingReader(fed(), input_specs(body.model), keep=most_feeds(body.model, request))
+    try:
+        made = quantize(inner, partial(draft_of, body.model, request, call), None, data)
+    except NothingToQuantizeError:
+        return None
+    call.warnings += [text for text in inner.warnings if text not in call.warnings]
+    call.passes += [replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes]
+    call.notes += [note for note in inner.notes if _STAYS_FLOAT in note]
+    return made
 
 
 def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes: list[str]) -> Iterator[NodeDecision]:
@@ -82,11 +103,6 @@ def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes
     notes.append(f"{str(place)[:1].upper()}{str(place)[1:]}{_STAYS_FLOAT}{why}")
     for node in (node for nested in all_graphs(graph) for node in nested.node if node.op_type != "Constant"):
         yield NodeDecision(node.name, node.op_type, Kind.FLOAT, rule, f"it is in {place}: {why.rstrip('.')}")
-
-
-def of_float_bodies(notes: Sequence[str]) -> list[str]:
-    """Notes that are about bodies that stay float."""
-    return [note for note in notes if _STAYS_FLOAT in note]
 
 
 @dataclass(frozen=True)
@@ -152,28 +168,28 @@ class Trial:
 
 
 def trial_of_bodies(
-    call: Call, layout: Layout, table: CalibrationTable, data: KeepingReader, prepared: onnx.ModelProto
+    call: Call, builder: Builder, table: CalibrationTable, data: KeepingReader, prepared: onnx.ModelProto
 ) -> Trial | None:
     """The trial of a net's bodies; None where there is nothing to compare with, or the caller asks for them.
 
     Args:
         call: What gathers on the way.
-        layout: Of the net before any pass, its bodies float.
+        builder: Of the net before any pass, its bodies float.
         table: The ranges of its activations.
         data: The samples.
         prepared: The prepared float model.
     """
-    builder, request = layout.builder, call.request
+    request = call.request
     explicit = request.explicit_option or request.extra_options.get("EnableSubgraph") or request.stages != Stages()
-    if explicit or request.target.whole or not layout.plan.integer_nodes():
+    if explicit or request.target.whole or not builder.plan.integer_nodes():
         return None
     build = builder.build(table)
     if not is_quantized(build.quantized) or not is_whole(build):
         return None
     wanted = feeds_wanted(request)
-    divided, further = divide(call, prepared, data.some(wanted)), data.feeds[wanted:]
-    fit, held_out = [*divided.fit, *further[::2]], [*divided.held_out, *further[1::2][:_TRIAL_FEEDS]]
-    evaluator = evaluator_on(call, prepared, held_out or fit)
+    (fit, evaluator), further = call.divide(prepared, data.some(wanted)), data.feeds[wanted:]
+    fit, held_out = [*fit, *further[::2]], [*evaluator.feeds, *further[1::2][:_TRIAL_FEEDS]]
+    evaluator = call.evaluator_on(prepared, held_out or fit)
     return Trial(fit, evaluator, evaluator.score(build.quantized), _work(builder, build))
 
 
@@ -202,9 +218,10 @@ def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
     found: list[NodeDecision] = []
     for _, place, graph in _with_layers(builder):
         body = _taken_out(builder, place, graph)
-        layout = None if body is None else _layout(builder, body)
-        if layout is not None:
-            found += (*layout.plan.nodes, *planned_in_bodies(layout.builder))
+        if body is not None:
+            with suppress(NothingToQuantizeError):
+                inner = draft_of(body.model, of_body(builder.request, body), builder.journal).for_integers()
+                found += (*inner.plan.nodes, *planned_in_bodies(inner))
     return tuple(found)
 
 
@@ -238,15 +255,6 @@ def of_body(request: Request, body: Body) -> Request:
         recipe=recipe,
         caches=(),
     )
-
-
-def _layout(outer: Builder, body: Body) -> Layout | None:
-    """A body's layout without data, None where nothing in it can be quantized."""
-    try:
-        drafted = draft_of(body.model, of_body(outer.request, body), outer.stage)
-        return drafted.complete(drafted.builder.prepared)
-    except NothingToQuantizeError:
-        return None
 
 
 def _declare_ranks(model: onnx.ModelProto, feed: Mapping[str, Any]) -> None:

@@ -9,19 +9,21 @@ error of 0.00210, with their own biases of 0.00096.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import onnx
 from onnx import TensorProto
 
 from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
-from kenosis_ort.flow.preparation import Failed, prepare_model, raise_again, rewrite_for_integers
+from kenosis_ort.flow.call import Journal
+from kenosis_ort.flow.preparation import prepare_model, rewrite_for_integers
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import fit_names, renamed
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
@@ -34,7 +36,8 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.placement import decisions
+from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
@@ -44,66 +47,6 @@ from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
 from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets.proof import FusionReport
-
-
-def make_planner(
-    view: GraphView | None,
-    request: Request,
-    excluded: Sequence[str],
-    named: Sequence[str],
-    keep_float: Mapping[str, str],
-    base: Planner | None = None,
-) -> Planner | None:
-    """The planner; None where stock's placement is used."""
-    if view is None:
-        return None
-    options = request.placement_options(excluded, named, keep_float)
-    return Planner(view, request.target, options, partial(_finished, view, request), base)
-
-
-def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:
-    """A plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
-    explicit = frozenset(
-        request.extra_options.get("TensorQuantOverrides") or ()
-    )  # the caller's word on how they are stored
-    plan = with_widths(plan, view, request.widths, explicit)
-    costs = request.target.costs
-    if costs is None or not _suits_kernels(request):
-        return plan
-    return request.target.hooks.refine(plan, view, explicit, costs)
-
-
-def make_plan(planner: Planner | None, request: Request, table: CalibrationTable | None = None) -> PlacementPlan:
-    """The plan, before calibration without a table; an empty one where stock's placement is used."""
-    if planner is None:
-        return PlacementPlan(request.target.name)
-    return planner.plan(None if table is None else _ranges(table))
-
-
-def _suits_kernels(request: Request) -> bool:
-    """Whether weights are stored as the kernels of the machine like them best."""
-    types = request.activation_type == QuantType.QUInt8 and request.weight_type == QuantType.QInt8
-    options = request.extra_options
-    own = request.stages.weights and options.get("WeightSymmetric") is not False and not options.get("MinimumRealRange")
-    plain = request.format in ("qdq", "qop")  # other tools expect weights of zero point 0
-    return types and own and plain and request.speed.tune != "off"
-
-
-def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
-    return {name: table.range_of(name) for name in table.tensors}
-
-
-def beyond_scales(view: GraphView | None, plan: PlacementPlan, table: CalibrationTable) -> dict[str, str]:
-    """The integer nodes whose magnitudes no float32 scale holds, with the reason."""
-    return {} if view is None else decisions.beyond_scales(view, plan, _ranges(table))
-
-
-def tensors_to_observe(proto: onnx.ModelProto, request: Request, plan: PlacementPlan) -> list[str]:
-    """The activations whose ranges are needed."""
-    if not plan:
-        return stock_tensors(proto, request.op_types)
-    constants = {i.name for i in proto.graph.initializer}
-    return [value for value, _ in plan.quantized_values() if value not in constants]
 
 
 def quantize_model(
@@ -194,24 +137,16 @@ def _constants(model: onnx.ModelProto, layers: Collection[str]) -> set[str]:
 _REPAIR_ROUNDS = 3
 
 
-Stage = Callable[[str], AbstractContextManager[None]]
-
-
-def untimed(_: str) -> AbstractContextManager[None]:
-    """Times nothing."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Builder:
-    """One float model and the request under which it is quantized.
+    """One float model and the request under which it is planned and quantized.
 
     Attributes:
         prepared: The float model.
-        request: What the caller wants.
+        request: What the caller wants; it says where stock's placement has to do.
         excluded: Names, in the prepared model, of nodes that the caller excludes.
         named: Names of the only nodes to quantize, empty for all.
-        stage: Times a named stage.
+        journal: Times stages, and isolates optional work.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
         base: The float model without corrections, which layers left float go back to; None where it is `prepared`.
@@ -221,18 +156,33 @@ class Builder:
     request: Request
     excluded: Sequence[str]
     named: Sequence[str]
-    stage: Stage = untimed
+    journal: Journal = field(default_factory=Journal)
     bodies: tuple[BodyBuilder, ...] = ()
     base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
-    _planners: dict[tuple[str, ...], Planner | None] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _planners: dict[tuple[str, ...], Planner] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def view(self) -> GraphView | None:
         """The indexed graph; None where stock's placement is used."""
         return None if self.request.stock_reason is not None else GraphView(self.prepared.proto)
+
+    @cached_property
+    def plan(self) -> PlacementPlan:
+        """The placement as far as it needs no ranges; empty for stock's."""
+        with self.journal.stage("plan"):
+            return self.planned()
+
+    @cached_property
+    def adjustable(self) -> frozenset[str]:
+        """Names of the nodes whose weights passes may change: integer ones, but for what the caller speaks about."""
+        planner = self.planner()
+        return frozenset(self.plan.integer_nodes()) - (set() if planner is None else planner.constrained)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The activations whose ranges are needed."""
+        return self.observed(self.plan)
 
     @property
     def quantizes_bodies(self) -> bool:
@@ -240,27 +190,85 @@ class Builder:
         own = self.request.stock_reason is None and self.request.extra_options.get("EnableSubgraph", True)
         return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
+    def for_integers(self, prepared: PreparedModel | None = None) -> Builder:
+        """The builder of the model in forms that suit integer kernels.
+
+        Args:
+            prepared: The model, perhaps with other weights; None for its own.
+
+        Raises:
+            NothingToQuantizeError: Nothing in it can be quantized.
+        """
+        rewritten, planner = prepared or self.prepared, self.planner()
+        if planner is not None:
+            with self.journal.stage("rewrite"):
+                found = rewrite_for_integers(rewritten, planner, self.request, self.excluded, self.journal)
+            rewritten = found or rewritten
+        made = self if rewritten is self.prepared else replace(self, prepared=rewritten)
+        if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
+            raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
+        return made
+
     def on(self, model: onnx.ModelProto, *notes: str) -> Builder:
         """The builder for the same net with corrected weights."""
         if model is self.prepared.proto and not notes:
             return self
         prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
-        base = self.prepared.proto if self.base is None else self.base
-        return replace(self, prepared=prepared, base=base)
+        return replace(self, prepared=prepared, base=self.uncorrected)
+
+    @property
+    def uncorrected(self) -> onnx.ModelProto:
+        """The float model before its biases and weights were corrected for integers."""
+        return self.prepared.proto if self.base is None else self.base
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
         """The planner, made once for each set of nodes left float; None where stock's placement is used."""
-        keep = dict(keep_float or {})
+        view, keep = self.view, dict(keep_float or {})
+        if view is None:
+            return None
         key = tuple(part for item in keep.items() for part in item)
         if key not in self._planners:
+            options = self.request.placement_options(self.excluded, self.named, keep)
             base = self._planners.get(())  # of an empty ``keep_float``
-            self._planners[key] = make_planner(self.view, self.request, self.excluded, self.named, keep, base)
+            finish = partial(_finished, view, self.request)
+            self._planners[key] = Planner(view, self.request.target, options, finish, base)
         return self._planners[key]
 
-    def tensors_to_observe(self, plan: PlacementPlan) -> list[str]:
-        """The activations whose ranges are needed."""
-        found = tensors_to_observe(self.prepared.proto, self.request, plan)
-        return list(dict.fromkeys([*found, *(name for cache in self.request.caches for name in cache.names)]))
+    def planned(
+        self, keep_float: Mapping[str, str] | None = None, table: CalibrationTable | None = None
+    ) -> PlacementPlan:
+        """The plan, before calibration without a table; an empty one where stock's placement is used."""
+        planner = self.planner(keep_float)
+        if planner is None:
+            return PlacementPlan(self.request.target.name)
+        return planner.plan(None if table is None else _ranges(table))
+
+    def observed(self, plan: PlacementPlan) -> tuple[str, ...]:
+        """The activations whose ranges a plan needs."""
+        if plan:
+            constants = {i.name for i in self.prepared.proto.graph.initializer}
+            found = [value for value, _ in plan.quantized_values() if value not in constants]
+        else:
+            found = stock_tensors(self.prepared.proto, self.request.op_types)
+        return tuple(dict.fromkeys([*found, *(name for cache in self.request.caches for name in cache.names)]))
+
+    def collected(
+        self,
+        feeds: Iterable[Feed],
+        tensors: Iterable[str],
+        config: CalibrationConfig,
+        channels: Mapping[str, int] = MappingProxyType({}),
+    ) -> CalibrationTable:
+        """The ranges of the model over further samples, as a table of that configuration has them."""
+        return collect(
+            self.prepared.proto,
+            feeds,
+            tensors=list(tensors),
+            config=replace(config, strided=None, max_intermediate_outputs=None),
+            custom_op_libraries=self.request.custom_op_libraries,
+            seen_as=self.seen_as(),
+            channels=channels,
+        )
 
     def seen_as(self) -> dict[str, SeenAs]:
         """Limits of values in calibration: numbers that no consumer sees, as in masks, must not widen a range."""
@@ -277,12 +285,11 @@ class Builder:
     def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
         """The quantized model without the fusion proof."""
         keep = dict(keep_float or {})
-        with self.stage("quantize"):
-            plan = make_plan(self.planner(keep), self.request, table)
-            extreme = beyond_scales(self.view, plan, table)
-            if extreme:
+        with self.journal.stage("quantize"):
+            plan, view = self.planned(keep, table), self.view
+            if view is not None and (extreme := beyond_scales(view, plan, _ranges(table))):
                 keep.update(extreme)
-                plan = make_plan(self.planner(keep), self.request, table)
+                plan = self.planned(keep, table)
             proto = self.prepared.proto
             source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
             ranges = fitted_to_widths(table, plan)
@@ -318,7 +325,7 @@ class Builder:
             built = self.quantize(table, keep)
             if not self.request.is_proved or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
-            with self.stage("verify"):
+            with self.journal.stage("verify"):
                 fusion = self.proof(built)
             may_repair = built.plan and not requests_int8(self.request)
             avoidable = fusion.avoidable(built.plan) if fusion is not None and may_repair else ()
@@ -359,14 +366,7 @@ class BodyBuilder:
         nested = tuple(each.seeing(fed) for each in builder.bodies)
         if next(fed(), None) is None:
             return self
-        seen = collect(
-            builder.prepared.proto,
-            fed(),
-            tensors=list(self.table.tensors),
-            config=replace(self.table.config, strided=None, max_intermediate_outputs=None),
-            custom_op_libraries=builder.request.custom_op_libraries,
-            seen_as=builder.seen_as(),
-        )
+        seen = builder.collected(fed(), self.table.tensors, self.table.config)
         tensors = {name: s if s.fixed else seen.tensors[name] for name, s in self.table.tensors.items()}
         return replace(self, builder=replace(builder, bodies=nested), table=replace(self.table, tensors=tensors))
 
@@ -401,77 +401,13 @@ def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache
     )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Graph, plan and wanted statistics before calibration.
-
-    Attributes:
-        builder: The prepared and rewritten model; its request says where stock's placement has to do.
-        plan: The placement as far as it needs no ranges; empty for stock's.
-        tensors: Activations whose ranges are needed.
-    """
-
-    builder: Builder
-    plan: PlacementPlan
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class LayoutDraft:
-    """A prepared model with its first plan, before its weights and its form are changed for integers.
-
-    Attributes:
-        builder: The prepared model.
-        plan: The placement that it would get; empty for stock's.
-        failed: Called with the name of a rewrite that failed and was left out.
-        adjustable: Names of the nodes that run in integer, but for those whose tensors the caller speaks about: passes
-            may change their weights.
-    """
-
-    builder: Builder
-    plan: PlacementPlan
-    failed: Failed
-    adjustable: frozenset[str] = frozenset()
-
-    def complete(self, prepared: PreparedModel) -> Layout:
-        """The layout of the model, in forms that suit integer kernels.
-
-        Args:
-            prepared: The draft's model, perhaps with other weights.
-
-        Raises:
-            NothingToQuantizeError: Nothing in it can be quantized.
-        """
-        builder, plan, request = self.builder, self.plan, self.builder.request
-        planner = builder.planner()
-        rewritten = prepared
-        if planner is not None:
-            with builder.stage("rewrite"):
-                found = rewrite_for_integers(prepared, planner, request, builder.excluded, self.failed)
-            rewritten = found or prepared
-        if rewritten is not builder.prepared:
-            builder = replace(builder, prepared=rewritten)
-            with builder.stage("plan"):
-                plan = make_plan(builder.planner(), request)
-        tensors = tuple(builder.tensors_to_observe(plan))
-        if not tensors and not plan.quantizes() and not builder.quantizes_bodies:
-            raise nothing_to_quantize(request.stock_reason or "nothing matches the options")
-        return Layout(builder, plan, tensors)
-
-
-def draft(
-    loaded: LoadedModel,
-    request: Request,
-    stage: Stage = untimed,
-    failed: Failed = raise_again,
-) -> LayoutDraft:
-    """Prepares and plans a model.
+def draft(loaded: LoadedModel, request: Request, journal: Journal | None = None) -> Builder:
+    """The builder of a model that is prepared and planned, before its weights and its form are changed for integers.
 
     Args:
         loaded: The model.
         request: What the caller wants.
-        stage: Times a named stage.
-        failed: Called with the name of a rewrite that failed and was left out.
+        journal: Takes what gathers; None raises where a rewrite fails.
 
     Raises:
         KenosisError: The model or the names in the request are not usable.
@@ -480,49 +416,39 @@ def draft(
     request = fit_names(loaded.proto, request)
     if not request.is_stock:
         check_not_quantized(loaded.proto)
-        if request.stock_reason is None and _has_dequantized_weights(loaded):
+        if request.stock_reason is None and any(n.op_type == "DequantizeLinear" for n in loaded.proto.graph.node):
             request = request.with_stock_placement("the model brings quantized weights of its own")
-    return draft_of(loaded.proto, request, stage, failed)
+    return draft_of(loaded.proto, request, journal or Journal())
 
 
-def draft_of(
-    proto: onnx.ModelProto,
-    request: Request,
-    stage: Stage = untimed,
-    failed: Failed = raise_again,
-) -> LayoutDraft:
-    """Prepares and plans a model that `draft` has checked, or a body of one.
+def draft_of(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:
+    """What `draft` returns, for a model that it has checked, or a body of one.
 
     Raises:
         NothingToQuantizeError: No node can run in integer.
     """
-    with stage("prepare"):
-        prepared = prepare_model(proto, request, failed)
+    with journal.stage("prepare"):
+        prepared = prepare_model(proto, request, journal)
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
     request = replace(request, widths=replace(request.widths, by_node=by_node))
-    builder = Builder(prepared, request, excluded, named, stage)
-    with stage("plan"):
-        planner = builder.planner()
-        plan = make_plan(planner, request)
-    if planner is not None and not plan.quantizes() and not builder.quantizes_bodies:
-        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(plan)}")
-    constrained = set() if planner is None else planner.constrained
-    return LayoutDraft(builder, plan, failed, frozenset(plan.integer_nodes()) - constrained)
+    builder = Builder(prepared, request, excluded, named, journal)
+    if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
+        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(builder.plan)}")
+    return builder
 
 
-def layout_of(loaded: LoadedModel, request: Request) -> Layout:
-    """The layout of a model whose weights, and whose bodies of control flow, stay as they are.
+def for_integers(loaded: LoadedModel, request: Request) -> Builder:
+    """The builder of a model whose weights, and whose bodies of control flow, stay as they are.
 
     Raises:
-        KenosisError: As `draft` and `LayoutDraft.complete`; a rewrite that fails raises.
+        KenosisError: As `draft` and `Builder.for_integers`; a rewrite that fails raises.
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
-    made = draft(loaded, request)
-    layout = made.complete(made.builder.prepared)
-    if not layout.tensors:
+    builder = draft(loaded, request).for_integers()
+    if not builder.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
-    return layout
+    return builder
 
 
 def nothing_to_quantize(why: str) -> NothingToQuantizeError:
@@ -533,10 +459,20 @@ def nothing_to_quantize(why: str) -> NothingToQuantizeError:
     )
 
 
-def _has_dequantized_weights(loaded: LoadedModel) -> bool:
-    return any(node.op_type == "DequantizeLinear" for node in loaded.proto.graph.node)
+def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
+    return {name: table.range_of(name) for name in table.tensors}
 
 
 def _why_nothing(plan: PlacementPlan) -> str:
     heavy = [n for n in plan.nodes if n.op_type in HEAVY]
     return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
+
+
+def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:
+    """A plan with the widths that the caller wants, and weights as the kernels of the machine like them."""
+    overridden = frozenset(request.extra_options.get("TensorQuantOverrides") or ())
+    plan = with_widths(plan, view, request.widths, overridden)
+    costs = request.target.costs
+    if costs is None or not request.suits_kernels:
+        return plan
+    return request.target.hooks.refine(plan, view, overridden, costs)

@@ -8,7 +8,7 @@ exactly. Histograms do not follow; they are collected again, of the kept samples
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,7 +18,6 @@ import onnx
 
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import collect
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.observer import Rescaling
 from kenosis_ort.calibration.statistics import TensorStatistics
@@ -28,9 +27,9 @@ from kenosis_ort.calibration.trust.assess import CalibrationTrust, collect_with_
 from kenosis_ort.calibration.trust.evidence import net_evidence, probe_feeds
 from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, warn_caller
-from kenosis_ort.flow.builder import Layout, LayoutDraft
-from kenosis_ort.flow.call import Call, part_to_fit
-from kenosis_ort.flow.request import Request, calibration_config
+from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
@@ -41,11 +40,9 @@ from kenosis_ort.runtime.session import WHOLE_LIMIT
 
 
 def calibrate(
-    proto: onnx.ModelProto,
-    request: Request,
+    builder: Builder,
     reader: CalibrationDataReader | None,
-    tensors: Sequence[str],
-    seen_as: Mapping[str, Callable[[Any], Any]],
+    *,
     part: Part = MappingProxyType({}),
     channels: Mapping[str, int] = MappingProxyType({}),
     keep: int = 0,
@@ -53,36 +50,34 @@ def calibrate(
 ) -> CalibrationTable:
     """The table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
     if reader is None:
-        raise no_data()
-    config = calibration_config(request)
-    run = collect
-    if request.executor is not None and config.depends_on_order:
+        raise CalibrationError(
+            "neither calibration_data_reader nor an existing calibration_cache_path was given",
+            fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
+        )
+    run, executor, options = collect, builder.request.executor, _options(builder, channels)
+    if executor is not None and options["config"].depends_on_order:
         warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
-    elif request.executor is not None:
-        run = partial(collect_on, request.executor, defaults=defaults)
-    return run(
-        proto,
-        reader,
-        tensors=tensors,
-        config=config,
-        providers=request.calibration_providers or (),
-        custom_op_libraries=request.custom_op_libraries,
-        progress=request.progress,
-        seen_as=seen_as,
-        part=part,
-        channels=channels,
-        keep=keep,
-    )
+    elif executor is not None:
+        run = partial(collect_on, executor, defaults=defaults)
+    return run(builder.prepared.proto, reader, part=part, keep=keep, **options)
 
 
-def no_data() -> CalibrationError:
-    """The error for a call without reader and cache."""
-    return CalibrationError(
-        "neither calibration_data_reader nor an existing calibration_cache_path was given",
-        fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
-    )
+def _options(builder: Builder, channels: Mapping[str, int]) -> dict[str, Any]:
+    """Options of `collect` that all ways to calibrate a model share."""
+    request = builder.request
+    return {
+        "tensors": builder.tensors,
+        "config": calibration_config(request),
+        "providers": request.calibration_providers or (),
+        "custom_op_libraries": request.custom_op_libraries,
+        "progress": request.progress,
+        "seen_as": builder.seen_as(),
+        "channels": channels,
+    }
 
 
+Net = tuple[onnx.ModelProto, onnx.ModelProto, Collection[str]]
+"""A model whose weights passes change, the same in forms for integers, and the tensors whose ranges are needed."""
 Observe = Callable[[Sequence[str]], CalibrationTable]
 """Collects statistics of tensors of the changed model."""
 
@@ -130,65 +125,49 @@ class ValueOrigins:
             waiting += more
 
 
-@dataclass(frozen=True)
-class Carrier:
-    """A calibration table and the model that it is of.
+def carried_over(
+    table: CalibrationTable,
+    old: Net,
+    new: Net,
+    rescaled: Mapping[str, Rescaling] | None,
+    observe: Observe,
+    few: Observe | None,
+) -> CalibrationTable:
+    """The table of a net with changed weights; it has no part.
 
-    Attributes:
-        table: The ranges of the weights as they came.
-        drafted: The model that passes change.
-        rewritten: The same in forms for integers, which the table is of.
-        asked: Tensors that were observed; those of them that the table lacks are of a type that has no range.
+    Args:
+        table: The ranges of the weights as they came; tensors of the old net that it lacks have a type without a range.
+        old: The net that the table is of.
+        new: The same with changed weights.
+        rescaled: What became of values, by their names where passes change it; None where any may have changed.
+        observe: Collects what does not follow, over the samples of the table that are kept.
+        few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
     """
-
-    table: CalibrationTable
-    drafted: onnx.ModelProto
-    rewritten: onnx.ModelProto
-    asked: Collection[str]
-
-    def to(
-        self,
-        changed: onnx.ModelProto,
-        drafted: onnx.ModelProto,
-        tensors: Collection[str],
-        rescaled: Mapping[str, Rescaling] | None,
-        observe: Observe,
-        few: Observe | None,
-    ) -> CalibrationTable:
-        """The table of a model with changed weights; it has no part.
-
-        Args:
-            changed: In forms for integers.
-            drafted: Before these.
-            tensors: Whose ranges are needed.
-            rescaled: What became of values, by their names in `drafted`; None where any may have changed.
-            observe: Collects what does not follow, over the samples of the table that are kept.
-            few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
-        """
-        origins, before = ValueOrigins(drafted, changed), ValueOrigins(self.drafted, self.rewritten)
-        found: dict[str, TensorStatistics] = {}
-        scaled: list[str] = []
-        for name in tensors:
-            if rescaled is None:
-                break
-            known, how = self.table.tensors.get(name), rescaled.get(origins.of(name) or "")
-            if how is not None:
-                source = self.table.tensors.get(how.source or name)
-                follows = None if source is None else how.of(source)
-                if follows is not None:
-                    found[name] = follows
-                    scaled.append(name)
-            elif known is not None and (not rescaled or origins.of(name) or _stays(name, origins, before, rescaled)):
-                found[name] = known
-        missing = [n for n in tensors if n not in found and (n in self.table.tensors or n not in self.asked)]
-        if missing:
-            seen = observe(tuple(tensors))
-            found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
-        if scaled and few is not None:
-            seen = seen if missing else few(tuple(scaled))
-            found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
-        tensors_found = {name: found[name] for name in tensors if name in found}
-        return replace(self.table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
+    (_, changed, tensors), asked = new, old[2]
+    origins, before = ValueOrigins(*new[:2]), ValueOrigins(*old[:2])
+    found: dict[str, TensorStatistics] = {}
+    scaled: list[str] = []
+    for name in tensors:
+        if rescaled is None:
+            break
+        known, how = table.tensors.get(name), rescaled.get(origins.of(name) or "")
+        if how is not None:
+            source = table.tensors.get(how.source or name)
+            follows = None if source is None else how.of(source)
+            if follows is not None:
+                found[name] = follows
+                scaled.append(name)
+        elif known is not None and (not rescaled or origins.of(name) or _stays(name, origins, before, rescaled)):
+            found[name] = known
+    missing = [n for n in tensors if n not in found and (n in table.tensors or n not in asked)]
+    if missing:
+        seen = observe(tuple(tensors))
+        found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
+    if scaled and few is not None:
+        seen = seen if missing else few(tuple(scaled))
+        found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
+    tensors_found = {name: found[name] for name in tensors if name in found}
+    return replace(table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
 
 
 def _stays(name: str, now: ValueOrigins, before: ValueOrigins, rescaled: Mapping[str, Rescaling]) -> bool:
@@ -219,76 +198,33 @@ def _same(a: onnx.TensorProto, b: onnx.TensorProto) -> bool:
 _ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
-def channels_to_follow(drafted: LayoutDraft, layout: Layout, *, all_passes: bool) -> dict[str, int]:
+def channels_to_follow(drafted: Builder, builder: Builder, *, all_passes: bool) -> dict[str, int]:
     """The observed values whose channels a pass may scale, with the axis of their channels.
 
     Args:
-        drafted: The model that passes change.
-        layout: The same in forms for integers.
+        drafted: The net whose weights passes change.
+        builder: The same in forms for integers.
         all_passes: Those of every recipe, for a table that is kept; else those of the request's.
     """
-    request = layout.builder.request
-    if not _may_change(drafted, request):
+    request = builder.request
+    if not may_change(drafted):
         return {}
     passes = _ALL_OF_THEM if all_passes else [each for each in request.passes if isinstance(each, WeightPass)]
-    model, nodes, axes = drafted.builder.prepared.proto, drafted.adjustable, dict[str, int]()
+    model, nodes, axes = drafted.prepared.proto, drafted.adjustable, dict[str, int]()
     for each in passes:
         axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
-    origins = ValueOrigins(model, layout.builder.prepared.proto)
-    found = {name: axes.get(origins.of(name) or "") for name in layout.tensors}
+    origins = ValueOrigins(model, builder.prepared.proto)
+    found = {name: axes.get(origins.of(name) or "") for name in builder.tensors}
     return {name: axis for name, axis in found.items() if axis is not None}
 
 
-def _may_change(drafted: LayoutDraft, request: Request) -> bool:
-    """Whether passes can do anything for a model: it is ours to place, and can be run as a whole."""
-    whole = len(drafted.builder.prepared.proto.graph.node) <= WHOLE_LIMIT
-    return request.stock_reason is None and whole and bool(drafted.plan.integer_nodes())
+def may_change(drafted: Builder) -> bool:
+    """Whether passes can do anything for a net: it is ours to place, and can be run as a whole."""
+    whole = len(drafted.prepared.proto.graph.node) <= WHOLE_LIMIT
+    return drafted.request.stock_reason is None and whole and bool(drafted.plan.integer_nodes())
 
 
 _UNSTABLE = 0.3  # spread of a range over seeds beyond which the report says so
-
-
-def calibrate_made_up(
-    original: onnx.ModelProto,
-    proto: onnx.ModelProto,
-    request: Request,
-    reader: SyntheticReader,
-    data: KeepingReader,
-    *,
-    config: CalibrationConfig,
-    tensors: Sequence[str],
-    seen_as: Mapping[str, Callable[[Any], Any]],
-    channels: Mapping[str, int],
-) -> tuple[CalibrationTable, CalibrationTrust]:
-    """Ranges that hold more than the samples show, and the trust in each.
-
-    Args:
-        original: The model as it came, with its BatchNormalizations.
-        proto: The prepared model.
-        request: What the caller wants.
-        reader: The synthetic reader.
-        data: The reader around it, which is read.
-        config: How to collect.
-        tensors: Activations whose ranges are needed.
-        seen_as: As in `collect`.
-        channels: As in `collect`.
-    """
-    libraries = request.custom_op_libraries
-    evidence = net_evidence(original, probe_feeds(reader), custom_op_libraries=libraries)
-    return collect_with_trust(
-        proto,
-        data,
-        provenance=reader.provenance,
-        samples=len(reader),
-        tensors=tensors,
-        evidence=evidence,
-        config=config,
-        providers=request.calibration_providers,
-        custom_op_libraries=libraries,
-        progress=request.progress,
-        seen_as=seen_as,
-        channels=channels,
-    )
 
 
 def trust_summary(trust: CalibrationTrust) -> TrustSummary:
@@ -313,8 +249,8 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
 
 def find_ranges(
     call: Call,
-    drafted: LayoutDraft,
-    layout: Layout,
+    drafted: Builder,
+    builder: Builder,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> CalibrationTable:
@@ -322,8 +258,8 @@ def find_ranges(
 
     Args:
         call: What gathers on the way, the table among it.
-        drafted: The model that passes may change.
-        layout: The same in forms for integers, whose ranges are needed.
+        drafted: The net whose weights passes may change.
+        builder: The same in forms for integers, whose ranges are needed.
         reader: Where samples come from.
         data: The reader around it, which is read.
 
@@ -331,14 +267,17 @@ def find_ranges(
         CalibrationError: There are neither samples nor a table, or they do not fit.
     """
     cache = call.cache
-    cached = None if cache is None else cache.table_for(layout, data)
+    cached = None
+    if cache is not None:
+        config = calibration_config(builder.request)
+        cached = cache.table_for(builder.prepared.proto, builder.tensors, config, data)
     if cached is not None:
         if cached.made_up:
             call.notes.append(
                 "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
             )
         return cached
-    table = _collected(call, drafted, layout, reader, data)
+    table = _collected(call, drafted, builder, reader, data)
     if cache is None:
         return table
     if cache.table is not None:
@@ -358,32 +297,26 @@ def find_ranges(
 
 def _collected(
     call: Call,
-    drafted: LayoutDraft,
-    layout: Layout,
+    drafted: Builder,
+    builder: Builder,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
 ) -> CalibrationTable:
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
-    builder, request = layout.builder, layout.builder.request
-    proto, seen_as = builder.prepared.proto, builder.seen_as()
-    config = calibration_config(request)
-    plain = request.stock_reason is not None or config.is_chunked or config.strided
-    channels = {} if plain else channels_to_follow(drafted, layout, all_passes=call.cache is not None)
+    config = calibration_config(builder.request)
+    plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
+    channels = {} if plain else channels_to_follow(drafted, builder, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
-        part: Part = {}
-        if not plain and data is not None:
-            part = part_to_fit(call, proto, data)
-        return calibrate(proto, request, data, layout.tensors, seen_as, part, channels)
-    table, trust = calibrate_made_up(
-        call.loaded.proto,
-        proto,
-        request,
-        reader,
+        part = {} if plain or data is None else call.part_to_fit(builder.prepared.proto, data)
+        return calibrate(builder, data, part=part, channels=channels)
+    libraries = builder.request.custom_op_libraries
+    table, trust = collect_with_trust(
+        builder.prepared.proto,
         data,
-        config=config,
-        tensors=layout.tensors,
-        seen_as=seen_as,
-        channels=channels,
+        provenance=reader.provenance,
+        samples=len(reader),
+        evidence=net_evidence(call.loaded.proto, probe_feeds(reader), custom_op_libraries=libraries),
+        **_options(builder, channels),
     )
     call.trust = trust_summary(trust)
     return replace(table, made_up=call.trust.source == "synthetic")

@@ -43,37 +43,81 @@ from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, at_stage, o
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
-
-
 _MESSAGE_LIMIT = 300
-
-
 _MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
-
-
 OF_THE_MODEL: Final = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
-
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Divided:
-    """The samples that passes get, divided once for all of them.
-
-    Attributes:
-        fit: To fit to; all there are where that leaves none to evaluate on.
-        held_out: To evaluate on.
-        evaluator: Knows these.
-    """
-
-    fit: list[Feed]
-    held_out: list[Feed]
-    evaluator: Evaluator
+_FEW_FEEDS: Final = 16
+"""Fewer are taken apart where they are batches."""
+_PIECES: Final = 32
+"""So many at least are made of them: of so many a fourth is enough to evaluate on."""
 
 
 @dataclass
-class Call:
+class Journal:
+    """What gathers on the way of a call, and the one place where optional work is isolated.
+
+    Attributes:
+        isolates: An optional step that raises is left out, and told of; else its error is the caller's.
+        seconds: Wall time by stage.
+        passes: What became of each pass.
+    """
+
+    isolates: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    passes: list[PassOutcome] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times a named stage."""
+        start = time.perf_counter()
+        with at_stage(name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
+        """Result of an optional step; where it raises, the value before the step, with a warning.
+
+        Args:
+            what: The step, as the subject of a sentence.
+            step: Leaves nothing changed where it raises.
+            otherwise: What holds without the step.
+
+        Raises:
+            OptionError: The caller's own metric or options are at fault.
+            ClusterError: The caller's cluster is.
+        """
+        try:
+            return step()
+        except (OptionError, ClusterError):
+            raise
+        except Exception as error:
+            self.tell(what, error)
+            return otherwise
+
+    def tell(self, what: str, error: Exception) -> None:
+        """Records a failure that the call survives; raises it where nothing is isolated."""
+        if not self.isolates:
+            raise error
+        _log.debug("%s failed", what, exc_info=error)
+        bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
+        fix = f"nothing, the file is made without it{bug}"
+        if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
+            fix = error.fix
+        self.warnings.append(f"{what} failed and was left out: {reason_of(error)}. Fix: {fix}.")
+
+
+def reason_of(error: Exception) -> str:
+    """Message of an error, without a full stop."""
+    text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
+
+
+@dataclass(kw_only=True)
+class Call(Journal):
     """State of one call, with the facts for its report.
 
     Attributes:
@@ -81,47 +125,34 @@ class Call:
         request: What the caller wants; on a lower fallback of the ladder what is left of it.
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
-        begun: When the call began, by `time.perf_counter`.
-        begun_cpu: The same by `time.process_time`.
+        begun_cpu: When the call began, by `time.process_time`.
         executor: Where passes have work done.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
         division: How the kept samples are taken apart; None before that is known.
-        divided: The samples that passes are fitted to and evaluated on; None before any.
+        divided: The samples that passes are fitted to, and the evaluator that knows the others; None before any.
         evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
 
+    isolates: bool = True
     loaded: LoadedModel
     request: Request
     cache: CalibrationCache | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
-    passes: list[PassOutcome] = field(default_factory=list)
     speed: SpeedSummary | None = None
     choice: SpeedChoice | None = None
     trust: TrustSummary | None = None
     validation: Validation | None = None
     division: Division | None = None
-    divided: Divided | None = None
+    divided: tuple[list[Feed], Evaluator] | None = None
     evaluator: Evaluator | None = None
     measure: MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0
-    begun: float = field(default_factory=time.perf_counter)
     begun_cpu: float = field(default_factory=time.process_time)
     executor: Executor = HERE
-    _prepared: Reference | None = None
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with at_stage(name):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    _prepared: Reference | None = field(default=None, init=False)
 
     @cached_property
     def original(self) -> Path | onnx.ModelProto | None:
@@ -158,44 +189,85 @@ class Call:
 
     def again(self, request: Request) -> Call:
         """A call that starts anew from the loaded model; failures so far stay in the report."""
-        fresh = Call(self.loaded, request, cache=self.cache, warnings=list(self.warnings), size_before=self.size_before)
-        fresh.notes, fresh.fallbacks = list(self.notes), list(self.fallbacks)
-        fresh.validation, fresh.executor = self.validation, self.executor
-        fresh.seconds["load"] = self.seconds["load"]
-        fresh.begun, fresh.begun_cpu = self.begun, self.begun_cpu
+        fresh = replace(
+            self,
+            request=request,
+            seconds={"load": self.seconds["load"]},
+            passes=[],
+            notes=list(self.notes),
+            warnings=list(self.warnings),
+            fallbacks=list(self.fallbacks),
+        )
         fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
         return fresh
 
-    def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
-        """Result of an optional step; where it raises, the value before the step, with a warning.
+    def divide(self, model: onnx.ModelProto, feeds: Sequence[Feed]) -> tuple[list[Feed], Evaluator]:
+        """The samples to fit to and the evaluator of the others, as they were first asked for.
 
         Args:
-            what: The step, as the subject of a sentence.
-            step: Leaves nothing changed where it raises.
-            otherwise: What holds without the step.
-
-        Raises:
-            OptionError: The caller's own metric or options are at fault.
-            ClusterError: The caller's cluster is.
+            model: The prepared float model, the reference where the runtime does not take the original.
+            feeds: The kept samples.
         """
-        try:
-            return step()
-        except (OptionError, ClusterError):
-            raise
-        except Exception as error:
-            self.tell(what, error)
-            return otherwise
+        if self.divided is None:
+            samples = self._division(model, feeds).of(feeds)
+            fit, held_out = split_feeds(samples)
+            if self.validation is not None and fit:
+                fit, held_out = samples, list(self.validation.some())
+            evaluator = self.evaluator_on(model, held_out)
+            self.divided = fit if held_out else samples, evaluator
+            self.evaluator = evaluator if held_out else None
+        return self.divided
 
-    def tell(self, what: str, error: Exception) -> None:
-        """Records a failure that the call survives."""
-        _log.debug("%s failed", what, exc_info=error)
-        text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
-        text = " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
-        bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
-        fix = f"nothing, the file is made without it{bug}"
-        if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
-            fix = error.fix
-        self.warnings.append(f"{what} failed and was left out: {text}. Fix: {fix}.")
+    def part_to_fit(self, model: onnx.ModelProto, data: KeepingReader) -> Part:
+        """The part of the samples that passes will be fitted to, where it is known before they are read.
+
+        Args:
+            model: As for `divide`.
+            data: The samples, none of which was handed out.
+        """
+        if not (self.request.chooses_ranges or any(each.before_calibration for each in self.request.passes)):
+            return {}
+        places = data.foreseen(feeds_wanted(self.request)) or []
+        feeds = data.ahead(places)
+        whole = Division(tuple(() for _ in feeds))
+        division = self.attempt("Taking batches apart", lambda: self._division(model, feeds), whole)
+        if division.is_full:
+            return {}  # rows are repeated there: what is read as it comes is another thing
+        ends = list(itertools.accumulate(max(len(rows), 1) for rows in division.rows))
+        numbers = range(ends[-1] if ends else 0)
+        fit = set(split_feeds(numbers)[0] if self.validation is None or len(numbers) < LEAST_FEEDS else numbers)
+        part: dict[int, Sequence[Cut]] = {}
+        for place, rows, first in zip(places, division.rows, (0, *ends), strict=False):
+            if rows:
+                part[place] = [Cut(r.start, r.stop, n in fit) for n, r in enumerate(rows, first)]
+            elif first in fit:
+                part[place] = ()
+        return part
+
+    def evaluator_on(self, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
+        """An evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
+        return Evaluator(
+            self.reference(model),
+            held_out,
+            graph=self.loaded.proto.graph if self.original is not None else model.graph,
+            metric=self.request.metric,
+            validation=self.validation,
+            custom_op_libraries=self.request.custom_op_libraries,
+            executor=self.executor,
+        )
+
+    def _division(self, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Division:
+        """Division of the recorded samples, as at its first use in a call.
+
+        Batches are where there are few and their rows are samples of their own; not for a metric that looks labels up
+        by the number of a feed.
+        """
+        if self.division is None or len(self.division.rows) != len(feeds):
+            metric = self.request.metric
+            numbered = metric is not None and metric.takes_indices and self.validation is None
+            count = _PIECES if 0 < len(feeds) < _FEW_FEEDS and not numbered else 0
+            self.division = find_division(lambda feed: self.reference(model).run(feed), feeds, count=count)
+        return self.division
 
     def report(
         self,
@@ -241,84 +313,3 @@ class Call:
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
             **more,
         )
-
-
-_FEW_FEEDS: Final = 16
-"""Fewer are taken apart where they are batches."""
-
-
-_PIECES: Final = 32
-"""So many at least are made of them: of so many a fourth is enough to evaluate on."""
-
-
-def divide(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Divided:
-    """The samples divided, as at the first time that it was asked for in a call.
-
-    Args:
-        call: What gathers on the way; it keeps the evaluator.
-        model: The prepared float model, the reference where the runtime does not take the original.
-        feeds: The kept samples.
-    """
-    if call.divided is None:
-        samples = _division(call, model, feeds).of(feeds)
-        fit, held_out = split_feeds(samples)
-        if call.validation is not None and fit:
-            fit, held_out = samples, list(call.validation.some())
-        call.divided = Divided(fit if held_out else samples, held_out, evaluator_on(call, model, held_out))
-        call.evaluator = call.divided.evaluator if held_out else None
-    return call.divided
-
-
-def part_to_fit(call: Call, model: onnx.ModelProto, data: KeepingReader) -> Part:
-    """The part of the samples that passes will be fitted to, where it is known before they are read.
-
-    Args:
-        call: What gathers on the way; it keeps how the samples are taken apart.
-        model: As for `divide`.
-        data: The samples, none of which was handed out.
-    """
-    if not (call.request.chooses_ranges or any(each.before_calibration for each in call.request.passes)):
-        return {}
-    places = data.foreseen(feeds_wanted(call.request)) or []
-    feeds = data.ahead(places)
-    whole = Division(tuple(() for _ in feeds))
-    division = call.attempt("Taking batches apart", lambda: _division(call, model, feeds), whole)
-    if division.is_full:
-        return {}  # rows are repeated there: what is read as it comes is another thing
-    ends = list(itertools.accumulate(max(len(rows), 1) for rows in division.rows))
-    numbers = range(ends[-1] if ends else 0)
-    fit = set(split_feeds(numbers)[0] if call.validation is None or len(numbers) < LEAST_FEEDS else numbers)
-    part: dict[int, Sequence[Cut]] = {}
-    for place, rows, first in zip(places, division.rows, (0, *ends), strict=False):
-        if rows:
-            part[place] = [Cut(r.start, r.stop, n in fit) for n, r in enumerate(rows, first)]
-        elif first in fit:
-            part[place] = ()
-    return part
-
-
-def evaluator_on(call: Call, model: onnx.ModelProto, held_out: Sequence[Feed]) -> Evaluator:
-    """An evaluator that compares candidates on held-out samples, and measures on the caller's data if any."""
-    return Evaluator(
-        call.reference(model),
-        held_out,
-        graph=call.loaded.proto.graph if call.original is not None else model.graph,
-        metric=call.request.metric,
-        validation=call.validation,
-        custom_op_libraries=call.request.custom_op_libraries,
-        executor=call.executor,
-    )
-
-
-def _division(call: Call, model: onnx.ModelProto, feeds: Sequence[Feed]) -> Division:
-    """Division of the recorded samples, as at its first use in a call.
-
-    Batches are where there are few and their rows are samples of their own; not for a metric that looks labels up by
-    the number of a feed.
-    """
-    if call.division is None or len(call.division.rows) != len(feeds):
-        metric = call.request.metric
-        numbered = metric is not None and metric.takes_indices and call.validation is None
-        count = _PIECES if 0 < len(feeds) < _FEW_FEEDS and not numbered else 0
-        call.division = find_division(lambda feed: call.reference(model).run(feed), feeds, count=count)
-    return call.division

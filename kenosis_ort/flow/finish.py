@@ -52,8 +52,6 @@ from kenosis_ort.verify.numerics import check_bias_alignment
 from kenosis_ort.verify.processors import clipping_loss
 
 _NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")
-
-
 _LEAST_RANK: Final = 3
 """Batch, tokens and channels; recurrent states have fewer, or other names."""
 
@@ -155,17 +153,9 @@ def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
 
 
 _log = logging.getLogger(__name__)
-
-
 _COMPARED_FEEDS = 4
-
-
 _COMPARED_ROWS = 32
-
-
 _POOR_DB = 10.0
-
-
 _WORTHLESS_DB = 3.0  # half of the signal is noise
 
 
@@ -247,8 +237,6 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
 
 
 OUTPUT = "the output"
-
-
 MODEL = "the float model"
 
 
@@ -292,11 +280,7 @@ def check_files(
 
 
 _SHOWN = 3
-
-
 _REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
-
-
 _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
 

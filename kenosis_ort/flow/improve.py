@@ -17,15 +17,14 @@ from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
-from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow.builder import Builder, Layout, LayoutDraft, is_whole, make_plan
-from kenosis_ort.flow.calibrate import Carrier, Observe, _may_change, channels_to_follow
-from kenosis_ort.flow.call import Call, Divided, divide, evaluator_on
+from kenosis_ort.flow.builder import Builder, is_whole
+from kenosis_ort.flow.calibrate import Observe, carried_over, channels_to_follow, may_change
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
-from kenosis_ort.passes.contract import Build, Context, State, Statistics
+from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
 from kenosis_ort.passes.runner import PassRunner
@@ -36,8 +35,6 @@ from kenosis_ort.runtime.session import open_session
 
 _MEASURE_SHARE: Final = 0.05
 """Of the call so far, for measuring what is lost on further samples."""
-
-
 NO_SAMPLES: Final = (
     "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
     "samples kept."
@@ -52,20 +49,20 @@ def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) 
         return builder, build
 
     def improve() -> tuple[Builder, Build]:
-        divided = divide(call, builder.prepared.proto, feeds)
-        if not divided.held_out:
+        fit, evaluator = call.divide(builder.prepared.proto, feeds)
+        if not evaluator.feeds:
             call.notes.append(
-                f"Range choice and correction were not tried: {len(divided.fit)} calibration samples at hand leave "
-                f"none to evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
+                f"Range choice and correction were not tried: {len(fit)} calibration samples at hand leave none to "
+                f"evaluate on (at least {LEAST_FEEDS} feeds are needed), and ranges from so few are not stable."
                 if feeds
                 else f"Range choice and correction were not tried: {NO_SAMPLES}"
             )
             return builder, build
         is_real = not build.table.made_up if call.trust is None else call.trust.source != "synthetic"
-        context = context_of(call, divided, builder.on)
+        context = context_of(call, fit, evaluator, builder.on)
         runner = PassRunner(replace(context, real_samples=is_real), call.attempt, call.passes)
         state = runner.run(passes, State(builder.prepared, build))
-        return with_free_weights(call, builder.on(state.built.float_model), state.built, divided.evaluator)
+        return with_free_weights(call, builder.on(state.built.float_model), state.built, evaluator)
 
     with call.stage("accuracy"):
         return call.attempt("The accuracy passes", improve, (builder, build))
@@ -91,34 +88,26 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
     return free, made
 
 
-def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Builder]) -> Context:
+def context_of(
+    call: Call, fit: Sequence[Feed], evaluator: Evaluator, on: Callable[[onnx.ModelProto], Builder]
+) -> Context:
     """Context of the passes; ``on`` gives the function that quantizes a model with changed weights."""
-    request, libraries = call.request, call.request.custom_op_libraries
-    fit, latest = divided.fit, _latest(on)
+    request, latest = call.request, _latest(on)
 
     def fitted_ranges(state: State) -> CalibrationTable:
         model, table = state.prepared.proto, state.built.table
         swept = table.part
-        if swept is not None and swept.model_fingerprint == model_fingerprint(model):
-            wanted = f"{sum(map(feed_digest, fit)) % 2**256:064x}"
-            if swept.data_fingerprint == wanted:
-                return swept
-        return collect(
-            model,
-            fit,
-            tensors=list(table.tensors),
-            config=replace(table.config, strided=None, max_intermediate_outputs=None),
-            custom_op_libraries=libraries,
-            seen_as=latest(model).seen_as(),
-        )
+        if swept is not None and swept.model_fingerprint == model_fingerprint(model) and _is_of(swept, fit):
+            return swept
+        return latest(model).collected(fit, table.tensors, table.config)
 
     return Context(
         fit=fit,
-        evaluator=divided.evaluator,
+        evaluator=evaluator,
         build_of=lambda state: state.built,
         quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
         prove=lambda weights, table, keep: latest(weights).build(table, keep),
-        plan=lambda weights, table, keep: make_plan(latest(weights).planner(keep), request, table),
+        plan=lambda weights, table, keep: latest(weights).planned(keep, table),
         fitted_ranges=fitted_ranges,
         active=frozenset(each.name for each in request.passes),
         forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
@@ -126,7 +115,7 @@ def context_of(call: Call, divided: Divided, on: Callable[[onnx.ModelProto], Bui
         inserts_scales=request.inserts_smoothing,
         mixes=not request.target.whole,
         has_metric=request.metric is not None,
-        custom_op_libraries=libraries,
+        custom_op_libraries=request.custom_op_libraries,
         executor=call.executor,
     )
 
@@ -141,10 +130,10 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
     """
     evaluator, validation = call.evaluator, call.validation
     if evaluator is not None and validation is None and further:
-        evaluator = evaluator_on(call, build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
+        evaluator = call.evaluator_on(build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
         call.measured = None
     if evaluator is None and validation is not None and is_whole(build):
-        evaluator = evaluator_on(call, build.float_model, validation.some())
+        evaluator = call.evaluator_on(build.float_model, validation.some())
     if evaluator is None:
         return None
     if call.measured is not None and call.measured[0] is build:
@@ -181,6 +170,11 @@ def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Fee
     return feeds[: int(budget / max(min(spent), 1e-6))]
 
 
+def _is_of(table: CalibrationTable, feeds: Sequence[Feed]) -> bool:
+    """Whether a table was collected over these samples."""
+    return table.data_fingerprint == f"{sum(map(feed_digest, feeds)) % 2**256:064x}"
+
+
 def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:
     """The same function, which keeps its latest result: candidates of one model come one after the other."""
     cached: list[tuple[onnx.ModelProto, Builder]] = []
@@ -199,18 +193,18 @@ _ENOUGH: Final = 24
 
 def with_weight_passes(
     call: Call,
-    drafted: LayoutDraft,
-    layout: Layout,
+    drafted: Builder,
+    builder: Builder,
     table: CalibrationTable,
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
-) -> tuple[Layout, CalibrationTable]:
-    """Layout and ranges with weights changed for integers, where that is better on calibration samples.
+) -> tuple[Builder, CalibrationTable]:
+    """Builder and ranges with weights changed for integers, where that is better on calibration samples.
 
     Args:
         call: What gathers on the way.
-        drafted: The model that passes change.
-        layout: The same in forms for integers.
+        drafted: The net whose weights passes change.
+        builder: The same in forms for integers.
         table: Its ranges.
         reader: Where samples come from; made-up ones say less about channels than BatchNormalizations do.
         data: The reader around it, with the kept samples.
@@ -218,20 +212,20 @@ def with_weight_passes(
     Raises:
         VerificationError: The prepared model does not compute what the original does.
     """
-    request, prepared = call.request, drafted.builder.prepared
-    if not _may_change(drafted, request):
-        return layout, table
+    request, prepared = call.request, drafted.prepared
+    if not may_change(drafted):
+        return builder, table
     feeds: list[Feed] = [] if data is None else [*data.some(feeds_wanted(request))]
     passes = [each for each in request.passes if each.before_calibration]
     if passes and not feeds:
         call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
-    ranges = _Ranges(call, drafted, layout, table, feeds)
+    ranges = _Ranges(call, drafted, builder, table, feeds)
     state = State(prepared)
     if passes and feeds:
 
         def change() -> State:
-            context = replace(ranges.context(), known=_known(call, reader))
-            return PassRunner(context, call.attempt, call.passes).run(passes, state)
+            known = batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+            return PassRunner(replace(ranges.context(), known=known), call.attempt, call.passes).run(passes, state)
 
         with call.stage("equalize"):
             state = call.attempt("The change of weights", change, state)
@@ -244,104 +238,90 @@ def with_weight_passes(
         model = call.attempt("Adding biases", with_movable_biases, changed.proto)
         changed = changed if model is changed.proto else replace(changed, proto=model)
 
-    def with_ranges() -> tuple[Layout, CalibrationTable]:
-        completed = layout if changed is prepared else drafted.complete(changed)
+    def with_ranges() -> tuple[Builder, CalibrationTable]:
+        completed = builder if changed is prepared else drafted.for_integers(changed)
         with call.stage("equalize"):
             return completed, ranges.final(completed, replace(state, prepared=changed))
 
     if changed is not prepared or request.passes:
-        layout, table = call.attempt("The change of weights", with_ranges, (layout, table))
-    if feeds and request.verify and (layout.builder.prepared.notes or layout.builder.prepared is not changed):
+        builder, table = call.attempt("The change of weights", with_ranges, (builder, table))
+    if feeds and request.verify and (builder.prepared.notes or builder.prepared is not changed):
+        # A sample whose outputs are at hand, and of one row where batches were taken apart.
+        held_out = [] if call.divided is None else call.divided[1].feeds
         with call.stage("check"):
-            check_rewritten(call, layout.builder.prepared.proto, _known_to_the_reference(call) or feeds[0])
-    return layout, table
+            check_rewritten(call, builder.prepared.proto, (held_out or feeds)[0])
+    return builder, table
 
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Ranges of a model with whatever weights, from those of the weights as they came.
+    """Ranges of a net with whatever weights, from those of the weights as they came.
 
     Candidates get the ranges of the samples that passes are fitted to. Those of all samples would hold what is held
     out, and hide that channels made alike leave less room for data beyond the ranges seen.
     """
 
     call: Call
-    drafted: LayoutDraft
-    layout: Layout
+    drafted: Builder
+    builder: Builder
     table: CalibrationTable
     feeds: Sequence[Feed]
 
     def context(self) -> Context:
         """The context of passes whose states have no build yet."""
-        drafted, prepared = self.drafted, self.drafted.builder.prepared
+        drafted, prepared = self.drafted, self.drafted.prepared
 
         def on(model: onnx.ModelProto) -> Builder:
-            return drafted.complete(replace(prepared, proto=model)).builder
+            return drafted.for_integers(replace(prepared, proto=model))
 
         def build_of(state: State) -> Build:
             if state.prepared is prepared:
-                return self.layout.builder.quantize(self.fitted)
-            completed = drafted.complete(state.prepared)
-            needs_histograms = self.table.method != "minmax" or not self.layout.builder.request.widths.are_bytes
+                return self.builder.quantize(self.fitted)
+            completed = drafted.for_integers(state.prepared)
+            needs_histograms = self.table.method != "minmax" or not completed.request.widths.are_bytes
             few = self._few(completed) if needs_histograms else None
-            return completed.builder.quantize(self._transfer(self.fitted, completed, state, few))
+            return completed.quantize(self._carried(self.fitted, completed, state, few))
 
-        return replace(context_of(self.call, self._divided, on), build_of=build_of, nodes=frozenset(drafted.adjustable))
+        return replace(context_of(self.call, *self._divided, on), build_of=build_of, nodes=drafted.adjustable)
 
-    def final(self, layout: Layout, state: State) -> CalibrationTable:
-        """The ranges of a layout over all samples, and as its part those of the samples to fit to."""
+    def final(self, builder: Builder, state: State) -> CalibrationTable:
+        """The ranges of a changed net over all samples, and as its part those of the samples to fit to."""
         keeps = self.table.config.keeps_histogram
-        few = self._few(layout) if keeps else None
-        found = self._transfer(self.table, layout, state, few)
-        wanted = layout.builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
-        if not wanted or not self._divided.held_out:
+        few = self._few(builder) if keeps else None
+        found = self._carried(self.table, builder, state, few)
+        wanted = builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
+        if not wanted or not self._divided[1].feeds:
             return found
-        return replace(found, part=self._transfer(self.fitted, layout, state, few))
+        return replace(found, part=self._carried(self.fitted, builder, state, few))
 
     @cached_property
     def fitted(self) -> CalibrationTable:
         """Ranges of the weights as they came over the samples to fit to: those of the sweep, where it foresaw these."""
-        fit, part = self._divided.fit, self.table.part
-        if part is not None and part.data_fingerprint == f"{sum(map(feed_digest, fit)) % 2**256:064x}":
-            return part
-        return self._collected(self.layout, fit, self.layout.tensors)
+        fit, part = self._divided[0], self.table.part
+        return (
+            part if part is not None and _is_of(part, fit) else self._collected(self.builder, fit, self.builder.tensors)
+        )
 
     @cached_property
-    def _divided(self) -> Divided:
-        return divide(self.call, self.drafted.builder.prepared.proto, self.feeds)
+    def _divided(self) -> tuple[list[Feed], Evaluator]:
+        return self.call.divide(self.drafted.prepared.proto, self.feeds)
 
-    def _transfer(self, table: CalibrationTable, layout: Layout, state: State, few: Observe | None) -> CalibrationTable:
-        base = self.drafted.builder.prepared.proto, self.layout.builder.prepared.proto, self.layout.tensors
-        feeds = self.feeds if table is self.table else self._divided.fit
-        return Carrier(table, *base).to(
-            layout.builder.prepared.proto,
-            state.prepared.proto,
-            layout.tensors,
+    def _carried(
+        self, table: CalibrationTable, builder: Builder, state: State, few: Observe | None
+    ) -> CalibrationTable:
+        return carried_over(
+            table,
+            (self.drafted.prepared.proto, self.builder.prepared.proto, self.builder.tensors),
+            (state.prepared.proto, builder.prepared.proto, builder.tensors),
             state.rescaled if state.is_reported else None,
-            partial(self._collected, layout, feeds),
+            partial(self._collected, builder, self.feeds if table is self.table else self._divided[0]),
             few,
         )
 
-    def _few(self, layout: Layout) -> Observe:
+    def _few(self, builder: Builder) -> Observe:
         """Collector of histograms over a few of the samples to fit to, once for the same tensors."""
-        return cache(lambda tensors: self._collected(layout, some_of(self._divided.fit, _ENOUGH), tensors))
+        return cache(lambda tensors: self._collected(builder, some_of(self._divided[0], _ENOUGH), tensors))
 
-    def _collected(self, layout: Layout, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
-        return collect(
-            layout.builder.prepared.proto,
-            feeds,
-            tensors=tensors,
-            config=replace(self.table.config, strided=None, max_intermediate_outputs=None),
-            custom_op_libraries=self.call.request.custom_op_libraries,
-            seen_as=layout.builder.seen_as(),
-            channels=channels_to_follow(self.drafted, self.layout, all_passes=False),
-        )
-
-
-def _known_to_the_reference(call: Call) -> Feed | None:
-    """A sample whose outputs are at hand, and of one row where batches were taken apart; None without any."""
-    return call.divided.held_out[0] if call.divided is not None and call.divided.held_out else None
-
-
-def _known(call: Call, reader: CalibrationDataReader | None) -> Statistics:
-    return batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+    def _collected(self, builder: Builder, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
+        channels = channels_to_follow(self.drafted, self.builder, all_passes=False)
+        return builder.collected(feeds, tensors, self.table.config, channels)

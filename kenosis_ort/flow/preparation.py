@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 import onnx
 
 from kenosis_ort.errors import OptionError, UnsupportedModelError
+from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, fit_opset, prepare
@@ -89,52 +90,29 @@ def _text(info: onnx.ValueInfoProto) -> str:
 
 
 _log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
-
-
 _MIN_OPSET = 13  # per-channel DequantizeLinear
-
-
 _NORM_OPSET = 17  # LayerNormalization
-
-
 _RELABELLED_OPSET = 20
 """The last in which the runtime makes uint8 of int8 activations in all of its own Qs: later ones say their type, and it
 forgets to change that ("output_dtype INT8 does not match y_zero_point type UINT8" at load, onnxruntime 1.31.1)."""
-
-
 _WIDE_OPSET = 21  # QuantizeLinear of 16 and 4 bits, scales by block
-
-
 _WORTH_AN_OPSET = 1.05
 """Estimated speed over the model at its own operator set from which on a higher one is taken: older runtimes, to which
 a file may be meant to go, refuse it."""
-
-
 _NORM_PARTS = frozenset({"ReduceMean", "LayerNormalization", "SkipLayerNormalization"})
 
 
-Failed = Callable[[str, Exception], None]
-"""Called with the optional rewrite that failed and was left out, and its error."""
-
-
-def raise_again(_: str, error: Exception) -> None:
-    """Takes no failure lightly."""
-    raise error
-
-
 def _without_what_fails(
-    rewrite: Callable[[frozenset[str]], T], failed: Failed, skipped: frozenset[str] = frozenset()
+    rewrite: Callable[[frozenset[str]], T], journal: Journal, skipped: frozenset[str] = frozenset()
 ) -> T:
     """Model after a step of rewrites; a rewrite that raises is left out, and the step begins anew."""
     try:
         return rewrite(skipped)
     except RewriteError as error:
-        failed(f"The rewrite '{error.name}'", error.cause)
+        journal.tell(f"The rewrite '{error.name}'", error.cause)
         skipped |= {error.name}
-    return _without_what_fails(rewrite, failed, skipped)
+    return _without_what_fails(rewrite, journal, skipped)
 
 
 def highest_opset(request: Request) -> int:
@@ -174,15 +152,15 @@ def with_lowered_opset(loaded: LoadedModel, highest: int) -> tuple[LoadedModel, 
     return replace(loaded, proto=proto), (f"{note} It is {highest} at most, as asked for.",)
 
 
-def prepare_model(proto: onnx.ModelProto, request: Request, failed: Failed = raise_again) -> PreparedModel:
+def prepare_model(proto: onnx.ModelProto, request: Request, journal: Journal) -> PreparedModel:
     """The model that everything after works on; for stock's placement prepared as stock does.
 
     Args:
         proto: The model as it came. Not changed.
         request: What the caller wants.
-        failed: Called with the name of a rewrite that failed and was left out.
+        journal: Is told of a rewrite that failed and was left out.
     """
-    return _without_what_fails(partial(_prepare_model, proto, request), failed)
+    return _without_what_fails(partial(_prepare_model, proto, request), journal)
 
 
 def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[str]) -> PreparedModel:
@@ -294,10 +272,10 @@ def rewrite_for_integers(
     planner: Planner,
     request: Request,
     excluded: Sequence[str],
-    failed: Failed = raise_again,
+    journal: Journal,
 ) -> PreparedModel | None:
     """The model in forms that suit integer kernels better, None if there is nothing to rewrite."""
-    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), failed)
+    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), journal)
 
 
 def _rewrite_for_integers(

@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow.body_plans import planned_in_bodies
-from kenosis_ort.flow.builder import draft, layout_of
+from kenosis_ort.flow.builder import draft, for_integers
 from kenosis_ort.flow.calibrate import calibrate, channels_to_follow
 from kenosis_ort.flow.finish import layers_of
 from kenosis_ort.flow.request import Request, calibration_config
@@ -44,8 +45,6 @@ from kenosis_ort.targets import Target
 from kenosis_ort.verify import verify_fusion
 
 Source = str | os.PathLike[str] | onnx.ModelProto
-
-
 _RUNS: Final = 30
 
 
@@ -56,9 +55,10 @@ def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
         source: The float model.
         request: Of the call.
     """
-    layout = layout_of(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
-    view = layout.builder.view
-    return () if view is None or not layout.plan else layers_of(view, layout.plan, layout.builder.request.target, None)
+    builder = for_integers(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    if builder.view is None or not builder.plan:
+        return ()
+    return layers_of(builder.view, builder.plan, builder.request.target, None)
 
 
 def running_layers(
@@ -88,38 +88,11 @@ def running_layers(
 
 
 _log = logging.getLogger(__name__)
-
-
 _PIECE_S: Final = 30.0
-
-
 _FIRST_LOOK: Final = 64
-
-
 _SHARDS: Final = 64  # that are sent to a cluster at a time
-
-
 _SCHEMA: Final = 1
-
-
 Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
-
-
-@dataclass
-class _State:
-    """Progress of a calibration.
-
-    Attributes:
-        table: Of all samples so far; None before the first.
-        shards: Shards that it holds, where they are read by workers.
-    """
-
-    table: CalibrationTable | None = None
-    shards: int = 0
-
-    @property
-    def samples(self) -> int:
-        return 0 if self.table is None else self.table.samples
 
 
 class Piecewise:
@@ -141,7 +114,8 @@ class Piecewise:
         piece_s: float = _PIECE_S,
     ) -> None:
         self._collect, self._checkpoint, self._settled, self._piece_s = collect, checkpoint, settled, piece_s
-        self._state = _State()
+        self._table: CalibrationTable | None = None  # of all samples so far
+        self._shards = 0  # that it holds, where they are read by workers
         self._looked: CalibrationTable | None = None  # half of the samples, or fewer, ago
 
     def run(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any], *, away: bool) -> CalibrationTable:
@@ -156,15 +130,15 @@ class Piecewise:
         Raises:
             CalibrationError: As collecting raises; or the checkpoint is no table, or of another model or other samples.
         """
-        self._state = self._resumed()
+        self._resume()
         pieces = self._of_shards(source) if away else self._of_samples(source, inputs, defaults)
         for piece in pieces:
             self._add(self._collect(piece))
             if self._has_settled():
                 break
-        if self._state.table is None:
+        if self._table is None:
             raise CalibrationError("No data is collected: the calibration data reader yields no sample.")
-        return self._state.table
+        return self._table
 
     def forget(self) -> None:
         """Removes the checkpoint, once the table is where it belongs."""
@@ -172,9 +146,9 @@ class Piecewise:
             self._checkpoint.unlink(missing_ok=True)
 
     def _of_shards(self, shards: Shards) -> Iterator[Shards]:
-        while self._state.shards < shards.count:
-            numbers = range(self._state.shards, min(self._state.shards + _SHARDS, shards.count))
-            self._state.shards = numbers.stop
+        while self._shards < shards.count:
+            numbers = range(self._shards, min(self._shards + _SHARDS, shards.count))
+            self._shards = numbers.stop
             yield shards.some(numbers)
 
     def _of_samples(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
@@ -187,7 +161,7 @@ class Piecewise:
 
     def _piece(self, feed: Any, feeds: Iterator[Any]) -> Iterator[Any]:
         """Yields a sample and those behind it, for some seconds or up to where ranges are looked at."""
-        begun, done, look = time.monotonic(), self._state.samples, self._next_look()
+        begun, done, look = time.monotonic(), self._samples, self._next_look()
         while feed is not None:
             yield feed
             done += 1
@@ -201,7 +175,7 @@ class Piecewise:
         Raises:
             CalibrationError: These are other samples.
         """
-        table = self._state.table
+        table = self._table
         if table is None:
             return
         digest = 0
@@ -211,29 +185,32 @@ class Piecewise:
             raise self._unfit("it holds other samples than the reader begins with")
 
     def _add(self, table: CalibrationTable) -> None:
-        state = self._state
         try:
-            state.table = table if state.table is None else state.table.merge(table)
+            self._table = table if self._table is None else self._table.merge(table)
         except CalibrationError as error:
             raise self._unfit(error.what) from error
         if self._checkpoint is not None:
-            raw = {"schema": _SCHEMA, "shards": state.shards, "table": json.loads(state.table.to_json())}
+            raw = {"schema": _SCHEMA, "shards": self._shards, "table": json.loads(self._table.to_json())}
             write_text(self._checkpoint, json.dumps(raw), "the checkpoint")
-            _log.info("%d samples are kept in %s", state.samples, self._checkpoint)
+            _log.info("%d samples are kept in %s", self._samples, self._checkpoint)
 
-    def _resumed(self) -> _State:
+    def _resume(self) -> None:
+        self._table, self._shards = None, 0
         if self._checkpoint is None or not self._checkpoint.exists():
-            return _State()
+            return
         try:
             raw = json.loads(self._checkpoint.read_text(encoding="utf-8"))
             if raw["schema"] != _SCHEMA:
                 raise self._unfit(f"it is of schema {raw['schema']}, and this version reads {_SCHEMA}")
-            state = _State(CalibrationTable.from_json(json.dumps(raw["table"])), int(raw["shards"]))
+            self._table, self._shards = CalibrationTable.from_json(json.dumps(raw["table"])), int(raw["shards"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = error.what if isinstance(error, CalibrationError) else repr(error)
             raise self._unfit(f"it is damaged: {what}") from error
-        _log.info("%d samples are done already", state.samples)
-        return state
+        _log.info("%d samples are done already", self._samples)
+
+    @property
+    def _samples(self) -> int:
+        return 0 if self._table is None else self._table.samples
 
     def _unfit(self, why: str) -> CalibrationError:
         return CalibrationError(
@@ -247,13 +224,13 @@ class Piecewise:
         if self._settled is None:
             return None
         look = _FIRST_LOOK
-        while look <= self._state.samples:
+        while look <= self._samples:
             look *= 2
         return look
 
     def _has_settled(self) -> bool:
         """Whether ranges have settled, checked at every doubling of the samples; logs it."""
-        table, before = self._state.table, self._looked
+        table, before = self._table, self._looked
         if self._settled is None or table is None:
             return False
         if before is not None and table.samples < 2 * before.samples:
@@ -282,15 +259,20 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     with _opened(source, request) as loaded:
         if request.recipe.weight_only:
             return planned_weights(loaded, request)
-        drafted = draft(loaded, request)
-        layout = drafted.complete(drafted.builder.prepared)
-        for text in layout.builder.request.complaints:
+        builder = draft(loaded, request).for_integers()
+        for text in builder.request.complaints:
             warn_caller(text)
-        return replace(layout.plan, nodes=(*layout.plan.nodes, *planned_in_bodies(layout.builder)))
+        return replace(builder.plan, nodes=(*builder.plan.nodes, *planned_in_bodies(builder)))
 
 
 def calibrate_only(
-    source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
+    source: Source,
+    request: Request,
+    reader: CalibrationDataReader,
+    *,
+    keep_samples: bool,
+    resume: bool = False,
+    settled: float | None = None,
 ) -> CalibrationTable:
     """Collects the statistics that quantization needs, and writes them to the request's cache path if it has one.
 
@@ -299,12 +281,49 @@ def calibrate_only(
         request: What the caller wants.
         reader: The data.
         keep_samples: Keep some of the samples in the table.
+        resume: Keep what is done beside the table, and go on with what is there.
+        settled: As for `Piecewise`.
+
+    Raises:
+        OptionError: A range depends on the order of all samples, which cannot be collected in pieces.
     """
+    path, away, pieces = request.cache_path, request.executor is not None and isinstance(reader, Shards), None
     with _opened(source, request) as loaded:
-        table = _calibrated(loaded, request, reader, keep_samples=keep_samples)
-    if request.cache_path is not None:
-        table.save(request.cache_path)
+        if not resume and settled is None:
+            table = _calibrated(loaded, request, reader, keep_samples=keep_samples)
+        else:
+            if calibration_config(request).depends_on_order:
+                raise OptionError(
+                    "a moving average depends on the order of all samples, and cannot be collected in pieces",
+                    where="resume, stop_when_settled",
+                    fix="leave out CalibMovingAverage and CalibStridedMinMax",
+                )
+            checkpoint = None if path is None or not resume else path.with_name(f"{path.name}.part")
+            collect = _counting_on(partial(_calibrated, loaded, keep_samples=keep_samples), request)
+            pieces = Piecewise(collect, checkpoint=checkpoint, settled=settled)
+            table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
+    if path is not None:
+        table.save(path)
+    if pieces is not None:
+        pieces.forget()
     return table
+
+
+def _counting_on(
+    collect: Callable[[Request, Any], CalibrationTable], request: Request
+) -> Callable[[Any], CalibrationTable]:
+    """Collector of pieces whose progress counts those before it."""
+    callback, done = request.progress, 0
+
+    def collected(piece: Any) -> CalibrationTable:
+        nonlocal done
+        before = done
+        progress = None if callback is None else lambda now, _: callback(before + now, None)
+        table = collect(replace(request, progress=progress), piece)
+        done += table.samples
+        return table
+
+    return collected
 
 
 def _calibrated(
@@ -313,72 +332,18 @@ def _calibrated(
     defaults = meant_as_defaults(loaded.proto)
     data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
     drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
-    layout = drafted.complete(drafted.builder.prepared)
-    builder = layout.builder
+    builder = drafted.for_integers()
     for text in builder.request.complaints:
         warn_caller(text)
     away = request.executor is not None and isinstance(reader, Shards)  # workers read them
     found = calibrate(
-        builder.prepared.proto,
-        builder.request,
+        builder,
         data.reader if away else data,
-        layout.tensors,
-        builder.seen_as(),
-        channels=channels_to_follow(drafted, layout, all_passes=True),
+        channels=channels_to_follow(drafted, builder, all_passes=True),
         keep=most_feeds(loaded.proto, request, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
     return replace(found, made_up=isinstance(reader, SyntheticReader))
-
-
-def calibrate_in_pieces(
-    source: Source,
-    request: Request,
-    reader: CalibrationDataReader,
-    *,
-    resume: bool,
-    settled: float | None,
-    keep_samples: bool,
-) -> CalibrationTable:
-    """Does what `calibrate_only` does, with checkpoints on disk, or only until more samples change nothing.
-
-    Args:
-        source: The float model.
-        request: What the caller wants.
-        reader: The data.
-        resume: Keep what is done beside the table, and go on with what is there.
-        settled: As for `Piecewise`.
-        keep_samples: As for `calibrate_only`.
-
-    Raises:
-        OptionError: A range depends on the order of all samples.
-    """
-    if calibration_config(request).depends_on_order:
-        raise OptionError(
-            "a moving average depends on the order of all samples, and cannot be collected in pieces",
-            where="resume, stop_when_settled",
-            fix="leave out CalibMovingAverage and CalibStridedMinMax",
-        )
-    path, callback = request.cache_path, request.progress
-    done = 0
-
-    def collect(piece: Any) -> CalibrationTable:
-        nonlocal done
-        before = done
-        progress = None if callback is None else lambda now, _: callback(before + now, None)
-        table = _calibrated(loaded, replace(request, progress=progress), piece, keep_samples=keep_samples)
-        done += table.samples
-        return table
-
-    checkpoint = None if path is None or not resume else path.with_name(f"{path.name}.part")
-    pieces = Piecewise(collect, checkpoint=checkpoint, settled=settled)
-    away = request.executor is not None and isinstance(reader, Shards)
-    with _opened(source, request) as loaded:
-        table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
-    if path is not None:
-        table.save(path)
-    pieces.forget()
-    return table
 
 
 @contextmanager

@@ -24,8 +24,6 @@ from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile, processor
 
 Progress = Callable[[int, int | None], None]
-
-
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
 
 
@@ -195,6 +193,15 @@ class Request:
         types = [e.get("quant_type") for e in (*entries, *(e.get("convert") or {} for e in entries))]
         wide = any(t is not None and t not in EIGHT_BIT for t in (self.activation_type, self.weight_type, *types))
         return (wide or bool(self.extra_options.get("BlockSize"))) and not self.extra_options.get("UseQDQContribOps")
+
+    @property
+    def suits_kernels(self) -> bool:
+        """Weights are stored as the kernels of the machine like them best."""
+        types = self.activation_type == QuantType.QUInt8 and self.weight_type == QuantType.QInt8
+        extra = self.extra_options
+        own = self.stages.weights and extra.get("WeightSymmetric") is not False and not extra.get("MinimumRealRange")
+        plain = self.format in ("qdq", "qop")  # other tools expect weights of zero point 0
+        return types and own and plain and self.speed.tune != "off"
 
     @property
     def _forces_latent(self) -> bool:

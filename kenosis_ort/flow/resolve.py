@@ -6,12 +6,12 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
-from kenosis_ort.accuracy.metric import Metric, check_metric
-from kenosis_ort.cluster.client import Cluster
+from kenosis_ort.accuracy.metric import check_metric
 from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_you_mean, warn_caller
-from kenosis_ort.flow.request import Progress, Request, calibration_config
+from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.flow.target_options import (
     check_format,
     check_kv_cache,
@@ -22,20 +22,8 @@ from kenosis_ort.flow.target_options import (
     serve,
     with_bits,
 )
-from kenosis_ort.option_types import check_extra_options, check_model, checked_options
-from kenosis_ort.options import (
-    EXPORT_FORMATS,
-    KEYWORDS,
-    UNSET,
-    Evidence,
-    Failure,
-    Format,
-    OutputPolicy,
-    Placement,
-    Speed,
-    Stages,
-    Unset,
-)
+from kenosis_ort.option_types import OPTIONS, check_extra_options, check_model, checked_options
+from kenosis_ort.options import EXPORT_FORMATS, KEYWORDS, UNSET, Placement, Speed, Stages, Unset
 from kenosis_ort.passes.smooth import DEFAULT_ALPHA
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
@@ -45,19 +33,14 @@ from kenosis_ort.quantizer.stock import (
     check_installed,
     check_static_quant_arguments,
 )
-from kenosis_ort.recipe import Recipe, resolve_recipe
+from kenosis_ort.recipe import resolve_recipe
 from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.recipe_file import resolve as resolve_file
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
-from kenosis_ort.targets import DEFAULT_TARGET, DataTypes, Hooks, Target, get_target
+from kenosis_ort.targets import DataTypes, Hooks, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
-
-G = TypeVar("G", Speed, Placement)
-
-
-_FIELDS: Final = (*Speed.__dataclass_fields__, *Placement.__dataclass_fields__)
 
 
 def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Request:
@@ -92,112 +75,69 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     # What the call says goes before what the file says, a keyword before the field of a group.
     silent = {name for name, parameter in signature.parameters.items() if parameter.default is called[name] is None}
     stated = {name: value for name, value in checked.items() if name not in silent}
-    speed = _grouped(stated.pop("speed", Speed()), file.options, stated)
-    placement = _grouped(stated.pop("placement", Placement()), file.options, stated)
-    chosen = {name: value for name, value in {**file.options, **stated}.items() if name not in _FIELDS}
-    request = resolve(
-        **{**chosen, "recipe": file.recipe},
-        **{name: getattr(placement, name) for name in Placement.__dataclass_fields__ if name != "stages"},
-        stages=placement.stages or Stages(),
-        speed=speed,
-    )
+    groups = [group for name in ("speed", "placement") if (group := stated.pop(name, None)) is not None]
+    fields = {name: getattr(group, name) for group in groups for name in group.stated}
+    request = resolve({**file.options, **fields, **stated, "recipe": file.recipe})
     calibration_config(request)  # raises where the method or its settings are wrong
     return request
 
 
-def _grouped(group: G, in_file: Mapping[str, Any], stated: Mapping[str, Any]) -> G:
-    """A group of options with those of a recipe file and of keywords filled in.
-
-    Args:
-        group: As the call gives it.
-        in_file: Options of the file.
-        stated: What the call says, by keyword; the fields' names.
-    """
-    names = group.__dataclass_fields__
-    found = {name: in_file[name] for name in names if name in in_file and name not in group.stated}
-    return replace(group, **{**found, **{name: stated[name] for name in names if name in stated}})
-
-
 _METHODS = {"auto": "MinMax", "minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
-
-
 _BY_CHANNEL = (QuantType.QInt8, QuantType.QInt16, QuantType.QInt4)  # symmetric types
 
 
-def resolve(
-    *,
-    model_output: str | os.PathLike[str],
-    quant_format: Any = QuantFormat.QDQ,
-    op_types_to_quantize: Sequence[str] | None = None,
-    per_channel: bool | Unset = UNSET,
-    reduce_range: bool | Unset = UNSET,
-    activation_type: Any = UNSET,
-    weight_type: Any = UNSET,
-    nodes_to_quantize: Sequence[str] | None = None,
-    nodes_to_exclude: Sequence[str] | None = None,
-    use_external_data_format: bool = False,
-    calibrate_method: Any = UNSET,
-    calibration_providers: Sequence[Any] | None = None,
-    extra_options: Mapping[str, Any] | None = None,
-    calibration_cache_path: str | os.PathLike[str] | None = None,
-    target: str | Target = DEFAULT_TARGET,
-    protect_outputs: OutputPolicy = "auto",
-    primary_inputs: Sequence[str] | None = None,
-    custom_op_libraries: Sequence[str] = (),
-    progress: Progress | None = None,
-    verify: bool = True,
-    stages: Stages = Stages(),  # noqa: B008 - frozen
-    rewrites: bool | Sequence[str] = True,
-    recipe: str | os.PathLike[str] | Recipe = "fast",
-    metric: Metric | None = None,
-    eval_reader: Any = None,
-    accuracy_budget: float | None = None,
-    speed: Speed | None = None,
-    evidence: Evidence = "light",
-    format: Format | None = None,  # noqa: A002 - the field's word
-    weight_bits: int | None = None,
-    activation_bits: int | None = None,
-    executor: Cluster | None = None,
-    kv_cache: str | os.PathLike[str] | None = None,
-    max_opset: int | None = None,
-    on_failure: Failure = "error",
-) -> Request:
-    """The resolved request for options of the right types, see `kenosis_ort.option_types`.
+_SHOWN = (
+    *("kv_cache", "max_opset", "use_external_data_format", "custom_op_libraries", "calibration_providers"),
+    *("calibration_cache_path", "verify", "on_failure", "metric", "eval_reader"),
+    *("tune", "threads", "promise", "sequence_lengths"),
+)
+"""Options that the report names where they are not at their defaults."""
+
+
+def resolve(given: Mapping[str, Any]) -> Request:
+    """The resolved request.
+
+    Args:
+        given: Options of the right types by the names of `kenosis_ort.option_types.OPTIONS`, the fields of groups one
+            by one; one that is missing has its default.
 
     Raises:
         OptionError: An option is unknown or contradicts another.
     """
     # Options in our types: target, recipe, metric, machine, bits.
-    options, complaints = check_extra_options(extra_options)
-    quant_format = _quant_format(quant_format)
-    table = get_target(target)
+    o: Any = SimpleNamespace(**{**{name: option.default for name, option in OPTIONS.items()}, **given})
+    speed = Speed(**{name: getattr(o, name) for name in Speed.__dataclass_fields__})
+    placement = Placement(**{name: getattr(o, name) for name in Placement.__dataclass_fields__})
+    stages = placement.stages or Stages()
+    options, complaints = check_extra_options(o.extra_options)
+    quant_format = _quant_format(o.quant_format)
+    table = get_target(o.target)
     check_installed(options)
-    cooked = resolve_recipe(recipe)
+    cooked = resolve_recipe(o.recipe)
     if options.get("SmoothQuant"):
         cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
-    if accuracy_budget is not None:
-        cooked = replace(cooked, mixed_precision=True, accuracy_budget=accuracy_budget)
-    checked = None if metric is None else check_metric(metric)
-    speed, usual = speed or Speed(), Speed()
+    if o.accuracy_budget is not None:
+        cooked = replace(cooked, mixed_precision=True, accuracy_budget=o.accuracy_budget)
+    metric = None if o.metric is None else check_metric(o.metric)
     profile = profile_for(table, speed)
     types = table.data_types()
     if profile is not None and table.costs is not None:
         table = replace(table, costs=costs_for(table.costs, profile, speed))
-    cooked, widths = with_bits(cooked, weight_bits, activation_bits)
-    written = chosen_format(format, quant_format)
+    cooked, widths = with_bits(cooked, o.weight_bits, o.activation_bits)
+    written = chosen_format(o.format, quant_format)
     # Types, scales and method: by the caller, else by the target, or as stock has them.
     stock = stages == Stages.none()
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
-    weight, weight_choice = _choose(_quant_type(weight_type), weight_default, stock)
+    weight, weight_choice = _choose(_quant_type(o.weight_type), weight_default, stock)
     own_scales = stages.placement and stages.weights and options.get("WeightSymmetric") is not False
     seven_bits = weight is QuantType.QInt8 and types.largest_pair is not None and not (stock or own_scales)
-    reduce_value, reduce_choice = _choose(reduce_range, seven_bits, stock)  # own scales keep pairs from clipping
+    reduce_value, reduce_choice = _choose(o.reduce_range, seven_bits, stock)  # own scales keep pairs from clipping
     act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)
-    act, act_choice = _choose(_quant_type(activation_type), act_default, stock)
+    act, act_choice = _choose(_quant_type(o.activation_type), act_default, stock)
     by_channel = not stock and types.per_channel and weight in _BY_CHANNEL
-    per_channel_value, per_channel_choice = _choose(per_channel, by_channel, stock)
+    per_channel_value, per_channel_choice = _choose(o.per_channel, by_channel, stock)
     method_default = CalibrationMethod[_METHODS[cooked.ranges]]
-    method, method_choice = _choose(calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
+    method, method_choice = _choose(o.calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_kinds(quant_format, act, weight)
     # What the target adds and refuses.
     own = {} if stock else serve(table, types, act, weight, options)
@@ -211,7 +151,7 @@ def resolve(
     if written in EXPORT_FORMATS:  # nor are its kernels
         table = replace(table, kernel_forms=(), own_forms=())
     options = {**own, **options}
-    op_types = tuple(op_types_to_quantize or QUANTIZABLE_OPS)
+    op_types = tuple(o.op_types_to_quantize or QUANTIZABLE_OPS)
     inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
     # Combinations that no placement of ours can have.
     reason = _stock_reason(act, stages, table)
@@ -223,8 +163,8 @@ def resolve(
             where="extra_options",
             fix="leave out SmoothQuant, or the option that dictates the placement",
         )
-    if kv_cache is not None:
-        check_kv_cache(kv_cache, written, weights_alone=bool(cooked.weight_only))
+    if o.kv_cache is not None:
+        check_kv_cache(o.kv_cache, written, weights_alone=bool(cooked.weight_only))
     # Who chose each option, for the report.
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),
@@ -234,85 +174,72 @@ def resolve(
         "per_channel": per_channel_choice,
         "reduce_range": reduce_choice,
         "calibrate_method": method_choice,
-        "protect_outputs": OptionChoice(protect_outputs, "caller"),
+        "protect_outputs": OptionChoice(placement.protect_outputs, "caller"),
         "target": OptionChoice(table.name, "caller"),
-        "rewrites": OptionChoice(rewrites if isinstance(rewrites, bool) else tuple(rewrites), "caller"),
+        "rewrites": OptionChoice(placement.rewrites, "caller"),
         "recipe": OptionChoice(cooked.to_dict(), "caller"),
         "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
     }
     chosen.update(
         {f"extra_options.{k}": OptionChoice(v, "target default" if k in own else "caller") for k, v in options.items()}
     )
-    for name, value in (
-        ("op_types_to_quantize", op_types_to_quantize),
-        ("nodes_to_quantize", nodes_to_quantize),
-        ("nodes_to_exclude", nodes_to_exclude),
-        ("primary_inputs", primary_inputs),
-    ):
-        if value:
+    for name in ("op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "primary_inputs"):
+        if value := getattr(o, name):
             chosen[name] = OptionChoice(tuple(value), "caller")
     if profile is not None:
         chosen["host"] = OptionChoice(
             speed.host if isinstance(speed.host, (str, os.PathLike)) else _shipped(profile, table),
             "host default" if speed.host is None else "caller",
         )
-    passed: tuple[tuple[str, Any, Any], ...] = (
-        ("kv_cache", None if kv_cache is None else os.fspath(kv_cache), None),
-        ("max_opset", max_opset, None),
-        ("use_external_data_format", use_external_data_format, False),
-        ("custom_op_libraries", tuple(map(str, custom_op_libraries)), ()),
-        ("calibration_providers", calibration_providers, None),
-        ("calibration_cache_path", calibration_cache_path, None),
-        ("verify", verify, True),
-        ("on_failure", on_failure, "error"),
-        ("metric", _name_of(metric), None),
-        ("eval_reader", _name_of(eval_reader), None),
-        ("tune", speed.tune, usual.tune),
-        ("threads", speed.threads, usual.threads),
-        ("promise", speed.promise, usual.promise),
-        ("sequence_lengths", speed.sequence_lengths, usual.sequence_lengths),
-    )
-    chosen.update({name: OptionChoice(value, "caller") for name, value, default in passed if value != default})
+    shown = {
+        **vars(o),
+        **vars(speed),
+        "kv_cache": None if o.kv_cache is None else os.fspath(o.kv_cache),
+        "custom_op_libraries": tuple(map(str, o.custom_op_libraries)),
+        "metric": _name_of(o.metric),
+        "eval_reader": _name_of(o.eval_reader),
+    }
+    chosen.update({n: OptionChoice(shown[n], "caller") for n in _SHOWN if shown[n] != OPTIONS[n].default})
     return Request(
-        output=absolute(model_output),
-        output_name=os.fspath(model_output),
+        output=absolute(o.model_output),
+        output_name=os.fspath(o.model_output),
         quant_format=quant_format,
         op_types=op_types,
-        op_types_named=bool(op_types_to_quantize),
+        op_types_named=bool(o.op_types_to_quantize),
         per_channel=per_channel_value,
         reduce_range=reduce_value,
         activation_type=act,
         weight_type=weight,
-        nodes_to_quantize=tuple(nodes_to_quantize or ()),
-        nodes_to_exclude=tuple(nodes_to_exclude or ()),
-        use_external_data_format=use_external_data_format,
+        nodes_to_quantize=tuple(o.nodes_to_quantize or ()),
+        nodes_to_exclude=tuple(o.nodes_to_exclude or ()),
+        use_external_data_format=o.use_external_data_format,
         calibrate_method=method,
-        calibration_providers=tuple(calibration_providers) if calibration_providers else None,
+        calibration_providers=tuple(o.calibration_providers) if o.calibration_providers else None,
         extra_options=options,
-        cache_path=absolute(calibration_cache_path) if calibration_cache_path is not None else None,
+        cache_path=None if o.calibration_cache_path is None else absolute(o.calibration_cache_path),
         target=table,
-        protect_outputs=protect_outputs,
-        primary_inputs=tuple(primary_inputs) if primary_inputs is not None else None,
-        custom_op_libraries=tuple(str(p) for p in custom_op_libraries),
-        progress=None if progress is None else callers_own(progress),
-        verify=verify,
+        protect_outputs=placement.protect_outputs,
+        primary_inputs=None if placement.primary_inputs is None else tuple(placement.primary_inputs),
+        custom_op_libraries=shown["custom_op_libraries"],
+        progress=None if o.progress is None else callers_own(o.progress),
+        verify=o.verify,
         stages=stages,
-        rewrites=_chosen_rewrites(rewrites, table),
+        rewrites=_chosen_rewrites(placement.rewrites, table),
         types=types,
         stock_reason=reason,
         choices=chosen,
         recipe=cooked,
         inserts_smoothing=inserts,
-        metric=checked,
-        eval_reader=eval_reader,
+        metric=metric,
+        eval_reader=o.eval_reader,
         speed=speed,
-        evidence=evidence,
+        evidence=o.evidence,
         format=written,
         widths=widths,
-        executor=executor,
-        kv_cache=kv_cache,
-        max_opset=max_opset,
-        on_failure=on_failure,
+        executor=o.executor,
+        kv_cache=o.kv_cache,
+        max_opset=o.max_opset,
+        on_failure=o.on_failure,
         complaints=complaints,
         host=profile,
     )

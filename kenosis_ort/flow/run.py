@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.cluster.executor import ClusterExecutor
@@ -38,20 +37,10 @@ from kenosis_ort.errors import (
     place_of,
     warn_caller,
 )
-from kenosis_ort.flow.body_plans import of_body, of_float_bodies, trial_of_bodies, with_bodies, without_bodies
-from kenosis_ort.flow.builder import (
-    BodyBuilder,
-    Builder,
-    Layout,
-    LayoutDraft,
-    draft,
-    draft_of,
-    is_quantized,
-    is_whole,
-    nothing_to_quantize,
-)
+from kenosis_ort.flow.body_plans import trial_of_bodies, with_bodies, without_bodies
+from kenosis_ort.flow.builder import Builder, draft, is_quantized, is_whole, nothing_to_quantize
 from kenosis_ort.flow.calibrate import find_ranges
-from kenosis_ort.flow.call import OF_THE_MODEL, Call
+from kenosis_ort.flow.call import OF_THE_MODEL, Call, reason_of
 from kenosis_ort.flow.finish import (
     RewriteMismatchError,
     check_loads,
@@ -75,7 +64,6 @@ from kenosis_ort.flow.samples import (
 from kenosis_ort.flow.speed import delivered, float_regions
 from kenosis_ort.flow.target_options import fit_names, with_own_profile
 from kenosis_ort.flow.weights_alone import weight_only
-from kenosis_ort.graph.bodies import Body
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import array_in, weight_bytes, weights_on_disk
@@ -196,15 +184,7 @@ def deliver_float(
     return call.report(PlacementPlan(request.target.name), None, calibration, float_because=why)
 
 
-def reason_of(error: Exception) -> str:
-    """Message of an error, without a full stop."""
-    text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:300].rstrip(".")
-
-
 _log = logging.getLogger(__name__)
-
-
 _EFFECTS: Final[Mapping[str, str]] = {
     "AddQDQPairToWeight": "weights stay float in the file, behind Q and DQ, and become integers when it is loaded",
     "BlockSize": "weights have a scale a block; linear layers read float data, for which their kernels are made",
@@ -286,7 +266,7 @@ def _run(
     with _executor_of(request) as executor:
         loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
         with weights_on_disk(loaded.proto):
-            return _loaded(Call(loaded, request, executor=executor), reader, start)
+            return _loaded(Call(loaded=loaded, request=request, executor=executor), reader, start)
 
 
 def _executor_of(request: Request) -> AbstractContextManager[Executor]:
@@ -401,12 +381,7 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
         KenosisError: Or any other exception; nothing was written.
     """
     request = call.request
-
-    def failed(what: str, error: Exception) -> None:
-        call.tell(what, error)
-
-    make = partial(draft, call.loaded, request, call.stage, failed)
-    layout, builder, build = _built(call, make, reader, data)
+    builder, build = _built(call, partial(draft, call.loaded, request, call), reader, data)
     if data is not None and data.left_aside not in ("", *call.notes):  # of shards, which are known once they are read
         call.notes.append(data.left_aside)
     request = call.request
@@ -418,9 +393,7 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
     bad = worthless(compared) if free else None
     if (request.stock_reason is None or request.stages.placement) and is_whole(build):
         timed = (build, bad is None)
-        chosen, is_useful = call.attempt(
-            "Timing", lambda: delivered(call, layout.builder.prepared.proto, builder, build, feeds, bad), timed
-        )
+        chosen, is_useful = call.attempt("Timing", lambda: delivered(call, builder, build, feeds, bad), timed)
         bad = None if is_useful else bad
     if bad is not None:
         raise WorthlessError(bad, samples)
@@ -436,16 +409,16 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
         )
     further = [] if data is None or request.executor is not None else data.feeds[feeds_wanted(request) :]
     call.measure = call.attempt("The measure of what is lost", lambda: measured(call, chosen, further), None)
-    return finish(call, layout.builder.prepared.proto, chosen, feeds, samples, compared)
+    return finish(call, builder.uncorrected, chosen, feeds, samples, compared)
 
 
 def _built(
     call: Call,
-    make: Callable[[], LayoutDraft],
+    make: Callable[[], Builder],
     reader: CalibrationDataReader | None,
     data: KeepingReader | None,
-) -> tuple[Layout, Builder, Build]:
-    """The quantized model after the recipe's passes, the builder that made it, and the layout it began with.
+) -> tuple[Builder, Build]:
+    """The quantized model after the recipe's passes, and the builder that made it.
 
     Args:
         call: What gathers on the way.
@@ -457,36 +430,36 @@ def _built(
         NothingToQuantizeError: There is nothing to quantize.
     """
     drafted = make()
-    request = call.request = drafted.builder.request
-    layout = drafted.complete(drafted.builder.prepared)
+    request = call.request = drafted.request
+    builder = drafted.for_integers()
     with call.stage("calibrate"):
-        table = find_ranges(call, drafted, layout, reader, data)
+        table = find_ranges(call, drafted, builder, reader, data)
     trial = None
-    if layout.builder.quantizes_bodies and data is not None:
-        make_trial = partial(trial_of_bodies, call, layout, table, data, drafted.builder.prepared.proto)
+    if builder.quantizes_bodies and data is not None:
+        make_trial = partial(trial_of_bodies, call, builder, table, data, drafted.prepared.proto)
         with call.stage("bodies"):
             trial = call.attempt("The trial of bodies", make_trial, None)
         del make_trial
-    layout, table = with_weight_passes(call, drafted, layout, table, reader, data)
+    builder, table = with_weight_passes(call, drafted, builder, table, reader, data)
     del drafted
-    builder = layout.builder
+    plan = builder.plan
     call.notes += builder.prepared.notes
     call.notes += [] if request.stock_reason is not None else option_notes(request)
     if request.stock_reason is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.stock_reason}.")
     if builder.quantizes_bodies:
-        builder = _with_bodies(call, builder, data)
+        builder = with_bodies(call, builder, data, _built)
     with call.stage("plan"):
         nothing: tuple[Mapping[str, str], str] = ({}, "")
-        keep_float, note = call.attempt("The cost model", lambda: float_regions(builder, layout.plan), nothing)
+        keep_float, note = call.attempt("The cost model", lambda: float_regions(builder, plan), nothing)
     call.notes += [note] if note else []
     build = builder.build(table, keep_float)
     if not is_quantized(build.quantized):
-        if keep_float and keep_float.keys() >= set(layout.plan.integer_nodes()):
+        if keep_float and keep_float.keys() >= set(plan.integer_nodes()):
             raise NothingToQuantizeError(note, fix="deploy the float model")
         raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
     feeds = [] if data is None else data.some(feeds_wanted(request))
-    if layout.plan.integer_nodes():
+    if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
         before, none = builder, dict[str, str]()
         builder, build = improved(call, before, build, feeds)
@@ -497,36 +470,7 @@ def _built(
             builder, build = improved(call, before, before.build(table, keep_float), feeds)
         if not is_quantized(build.quantized):
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
-    return layout, builder, build
-
-
-def _with_bodies(call: Call, builder: Builder, data: KeepingReader | None) -> Builder:
-    """The builder with the bodies of control flow quantized."""
-
-    def body_builder(body: Body, feeds_of: Callable[[Feeds], Feeds], feeds: Feeds) -> BodyBuilder | None:
-        """Quantizes a body as a call of its own, since all that is kept of it is how it is made."""
-        request = of_body(builder.request, body)
-        inner = Call(LoadedModel(body.model, None, str(body.place)), request, executor=call.executor)
-        try:
-            make = partial(draft_of, body.model, request, call.stage)
-            inputs, keep = input_specs(body.model), most_feeds(body.model, request)
-            _, made, build = _built(inner, make, None, KeepingReader(feeds_of(feeds)(), inputs, keep=keep))
-        except NothingToQuantizeError:
-            return None
-        call.warnings += [text for text in inner.warnings if text not in call.warnings]
-        call.passes += [replace(p, reason=f"{p.reason}; in {body.place}") for p in inner.passes]
-        call.notes += of_float_bodies(inner.notes)
-        return BodyBuilder(body, made, build.table, build.keep_float, feeds_of)
-
-    if data is None:
-        call.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
-        return builder
-    with call.stage("bodies"):
-        return call.attempt(
-            "The quantization of bodies",
-            lambda: with_bodies(builder, lambda: iter(data.feeds), body_builder, call.notes),
-            builder,
-        )
+    return builder, build
 
 
 def _size(loaded: LoadedModel) -> int:

@@ -33,12 +33,12 @@ from kenosis_ort.calibration.cached_samples import (
     feed_digest,
     model_fingerprint,
 )
+from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
-from kenosis_ort.flow.builder import Layout
-from kenosis_ort.flow.request import Request, calibration_config
+from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.bodies import owners
 from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
 from kenosis_ort.passes.evaluator import Feed, Rows
@@ -47,14 +47,8 @@ from kenosis_ort.storage.spool import Spool
 from kenosis_ort.storage.writing import is_possible
 
 _log = logging.getLogger(__name__)
-
-
 Run = Callable[[Feed], Sequence[Any]]
-
-
 _TRIED = 8  # parts of a batch, two of which are run to know whether its rows are samples
-
-
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
@@ -145,14 +139,8 @@ def _samerows_of(whole: Any, alone: Any, size: int) -> bool:
 
 
 _AHEAD = 8  # times the bytes that are kept are read ahead; what lies beyond these is on disk
-
-
 _COMPARED_FEEDS = 4
-
-
 _MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded as well
-
-
 _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
@@ -396,8 +384,6 @@ def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list
 
 
 _LOOKED_AT = 32  # feeds that candidates are compared on
-
-
 _LOOKED_AT_BYTES = 2**26
 
 
@@ -487,11 +473,15 @@ class CalibrationCache:
             if self.table is None:
                 _check_writable(path)
 
-    def table_for(self, layout: Layout, data: KeepingReader | None) -> CalibrationTable | None:
+    def table_for(
+        self, model: onnx.ModelProto, tensors: Sequence[str], config: CalibrationConfig, data: KeepingReader | None
+    ) -> CalibrationTable | None:
         """The table for a model, after its data are found to be those at hand.
 
         Args:
-            layout: The model whose ranges are needed, and the tensors.
+            model: The model whose ranges are needed.
+            tensors: Its tensors.
+            config: How they would be calibrated.
             data: The samples at hand, or those of the table; read to their end where the table is returned.
 
         Returns:
@@ -509,9 +499,8 @@ class CalibrationCache:
                 "The calibration cache is of an earlier version, which had changed the weights before calibration."
             )
         with self._refusing():
-            fingerprint = model_fingerprint(layout.builder.prepared.proto)
-            table.check_matches(fingerprint, replace(calibration_config(layout.builder.request), sketch=False))
-            missing = [t for t in layout.tensors if t not in table]
+            table.check_matches(model_fingerprint(model), replace(config, sketch=False))
+            missing = [t for t in tensors if t not in table]
             if missing:
                 raise CalibrationError(
                     f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -30,8 +30,8 @@ from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.flow.builder import Builder, make_plan
-from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call, Journal
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.constants import HEAVY
@@ -53,16 +53,10 @@ from kenosis_ort.tuning.races import RaceSetup, race
 from kenosis_ort.weights.kernels import weight_only
 
 _log = logging.getLogger(__name__)
-
-
 _APART: Final = 4
 """Lengths are scenarios of their own where one is this many times another."""
-
-
 FEW_ROWS: Final = 8
 """Up to so many rows a linear layer's time is that of reading its weights."""
-
-
 _CACHE_RANK, _CACHE_AXIS = 4, 2
 
 
@@ -186,31 +180,15 @@ def _resized(model: onnx.ModelProto, feed: Feed, now: int, length: int) -> dict[
 
 
 PROMISE_BUDGET_S: Final = 20.0
-
-
 _BYTES_A_US: Final = 2**17
 """Weights that a thread reads in a microsecond at most; a net with more of them is not tiny."""
-
-
 TINY_US: Final = 20.0
 """Of nets that take less a run the cost table decides: calling them takes longer than computing them."""
-
-
 _RACE_FEEDS: Final = 2
-
-
 _TRIAL_RUNS: Final = 30
-
-
 _CUTS: Final = (1, 3)
-
-
 INT8: Final = "int8"
-
-
 DYNAMIC: Final = "dynamic"
-
-
 WEIGHT_ONLY: Final = "weight-only"
 
 
@@ -241,8 +219,7 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     if request.speed.tune == "off" or costs is None or view is None or not plan:
         return {}, ""
     float_output = request.target.float_output
-    replan = partial(_replan, builder)
-    found = choose_regions(view, plan, costs, replan, float_output)
+    found = choose_regions(view, plan, costs, builder.planned, float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
     may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
@@ -257,123 +234,22 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     return found.keep_float, "" if found.whole_net else found.reason
 
 
-def _replan(builder: Builder, keep: Mapping[str, str]) -> PlacementPlan:
-    return make_plan(builder.planner(keep), builder.request)
-
-
-def keep_the_promise(
-    original: onnx.ModelProto,
-    prepared: onnx.ModelProto,
-    builder: Builder,
-    build: Build,
-    feeds: Sequence[Any],
-    *,
-    worthless: str | None = None,
-    budget_s: float = PROMISE_BUDGET_S,
-) -> Delivery:
-    """The build that is delivered: one that is not slower than the float model.
-
-    Args:
-        original: The float model as the caller gave it, if the runtime takes it.
-        prepared: The same in our forms, before passes moved its biases and weights.
-        builder: Of the float model that was quantized.
-        build: The int8 result.
-        feeds: A few real feeds.
-        worthless: Why the int8 result is of no use; None where it is.
-        budget_s: Seconds that timing may take.
-    """
-    request, float_model = builder.request, original
-    found, notes = scenarios(float_model, feeds, request.speed.sequence_lengths, libraries=request.custom_op_libraries)
-    setups = [replace(_setup(request, _samples(float_model, request, each.feeds)), name=each.name) for each in found]
-    setup = setups[0]
-    forms = _Forms(original, prepared, builder, build, worthless)
-    may_be_tiny = weight_bytes(float_model) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
-    if worthless is None and may_be_tiny and (least := _least_us(float_model, setup)) < TINY_US:
-        return forms.by_table(
-            f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed", notes
-        )
-    few = any(each.few_rows for each in found)
-    candidates = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in forms.candidates]
-    budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
-    outcome = keep_promise(float_model, candidates, setup, further=setups[1:], budget_s=budget_s)
-    return forms.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
-
-
-def as_requested(
-    original: onnx.ModelProto, builder: Builder, build: Build, feeds: Sequence[Any], *, budget_s: float
-) -> SpeedSummary:
-    """Speed of a form that the caller asked for: the float model does not take its place.
-
-    Args:
-        original: As in `keep_the_promise`.
-        builder: As there.
-        build: The form.
-        feeds: A few real feeds.
-        budget_s: Seconds that timing may take.
-    """
-    request = builder.request
-    setup = _setup(request, _samples(original, request, feeds))
-    found = race(original, build.quantized, setup, budget_s=budget_s, border=1 / MARGIN)
-    if (c := found.comparison) is None:
-        return summary(None, request, ())
-    reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-    step = Step(INT8, "int8 as asked for", FormStatus.TAKEN, reason, c, found.milliseconds)
-    return summary(
-        Outcome(build.quantized, INT8, (step,), Basis.MEASURED, found.reference_milliseconds, 0.0), request, ()
-    )
-
-
-def as_recorded(
-    original: onnx.ModelProto,
-    prepared: onnx.ModelProto,
-    builder: Builder,
-    build: Build,
-    choice: SpeedChoice,
-    *,
-    worthless: str | None = None,
-) -> Delivery | None:
-    """The form that was delivered when the recipe was made, without timing; None where there is no such form.
-
-    Args:
-        original: As in `keep_the_promise`.
-        prepared: As there.
-        builder: As there.
-        build: The int8 result.
-        choice: What the recipe says.
-        worthless: As there.
-    """
-    forms = _Forms(original, prepared, builder, build, worthless)
-    form = next((form for form in forms.candidates if form.name == choice.form), None)
-    model = None if form is None else form.build()
-    if form is None or model is None:
-        return None
-    recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
-    return forms.delivery(form.name, model, replace(summary(None, builder.request, ()), candidates=(recorded,)))
-
-
 class _Forms:
     """The forms of one net that may be delivered, in the order of preference, each built when its turn comes.
 
     Args:
-        original: The float model as the caller gave it, if the runtime takes it.
-        prepared: The same in our forms, before passes moved its biases and weights.
+        original: The float model as the caller gave it, if the runtime takes it; else as it was prepared.
         builder: Of the float model that was quantized.
         build: The int8 result.
         worthless: Why the int8 result is of no use; None where it is.
     """
 
-    def __init__(
-        self,
-        original: onnx.ModelProto,
-        prepared: onnx.ModelProto,
-        builder: Builder,
-        build: Build,
-        worthless: str | None,
-    ) -> None:
-        self._original, self._builder, self._build = original, builder, build
+    def __init__(self, original: onnx.ModelProto, builder: Builder, build: Build, worthless: str | None) -> None:
+        self._original, self._builder, self._build, self._request = original, builder, build, builder.request
+        self._worthless, prepared = worthless, builder.uncorrected
         self._variants = {INT8: build}
         regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
-        timed = builder.request.target.hooks.time
+        timed = self._request.target.hooks.time
         known = () if timed is None else timed.other_forms
         others = (
             Form(
@@ -381,8 +257,8 @@ class _Forms:
                 "linear layers in int8 with dynamic ranges, all else float",
                 lambda: dynamic(
                     prepared,
-                    reduce_range=builder.request.reduce_range,
-                    largest_pair=builder.request.types.largest_weight_pair,
+                    reduce_range=self._request.reduce_range,
+                    largest_pair=self._request.types.largest_weight_pair,
                 ),
             ),
             Form(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
@@ -400,9 +276,56 @@ class _Forms:
             Form("float", "the float model", lambda: original, is_float=True),
         ]
 
+    def keeping_the_promise(self, feeds: Sequence[Feed], budget_s: float) -> Delivery:
+        """The build that is delivered: one that is not slower than the float model.
+
+        Args:
+            feeds: A few real feeds.
+            budget_s: Seconds that timing may take.
+        """
+        request, lengths = self._request, self._request.speed.sequence_lengths
+        found, notes = scenarios(self._original, feeds, lengths, libraries=request.custom_op_libraries)
+        setups = [replace(self._setup(each.feeds), name=each.name) for each in found]
+        may_be_tiny = weight_bytes(self._original) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
+        if self._worthless is None and may_be_tiny and (least := _least_us(self._original, setups[0])) < TINY_US:
+            why = f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed"
+            return self.by_table(why, notes)
+        few = any(each.few_rows for each in found)
+        forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
+        budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
+        outcome = keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
+        return self.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
+
+    def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
+        """Speed of a form that the caller asked for: the float model does not take its place."""
+        model = self._build.quantized
+        found = race(self._original, model, self._setup(feeds), budget_s=budget_s, border=1 / MARGIN)
+        if (c := found.comparison) is None:
+            return summary(None, self._request, ())
+        reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
+        step = Step(INT8, "int8 as asked for", FormStatus.TAKEN, reason, c, found.milliseconds)
+        outcome = Outcome(model, INT8, (step,), Basis.MEASURED, found.reference_milliseconds, 0.0)
+        return summary(outcome, self._request, ())
+
+    def as_recorded(self, choice: SpeedChoice) -> Delivery | None:
+        """The form that was delivered when the recipe was made, without timing; None where there is no such form."""
+        form = next((form for form in self.candidates if form.name == choice.form), None)
+        model = None if form is None else form.build()
+        if form is None or model is None:
+            return None
+        recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
+        return self.delivery(form.name, model, replace(summary(None, self._request, ()), candidates=(recorded,)))
+
+    def _setup(self, feeds: Sequence[Feed]) -> RaceSetup:
+        request, timed = self._request, self._request.target.hooks.time
+        assert timed is not None  # the caller of this module sees to it
+        samples = _samples(self._original, request, feeds)[:_RACE_FEEDS]
+        return RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
+
     def _cut(self, name: str, nodes: Sequence[str]) -> Form:
         def make() -> onnx.ModelProto | None:
-            self._variants[name] = _without(self._builder, self._build, nodes)
+            left = dict.fromkeys(nodes, "float is faster there, measured on this machine")
+            self._variants[name] = self._builder.quantize(self._build.table, {**self._build.keep_float, **left})
             return self._variants[name].quantized
 
         return Form(name, f"int8 with its {name}", make, checked=True)
@@ -412,7 +335,7 @@ class _Forms:
 
         Of the other forms none is asked for: they are tried where the table was wrong about this one.
         """
-        view, costs, plan = self._builder.view, self._builder.request.target.costs, self._build.plan
+        view, costs, plan = self._builder.view, self._request.target.costs, self._build.plan
         if view is None or costs is None or not plan.integer_nodes():
             return None
         found, in_float = estimate(view, plan, costs), self._in_float
@@ -423,9 +346,9 @@ class _Forms:
     @cached_property
     def _in_float(self) -> float | None:
         """Estimated microseconds of the float model as it came: forms that suit integers may take longer in float."""
-        request = self._builder.request
+        request = self._request
         assert request.target.costs is not None  # the caller has looked
-        plain = prepare_model(self._original, replace(request, rewrites=frozenset()))
+        plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
         found = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), request.target.costs)
         return found.float_us if found.is_complete else None
 
@@ -452,11 +375,11 @@ class _Forms:
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
         outcome = Outcome(model, taken.name, steps, basis, None, 0.0)
-        return self.delivery(taken.name, model, summary(outcome, self._builder.request, notes))
+        return self.delivery(taken.name, model, summary(outcome, self._request, notes))
 
     def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
         """The build to write once a candidate is chosen."""
-        build, request = self._build, self._builder.request
+        build, request = self._build, self._request
         if name in self._variants:
             taken = self._variants[name]
             proved = build if taken is build else self._builder.build(taken.table, taken.keep_float)
@@ -516,18 +439,6 @@ def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-def _without(builder: Builder, build: Build, nodes: Sequence[str]) -> Build:
-    """The build with some nodes left float."""
-    keep = {**build.keep_float, **dict.fromkeys(nodes, "float is faster there, measured on this machine")}
-    return builder.quantize(build.table, keep)
-
-
-def _setup(request: Request, feeds: Sequence[Any]) -> RaceSetup:
-    timed, threads, libraries = request.target.hooks.time, request.speed.threads, request.custom_op_libraries
-    assert timed is not None  # the caller of this module sees to it
-    return RaceSetup(list(feeds[:_RACE_FEEDS]), threads, libraries, runtime=timed)
-
-
 def _samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any]) -> list[Any]:
     """Feeds of one sample each where the batch is open: calibration likes large batches, deployment small ones.
 
@@ -562,15 +473,12 @@ def _cut(
 
 _TIMING_SHARE: Final = 0.2
 """Of the call, for the promise."""
-
-
 _LEAST_TIMING_S: Final = 2.0
 """For the promise in a shorter call, at most; a race ends as soon as it is clear."""
 
 
 def delivered(
     call: Call,
-    prepared: onnx.ModelProto,
     builder: Builder,
     build: Build,
     feeds: Sequence[Feed],
@@ -580,7 +488,6 @@ def delivered(
 
     Args:
         call: What has gathered so far.
-        prepared: The float model in our forms, before passes moved its biases and weights.
         builder: Of the float model that was quantized.
         build: The int8 result.
         feeds: Kept samples.
@@ -608,12 +515,13 @@ def delivered(
         call.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
     # A form that the caller asked for is only timed; else the first candidate is taken that is not slower.
-    original = call.loaded.proto if call.original is not None else prepared
+    original = call.loaded.proto if call.original is not None else builder.uncorrected
+    forms = _Forms(original, builder, build, worthless)
     with call.stage("speed"):
         share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.process_time() - call.begun_cpu)
         budget = max(share, _LEAST_TIMING_S)
         if explicit is not None:
-            call.speed = as_requested(original, builder, build, feeds, budget_s=budget)
+            call.speed = forms.as_requested(feeds, budget)
             taken = call.speed.taken
             if taken is not None and taken.verdict == "slower":
                 call.warnings.append(
@@ -621,10 +529,9 @@ def delivered(
                     "Fix: leave the option out, or promise=False where speed does not matter."
                 )
             return as_it_is
-        net = original, prepared, builder, build
-        delivery = None if recorded is None else as_recorded(*net, recorded, worthless=worthless)
+        delivery = None if recorded is None else forms.as_recorded(recorded)
         if delivery is None:
-            delivery = keep_the_promise(*net, feeds, worthless=worthless, budget_s=budget)
+            delivery = forms.keeping_the_promise(feeds, budget)
     call.speed = delivery.speed
     # A note or a warning where another form is delivered.
     first, taken = delivery.speed.candidates[0], delivery.speed.taken

@@ -35,8 +35,6 @@ from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, neares
 from kenosis_ort.tuning.measure import pays
 
 _OVERRIDES: Final = "TensorQuantOverrides"
-
-
 _NEVER_LISTED: Final = frozenset({"Cast", "QuantizeLinear", "DequantizeLinear"})
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
-from kenosis_ort.flow.call import Call, evaluator_on
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.finish import compare, finish
 from kenosis_ort.flow.improve import measured
 from kenosis_ort.flow.request import Request
@@ -24,8 +24,6 @@ from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.weights.block_model import BlockModel, nodes_in_blocks, weights_in_blocks
 
 FORM: Final = "weight-only"
-
-
 _FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
 
 
@@ -50,7 +48,7 @@ def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
     if call.validation is not None:
         fit, held_out = list(feeds), list(call.validation.some())
     if held_out:
-        call.evaluator = evaluator_on(call, call.loaded.proto, held_out)
+        call.evaluator = call.evaluator_on(call.loaded.proto, held_out)
     bits, recipe = request.recipe.weight_only, request.recipe
     made = _made(call, bits, fit or feeds)
     build = _build(call, made)

@@ -147,7 +147,7 @@ def test_whatever_fails_gives_stocks_result(
 
     model = models.residual_block()
     data = ranges(model, models.feeds(model, 2), tmp_path)
-    monkeypatch.setattr("kenosis_ort.clients.quantizer.layout_of", fails)
+    monkeypatch.setattr("kenosis_ort.clients.quantizer.for_integers", fails)
     with caplog.at_level(logging.DEBUG, logger="kenosis_ort"):
         caught = same_as_stock(model, data)
     assert "report this" in str(caught[0].message)

@@ -115,7 +115,7 @@ def test_what_mixed_precision_leaves_float_has_its_own_weights_and_biases(tmp_pa
 
 
 FITTING = {  # what gets samples to fit to, and as which argument
-    "kenosis_ort.flow.improve.collect": 1,
+    "kenosis_ort.flow.builder.collect": 1,
     "kenosis_ort.passes.runner.channel_statistics": 1,
     "kenosis_ort.passes.correct_biases.bias_shifts": 2,
     "kenosis_ort.passes.round_weights.learn_rounding": 2,

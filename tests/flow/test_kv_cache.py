@@ -289,7 +289,7 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypat
     model, out = decoder(), tmp_path / "q.onnx"
     before = model.SerializeToString()
 
-    def nothing_is_faster(call: Any, prepared: Any, builder: Any, build: Any, *rest: Any) -> tuple[Any, bool]:
+    def nothing_is_faster(call: Any, builder: Any, build: Any, *rest: Any) -> tuple[Any, bool]:
         return replace(build, plan=PlacementPlan("ort-cpu"), quantized=model), True
 
     monkeypatch.setattr("kenosis_ort.flow.run.delivered", nothing_is_faster)

@@ -142,7 +142,7 @@ def test_a_step_that_fails_is_left_out(
 
 
 def test_timing_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.speed.keep_the_promise", broken)
+    monkeypatch.setattr("kenosis_ort.flow.speed.keep_promise", broken)
     model = models.residual_block()
     with pytest.warns(KenosisWarning, match="Timing failed"):
         report = quantized(model, tmp_path / "out.onnx", promise=True)

@@ -81,7 +81,7 @@ def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: p
     model = chain(4)
     feeds = models.feeds(model, 16)
 
-    def cut(call, prepared, builder, build, feeds, worthless):  # type: ignore[no-untyped-def]
+    def cut(call, builder, build, feeds, worthless):  # type: ignore[no-untyped-def]
         assert not np.array_equal(held(build.float_model)["conv0_b"], held(model)["conv0_b"])
         keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
         return replace(builder.quantize(build.table, keep), fusion=build.fusion), True

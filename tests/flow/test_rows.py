@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kenosis_ort.calibration.blocked import block_size
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow import improve
+from kenosis_ort.flow import builder
 from kenosis_ort.flow.samples import find_division
 from kenosis_ort.passes.evaluator import Rows, some_of
 from kenosis_ort.runtime.session import counted
@@ -78,7 +78,7 @@ def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: 
         again.append((len(feeds), len(options["tensors"])))
         return collect(model, feeds, **options)
 
-    monkeypatch.setattr(improve, "collect", recorded)
+    monkeypatch.setattr(builder, "collect", recorded)
     model = models.with_free_batch(models.residual_block(seed=5))
     rows = models.feeds(model, 48, seed=3)
     feeds = [{"x": np.concatenate([row["x"] for row in rows[at : at + 12]])} for at in range(0, 48, 12)]

@@ -87,7 +87,7 @@ class Fits(Rename):
 
 
 def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, PassRunner, Call]:
-    call = Call(LoadedModel(MODEL, None, "m"), None)  # type: ignore[arg-type]
+    call = Call(loaded=LoadedModel(MODEL, None, "m"), request=None)  # type: ignore[arg-type]
     unused: Any = None
     context = Context(
         fit=given.pop("fit", [{}] * 8),
