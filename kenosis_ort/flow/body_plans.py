@@ -69,12 +69,10 @@ def with_bodies(call: Call, builder: Builder, data: KeepingReader | None, quanti
                 first, why = next(fed(), None), "no calibration sample ran it."
                 if first is not None:
                     _declare_ranks(body.model, first)
-                    made = _quantized(call, builder.request, body, fed, quantize)
-                    found += (
-                        []
-                        if made is None
-                        else [BodyBuilder(body, made[0], made[1].table, made[1].keep_float, feeds_of)]
-                    )
+                    if (made := _quantized(call, builder.request, body, fed, quantize)) is not None:
+                        inner, build = made
+                        how = build.table, build.keep_float, build.corrections
+                        found.append(BodyBuilder(body, inner, *how, feeds_of))
                     continue
             idle += _left_float(place, graph, "body-not-observed", why, call.notes)
         return replace(builder, bodies=tuple(found), idle=tuple(idle))
@@ -134,7 +132,7 @@ class Trial:
 
         def without(places: Collection[str]) -> Score:
             kept = replace(builder, bodies=tuple(b for b in seen if str(b.body.place) not in places))
-            return self.evaluator.score(kept.quantize(build.table, build.keep_float).quantized)
+            return self.evaluator.score(kept.quantize(build.table, build.keep_float, build.corrections).quantized)
 
         if not tried or not self._is_costly(score := without(())):
             return {}
@@ -162,7 +160,7 @@ class Trial:
         """The places of loops, whose errors add up, and of branches unless these are nearly all of the net."""
         kinds = {node.name: node.op_type for node in owners(builder.prepared.proto)}
         branches = {str(b.body.place): b for b in builder.bodies if kinds[b.body.place.owner] == "If"}
-        inside = sum(_work(b.builder, b.builder.quantize(b.table, b.keep_float)) for b in branches.values())
+        inside = sum(_work(b.builder, b.quantize()) for b in branches.values())
         exempt = branches if self.work < _LEAST_SHARE * (self.work + inside) else {}
         return [place for b in builder.bodies if (place := str(b.body.place)) not in exempt]
 

@@ -1,18 +1,12 @@
-"""Builds quantized models of one float model: planned before calibration, and with the variations that passes ask for.
-
-Corrections belong to integer nodes: one that is left float has its own weights and biases again, whoever decided it.
-
-Rounded weights and corrected biases make up for the error of int8 arithmetic. In a node that runs in float they make up
-for an error that is not there: the first three nodes of MLPerf's ResNet-8 left float with their corrections have an
-error of 0.00210, with their own biases of 0.00096.
-"""
+"""The builder of quantized models of one float model, planned before calibration and again with ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
+from typing import Final
 
 import onnx
 from onnx import TensorProto
@@ -27,21 +21,21 @@ from kenosis_ort.flow.preparation import prepare_model, rewrite_for_integers
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import fit_names, renamed
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
-from kenosis_ort.graph.constants import HEAVY, LAYERS, drop_unread
+from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import complete, copy_model, copy_with_hollow_weights, is_outside
+from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
-from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
-from kenosis_ort.plan import EdgeRole, How, Kind, NodeDecision, PlacementPlan
+from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
@@ -93,48 +87,8 @@ def quantize_model(
     return quantized
 
 
-def restored(model: onnx.ModelProto, base: onnx.ModelProto, plan: PlacementPlan) -> onnx.ModelProto:
-    """The model with the base's weights and biases in all layers that the plan leaves float.
-
-    Args:
-        model: The corrected model. Not changed.
-        base: The same nodes and names, without corrections. Not changed.
-        plan: Says which layers run in integer.
-
-    Returns:
-        A changed copy; the model itself where nothing differs.
-    """
-    integer = set(plan.integer_nodes())
-    left = {n.node for n in plan.nodes if n.op_type in LAYERS and n.kind is not Kind.INTEGER}
-    integer_layers = {node.name for node in model.graph.node if node.op_type in LAYERS and node.name in integer}
-    wanted = _constants(model, left) - _constants(model, integer_layers)
-    originals = {tensor.name: tensor for tensor in base.graph.initializer if tensor.name in wanted}
-    differ = {
-        tensor.name
-        for tensor in model.graph.initializer
-        if tensor.name in originals and tensor != originals[tensor.name]
-    }
-    if not differ:
-        return model
-    changed = copy_model(model)
-    for tensor in changed.graph.initializer:
-        if tensor.name in differ:
-            tensor.CopyFrom(originals[tensor.name])
-    return changed
-
-
-def _constants(model: onnx.ModelProto, layers: Collection[str]) -> set[str]:
-    """Values that layers read, and the Adds that add their biases."""
-    outputs = {o for node in model.graph.node if node.name in layers for o in node.output}
-    return {
-        name
-        for node in model.graph.node
-        if node.name in layers or (node.op_type == "Add" and outputs.intersection(node.input))
-        for name in node.input
-    }
-
-
 _REPAIR_ROUNDS = 3
+NOTHING: Final[Overlay] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -149,7 +103,6 @@ class Builder:
         journal: Times stages, and isolates optional work.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
-        base: The float model without corrections, which layers left float go back to; None where it is `prepared`.
     """
 
     prepared: PreparedModel
@@ -158,9 +111,11 @@ class Builder:
     named: Sequence[str]
     journal: Journal = field(default_factory=Journal)
     bodies: tuple[BodyBuilder, ...] = ()
-    base: onnx.ModelProto | None = None
     idle: tuple[NodeDecision, ...] = ()
     _planners: dict[tuple[str, ...], Planner] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _models: dict[tuple[int, frozenset[str]], tuple[Overlay, onnx.ModelProto]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def view(self) -> GraphView | None:
@@ -208,18 +163,6 @@ class Builder:
         if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
             raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
         return made
-
-    def on(self, model: onnx.ModelProto, *notes: str) -> Builder:
-        """The builder for the same net with corrected weights."""
-        if model is self.prepared.proto and not notes:
-            return self
-        prepared = PreparedModel(model, (*self.prepared.notes, *notes), self.prepared.nodes)
-        return replace(self, prepared=prepared, base=self.uncorrected)
-
-    @property
-    def uncorrected(self) -> onnx.ModelProto:
-        """The float model before its biases and weights were corrected for integers."""
-        return self.prepared.proto if self.base is None else self.base
 
     def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
         """The planner, made once for each set of nodes left float; None where stock's placement is used."""
@@ -282,16 +225,17 @@ class Builder:
         found = seen_as(view, [o for node in view.nodes for o in node.outputs])
         return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
 
-    def quantize(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
-        """The quantized model without the fusion proof."""
+    def quantize(
+        self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None, corrections: Overlay = NOTHING
+    ) -> Build:
+        """The quantized model without the fusion proof; only nodes in integer are corrected."""
         keep = dict(keep_float or {})
         with self.journal.stage("quantize"):
             plan, view = self.planned(keep, table), self.view
             if view is not None and (extreme := beyond_scales(view, plan, _ranges(table))):
                 keep.update(extreme)
                 plan = self.planned(keep, table)
-            proto = self.prepared.proto
-            source = proto if self.base is None or self.base is proto else restored(proto, self.base, plan)
+            source = self._corrected(corrections, frozenset(n for n in plan.integer_nodes() if n in corrections))
             ranges = fitted_to_widths(table, plan)
             quantized = quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
             if plan:
@@ -300,7 +244,15 @@ class Builder:
             plan = self._put_bodies(quantized, plan, keep)
         if self.request.caches:
             quantize_cache(quantized, with_scales(self.request.caches, table))
-        return Build(proto, table, keep, plan, quantized)
+        return Build(self.prepared.proto, table, keep, plan, quantized, corrections=corrections)
+
+    def _corrected(self, corrections: Overlay, nodes: frozenset[str]) -> onnx.ModelProto:
+        """The model with the corrections of some nodes, kept for the next call: candidates mostly differ in ranges."""
+        key = id(corrections), nodes
+        if key not in self._models:
+            self._models.clear()
+            self._models[key] = corrections, materialize(self.prepared.proto, corrections, nodes)
+        return self._models[key][1]
 
     def _put_bodies(
         self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
@@ -308,13 +260,15 @@ class Builder:
         """Puts the quantized bodies into a model, in place; returns the plan with the decisions about their nodes."""
         opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
         for body_builder in self.bodies:
-            made = body_builder.builder.quantize(body_builder.table, {**body_builder.keep_float, **keep_float})
+            made = body_builder.quantize(keep_float)
             opened.put_back(body_builder.body, made.quantized)
             nodes += made.plan.nodes
         drop_unread(quantized.graph)
         return replace(plan, nodes=tuple(nodes))
 
-    def build(self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None) -> Build:
+    def build(
+        self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None, corrections: Overlay = NOTHING
+    ) -> Build:
         """The quantized model with the fusion proof; what the runtime would not run in integer stays float.
 
         Returns without a proof where the request switches verification off or nothing was quantized.
@@ -322,7 +276,7 @@ class Builder:
         keep = dict(keep_float or {})
         notes: list[str] = []
         for round_ in range(_REPAIR_ROUNDS + 1):
-            built = self.quantize(table, keep)
+            built = self.quantize(table, keep, corrections)
             if not self.request.is_proved or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
             with self.journal.stage("verify"):
@@ -351,6 +305,7 @@ class BodyBuilder:
         builder: Of the body's model.
         table: The ranges of its activations.
         keep_float: Nodes left float beyond what the rules say, with the reason.
+        corrections: What its nodes in integer have in place of its own constants.
         feeds_of: Returns what feeds the body where the model around it is fed so.
     """
 
@@ -358,7 +313,12 @@ class BodyBuilder:
     builder: Builder
     table: CalibrationTable
     keep_float: Mapping[str, str]
+    corrections: Overlay
     feeds_of: Callable[[Feeds], Feeds]
+
+    def quantize(self, keep_float: Mapping[str, str] = MappingProxyType({})) -> Build:
+        """The quantized body, with further nodes left float."""
+        return self.builder.quantize(self.table, {**self.keep_float, **keep_float}, self.corrections)
 
     def seeing(self, outer: Feeds) -> BodyBuilder:
         """Returns the same with the ranges of these feeds of the model around it, in nested bodies too."""

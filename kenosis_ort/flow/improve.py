@@ -6,7 +6,7 @@ Those that change weights come between calibration and all else: their ranges fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Final
@@ -42,7 +42,7 @@ NO_SAMPLES: Final = (
 
 
 def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) -> tuple[Builder, Build]:
-    """The build after the recipe's passes, with the builder of its float model."""
+    """The build after the recipe's passes, and the builder that made it."""
     request = call.request
     passes = [each for each in request.passes if not each.before_calibration]
     if not passes or request.stock_reason is not None or not is_whole(build):
@@ -59,10 +59,9 @@ def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) 
             )
             return builder, build
         is_real = not build.table.made_up if call.trust is None else call.trust.source != "synthetic"
-        context = context_of(call, fit, evaluator, builder.on)
-        runner = PassRunner(replace(context, real_samples=is_real), call.attempt, call.passes)
-        state = runner.run(passes, State(builder.prepared, build))
-        return with_free_weights(call, builder.on(state.built.float_model), state.built, evaluator)
+        context = replace(context_of(call, fit, evaluator, builder), real_samples=is_real)
+        state = PassRunner(context, call.attempt, call.passes).run(passes, State(builder.prepared, build))
+        return with_free_weights(call, builder, state.built, evaluator)
 
     with call.stage("accuracy"):
         return call.attempt("The accuracy passes", improve, (builder, build))
@@ -81,33 +80,31 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
         return builder, build
     target = replace(request.target, types=replace(request.target.types, largest_pair=None))
     free = replace(builder, request=replace(builder.request, target=target))
-    made = free.build(build.table, build.keep_float)
+    made = free.build(build.table, build.keep_float, build.corrections)
     if not evaluator.score(made.quantized).beats(evaluator.score(build.quantized)):
         return builder, build
     call.notes.append(f"The file is for processors with VNNI, as '{host.name}': without, products of weights clip.")
     return free, made
 
 
-def context_of(
-    call: Call, fit: Sequence[Feed], evaluator: Evaluator, on: Callable[[onnx.ModelProto], Builder]
-) -> Context:
-    """Context of the passes; ``on`` gives the function that quantizes a model with changed weights."""
-    request, latest = call.request, _latest(on)
+def context_of(call: Call, fit: Sequence[Feed], evaluator: Evaluator, builder: Builder) -> Context:
+    """Context of the passes over a net."""
+    request = call.request
 
     def fitted_ranges(state: State) -> CalibrationTable:
-        model, table = state.prepared.proto, state.built.table
-        swept = table.part
-        if swept is not None and swept.model_fingerprint == model_fingerprint(model) and _is_of(swept, fit):
+        table, swept = state.built.table, state.built.table.part
+        fingerprint = model_fingerprint(state.prepared.proto)
+        if swept is not None and swept.model_fingerprint == fingerprint and _is_of(swept, fit):
             return swept
-        return latest(model).collected(fit, table.tensors, table.config)
+        return builder.collected(fit, table.tensors, table.config)
 
     return Context(
         fit=fit,
         evaluator=evaluator,
         build_of=lambda state: state.built,
-        quantize=lambda weights, table, keep: latest(weights).quantize(table, keep),
-        prove=lambda weights, table, keep: latest(weights).build(table, keep),
-        plan=lambda weights, table, keep: latest(weights).planned(keep, table),
+        quantize=builder.quantize,
+        prove=builder.build,
+        plan=lambda table, keep: builder.planned(keep, table),
         fitted_ranges=fitted_ranges,
         active=frozenset(each.name for each in request.passes),
         forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
@@ -173,18 +170,6 @@ def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Fee
 def _is_of(table: CalibrationTable, feeds: Sequence[Feed]) -> bool:
     """Whether a table was collected over these samples."""
     return table.data_fingerprint == f"{sum(map(feed_digest, feeds)) % 2**256:064x}"
-
-
-def _latest(on: Callable[[onnx.ModelProto], Builder]) -> Callable[[onnx.ModelProto], Builder]:
-    """The same function, which keeps its latest result: candidates of one model come one after the other."""
-    cached: list[tuple[onnx.ModelProto, Builder]] = []
-
-    def found(model: onnx.ModelProto) -> Builder:
-        if not cached or cached[0][0] is not model:
-            cached[:] = [(model, on(model))]
-        return cached[0][1]
-
-    return found
 
 
 _ENOUGH: Final = 24
@@ -271,9 +256,6 @@ class _Ranges:
         """The context of passes whose states have no build yet."""
         drafted, prepared = self.drafted, self.drafted.prepared
 
-        def on(model: onnx.ModelProto) -> Builder:
-            return drafted.for_integers(replace(prepared, proto=model))
-
         def build_of(state: State) -> Build:
             if state.prepared is prepared:
                 return self.builder.quantize(self.fitted)
@@ -282,7 +264,8 @@ class _Ranges:
             few = self._few(completed) if needs_histograms else None
             return completed.quantize(self._carried(self.fitted, completed, state, few))
 
-        return replace(context_of(self.call, *self._divided, on), build_of=build_of, nodes=drafted.adjustable)
+        context = context_of(self.call, *self._divided, self.builder)
+        return replace(context, build_of=build_of, nodes=drafted.adjustable)
 
     def final(self, builder: Builder, state: State) -> CalibrationTable:
         """The ranges of a changed net over all samples, and as its part those of the samples to fit to."""

@@ -409,7 +409,7 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
         )
     further = [] if data is None or request.executor is not None else data.feeds[feeds_wanted(request) :]
     call.measure = call.attempt("The measure of what is lost", lambda: measured(call, chosen, further), None)
-    return finish(call, builder.uncorrected, chosen, feeds, samples, compared)
+    return finish(call, builder.prepared.proto, chosen, feeds, samples, compared)
 
 
 def _built(

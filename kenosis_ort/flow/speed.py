@@ -246,7 +246,7 @@ class _Forms:
 
     def __init__(self, original: onnx.ModelProto, builder: Builder, build: Build, worthless: str | None) -> None:
         self._original, self._builder, self._build, self._request = original, builder, build, builder.request
-        self._worthless, prepared = worthless, builder.uncorrected
+        self._worthless, prepared = worthless, builder.prepared.proto
         self._variants = {INT8: build}
         regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
         timed = self._request.target.hooks.time
@@ -325,7 +325,9 @@ class _Forms:
     def _cut(self, name: str, nodes: Sequence[str]) -> Form:
         def make() -> onnx.ModelProto | None:
             left = dict.fromkeys(nodes, "float is faster there, measured on this machine")
-            self._variants[name] = self._builder.quantize(self._build.table, {**self._build.keep_float, **left})
+            self._variants[name] = self._builder.quantize(
+                self._build.table, {**self._build.keep_float, **left}, self._build.corrections
+            )
             return self._variants[name].quantized
 
         return Form(name, f"int8 with its {name}", make, checked=True)
@@ -382,7 +384,7 @@ class _Forms:
         build, request = self._build, self._request
         if name in self._variants:
             taken = self._variants[name]
-            proved = build if taken is build else self._builder.build(taken.table, taken.keep_float)
+            proved = build if taken is build else self._builder.build(taken.table, taken.keep_float, taken.corrections)
             return Delivery(proved, speed)
         prove = request.target.hooks.prove if request.verify else None
         fusion = None if prove is None else prove(model, custom_op_libraries=request.custom_op_libraries)
@@ -515,7 +517,7 @@ def delivered(
         call.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
     # A form that the caller asked for is only timed; else the first candidate is taken that is not slower.
-    original = call.loaded.proto if call.original is not None else builder.uncorrected
+    original = call.loaded.proto if call.original is not None else builder.prepared.proto
     forms = _Forms(original, builder, build, worthless)
     with call.stage("speed"):
         share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.process_time() - call.begun_cpu)

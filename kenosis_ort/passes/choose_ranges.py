@@ -104,7 +104,7 @@ class RangeChoice(Pass):
 
         def made(ranges: Ranges) -> onnx.ModelProto:
             table = build.table.with_ranges(ranges)
-            return context.quantize(build.float_model, table, build.keep_float).quantized
+            return context.quantize(table, build.keep_float, build.corrections).quantized
 
         names = ["minmax", *(e for e in estimators if fitted[e] != fitted["minmax"])]
         found = context.evaluator.scores(made(fitted[name]) for name in names)

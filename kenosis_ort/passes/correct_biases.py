@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,10 +36,11 @@ from kenosis_ort.accuracy.responses import Response, activation_behind
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, constant_values, run
 from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, read_names
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
+from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correction_graph import Corrected, FloatMeans, shifts_in_one_run
-from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers, store
+from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers
 
 Array = npt.NDArray[Any]
 Visit = Callable[[str, list[Array]], None]
@@ -267,23 +269,27 @@ def bias_of(layer: Layer, index: GraphIndex) -> str:
     return name if dims == [layer.channels_out] or (not dims and layer.channels_out == 1) else ""
 
 
-def with_shifts(model: onnx.ModelProto, shifts: Mapping[str, Float64]) -> onnx.ModelProto:
-    """A copy in which the outputs of layers are shifted.
+def with_shifts(
+    model: onnx.ModelProto, shifts: Mapping[str, Float64], overlay: Overlay = MappingProxyType({})
+) -> Overlay:
+    """An overlay in which the outputs of layers are shifted.
 
     Args:
         model: The float model. Not changed.
         shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
+        overlay: What layers have in place of the model's constants before.
     """
-    index = GraphIndex.of_copy(model)
+    index = GraphIndex(model)
     by_name = {layer.name: layer for layer in layers(index)}
+    found = {node: dict(tensors) for node, tensors in overlay.items()}
     for node, shift in shifts.items():
-        layer = by_name[node]
+        layer, own = by_name[node], found.setdefault(node, {})
         name = bias_of(layer, index)
-        before = array_of(index, name)
+        before = array_in(own.get(name, index.constants[name]))
         beta = attribute_float(layer.node, "beta", 1.0) if layer.node.op_type == "Gemm" else 1.0
         after = before.astype(np.float64) + (shift / beta).reshape(before.shape)
-        store(index, name, after.astype(np.float32))
-    return index.commit()
+        own[name] = numpy_helper.from_array(after.astype(np.float32), name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -319,12 +325,12 @@ def corrected(state: State, context: Context) -> State:
         custom_op_libraries=context.custom_op_libraries,
         float_means=context.float_means,
     )
-    shifted = context.with_weights(state, with_shifts(build.float_model, shifts))
-    return replace(shifted, uncorrected=build.float_model)
+    shifted = context.with_corrections(state, with_shifts(build.float_model, shifts, build.corrections))
+    return replace(shifted, uncorrected=build.corrections)
 
 
 def uncorrected(state: State) -> State:
     """A state with the biases that were there before they were corrected; its build is not made anew."""
     if state.uncorrected is None:
         return state
-    return replace(state, build=replace(state.built, float_model=state.uncorrected), uncorrected=None)
+    return replace(state, build=replace(state.built, corrections=state.uncorrected), uncorrected=None)

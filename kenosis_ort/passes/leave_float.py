@@ -252,7 +252,7 @@ class MixedPrecision(Pass):
         build = state.built
 
         def make(keep: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
-            made = context.prove(build.float_model, build.table, keep)  # its repair may leave a neighbour float too
+            made = context.prove(build.table, keep, build.corrections)  # its repair may leave a neighbour float too
             return made.quantized, made.plan
 
         found = search_mixed_precision(
@@ -263,7 +263,7 @@ class MixedPrecision(Pass):
             error=context.evaluator.output_error,
             budget=Budget(self.accuracy_budget),
             max_float_share=self.max_float_share,
-            replan=lambda keep: context.plan(build.float_model, build.table, keep),
+            replan=lambda keep: context.plan(build.table, keep),
             keep_float=build.keep_float,
             custom_op_libraries=context.custom_op_libraries,
             executor=context.executor,

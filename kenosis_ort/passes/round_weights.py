@@ -22,12 +22,12 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.product_pairs import can_clip, pair_order
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics
+from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.grid_search import Grid, descend, pass_on
-from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers, store
+from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers
 from kenosis_ort.runtime.session import HERE, Executor
 
 
@@ -83,14 +83,14 @@ _MOST_BYTES = 2**29  # of moments gathered in one pass
 
 @dataclass(frozen=True)
 class Rounded:
-    """The model with weights on the quantizer's grid.
+    """Weights on the quantizer's grid.
 
     Attributes:
-        model: A copy; only weights differ.
+        overlay: The weights by layer.
         gains: How far each rounded layer's own error fell, dB, by name, in graph order.
     """
 
-    model: onnx.ModelProto
+    overlay: Overlay
     gains: Mapping[str, float]
 
 
@@ -116,13 +116,13 @@ def learn_rounding(
         executor: Rounds the layers, whose moments are gathered here.
 
     Returns:
-        A copy to quantize again with the same plan and ranges. Layers without symmetric int8 weights, with shared
+        Weights to quantize again with the same plan and ranges. Layers without symmetric int8 weights, with shared
         weights, of more than 8192 columns or with too few samples keep theirs.
 
     Raises:
         CalibrationError: The float model fails on a sample.
     """
-    index = GraphIndex.of_copy(model)
+    index = GraphIndex(model)
     grids = weight_grids(quantized)
     todo = [
         layer
@@ -133,6 +133,7 @@ def learn_rounding(
         and _width(layer) <= _WIDEST
     ]
     gains: dict[str, float] = {}
+    overlay: dict[str, dict[str, onnx.TensorProto]] = {}
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
         known = [layer for layer in group if layer.name in moments]
@@ -140,8 +141,9 @@ def learn_rounding(
             _Unrounded(each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known
         )
         for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):
-            store(index, layer.weight, weights)
-    return Rounded(index.commit(), gains)
+            tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(weights), layer.weight)
+            overlay[layer.name] = {layer.weight: put_outside(tensor)}
+    return Rounded(overlay, gains)
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class LearnedRounding(Pass):
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         base = state.prepared.proto
         nodes = set(state.built.plan.integer_nodes())
-        nearest = context.with_weights(state, base).built.quantized
+        nearest = context.with_corrections(state, {}).built.quantized
         rounded = learn_rounding(
             base,
             nearest,
@@ -269,5 +271,5 @@ class LearnedRounding(Pass):
             custom_op_libraries=context.custom_op_libraries,
             executor=context.executor,
         )
-        changed = context.with_weights(state, rounded.model)
+        changed = context.with_corrections(state, rounded.overlay)
         return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

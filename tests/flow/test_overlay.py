@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from kenosis_ort.flow.builder import restored
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
+from kenosis_ort.passes.contract import Overlay, materialize
 from tests import models
 from tests.flow.support import initializers, quantized
 from tests.models import Net
@@ -29,18 +27,9 @@ def chain(layers: int) -> onnx.ModelProto:
     return net.model()
 
 
-def corrected(model: onnx.ModelProto) -> onnx.ModelProto:
-    changed = copy_model(model)
-    for tensor in changed.graph.initializer:
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) + np.float32(0.5), tensor.name))
-    return changed
-
-
-def plan_of(kinds: list[bool]) -> PlacementPlan:
-    nodes = tuple(
-        NodeDecision(f"conv{i}", "Conv", Kind.INTEGER if k else Kind.FLOAT, "rule", "") for i, k in enumerate(kinds)
-    )
-    return PlacementPlan("ort-cpu", nodes=nodes)
+def corrected(model: onnx.ModelProto) -> Overlay:
+    constants = {name: numpy_helper.from_array(array + np.float32(0.5), name) for name, array in held(model).items()}
+    return {node.name: {n: constants[n] for n in node.input[1:]} for node in model.graph.node if node.op_type == "Conv"}
 
 
 def held(model: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -51,27 +40,23 @@ def held(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 @given(st.lists(st.booleans(), min_size=4, max_size=4))
 def test_corrections_stay_in_integer_layers_alone(kinds: list[bool]) -> None:
     base = chain(4)
-    changed = corrected(base)
-    own, moved, found = held(base), held(changed), held(restored(changed, base, plan_of(kinds)))
+    before, overlay = base.SerializeToString(), corrected(base)
+    made = materialize(base, overlay, [f"conv{i}" for i, integer in enumerate(kinds) if integer])
+    own, found = held(base), held(made)
     for i, integer in enumerate(kinds):
         for name in (f"conv{i}_w", f"conv{i}_b"):
-            assert np.array_equal(found[name], (moved if integer else own)[name])
-    assert held(changed).keys() == found.keys()
-    assert all(np.array_equal(held(changed)[n], moved[n]) for n in moved)  # the given model is not changed
+            assert np.array_equal(found[name], own[name] + np.float32(0.5 * integer))
+    assert [t.name for t in made.graph.initializer] == [t.name for t in base.graph.initializer]
+    assert base.SerializeToString() == before
+    assert (made is base) == (not any(kinds)), "nothing is copied where nothing differs"
 
 
-def test_a_weight_that_an_integer_layer_reads_too_stays() -> None:
+def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
     base = chain(2)
     base.graph.node[2].input[1] = base.graph.node[0].input[1]
-    changed = corrected(base)
-    found = held(restored(changed, base, plan_of([True, False])))
-    assert np.array_equal(found["conv0_w"], held(changed)["conv0_w"])
+    found = held(materialize(base, corrected(base), ["conv0"]))
+    assert np.array_equal(found["conv0_w"], held(base)["conv0_w"] + np.float32(0.5))
     assert np.array_equal(found["conv1_b"], held(base)["conv1_b"])
-
-
-def test_nothing_is_copied_where_nothing_differs() -> None:
-    model = chain(2)
-    assert restored(model, copy_model(model), plan_of([True, False])) is model
 
 
 def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +67,9 @@ def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: p
     feeds = models.feeds(model, 16)
 
     def cut(call, builder, build, feeds, worthless):  # type: ignore[no-untyped-def]
-        assert not np.array_equal(held(build.float_model)["conv0_b"], held(model)["conv0_b"])
+        assert {"conv0", "conv1"} <= build.corrections.keys()
         keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
-        return replace(builder.quantize(build.table, keep), fusion=build.fusion), True
+        return replace(builder.quantize(build.table, keep, build.corrections), fusion=build.fusion), True
 
     monkeypatch.setattr(run, "delivered", cut)
     report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")

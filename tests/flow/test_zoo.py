@@ -15,6 +15,7 @@ from onnxruntime.quantization import CalibrationMethod
 from kenosis_ort import ArrayReader, Stages, quantize_static
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.flow import builder
+from kenosis_ort.passes.contract import materialize
 from kenosis_ort.recipe import RECIPES, SpeedChoice
 from tests.flow.support import heavy, proof, quality
 from tests.models import Feed
@@ -117,6 +118,6 @@ def test_what_is_cut_off_has_its_own_biases(tmp_path: Path, monkeypatch: pytest.
         return float(10 ** (-quality(path, out, [{"input": held_out}]) / 10))
 
     own = error()
-    monkeypatch.setattr(builder, "restored", lambda model, *_: model)
+    monkeypatch.setattr(builder, "materialize", lambda model, overlay, _: materialize(model, overlay))
     assert own < 0.0012
     assert 1.5 * own < error()

@@ -10,6 +10,7 @@ import pytest
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.accuracy.error import output_error
+from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.correct_biases import bias_shifts, with_biases, with_shifts
 from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
 from kenosis_ort.passes.round_weights import learn_rounding
@@ -61,13 +62,14 @@ def test_passes_one_after_the_other(net, data, equalization, correction):
 
     nodes = set(equalized.plan.integer_nodes())
     shifts = bias_shifts(equalized.model, equalized.quantized, fit, nodes=nodes, threads=1)
-    corrected = planning.quantize(with_shifts(equalized.model, shifts), feeds=fit)
+    corrected = planning.quantize(materialize(equalized.model, with_shifts(equalized.model, shifts)), feeds=fit)
     best = decibels(model, corrected.quantized, held_out)
     assert best > after + correction
 
     rounded = learn_rounding(equalized.model, equalized.quantized, fit, nodes=nodes, threads=1)
     assert len(rounded.gains) > 2
-    again = planning.quantize(rounded.model, feeds=fit)
+    fine = materialize(equalized.model, rounded.overlay)
+    again = planning.quantize(fine, feeds=fit)
     shifts = bias_shifts(equalized.model, again.quantized, fit, nodes=nodes, threads=1)
-    last = planning.quantize(with_shifts(rounded.model, shifts), feeds=fit)
+    last = planning.quantize(materialize(fine, with_shifts(fine, shifts)), feeds=fit)
     assert decibels(model, last.quantized, held_out) > best - 1.0
