@@ -88,6 +88,7 @@ def quantize_model(
 
 
 _REPAIR_ROUNDS = 3
+_REAL: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 NOTHING: Final[Overlay] = MappingProxyType({})
 
 
@@ -103,6 +104,7 @@ class Builder:
         journal: Times stages, and isolates optional work.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
+        planners: Those of the model and the request, by nodes left float.
     """
 
     prepared: PreparedModel
@@ -112,7 +114,7 @@ class Builder:
     journal: Journal = field(default_factory=Journal)
     bodies: tuple[BodyBuilder, ...] = ()
     idle: tuple[NodeDecision, ...] = ()
-    _planners: dict[tuple[str, ...], Planner] = field(default_factory=dict, init=False, compare=False, repr=False)
+    planners: dict[tuple[str, ...], Planner] = field(default_factory=dict, compare=False, repr=False)
     _models: dict[tuple[int, frozenset[str]], tuple[Overlay, onnx.ModelProto]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -145,11 +147,12 @@ class Builder:
         own = self.request.stock_reason is None and self.request.extra_options.get("EnableSubgraph", True)
         return bool(own) and any(has_layers(graph) for node in owners(self.prepared.proto) for _, graph in places(node))
 
-    def for_integers(self, prepared: PreparedModel | None = None) -> Builder:
+    def for_integers(self, prepared: PreparedModel | None = None, like: Builder | None = None) -> Builder:
         """The builder of the model in forms that suit integer kernels.
 
         Args:
             prepared: The model, perhaps with other weights; None for its own.
+            like: That of the model's own weights; where only weights differ, its plans are taken.
 
         Raises:
             NothingToQuantizeError: Nothing in it can be quantized.
@@ -159,7 +162,10 @@ class Builder:
             with self.journal.stage("rewrite"):
                 found = rewrite_for_integers(rewritten, planner, self.request, self.excluded, self.journal)
             rewritten = found or rewritten
-        made = self if rewritten is self.prepared else replace(self, prepared=rewritten)
+        made = self
+        if rewritten is not self.prepared:
+            known = like is not None and _differ_in_weights_alone(rewritten.proto, like.prepared.proto)
+            made = replace(self, prepared=rewritten, planners={**like.planners} if like is not None and known else {})
         if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
             raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
         return made
@@ -170,12 +176,12 @@ class Builder:
         if view is None:
             return None
         key = tuple(part for item in keep.items() for part in item)
-        if key not in self._planners:
+        if key not in self.planners:
             options = self.request.placement_options(self.excluded, self.named, keep)
-            base = self._planners.get(())  # of an empty ``keep_float``
+            base = self.planners.get(())  # of an empty ``keep_float``
             finish = partial(_finished, view, self.request)
-            self._planners[key] = Planner(view, self.request.target, options, finish, base)
-        return self._planners[key]
+            self.planners[key] = Planner(view, self.request.target, options, finish, base)
+        return self.planners[key]
 
     def planned(
         self, keep_float: Mapping[str, str] | None = None, table: CalibrationTable | None = None
@@ -416,6 +422,17 @@ def nothing_to_quantize(why: str) -> NothingToQuantizeError:
     return NothingToQuantizeError(
         f"no node of the model can be quantized ({why})",
         fix="check op_types_to_quantize, nodes_to_quantize and nodes_to_exclude; deploy the float model otherwise",
+    )
+
+
+def _differ_in_weights_alone(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+    """Whether two models have equal nodes, and constants equal in what a plan depends on: all but real numbers."""
+    pairs = list(zip(one.graph.initializer, other.graph.initializer, strict=False))
+    return (
+        len(one.graph.initializer) == len(other.graph.initializer)
+        and one.graph.node == other.graph.node
+        and all((a.name, a.data_type, a.dims) == (b.name, b.data_type, b.dims) for a, b in pairs)
+        and all(a == b for a, b in pairs if not a.dims or a.data_type not in _REAL)
     )
 
 

@@ -79,7 +79,7 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
         call.notes.append("Weights are exact on every processor: what free ones gain cannot be measured on this one.")
         return builder, build
     target = replace(request.target, types=replace(request.target.types, largest_pair=None))
-    free = replace(builder, request=replace(builder.request, target=target))
+    free = replace(builder, request=replace(builder.request, target=target), planners={})
     made = free.build(build.table, build.keep_float, build.corrections)
     if not evaluator.score(made.quantized).beats(evaluator.score(build.quantized)):
         return builder, build
@@ -224,7 +224,7 @@ def with_weight_passes(
         changed = changed if model is changed.proto else replace(changed, proto=model)
 
     def with_ranges() -> tuple[Builder, CalibrationTable]:
-        completed = builder if changed is prepared else drafted.for_integers(changed)
+        completed = builder if changed is prepared else drafted.for_integers(changed, builder)
         with call.stage("equalize"):
             return completed, ranges.final(completed, replace(state, prepared=changed))
 
@@ -259,7 +259,7 @@ class _Ranges:
         def build_of(state: State) -> Build:
             if state.prepared is prepared:
                 return self.builder.quantize(self.fitted)
-            completed = drafted.for_integers(state.prepared)
+            completed = drafted.for_integers(state.prepared, self.builder)
             needs_histograms = self.table.method != "minmax" or not completed.request.widths.are_bytes
             few = self._few(completed) if needs_histograms else None
             return completed.quantize(self._carried(self.fitted, completed, state, few))
