@@ -178,7 +178,8 @@ class Builder:
         key = tuple(part for item in keep.items() for part in item)
         if key not in self.planners:
             options = self.request.placement_options(self.excluded, self.named, keep)
-            base = self.planners.get(())  # of an empty ``keep_float``
+            base = self.planners.get(())  # of an empty ``keep_float``, and perhaps of other weights
+            view = view if base is None else base.view
             finish = partial(_finished, view, self.request)
             self.planners[key] = Planner(view, self.request.target, options, finish, base)
         return self.planners[key]
