@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 
@@ -24,7 +25,7 @@ from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import complete, copy_with_hollow_weights, is_outside
+from kenosis_ort.graph.outside import array_in, complete, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
@@ -238,9 +239,10 @@ class Builder:
         """The quantized model without the fusion proof; only nodes in integer are corrected."""
         keep = dict(keep_float or {})
         with self.journal.stage("quantize"):
-            plan, view = self.planned(keep, table), self.view
-            if view is not None and (extreme := beyond_scales(view, plan, _ranges(table))):
-                keep.update(extreme)
+            plan = self.planned(keep, table)
+            beyond = {} if self.view is None else beyond_scales(self.view, plan, _ranges(table))
+            if beyond := {**beyond, **_overflown(corrections)}:
+                keep.update(beyond)
                 plan = self.planned(keep, table)
             source = self._corrected(corrections, frozenset(n for n in plan.integer_nodes() if n in corrections))
             ranges = fitted_to_widths(table, plan)
@@ -427,14 +429,24 @@ def nothing_to_quantize(why: str) -> NothingToQuantizeError:
 
 
 def _differ_in_weights_alone(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
-    """Whether two models have equal nodes, and constants equal in what a plan depends on: all but real numbers."""
+    """Whether two models have equal nodes, and constants equal in what a plan depends on: all but finite numbers."""
     pairs = list(zip(one.graph.initializer, other.graph.initializer, strict=False))
     return (
         len(one.graph.initializer) == len(other.graph.initializer)
         and one.graph.node == other.graph.node
         and all((a.name, a.data_type, a.dims) == (b.name, b.data_type, b.dims) for a, b in pairs)
-        and all(a == b for a, b in pairs if not a.dims or a.data_type not in _REAL)
+        and all(a == b or (a.dims and a.data_type in _REAL and np.isfinite(array_in(a)).all()) for a, b in pairs)
     )
+
+
+def _overflown(corrections: Overlay) -> dict[str, str]:
+    """The nodes whose corrections no float32 holds, with the reason: they run as they came."""
+    return {
+        node: f"its '{name}', once corrected, holds NaN or infinity"
+        for node, tensors in corrections.items()
+        for name, tensor in tensors.items()
+        if not np.isfinite(array_in(tensor)).all()
+    }
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
