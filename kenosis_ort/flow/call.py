@@ -17,7 +17,6 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.accuracy.measured import Measured
-from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.errors import (
     CalibrationError,
@@ -32,6 +31,7 @@ from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, 
 from kenosis_ort.flow.target_options import host_label
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
+from kenosis_ort.passes.candidates import Reference
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.runner import PassOutcome

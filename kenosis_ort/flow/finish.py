@@ -14,7 +14,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.accuracy.metric import Reference
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
 from kenosis_ort.bench.op_times import gather_evidence
 from kenosis_ort.calibration.readers import source_files
@@ -35,6 +34,7 @@ from kenosis_ort.graph.save import data_file, mark, restore_interface, write_mod
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
+from kenosis_ort.passes.candidates import Reference
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.placement.cost import estimate

@@ -23,10 +23,10 @@ import onnx
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
 from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
-from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Reference, Scored
+from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.passes.candidates import Candidates
+from kenosis_ort.passes.candidates import Candidates, Reference
 from kenosis_ort.runtime.session import HERE, Executor
 
 LEAST_FEEDS = 4
