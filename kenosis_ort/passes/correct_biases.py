@@ -12,11 +12,6 @@ Either is one pass over the quantized model and one over the float model.
 Means are compared behind the layer's activation (see `responses`). Both are of the same samples, so the difference is
 known much better than either mean; what its standard error still leaves open is taken off it, so that a layer whose
 shift is noise is left alone.
-
-A quantized model run layer by layer over all samples at once, so that each layer can be corrected before the next.
-
-The graph is cut behind each layer in question. A part is run for every sample, its layer's output handed out and
-possibly changed, and then the next part: that is one pass over the model, whatever the number of layers.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ before it corrected already, in one pass over the model.
 
 It needs samples that can be stacked. Whether a graph takes another batch than it was exported with, and whether its
 rows are samples of their own, is not assumed but tried on the float model: the means of the last feed by itself have
-to be those that it has behind a row of the feed before it. Where they are not, `bias_correction` goes from layer to
-layer. Means of the float model need no stack: feed by feed they take half as long, since memory is not paged in anew.
+to be those that it has behind a row of the feed before it. Where they are not, `kenosis_ort.passes.correct_biases`
+goes from layer to layer. Means of the float model need no stack: feed by feed they take half as long, since memory is
+not paged in anew.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Sets of nodes to leave float so that a tensor is not quantized, and the real effect of each set.
+"""The search for nodes to leave float: which tensors cost how much, what leaving nodes float changes, and a path.
+
+Tensors are quantized alone, all others float, and measured at the outputs. Quantization noise from different tensors
+adds up nearly independently, so that what a set of tensors costs is close to the sum of what its members cost. Where
+only the worst are wanted, sets are halved as long as they matter: k bad tensors among n are found in about
+``2 k log2(n / k)`` runs instead of n. Source: single-tensor quantization as in HAWQ and in ONNX Runtime's debugging
+guide; the halving is adaptive group testing (Dorfman 1943).
 
 One Conv left float alone still reads its quantized input and hands on a quantized output: only its weights gain. A bad
 activation becomes float only where the node behind which it is quantized and all that read it are left float
-together. What a set changes is asked of the planner, and read off the gates that vanish.
-
-What a node costs in float if nobody says better: its multiply-accumulates, and a little for cheap operators.
-
-Which quantized tensors cost how much: each quantized alone, all others float, measured at the outputs.
-
-Quantization noise from different tensors adds up nearly independently, so that what a set of tensors costs is close
-to the sum of what its members cost. Where only the worst are wanted, sets are halved as long as they matter: k bad
-tensors among n are found in about ``2 k log2(n / k)`` runs instead of n. Source: single-tensor quantization as in
-HAWQ and in ONNX Runtime's debugging guide; the halving is adaptive group testing (Dorfman 1943).
+together. What a set changes is asked of the planner, and read off the gates that vanish. What a node costs in float if
+nobody says better: its multiply-accumulates, and a little for cheap operators.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Layers with weights (Conv, ConvTranspose, Gemm, MatMul) as passes see them: weights, and rows of inputs.
 
-One way to look at the weights of Conv, ConvTranspose, Gemm and MatMul: output channel, input channel, kernel tap.
-
-Inputs of layers as rows that weights multiply, gathered on a few samples for second moments.
+Weights are output channel, input channel, kernel tap. Inputs of layers are rows that weights multiply, gathered on a
+few samples for second moments.
 """
 
 from __future__ import annotations

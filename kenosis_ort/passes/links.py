@@ -5,7 +5,7 @@ output channel ``c`` of the first layer may be multiplied by ``t[c]`` and input 
 by it, and the net computes what it did. Relu, LeakyRelu, PRelu and pooling are such operators; Clip is one as long as
 no channel gets to a bound other than 0 on one side of the change only.
 
-How noisy a layer will be once its input and its weights are quantized, for factors on its input channels.
+`LinkNoise` predicts how noisy the second layer will be once its input and its weights are quantized.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Linear layers that read rows brought to one size; algebra and source: `kenosis_ort.passes.scale_rows`.
-
-Rows of a linear layer's input brought to one size at run time: dynamic quantization by token on static kernels.
+"""Rows of a linear layer's input brought to one size at run time: dynamic quantization by token on static kernels.
 
 With ``r`` the largest magnitude of each row of ``x`` (a token, as a rule)::
 
