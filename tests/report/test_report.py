@@ -1,0 +1,328 @@
+"""The report is pure data that round-trips JSON, and tells one honest outcome in text, whatever the names hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
+from kenosis_ort.report import (
+    OptionChoice,
+    OutputQuality,
+    PassOutcome,
+    QuantizationReport,
+    ReportEvidence,
+    SpeedCandidate,
+    SpeedSummary,
+    TrustSummary,
+)
+from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, kernels_in_words, layer_times
+from kenosis_ort.report.explanation import fusion_verdict
+from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
+from tests.report.samples import evidence, full_report, fusion, kernel, plan, report, speed, trust
+
+numbers = st.none() | st.floats(allow_nan=False)
+
+
+def text_of(shown: QuantizationReport, *, full: bool = False) -> str:
+    return to_text(render_report(shown, full=full))
+
+
+def lacking(text: str, *expected: str) -> list[str]:
+    return [part for part in expected if part not in text]
+
+
+# -- as data
+
+
+class Shade(Enum):
+    DARK = 3
+
+
+@pytest.mark.parametrize("original", [report(), full_report(), report(fusion=None)], ids=["bare", "full", "unproved"])
+def test_json_round_trip_keeps_everything(original: QuantizationReport) -> None:
+    copy = QuantizationReport.from_json(original.to_json())
+    assert copy.to_dict() == original.to_dict()
+    for name in ("plan", "calibration", "outputs", "fusion", "recipe", "passes", "speed", "trust", "evidence"):
+        assert getattr(copy, name) == getattr(original, name), name
+    assert copy.verdict() == original.verdict()
+    assert copy.left_float() == original.left_float()
+
+
+def test_parts_may_be_left_out_and_missing() -> None:
+    raw = full_report().to_dict(include_plan=False, include_evidence=False)
+    assert (raw["plan"], raw["evidence"]) == (None, None)
+    assert not QuantizationReport.from_dict(raw).plan.decisions
+    for key in ("recipe", "passes", "speed", "trust", "evidence"):
+        del raw[key]
+    copy = QuantizationReport.from_dict(raw)
+    assert (copy.recipe, copy.passes, copy.speed, copy.trust, copy.evidence) == (None, (), None, None, None)
+
+
+@given(st.floats(allow_nan=False), numbers, numbers, st.booleans())
+def test_any_number_survives_json(db: float, first: float | None, second: float | None, kept: bool) -> None:
+    original = report(outputs=(OutputQuality("logits", db),))
+    assert QuantizationReport.from_json(original.to_json()).outputs[0].sqnr_db == db
+    for part in (
+        PassOutcome("p", kept, first, second),
+        SpeedSummary((SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
+    ):
+        assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
+
+
+def test_trust_and_evidence_survive_json() -> None:
+    for part in (trust(), evidence()):
+        assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
+    assert not ReportEvidence()
+    assert evidence()
+    assert isinstance(trust(), TrustSummary)
+
+
+def test_json_is_strict_json() -> None:
+    text = report(outputs=(OutputQuality("same", float("inf")), OutputQuality("broken", float("nan")))).to_json()
+    assert "Infinity" not in text
+    assert "NaN" not in text
+    assert [o["sqnr_db"] for o in json.loads(text)["outputs"]] == ["inf", "nan"]
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Shade.DARK, "DARK"),
+        (Path("a/b"), "a/b"),
+        ({"k": (1, Shade.DARK)}, {"k": [1, "DARK"]}),
+        ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}),
+        (float("inf"), "inf"),
+        (None, None),
+        (True, True),
+        (len, "builtin_function_or_method"),
+    ],
+)
+def test_option_values_become_plain_data(value: object, plain: object) -> None:
+    raw = report(options={"option": OptionChoice(value, "caller")}).to_dict()
+    assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 99}', '"schema"'])
+def test_foreign_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"report"):
+        QuantizationReport.from_json(text)
+
+
+def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
+    text = repr(report())
+    assert text.startswith("<QuantizationReport 'out.onnx'")
+    assert "\n" not in text
+    assert report(size_after=0).size_ratio == 0
+    assert report(size_before=100, size_after=25).size_ratio == 4
+    assert report(seconds={"a": 1.0, "b": 0.5}).total_seconds == 1.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report().target = "other"
+
+
+@pytest.mark.parametrize(("before", "after", "change"), [(0.5, 0.25, -0.5), (None, 1.0, None), (0.0, 1.0, None)])
+def test_change_of_a_pass(before: float | None, after: float | None, change: float | None) -> None:
+    assert PassOutcome("p", True, before, after).change == change
+
+
+def test_the_taken_form_is_found() -> None:
+    taken = speed().taken
+    assert taken is not None
+    assert taken.name == "int8-first-float"
+    assert speed().sentence() == "first node float: 1.50x"
+    assert (SpeedSummary().taken, SpeedSummary().sentence()) == (None, "")
+
+
+# -- the verdict
+
+HEAD = kernel("head", integer=False, status="float", reason="protected")
+LOST = kernel("a", integer=False, status="absorbed")
+
+
+def test_a_verdict_counts_what_the_runtime_still_computes_and_compares_it_with_the_plan() -> None:
+    proof = fusion(kernel("a"), kernel("b"), kernel("folded", status="removed", integer=False))
+    assert report(fusion=proof).verdict() == "2 of 2 Conv/Gemm/MatMul run on integer kernels."
+    assert "1 planned as integer run in float" in report(fusion=fusion(kernel("a"), HEAD)).verdict()
+    as_planned = report(fusion=fusion(kernel("a"), HEAD), plan=plan("a"))
+    assert as_planned.verdict().endswith("the others stay float as planned.")
+    assert as_planned.left_float() == ()
+    assert report(fusion=fusion(LOST), plan=plan("a")).left_float() == (LOST,), "absorbed into a float kernel"
+    assert "no Conv, Gemm or MatMul" in report(fusion=fusion(kernel("x", op_type="Add"))).verdict()
+    lstm = kernel("lstm", op_type="LSTM", kernel="LSTM", integer=False, status="float")
+    assert fusion_verdict(fusion(kernel("fc", op_type="Gemm", kernel="QGemm"), lstm)) == (
+        "1 of 1 Conv/Gemm/MatMul run on integer kernels; 1 LSTM in float."
+    )
+
+
+# -- as text
+
+
+def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
+    text = text_of(report())
+    assert not lacking(
+        text,
+        "1 of 2 Conv/Gemm/MatMul run on integer kernels; 1 planned as integer run in float",
+        "in.onnx -> out.onnx",
+        "4.0 MB -> 1.0 MB (4.00x smaller)",
+        "minmax, 8 samples, 5 tensors, 0.25 s",
+        "ort-cpu (onnxruntime 1.2.3)",
+        "logits 31.2 dB",
+        "com.microsoft.QLinearConv",
+        "1 Relu",
+        "no Q on its output",
+        "2 Transpose",
+        "note: opset raised from 9 to 13",
+        "warning: one [odd] thing",
+        "calibrate 0.25, quantize 0.50; total 0.75",
+    )
+    assert "host default" not in text
+    assert "host default" in text_of(report(), full=True)
+    assert not lacking(text_of(report(fusion=None)), "without a fusion proof", "(not asked)")
+
+
+def test_text_tells_passes_forms_and_trust() -> None:
+    assert not lacking(
+        text_of(full_report()),
+        "speed        1.50x (1.25 to 1.75) of the float model, faster",
+        "trust        usable",
+        "recipe       fast",
+        "0.02 -> 0.015",
+        "-25.0 %",
+        "undone",
+        "skipped",
+        "only 0.80x",
+        "and 1 form that did not have to be tried",
+        "the pools were merged",
+        "what would help: ten real samples",
+        "a: unstable",
+    )
+    full = text_of(full_report(), full=True)
+    assert "the float model" in full
+    assert "\x1b" not in full
+    assert all(line == line.rstrip() for line in full.splitlines())
+
+
+@pytest.mark.parametrize(("after", "said"), [(500, "2.00x smaller"), (1220, "1.22x larger"), (1000, "the same size")])
+def test_a_size_that_grows_is_called_larger(after: int, said: str) -> None:
+    assert f"({said})" in text_of(replace(report(), size_before=1000, size_after=after))
+
+
+def float_kernel(node: str, op_type: str, reason: str):
+    return kernel(node, op_type=op_type, kernel=op_type, integer=False, status="float", reason=reason)
+
+
+def test_float_nodes_are_grouped_by_reason_with_broken_and_heavy_ones_first() -> None:
+    light = [float_kernel(f"add{i}", "Add", "elementwise") for i in range(20)]
+    proof = fusion(*light, float_kernel("gemm0", "Gemm", "protected"), float_kernel("conv0", "Conv", "second consumer"))
+    text = to_text(render_fusion(proof, plan=plan("conv0")))
+    assert text.index("second consumer") < text.index("protected") < text.index("elementwise")
+    assert not lacking(text, "20 Add", "add0, add1, add2, ...")
+    assert "add3" not in text
+    assert not lacking(to_text(render_fusion(proof, plan=plan("conv0"), full=True)), *(f"add{i}" for i in range(20)))
+
+
+def test_a_long_list_of_reasons_is_cut_and_counted() -> None:
+    nodes = [float_kernel(f"n{i}", "Add", f"reason {i}.") for i in range(MAX_FLOAT_ROWS + 3)]
+    text = to_text(render_fusion(fusion(*nodes)))
+    assert not lacking(text, "and 3 nodes more", f"reason {MAX_FLOAT_ROWS - 1}.")
+    assert f"reason {MAX_FLOAT_ROWS}." not in text
+
+
+@pytest.mark.parametrize("name", ["layer[0]/conv", "[bold]x[/bold]", "a:b\\[c]", "[/]"])
+def test_names_are_never_read_as_markup(name: str) -> None:
+    node = kernel(name, integer=False, kernel="Conv", status="float", reason=f"reads {name}")
+    assert to_text(render_fusion(fusion(node))).count(name) == 2
+
+
+def test_silently_quantized_nodes_are_named() -> None:
+    assert "left_out" in to_text(render_fusion(fusion(kernel("left_out", silently_quantized=True))))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB")),
+        *((30_600_000, "30.6 MB"), (2_500_000_000, "2.5 GB")),
+    ],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+# -- text and page
+
+
+def test_attention_layers_are_told_as_one_block() -> None:
+    node = NodeDecision("layer", "Attention", Kind.FLOAT, "own", "float")
+    softmax = NodeDecision("other", "Softmax", Kind.FLOAT, "own", "float")
+    why = "1 attentions stay as products and Softmax ('other': its scale is -1)."
+    assert report().attention() == ""
+    one = report(plan=PlacementPlan("ort-cpu", nodes=(node, softmax)), fusion=None)
+    assert one.attention() == "1 attention layer is one operator."
+    nodes = (node, replace(node, node="second"), softmax)
+    two = report(plan=PlacementPlan("ort-cpu", nodes=nodes), notes=("x", why), fusion=None)
+    assert two.attention() == f"2 attention layers are one operator each. {why}"
+    assert "2 attention layers are one operator each." in text_of(two)
+    assert report(notes=(why,)).attention() == why
+    assert "<b>Attention:</b> 2 attention layers are one operator each." in two.to_html()
+    assert "<b>Attention:</b>" not in report().to_html()
+
+
+def test_an_int8_cache_is_told_in_both_forms() -> None:
+    made = report(cache={"past": 0.5, "present": 0.5, "past_1": 0.125}, fusion=None)
+    assert made.int8_cache() == "3 inputs and outputs are int8, scales 0.125 to 0.5, in the metadata."
+    assert made.int8_cache() in text_of(made)
+    assert f"<b>Cache:</b> {made.int8_cache()}" in made.to_html()
+    assert report().int8_cache() == ""
+
+
+# -- kernel, path and time of each layer
+
+TIMES = OpTimes(
+    (),
+    (
+        OpTime("stem", "Conv", "QLinearConv", 0.02),
+        OpTime("stem", "Conv", "Transpose", 0.005),
+        OpTime("stem_relu", "Relu", "Relu", 0.001),
+        OpTime("x_quantize", "QuantizeLinear", "QuantizeLinear", 0.003),
+    ),
+)
+PROOF = fusion(
+    kernel("stem", path="direct"),
+    kernel("stem_relu", op_type="Relu", kernel="", status="absorbed"),
+    kernel("deep", path="matrix product"),
+)
+LAYERS = layer_times(PROOF, {"stem": ("Conv", 30.0), "stem_relu": ("Relu", 0.0)}, 7.0, TIMES)
+
+
+def test_each_kernel_once_and_what_is_between_them_last() -> None:
+    assert (
+        LayerTime("stem", "Conv", "com.microsoft.QLinearConv", "direct", 30.0, 25.0),
+        LayerTime("deep", "Conv", "com.microsoft.QLinearConv", "matrix product", None, None),
+        LayerTime("", "between layers", "", "", 7.0, 4.0),
+    ) == LAYERS
+    estimated = layer_times(None, {"a": ("Conv", 3.0), "b": ("Relu", 0.0)}, None, None)
+    assert estimated == (LayerTime("a", "Conv", estimated_us=3.0),), "without a proof the estimate alone"
+    assert layer_times(None, {}, None, None) == ()
+    assert kernels_in_words(()) == ""
+    assert "\nkernels " not in text_of(report())
+
+
+def test_text_json_and_page_hold_the_layers() -> None:
+    made = report(layers=LAYERS, host="'vnni' (a processor), measured here", fusion=PROOF)
+    text = text_of(made, full=True)
+    told = "Convs: 1 on the direct kernel, 1 on the matrix product kernel, estimated 37 us a run"
+    assert told in " ".join(text.split())
+    assert "25.0 us" in text
+    assert "Layers" not in text_of(made)
+    assert QuantizationReport.from_json(made.to_json()).layers == LAYERS
+    assert made.to_dict()["layers"][0]["path"] == "direct"
+    laid_out = "This file is laid out for &#39;vnni&#39; (a processor), measured here."
+    assert not lacking(made.to_html(), laid_out, "matrix product", "30.0 µs")
