@@ -139,26 +139,23 @@ _PROTECTED_RULES: Final = frozenset(
 )
 
 
+_BY_KIND: Final[Mapping[Kind, Region]] = {
+    Kind.INTEGER: "integer",
+    Kind.PASS_THROUGH: "moves",
+    Kind.ABSORBED: "fused",
+}
+
+
 def region_of(decision: NodeDecision | None, kernel: KernelReport | None) -> Region:
     """Region of a node by its kernel in the runtime, or by the plan where the runtime was not asked."""
-    protected = decision is not None and decision.kind is Kind.FLOAT and decision.rule in _PROTECTED_RULES
-    if kernel is not None:
-        return _of_kernel(kernel, decision, protected)
-    if decision is None:
-        return "other"
-    if decision.kind is Kind.FLOAT:
-        return "protected" if protected else "float"
-    return {Kind.INTEGER: "integer", Kind.PASS_THROUGH: "moves", Kind.ABSORBED: "fused"}[decision.kind]  # type: ignore[return-value]
-
-
-def _of_kernel(kernel: KernelReport, decision: NodeDecision | None, protected: bool) -> Region:
+    kind = None if decision is None else decision.kind
+    protected = decision is not None and kind is Kind.FLOAT and decision.rule in _PROTECTED_RULES
+    in_float: Region = "protected" if protected else "float"
+    if kernel is None:
+        return "other" if kind is None else _BY_KIND.get(kind, in_float)
     if kernel.status == "integer":
-        return "moves" if decision is not None and decision.kind is Kind.PASS_THROUGH else "integer"
-    if kernel.status == "absorbed":
-        return "fused"
-    if kernel.status == "float":
-        return "protected" if protected else "float"
-    return "other"
+        return "moves" if kind is Kind.PASS_THROUGH else "integer"
+    return "fused" if kernel.status == "absorbed" else in_float if kernel.status == "float" else "other"
 
 
 def number(value: float | None) -> str:

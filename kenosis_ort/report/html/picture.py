@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -119,16 +119,6 @@ class NodeFacts:
     estimated_ms: float | None = None
 
 
-@dataclass
-class _Pool:
-    """Gives each text a number, so that repeated texts are stored once."""
-
-    texts: dict[str, int] = field(default_factory=dict)
-
-    def add(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts))
-
-
 def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
     """The facts about every node: of the graph where there is one, else of the plan and the proof."""
     kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
@@ -193,14 +183,17 @@ def picture_data(
     graph = evidence.graph
     if graph is None or not graph.nodes:
         return None
-    pool = _Pool()
+    texts: dict[str, int] = {}  # each once, by number
+
+    def add(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
     tensors = {tensor.name: index for index, tensor in enumerate(evidence.tensors)}
     reads: dict[str, list[Decision]] = {}
     for decision in report.plan.decisions:
         reads.setdefault(decision.edge.consumer, []).append(decision)
     nodes = [
-        _node(fact, node, reads.get(node.name, ()), tensors, pool)
-        for fact, node in zip(facts, graph.nodes, strict=True)
+        _node(fact, node, reads.get(node.name, ()), tensors, add) for fact, node in zip(facts, graph.nodes, strict=True)
     ]
     items = _Items(graph)
     regions: list[Region] = ["terminal"] * len(graph.inputs)
@@ -211,7 +204,7 @@ def picture_data(
     if blocks:
         views.append(_block_view(items, blocks, regions))
     return {
-        "texts": list(pool.texts),
+        "texts": list(texts),
         "inputs": list(graph.inputs),
         "nodes": nodes,
         "outputs": list(graph.outputs),
@@ -226,32 +219,28 @@ def picture_data(
 
 
 def _node(
-    fact: NodeFacts, node: SketchNode, reads: Sequence[Decision], tensors: Mapping[str, int], pool: _Pool
+    fact: NodeFacts, node: SketchNode, reads: Sequence[Decision], tensors: Mapping[str, int], add: Callable[[str], int]
 ) -> list[Any]:
-    texts = (fact.name, fact.op_type, fact.rule, fact.reason, fact.kernel, fact.status, fact.why, fact.shape)
+    texts = (
+        *(fact.name, fact.op_type, fact.rule, fact.reason, fact.kernel, fact.status, fact.why, fact.shape),
+        *(fact.weight, ", ".join(fact.absorbed), fact.remedy),
+    )
     edges = [
         [
-            pool.add(d.edge.value),
-            pool.add(d.how.value),
-            pool.add(d.rule),
-            pool.add(d.reason),
-            _of(tensors, d.edge.value),
+            add(d.edge.value),
+            add(d.how.value),
+            add(d.rule),
+            add(d.reason),
+            tensors.get(d.edge.value, -1),
         ]
         for d in reads
     ]
     return [
-        *(pool.add(text) for text in texts),
-        pool.add(fact.weight),
-        pool.add(", ".join(fact.absorbed)),
-        pool.add(fact.remedy),
+        *(add(text) for text in texts),
         *(_short(number) for number in (fact.sqnr_db, fact.before_ms, fact.after_ms)),
         edges,
         [tensors[name] for name in node.outputs if name in tensors],
     ]
-
-
-def _of(tensors: Mapping[str, int], name: str) -> int:
-    return tensors.get(name, -1)
 
 
 def _tensor(tensor: TensorProfile) -> list[Any]:
