@@ -65,7 +65,8 @@ class FusionRule:
     """One fact about the runtime.
 
     Attributes:
-        id: Stable identifier; its proof is ``tests/targets/ test_rule_<id with underscores>``.
+        id: Stable identifier; its proof is ``test_rule_<id with underscores>`` or an entry of ``EXAMPLES`` in
+            ``tests/targets/``.
         op_types: Operators of the default domain it speaks about.
         role: What they do.
         data_inputs: Input positions that carry data to quantize; None for all of them.

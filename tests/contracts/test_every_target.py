@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
-from kenosis_ort import Stages, preview, quantize_static
+from kenosis_ort import Stages, preview, quantize_static, verify_fusion
 from kenosis_ort.errors import OptionError
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import configured, open_session
@@ -76,6 +77,20 @@ def test_without_stages_it_is_stock(target: Target, tmp_path: Path) -> None:
     assert {t.name: t.SerializeToString() for t in got.graph.initializer} == {
         t.name: t.SerializeToString() for t in want.graph.initializer
     }
+
+
+@pytest.mark.filterwarnings("ignore:.* not run on integers on target")
+@each_target
+def test_without_its_runtime_a_file_is_made_and_neither_proved_nor_timed(target: Target, tmp_path: Path) -> None:
+    hooks = replace(target.hooks, prove=None, time=None, why_unasked="it is not installed")
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    report = quantize_static(model, out, models.reader(model, 4), target=replace(target, hooks=hooks), tune="off")
+    assert out.exists()
+    assert report.fusion is None
+    assert "not proved: it is not installed" in report.verdict()
+    assert "Not timed: it is not installed." in report.notes
+    with pytest.raises(OptionError, match="it is not installed, so that it cannot be asked"):
+        verify_fusion(out, target=replace(target, hooks=hooks))
 
 
 UINT8 = {"quant_type": QuantType.QUInt8}

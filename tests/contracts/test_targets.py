@@ -29,9 +29,10 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 def proofs() -> set[str]:
     """Names of all tests of the rule proofs."""
     found: set[str] = set()
-    for module in pkgutil.iter_modules(tests.targets.__path__):
-        if module.name.startswith("test_"):
-            found |= {n for n in vars(importlib.import_module(f"tests.targets.{module.name}")) if n.startswith("test_")}
+    for name in (m.name for m in pkgutil.iter_modules(tests.targets.__path__) if m.name.startswith("test_")):
+        module = vars(importlib.import_module(f"tests.targets.{name}"))
+        examples = (f"test_rule_{rule.replace('-', '_')}" for rule in module.get("EXAMPLES", ()))
+        found |= {*examples, *(n for n in module if n.startswith("test_"))}
     return found
 
 

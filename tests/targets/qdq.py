@@ -11,6 +11,7 @@ initializer; biases are DequantizeLinear of an int32 initializer of scale ``inpu
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.graph.source import base_op
+from kenosis_ort.verify import Status, verify_fusion
+from tests.verify.expect import check_complete
 
 Array = npt.NDArray[Any]
 IR_VERSION = 10
@@ -330,14 +335,47 @@ def op_types(model: onnx.ModelProto) -> list[str]:
 
 
 def compute_ops(model: onnx.ModelProto) -> list[str]:
-    """Returns the sorted operator types of the optimized graph without Q, DQ, Transpose and layout reorders."""
-    return sorted(o for o in op_types(model) if o not in LAYOUT)
+    """Returns the sorted operator types of the optimized graph without Q, DQ, Transpose and layout reorders.
+
+    The proof is held against the same graph: it accounts for every kernel, and finds each under its source node.
+    """
+    graph = optimized(model).graph
+    _check_proof(model, graph)
+    return sorted(n.op_type for n in graph.node if n.op_type not in LAYOUT)
+
+
+def _check_proof(model: onnx.ModelProto, graph: onnx.GraphProto) -> None:
+    found = verify_fusion(model)
+    check_complete(model, found)
+    own = [k for k in found.kernels if k.kernel and k.absorbed_into is None and not k.graph]
+    told = Counter(name for k in own for name in k.kernel.split(" + ")) + Counter(found.overhead)
+    made = Counter(f"{n.domain}.{n.op_type}" if n.domain not in ("", "ai.onnx") else n.op_type for n in graph.node)
+    bodies = Counter(k.kernel for k in found.kernels if k.graph)
+    assert told - bodies == made - bodies, (told, made)
+    for k in own:
+        base = base_op(k.kernel.split(" + ")[-1].rpartition(".")[2])
+        if k.status is Status.INTEGER:
+            assert base == k.op_type or {base, k.op_type} == {"Gemm", "MatMul"}, k
+            assert not k.reason or k.silently_quantized, k
+        assert k.status is not Status.FLOAT or "QLinear" not in k.kernel, k
+
+
+def runs_on_bytes(model: onnx.ModelProto, op_type: str) -> bool:
+    """Tells whether an operator stands alone between one Q and DQ of the optimized graph, and the proof says so."""
+    around = [o for o in op_types(model) if o != "DequantizeLinear"]
+    return around == ["QuantizeLinear", op_type] and not verify_fusion(model).float_nodes()
 
 
 def quantized_weights(model: onnx.ModelProto) -> int:
-    """Returns how many 8-bit initializers of two or more axes the optimized graph holds."""
+    """Returns how many 8-bit initializers of two or more axes the optimized graph holds; the proof tells of them."""
     kinds = (TensorProto.INT8, TensorProto.UINT8)
-    return sum(1 for i in optimized(model).graph.initializer if i.data_type in kinds and len(i.dims) > 1)
+
+    def count(held: onnx.ModelProto) -> int:
+        return sum(1 for i in held.graph.initializer if i.data_type in kinds and len(i.dims) > 1)
+
+    found = count(optimized(model))
+    assert len(verify_fusion(model).silently_quantized()) == found - min(found, count(model))
+    return found
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:

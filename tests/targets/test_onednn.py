@@ -17,7 +17,6 @@ from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.onednn import openvino_rules as rules
 from kenosis_ort.targets.onednn import openvino_runtime as runtime
 from kenosis_ort.targets.onednn.openvino_proof import prove, report_of
@@ -544,17 +543,6 @@ def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_
     model, _ = quantized(net.model(), tmp_path, verify=False)
     pool = next(n for n in model.graph.node if n.op_type == "MaxPool")
     assert {o: n.op_type for n in model.graph.node for o in n.output}[pool.input[0]] == "DequantizeLinear"
-
-
-def test_without_openvino_the_file_is_made_and_not_proved(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    target = replace(get_target("onednn"), hooks=Hooks(why_unasked="OpenVINO is not installed"))
-    model = models.residual_block()
-    report = quantize_static(model, tmp_path / "o.onnx", models.reader(model, 4), target=target, recipe="plain")
-    assert (tmp_path / "o.onnx").exists()
-    assert report.fusion is None
-    assert "not proved: OpenVINO is not installed" in report.verdict()
 
 
 # ---- end to end ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tests import models
 from tests.models import Net
 
 WIDE = QuantType.QUInt16
+IMAGE = (1, 6, 8, 8)
 pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.errors.KenosisWarning")
 simulated = pytest.mark.usefixtures("_simulator")
 
@@ -47,7 +49,7 @@ def _simulator() -> None:
     pytest.importorskip("onnxruntime_qnn")
 
 
-def net_of(body: Callable[[Net, str], str], shape: tuple[int, ...] = (1, 6, 8, 8), opset: int = 20) -> onnx.ModelProto:
+def net_of(body: Callable[[Net, str], str], shape: tuple[int, ...] = IMAGE, opset: int = 20) -> onnx.ModelProto:
     """Returns a float net of one input and one output."""
     net = Net(opset=opset)
     net.output(body(net, net.input("x", shape)))
@@ -76,35 +78,75 @@ def runs_whole(model: onnx.ModelProto, folder: Path, *, wide: bool = True) -> No
         assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
 
 
-def unary(*names: str, **attributes: Any) -> onnx.ModelProto:
-    """Returns a net of functions of one value, one behind the other."""
+def unary(*names: str) -> Callable[[Net, str], str]:
+    """Returns functions of one value, one behind the other."""
+    return lambda net, x: reduce(lambda y, name: net.op(name, [y]), names, x)
 
-    def body(net: Net, x: str) -> str:
-        for name in names:
-            x = net.op(name, [x], **attributes)
-        return x
 
-    return net_of(body)
+def scaled(net: Net, x: str) -> str:
+    constant = np.full((1, 6, 1, 1), 1.5)
+    return reduce(lambda y, name: net.op(name, [y, net.const(constant)]), ("Add", "Mul", "Max", "Div"), x)
+
+
+def moved(net: Net, x: str) -> str:
+    y = net.op("MaxPool", [x], kernel_shape=[2, 2], strides=[2, 2])
+    y = net.op("Slice", [net.op("Transpose", [y], perm=[0, 2, 3, 1]), net.const([0]), net.const([3]), net.const([1])])
+    return net.op("Reshape", [y, net.const([1, 72])])
+
+
+def joined(net: Net, x: str) -> str:
+    """A Concat of values of very different ranges, and of one behind a Relu."""
+    wide = net.op("Mul", [x, net.const(np.float32(9))], name="wide")
+    narrow = net.op("Sigmoid", [x], name="narrow")
+    relu = net.op("Relu", [net.conv(x, 6, 6, name="conv")], name="relu")
+    return net.op("Concat", [wide, narrow, relu], name="join", out="y", axis=1)
 
 
 # ---- rules ------------------------------------------------------------------------------------------------------
 
 
+EXAMPLES: dict[str, tuple[tuple[int, ...], Callable[[Net, str], str]]] = {
+    "qnn-conv": (IMAGE, lambda net, x: net.op(
+        "ConvTranspose", [net.conv(x, 6, 8), net.weight([8, 4, 2, 2]), net.const(np.ones(4))], strides=[2, 2])),
+    "qnn-gemm": ((2, 8), lambda net, x: net.op("Gemm", [x, net.weight([8, 4]), net.const(np.ones(4))])),
+    "qnn-matmul-activations": ((4, 8), lambda net, x: net.op("MatMul", [x, net.op("Transpose", [x], perm=[1, 0])])),
+    "qnn-elementwise": (IMAGE, lambda net, x: net.op("Sub", [scaled(net, net.op("Abs", [x])), x])),
+    "qnn-where": (IMAGE, lambda net, x: net.op("Where", [
+        net.const(np.tile([True, False], 192).reshape(IMAGE), dtype=bool), x, net.op("Neg", [x])])),
+    "qnn-softmax": (IMAGE, unary("Softmax")),
+    "qnn-sigmoid": (IMAGE, unary("Sigmoid")),
+    "qnn-tanh": (IMAGE, unary("Tanh")),
+    "qnn-functions": (IMAGE, unary("LeakyRelu", "HardSwish", "Gelu", "Elu", "Exp")),
+    "qnn-norms": (IMAGE, lambda net, x: net.op("LayerNormalization", [
+        net.op("InstanceNormalization", [x, net.const(np.ones(6)), net.const(np.zeros(6))]),
+        net.const(np.ones(8)), net.const(np.zeros(8))])),
+    "qnn-pools": (IMAGE, lambda net, x: net.op("GlobalAveragePool", [
+        net.op("AveragePool", [x], kernel_shape=[2, 2], strides=[2, 2])])),
+    "qnn-reductions": (IMAGE, lambda net, x: net.op("ReduceMax", [
+        net.op("ReduceMean", [x, net.const([3])]), net.const([2])])),
+    "qnn-concat": (IMAGE, joined),
+    "qnn-moves": (IMAGE, moved),
+    "qnn-resize-nearest": (IMAGE, lambda net, x: net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))])),
+    "qnn-resample": (IMAGE, lambda net, x: net.op("Pad", [
+        net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))], mode="linear"),
+        net.const([0, 0, 1, 1, 0, 0, 1, 1])])),
+}  # fmt: skip
+"""Nets by rule whose every node runs on integers on HTP."""
+
+
 @simulated
-def test_rule_qnn_conv(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        y = net.conv(x, 6, 8, name="conv")
-        return net.op("ConvTranspose", [y, net.weight([8, 4, 2, 2]), net.const(np.ones(4))], strides=[2, 2])
-
-    runs_whole(net_of(body), tmp_path)
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_rule(rule: str, tmp_path: Path) -> None:
+    shape, body = EXAMPLES[rule]
+    runs_whole(net_of(body, shape), tmp_path)
 
 
-@simulated
-def test_rule_qnn_gemm(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        return net.op("Gemm", [x, net.weight([8, 4]), net.const(np.ones(4))], name="gemm")
-
-    runs_whole(net_of(body, (2, 8)), tmp_path)
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_an_example_is_planned_whole(rule: str) -> None:
+    shape, body = EXAMPLES[rule]
+    plan = preview(net_of(body, shape), target="qnn")
+    assert rule in {n.rule for n in plan.nodes}
+    assert {n.kind for n in plan.nodes} <= {Kind.INTEGER, Kind.PASS_THROUGH, Kind.ABSORBED}
 
 
 @simulated
@@ -114,31 +156,6 @@ def test_rule_qnn_matmul(tmp_path: Path) -> None:
     assert list(left(report.fusion).values()) == ["integer"]
     weights = next(t for t in written.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
     assert [len(t.dims) for t in written.graph.initializer if t.name == f"{weights.name[:-10]}_scale"] == [1]
-
-
-@simulated
-def test_rule_qnn_matmul_activations(tmp_path: Path) -> None:
-    runs_whole(net_of(lambda net, x: net.op("MatMul", [x, net.op("Transpose", [x], perm=[1, 0])]), (4, 8)), tmp_path)
-
-
-@simulated
-def test_rule_qnn_elementwise(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        y = net.op("Abs", [x])
-        for name in ("Add", "Mul", "Max", "Div"):
-            y = net.op(name, [y, net.const(np.full((1, 6, 1, 1), 1.5))])
-        return net.op("Sub", [y, x])
-
-    runs_whole(net_of(body), tmp_path)
-
-
-@simulated
-def test_rule_qnn_where(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        chosen = net.const(np.tile([True, False], 192).reshape(1, 6, 8, 8), dtype=bool)
-        return net.op("Where", [chosen, x, net.op("Neg", [x])])
-
-    runs_whole(net_of(body), tmp_path)
 
 
 def grids(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
@@ -158,11 +175,6 @@ def test_one_grid_in_sixteen_bits(name: str, grid: tuple[float, int], tmp_path: 
     assert grids(wide)["y"] == grid
     _, narrow = made(model, tmp_path, verify=False)
     assert grids(narrow)["y"][0] < grid[0] * 256  # the range that was observed
-
-
-@simulated
-def test_rule_qnn_softmax(tmp_path: Path) -> None:
-    runs_whole(unary("Softmax"), tmp_path)
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_type": WIDE}])
@@ -199,54 +211,6 @@ def test_another_zero_point_for_a_softmax_is_refused(entry: Mapping[str, Any], t
         made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
 
 
-@simulated
-def test_rule_qnn_sigmoid(tmp_path: Path) -> None:
-    runs_whole(unary("Sigmoid"), tmp_path)
-
-
-@simulated
-def test_rule_qnn_tanh(tmp_path: Path) -> None:
-    runs_whole(unary("Tanh"), tmp_path)
-
-
-@simulated
-def test_rule_qnn_functions(tmp_path: Path) -> None:
-    runs_whole(unary("LeakyRelu", "HardSwish", "Gelu", "Elu", "Exp"), tmp_path)
-
-
-@simulated
-def test_rule_qnn_norms(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        y = net.op("InstanceNormalization", [x, net.const(np.ones(6)), net.const(np.zeros(6))])
-        return net.op("LayerNormalization", [y, net.const(np.ones(8)), net.const(np.zeros(8))])
-
-    runs_whole(net_of(body), tmp_path)
-
-
-@simulated
-def test_rule_qnn_pools(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        return net.op("GlobalAveragePool", [net.op("AveragePool", [x], kernel_shape=[2, 2], strides=[2, 2])])
-
-    runs_whole(net_of(body), tmp_path)
-
-
-@simulated
-def test_rule_qnn_reductions(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        return net.op("ReduceMax", [net.op("ReduceMean", [x, net.const([3])]), net.const([2])])
-
-    runs_whole(net_of(body), tmp_path)
-
-
-def joined(net: Net, x: str) -> str:
-    """A Concat of values of very different ranges, and of one behind a Relu."""
-    wide = net.op("Mul", [x, net.const(np.float32(9))], name="wide")
-    narrow = net.op("Sigmoid", [x], name="narrow")
-    relu = net.op("Relu", [net.conv(x, 6, 6, name="conv")], name="relu")
-    return net.op("Concat", [wide, narrow, relu], name="join", out="y", axis=1)
-
-
 def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
     report, written = made(net_of(joined), tmp_path, verify=False)
     reads = [d for d in report.plan.decisions if d.edge.consumer == "join"]
@@ -277,41 +241,11 @@ def test_relus_of_equal_bounds_before_a_concat_vanish() -> None:
 
 
 @simulated
-def test_rule_qnn_concat(tmp_path: Path) -> None:
-    runs_whole(net_of(joined), tmp_path)
-
-
-@simulated
 def test_rule_qnn_relu_behind_concat(tmp_path: Path) -> None:
     model = net_of(lambda net, x: net.op("Relu", [net.op("Concat", [x, net.op("Neg", [x])], axis=1)], name="relu"))
     report, _ = made(model, tmp_path)
     assert report.plan.by_node["relu"].kind is Kind.INTEGER
     runs_whole(model, tmp_path)
-
-
-@simulated
-def test_rule_qnn_moves(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        y = net.op("MaxPool", [x], kernel_shape=[2, 2], strides=[2, 2])
-        y = net.op("Transpose", [y], perm=[0, 2, 3, 1])
-        y = net.op("Slice", [y, net.const([0]), net.const([3]), net.const([1])])
-        return net.op("Reshape", [y, net.const([1, 72])])
-
-    runs_whole(net_of(body), tmp_path)
-
-
-@simulated
-def test_rule_qnn_resize_nearest(tmp_path: Path) -> None:
-    runs_whole(net_of(lambda net, x: net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))])), tmp_path)
-
-
-@simulated
-def test_rule_qnn_resample(tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        y = net.op("Resize", [x, "", net.const(np.float32([1, 1, 2, 2]))], mode="linear")
-        return net.op("Pad", [y, net.const([0, 0, 1, 1, 0, 0, 1, 1])])
-
-    runs_whole(net_of(body), tmp_path)
 
 
 @simulated

@@ -23,111 +23,46 @@ def _flat(g: QdqGraph) -> str:
     return g.q(g.input((4, 32)))
 
 
-def _clip(g: QdqGraph, value: str, low: float, high: float) -> str:
-    return g.op("Clip", value, g.const(low), g.const(high))
+def _conv(g: QdqGraph) -> str:
+    return g.conv(_nchw(g))
 
 
-def _second_consumer(g: QdqGraph) -> list[str]:
-    y = g.conv(_nchw(g))
-    return [g.q(y), g.op("Exp", y)]
-
-
-def _two_quantizers(g: QdqGraph) -> list[str]:
-    y = g.conv(_nchw(g))
-    return [g.q(y), g.q(y, 0.05)]
-
-
-def _wide_relu(g: QdqGraph) -> list[str]:
-    return [g.q(g.op("Relu", g.conv(_nchw(g))))]  # zero point 128
-
-
-def _float_bias_gemm(g: QdqGraph) -> list[str]:
-    return [g.gemm(_flat(g), bias="float")]
-
-
-def _float_bias_matmul(g: QdqGraph) -> list[str]:
-    return [g.op("Add", g.matmul(_flat(g)), g.const(g.random(16)))]
-
-
-def _different_scale(g: QdqGraph) -> list[str]:
-    return [g.q(g.op("MaxPool", _nchw(g), kernel_shape=[2, 2]), 0.05)]
-
-
-def _float_constant(g: QdqGraph) -> list[str]:
-    return [g.q(g.op("Mul", _nchw(g), g.const(g.random(1, 16, 1, 1))))]
-
-
-def _signed_constant(g: QdqGraph) -> list[str]:
-    return [g.q(g.op("Mul", _nchw(g), g.dq_constant(g.random(1, 16, 1, 1), dtype=np.int8)))]
-
-
-def _linear_resize(g: QdqGraph) -> list[str]:
-    scales = g.const(np.array([1, 1, 2, 2], np.float32))
-    return [g.q(g.op("Resize", _nchw(g), "", scales, mode="linear"))]
+def _resized(g: QdqGraph) -> str:
+    return g.op("Resize", _nchw(g), "", g.floats(1, 1, 2, 2), mode="linear")
 
 
 CASES: dict[str, tuple[Build, str, Cause, str]] = {
     "float-input": (lambda g: [g.q(g.conv(g.input((1, 16, 12, 12))))], "Conv", Cause.FLOAT_INPUT, "graph input"),
     "float-input-node": (lambda g: [g.q(g.conv(g.op("Exp", _nchw(g))))], "Conv", Cause.FLOAT_INPUT, "Exp"),
-    "float-output": (
-        lambda g: [g.q(g.op("Tanh", g.conv(_nchw(g))))],
-        "Conv",
-        Cause.FLOAT_OUTPUT,
-        "Tanh",
-    ),
-    "graph-output": (lambda g: [g.conv(_nchw(g))], "Conv", Cause.GRAPH_OUTPUT, "graph output"),
-    "relu-graph-output": (
-        lambda g: [g.op("Relu", g.conv(_nchw(g)))],
-        "Conv",
-        Cause.GRAPH_OUTPUT,
-        "Relu",
-    ),
-    "second-consumer": (_second_consumer, "Conv", Cause.SECOND_CONSUMER, "Exp"),
-    "two-quantizers": (_two_quantizers, "Conv", Cause.SECOND_CONSUMER, "2 different Q"),
-    "relu-zero-point": (_wide_relu, "Conv", Cause.ACTIVATION, "128"),
-    "clip-range": (
-        lambda g: [g.relu_q(_clip(g, g.conv(_nchw(g)), 0, 6), 6.2 / 255)],
-        "Conv",
-        Cause.ACTIVATION,
-        "beyond",
-    ),
-    "clip-rank": (
-        lambda g: [g.q(_clip(g, g.conv(_nchw(g)), 0, 6), 6 / 255, 0, rank=1)],
-        "Conv",
-        Cause.ACTIVATION,
-        "shape [1]",
-    ),
+    "float-output": (lambda g: [g.q(g.op("Tanh", _conv(g)))], "Conv", Cause.FLOAT_OUTPUT, "Tanh"),
+    "graph-output": (lambda g: [_conv(g)], "Conv", Cause.GRAPH_OUTPUT, "graph output"),
+    "relu-graph-output": (lambda g: [g.op("Relu", _conv(g))], "Conv", Cause.GRAPH_OUTPUT, "Relu"),
+    "second-consumer": (lambda g: [g.q(y := _conv(g)), g.op("Exp", y)], "Conv", Cause.SECOND_CONSUMER, "Exp"),
+    "two-quantizers": (lambda g: [g.q(y := _conv(g)), g.q(y, 0.05)], "Conv", Cause.SECOND_CONSUMER, "2 different Q"),
+    "relu-zero-point": (lambda g: [g.q(g.op("Relu", _conv(g)))], "Conv", Cause.ACTIVATION, "128"),
+    "clip-range": (lambda g: [g.relu_q(g.clip(_conv(g), 0, 6), 6.2 / 255)], "Conv", Cause.ACTIVATION, "beyond"),
+    "clip-rank": (lambda g: [g.q(g.clip(_conv(g), 0, 6), 6 / 255, 0, rank=1)], "Conv", Cause.ACTIVATION, "shape [1]"),
     "bias-scale": (lambda g: [g.q(g.conv(_nchw(g), bias_factor=1.5))], "Conv", Cause.BIAS_SCALE, "bias"),
-    "gemm-float-bias": (_float_bias_gemm, "Gemm", Cause.BIAS_TYPE, "float"),
-    "matmul-float-bias": (_float_bias_matmul, "MatMul", Cause.BIAS_TYPE, "float bias"),
-    "gemm-alpha": (
-        lambda g: [g.q(g.gemm(_flat(g), alpha=0.5))],
-        "Gemm",
-        Cause.UNSUPPORTED_ATTRIBUTE,
-        "alpha",
-    ),
+    "gemm-float-bias": (lambda g: [g.gemm(_flat(g), bias="float")], "Gemm", Cause.BIAS_TYPE, "float"),
+    "matmul-float-bias": (lambda g: [g.matmul(_flat(g), bias="float")], "MatMul", Cause.BIAS_TYPE, "float bias"),
+    "gemm-alpha": (lambda g: [g.q(g.gemm(_flat(g), alpha=0.5))], "Gemm", Cause.UNSUPPORTED_ATTRIBUTE, "alpha"),
     "float-weight": (lambda g: [g.conv(_nchw(g), weight="float", bias="float")], "Conv", Cause.FLOAT_WEIGHT, "float"),
-    "16-bit-input": (
-        lambda g: [g.q(g.conv(g.q(g.input((1, 16, 12, 12)), act=np.uint16)))],
-        "Conv",
-        Cause.SIXTEEN_BIT,
-        "16 bit",
-    ),
-    "16-bit-output": (lambda g: [g.q(g.conv(_nchw(g)), act=np.uint16)], "Conv", Cause.SIXTEEN_BIT, "16 bit"),
-    "scale-mismatch": (_different_scale, "MaxPool", Cause.SCALE_MISMATCH, "differs"),
-    "float-constant": (_float_constant, "Mul", Cause.FLOAT_INPUT, "constant"),
-    "signed-constant": (_signed_constant, "Mul", Cause.TYPE_MISMATCH, "int8"),
-    "linear-resize": (_linear_resize, "Resize", Cause.UNSUPPORTED_ATTRIBUTE, "linear"),
+    "16-bit-input": (lambda g: [g.q(g.conv(g.q(g.input((1, 16, 12, 12)), act=np.uint16)))],
+                     "Conv", Cause.SIXTEEN_BIT, "16 bit"),
+    "16-bit-output": (lambda g: [g.q(_conv(g), act=np.uint16)], "Conv", Cause.SIXTEEN_BIT, "16 bit"),
+    "scale-mismatch": (lambda g: [g.q(g.op("MaxPool", _nchw(g), kernel_shape=[2, 2]), 0.05)],
+                       "MaxPool", Cause.SCALE_MISMATCH, "differs"),
+    "float-constant": (lambda g: [g.q(g.op("Mul", _nchw(g), g.const(g.random(1, 16, 1, 1))))],
+                       "Mul", Cause.FLOAT_INPUT, "constant"),
+    "signed-constant": (lambda g: [g.q(g.op("Mul", _nchw(g), g.dq_constant(g.random(1, 16, 1, 1), dtype=np.int8)))],
+                        "Mul", Cause.TYPE_MISMATCH, "int8"),
+    "linear-resize": (lambda g: [g.q(_resized(g))], "Resize", Cause.UNSUPPORTED_ATTRIBUTE, "linear"),
     "unsupported": (lambda g: [g.q(g.op("Tanh", _flat(g)))], "Tanh", Cause.UNSUPPORTED_OP, "Tanh"),
-    "conv-transpose": (
-        lambda g: [g.q(g.conv(_nchw(g), transpose=True, axis=None))],
-        "ConvTranspose",
-        Cause.UNSUPPORTED_OP,
-        "ConvTranspose",
-    ),
-    "clip-alone": (lambda g: [g.q(_clip(g, _flat(g), -1, 1))], "Clip", Cause.ACTIVATION, "beyond"),
+    "conv-transpose": (lambda g: [g.q(g.conv(_nchw(g), transpose=True, axis=None))],
+                       "ConvTranspose", Cause.UNSUPPORTED_OP, "ConvTranspose"),
+    "clip-alone": (lambda g: [g.q(g.clip(_flat(g), -1, 1))], "Clip", Cause.ACTIVATION, "beyond"),
     "relu-without-q": (lambda g: [g.op("Relu", _flat(g))], "Relu", Cause.FLOAT_OUTPUT, "no Q"),
-}
+}  # fmt: skip
 
 
 SINCE = {"bias-scale": "1.27", "gemm-alpha": "1.28", "linear-resize": "1.27"}  # integer before

@@ -39,37 +39,11 @@ def test_quantized_and_then_dequantized_on_every_run() -> None:
     assert "at load" in str(found)
 
 
-def test_gemm_and_matmul_with_bias() -> None:
-    g = QdqGraph()
-    x = g.q(g.input((4, 32)))
-    gemm = g.q(g.gemm(x, weight="float", bias="float"))
-    product = g.q(g.op("Add", g.matmul(x, weight="float"), g.const(g.random(16))))
-    found = report(g.model(gemm, product))
-    assert one(found, "Gemm").silently_quantized
-    assert one(found, "MatMul").silently_quantized
-
-
-def test_matmul_alone_stays_float() -> None:
-    g = QdqGraph()
-    found = report(g.model(g.q(g.matmul(g.q(g.input((4, 32))), weight="float"))))
-    assert one(found, "MatMul").status is Status.FLOAT
-    assert found.silently_quantized() == ()
-
-
 def test_quantized_weights_are_not_called_silent() -> None:
     g = QdqGraph()
     found = report(g.model(g.q(g.conv(g.q(g.input((1, 16, 12, 12)))))))
     assert found.silently_quantized() == ()
     assert not one(found, "Conv").weights_per_run
-
-
-@pytest.mark.parametrize("op_type", ["Max", "Sum", "Mean"])
-@pytest.mark.parametrize("relu", [False, True])
-def test_barrier_of_one_input(op_type: str, relu: bool) -> None:
-    g = QdqGraph()
-    found = report(g.model(_silent_conv(g, lambda b, v: b.op(op_type, v), relu=relu)))
-    assert one(found, "Conv").kernel == "com.microsoft.nchwc.Conv"
-    assert found.silently_quantized() == ()
 
 
 @pytest.mark.parametrize("relu", [False, True])
