@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.bench import bench as bench
     from kenosis_ort.calibration.archives import ParquetReader as ParquetReader
     from kenosis_ort.calibration.archives import TarReader as TarReader
+    from kenosis_ort.calibration.computed_feeds import ClosedLoopReader as ClosedLoopReader
     from kenosis_ort.calibration.images import ImageFolderReader as ImageFolderReader
     from kenosis_ort.calibration.pipeline import PipelineReader as PipelineReader
     from kenosis_ort.calibration.readers import ArrayReader as ArrayReader
     from kenosis_ort.calibration.readers import Shards as Shards
-    from kenosis_ort.calibration.stages import ClosedLoopReader as ClosedLoopReader
     from kenosis_ort.calibration.synthetic import SyntheticReader as SyntheticReader
     from kenosis_ort.calibration.table import CalibrationTable as CalibrationTable
     from kenosis_ort.clients.calibrator import create_calibrator as create_calibrator
@@ -64,8 +64,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
     from kenosis_ort.targets.proof import PatternReport as PatternReport
-    from kenosis_ort.verify.layer_signal import verify_fusion as verify_fusion
-    from kenosis_ort.verify.layer_signal import verify_patterns as verify_patterns
+    from kenosis_ort.verify.fusion import verify_fusion as verify_fusion
+    from kenosis_ort.verify.fusion import verify_patterns as verify_patterns
     from kenosis_ort.weights.quantize import WeightReport as WeightReport
     from kenosis_ort.weights.quantize import quantize_weights as quantize_weights
 
@@ -77,7 +77,7 @@ _NAMES: Final = {
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
     "kenosis_ort.bench": "BenchReport bench",
     "kenosis_ort.calibration.archives": "ParquetReader TarReader",
-    "kenosis_ort.calibration.stages": "ClosedLoopReader",
+    "kenosis_ort.calibration.computed_feeds": "ClosedLoopReader",
     "kenosis_ort.calibration.images": "ImageFolderReader",
     "kenosis_ort.calibration.pipeline": "PipelineReader",
     "kenosis_ort.calibration.readers": "ArrayReader Shards",
@@ -98,7 +98,7 @@ _NAMES: Final = {
     "kenosis_ort.report.quantization_report": "QuantizationReport",
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport PatternReport",
-    "kenosis_ort.verify.layer_signal": "verify_fusion verify_patterns",
+    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
     "kenosis_ort.weights.quantize": "WeightReport quantize_weights",
 }
 _HOMES: Final = tuple(name for names in _NAMES.values() for name in names.split())

@@ -275,7 +275,6 @@ def calibrate(
     calibration_data_reader: Any = None,
     *,
     resume: bool = False,
-    stop_when_settled: float | None = None,
     keep_samples: bool = True,
     **options: Any,
 ) -> CalibrationTable:
@@ -293,8 +292,6 @@ def calibrate(
         calibration_data_reader: As `quantize_static`, or `kenosis_ort.Shards`, or a list of what these are made of.
         resume: What is done is kept beside the table from time to time, in a file of its name with ``.part`` behind it;
             if there is one already, calibration goes on behind the samples that it holds, and it is removed at the end.
-        stop_when_settled: Ends, with a warning, where twice the samples moved no range by more than this share of its
-            width, e.g. 0.001. None reads all samples.
         keep_samples: The table holds up to 64 of the samples, as they are, in at most 64 MiB, for the passes that need
             data. Without, it holds statistics only; what needs samples is then left out, and the report says so, unless
             the reader is passed beside the table.
@@ -308,8 +305,6 @@ def calibrate(
     from kenosis_ort.graph.save import check_destination
 
     resume = flag("resume", resume)
-    if stop_when_settled is not None:
-        stop_when_settled = real("stop_when_settled", stop_when_settled, above=0, most=1)
     keep_samples = flag("keep_samples", keep_samples)
     path = None
     if calibration_data_reader is None:
@@ -325,9 +320,7 @@ def calibrate(
     source = in_shards(calibration_data_reader)
     if resume and path is None:
         raise OptionError("resume needs a file to write", where="resume", fix="calibrate(model, table_path, data)")
-    return calibrate_only(
-        model_input, request, source, keep_samples=keep_samples, resume=resume, settled=stop_when_settled
-    )
+    return calibrate_only(model_input, request, source, keep_samples=keep_samples, resume=resume)
 
 
 @last_gate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort import KenosisError, KenosisWarning, OptionError, bench, preview, quantize_static
-from kenosis_ort.calibration.observer import Observer
+from kenosis_ort.calibration.collector import _Adder
 from kenosis_ort.errors import InternalError, UnsupportedModelError, callers_own, last_gate, printable
 from tests import models
 
@@ -96,20 +96,12 @@ def test_numpy_neither_warns_nor_raises_within_a_call() -> None:
 
 
 def test_threads_of_a_call_do_not_warn_of_numbers_either() -> None:
-    class Overflowing:
-        def add(self, name: str, array: Any) -> bool:
-            return bool(np.isinf(array * np.float32(3e38)).all())
+    def overflows(_: str, array: Any) -> bool:
+        return bool(np.isinf(array * np.float32(3e38)).all())
 
-        def end_sample(self) -> None: ...
-
-    class Staged:
-        def run(self, feed: Any, sample: int, take: Any) -> None:
-            take({name: np.full(2**19, 3e38, np.float32) for name in "ab"})
-
-    observer = Observer(Staged(), (), Overflowing(), threads=2)  # type: ignore[arg-type]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("error")
-        observer.observe({}, 0)
+        assert not _Adder(threads=2).add({name: np.full(2**19, 3e38, np.float32) for name in "ab"}, overflows)
 
 
 def test_the_outer_call_reports_once() -> None:

@@ -10,8 +10,6 @@ What a model knows about its activations without any data: BatchNormalization's 
 A BatchNormalization's output has mean ``beta`` and deviation ``|gamma|`` by channel on the data that it was trained
 on. Taken as normal, that gives ranges for equalization. Source: Nagel et al., "Data-Free Quantization Through Weight
 Equalization and Bias Correction", ICCV 2019, section 4.1.3.
-
-Running sums over two versions of a tensor, by channel: enough for SQNR, cosine, range and clipping.
 """
 
 from __future__ import annotations
@@ -27,125 +25,12 @@ import onnx
 import onnx.numpy_helper
 from onnx import helper, numpy_helper
 
-from kenosis_ort.accuracy.error import Array
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of, reserve_name
-
-_RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling
-_LEAST_COUNT = 64  # elements a channel has to have for its gain to mean anything
-_EXPLAINED = 0.25  # share of the noise that may be left once it is undone
-
-
-class ChannelSums:
-    """Adds up a float tensor and its quantized version over samples.
-
-    Args:
-        low: Least value that the quantized one can hold, None if unknown.
-        high: Largest value.
-        step: Its step: what lies less than half a step beyond the range is not clipped.
-    """
-
-    def __init__(self, low: float | None = None, high: float | None = None, step: float | None = None) -> None:
-        half = (step or 0.0) / 2
-        self._bounds = None if low is None or high is None else (low - half, high + half)
-        self._sums: Float64 | None = None
-        self.least, self.largest = float("inf"), float("-inf")
-        self.elements = self.clipped = self.odd = 0
-
-    def add(self, reference: Array, actual: Array) -> bool:
-        """Adds one sample.
-
-        Args:
-            reference: Float tensor; axis 1 are channels where there are two axes or more.
-            actual: The other one.
-
-        Returns:
-            False, without adding, if the shapes differ.
-        """
-        if reference.shape != actual.shape:
-            return False
-        x, y = _by_channel(reference), _by_channel(actual)
-        finite = np.isfinite(x) & np.isfinite(y)
-        if not finite.all():
-            self.odd += int(finite.size - finite.sum())
-            x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
-        counts, difference = np.full(x.shape[0], x.shape[1]), x - y
-        sums = np.stack([counts, x.sum(1), y.sum(1), _dot(x, x), _dot(x, y), _dot(y, y), _dot(difference, difference)])
-        if self._sums is None:
-            self._sums = sums
-        elif self._sums.shape == sums.shape:
-            self._sums += sums
-        else:  # the number of channels depends on the sample: one channel for all
-            self._sums = self._sums.sum(1, keepdims=True) + sums.sum(1, keepdims=True)
-        if x.size:
-            self.least, self.largest = min(self.least, float(x.min())), max(self.largest, float(x.max()))
-        self.elements += x.size
-        if self._bounds is not None:
-            self.clipped += int(np.count_nonzero((x < self._bounds[0]) | (x > self._bounds[1])))
-        return True
-
-    @property
-    def clipping(self) -> float:
-        """Share of the float tensor's elements beyond what the quantized one can hold, 0..1."""
-        return self.clipped / self.elements if self.elements else 0.0
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the float tensor."""
-        return 0.0 if self._sums is None or not self.elements else float(np.sqrt(self._sums[3].sum() / self.elements))
-
-    def plain(self) -> tuple[float, float]:
-        """SQNR in dB and cosine of the two as they are."""
-        if self._sums is None:
-            return float("nan"), float("nan")
-        _, _, _, xx, xy, yy, dd = self._sums.sum(1)
-        norm = float(np.sqrt(xx * yy))
-        return _decibel(float(xx), float(dd)), float(xy) / norm if norm > 0 else float("nan")
-
-    def result(self) -> tuple[float, float, bool]:
-        """SQNR in dB, cosine, and whether the channels were found rescaled and compared without that.
-
-        Equalization multiplies the channels of inner tensors by constants, and shifts them: no error, but no match.
-        """
-        if self._sums is None:
-            return float("nan"), float("nan"), False
-        count, sx, sy, xx, xy, yy, dd = self._sums
-        if len(count) < 2 or count.min() < _LEAST_COUNT:
-            return (*self.plain(), False)
-        n = np.maximum(count, 1)
-        vx, vy, cov = xx - sx * sx / n, yy - sy * sy / n, xy - sx * sy / n
-        live = (vx > 1e-9 * np.maximum(xx, 1e-300)) & (xx > 1e-6 * xx.max(initial=0.0))
-        gains = np.where(live, cov / np.where(live, vx, 1.0), 1.0)
-        left = np.where(live & (gains > 0), vy - gains * cov, dd)
-        undone = float((left / np.where(gains > 0, gains, 1.0) ** 2).sum())
-        weights = np.where(live, xx, 0.0)
-        distance = float((weights * np.abs(np.log(np.clip(gains, 1e-6, 1e6)))).sum() / max(weights.sum(), 1e-300))
-        if distance > _RESCALED and undone < _EXPLAINED * float(dd.sum()):
-            correlation = float(np.sqrt(max(0.0, 1.0 - undone / max(float(vx.sum()), 1e-300))))
-            return _decibel(float(vx.sum()), undone), correlation, True
-        return (*self.plain(), False)
-
-
-def _by_channel(array: Array) -> Float64:
-    values = np.asarray(array, dtype=np.float64)
-    if values.ndim < 2:
-        return values.reshape(1, -1)
-    return np.moveaxis(values, 1, 0).reshape(values.shape[1], -1)
-
-
-def _dot(x: Float64, y: Float64) -> Float64:
-    out: Float64 = np.einsum("ij,ij->i", x, y)
-    return out
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise <= 0:
-        return float("inf")
-    return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
-
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, opset_of, reserve_name
+from kenosis_ort.runtime.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -225,57 +110,50 @@ def channel_statistics(
         _log.debug("no statistics by channel for values of unknown type or rank: %s", ", ".join(left))
     if not wanted:
         return {}
-    taken = _names(proto)
-    samples = list(feeds) if len(wanted) > _MOST_VALUES else feeds
-    settings = SessionSettings(tuple(providers), tuple(custom_op_libraries), threads)
-    found: dict[str, ChannelStatistics] = {}
+    taken, opset = all_names(proto), opset_of(proto)
     names = list(wanted)
-    with ObservedModel(proto, settings) as model:
-        for start in range(0, len(names), _MOST_VALUES):
-            group = names[start : start + _MOST_VALUES]
-            parts = [_Reduced(n, wanted[n], ranks[n]) for n in group]
-            found.update(_sweep(model, samples, parts, opset_of(proto), taken))
+    groups = [names[at : at + _MOST_VALUES] for at in range(0, len(names), _MOST_VALUES)]
+    samples = list(feeds) if len(groups) > 1 else feeds
+    found: dict[str, ChannelStatistics] = {}
+    with ObservedModel(proto, SessionSettings(tuple(providers), tuple(custom_op_libraries), threads)) as model:
+        for group in groups:
+            outputs = {name: reserve_name(f"{name}/channels", taken) for name in group}
+            axes_of = {name: [a for a in range(1, ranks[name]) if a != wanted[name]] for name in group}
+            nodes = [n for v in group for n in _reductions(v, axes_of[v], outputs[v], opset, taken)]
+            session = model.session(list(outputs.values()), nodes)
+            seen = _seen(session, outputs, axes_of, samples)
+            found.update({name: _added(parts) for name, parts in seen.items() if parts})
     return found
 
 
-@dataclass(frozen=True)
-class _Reduced:
-    """A value to reduce: its name, the axis of its channels, and its rank."""
-
-    name: str
-    axis: int
-    rank: int
+_OfOneFeed = tuple[Float64, Float64, Float64, Float64]
+"""Least and largest values and sums of squares by channel, and means by sample and channel in front of the last."""
 
 
-def _sweep(
-    model: ObservedModel, feeds: Iterable[Mapping[str, Any]], parts: Sequence[_Reduced], opset: int, taken: set[str]
-) -> dict[str, ChannelStatistics]:
-    nodes: list[onnx.NodeProto] = []
-    outputs: list[str] = []
-    for part in parts:
-        outputs.append(reserve_name(f"{part.name}/channels", taken))
-        nodes += _reductions(part, outputs[-1], opset, taken)
-    session = model.session(outputs, nodes)
-    sums = [_Sums() for _ in parts]
-    count = 0
+def _seen(
+    session: Session, outputs: Mapping[str, str], axes: Mapping[str, list[int]], feeds: Iterable[Mapping[str, Any]]
+) -> dict[str, list[_OfOneFeed]]:
+    """What each feed says about each value that has elements on it."""
+    seen: dict[str, list[_OfOneFeed]] = {name: [] for name in outputs}
+    names, count = list(outputs.values()), 0
     for feed in feeds:
-        results = run(session, outputs, dict(feed), count)
-        for part, total, result in zip(parts, sums, results, strict=True):
-            if not total.add(np.asarray(result), part.rank):
+        for name, joined in zip(outputs, run(session, names, dict(feed), count), strict=True):
+            if not np.isfinite(joined).all():
                 raise CalibrationError(
                     "The float model computes NaN or infinity on the calibration data.",
-                    where=f"value '{part.name}', sample {count}",
+                    where=f"value '{name}', sample {count}",
                     fix="Check this sample's preprocessing.",
                 )
+            if joined.size:
+                seen[name].append(_split(np.asarray(joined, np.float64), reduced=bool(axes[name])))
         count += 1
     if not count:
         raise CalibrationError("There is no sample to observe.", fix="Pass at least one feed.")
-    return {part.name: total.result() for part, total in zip(parts, sums, strict=True) if total.rows}
+    return seen
 
 
-def _reductions(part: _Reduced, output: str, opset: int, taken: set[str]) -> list[onnx.NodeProto]:
+def _reductions(value: str, axes: list[int], output: str, opset: int, taken: set[str]) -> list[onnx.NodeProto]:
     """Nodes that compute ``output``: the four parts, each of shape (batch, channels), joined on axis 1."""
-    axes = [a for a in range(1, part.rank) if a != part.axis]
     nodes: list[onnx.NodeProto] = []
 
     def add(op_type: str, inputs: list[str], **attributes: Any) -> str:
@@ -284,53 +162,34 @@ def _reductions(part: _Reduced, output: str, opset: int, taken: set[str]) -> lis
         return out
 
     if not axes:  # what is reduced over nothing is itself
-        nodes.append(helper.make_node("Identity", [part.name], [output], name=output))
+        nodes.append(helper.make_node("Identity", [value], [output], name=output))
         return nodes
     if opset >= _AXES_ARE_INPUTS:
         over = add("Constant", [], value=numpy_helper.from_array(np.array(axes, np.int64)))
-        reduced = [add(op_type, [part.name, over], keepdims=0) for op_type in _PARTS]
+        reduced = [add(op_type, [value, over], keepdims=0) for op_type in _PARTS]
     else:
-        reduced = [add(op_type, [part.name], axes=axes, keepdims=0) for op_type in _PARTS]
-    sizes = add("Cast", [add("Size", [part.name])], to=onnx.TensorProto.FLOAT)
+        reduced = [add(op_type, [value], axes=axes, keepdims=0) for op_type in _PARTS]
+    sizes = add("Cast", [add("Size", [value])], to=onnx.TensorProto.FLOAT)
     elements = add("Cast", [add("Size", [reduced[0]])], to=onnx.TensorProto.FLOAT)
     reduced[3] = add("Div", [reduced[3], add("Div", [sizes, elements])])
     nodes.append(helper.make_node("Concat", reduced, [output], name=output, axis=1))
     return nodes
 
 
-class _Sums:
-    """Running statistics of one value."""
+def _split(joined: Float64, *, reduced: bool) -> _OfOneFeed:
+    """What the joined reductions of one feed say; of a value that was not reduced they are the value."""
+    low, high, mean, squares = np.split(joined, 4, axis=1) if reduced else (joined, joined, joined, joined * joined)
+    return low.min(axis=0), high.max(axis=0), mean, squares.sum(axis=0)
 
-    def __init__(self) -> None:
-        self.rows: list[Float64] = []
-        self._low: Float64 | None = None
-        self._high: Float64 | None = None
-        self._squares: Float64 | None = None
 
-    def add(self, joined: npt.NDArray[Any], rank: int) -> bool:
-        """Adds one feed's joined reductions; returns False if a number is not finite."""
-        if joined.size == 0:
-            return True
-        real = joined.astype(np.float64)
-        low = high = mean = real
-        square = real * real
-        if rank > 2:
-            low, high, mean, square = np.split(real, 4, axis=1)
-        self.rows.append(mean)
-        least, most, squares = low.min(axis=0), high.max(axis=0), square.sum(axis=0)
-        if self._low is None or self._high is None or self._squares is None:
-            self._low, self._high, self._squares = least, most, squares
-        else:
-            self._low, self._high = np.minimum(self._low, least), np.maximum(self._high, most)
-            self._squares = self._squares + squares
-        return bool(np.isfinite(real).all())
-
-    def result(self) -> ChannelStatistics:
-        assert self._low is not None
-        assert self._high is not None
-        assert self._squares is not None
-        means = np.concatenate(self.rows)
-        return ChannelStatistics(self._low, self._high, means.mean(axis=0), self._squares / len(means), means)
+def _added(parts: Sequence[_OfOneFeed]) -> ChannelStatistics:
+    """The statistics over all feeds."""
+    lows, highs, rows, squares = zip(*parts, strict=True)
+    means = np.concatenate(rows)
+    second: Float64 = sum(squares[1:], squares[0]) / len(means)
+    return ChannelStatistics(
+        np.minimum.reduce(lows), np.maximum.reduce(highs), means.mean(axis=0), second, sample_means=means
+    )
 
 
 def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
@@ -341,14 +200,6 @@ def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
         if tensor.elem_type == onnx.TensorProto.FLOAT and tensor.HasField("shape"):
             ranks[value.name] = len(tensor.shape.dim)
     return ranks
-
-
-def _names(proto: onnx.ModelProto) -> set[str]:
-    graph = proto.graph
-    names = {v.name for v in (*graph.input, *graph.output, *graph.initializer)}
-    for node in graph.node:
-        names.update((node.name, *node.input, *node.output))
-    return names
 
 
 def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) -> dict[str, ChannelStatistics]:

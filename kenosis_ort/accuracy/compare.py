@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,18 +19,15 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.channel_statistics import ChannelSums
 from kenosis_ort.accuracy.outputs import Array, OutputComparison, OutputSums, check_names
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
+from kenosis_ort.accuracy.side_by_side import ChannelSums, answers, chunks
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
-from kenosis_ort.calibration.segments import estimate_bytes
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, last_gate, printable
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.runtime.session import Session, open_session
 from kenosis_ort.storage.spool import Spool
 
 Model = str | os.PathLike[str] | onnx.ModelProto
@@ -40,7 +37,6 @@ _BEST_DB = 40.0  # what 8 bits can be expected to keep: nothing is held against 
 _SAME_STEPS = 1.5  # rounding moves a weight by half a step, at most by one: what is further off is another weight
 _SAME_SHARE = 0.95
 _SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax", "Clip", "HardSwish", "Elu", "Erf"})
-_UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
 _SHOWN = 8
 _CLIPPED = 1e-3  # share of clipped elements that is blamed before anything else
 _COARSE_WEIGHTS_DB = 30.0  # 8-bit weights with a scale by channel keep 38 to 45 dB
@@ -181,26 +177,17 @@ def compare(
     pairing = Pairing(real, quantized)
     pairs = list(pairing.activations())
     sums = {p.name: ChannelSums(p.low, p.high, p.scale) for p in pairs}
-    outputs: tuple[OutputComparison, ...] = ()
     names = [o.name for o in real.graph.output]
-    for number, chunk in enumerate(_chunks(real, pairs, feeds[0], memory)):
-        with (
-            _observing(real, [p.name for p in chunk], custom_op_libraries, threads) as first,
-            _observing(quantized, [p.quantized for p in chunk], custom_op_libraries, threads) as second,
-        ):
+    check_names(names, {o.name for o in quantized.graph.output})
+    measured = OutputSums(names)
+    values = {p.name: p.quantized for p in pairs}
+    for number, chunk in enumerate(chunks(real, values, feeds[0], memory)):
+        for a, b in answers(real, quantized, chunk, feeds, custom_op_libraries, threads):
+            for name, other in chunk.items():
+                sums[name].add(a[name], b[other])
             if number == 0:
-                check_names(names, second.outputs)
-            measured = OutputSums(names) if number == 0 else None
-            for feed in map(feeds.__getitem__, range(len(feeds))):
-                a, b = (r.answer({k: v for k, v in feed.items() if k in r.inputs}) for r in (first, second))
-                for pair in chunk:
-                    sums[pair.name].add(
-                        a[pair.name] if pair.name in a else np.asarray(feed[pair.name]), b[pair.quantized]
-                    )
-                if measured is not None:
-                    measured.add(a, b)
-            if measured is not None:
-                outputs = measured.result()
+                measured.add(a, b)
+    outputs = measured.result()
     weights = tuple(w for w in (_weight(pairing, w) for w in pairing.weights()) if w is not None)
     tensors = _with_drops(pairing, pairs, sums)
     jump = next((t for t in tensors if t.drop_db >= _JUMP_DB), None)
@@ -223,36 +210,6 @@ def _first(data: Any, samples: int | None, model: onnx.ModelProto) -> Spool:
     if not len(feeds):
         raise CalibrationError("there are no samples to compare on", fix="pass at least one feed")
     return feeds
-
-
-def _chunks(
-    model: onnx.ModelProto, pairs: Sequence[Pair], feed: Mapping[str, Any], memory: int
-) -> Iterator[list[Pair]]:
-    """Yields the tensors in parts whose values in both models fit the memory; one empty part if there are none."""
-    shaped = onnx.ModelProto()
-    shaped.CopyFrom(model)
-    infer_shapes(shaped, thorough=False)
-    sizes = estimate_bytes(shaped, feed, {p.name for p in pairs})
-    chunk: list[Pair] = []
-    size_of_chunk = 0
-    for pair in pairs:
-        size = 2 * sizes.get(pair.name, _UNKNOWN_BYTES)
-        if chunk and size_of_chunk + size > memory:
-            yield chunk
-            chunk, size_of_chunk = [], 0
-        chunk.append(pair)
-        size_of_chunk += size
-    if chunk or not pairs:
-        yield chunk
-
-
-def _observing(
-    model: onnx.ModelProto, values: Iterable[str], custom_op_libraries: Sequence[str], threads: int
-) -> Session:
-    """A session that returns further values; those of graph inputs are left out."""
-    given = {value.name for value in model.graph.input}
-    further = [value for value in values if value not in given]
-    return open_session(model, threads=threads, custom_op_libraries=custom_op_libraries, further=further)
 
 
 def _with_drops(

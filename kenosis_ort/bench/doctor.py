@@ -27,7 +27,7 @@ from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.profile import has_dot_products, sums_of_products
-from kenosis_ort.verify.layer_signal import verify_fusion
+from kenosis_ort.verify.fusion import verify_fusion
 
 Progress = Callable[[int, "int | None"], None]
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import onnx
 
+from kenosis_ort.accuracy.side_by_side import compare_layers
 from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, VerificationError
@@ -27,7 +28,6 @@ from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvid
 from kenosis_ort.report.gathering import profile_tensors, sketch_graph
 from kenosis_ort.runtime.session import Session, open_session, session_options
 from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.verify.layer_signal import compare_layers
 
 _KERNEL: Final = "_kernel_time"
 _NCHWC: Final = "_nchwc"

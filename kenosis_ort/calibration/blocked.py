@@ -1,163 +1,34 @@
-"""Values that the runtime does not hand out as they are: in blocks of channels, or within bodies.
-
-Activations as the runtime's convolutions lay them out, so that they need not be put in order to be looked at.
+"""Activations as the runtime's convolutions lay them out, so that they need not be put in order to be looked at.
 
 Kernels for pictures keep the channels in blocks: those of one block lie side by side at each place. Where such a value
 leaves the graph, the runtime puts it in order first, a pass over memory that takes longer than some convolutions.
 Extremes do not ask for order, extremes by channel and single elements can be had from either one.
-
-What the bodies of ``If``, ``Loop`` and ``Scan`` are fed with when the model around them runs on calibration data.
-
-The runtime returns no value from within a body. So the model around it returns what the body reads from outside, and
-the body runs as a model of its own: a branch where its condition holds, a loop once an iteration, fed with the
-states that it wrote before.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 from onnx import helper
 
-from kenosis_ort.graph.bodies import Body
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import attribute, attribute_int, read_names
+from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import fact_of_processor
-from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
-
-Feed = Mapping[str, Any]
-Feeds = Callable[[], Iterator[Feed]]
-"""Begins anew with every call."""
-
-
-def body_feeds(
-    outer: onnx.ModelProto, owner: onnx.NodeProto, body: Body, feeds: Feeds, *, custom_op_libraries: Sequence[str] = ()
-) -> Feeds:
-    """Feeds of a body, run by run.
-
-    Args:
-        outer: The float model around it.
-        owner: The node that owns the body.
-        body: The body.
-        feeds: What feeds the model around it.
-        custom_op_libraries: Libraries with custom operators to register.
-    """
-    runs = {"If": _branch, "Loop": _iterations, "Scan": _slices}[owner.op_type]
-    wanted = tuple(dict.fromkeys(name for name in (*owner.input, *body.captured) if name))
-
-    def fed() -> Iterator[Feed]:
-        session, source = _returning(outer, wanted, custom_op_libraries)
-        inner = None
-        for feed in feeds():
-            values = dict(zip(source, session.run(list(source), dict(feed)), strict=True)) if source else {}
-            values.update({name: feed[name] for name in wanted if name in feed})
-            values.update({name: stored for name, stored in constants.items() if name not in values})
-            if owner.op_type != "If" and inner is None:
-                inner = open_session(body.model, custom_op_libraries=custom_op_libraries)
-            captured = {name: values[name] for name in body.captured}
-            yield from runs(owner, body, values, captured, inner)
-
-    constants = {t.name: array_in(t) for t in outer.graph.initializer if t.name in wanted}
-    return fed
-
-
-def value_types(
-    outer: onnx.ModelProto, names: Sequence[str], custom_op_libraries: Sequence[str] = ()
-) -> dict[str, onnx.TypeProto]:
-    """The types of values of a main graph, as declared or else as the runtime infers them."""
-    graph = outer.graph
-    known = {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output) if v.type.WhichOneof("value")}
-    missing = [name for name in names if name not in known and any(name in node.output for node in graph.node)]
-    if missing:
-        session, source = _returning(outer, missing, custom_op_libraries)
-        described = {value.name: value for value in session.get_outputs()}
-        for name in source:
-            kind = TENSOR_TYPES.get(described[name].type)
-            if kind is not None:
-                known[name] = onnx.helper.make_tensor_type_proto(kind, described[name].shape or None)
-    return {name: known[name] for name in names if name in known}
-
-
-def _returning(
-    outer: onnx.ModelProto, wanted: Sequence[str], libraries: Sequence[str]
-) -> tuple[ort.InferenceSession, tuple[str, ...]]:
-    """A session of the model that returns those of the values that its nodes compute, and which they are."""
-    computed = {name for node in outer.graph.node for name in node.output}
-    source = tuple(name for name in wanted if name in computed)
-    return open_session(outer, custom_op_libraries=libraries, further=source), source
-
-
-def _branch(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, _: ort.InferenceSession | None
-) -> Iterator[Feed]:
-    if bool(np.asarray(values[owner.input[0]]).reshape(-1)[0]) == (body.place.attribute == "then_branch"):
-        yield captured
-
-
-def _iterations(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, session: ort.InferenceSession | None
-) -> Iterator[Feed]:
-    assert session is not None
-    names = _inputs(body)
-    most = int(np.asarray(values[owner.input[0]]).reshape(-1)[0]) if owner.input[0] else None
-    going = bool(np.asarray(values[owner.input[1]]).reshape(-1)[0]) if owner.input[1:2] and owner.input[1] else True
-    states: list[Any] = [values[name] for name in owner.input[2:]]
-    outputs = [value.name for value in body.model.graph.output][: 1 + len(states)]
-    number = 0
-    while going and (most is None or number < most):
-        given = (np.array(number, np.int64), np.array(going), *states)
-        feed = {**captured, **dict(zip(names, given, strict=True))}
-        yield feed
-        condition, *states = _run(session, outputs, feed)
-        going = bool(np.asarray(condition).reshape(-1)[0])
-        number += 1
-
-
-def _slices(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, session: ort.InferenceSession | None
-) -> Iterator[Feed]:
-    assert session is not None
-    names, count = _inputs(body), attribute_int(owner, "num_scan_inputs", 1)
-    given = [values[name] for name in owner.input]
-    states, scanned = given[: len(given) - count], given[len(given) - count :]
-    axes, backwards = (_integers(owner, f"scan_input_{what}", count) for what in ("axes", "directions"))
-    outputs = [value.name for value in body.model.graph.output][: len(states)]
-    length = scanned[0].shape[axes[0]]
-    for step in range(length):
-        at = [length - 1 - step if back else step for back in backwards]
-        parts = [np.take(array, i, axis) for array, i, axis in zip(scanned, at, axes, strict=True)]
-        feed = {**captured, **dict(zip(names, (*states, *parts), strict=True))}
-        yield feed
-        states = _run(session, outputs, feed)
-
-
-def _inputs(body: Body) -> list[str]:
-    """The names of the body's own inputs."""
-    return [v.name for v in body.model.graph.input][: len(body.model.graph.input) - len(body.captured)]
-
-
-def _run(session: ort.InferenceSession, outputs: Sequence[str], feed: Feed) -> list[Any]:
-    wanted = {value.name for value in session.get_inputs()}
-    return list(session.run(list(outputs), {name: value for name, value in feed.items() if name in wanted}))
-
-
-def _integers(node: onnx.NodeProto, name: str, count: int) -> list[int]:
-    found = attribute(node, name)
-    return [0] * count if found is None else list(found.ints)
-
+from kenosis_ort.runtime.session import open_session
 
 Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
 
 _DOMAIN = "com.microsoft.nchwc"
 _REORDER = "ReorderOutput"
 _BLOCKS = (4, 8, 16, 32)
+_LONG_ROW = 512  # elements that a channel has side by side
 MOST_PLACES = 1 << 18
 """Elements of one array whose places are kept: 2 MiB."""
 
@@ -243,3 +114,29 @@ def places(shape: tuple[int, ...], stride: int) -> npt.NDArray[np.intp]:
     found = np.sort((group * area + place) * block + inside)
     found.flags.writeable = False
     return found
+
+
+def pick(array: Array, stride: int) -> Array:
+    """Every ``stride``-th element, in any order."""
+    if isinstance(array, Blocked):
+        picked: Array = np.asarray(array).take(places(array.shape, stride), mode="wrap")
+        return picked
+    return array.reshape(-1)[::stride]
+
+
+def channel_ends(end: np.ufunc, array: Array, axis: int) -> Float64:
+    """The least or largest value of each channel, NaN where there is one; in blocks they are of axis 1."""
+    if isinstance(array, Blocked):  # line by line: of a channel no two elements lie side by side
+        images, blocks, height, width, block = array.shape
+        lines = np.asarray(array).reshape(images, blocks, height, width * block)
+        line = end.reduce(lines, axis=(0, 2)).reshape(blocks, width, block)
+        ends: Float64 = end.reduce(line, axis=1).reshape(-1).astype(np.float64)
+        return ends
+    behind = math.prod(array.shape[axis + 1 :])
+    rows = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], behind)
+    if behind >= _LONG_ROW or len(rows) == 1:
+        found = end.reduce(rows, axis=(0, 2))
+    else:  # short rows one by one take ten times longer than samples one upon the other
+        found = end.reduce(end.reduce(rows, axis=0), axis=1)
+    wide: Float64 = found.astype(np.float64)
+    return wide

@@ -1,25 +1,26 @@
 """Samples kept for the passes that need data again: those of least digest, whoever read them and in whatever order.
 
 A digest of the content is as good as a draw, and it is the same on every machine: what three shards kept, put together
-and cut again, is what one reader of all samples would have kept. So a calibration table can take its reader's place.
-
-Fingerprints of models and calibration data.
+and cut again, is what one reader of all samples would have kept. So a calibration table can take its reader's place;
+its file holds arrays as text, whose sizes are checked before memory is taken.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import bisect
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
+import onnx
 
-from kenosis_ort.calibration.feeds import Sample
+from kenosis_ort.calibration.feeds import Sample, bytes_of
+from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import array_in, brought_in, is_outside
-
-if TYPE_CHECKING:
-    import onnx
 
 
 def model_fingerprint(proto: onnx.ModelProto) -> str:
@@ -189,18 +190,100 @@ def digest_of(sample: Sample) -> int:
     return feed_digest(sample) if sample.digest is None else sample.digest
 
 
-def bytes_of(feed: Mapping[str, Any]) -> int:
-    """The bytes of a feed's arrays."""
-    return sum(_bytes(value) for value in feed.values())
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(map(_bytes, value))
-    return int(getattr(value, "nbytes", 0))
-
-
 def copied(sample: Sample) -> Sample:
     """A sample with arrays of its own."""
     own = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
     return Sample(own, sample.index, sample.digest)
+
+
+_NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
+    kind.name: kind
+    for kind in map(onnx.helper.tensor_dtype_to_np_dtype, onnx.helper.get_all_tensor_dtypes())
+    if not kind.hasobject and kind.kind not in "SU"
+}
+"""Types of tensors whose bytes are their content; no other can be named in a file."""
+
+
+_DAMAGED = "Delete the file, so that calibration runs again."
+
+
+def pack_samples(cached: CachedSamples) -> tuple[dict[str, Any] | None, list[Any]]:
+    """The cached samples as plain JSON data: what identifies them, and the samples themselves.
+
+    Numbers in their reader are left out: of several readers' samples they say nothing.
+
+    Returns:
+        None and nothing where a sample holds what is neither an array nor a sequence of arrays.
+    """
+    samples = cached.samples
+    try:
+        packed = [{name: _pack(value) for name, value in sample.items()} for sample in samples]
+    except TypeError:
+        return None, []
+    digests = [f"{digest_of(sample):064x}" for sample in samples]
+    return {"most": cached.most, "budget": cached.budget, "cut": f"{cached.cut:x}", "digests": digests}, packed
+
+
+def unpack_samples(head: Mapping[str, Any] | None, raw: Sequence[Any]) -> CachedSamples | None:
+    """Reads what `pack_samples` returned.
+
+    Raises:
+        CalibrationError: A sample is not what its digest says, or the samples are larger than they may be.
+        KeyError: Or TypeError or ValueError; the data is damaged in another way.
+    """
+    if head is None:
+        return None
+    size = sum(_size(value) for sample in raw for value in sample.values())
+    if size > min(int(head["budget"]), MOST_BYTES) or len(raw) != len(head["digests"]):
+        raise CalibrationError(f"The samples in the calibration table take {size} bytes.", fix=_DAMAGED)
+    cached = CachedSamples(int(head["most"]), int(head["budget"]), copies=False)
+    cached.cut_at(int(head["cut"], 16))
+    for known, packed in zip(head["digests"], raw, strict=True):
+        values = {str(name): _unpack(value) for name, value in packed.items()}
+        digest = feed_digest(values)
+        if digest != int(known, 16):
+            raise CalibrationError(
+                "A sample in the calibration table was edited: its digest does not fit.", fix=_DAMAGED
+            )
+        cached.add(Sample(values, None, digest))
+    return cached
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_pack(item) for item in value]
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    if array.dtype.name in _NUMBERS:
+        content = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+        return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": content}
+    if all(isinstance(item, str) for item in array.reshape(-1).tolist()):
+        width = array.dtype.itemsize // 4 if array.dtype.kind == "U" else 0
+        return {"width": width, "shape": list(array.shape), "text": array.reshape(-1).tolist()}
+    raise TypeError(f"a sample holds {array.dtype}, which no file does")
+
+
+def _size(packed: Any) -> int:
+    """The bytes that a value will take; those of numbers as their text is long, before it is decoded."""
+    if isinstance(packed, list):
+        return sum(map(_size, packed))
+    shape = [int(size) for size in packed["shape"]]
+    count, is_text = math.prod(shape), "text" in packed
+    size = count * (4 * int(packed["width"]) if is_text else _NUMBERS[packed["dtype"]].itemsize)
+    there = count == len(packed["text"]) if is_text else -(-size // 3) * 4 == len(packed["base64"])
+    if min(shape, default=0) < 0 or size < 0 or not there:
+        raise ValueError("the size of an array is not what its shape says")
+    return size
+
+
+def _unpack(packed: Any) -> Any:
+    if isinstance(packed, list):
+        return [_unpack(item) for item in packed]
+    shape = [int(size) for size in packed["shape"]]
+    if "text" in packed:
+        kind = np.dtype(f"<U{int(packed['width'])}" if packed["width"] else object)
+        return np.array([str(item) for item in packed["text"]], kind).reshape(shape)
+    try:
+        content = base64.b64decode(packed["base64"], validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from error
+    return np.frombuffer(content, _NUMBERS[packed["dtype"]]).reshape(shape).copy()

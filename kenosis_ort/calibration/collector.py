@@ -1,19 +1,24 @@
-"""The sweep: one pass over a data reader, statistics of every observed tensor, memory flat in the samples."""
+"""The sweep: one run of the float model over a reader, statistics of observed tensors, memory flat in the samples."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import onnx
 
+from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.derived import Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import (
     Feed,
     Part,
@@ -25,25 +30,25 @@ from kenosis_ort.calibration.feeds import (
     sample_feeds,
     strided_feeds,
 )
-from kenosis_ort.calibration.minmax import HistogramCollector, MinMaxCollector, SketchCollector, constant_statistics
-from kenosis_ort.calibration.observer import Array, Bundle, ChannelCollector, Collector, Observer, Parted
 from kenosis_ort.calibration.part_session import (
     ObservedModel,
     SessionSettings,
     element_types,
     initializer_arrays,
 )
-from kenosis_ort.calibration.segments import DerivingCollector, Functions, functions_of, unions_of, united
-from kenosis_ort.calibration.stages import StagedModel
+from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
-from kenosis_ort.runtime.session import Closing
+from kenosis_ort.runtime.session import Closing, as_array
+from kenosis_ort.storage.spool import Spool
 
 _log = logging.getLogger(__name__)
 
 _BUNDLE = 64  # samples that run through a model of many weights together
+_SHARE = 1 << 18  # elements below which a thread of its own costs more than it saves
+_CALL = 1 << 12  # elements that take as long as calling a collector does
 
 Progress = Callable[[int, "int | None"], None]
 
@@ -60,7 +65,7 @@ def collect(
     custom_op_libraries: Sequence[str] = (),
     progress: Progress | None = None,
     threads: int = 0,
-    seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+    seen_as: SeenAs | None = None,
     part: Part = MappingProxyType({}),
     channels: Mapping[str, int] = MappingProxyType({}),
     keep: int = 0,
@@ -132,14 +137,15 @@ class Sweep(Closing):
         providers: Sequence[Any] | None = None,
         custom_op_libraries: Sequence[str] = (),
         threads: int = 0,
-        seen_as: Mapping[str, Callable[[Array], Array]] | None = None,
+        seen_as: SeenAs | None = None,
         part: Part = MappingProxyType({}),
         channels: Mapping[str, int] = MappingProxyType({}),
         keep: int = 0,
     ) -> None:
         self._tensors = tuple(dict.fromkeys(tensors))
-        self._config = config
+        self._config, self._keep = config, keep
         self._inputs = input_specs(proto)
+        seen_as = seen_as or {}
         proto = in_order(proto)
         groups = _classify(proto, tensors)
         settings = SessionSettings(
@@ -152,27 +158,28 @@ class Sweep(Closing):
         try:
             types = _types(self._model, proto, groups)
             computed, fed, constant = (_observable(names, types) for names in groups)
-            self._functions = _functions(proto, {**computed, **fed}, config, channels, seen_as or ())
-            made = {name for functions in self._functions.values() for name in functions}
-            apart = {*made, *channels, *(seen_as or ())}
+            # Values that follow from others: none where all elements count, or ranges are to be stock's.
+            functions: Functions = {}
+            if not (config.uses_histogram or config.bit_exact or config.moving_average):
+                functions = functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
+            made = {name for of_one in functions.values() for name in of_one}
             whole = not (config.moving_average or config.bit_exact or config.sketch)
-            self._unions = unions_of(proto.graph, computed, apart) if whole else {}
-            made.update(self._unions)
-            fetched = {name: dtype for name, dtype in computed.items() if name not in made}
-            ordered = {name for name in seen_as or () if name not in self._functions}  # a function of the array
+            self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
+            # Those that are fetched, in any order where nothing asks for theirs.
+            fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
+            ordered = {name for name in seen_as if name not in functions}  # a function of the array
             ordered.update(name for name, axis in channels.items() if axis not in (1, -3))
-            self._staged = StagedModel(
-                self._model, proto, fetched, types, config.fetch_budget, fetched.keys() - ordered
-            )
+            any_order = fetched.keys() - ordered
+            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget, any_order)
         except BaseException:
             self.close()
             raise
         arrays = initializer_arrays(proto, set(constant))
-        self._constant = {name: constant_statistics(arrays[name], dtype, config) for name, dtype in constant.items()}
-        self._takes_bundles = self._staged.is_heavy and not config.moving_average
-        self._kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
-        self._fed = fed
-        self._threads, self._seen_as, self._axes, self._keep = threads, seen_as or {}, channels, keep
+        self._constant = {name: _of_constant(arrays[name], dtype, config) for name, dtype in constant.items()}
+        kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
+        self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
+        self._fed = tuple(fed)
+        self._adder = _Adder(threads or _processors())
         self.start_again(part)
 
     def start_again(self, part: Part = MappingProxyType({}), cut: int | None = None) -> None:
@@ -187,16 +194,11 @@ class Sweep(Closing):
         self.part_samples = 0
         self.part_digest = 0
         self._cuts = dict(part)
-        inner = {name: seen for name, seen in self._seen_as.items() if name in self._functions}
-        fresh = partial(_collector, self._kinds, self._config, self._axes, self._functions, inner)
-        self._collector = fresh()
-        self._part = Parted(fresh(), self._collector) if self._cuts else None
+        self._others = self._fresh()
+        self._chosen = self._fresh() if self._cuts else None
         self._cached = CachedSamples(self._keep)
         if cut is not None:
             self._cached.cut_at(cut)
-        taken: Collector = self._part or self._collector
-        outer = {name: seen for name, seen in self._seen_as.items() if name not in inner}
-        self._observer = Observer(self._staged, self._fed, taken, threads=self._threads, seen_as=outer)
 
     def close(self) -> None:
         """Ends the sessions' temporary files; the statistics stay."""
@@ -227,13 +229,14 @@ class Sweep(Closing):
             )
         if progress is not None:
             progress(0, total)
-        # Samples are observed in bundles where that is faster, with digests of all of them and of the part.
-        before = self.samples
-        bundle = Bundle()
+        # Samples are observed in bundles, of one each unless more are faster, with digests of all and of the part.
+        before, together = self.samples, _BUNDLE if self._staged.is_heavy else 1
+        bundle = self._bundle()
         for feed in feeds:
             if feed is None:
                 bundle = self._observed(bundle)
-                self._collector.end_chunk()
+                for collector in self._collectors:
+                    collector.end_chunk()
                 continue
             number = first + self.samples - before
             checked = check_feed(feed, required, optional, number)
@@ -244,21 +247,17 @@ class Sweep(Closing):
                     self.part_samples += 1
                     of_piece = digest if piece is checked else feed_digest(piece)
                     self.part_digest = (self.part_digest + of_piece) % 2**256
-                if self._takes_bundles:
-                    bundle.append(piece, number, chosen)
-                else:
-                    self._turn(chosen)
-                    self._observer.observe(piece, number)
+                bundle.append(piece, number, chosen)
             if self._keep:
                 self._cached.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             self.samples += 1
-            if bundle.samples >= _BUNDLE:
+            if bundle.samples >= together:
                 bundle = self._observed(bundle)
             if progress is not None:
                 progress(self.samples - bundle.samples - before, total)
         self._observed(bundle)
-        if self._takes_bundles and progress is not None:
+        if together > 1 and progress is not None:
             progress(self.samples - before, total)
         if self.samples == 0:
             raise CalibrationError(
@@ -267,20 +266,35 @@ class Sweep(Closing):
                 "must be made anew or rewound.",
             )
 
+    @property
+    def _collectors(self) -> list[Collector]:
+        return [self._others] if self._chosen is None else [self._chosen, self._others]
+
     def _pieces(self, feed: dict[str, Any]) -> list[tuple[dict[str, Any], bool]]:
         """Inputs of the model from the next sample, and whether it belongs to the part."""
         cuts = self._cuts.get(self.samples)
         return [(cut.of(feed), cut.chosen) for cut in cuts] if cuts else [(feed, cuts is not None)]
 
-    def _turn(self, chosen: bool) -> None:
-        if self._part is not None:
-            self._part.is_chosen = chosen
+    def _bundle(self) -> _Bundle:
+        return _Bundle(Spool() if self._staged.is_heavy else [])
 
-    def _observed(self, bundle: Bundle) -> Bundle:
-        """Takes the latest samples into account together; returns an empty bundle."""
-        if len(bundle.feeds):
-            self._observer.observe_all(bundle.feeds, bundle.numbers, lambda place: self._turn(bundle.chosen[place]))
-        return Bundle()
+    def _observed(self, bundle: _Bundle) -> _Bundle:
+        """Takes the latest samples into account, part by part of the model; returns an empty bundle.
+
+        Raises:
+            CalibrationError: The model fails on one, or computes NaN or infinity.
+        """
+
+        def take(place: int, arrays: dict[str, Array]) -> None:
+            collector = self._collectors[0 if bundle.chosen[place] else -1]
+            broken = self._adder.add(arrays, collector.add)
+            if broken:
+                raise _non_finite(_broken_inputs(bundle.feeds[place]) or broken, bundle.numbers[place])
+
+        for place, feed in enumerate(bundle.feeds):
+            take(place, {name: as_array(feed[name]) for name in self._fed if name in feed})
+        self._staged.run(bundle.feeds, bundle.numbers, take)
+        return self._bundle()
 
     def table(self, fingerprint: str) -> CalibrationTable:
         """The table of what was read so far.
@@ -288,54 +302,117 @@ class Sweep(Closing):
         Args:
             fingerprint: The model's, from `model_fingerprint`.
         """
-        found, of_part = self.statistics(), self.statistics_of_part()
         own = self._cached if self._keep else None
-        whole = CalibrationTable(found, self._config, self.samples, fingerprint, f"{self.data_digest:064x}", cached=own)
-        if of_part is None:
+        digest, of_part = f"{self.data_digest:064x}", f"{self.part_digest:064x}"
+        whole = CalibrationTable(self.statistics(), self._config, self.samples, fingerprint, digest, cached=own)
+        if self._chosen is None:
             return whole
-        part = CalibrationTable(of_part, self._config, self.part_samples, fingerprint, f"{self.part_digest:064x}")
-        return replace(whole, part=part)
+        found = self._named(self._chosen.statistics())
+        return replace(whole, part=CalibrationTable(found, self._config, self.part_samples, fingerprint, of_part))
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """The statistics so far, by tensor name, in the order asked for."""
-        collector: Collector = self._part or self._collector
-        return self._named(collector.statistics())
-
-    def statistics_of_part(self) -> dict[str, TensorStatistics] | None:
-        """The same of the part alone; None where there is no part."""
-        return None if self._part is None else self._named(self._part.chosen.statistics())
+        found = self._others.statistics()
+        if self._chosen is not None:
+            found = {n: s.merge(found[n], weights=(1, 1)) for n, s in self._chosen.statistics().items()}
+        return self._named(found)
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
         found = united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in self._tensors if name in found}
 
 
-def _collector(
-    dtypes: Mapping[str, str],
-    config: CalibrationConfig,
-    axes: Mapping[str, int],
-    functions: Functions,
-    seen_as: Mapping[str, Callable[[Array], Array]],
-) -> Collector:
-    if config.uses_histogram:
-        inner: Collector = HistogramCollector(dtypes)
-    else:
-        extremes = SketchCollector(dtypes, config) if config.sketch else MinMaxCollector(dtypes, config)
-        inner = DerivingCollector(extremes, functions, seen_as) if functions else extremes
-    return ChannelCollector(inner, axes) if axes else inner
+@dataclass
+class _Bundle:
+    """What is to run through the model together.
+
+    Attributes:
+        feeds: What it runs on.
+        numbers: Of the samples that these are of, for messages.
+        chosen: Whether each is of the part.
+    """
+
+    feeds: list[dict[str, Any]] | Spool
+    numbers: list[int] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+
+    def append(self, feed: dict[str, Any], number: int, chosen: bool) -> None:
+        """Puts one at the end."""
+        self.feeds.append(feed)
+        self.numbers.append(number)
+        self.chosen.append(chosen)
+
+    @property
+    def samples(self) -> int:
+        """How many samples they are of."""
+        return len(set(self.numbers))
 
 
-def _functions(
-    proto: onnx.ModelProto,
-    observed: Mapping[str, str],
-    config: CalibrationConfig,
-    channels: Collection[str],
-    seen_as: Collection[str],
-) -> Functions:
-    """Values whose ranges follow from others; none where all elements count, or ranges are to be stock's."""
-    if config.uses_histogram or config.bit_exact or config.moving_average:
-        return {}
-    return functions_of(proto.graph, observed, channels, seen_as)
+class _Adder:
+    """Adds tensors to a collector, several at a time.
+
+    Args:
+        threads: Number of threads that work on tensors.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def add(self, arrays: Mapping[str, Array], take: Callable[[str, Array], bool]) -> list[str]:
+        """Adds arrays; returns the names of those with NaN or infinity, in order."""
+        shares = _shares({name: array.size for name, array in arrays.items()}, self._threads)
+
+        def added(names: list[str]) -> list[str]:
+            return [name for name in names if not take(name, arrays[name])]
+
+        others = [self._pool.submit(added, names) for names in shares[1:]]
+        broken = {*added(shares[0]), *(name for other in others for name in other.result())}
+        return [name for name in arrays if name in broken]
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads beside the caller's; they end with the object."""
+        return ThreadPoolExecutor(self._threads - 1, initializer=np.seterr, initargs=("ignore",))  # as the caller's
+
+
+def _of_constant(array: Array, dtype: str, config: CalibrationConfig) -> TensorStatistics:
+    """The statistics of a tensor that never changes."""
+    extremes = Accumulator(dtype, replace(config, method="minmax", sketch=False))
+    extremes.add(array)
+    extremes.end_chunk()
+    return extremes.statistics()
+
+
+def _broken_inputs(feed: dict[str, Any]) -> list[str]:
+    """The inputs that hold NaN or infinity themselves: more telling than what the model makes of them."""
+    arrays = {name: as_array(value) for name, value in feed.items()}
+    return [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+
+
+def _non_finite(names: list[str], sample: int) -> CalibrationError:
+    more = f" (and {len(names) - 1} tensors after it)" if len(names) > 1 else ""
+    return CalibrationError(
+        f"The float model computes NaN or infinity on the calibration data{more}.",
+        where=f"tensor '{names[0]}', sample {sample}",
+        fix="Check this sample's preprocessing; where the model means it (a mask of minus infinity), exclude the node.",
+    )
+
+
+def _shares(sizes: Mapping[str, int], threads: int) -> list[list[str]]:
+    """The names dealt out to as many threads as they are worth, about as much work to each."""
+    work = sum(sizes.values()) + _CALL * len(sizes)
+    count = max(min(threads, work // _SHARE, len(sizes)), 1)
+    shares: list[tuple[int, list[str]]] = [(0, []) for _ in range(count)]
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = min(range(count), key=lambda at: shares[at][0])
+        load, names = shares[least]
+        shares[least] = (load + sizes[name] + _CALL, [*names, name])
+    return [names for _, names in shares]
+
+
+def _processors() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -1,10 +1,12 @@
-"""Reading feeds from a data reader, once, and checking them against the model's inputs."""
+"""Samples: where they come from, and reading them from a data reader, once, checked against the model's inputs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,37 @@ from kenosis_ort.errors import CalibrationError, KenosisError, did_you_mean
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
+
+
+class Known(str, Enum):
+    """How well the scale of an input's values is known."""
+
+    GIVEN = "given by the caller"
+    REAL = "taken from the real samples"
+    GRAPH = "found in the graph"
+    STATISTICS = "fitted to the statistics of a BatchNormalization"
+    CONVENTION = "a convention"
+    GUESS = "a guess"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where samples come from.
+
+    Attributes:
+        inputs: What was assumed about each input, for people.
+        known: How well the scale of each input's values is known, by its name.
+        natural: Whether the samples are made after what the inputs are in nature; random tokens and features are not.
+        real: Number of real feeds, which come first.
+    """
+
+    inputs: tuple[str, ...] = ()
+    known: Mapping[str, Known] = field(default_factory=dict)
+    natural: bool = False
+    real: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", MappingProxyType(dict(self.known)))
 
 
 class Sample(dict[str, Any]):
@@ -316,3 +349,62 @@ def _shape_fix(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> st
     if len(got) == 4 == len(wanted) and isinstance(wanted[3], int) and got[1] == wanted[3]:
         return "The image is channels-first; transpose it with array.transpose(0, 2, 3, 1)."
     return "Bring it to the model's input shape; '?' and names stand for any size."
+
+
+def bytes_of(feed: Mapping[str, Any]) -> int:
+    """The bytes of a feed's arrays."""
+    return sum(map(_bytes, feed.values()))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    return int(getattr(value.numpy() if isinstance(value, ort.OrtValue) else value, "nbytes", 0))
+
+
+_CACHE_RANK, _TOKENS_RANK = 4, 2
+_TOKENS, _MASKS = ("decoder_input_ids", "input_ids"), ("decoder_attention_mask", "attention_mask")
+
+Dims = Mapping[str, Sequence[Any]]
+Sizes = Mapping[str, tuple[int, ...]]
+
+
+def misfit(session: ort.InferenceSession, feed: Mapping[str, Any]) -> str:
+    """Which input does not fit the others, in one sentence; "" if none is known not to.
+
+    The runtime only says at which node it stopped. Exporters give open dimensions names, and inputs whose dimensions
+    have one name must agree. The names are not always true, so they are read only once a run has failed.
+
+    Args:
+        session: Of the model.
+        feed: What it fails on.
+    """
+    declared = {value.name: value.shape for value in session.get_inputs() if value.name in feed}
+    given = {name: np.shape(feed[name]) for name in declared}
+    found: dict[str, dict[int, list[tuple[str, int]]]] = {}
+    for name, dims in declared.items():
+        for axis, (dim, size) in enumerate(zip(dims, given[name], strict=False)):
+            if isinstance(dim, str):
+                found.setdefault(dim, {}).setdefault(size, []).append((name, axis))
+    for dim, sizes in found.items():
+        if len(sizes) > 1:
+            (few, ((name, axis), *_)), *_, (many, ((other, at), *_)) = sorted(sizes.items(), key=lambda s: len(s[1]))
+            return (
+                f"The input '{name}' has {few} on axis {axis}, and the input '{other}' has {many} on axis {at}; the "
+                f"model calls both '{dim}'."
+            )
+    return _odd_mask(declared, given)
+
+
+def _odd_mask(declared: Dims, given: Sizes) -> str:
+    """Error of a mask that does not cover the tokens and the cache."""
+    tokens = next((name for name in _TOKENS if len(given.get(name, ())) == _TOKENS_RANK), "")
+    open_caches = [n for n, dims in declared.items() if len(dims) == _CACHE_RANK and not isinstance(dims[2], int)]
+    cache = next((name for name in open_caches if len(given[name]) == _CACHE_RANK), "")
+    for mask in _MASKS if tokens else ():
+        if len(given.get(mask, ())) == _TOKENS_RANK:
+            read, past = given[tokens][1], given[cache][2] if cache else 0
+            if given[mask][1] != read + past:
+                covered = f"{read}, and the cache '{cache}' has {past}" if cache else str(read)
+                return f"The input '{mask}' has {given[mask][1]} on axis 1, where '{tokens}' has {covered}."
+    return ""

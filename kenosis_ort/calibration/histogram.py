@@ -35,6 +35,37 @@ _MIN_EXPONENT = -100
 _LEVELS = HALF.bit_length() - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Extremes:
+    """Extremes of one array; ``low`` is greater than ``high`` if it has no element, and both are NaN if one is.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        count: Number of elements.
+    """
+
+    low: float = math.inf
+    high: float = -math.inf
+    count: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all elements are finite."""
+        return self.count == 0 or (math.isfinite(self.low) and math.isfinite(self.high))
+
+
+def extremes(array: npt.NDArray[np.floating]) -> Extremes:
+    """The extremes of an array, in one pass over memory."""
+    low, high = math.inf, -math.inf
+    for block in blocks(array):
+        block_low, block_high = ends(block)
+        if math.isnan(block_low):
+            return Extremes(math.nan, math.nan, array.size)
+        low, high = min(low, block_low), max(high, block_high)
+    return Extremes(low, high, array.size)
+
+
 def exponent_of(magnitude: float) -> int:
     """The smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
     return max(math.frexp(magnitude)[1], _MIN_EXPONENT) if magnitude else _MIN_EXPONENT
@@ -144,45 +175,37 @@ _SCRATCH = _Scratch()
 
 
 class HistogramBuilder:
-    """Counts values into a growing histogram and tracks their exact minimum and maximum.
-
-    Attributes:
-        low: Smallest value so far, infinity before the first.
-        high: Largest value so far, minus infinity before the first.
-        count: Number of values so far.
-    """
+    """Counts values into a growing histogram."""
 
     def __init__(self) -> None:
-        self.low = math.inf
-        self.high = -math.inf
-        self.count = 0
         self._exponent = _MIN_EXPONENT
         self._counts: Counts = np.zeros(2 * HALF, np.int64)
 
-    def add(self, values: npt.NDArray[np.floating]) -> bool:
+    def add(self, values: npt.NDArray[np.floating]) -> Extremes:
         """Adds all values of an array of any shape.
 
         Returns:
-            False if a value is NaN or infinite. The builder is then of no further use.
+            Its extremes. Where a value is NaN or infinite they are not finite, and the builder is of no further use.
         """
+        low, high = math.inf, -math.inf
         for block in blocks(values):
-            low, high = ends(block)
-            if not (math.isfinite(low) and math.isfinite(high)):
-                return False
-            self._take(low, high, block.size)
+            block_low, block_high = ends(block)
+            if not (math.isfinite(block_low) and math.isfinite(block_high)):
+                return Extremes(block_low, block_high, values.size)
+            low, high = min(low, block_low), max(high, block_high)
+            self._grow(max(-block_low, block_high))
             tables = _TABLES * 2 * HALF
             self._counts += self._binned(block, _OFFSETS[: block.size], tables).reshape(_TABLES, -1).sum(axis=0)
-        return True
+        return Extremes(low, high, values.size)
 
-    def add_part(self, values: npt.NDArray[np.float32], low: float, high: float) -> None:
-        """Adds some of the elements of an array whose extremes are known.
+    def add_part(self, values: npt.NDArray[np.float32], seen: Extremes) -> None:
+        """Adds some of the elements of an array.
 
         Args:
             values: The elements, of any shape, finite.
-            low: Smallest value of the array.
-            high: Largest value of the array.
+            seen: The extremes of the array.
         """
-        self._take(low, high, values.size)
+        self._grow(max(-seen.low, seen.high))
         for block in blocks(values):
             self._counts += self._binned(block, _OFFSETS[0], 2 * HALF)
 
@@ -195,11 +218,6 @@ class HistogramBuilder:
         np.copyto(narrow, scaled, casting="unsafe")
         np.copyto(index, narrow)  # in two steps that are vectorized each
         return np.bincount(index, minlength=bins)
-
-    def _take(self, low: float, high: float, count: int) -> None:
-        self._grow(max(-low, high))
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        self.count += count
 
     def _grow(self, magnitude: float) -> None:
         exponent = exponent_of(magnitude)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,10 +14,11 @@ import onnx.helper
 import onnxruntime as ort
 
 from kenosis_ort.calibration.blocked import without_reorders
-from kenosis_ort.calibration.misfits import misfit
+from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.outside import array_in, content_bytes, refer, refers_outside
+from kenosis_ort.graph.external_data import MIN_EXTERNAL_BYTES, with_weights_on_disk, write_external_data
+from kenosis_ort.graph.outside import array_in, content_bytes, copy_model, is_outside, refers_outside
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import (
@@ -35,10 +35,7 @@ from kenosis_ort.storage.scratch import Scratch
 _log = logging.getLogger(__name__)
 
 _EXTERNAL_FROM = 4096
-_ALIGNMENT = 4096
-_WEIGHTS = "weights.bin"
 _RANDOM = having(Is.RANDOM)
-_GRAPH, _GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 
 @dataclass(frozen=True)
@@ -104,19 +101,16 @@ class ObservedModel(Closing):
 
     def __init__(self, proto: onnx.ModelProto, settings: SessionSettings) -> None:
         self._settings = settings
-        self._folder: Scratch | None = None
-        self._optimized: list[Scratch] = []
+        self._folders: list[Scratch] = []
+        self._file: Path | None = None  # beside the weights, for models that are opened
         self._is_mapped = refers_outside(proto)
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
 
     def close(self) -> None:
         """Removes the temporary folders."""
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
-        while self._optimized:
-            self._optimized.pop().close()
+        while self._folders:
+            self._folders.pop().close()
 
     @property
     def has_blocks(self) -> bool:
@@ -128,25 +122,21 @@ class ObservedModel(Closing):
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
+        if any(content_bytes(t) >= MIN_EXTERNAL_BYTES for t in proto.graph.initializer if not is_outside(t)):
+            folder = self._folder()
+            self._file = None if self._is_mapped else folder / "model.onnx"
+            write = with_weights_on_disk if self._is_mapped else write_external_data
+            skeleton = write(proto, folder / "weights.bin")
+        else:
+            skeleton = copy_model(proto)
+        skeleton.graph.name = skeleton.graph.name or "graph"
         # A newer IR version only allows fields that the runtime ignores.
-        out = onnx.ModelProto(ir_version=min(proto.ir_version, runtime_limits().max_ir))
-        out.opset_import.extend(proto.opset_import)
-        out.functions.extend(proto.functions)
-        graph, source = out.graph, proto.graph
-        graph.name = source.name or "graph"
-        graph.node.extend(source.node)
-        graph.input.extend(source.input)
-        graph.output.extend(source.output)
-        graph.value_info.extend(source.value_info)
-        graph.sparse_initializer.extend(source.sparse_initializer)
-        large = [t for t in source.initializer if t.HasField("raw_data") and content_bytes(t) > _EXTERNAL_FROM]
-        large_names = {t.name for t in large}
-        graph.initializer.extend(t for t in source.initializer if t.name not in large_names)
-        if large:
-            self._folder = Scratch("calibration")
-            with open(self._folder.path / _WEIGHTS, "wb") as file:
-                graph.initializer.extend(_write_weight(tensor, file, refers=self._is_mapped) for tensor in large)
-        return out
+        skeleton.ir_version = min(proto.ir_version, runtime_limits().max_ir)
+        return skeleton
+
+    def _folder(self) -> Path:
+        self._folders.append(Scratch("calibration"))
+        return self._folders[-1].path
 
     def session(self, outputs: Sequence[str], nodes: Iterable[onnx.NodeProto] = ()) -> Session:
         """Makes a session of the whole graph.
@@ -218,9 +208,7 @@ class ObservedModel(Closing):
         Raises:
             CalibrationError: As `segment`.
         """
-        folder = Scratch("calibration")
-        self._optimized.append(folder)
-        path = folder.path / "optimized.onnx"
+        path = self._folder() / "optimized.onnx"
         try:
             plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
             optimized = onnx.load(path, load_external_data=False)
@@ -270,8 +258,11 @@ class ObservedModel(Closing):
         return found[::-1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None) -> Session:
-        in_bytes = self._folder is None or self._is_mapped
-        source: str | bytes = model.SerializeToString() if in_bytes else self._write_skeleton(model)
+        content = model.SerializeToString()
+        source: str | bytes = content
+        if self._file is not None:
+            self._file.write_bytes(content)
+            source = str(self._file)
         return self._opened(source, arena=arena, optimize=self._settings.optimize, written_to=written_to)
 
     def _opened(self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None) -> Session:
@@ -299,26 +290,6 @@ class ObservedModel(Closing):
                 f"The runtime refuses the float model: {shorten(error)}.",
                 fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
             ) from error
-
-    def _write_skeleton(self, model: onnx.ModelProto) -> str:
-        assert self._folder is not None
-        path = self._folder.path / "model.onnx"
-        path.write_bytes(model.SerializeToString())
-        return str(path)
-
-
-def _write_weight(tensor: onnx.TensorProto, file: BinaryIO, *, refers: bool) -> onnx.TensorProto:
-    out = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    file.seek(-file.tell() % _ALIGNMENT, 1)
-    offset = file.tell()
-    length = file.write(tensor.raw_data)
-    if refers:
-        refer(out, os.path.realpath(file.name), offset, length)
-        return out
-    out.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", _WEIGHTS), ("offset", offset), ("length", length)):
-        out.external_data.add(key=key, value=str(value))
-    return out
 
 
 def run(session: Session, names: Sequence[str], feed: dict[str, Any], sample: int) -> list[Any]:

@@ -1,21 +1,31 @@
-"""The calibration table: what was measured on every tensor, on which model, with which settings and data."""
+"""The calibration table: what was measured on every tensor, on which model, with which settings and data; and its file.
+
+A file is what ``onnxruntime.quantization``'s ``save_tensors_data`` writes (``data``, ``calibration_method``,
+``smooth_quant``), so that stock's ``load_tensors_data`` reads it, with one more key, ``kenosis``, that holds the whole
+table under a schema version, with a check sum over the file. A file without that key is stock's own. Samples stand
+under ``kenosis_samples``; each is checked by its digest.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from kenosis_ort.calibration.cached_samples import CachedSamples
+import numpy as np
+
+from kenosis_ort.calibration.cached_samples import CachedSamples, pack_samples, unpack_samples
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.statistics import TensorStatistics
-from kenosis_ort.calibration.table_format import table_from_dict, table_to_dict, to_stock
-from kenosis_ort.errors import CalibrationError, OutputError, did_you_mean
+from kenosis_ort.calibration.histogram import HALF, Histogram
+from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
+from kenosis_ort.errors import CalibrationError, OptionError, OutputError, did_you_mean
 from kenosis_ort.storage.writing import regular, write_text
 
 if TYPE_CHECKING:
@@ -24,6 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["CalibrationTable", "TensorStatistics"]
 
 _DIGEST_SIZE = 2**256
+_SCHEMAS: Final = (1, 2)
+"""Versions that are read; the last one is written."""
+_SAMPLES: Final = "kenosis_samples"
+_STOCK_NAMES: Final = {
+    "minmax": "MinMax",
+    "entropy": "Entropy",
+    "percentile": "Percentile",
+    "distribution": "Distribution",
+}
+_DAMAGED: Final = "Delete the cache file, so that calibration runs again."
 
 
 @dataclass(frozen=True)
@@ -183,11 +203,14 @@ class CalibrationTable:
 
     def to_tensors_data(self) -> TensorsData:
         """The ranges in stock's own type, which ``QDQQuantizer`` takes."""
-        return to_stock(self)
+        from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+
+        data = {name: TensorData(**_stock_fields(self, name)) for name in self.tensors}
+        return TensorsData(CalibrationMethod[_STOCK_NAMES[self.method]], data)
 
     def to_json(self) -> str:
         """The table as JSON that `from_json`, and stock's ``load_tensors_data``, read."""
-        return json.dumps(table_to_dict(self))
+        return json.dumps(_to_dict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CalibrationTable:
@@ -200,7 +223,7 @@ class CalibrationTable:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CalibrationError(f"The calibration cache is not valid JSON: {error}.") from error
-        return cls(**table_from_dict(raw))
+        return _from_dict(raw)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the table to a file, whole or not at all.
@@ -230,3 +253,176 @@ class CalibrationTable:
             raise CalibrationError(f"The calibration cache cannot be read: {reason}.", where=str(path)) from error
         except CalibrationError as error:
             raise CalibrationError(error.what, where=str(path), fix=error.fix) from error
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def _stock_fields(table: CalibrationTable, name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Fields of stock's ``TensorData``, as arrays of the tensor's element type."""
+    statistics = table.tensors[name]
+    dtype = np.dtype(statistics.dtype)
+    low, high = table.range_of(name)
+    shape = (1,) if table.method == "minmax" else ()
+    out: dict[str, np.ndarray[Any, Any]] = {}
+    if table.method == "distribution" and statistics.histogram is not None:
+        moments = statistics.moments(table.config, name)
+        out["avg"] = np.array(moments.mean, dtype)
+        out["std"] = np.array(moments.std, dtype)
+        out["hist"] = moments.counts
+        out["hist_edges"] = moments.edges.astype(dtype)
+    out["lowest"] = np.full(shape, low, dtype)
+    out["highest"] = np.full(shape, high, dtype)
+    return out
+
+
+def _histogram_to_dict(histogram: Histogram) -> dict[str, Any]:
+    used = np.flatnonzero(histogram.counts)
+    first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 0)
+    return {"exponent": histogram.exponent, "first": first, "counts": histogram.counts[first:last].tolist()}
+
+
+def _histogram_from_dict(raw: Mapping[str, Any]) -> Histogram:
+    counts = np.zeros(2 * HALF, np.int64)
+    stored = np.asarray(raw["counts"], np.int64)
+    counts[int(raw["first"]) : int(raw["first"]) + stored.size] = stored
+    return Histogram(int(raw["exponent"]), counts)
+
+
+def _channels_to_dict(channels: ChannelRange) -> dict[str, Any]:
+    low, high = (
+        base64.b64encode(np.ascontiguousarray(end, "<f4").tobytes()).decode()  # they are of a float32 tensor
+        for end in (channels.low, channels.high)
+    )
+    return {"axis": channels.axis, "rank": channels.rank, "low": low, "high": high}
+
+
+def _channels_from_dict(raw: Mapping[str, Any]) -> ChannelRange:
+    low, high = (np.frombuffer(base64.b64decode(raw[end]), "<f4").astype(np.float64) for end in ("low", "high"))
+    return ChannelRange(int(raw["axis"]), int(raw["rank"]), low, high)
+
+
+def _pair(raw: Any) -> tuple[float, float]:
+    return float(raw[0]), float(raw[1])
+
+
+_NUMBERS: Final[Mapping[str, Callable[[Any], Any]]] = {"low": float, "high": float, "count": int, "dtype": str}
+_PARTS: Final[Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    "histogram": (_histogram_to_dict, _histogram_from_dict),
+    "channels": (_channels_to_dict, _channels_from_dict),
+    "averaged": (list, _pair),
+    "fixed": (list, _pair),
+}
+"""Fields of statistics that may be None and are left out then: how each is written and read."""
+
+
+def _statistics_to_dict(statistics: TensorStatistics) -> dict[str, Any]:
+    parts = {name: (write, getattr(statistics, name)) for name, (write, _) in _PARTS.items()}
+    return {
+        **{name: getattr(statistics, name) for name in _NUMBERS},
+        **{name: write(value) for name, (write, value) in parts.items() if value is not None},
+    }
+
+
+def _statistics_from_dict(raw: Mapping[str, Any]) -> TensorStatistics:
+    found = {name: read(raw[name]) for name, read in _NUMBERS.items()}
+    parts = {name: read(raw[name]) for name, (_, read) in _PARTS.items() if raw.get(name) is not None}
+    return TensorStatistics(**found, **parts)
+
+
+def _to_dict(table: CalibrationTable) -> dict[str, Any]:
+    """The table as plain JSON data, readable by stock."""
+    data: dict[str, Any] = {}
+    for name in table.tensors:
+        fields = _stock_fields(table, name)
+        arrays = {k: {"data": v.tolist(), "dtype": str(v.dtype), "CLS": "numpy.array"} for k, v in fields.items()}
+        data[name] = {**arrays, "CLS": "TensorData"}
+    out: dict[str, Any] = {
+        "CLS": "TensorsData",
+        "data": data,
+        "calibration_method": {
+            "CLS": "CalibrationMethod",
+            "value": f"CalibrationMethod.{_STOCK_NAMES[table.method]}",
+        },
+        "smooth_quant": False,
+        "kenosis": {
+            "schema": _SCHEMAS[-1],
+            "config": table.config.to_dict(),
+            "samples": table.samples,
+            "model_fingerprint": table.model_fingerprint,
+            "data_fingerprint": table.data_fingerprint,
+            "made_up": table.made_up,
+            "tensors": {name: _statistics_to_dict(s) for name, s in table.tensors.items()},
+        },
+    }
+    if table.cached is not None:
+        out["kenosis"]["kept"], out[_SAMPLES] = pack_samples(table.cached)
+    out["kenosis"]["checksum"] = _checksum(out)
+    return out
+
+
+def _checksum(raw: Mapping[str, Any]) -> str:
+    """A SHA-256 over all that a file holds but the check sum itself, and samples, whose digests it holds."""
+    ours = {key: value for key, value in raw["kenosis"].items() if key != "checksum"}
+    summed = {key: value for key, value in raw.items() if key != _SAMPLES}
+    return hashlib.sha256(json.dumps({**summed, "kenosis": ours}, sort_keys=True).encode()).hexdigest()
+
+
+def _from_dict(raw: Any) -> CalibrationTable:
+    """The table from `_to_dict`'s data or from stock's.
+
+    Raises:
+        CalibrationError: The data is no calibration table, or of another schema version.
+    """
+    if not isinstance(raw, dict) or raw.get("CLS") != "TensorsData":
+        raise CalibrationError(
+            "The file is not a calibration table.",
+            fix="Give a file written by CalibrationTable.save or by onnxruntime.quantization's save_tensors_data.",
+        )
+    ours = raw.get("kenosis")
+    try:
+        if ours is None:
+            return _from_stock(raw)
+        if ours.get("schema") not in _SCHEMAS:
+            known = " and ".join(map(str, _SCHEMAS))
+            raise CalibrationError(
+                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {known}.",
+                fix=_DAMAGED,
+            )
+        if ours.get("checksum") != _checksum(raw):
+            raise CalibrationError(
+                "The calibration table is damaged or was edited: its check sum does not fit.", fix=_DAMAGED
+            )
+        origin = ours.get("origin") or {}  # of schema 1, whose tables were of weights that passes had changed
+        return CalibrationTable(
+            {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
+            CalibrationConfig(**ours["config"]),
+            int(ours["samples"]),
+            ours["model_fingerprint"],
+            ours["data_fingerprint"],
+            made_up=bool(ours.get("made_up", origin.get("made_up", False))),
+            cached=unpack_samples(ours["kept"], raw[_SAMPLES]) if "kept" in ours else None,
+            outdated=bool(origin.get("changes") or origin.get("biases")),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, CalibrationError) and not isinstance(error, OptionError):
+            raise
+        raise CalibrationError(f"The calibration table is damaged: {error!r}.", fix=_DAMAGED) from error
+
+
+def _from_stock(raw: Mapping[str, Any]) -> CalibrationTable:
+    by_stock = {v: k for k, v in _STOCK_NAMES.items()}
+    method = by_stock[str(raw["calibration_method"]["value"]).rpartition(".")[2]]
+    tensors = {}
+    for name, fields in raw["data"].items():
+        low, high = _stock_number(fields["lowest"]), _stock_number(fields["highest"])
+        dtype = fields["lowest"].get("dtype", "float32") if isinstance(fields["lowest"], dict) else "float32"
+        tensors[name] = TensorStatistics(low=low, high=high, dtype=dtype, fixed=(low, high))
+    return CalibrationTable(tensors, CalibrationConfig(method=method))
+
+
+def _stock_number(raw: Any) -> float:
+    values = np.asarray(raw["data"] if isinstance(raw, dict) else raw, np.float64).reshape(-1)
+    if values.size != 1:
+        raise ValueError(f"a range end has {values.size} values")
+    return float(values[0])

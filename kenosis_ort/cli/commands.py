@@ -321,12 +321,6 @@ samples, as they are, unless --no-samples leaves them out.
             path("model", "MODEL", "the float model"),
             path("table", "TABLE", "the file to write"),
             switch("--resume", "keep what is done in TABLE.part, and go on with what is there"),
-            argument(
-                "--stop-when-settled",
-                type=share,
-                metavar="SHARE",
-                help="end where twice the samples moved no range by more than this share of its width, e.g. 0.1%%",
-            ),
             switch("--no-samples", "keep none of the data, as passes need it where no reader is left"),
             FLAGS["calibrate_method"].changed(help="how ranges are found (default: minmax)"),
             LIBRARIES,

@@ -59,7 +59,6 @@ def calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
             progress=progress,
             executor=cluster,
             resume=arguments.resume,
-            stop_when_settled=arguments.stop_when_settled,
             custom_op_libraries=arguments.custom_op_libraries,
             **settings,
         )

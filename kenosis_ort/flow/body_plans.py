@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.blocked import Feeds, body_feeds, value_types
+from kenosis_ort.calibration.computed_feeds import Feeds, body_feeds, value_types
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.blocked import Feeds
 from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError

@@ -19,8 +19,7 @@ import onnx
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.feeds import Part
-from kenosis_ort.calibration.observer import Rescaling
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.assess import CalibrationTrust, collect_with_trust

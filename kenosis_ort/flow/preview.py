@@ -1,8 +1,7 @@
 """Parts of a quantization on their own: the plan without data, the calibration table without a model, layers' times.
 
-Calibration piece by piece: what is done is kept on disk, and it may end where more samples change nothing. Tables of
-pieces merge to the bit, so that it does not matter where a piece ends: a run that was killed goes on with the samples
-behind the last one that its checkpoint holds.
+Calibration piece by piece: what is done is kept on disk. Tables of pieces merge to the bit, so that it does not matter
+where a piece ends: a run that was killed goes on with the samples behind the last one that its checkpoint holds.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ def running_layers(
 
 _log = logging.getLogger(__name__)
 _PIECE_S: Final = 30.0
-_FIRST_LOOK: Final = 64
 _SHARDS: Final = 64  # that are sent to a cluster at a time
 _SCHEMA: Final = 1
 Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
@@ -100,23 +98,20 @@ class Piecewise:
 
     Args:
         collect: Returns the table of some samples or shards.
-        checkpoint: The file that holds what is done; None for none.
-        settled: Ends where twice the samples moved no range by more than this share of its width; None for never.
+        checkpoint: The file that holds what is done.
         piece_s: Seconds after which what is done is written.
     """
 
     def __init__(
         self,
         collect: Callable[[Any], CalibrationTable],
+        checkpoint: Path,
         *,
-        checkpoint: Path | None = None,
-        settled: float | None = None,
         piece_s: float = _PIECE_S,
     ) -> None:
-        self._collect, self._checkpoint, self._settled, self._piece_s = collect, checkpoint, settled, piece_s
+        self._collect, self._checkpoint, self._piece_s = collect, checkpoint, piece_s
         self._table: CalibrationTable | None = None  # of all samples so far
         self._shards = 0  # that it holds, where they are read by workers
-        self._looked: CalibrationTable | None = None  # half of the samples, or fewer, ago
 
     def run(self, source: Any, inputs: Inputs, defaults: Mapping[str, Any], *, away: bool) -> CalibrationTable:
         """The table of a whole source.
@@ -134,16 +129,13 @@ class Piecewise:
         pieces = self._of_shards(source) if away else self._of_samples(source, inputs, defaults)
         for piece in pieces:
             self._add(self._collect(piece))
-            if self._has_settled():
-                break
         if self._table is None:
             raise CalibrationError("No data is collected: the calibration data reader yields no sample.")
         return self._table
 
     def forget(self) -> None:
         """Removes the checkpoint, once the table is where it belongs."""
-        if self._checkpoint is not None:
-            self._checkpoint.unlink(missing_ok=True)
+        self._checkpoint.unlink(missing_ok=True)
 
     def _of_shards(self, shards: Shards) -> Iterator[Shards]:
         while self._shards < shards.count:
@@ -160,14 +152,11 @@ class Piecewise:
             ahead = next(feeds, None)
 
     def _piece(self, feed: Any, feeds: Iterator[Any]) -> Iterator[Any]:
-        """Yields a sample and those behind it, for some seconds or up to where ranges are looked at."""
-        begun, done, look = time.monotonic(), self._samples, self._next_look()
+        """Yields a sample and those behind it, for some seconds."""
+        begun = time.monotonic()
         while feed is not None:
             yield feed
-            done += 1
-            if done == look or time.monotonic() - begun >= self._piece_s:
-                return
-            feed = next(feeds, None)
+            feed = None if time.monotonic() - begun >= self._piece_s else next(feeds, None)
 
     def _skip(self, feeds: Iterator[Any], inputs: Inputs, defaults: Mapping[str, Any]) -> None:
         """Skips the samples that the checkpoint holds.
@@ -189,14 +178,13 @@ class Piecewise:
             self._table = table if self._table is None else self._table.merge(table)
         except CalibrationError as error:
             raise self._unfit(error.what) from error
-        if self._checkpoint is not None:
-            raw = {"schema": _SCHEMA, "shards": self._shards, "table": json.loads(self._table.to_json())}
-            write_text(self._checkpoint, json.dumps(raw), "the checkpoint")
-            _log.info("%d samples are kept in %s", self._samples, self._checkpoint)
+        raw = {"schema": _SCHEMA, "shards": self._shards, "table": json.loads(self._table.to_json())}
+        write_text(self._checkpoint, json.dumps(raw), "the checkpoint")
+        _log.info("%d samples are kept in %s", self._samples, self._checkpoint)
 
     def _resume(self) -> None:
         self._table, self._shards = None, 0
-        if self._checkpoint is None or not self._checkpoint.exists():
+        if not self._checkpoint.exists():
             return
         try:
             raw = json.loads(self._checkpoint.read_text(encoding="utf-8"))
@@ -219,40 +207,6 @@ class Piecewise:
             fix="Delete the file, and calibrate from the beginning.",
         )
 
-    def _next_look(self) -> int | None:
-        """Number of samples after which ranges are read next, None where they do not settle."""
-        if self._settled is None:
-            return None
-        look = _FIRST_LOOK
-        while look <= self._samples:
-            look *= 2
-        return look
-
-    def _has_settled(self) -> bool:
-        """Whether ranges have settled, checked at every doubling of the samples; logs it."""
-        table, before = self._table, self._looked
-        if self._settled is None or table is None:
-            return False
-        if before is not None and table.samples < 2 * before.samples:
-            return False
-        self._looked = table
-        if before is None or before.samples < _FIRST_LOOK:
-            return False
-        moved = max((_moved(before.range_of(n), table.range_of(n)) for n in table.tensors), default=0.0)
-        if moved > self._settled:
-            return False
-        warn_caller(
-            f"Calibration ended after {table.samples} samples: since {before.samples} no range moved by more than "
-            f"{moved:.2%} of its width. More samples were not read."
-        )
-        return True
-
-
-def _moved(before: tuple[float, float], now: tuple[float, float]) -> float:
-    width = now[1] - now[0]
-    far = max(abs(a - b) for a, b in zip(before, now, strict=True))
-    return far / width if width > 0 else 0.0
-
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
     """The plan as far as it needs no ranges; empty where stock's placement is used."""
@@ -272,7 +226,6 @@ def calibrate_only(
     *,
     keep_samples: bool,
     resume: bool = False,
-    settled: float | None = None,
 ) -> CalibrationTable:
     """Collects the statistics that quantization needs, and writes them to the request's cache path if it has one.
 
@@ -281,31 +234,30 @@ def calibrate_only(
         request: What the caller wants.
         reader: The data.
         keep_samples: Keep some of the samples in the table.
-        resume: Keep what is done beside the table, and go on with what is there.
-        settled: As for `Piecewise`.
+        resume: Keep what is done beside the table, and go on with what is there; it has a cache path.
 
     Raises:
         OptionError: A range depends on the order of all samples, which cannot be collected in pieces.
     """
-    path, away, pieces = request.cache_path, request.executor is not None and isinstance(reader, Shards), None
+    path = request.cache_path
     with _opened(source, request) as loaded:
-        if not resume and settled is None:
+        if not resume or path is None:
             table = _calibrated(loaded, request, reader, keep_samples=keep_samples)
-        else:
-            if calibration_config(request).depends_on_order:
-                raise OptionError(
-                    "a moving average depends on the order of all samples, and cannot be collected in pieces",
-                    where="resume, stop_when_settled",
-                    fix="leave out CalibMovingAverage and CalibStridedMinMax",
-                )
-            checkpoint = None if path is None or not resume else path.with_name(f"{path.name}.part")
-            collect = _counting_on(partial(_calibrated, loaded, keep_samples=keep_samples), request)
-            pieces = Piecewise(collect, checkpoint=checkpoint, settled=settled)
-            table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
-    if path is not None:
-        table.save(path)
-    if pieces is not None:
-        pieces.forget()
+            if path is not None:
+                table.save(path)
+            return table
+        if calibration_config(request).depends_on_order:
+            raise OptionError(
+                "a moving average depends on the order of all samples, and cannot be collected in pieces",
+                where="resume",
+                fix="leave out CalibMovingAverage and CalibStridedMinMax",
+            )
+        away = request.executor is not None and isinstance(reader, Shards)
+        collect = _counting_on(partial(_calibrated, loaded, keep_samples=keep_samples), request)
+        pieces = Piecewise(collect, path.with_name(f"{path.name}.part"))
+        table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
+    table.save(path)
+    pieces.forget()
     return table
 
 

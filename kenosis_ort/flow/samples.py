@@ -28,13 +28,12 @@ from kenosis_ort.calibration.cached_samples import (
     MOST_BYTES,
     MOST_FOR_PASSES,
     CachedSamples,
-    bytes_of,
     digest_of,
     feed_digest,
     model_fingerprint,
 )
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.feeds import InputSpec, Sample, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError

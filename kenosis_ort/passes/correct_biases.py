@@ -28,11 +28,11 @@ from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
 from kenosis_ort.accuracy.responses import Response, activation_behind
-from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, constant_values, run
-from kenosis_ort.calibration.segments import estimate_bytes
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import attribute_float, read_names
+from kenosis_ort.graph.walk import attribute_float
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correction_graph import Corrected, FloatMeans, shifts_in_one_run
 from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers
@@ -64,38 +64,24 @@ def run_in_sequence(
     Raises:
         CalibrationError: The runtime refuses the model or a sample.
     """
-    nodes = model.graph.node
-    constants, _ = constant_values(model)
-    reads = [set(read_names(node)) - constants for node in nodes]
-    last_use: dict[str, int] = {}
-    for at, names in enumerate(reads):
-        for name in names:
-            last_use[name] = at
-    wanted = set(values)
-    ends = [at + 1 for at, node in enumerate(nodes) if wanted.intersection(node.output)]
     alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
+    parts = cut_behind(model, values)
     settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries), threads=threads)
     with ObservedModel(model, settings) as observed:
-        start = 0
-        for end in ends:
-            made = dict.fromkeys(name for node in nodes[start:end] for name in node.output if name)
-            here = [name for name in made if name in wanted]
-            outputs = list(dict.fromkeys([*here, *(name for name in made if last_use.get(name, -1) >= end)]))
-            needed = sorted(set().union(*reads[start:end]) - made.keys())
-            part = Segment(start, end, tuple(needed), tuple(here), tuple(outputs))
+        for at, part in enumerate(parts):
+            later = {name for rest in parts[at + 1 :] for name in rest.inputs}
+            outputs = list(dict.fromkeys([*part.observed, *part.passed_on]))
             session = observed.segment(part, outputs, alive[0] if alive else {})
-            for number, values_of in enumerate(alive):
-                results = run(session, outputs, {n: values_of[n] for n in session.inputs if n in values_of}, number)
-                values_of.update(zip(outputs, results, strict=True))
-                for name in needed:
-                    if last_use[name] < end:
-                        values_of.pop(name, None)
-            for name in here:
-                visit(name, [values_of[name] for values_of in alive])
-                if last_use.get(name, -1) < end:
-                    for values_of in alive:
-                        del values_of[name]
-            start = end
+            for number, known in enumerate(alive):
+                results = run(session, outputs, {n: known[n] for n in session.inputs if n in known}, number)
+                known.update(zip(outputs, results, strict=True))
+                for name in known.keys() - later - set(part.observed):
+                    del known[name]
+            for name in part.observed:
+                visit(name, [known[name] for known in alive])
+                if name not in later:
+                    for known in alive:
+                        del known[name]
 
 
 def shift_channels(array: Array, shift: npt.NDArray[np.float64], axis: int) -> None:

@@ -35,7 +35,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.calibration.observer import Rescaling
+from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.walk import attribute
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights

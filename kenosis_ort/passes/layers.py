@@ -18,7 +18,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, element_types
-from kenosis_ort.calibration.stages import StagedModel
+from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.graph.constants import LAYERS, GraphIndex
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
@@ -152,9 +152,11 @@ def gather_moments(
     with ObservedModel(model, settings) as observed:
         computed = dict.fromkeys(made, "float32")
         staged = StagedModel(observed, model, computed, element_types(model), CalibrationConfig().fetch_budget)
-        for number, feed in enumerate(feeds):
+        for feed in feeds:
             take({name: np.asarray(feed[name]) for name in readers if name in feed})
-            staged.run(feed, number, take)
+        together = len(feeds) if staged.is_heavy else 1
+        for at in range(0, len(feeds), together):
+            staged.run(feeds[at : at + together], range(at, len(feeds))[:together], lambda _, arrays: take(arrays))
     return {name: moment.result() for name, moment in moments.items() if moment.suffice}
 
 

@@ -26,7 +26,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.calibration.observer import Rescaling
+from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.shapes import infer_shapes

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import QuantType, quantize_static
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
-from kenosis_ort.accuracy.channel_statistics import ChannelSums
 from kenosis_ort.accuracy.compare import Comparison, TensorComparison, advise, compare
 from kenosis_ort.accuracy.outputs import OutputComparison
+from kenosis_ort.accuracy.side_by_side import ChannelSums
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
 from tests.passes.test_sensitivity import BAD, spiky_chain

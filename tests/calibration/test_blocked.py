@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration import CalibrationConfig, collect
 from kenosis_ort.calibration import part_session as session
-from kenosis_ort.calibration.blocked import Blocked, in_order
-from kenosis_ort.calibration.minmax import SketchCollector, pick, reduce, reduce_and_pick
-from kenosis_ort.calibration.observer import ChannelCollector
+from kenosis_ort.calibration.accumulators import Accumulator, extremes_and_some
+from kenosis_ort.calibration.blocked import Blocked, in_order, pick
+from kenosis_ort.calibration.histogram import extremes
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
 
 CHANNELS = {"wide": 32, "odd": 24 + 3, "end": 32}  # of 8 or 16 a block: full ones, and one that is not
@@ -103,8 +103,8 @@ def arrays(draw: st.DrawFn) -> Blocked:
 @given(array=arrays(), stride=st.sampled_from([2, 5, 7, 11, 13]))
 def test_the_elements_picked_are_those_picked_in_order(array: Blocked, stride: int) -> None:
     wanted = np.sort(in_order(array).reshape(-1)[::stride])
-    reduction, picked = reduce_and_pick(array, stride)
-    assert reduction == reduce(in_order(array))
+    seen, picked = extremes_and_some(array, stride)
+    assert seen == extremes(in_order(array))
     np.testing.assert_array_equal(np.sort(picked), wanted)
     np.testing.assert_array_equal(np.sort(pick(array, stride)), wanted)
 
@@ -113,9 +113,8 @@ def test_the_elements_picked_are_those_picked_in_order(array: Blocked, stride: i
 @given(array=arrays(), axis=st.sampled_from([1, -3]))
 def test_channels_are_told_apart(array: Blocked, axis: int) -> None:
     def ranges(values: np.ndarray) -> object:
-        collector = ChannelCollector(SketchCollector({"x": "float32"}, CalibrationConfig(sketch=True)), {"x": axis})
-        assert collector.add("x", values)
-        collector.end_sample()
-        return collector.statistics()["x"]
+        tensor = Accumulator("float32", CalibrationConfig(sketch=True), axis)
+        assert tensor.add(values)
+        return tensor.statistics()
 
     assert ranges(array) == ranges(in_order(array))

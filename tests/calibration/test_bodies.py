@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.calibration.blocked import body_feeds, value_types
+from kenosis_ort.calibration.computed_feeds import body_feeds, value_types
 from kenosis_ort.graph.bodies import Body, owners, places, take_out
 from kenosis_ort.graph.walk import outer_names
 from tests.flow import control

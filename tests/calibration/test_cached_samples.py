@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest
+from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, pack_samples, unpack_samples
 from kenosis_ort.calibration.feeds import Sample
-from kenosis_ort.calibration.table_format import pack_samples, unpack_samples
 from kenosis_ort.errors import CalibrationError
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.calibration import CalibrationConfig
-from kenosis_ort.calibration.minmax import MinMaxCollector
-from kenosis_ort.calibration.observer import ChannelCollector
+from kenosis_ort.calibration.accumulators import Accumulator
 
 
 @pytest.mark.parametrize(
@@ -15,11 +14,10 @@ from kenosis_ort.calibration.observer import ChannelCollector
 )
 def test_channels_and_the_whole(shape: tuple[int, ...], axis: int) -> None:
     data = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
-    collector = ChannelCollector(MinMaxCollector({"x": "float32"}, CalibrationConfig()), {"x": axis})
+    tensor = Accumulator("float32", CalibrationConfig(), axis)
     for sample in data:
-        assert collector.add("x", sample)
-        collector.end_sample()
-    found = collector.statistics()["x"]
+        assert tensor.add(sample)
+    found = tensor.statistics()
     assert found.channels is not None
     over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
     np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
@@ -32,5 +30,4 @@ def test_channels_and_the_whole(shape: tuple[int, ...], axis: int) -> None:
 def test_not_finite_is_seen(bad: float, shape: tuple[int, ...]) -> None:
     data = np.zeros(shape, np.float32)
     data[-1, 5, 1, 2] = bad
-    collector = ChannelCollector(MinMaxCollector({"x": "float32"}, CalibrationConfig()), {"x": 1})
-    assert not collector.add("x", data)
+    assert not Accumulator("float32", CalibrationConfig(), 1).add(data)

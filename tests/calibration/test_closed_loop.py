@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from kenosis_ort.calibration import collect
-from kenosis_ort.calibration.stages import ClosedLoopReader
+from kenosis_ort.calibration.computed_feeds import ClosedLoopReader
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.bodies import state_pairs
 from tests.planning import parse

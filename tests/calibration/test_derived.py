@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector
-from kenosis_ort.calibration.minmax import Reduction
-from kenosis_ort.calibration.segments import Function, unions_of
+from kenosis_ort.calibration.derived import Function, unions_of
+from kenosis_ort.calibration.histogram import Extremes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 
@@ -105,7 +105,7 @@ def test_not_finite_is_told(bad: float) -> None:
 def test_a_range_holds_all_that_lies_between(function: Function, low: float, high: float) -> None:
     inputs = np.linspace(low, high, 200_001, dtype=np.float32)
     values = inputs * function.gate(inputs)
-    found = function.of(Reduction(low, high, 5))
+    found = function.of(Extremes(low, high, 5))
     assert found.low == pytest.approx(float(values.min()), abs=1e-6)
     assert found.high == pytest.approx(float(values.max()), abs=1e-6)
     assert found.count == 5

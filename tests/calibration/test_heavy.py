@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, collect, collector, stages
+from kenosis_ort.calibration import CalibrationConfig, collect, collector, parts
 from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.part_session import ObservedModel, element_types
-from kenosis_ort.calibration.segments import cut
+from kenosis_ort.calibration.parts import cut
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.external_data import with_weights_on_disk
 from kenosis_ort.graph.outside import content_bytes, weight_bytes
@@ -39,8 +39,9 @@ CONFIGS = {
 @pytest.fixture
 def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of few weights, bundles of three samples, and hardly any memory for what crosses."""
-    monkeypatch.setattr(stages, "_MOST_WEIGHTS", 600)
-    monkeypatch.setattr(stages, "Spool", partial(Spool, memory=100))
+    monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600)
+    for module in (collector, parts):
+        monkeypatch.setattr(module, "Spool", partial(Spool, memory=100))
     monkeypatch.setattr(collector, "_BUNDLE", 3)
 
 
@@ -58,9 +59,9 @@ def test_the_table_is_that_of_the_whole(net: str, kind: str, request: pytest.Fix
     part: Part = {} if kind == "average" else dict.fromkeys((0, 2, 5), ())
     whole = swept(net, CONFIGS[kind], part=part, keep=4)
     request.getfixturevalue("heavy")
-    parts = swept(net, CONFIGS[kind], part=part, keep=4)
-    assert parts.to_json() == whole.to_json()
-    assert parts.part == whole.part
+    in_parts = swept(net, CONFIGS[kind], part=part, keep=4)
+    assert in_parts.to_json() == whole.to_json()
+    assert in_parts.part == whole.part
 
 
 @pytest.mark.usefixtures("heavy")
@@ -118,9 +119,9 @@ def test_no_part_has_more_weights_than_wanted_where_it_could_be_cut(net: str, mo
     observed = node_outputs(model)
     sizes = {tensor.name: content_bytes(tensor) for tensor in model.graph.initializer}
     of_nodes = [sum(sizes.get(name, 0) for name in set(read_names(node))) for node in model.graph.node]
-    parts = cut(model, observed, {}, element_types(model), 2**30, weights=most)
-    assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
-    for part in parts:
+    found = cut(model, observed, {}, element_types(model), 2**30, weights=most)
+    assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
+    for part in found:
         inside = of_nodes[part.start : part.end]
         assert sum(inside) <= most or max(inside) > most / 2
     assert len(cut(model, observed, {}, element_types(model), 2**30, weights=2 * weight_bytes(model) + 1)) == 1

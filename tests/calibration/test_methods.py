@@ -1,4 +1,4 @@
-"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.statistics` states."""
+"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.methods` states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
 from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.statistics import _divergence, entropy_range, percentile_range
+from kenosis_ort.calibration.methods import _divergence, entropy_range, percentile_range
 from tests import models
 from tests.calibration.support import one_node_model, random_feeds, stock
 
@@ -62,9 +62,9 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
     data = rng.standard_t(3, 20_000).astype(np.float32)
     theirs = stock(one_node_model(shape=("N",)), [{"x": data}], "Entropy", num_bins=bins)["y"]
     builder = HistogramBuilder()
-    builder.add(data)
-    low, high = entropy_range(builder.finish(), builder.low, builder.high, bins=bins, quantized_bins=128)
-    top = max(-builder.low, builder.high)
+    seen = builder.add(data)
+    low, high = entropy_range(builder.finish(), seen.low, seen.high, bins=bins, quantized_bins=128)
+    top = max(-seen.low, seen.high)
     counts, edges = np.histogram(data, bins, range=(-top, top))
 
     def divergence(end: float) -> float:
@@ -72,9 +72,9 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
         return _divergence(counts, bins // 2 - reach, min(bins // 2 + reach + 1, bins), 128)
 
     best = divergence(float(theirs.highest))
-    ours = divergence(high) if high < builder.high else divergence(float(edges[-1]))
+    ours = divergence(high) if high < seen.high else divergence(float(edges[-1]))
     assert ours <= best * 1.1 + 1e-3
-    assert low == pytest.approx(max(-high, builder.low), abs=2.1 * top / bins)
+    assert low == pytest.approx(max(-high, seen.low), abs=2.1 * top / bins)
 
 
 @pytest.mark.parametrize("scenario", ["same", "p3"])
@@ -119,9 +119,9 @@ def test_percentile_bound_on_any_distribution(
     }
     data = draw[kind]().astype(np.float32)
     builder = HistogramBuilder()
-    builder.add(data)
+    seen = builder.add(data)
     low, high = percentile_range(
-        builder.finish(), builder.low, builder.high, percentile=percentile, bins=bins, symmetric=symmetric
+        builder.finish(), seen.low, seen.high, percentile=percentile, bins=bins, symmetric=symmetric
     )
     top = float(np.abs(data).max())
     bound = (top / bins if symmetric else 2 * top / bins) + top / 2048
@@ -136,11 +136,11 @@ def test_percentile_bound_on_any_distribution(
 
     cut = (100 - percentile) / 200
     below, above = of_rank(percentile / 100 if symmetric else 1 - cut)
-    assert min(below, builder.high) <= high <= above
+    assert min(below, seen.high) <= high <= above
     below, above = (-above, -below) if symmetric else of_rank(cut)
-    assert below <= low <= max(above, builder.low)
-    assert builder.low <= low
-    assert high <= builder.high
+    assert below <= low <= max(above, seen.low)
+    assert seen.low <= low
+    assert high <= seen.high
 
 
 def test_histogram_methods_do_not_depend_on_stride_or_order() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.calibration import stages
+from kenosis_ort.calibration import parts
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
@@ -47,7 +47,7 @@ def test_a_moving_average_has_no_part():
 def test_a_batch_may_be_of_the_part_by_its_rows(
     config: CalibrationConfig, heavy: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stages, "_MOST_WEIGHTS", 600 if heavy else 2**32)
+    monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600 if heavy else 2**32)
     model = planning.prepared(models.with_free_batch(models.residual_block()))
     rows = [feed["x"] for feed in models.feeds(model, 12, seed=3)]
     feeds = [{"x": np.concatenate(rows[at : at + 4])} for at in (0, 4, 8)]

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from kenosis_ort import PipelineReader
-from kenosis_ort.calibration.misfits import misfit
+from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from tests.planning import parse
 

@@ -19,7 +19,7 @@ from kenosis_ort.calibration.part_session import (
     constant_values,
     element_types,
 )
-from kenosis_ort.calibration.segments import cut, estimate_bytes
+from kenosis_ort.calibration.parts import cut, estimate_bytes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.walk import read_names
 from tests import models

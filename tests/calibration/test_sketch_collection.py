@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
-from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder
-from kenosis_ort.calibration.minmax import WHOLE_BELOW, SketchCollector, reduce, reduce_and_pick
+from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some
+from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder, extremes
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs, one_node_model, random_feeds
@@ -33,10 +33,9 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     rng = np.random.default_rng(0)
     data = rng.standard_normal(shape).astype(np.float32)
     data[..., 0] += 100.0  # one channel, last axis, far away
-    collector = SketchCollector({"x": "float32"}, CalibrationConfig(sketch=True))
-    assert collector.add("x", data)
-    collector.end_sample()
-    statistics = collector.statistics()["x"]
+    tensor = Accumulator("float32", CalibrationConfig(sketch=True))
+    assert tensor.add(data)
+    statistics = tensor.statistics()
     histogram = statistics.histogram
     assert histogram is not None
     assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
@@ -50,8 +49,8 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
 @given(size=st.integers(1, 3 * BLOCK), stride=st.sampled_from([2, 5, 7, 11, 19]), half=st.booleans())
 def test_one_pass_picks_what_a_slice_does(size: int, stride: int, half: bool) -> None:
     array = np.random.default_rng(size).standard_normal(size).astype(np.float16 if half else np.float32)
-    reduction, picked = reduce_and_pick(array, stride)
-    assert reduction == reduce(array)
+    seen, picked = extremes_and_some(array, stride)
+    assert seen == extremes(array)
     np.testing.assert_array_equal(picked, array[::stride])
 
 
@@ -59,7 +58,7 @@ def test_one_pass_picks_what_a_slice_does(size: int, stride: int, half: bool) ->
 def test_not_finite_is_seen_wherever_it_is(bad: float) -> None:
     data = np.zeros(100_000, np.float32)
     data[99_998] = bad
-    assert not SketchCollector({"x": "float32"}, CalibrationConfig(sketch=True)).add("x", data)
+    assert not Accumulator("float32", CalibrationConfig(sketch=True)).add(data)
 
 
 def test_a_cache_without_histograms_does_not_serve() -> None:
@@ -78,10 +77,11 @@ def test_a_part_counts_into_the_bins_of_the_whole() -> None:
     data = np.random.default_rng(0).laplace(size=200_000).astype(np.float32)
     data[:2] = 2.0**4 - 2.0**-20, -(2.0**4) + 2.0**-20  # at the very ends of the bins
     whole, part = HistogramBuilder(), HistogramBuilder()
-    assert whole.add(data)
-    part.add_part(data, float(data.min()), float(data.max()))
+    seen = whole.add(data)
+    assert seen == extremes(data)
+    part.add_part(data, seen)
     a, b = whole.finish(), part.finish()
-    assert (a.exponent, a.total, part.low, part.high) == (b.exponent, b.total, whole.low, whole.high)
+    assert (a.exponent, a.total) == (b.exponent, b.total)
     assert np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max() <= 20  # a few land one bin further up
 
 

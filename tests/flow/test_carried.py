@@ -19,8 +19,7 @@ from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.observer import Rescaling
-from kenosis_ort.calibration.statistics import ChannelRange, TensorStatistics
+from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.calibrate import carried_over
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, registry

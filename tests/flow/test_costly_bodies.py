@@ -12,7 +12,7 @@ from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import QuantizationReport
-from kenosis_ort.calibration.blocked import Feeds
+from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.flow.builder import BodyBuilder
 from tests.flow.support import heavy, quality, quantized
 from tests.models import Feed, FeedReader

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kenosis_ort import CalibrationError, KenosisWarning, OptionError, Shards, calibrate
+from kenosis_ort import CalibrationError, OptionError, calibrate
 from kenosis_ort.flow import preview
 from kenosis_ort.flow.preview import Piecewise
 from tests import models
@@ -88,23 +87,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_ranges_that_stay_end_the_calibration_where_that_is_asked(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    name = MODEL.graph.input[0].name
-    shape = FEEDS[0][name].shape
-    same = [{name: (0.1 * rng.standard_normal(shape)).astype(np.float32)} for _ in range(8)]
-    feeds = [same[n % 8] for n in range(140)]
-    with pytest.warns(KenosisWarning, match=r"ended after 128 samples: since 64 no range moved by more than 0\.00%"):
-        table = calibrate(MODEL, Shards([feeds]), stop_when_settled=0.01)
-    assert table.samples == 128
-    feeds[100] = FEEDS[0]
-    assert calibrate(MODEL, iter(feeds), stop_when_settled=0.01).samples == 140
-
-
-@pytest.mark.parametrize("settled", [0, -1, "x", True, 2])
-def test_wrong_options(settled: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="stop_when_settled"):
-        calibrate(MODEL, FEEDS, stop_when_settled=settled)
+def test_wrong_options(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="needs a file"):
         calibrate(MODEL, FEEDS, resume=True)
     with pytest.raises(OptionError, match="order of all samples"):

@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort import CalibrationError, CalibrationTable, KenosisError, calibrate, quantize_static
-from kenosis_ort.calibration.table_format import _checksum
+from kenosis_ort.calibration.table import _checksum
 from kenosis_ort.demo.measurements import INPUT_NAME, load_digits
 from kenosis_ort.errors import ArgumentTypeError, OptionError
 from tests import models

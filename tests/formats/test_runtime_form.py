@@ -17,7 +17,7 @@ from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.interop.convert import read_model
 from kenosis_ort.targets.model import DataTypes
-from kenosis_ort.verify.layer_signal import verify_fusion
+from kenosis_ort.verify.fusion import verify_fusion
 from kenosis_ort.verify.numerics import check_bias_alignment
 from tests.formats.qonnx import X86, Net, conv_net
 

@@ -65,9 +65,9 @@ BREAKS = (
         "quantizer/test_weights.py flow/test_ablation.py",
     ),
     Break(
-        "calibration/minmax.py",
-        "self._count[name] += reduction.count",
-        "self._count[name] = reduction.count",
+        "calibration/accumulators.py",
+        "self._count += seen.count",
+        "self._count = seen.count",
         "calibration/test_minmax.py calibration/test_table.py",
     ),
     Break(

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
+from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.stem import Consumers
-from kenosis_ort.calibration.table_format import Known
 
 Array = npt.NDArray[Any]
 Shape = tuple["int | str | None", ...]

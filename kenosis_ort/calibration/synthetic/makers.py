@@ -14,12 +14,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, Doubles, Draws, deviation, pink
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, image_maker
 from kenosis_ort.calibration.synthetic.stem import MOST_GROUPS, Stem, fit_moments
-from kenosis_ort.calibration.table_format import Known
 
 Range = tuple[float, float]
 Shape = tuple[int, ...]

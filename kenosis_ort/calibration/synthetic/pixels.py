@@ -34,13 +34,12 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.feeds import input_specs
+from kenosis_ort.calibration.feeds import Known, input_specs
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.drawing import is_line, page, photograph
 from kenosis_ort.calibration.synthetic.draws import Doubles, Draws
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, Maker, SyntheticSample
 from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, misfit
-from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import LAYERS
 

@@ -16,14 +16,13 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto
 
-from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import Provenance, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.readers import IndexedReader
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
 from kenosis_ort.calibration.synthetic.shapes import find_shapes, shapes_of
-from kenosis_ort.calibration.table_format import Provenance
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model

@@ -26,9 +26,8 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Progress, collect
-from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, Known, Provenance, sample_feeds
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.table_format import Known, Provenance
 from kenosis_ort.calibration.trust.evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.graph.constants import LAYERS, Is, having
 

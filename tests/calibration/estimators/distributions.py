@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 def statistics_of(data: Floats) -> TensorStatistics:
     builder = HistogramBuilder()
-    assert builder.add(data)
+    assert builder.add(data).is_finite
     return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=builder.finish())
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import makers
 from kenosis_ort.calibration.synthetic.drawing import photograph
 from kenosis_ort.calibration.synthetic.draws import BELL_DEVIATION, UNIT, Draws, deviation, pink
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, SyntheticSample
 from kenosis_ort.calibration.synthetic.makers import audio_maker, noise_field, waveform
-from kenosis_ort.calibration.table_format import Known
 
 
 def digest(array: np.ndarray) -> str:

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration import CalibrationConfig, collect
+from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs

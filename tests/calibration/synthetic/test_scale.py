@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.synthetic.drawing import photograph
 from kenosis_ort.calibration.synthetic.draws import Draws
 from kenosis_ort.calibration.synthetic.pixels import WAYS
-from kenosis_ort.calibration.table_format import Known
 from kenosis_ort.errors import CalibrationError
 from tests.calibration.synthetic.support import first_layer, model_of
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration.feeds import Known, Provenance
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.table_format import Known, Provenance
 from kenosis_ort.calibration.trust.assess import (
     RangeSource,
     TensorAssessment,

@@ -9,7 +9,7 @@ import pytest
 
 from kenosis_ort import quantize_static
 from kenosis_ort.accuracy.outputs import compare_outputs
-from kenosis_ort.verify.layer_signal import compare_layers
+from kenosis_ort.accuracy.side_by_side import compare_layers
 from tests import models
 from tests.models import FeedReader, feeds
 

@@ -1,0 +1,279 @@
+"""Two models side by side on the same samples: values of both in parts that fit the memory, and sums over them.
+
+Sums by channel are enough for SQNR, cosine, range and clipping, whatever the number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.accuracy.outputs import Array
+from kenosis_ort.calibration.parts import estimate_bytes
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
+from kenosis_ort.graph.shapes import infer_shapes, value_types
+from kenosis_ort.runtime.session import open_session
+
+Float64 = npt.NDArray[np.float64]
+
+_UNKNOWN_BYTES = 2**22  # taken for tensors of unknown shape
+_RESCALED = 0.05  # mean distance of the channels' gains from 1 beyond which they are taken for a rescaling
+_LEAST_COUNT = 64  # elements a channel has to have for its gain to mean anything
+_EXPLAINED = 0.25  # share of the noise that may be left once it is undone
+
+
+class ChannelSums:
+    """Adds up a float tensor and its quantized version over samples.
+
+    Args:
+        low: Least value that the quantized one can hold, None if unknown.
+        high: Largest value.
+        step: Its step: what lies less than half a step beyond the range is not clipped.
+    """
+
+    def __init__(self, low: float | None = None, high: float | None = None, step: float | None = None) -> None:
+        half = (step or 0.0) / 2
+        self._bounds = None if low is None or high is None else (low - half, high + half)
+        self._sums: Float64 | None = None
+        self.least, self.largest = float("inf"), float("-inf")
+        self.elements = self.clipped = self.odd = 0
+
+    def add(self, reference: Array, actual: Array) -> bool:
+        """Adds one sample.
+
+        Args:
+            reference: Float tensor; axis 1 are channels where there are two axes or more.
+            actual: The other one.
+
+        Returns:
+            False, without adding, if the shapes differ.
+        """
+        if reference.shape != actual.shape:
+            return False
+        x, y = _by_channel(reference), _by_channel(actual)
+        finite = np.isfinite(x) & np.isfinite(y)
+        if not finite.all():
+            self.odd += int(finite.size - finite.sum())
+            x, y = np.where(finite, x, 0.0), np.where(finite, y, 0.0)
+        counts, difference = np.full(x.shape[0], x.shape[1]), x - y
+        sums = np.stack([counts, x.sum(1), y.sum(1), _dot(x, x), _dot(x, y), _dot(y, y), _dot(difference, difference)])
+        if self._sums is None:
+            self._sums = sums
+        elif self._sums.shape == sums.shape:
+            self._sums += sums
+        else:  # the number of channels depends on the sample: one channel for all
+            self._sums = self._sums.sum(1, keepdims=True) + sums.sum(1, keepdims=True)
+        if x.size:
+            self.least, self.largest = min(self.least, float(x.min())), max(self.largest, float(x.max()))
+        self.elements += x.size
+        if self._bounds is not None:
+            self.clipped += int(np.count_nonzero((x < self._bounds[0]) | (x > self._bounds[1])))
+        return True
+
+    @property
+    def clipping(self) -> float:
+        """Share of the float tensor's elements beyond what the quantized one can hold, 0..1."""
+        return self.clipped / self.elements if self.elements else 0.0
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the float tensor."""
+        return 0.0 if self._sums is None or not self.elements else float(np.sqrt(self._sums[3].sum() / self.elements))
+
+    def plain(self) -> tuple[float, float]:
+        """SQNR in dB and cosine of the two as they are."""
+        if self._sums is None:
+            return float("nan"), float("nan")
+        _, _, _, xx, xy, yy, dd = self._sums.sum(1)
+        norm = float(np.sqrt(xx * yy))
+        return _decibel(float(xx), float(dd)), float(xy) / norm if norm > 0 else float("nan")
+
+    def result(self) -> tuple[float, float, bool]:
+        """SQNR in dB, cosine, and whether the channels were found rescaled and compared without that.
+
+        Equalization multiplies the channels of inner tensors by constants, and shifts them: no error, but no match.
+        """
+        if self._sums is None:
+            return float("nan"), float("nan"), False
+        count, sx, sy, xx, xy, yy, dd = self._sums
+        if len(count) < 2 or count.min() < _LEAST_COUNT:
+            return (*self.plain(), False)
+        n = np.maximum(count, 1)
+        vx, vy, cov = xx - sx * sx / n, yy - sy * sy / n, xy - sx * sy / n
+        live = (vx > 1e-9 * np.maximum(xx, 1e-300)) & (xx > 1e-6 * xx.max(initial=0.0))
+        gains = np.where(live, cov / np.where(live, vx, 1.0), 1.0)
+        left = np.where(live & (gains > 0), vy - gains * cov, dd)
+        undone = float((left / np.where(gains > 0, gains, 1.0) ** 2).sum())
+        weights = np.where(live, xx, 0.0)
+        distance = float((weights * np.abs(np.log(np.clip(gains, 1e-6, 1e6)))).sum() / max(weights.sum(), 1e-300))
+        if distance > _RESCALED and undone < _EXPLAINED * float(dd.sum()):
+            correlation = float(np.sqrt(max(0.0, 1.0 - undone / max(float(vx.sum()), 1e-300))))
+            return _decibel(float(vx.sum()), undone), correlation, True
+        return (*self.plain(), False)
+
+
+def _by_channel(array: Array) -> Float64:
+    values = np.asarray(array, dtype=np.float64)
+    if values.ndim < 2:
+        return values.reshape(1, -1)
+    return np.moveaxis(values, 1, 0).reshape(values.shape[1], -1)
+
+
+def _dot(x: Float64, y: Float64) -> Float64:
+    out: Float64 = np.einsum("ij,ij->i", x, y)
+    return out
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if noise <= 0:
+        return float("inf")
+    return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
+
+
+def chunks(
+    model: onnx.ModelProto, values: Mapping[str, str], feed: Mapping[str, Any], memory: int
+) -> Iterator[dict[str, str]]:
+    """Yields the values in parts that fit the memory in both models; one empty part if there are none."""
+    shaped = onnx.ModelProto()
+    shaped.CopyFrom(model)
+    infer_shapes(shaped, thorough=False)
+    sizes = estimate_bytes(shaped, feed, set(values))
+    chunk: dict[str, str] = {}
+    size_of_chunk = 0
+    for name, other in values.items():
+        size = 2 * sizes.get(name, _UNKNOWN_BYTES)
+        if chunk and size_of_chunk + size > memory:
+            yield chunk
+            chunk, size_of_chunk = {}, 0
+        chunk[name] = other
+        size_of_chunk += size
+    if chunk or not values:
+        yield chunk
+
+
+def answers(
+    real: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    values: Mapping[str, str],
+    feeds: Sequence[Mapping[str, Any]],
+    custom_op_libraries: Sequence[str],
+    threads: int,
+) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
+    """Yields what both models return on each feed, with values of theirs beside the outputs."""
+    given = {value.name for value in real.graph.input}
+    options: Mapping[str, Any] = {"threads": threads, "custom_op_libraries": custom_op_libraries}
+    with (
+        open_session(real, further=[name for name in values if name not in given], **options) as first,
+        open_session(quantized, further=[name for name in values.values() if name not in given], **options) as second,
+    ):
+        for feed in feeds:
+            a, b = (s.answer({k: v for k, v in feed.items() if k in s.inputs}) for s in (first, second))
+            yield {**{name: np.asarray(feed[name]) for name in given if name in feed}, **a}, b
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """One intermediate value of two models.
+
+    Attributes:
+        value: Its name in the float model.
+        node: Name of the node that computes it, empty for a graph input.
+        sqnr_db: Signal power over noise power in dB over all samples; inf if equal. The noise is that of the node
+            and of all before it.
+    """
+
+    value: str
+    node: str
+    sqnr_db: float
+
+
+def compare_layers(
+    float_model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, Any]],
+    *,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+    budget: int = 2**28,
+) -> tuple[LayerComparison, ...]:
+    """Compares the values that exist in both models.
+
+    Compared are quantized values, as their DQ gives them, and what float nodes compute. What lies inside a fused
+    integer kernel (the value between a Conv and its Relu) exists nowhere and is left out.
+
+    Args:
+        float_model: The model that was quantized; not changed.
+        quantized: What became of it; not changed.
+        feeds: A few samples; all models run once a sample and part.
+        custom_op_libraries: Libraries with custom operators to register.
+        threads: Threads of the sessions.
+        budget: Bytes of intermediate values that a run may hold; where they take more, the models are run in parts.
+
+    Returns:
+        One entry per value, in the float model's order.
+
+    Raises:
+        VerificationError: The runtime does not load a model.
+    """
+    if not feeds:
+        return ()
+    pairs = _comparable(float_model, quantized)
+    makers = {name: node.name for node in float_model.graph.node for name in node.output if name}
+    sums, differ = {name: ChannelSums() for name in pairs}, set[str]()
+    for chunk in chunks(float_model, pairs, feeds[0], budget):
+        for a, b in answers(float_model, quantized, chunk, feeds, custom_op_libraries, threads):
+            for name, other in chunk.items():
+                if a[name].dtype.kind != "f" or not sums[name].add(a[name], b[other]):
+                    differ.add(name)
+    return tuple(
+        LayerComparison(name, makers.get(name, ""), total.plain()[0])
+        for name, total in sums.items()
+        if name not in differ
+    )
+
+
+def _comparable(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict[str, str]:
+    """Name in the quantized model of each value of the float model, in the float model's order."""
+    producers = {name: node for node in quantized.graph.node for name in node.output if name}
+    constants = {tensor.name for tensor in float_model.graph.initializer}
+    restored = _restored(quantized)
+    outputs = {value.name for value in quantized.graph.output}
+    types = value_types(float_model)
+    pairs = {}
+    for name in _values(float_model):
+        if name in constants or name not in types or types[name].tensor_type.elem_type != onnx.TensorProto.FLOAT:
+            continue
+        if name in restored:
+            pairs[name] = restored[name]
+        elif name in producers and (name in outputs or not _reads_integers(producers[name], producers)):
+            pairs[name] = name
+    return pairs
+
+
+def _values(model: onnx.ModelProto) -> Iterator[str]:
+    yield from (value.name for value in model.graph.input)
+    for node in model.graph.node:
+        yield from (name for name in node.output if name)
+
+
+def _restored(quantized: onnx.ModelProto) -> dict[str, str]:
+    """Value behind the DQ by value in front of the Q."""
+    integers = {node.output[0]: node.input[0] for node in quantized.graph.node if node.op_type == Q}
+    found: dict[str, str] = {}
+    for node in quantized.graph.node:
+        if node.op_type == DQ and node.input[0] in integers:
+            found.setdefault(integers[node.input[0]], node.output[0])
+    return found
+
+
+def _reads_integers(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> bool:
+    """Whether a node is, or may be merged into, an integer kernel: its value must not be looked at."""
+    if node.op_type in QDQ_OPS:
+        return node.op_type == Q
+    makers = (producers.get(name) for name in node.input)
+    return any(maker is not None and maker.op_type == DQ for maker in makers)

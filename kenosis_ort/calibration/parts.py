@@ -1,0 +1,362 @@
+"""The float model run in parts whose observed tensors fit a byte budget.
+
+A part is a run of nodes in graph order. It returns the tensors observed in it and the values that later parts read;
+those are fed to them. So the float model is computed once, whatever the number of parts.
+
+A model whose weights take much is run in parts of fewer weights, cut where few values cross, one part open at a time:
+some samples run through the first part, and what crosses to the next is kept, in memory or on disk. So no more than the
+weights of one part have to be in memory, and they are read once for some samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper
+
+from kenosis_ort.calibration.blocked import as_blocked
+from kenosis_ort.calibration.feeds import bytes_of
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, constant_values, run
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.outside import content_bytes, weight_bytes
+from kenosis_ort.graph.walk import all_names, read_names, reserve_name
+from kenosis_ort.runtime.session import Session
+from kenosis_ort.storage.spool import Spool
+
+_log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+Sizes = Mapping[str, int]
+Take = Callable[[int, dict[str, Array]], None]
+
+MOST_TENSORS = 1000
+"""Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""
+_MOST_WEIGHTS = 2**32
+"""Bytes of weights in one part; a model of more is run in several."""
+_LITTLE = 2**22
+"""Bytes of weights that are written in no time."""
+
+
+def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
+    """The sizes in bytes of those tensors whose shape annotation is fixed by the shapes of a feed.
+
+    Args:
+        proto: The model; named sizes of its inputs take the feed's values.
+        feed: Arrays by input name.
+        names: Tensors to size.
+    """
+    symbols: dict[str, int] = {}
+    for value in proto.graph.input:
+        shape = getattr(feed.get(value.name), "shape", ())
+        if callable(shape):  # the runtime's OrtValue
+            shape = shape()
+        for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=False):
+            if dim.dim_param:
+                symbols[dim.dim_param] = int(size)
+    out: dict[str, int] = {}
+    for value in (*proto.graph.value_info, *proto.graph.output, *proto.graph.input):
+        tensor = value.type.tensor_type
+        if value.name not in names or not tensor.HasField("shape"):
+            continue
+        sizes = [d.dim_value if d.HasField("dim_value") else symbols.get(d.dim_param, -1) for d in tensor.shape.dim]
+        if all(size >= 0 for size in sizes):
+            width = 2 if tensor.elem_type == onnx.TensorProto.FLOAT16 else 4
+            out[value.name] = math.prod(sizes) * width
+    return out
+
+
+def cut(
+    proto: onnx.ModelProto,
+    observed: Collection[str],
+    sizes: Sizes,
+    types: Mapping[str, int],
+    budget: int,
+    *,
+    weights: int = 0,
+) -> list[Segment]:
+    """Cuts the graph where the observed tensors reach the budget, or 1000, and where weights reach theirs.
+
+    Args:
+        proto: The model.
+        observed: Tensors to return, all computed by nodes of the main graph.
+        sizes: Their sizes in bytes; 0 where not known.
+        types: Element types of values, 0 for what is no tensor. There is no cut across a value without one.
+        budget: Bytes that the tensors observed in one part may have together; one alone may exceed it.
+        weights: Bytes that the weights of one part may have together; those of one node may exceed it. 0 for any.
+
+    Returns:
+        The parts that matter, in order; the first starts at node 0.
+    """
+    nodes, wanted = proto.graph.node, set(observed)
+    end = 1 + max((i for i, node in enumerate(nodes) if wanted.intersection(node.output)), default=len(nodes) - 1)
+    reads, last_use = _uses(proto, end)
+    walls = _walls(proto, nodes[:end], last_use, types, weights) if weights else frozenset()
+    bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types, walls)
+    return [_segment(nodes, reads, bound, wanted, last_use) for bound in bounds]
+
+
+def cut_behind(proto: onnx.ModelProto, values: Collection[str]) -> list[Segment]:
+    """Cuts the graph behind each node that computes one of some values; the last part ends with the last of them."""
+    nodes, wanted = proto.graph.node, set(values)
+    reads, last_use = _uses(proto, len(nodes))
+    ends = [at + 1 for at, node in enumerate(nodes) if wanted.intersection(node.output)]
+    return [_segment(nodes, reads, bounds, wanted, last_use) for bounds in itertools.pairwise([0, *ends])]
+
+
+def _uses(proto: onnx.ModelProto, end: int) -> tuple[list[set[str]], dict[str, int]]:
+    """What each node reads beside constants, and the last of the first ``end`` nodes that reads a value."""
+    constants, _ = constant_values(proto)
+    reads = [set(read_names(node)) - constants for node in proto.graph.node]
+    return reads, {name: at for at, names in enumerate(reads[:end]) for name in names}
+
+
+def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
+    """A part that observes the same as ``part`` but computes all of it from the graph's inputs."""
+    made = {name for node in proto.graph.node[: part.end] for name in node.output}
+    reads = set().union(*(read_names(node) for node in proto.graph.node[: part.end]))
+    inputs = tuple(v.name for v in proto.graph.input if v.name in reads and v.name not in made)
+    return Segment(0, part.end, inputs, part.observed, passed_on=())
+
+
+def _bounds(
+    nodes: Sequence[onnx.NodeProto],
+    wanted: set[str],
+    sizes: Sizes,
+    budget: int,
+    last_use: Mapping[str, int],
+    types: Mapping[str, int],
+    walls: Collection[int],
+) -> list[tuple[int, int]]:
+    bounds: list[tuple[int, int]] = []
+    start, live_bytes, count = 0, 0, 0
+    untyped_until = 0  # no cut before this node: a value without a type is alive
+    for index, node in enumerate(nodes):
+        here = [sizes.get(name, 0) for name in node.output if name in wanted]
+        full = (live_bytes and live_bytes + sum(here) > budget) or count + len(here) > MOST_TENSORS
+        if index in walls or (full and count and index >= untyped_until):
+            bounds.append((start, index))
+            start, live_bytes, count = index, 0, 0
+        live_bytes += sum(here)
+        count += len(here)
+        for name in node.output:
+            if not types.get(name):
+                untyped_until = max(untyped_until, last_use.get(name, 0) + 1)
+    bounds.append((start, len(nodes)))
+    return bounds
+
+
+def _walls(
+    proto: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    last_use: Mapping[str, int],
+    types: Mapping[str, int],
+    most: int,
+) -> frozenset[int]:
+    """The nodes that a part begins with so that none has more bytes of weights, where that is possible.
+
+    Of the places in the second half of a part the last one is taken across which the fewest values go.
+    """
+    sizes = {tensor.name: content_bytes(tensor) for tensor in proto.graph.initializer}
+    crossing, unfit = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)  # changes from node to node
+    for index, node in enumerate(nodes):
+        for name in node.output:
+            for place, change in ((index + 1, 1), (last_use.get(name, index) + 1, -1)):
+                crossing[place] += change
+                unfit[place] += 0 if types.get(name) else change
+    crossing, unfit = list(itertools.accumulate(crossing)), list(itertools.accumulate(unfit))  # alive before each node
+    walls: set[int] = set()
+    start, live_bytes = 0, 0
+    behind = [0]  # bytes of weights of the part in front of each node
+    for index, node in enumerate(nodes):
+        own = sum(sizes.get(name, 0) for name in set(read_names(node)))
+        if live_bytes and live_bytes + own > most:
+            fit = [p for p in range(start + 1, index + 1) if not unfit[p] and 2 * behind[p - start] >= most]
+            if fit:
+                wall = min(fit, key=lambda place: (crossing[place], -place))
+                walls.add(wall)
+                live_bytes -= behind[wall - start]
+                behind = [bytes_ - behind[wall - start] for bytes_ in behind[wall - start :]]
+                start = wall
+        live_bytes += own
+        behind.append(live_bytes)
+    return frozenset(walls)
+
+
+def _segment(
+    nodes: Sequence[onnx.NodeProto],
+    reads: Sequence[set[str]],
+    bounds: tuple[int, int],
+    wanted: set[str],
+    last_use: Mapping[str, int],
+) -> Segment:
+    start, stop = bounds
+    made = dict.fromkeys(name for node in nodes[start:stop] for name in node.output if name)
+    needed = set().union(*reads[start:stop]) - made.keys()
+    return Segment(
+        start,
+        stop,
+        inputs=tuple(sorted(needed)),
+        observed=tuple(name for name in made if name in wanted),
+        passed_on=tuple(name for name in made if last_use.get(name, -1) >= stop),
+    )
+
+
+@dataclass
+class _Stage:
+    """One part of the graph; its session is made when the values it reads are there."""
+
+    part: Segment
+    last_use: frozenset[str]  # inputs that no later stage reads
+    session: Session | None = None
+    in_blocks: Mapping[str, str] = field(default_factory=dict)  # outputs that come so, and what they are called then
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.part.observed, *self.part.passed_on)))
+
+
+class StagedModel:
+    """Runs the float model and hands out the observed tensors.
+
+    Args:
+        model: The model.
+        proto: The model with its shape annotations.
+        computed: Tensors that nodes compute, in graph order, with their numpy types.
+        types: Element types of values, 0 for what is no tensor.
+        budget: Bytes of observed tensors that may be held at a time.
+        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.blocked.Blocked`.
+
+    Attributes:
+        is_heavy: Its weights are too many for one part: it is best run on several feeds at a time.
+    """
+
+    def __init__(
+        self,
+        model: ObservedModel,
+        proto: onnx.ModelProto,
+        computed: Mapping[str, str],
+        types: Mapping[str, int],
+        budget: int,
+        any_order: Collection[str] = (),
+    ) -> None:
+        self._any_order = frozenset(any_order)
+        self._sizes: Sizes = {}
+        self._model = model
+        self._proto = proto
+        self._computed = computed
+        self._types = types
+        self._budget = budget
+        self.is_heavy = weight_bytes(proto) > _MOST_WEIGHTS
+        self._stages: list[_Stage] = []
+        self._planned_bytes = -1
+
+    def run(self, feeds: Sequence[Mapping[str, Any]], numbers: Sequence[int], take: Take) -> None:
+        """Runs the model on feeds together, part by part; one of a heavy model is closed before the next is opened.
+
+        Args:
+            feeds: Values by input name.
+            numbers: Indexes of the samples that they are of, for messages.
+            take: Called with a place in ``feeds`` and the results of a part there, by tensor name; must not keep them.
+
+        Raises:
+            CalibrationError: The model fails on a feed.
+        """
+        if not self._computed:
+            return
+        for feed, number in zip(feeds, numbers, strict=True):
+            self._plan(feed, number)
+        alive: list[dict[str, Any]] | Spool = [{} for _ in feeds]
+        for at in range(len(self._stages)):
+            behind: list[dict[str, Any]] | Spool = Spool() if self.is_heavy else []
+            for place, feed in enumerate(feeds):
+                values = alive[place]
+                if isinstance(alive, list):
+                    alive[place] = {}  # what no later part reads is let go
+                results = self._results(at, feed, values, numbers[place])
+                stage = self._stages[at]
+                live = {name: value for name, value in values.items() if name not in stage.last_use}
+                behind.append({**live, **{name: results[name] for name in stage.part.passed_on}})
+                take(place, {name: results[name] for name in stage.part.observed})
+                del values, live, results
+            alive = behind
+            if self.is_heavy:
+                self._stages[at].session = None
+
+    def _results(self, at: int, feed: Mapping[str, Any], values: Mapping[str, Any], number: int) -> dict[str, Array]:
+        """Results of a part; one that cannot run by itself, and those behind it, run from the first node on."""
+        try:
+            return self._run_stage(self._stages[at], {**feed, **values}, number)
+        except CalibrationError as error:
+            if self._stages[at].part.start == 0:
+                raise
+            _log.info("part %d cannot run by itself, the rest runs from the first node on: %s", at, error)
+        parts = [from_the_first_node(self._proto, stage.part) for stage in self._stages[at:]]
+        self._stages[at:] = [_Stage(part, frozenset()) for part in parts]
+        return self._run_stage(self._stages[at], feed, number)
+
+    def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
+        if stage.session is None:
+            alone = self.is_heavy or len(self._stages) == 1
+            asked, free = (stage.part, stage.outputs, values), self._free(stage.part)
+            if free:
+                stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
+            else:
+                stage.session = self._model.segment(*asked, alone=alone)
+        inputs = {name: values[name] for name in stage.session.inputs if name in values}
+        blocks = stage.in_blocks
+        names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
+        found = dict(zip(names, run(stage.session, names, inputs, sample), strict=True))
+        return {n: as_blocked(found[blocks[n]]) if n in blocks else found[n] for n in stage.outputs}
+
+    def _free(self, part: Segment) -> frozenset[str]:
+        """Values that may stay in blocks; none where the weights outweigh the savings: they are written anew."""
+        if self.is_heavy or not self._model.has_blocks:
+            return frozenset()
+        free = self._any_order.intersection(part.observed).difference(part.passed_on)
+        saved = sum(self._sizes.get(name, 0) for name in free)
+        return free if weight_bytes(self._proto) <= max(saved, _LITTLE) else frozenset()
+
+    def _plan(self, feed: Mapping[str, Any], sample: int) -> None:
+        """Cuts the graph into stages for feeds of this size; again only when a larger one comes."""
+        size = bytes_of(feed)
+        if size <= self._planned_bytes:
+            return
+        self._planned_bytes = size
+        sizes = estimate_bytes(self._proto, feed, set(self._computed))
+        unsized = [name for name in self._computed if name not in sizes]
+        if unsized:
+            sizes.update(self._measure(unsized, feed, sample))
+        self._sizes = sizes
+        if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
+            untyped = [n for node in self._proto.graph.node for n in node.output if n and n not in self._types]
+            try:
+                self._types = {**self._types, **self._model.ask_types(untyped)}
+            except CalibrationError as error:
+                _log.info("the graph is not cut across values of unknown type: %s", error)
+        weights = _MOST_WEIGHTS if self.is_heavy else 0
+        parts = cut(self._proto, self._computed, sizes, self._types, self._budget, weights=weights)
+        if [stage.part for stage in self._stages] == parts:
+            return
+        if len(parts) > 1:
+            _log.info("%d tensors of %d bytes are observed in %d parts", len(sizes), sum(sizes.values()), len(parts))
+        self._stages = []
+        for index, part in enumerate(parts):
+            later = {name for rest in parts[index + 1 :] for name in rest.inputs}
+            self._stages.append(_Stage(part, frozenset(name for name in part.inputs if name not in later)))
+
+    def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:
+        """The sizes in bytes of tensors, by a run that returns nothing else."""
+        taken = all_names(self._proto)
+        outputs = [reserve_name(f"{name}/size", taken) for name in names]
+        nodes = [helper.make_node("Size", [n], [o], name=o) for n, o in zip(names, outputs, strict=True)]
+        counts = run(self._model.session(outputs, nodes), outputs, dict(feed), sample)
+        widths = {name: np.dtype(self._computed[name]).itemsize for name in names}
+        return {name: int(count) * widths[name] for name, count in zip(names, counts, strict=True)}

@@ -1,0 +1,108 @@
+"""What a file is: the fusion proof with the kernel of every compute node, and conformance to a document's patterns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import onnx
+
+from kenosis_ort.errors import OptionError, last_gate, warn_caller
+from kenosis_ort.graph.save import made_for
+from kenosis_ort.graph.source import read_source
+from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
+from kenosis_ort.targets.proof import FusionReport, PatternReport
+
+
+@last_gate
+def verify_fusion(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    plan: PlacementPlan | None = None,
+    custom_op_libraries: Sequence[str] = (),
+    threads: int = 1,
+    target: str | Target | None = None,
+) -> FusionReport:
+    """Loads a model in a target's runtime at full optimization and reports what executes each of its nodes.
+
+    A model of more than 3,000 nodes is loaded in onnxruntime in pieces, cut through quantized values, because the
+    runtime's load time grows with the square of the depth. Nodes of ``If``, ``Loop`` and ``Scan`` bodies are reported
+    as well. The model is not run, nothing is left on disk.
+
+    Args:
+        model: Path, serialized model or `ModelProto`; external data is read by the runtime only. Not changed.
+        plan: The plan behind the model; its reasons are reported for the nodes that it keeps in float.
+        custom_op_libraries: Shared libraries of custom operators to register.
+        threads: Threads of the session.
+        target: Whose runtime is asked: a name, or a `kenosis_ort.targets.Target`; None for the one that the file says
+            it was made for, or ``ort-cpu`` where it says nothing.
+
+    Returns:
+        One entry per compute node, in the model's order.
+
+    Warns:
+        KenosisWarning: The file was made for another target than the one that is asked.
+
+    Raises:
+        ModelLoadError: The file is missing or is not an ONNX model.
+        VerificationError: The runtime refuses the model.
+        OptionError: The target has no runtime that can be asked here.
+    """
+    source = read_source(model)
+    made = made_for(source.proto)
+    asked = _asked(made) if target is None else get_target(target)
+    if asked.hooks.prove is None:
+        provers = sorted(name for name, known in TARGETS.items() if known.hooks.prove is not None)
+        raise OptionError(
+            f"{asked.unasked}, so that it cannot be asked which kernels it uses",
+            where="target",
+            fix=f"one of {provers}; the file itself can be compared with the float model by kenosis_ort.compare",
+        )
+    if made not in (None, asked.name):
+        warn_caller(
+            f"{source.name} was made for target '{made}', and the runtime of '{asked.name}' is asked, which may want "
+            f"Q and DQ elsewhere. Fix: {_fix(str(made))}"
+        )
+    return asked.hooks.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)
+
+
+def _asked(made: str | None) -> Target:
+    """The target to ask about a file where the caller names none."""
+    known = TARGETS.get(made or DEFAULT_TARGET)
+    return get_target(DEFAULT_TARGET) if known is None or known.hooks.prove is None else known
+
+
+def _fix(made: str) -> str:
+    known = TARGETS.get(made)
+    if known is not None and known.hooks.prove is not None:
+        return f"target='{made}'."
+    return "nothing, if it runs there in the end; else quantize for the runtime that it runs on (target)."
+
+
+@last_gate
+def verify_patterns(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, target: str | Target = "onednn"
+) -> PatternReport:
+    """Holds every Conv of a QDQ model, of any origin, against the quantized patterns that a target's document defines.
+
+    Args:
+        model: Path, serialized model or `ModelProto`; external data is not read. Not changed.
+        target: Whose document: a name, or a `kenosis_ort.targets.Target`.
+
+    Returns:
+        One entry per Conv, in the model's order, those of ``If``, ``Loop`` and ``Scan`` bodies included.
+
+    Raises:
+        ModelLoadError: The file is missing or is not an ONNX model.
+        OptionError: There is no document of that target.
+    """
+    asked = get_target(target)
+    if asked.hooks.conform is None:
+        raise OptionError(
+            f"target '{asked.name}' has no documented patterns",
+            where="target",
+            fix=f"one of {sorted(name for name, known in TARGETS.items() if known.hooks.conform is not None)}",
+        )
+    source = read_source(model)
+    return asked.hooks.conform(source.proto, source.folder, asked.name)
