@@ -16,6 +16,8 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
 
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+
 Feed = dict[str, Any]
 
 
@@ -44,7 +46,7 @@ def stock(
     stride: int | None = None,
     **options: Any,
 ) -> TensorsData:
-    """Returns stock's ranges of all float tensors."""
+    """Stock's ranges of all float tensors."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = Path(folder) / "model.onnx"
@@ -58,6 +60,15 @@ def stock(
         return calibrator.compute_data()
 
 
+def swept(
+    model: onnx.ModelProto, reader: Any, tensors: Sequence[str] | None = None, *, threads: int = 1, **options: Any
+) -> CalibrationTable:
+    """The table of some tensors, all by default; options are those of `collect`, or else of its settings."""
+    ours = {k: options.pop(k) for k in ("part", "channels", "keep", "seen_as", "progress") if k in options}
+    config = options.pop("config", None) or CalibrationConfig(**options)
+    return collect(model, reader, tensors=tensors or node_outputs(model), config=config, threads=threads, **ours)
+
+
 def one_node_model(
     op: str = "Identity",
     shape: Sequence[int | str] = ("N", "M"),
@@ -67,25 +78,22 @@ def one_node_model(
     **attributes: Any,
 ) -> onnx.ModelProto:
     """``x -> op -> y -> Neg -> z``."""
-    graph = helper.make_graph(
-        [
-            helper.make_node(op, ["x"], ["y"], name="first", **attributes),
-            helper.make_node("Neg", ["y"], ["z"], name="second"),
-        ],
-        "g",
-        [helper.make_tensor_value_info("x", element_type, shape)],
-        [helper.make_tensor_value_info("z", element_type, None)],
+    nodes = [helper.make_node(op, ["x"], ["y"], name="first", **attributes), helper.make_node("Neg", ["y"], ["z"])]
+    x, z = (
+        helper.make_tensor_value_info("x", element_type, shape),
+        helper.make_tensor_value_info("z", element_type, None),
     )
+    graph = helper.make_graph(nodes, "g", [x], [z])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
     return onnx.shape_inference.infer_shapes(model) if annotate else model
 
 
 def node_outputs(model: onnx.ModelProto) -> list[str]:
-    """Returns all values that the main graph's nodes compute, and its inputs."""
+    """All values that the main graph's nodes compute, and its inputs."""
     return [v.name for v in model.graph.input] + [name for node in model.graph.node for name in node.output if name]
 
 
 def random_feeds(count: int, shape: Sequence[int] = (3, 5), *, seed: int = 0, name: str = "x") -> list[Feed]:
-    """Returns feeds of one input whose magnitude grows from sample to sample."""
+    """Feeds of one input whose magnitude grows from sample to sample."""
     rng = np.random.default_rng(seed)
     return [{name: (rng.standard_normal(shape) * (i + 1)).astype(np.float32)} for i in range(count)]

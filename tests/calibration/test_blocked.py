@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.calibration import CalibrationConfig, collect
+from kenosis_ort.calibration import CalibrationConfig
 from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.accumulators import Accumulator, extremes_and_some
 from kenosis_ort.calibration.blocked import Blocked, in_order, pick
 from kenosis_ort.calibration.histogram import extremes
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
+from tests.calibration.support import swept
+from tests.planning import parse
 
-CHANNELS = {"wide": 32, "odd": 24 + 3, "end": 32}  # of 8 or 16 a block: full ones, and one that is not
+CHANNELS = ("wide", "odd", "end")  # 32, 27 and 32, of 8 or 16 a block: full ones, and one that is not
+
+
+NET = """net (float[n,4,40,41] x) => (float[n,32,40,41] end)
+    <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
+    c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
+    c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
+    c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }"""
 
 
 def net() -> onnx.ModelProto:
-    """Returns three Convs, the second of channels that fill no whole number of blocks."""
-    rng = np.random.default_rng(0)
-    nodes, weights, before, inside = [], [], "x", 4
-    for name, channels in CHANNELS.items():
-        weights.append(
-            numpy_helper.from_array(rng.normal(0, 0.1, (channels, inside, 3, 3)).astype(np.float32), f"w_{name}")
-        )
-        nodes.append(helper.make_node("Conv", [before, f"w_{name}"], [f"c_{name}"], pads=[1, 1, 1, 1]))
-        nodes.append(helper.make_node("Sigmoid" if name == "end" else "Relu", [f"c_{name}"], [name]))
-        before, inside = name, channels
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4, 40, 41])
-    y = helper.make_tensor_value_info("end", TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "net", [x], [y], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    """Three Convs, the second of channels that fill no whole number of blocks."""
+    return parse(NET, ir_version=8)
 
 
 def samples() -> list[dict[str, np.ndarray]]:
@@ -45,23 +42,20 @@ def samples() -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("channels", [{}, {"wide": 1, "end": -3}])
 @pytest.mark.parametrize("budget", [2**29, 1 << 20])
-@pytest.mark.parametrize(
-    "config", [CalibrationConfig(), CalibrationConfig(sketch=True), CalibrationConfig("percentile")]
-)
+@pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
 def test_statistics_are_those_of_values_in_order(
-    config: CalibrationConfig, budget: int, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], budget: int, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CalibrationConfig(**{**config.to_dict(), "fetch_budget": budget})
     names = [*CHANNELS, *(f"c_{name}" for name in CHANNELS)]
-    found = collect(net(), samples(), tensors=names, config=config, channels=channels, threads=1)
+    found = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
     monkeypatch.setattr(session, "without_reorders", lambda *_: {})
-    plain = collect(net(), samples(), tensors=names, config=config, channels=channels, threads=1)
+    plain = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
     assert found.tensors == plain.tensors
 
 
 def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
     model = net()
-    part = Segment(0, len(model.graph.node), ("x",), tuple(CHANNELS), ())
+    part = Segment(0, len(model.graph.node), ("x",), CHANNELS, ())
     feed = samples()[0]
     with ObservedModel(model, SessionSettings(threads=1)) as observed:
         blocked, held = observed.segment_in_blocks(part, part.observed, feed, ("wide", "odd"))
@@ -79,7 +73,7 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
 
 
 def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = collect(net(), samples(), tensors=["wide"], threads=1)
+    wanted = swept(net(), samples(), ["wide"])
     calls = []
 
     def lost(_: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
@@ -88,7 +82,7 @@ def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.
 
     monkeypatch.setattr(session, "without_reorders", lost)
     monkeypatch.setattr(session.onnx, "load", lambda *_, **__: onnx.ModelProto())  # and cannot be opened
-    assert collect(net(), samples(), tensors=["wide"], threads=1).tensors == wanted.tensors
+    assert swept(net(), samples(), ["wide"]).tensors == wanted.tensors
     assert calls == [frozenset({"wide"})]
 
 

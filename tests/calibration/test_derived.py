@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector
+from kenosis_ort.calibration import CalibrationTable, collector
 from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.histogram import Extremes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
+from tests.calibration.support import swept
+from tests.planning import parse
 
 SIDE = 6000
 NAMES = ["s", "silu", "h", "hard", "swish"]
 
 
-def net() -> onnx.ModelProto:
-    nodes = [
-        helper.make_node("Mul", ["x", "three"], ["v"]),
-        helper.make_node("Sigmoid", ["v"], ["s"]),
-        helper.make_node("Mul", ["s", "v"], ["silu"]),
-        helper.make_node("HardSigmoid", ["v"], ["h"], alpha=0.3, beta=0.4),
-        helper.make_node("Mul", ["v", "h"], ["hard"]),
-        helper.make_node("HardSwish", ["v"], ["swish"]),
-        helper.make_node("Sigmoid", ["s"], ["again"]),
-        helper.make_node("Sum", [*NAMES, "again"], ["y"]),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", SIDE]) for name in "xy")
-    three = helper.make_tensor("three", TensorProto.FLOAT, [], [3.0])
-    graph = helper.make_graph(nodes, "gates", [x], [y], [three])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+NET = """gates (float[N,6000] x) => (float[N,6000] y) <float three = {3.0}> {
+    v = Mul (x, three)  s = Sigmoid (v)  silu = Mul (s, v)  h = HardSigmoid <alpha = 0.3, beta = 0.4> (v)
+    hard = Mul (v, h)  swish = HardSwish (v)  again = Sigmoid (s)  y = Sum (s, silu, h, hard, swish, again) }"""
 
 
 def samples(count: int) -> list[dict[str, np.ndarray]]:
@@ -40,7 +28,7 @@ def samples(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def collected(feeds: list[dict[str, np.ndarray]], *tensors: str, sketch: bool = True, **more) -> CalibrationTable:
-    return collect(net(), feeds, tensors=list(tensors), config=CalibrationConfig(sketch=sketch), threads=1, **more)
+    return swept(parse(NET), feeds, tensors, sketch=sketch, **more)
 
 
 @pytest.mark.parametrize("sketch", [False, True])
@@ -69,7 +57,7 @@ def test_what_follows_is_not_fetched() -> None:
         collected(feeds, "v", *NAMES)
     assert counts.total.copied // size == 1
     with counted() as counts:
-        collect(net(), feeds, tensors=["v", *NAMES], config=CalibrationConfig("percentile"), threads=1)
+        swept(parse(NET), feeds, ["v", *NAMES], method="percentile")
     assert counts.total.copied // size == 1 + len(NAMES)
 
 
@@ -111,41 +99,27 @@ def test_a_range_holds_all_that_lies_between(function: Function, low: float, hig
     assert found.count == 5
 
 
-def moving_net() -> onnx.ModelProto:
-    """Returns values that are moved about, strung together, and cut: the last is no union."""
-    nodes = [
-        helper.make_node("Relu", ["x"], ["a"]),
-        helper.make_node("Neg", ["x"], ["b"]),
-        helper.make_node("Transpose", ["b"], ["turned"], perm=[1, 0]),
-        helper.make_node("Transpose", ["turned"], ["back"], perm=[1, 0]),
-        helper.make_node("Concat", ["a", "back", "a"], ["all"], axis=1),
-        helper.make_node("Concat", ["all", "x"], ["fed"], axis=1),
-        helper.make_node("Slice", ["fed", "zero", "one", "one"], ["y"]),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", None]) for name in "xy")
-    x.type.tensor_type.shape.dim[1].dim_value = SIDE
-    numbers = [helper.make_tensor(name, TensorProto.INT64, [1], [at]) for at, name in enumerate(("zero", "one"))]
-    graph = helper.make_graph(nodes, "moves", [x], [y], numbers)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+# Values that are moved about, strung together, and cut: the last is no union.
+MOVING = """moves (float[N,6000] x) => (float[N,M] y) <int64[1] zero = {0}, int64[1] one = {1}> {
+    a = Relu (x)  b = Neg (x)  turned = Transpose <perm = [1, 0]> (b)  back = Transpose <perm = [1, 0]> (turned)
+    all = Concat <axis = 1> (a, back, a)  fed = Concat <axis = 1> (all, x)  y = Slice (fed, zero, one, one) }"""
 
 
-@pytest.mark.parametrize("config", [CalibrationConfig(), *map(CalibrationConfig, ("percentile", "entropy"))])
+@pytest.mark.parametrize("method", ["minmax", "percentile", "entropy"])
 @pytest.mark.parametrize("channels", [{}, {"all": 1}, {"a": 1, "back": 0}])
 def test_unions_have_what_their_parts_have(
-    config: CalibrationConfig, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    method: str, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["x", "all", "a", "turned", "back", "b", "fed", "y"]
 
-    def swept() -> tuple[CalibrationTable, int]:
+    def both() -> tuple[CalibrationTable, int]:
         with counted() as counts:
-            table = collect(
-                moving_net(), samples(3), tensors=names, config=config, channels=channels, part={1: ()}, threads=1
-            )
+            table = swept(parse(MOVING), samples(3), names, method=method, channels=channels, part={1: ()})
         return table, counts.total.copied
 
-    found, copied = swept()
+    found, copied = both()
     monkeypatch.setattr(collector, "unions_of", lambda *_: {})
-    seen, most = swept()
+    seen, most = both()
     assert found.tensors == seen.tensors
     assert found.part is not None
     assert seen.part is not None
@@ -155,7 +129,7 @@ def test_unions_have_what_their_parts_have(
 
 def test_unions_of_gates_are_seen() -> None:
     """A gate's range is the function's, and may be wider than what is seen: it widens nothing behind it."""
-    graph = moving_net().graph
+    graph = parse(MOVING).graph
     kinds = dict.fromkeys(("a", "b", "turned", "back", "all"), "float32")
     assert unions_of(graph, kinds, ()) == {"turned": ("b",), "back": ("turned",), "all": ("a", "back", "a")}
     assert unions_of(graph, kinds, ("b", "a")) == {"back": ("turned",)}

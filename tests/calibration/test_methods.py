@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration.histogram import HistogramBuilder
 from kenosis_ort.calibration.methods import _divergence, entropy_range, percentile_range
 from tests import models
-from tests.calibration.support import one_node_model, random_feeds, stock
+from tests.calibration.support import one_node_model, random_feeds, stock, swept
 
 
 def check_bound(theirs: Any, table: CalibrationTable, bins: int, symmetric: bool) -> None:
@@ -38,8 +38,7 @@ def test_percentile_is_within_the_bound(net: str, options: dict[str, Any]) -> No
     model = models.ALL[net]()
     samples = models.feeds(model, 5)
     theirs = stock(model, samples, "Percentile", **options)
-    config = CalibrationConfig(method="percentile", bit_exact=True, **options)
-    table = collect(model, samples, tensors=list(theirs.keys()), config=config, threads=1)
+    table = swept(model, samples, list(theirs.keys()), method="percentile", bit_exact=True, **options)
     check_bound(theirs, table, 2048, options.get("symmetric", True))
 
 
@@ -48,8 +47,7 @@ def test_default_entropy_is_exactly_stock(net: str) -> None:
     model = models.ALL[net]()
     samples = models.feeds(model, 4)
     theirs = stock(model, samples, "Entropy")
-    config = CalibrationConfig(method="entropy", bit_exact=True)
-    ours = collect(model, samples, tensors=list(theirs.keys()), config=config, threads=1).to_tensors_data()
+    ours = swept(model, samples, list(theirs.keys()), method="entropy", bit_exact=True).to_tensors_data()
     for name in theirs:
         assert (theirs[name].lowest, theirs[name].highest) == (ours[name].lowest, ours[name].highest), name
 
@@ -82,8 +80,7 @@ def test_distribution_is_within_the_bound(scenario: Any) -> None:
     model = models.silu_net()
     samples = models.feeds(model, 4)
     theirs = stock(model, samples, "Distribution", scenario=scenario)
-    config = CalibrationConfig(method="distribution", scenario=scenario, bit_exact=True)
-    table = collect(model, samples, tensors=list(theirs.keys()), config=config, threads=1)
+    table = swept(model, samples, list(theirs.keys()), method="distribution", scenario=scenario, bit_exact=True)
     ours = table.to_tensors_data()
     for name in theirs:
         a, b = theirs[name], ours[name]
@@ -145,9 +142,7 @@ def test_percentile_bound_on_any_distribution(
 
 def test_histogram_methods_do_not_depend_on_stride_or_order() -> None:
     model, samples = one_node_model(), random_feeds(6, (40, 50))
-    config = CalibrationConfig(method="percentile", percentile=99.0)
-    a = collect(model, samples, tensors=["y"], config=config)
-    b = collect(model, samples[::-1], tensors=["y"], config=config)
+    a, b = (swept(model, s, ["y"], method="percentile", percentile=99.0) for s in (samples, samples[::-1]))
     assert a.tensors["y"].histogram == b.tensors["y"].histogram
     assert a.range_of("y") == b.range_of("y")
     assert a.data_fingerprint == b.data_fingerprint
@@ -155,10 +150,9 @@ def test_histogram_methods_do_not_depend_on_stride_or_order() -> None:
 
 def test_other_percentile_from_the_same_table() -> None:
     samples = random_feeds(3, (100, 100))
-    config = CalibrationConfig(method="percentile")
-    table = collect(one_node_model(), samples, tensors=["y"], config=config)
+    table = swept(one_node_model(), samples, ["y"], method="percentile")
     other = replace(table, config=CalibrationConfig(method="percentile", percentile=90))
-    direct = collect(one_node_model(), samples, tensors=["y"], config=other.config)
+    direct = swept(one_node_model(), samples, ["y"], config=other.config)
     assert other.range_of("y") == direct.range_of("y")
     assert other.range_of("y")[1] < table.range_of("y")[1]
     minmax = replace(table, config=CalibrationConfig())

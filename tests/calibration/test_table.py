@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization import calibrate as stock_calibrate
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, model_fingerprint
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, model_fingerprint
 from kenosis_ort.errors import CalibrationError, OptionError
 from tests import models
-from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, stock
+from tests.calibration.support import ListReader, one_node_model, random_feeds, stock, swept
 
 CONFIGS = [
     CalibrationConfig(),
@@ -32,7 +33,7 @@ BY_METHOD = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.method + 
 
 def make(config: CalibrationConfig, count: int = 3) -> CalibrationTable:
     model = models.residual_block()
-    return collect(model, models.feeds(model, count), tensors=node_outputs(model), config=config, threads=1)
+    return swept(model, models.feeds(model, count), config=config)
 
 
 @BY_METHOD
@@ -90,7 +91,7 @@ def test_stock_quantizer_takes_our_ranges(config: CalibrationConfig) -> None:
 def test_check_matches_names_what_differs() -> None:
     model = models.residual_block()
     config = CalibrationConfig(method="percentile", percentile=99.0)
-    table = collect(model, models.feeds(model, 2), tensors=["x"], config=config)
+    table = swept(model, models.feeds(model, 2), ["x"], config=config)
     fingerprint = model_fingerprint(model)
     table.check_matches(fingerprint, config)
     with pytest.raises(CalibrationError, match=r"percentile is 99\.0 there and 99\.9 here"):
@@ -141,66 +142,52 @@ def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
 def test_merging_equals_one_run(method: str) -> None:
     model = models.residual_block()
     samples = models.feeds(model, 5)
-    config = CalibrationConfig(method=method)
-    names = node_outputs(model)
-    whole = collect(model, samples, tensors=names, config=config, threads=1)
-    a, b = (collect(model, part, tensors=names, config=config, threads=1) for part in (samples[:2], samples[2:]))
-    for merged in (a.merge(b), b.merge(a)):
-        assert merged.samples == 5
-        assert merged.data_fingerprint == whole.data_fingerprint
-        for name in names:
-            assert merged.range_of(name) == whole.range_of(name)
-            assert merged.tensors[name].count == whole.tensors[name].count
-            assert merged.tensors[name].histogram == whole.tensors[name].histogram
+    whole, a, b = (swept(model, part, method=method) for part in (samples, samples[:2], samples[2:]))
+    assert a.merge(b) == b.merge(a) == whole
+
+
+def of_one_node(samples: Any, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:
+    return swept(one_node_model(op), samples, tensors, **options)
 
 
 def test_merging_a_moving_average_weighs_by_samples() -> None:
     samples = random_feeds(5)
-    config = CalibrationConfig(moving_average=True)
-    whole = collect(one_node_model(), samples, tensors=["y"], config=config)
-    a, b = (collect(one_node_model(), part, tensors=["y"], config=config) for part in (samples[:1], samples[1:]))
+    whole, a, b = (of_one_node(part, moving_average=True) for part in (samples, samples[:1], samples[1:]))
     assert a.merge(b).range_of("y") == pytest.approx(whole.range_of("y"), rel=1e-6)
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
     samples = random_feeds(4)
-    table = collect(one_node_model(), samples, tensors=["y"])
-    with pytest.raises(CalibrationError, match="different models"):
-        table.merge(collect(one_node_model("Abs"), samples, tensors=["y"]))
-    with pytest.raises(CalibrationError, match="different settings"):
-        table.merge(collect(one_node_model(), samples, tensors=["y"], config=CalibrationConfig(symmetric=True)))
-    with pytest.raises(CalibrationError, match="different tensors"):
-        table.merge(collect(one_node_model(), samples, tensors=["y", "x"]))
-    with pytest.raises(CalibrationError, match="by hand"):
-        table.merge(table.with_ranges({"y": (0, 1)}))
-    chunked = CalibrationConfig(moving_average=True, strided=2)
-    ordered = collect(one_node_model(), ListReader(samples), tensors=["y"], config=chunked)
-    with pytest.raises(CalibrationError, match="order of the samples"):
-        ordered.merge(ordered)
+    table = of_one_node(samples)
+    ordered = of_one_node(ListReader(samples), moving_average=True, strided=2)
+    for one, other, match in (
+        (table, of_one_node(samples, op="Abs"), "different models"),
+        (table, of_one_node(samples, symmetric=True), "different settings"),
+        (table, of_one_node(samples, ["y", "x"]), "different tensors"),
+        (table, table.with_ranges({"y": (0, 1)}), "by hand"),
+        (ordered, ordered, "order of the samples"),
+        (table, replace(table, outdated=True), "weights that were changed"),
+    ):
+        with pytest.raises(CalibrationError, match=match):
+            one.merge(other)
 
 
 def test_empty_shards_do_not_widen_the_range() -> None:
-    full = collect(one_node_model(), [{"x": np.full((1, 2), 5, np.float32)}], tensors=["y"])
-    empty = collect(one_node_model(), [{"x": np.zeros((0, 2), np.float32)}], tensors=["y"])
-    assert full.merge(empty).range_of("y") == (5.0, 5.0)
-    assert empty.merge(full).range_of("y") == (5.0, 5.0)
+    full = of_one_node([{"x": np.full((1, 2), 5, np.float32)}])
+    empty = of_one_node([{"x": np.zeros((0, 2), np.float32)}])
+    assert full.merge(empty).range_of("y") == empty.merge(full).range_of("y") == (5.0, 5.0)
 
 
-def test_unknown_tensor_did_you_mean() -> None:
-    table = collect(one_node_model(), random_feeds(1), tensors=["y"])
+def test_ranges_set_by_hand() -> None:
+    table = of_one_node(random_feeds(1), ["y", "z"])
+    fixed = table.with_ranges({"y": (-1.0, 2.0)})
+    assert fixed.range_of("y") == (-1.0, 2.0) != table.range_of("y")
+    assert fixed.range_of("z") == table.range_of("z")
+    assert CalibrationTable.from_json(fixed.to_json()) == fixed
     with pytest.raises(CalibrationError, match="tensor 'yy'"):
         table.range_of("yy")
     with pytest.raises(CalibrationError, match="Did you mean 'y'"):
         table.with_ranges({"yy": (0.0, 1.0)})
-
-
-def test_ranges_set_by_hand() -> None:
-    table = collect(one_node_model(), random_feeds(1), tensors=["y", "z"])
-    fixed = table.with_ranges({"y": (-1.0, 2.0)})
-    assert fixed.range_of("y") == (-1.0, 2.0)
-    assert fixed.range_of("z") == table.range_of("z")
-    assert table.range_of("y") != (-1.0, 2.0)
-    assert CalibrationTable.from_json(fixed.to_json()) == fixed
 
 
 def test_the_table_is_frozen_and_pickles() -> None:
@@ -232,20 +219,18 @@ def test_bad_files_are_named_errors(text: str, match: str, tmp_path: Path) -> No
 
 
 def test_missing_and_unwritable_files(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="cannot be read"):
-        CalibrationTable.load(tmp_path / "none.json")
-    with pytest.raises(CalibrationError, match="cannot be read"):
-        CalibrationTable.load(tmp_path)
-    table = collect(one_node_model(), random_feeds(1), tensors=["y"])
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(CalibrationError, match="cannot be read"):
+            CalibrationTable.load(path)
     (tmp_path / "file").write_text("kept")
     with pytest.raises(CalibrationError, match="cannot be written"):
-        table.save(tmp_path / "file" / "cache.json")
+        of_one_node(random_feeds(1)).save(tmp_path / "file" / "cache.json")
     assert (tmp_path / "file").read_text() == "kept"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_damaged_option_in_a_file_is_a_calibration_error() -> None:
-    raw: Any = json.loads(collect(one_node_model(), random_feeds(1), tensors=["y"]).to_json())
+    raw: Any = json.loads(of_one_node(random_feeds(1)).to_json())
     raw["kenosis"]["config"]["method"] = "minmex"
     with pytest.raises(CalibrationError, match="damaged"):
         CalibrationTable.from_json(json.dumps(raw))

@@ -1,21 +1,66 @@
-"""What every estimator keeps, and what each is there for."""
+"""What every estimator keeps and is there for; the predicted error is that of the data, whatever their distribution."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.estimators import estimate, estimate_all
+from kenosis_ort.calibration.estimators import estimate, estimate_all, sketch
+from kenosis_ort.calibration.histogram import HistogramBuilder
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
 from kenosis_ort.plan import RangeLimit
-from tests.calibration.estimators.distributions import Floats, activations, quantization_error, statistics_of
 
+Floats = npt.NDArray[np.float32]
 METHODS = ["minmax", "percentile:99.99", "mse", "lp:3", "lp:2.4", "entropy"]
 methods = st.sampled_from(METHODS)
+
+
+def statistics_of(data: Floats) -> TensorStatistics:
+    builder = HistogramBuilder()
+    assert builder.add(data).is_finite
+    return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=builder.finish())
+
+
+def quantization_error(data: Floats, low: float, high: float, power: float, levels: int = 256) -> float:
+    """What `Sketch.errors` predicts, from the data themselves."""
+    values = data.astype(np.float64)
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = (high - low) / (levels - 1)
+    if step == 0.0:
+        return float((np.abs(values) ** power).mean())
+    below = round(-low / step)
+    quantized = np.clip(np.rint(values / step), -below, levels - 1 - below) * step
+    return float((np.abs(values - quantized) ** power).mean())
+
+
+@st.composite
+def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
+    """Gaussian, heavy-tailed, rectified, clipped, shifted or spiky data of any magnitude."""
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    kind = draw(st.sampled_from(["normal", "laplace", "student", "uniform", "lognormal"]))
+    data = {
+        "normal": lambda: rng.standard_normal(size),
+        "laplace": lambda: rng.laplace(size=size),
+        "student": lambda: rng.standard_t(3, size),
+        "uniform": lambda: rng.uniform(-1, 2, size),
+        "lognormal": lambda: rng.lognormal(0, 1, size),
+    }[kind]()
+    data = data * draw(st.sampled_from([1e-3, 1.0, 37.0])) + draw(st.sampled_from([0.0, 0.0, 0.5, -2.0]))
+    if draw(st.booleans()):
+        data[:3] *= 20.0  # a few outliers
+    rectified = draw(st.sampled_from(["no", "relu", "relu6", "negative"]))
+    if rectified == "relu":
+        data = np.maximum(data, 0.0)
+    elif rectified == "relu6":
+        data = np.clip(data, 0.0, 6.0)
+    elif rectified == "negative":
+        data = -np.abs(data)
+    return data.astype(np.float32)
 
 
 @given(activations(), methods, st.sampled_from([None, -8.0, 0.0, 0.3]), st.sampled_from([None, 6.0, 0.4]))
@@ -122,3 +167,57 @@ def test_minmax_of_a_table_is_its_own_range() -> None:
 def test_a_table_without_histograms() -> None:
     with pytest.raises(CalibrationError, match="histograms"):
         estimate_all(CalibrationTable({"a": TensorStatistics(0.0, 1.0, 5)}), "mse")
+
+
+# ---- distributions --------------------------------------------------------------------------------------------------
+
+
+@given(activations(), st.floats(0.2, 1.0), st.floats(0.2, 1.0), st.sampled_from([1.0, 2.0, 2.4, 3.0]))
+@settings(deadline=None)
+def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: float) -> None:
+    values = sketch(statistics_of(data))
+    low, high = a * min(values.low, 0.0), b * max(values.high, 0.0)
+    (predicted,) = values.errors([(low, high)], power=power)
+    actual = quantization_error(data, low, high, power)
+    step = (high - low) / 255
+    assert predicted == pytest.approx(actual, rel=0.15, abs=(0.4 * step) ** power)
+
+
+@given(activations())
+@settings(deadline=None)
+def test_mass_and_quantiles(data: Floats) -> None:
+    values = sketch(statistics_of(data))
+    assert values.total == data.size
+    assert (values.low, values.high) == (data.min(), data.max())
+    bin_width = 4.0 * np.abs(data).max() / 2048
+    for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+        exact = np.quantile(data, share, method="inverted_cdf" if share < 0.5 else "higher")
+        near = np.sort(np.abs(data - exact))[:20].max()  # where data are sparse, a neighbour is as good
+        assert abs(values.quantile(share) - exact) <= bin_width + near
+
+
+def test_limits_gather_what_lies_beyond() -> None:
+    data = np.linspace(-100, 10, 1000, dtype=np.float32)
+    values = sketch(statistics_of(data), low_limit=-8.0)
+    assert (values.low, values.high) == (-8.0, 10.0)
+    assert values.total == 1000
+    actual = quantization_error(np.maximum(data, -8.0), -8.0, 10.0, 2.0)
+    assert values.errors([(-8.0, 10.0)], power=2)[0] == pytest.approx(actual, rel=0.1)
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [(5.0, None, 5.0), (None, -5.0, -5.0)])
+def test_everything_beyond_a_limit(low: float | None, high: float | None, expected: float) -> None:
+    values = sketch(statistics_of(np.linspace(-1, 1, 99, dtype=np.float32)), low_limit=low, high_limit=high)
+    assert (values.low, values.high) == (expected, expected)
+
+
+def test_extremes_that_a_partial_histogram_missed() -> None:
+    part = statistics_of(np.linspace(-1, 1, 1000, dtype=np.float32))
+    values = sketch(TensorStatistics(-50.0, 90.0, 5000, histogram=part.histogram))
+    assert (values.low, values.high) == (-50.0, 90.0)
+    assert values.total == pytest.approx(1000.4)
+
+
+def test_no_histogram_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="histogram"):
+        sketch(TensorStatistics(0.0, 1.0, 5))

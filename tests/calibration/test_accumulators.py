@@ -1,26 +1,59 @@
-"""Histograms beside MinMax: the same ranges, and bins of a part of the elements of large tensors."""
+"""What an accumulator keeps of a tensor: ranges by channel, and histograms of some elements beside exact ranges."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some
 from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder, extremes
 from kenosis_ort.errors import CalibrationError
 from tests import models
-from tests.calibration.support import node_outputs, one_node_model, random_feeds
+from tests.calibration.support import one_node_model, random_feeds, swept
+
+PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)
 
 
-def test_ranges_are_those_of_minmax() -> None:
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((5, 8, 3, 3), 1), ((5, 8, 40, 40), 1), ((1, 8, 2, 2), 1), ((4, 6, 7), -1), ((9,), 0)]
+)
+def test_channels_and_the_whole(shape: tuple[int, ...], axis: int) -> None:
+    data = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    tensor = Accumulator("float32", PLAIN, axis)
+    assert all(map(tensor.add, data))
+    found = tensor.statistics()
+    assert found.channels is not None
+    over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
+    np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
+    np.testing.assert_array_equal(found.channels.high, data.max(axis=over))
+    assert (found.low, found.high, found.count) == (data.min(), data.max(), data.size)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("shape", "config", "axis"),
+    [
+        ((5, 8, 3, 3), CalibrationConfig(), 1),
+        ((1, 8, 40, 40), CalibrationConfig(), 1),
+        ((1, 8, 100, 125), SKETCH, None),
+    ],
+)
+def test_not_finite_is_seen_wherever_it_is(
+    bad: float, shape: tuple[int, ...], config: CalibrationConfig, axis: int | None
+) -> None:
+    data = np.zeros(shape, np.float32)
+    data[-1, 5, 1, 2] = bad
+    assert not Accumulator("float32", config, axis).add(data)
+
+
+def test_ranges_beside_histograms_are_those_of_minmax() -> None:
     model = models.ALL["residual_block"]()
-    samples = models.feeds(model, 4)
-    plain = collect(model, samples, tensors=node_outputs(model), threads=1)
-    config = CalibrationConfig(sketch=True)
-    sketched = collect(model, samples, tensors=node_outputs(model), config=config, threads=1)
+    plain, sketched = (swept(model, models.feeds(model, 4), sketch=sketch) for sketch in (False, True))
     for name, statistics in plain.tensors.items():
         assert sketched.range_of(name) == plain.range_of(name)
         histogram = sketched.tensors[name].histogram
@@ -30,10 +63,9 @@ def test_ranges_are_those_of_minmax() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 64, 35, 35), (1, 300, 256), (5, 7, 11, 13, 17), (1, 4, 200, 200)])
 def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> None:
-    rng = np.random.default_rng(0)
-    data = rng.standard_normal(shape).astype(np.float32)
+    data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     data[..., 0] += 100.0  # one channel, last axis, far away
-    tensor = Accumulator("float32", CalibrationConfig(sketch=True))
+    tensor = Accumulator("float32", SKETCH)
     assert tensor.add(data)
     statistics = tensor.statistics()
     histogram = statistics.histogram
@@ -54,22 +86,13 @@ def test_one_pass_picks_what_a_slice_does(size: int, stride: int, half: bool) ->
     np.testing.assert_array_equal(picked, array[::stride])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_not_finite_is_seen_wherever_it_is(bad: float) -> None:
-    data = np.zeros(100_000, np.float32)
-    data[99_998] = bad
-    assert not Accumulator("float32", CalibrationConfig(sketch=True)).add(data)
-
-
 def test_a_cache_without_histograms_does_not_serve() -> None:
-    model = one_node_model()
-    plain = collect(model, random_feeds(2), tensors=["y"], threads=1)
+    plain, sketched = (swept(one_node_model(), random_feeds(2), ["y"], sketch=sketch) for sketch in (False, True))
     with pytest.raises(CalibrationError, match="histograms"):
-        plain.check_matches(plain.model_fingerprint, CalibrationConfig(sketch=True))
-    sketched = collect(model, random_feeds(2), tensors=["y"], config=CalibrationConfig(sketch=True), threads=1)
+        plain.check_matches(plain.model_fingerprint, SKETCH)
     again = CalibrationTable.from_json(sketched.to_json())
     assert again.tensors == sketched.tensors
-    again.check_matches(sketched.model_fingerprint, CalibrationConfig())
+    again.check_matches(sketched.model_fingerprint, PLAIN)
     assert sketched.merge(again).tensors["y"].histogram is not None
 
 
@@ -85,18 +108,15 @@ def test_a_part_counts_into_the_bins_of_the_whole() -> None:
     assert np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max() <= 20  # a few land one bin further up
 
 
-@pytest.mark.parametrize(
-    "config", [CalibrationConfig(), CalibrationConfig(sketch=True), CalibrationConfig("percentile")]
-)
-def test_what_consumers_take_alike_may_be_infinite(config: CalibrationConfig) -> None:
+@pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
+def test_what_consumers_take_alike_may_be_infinite(options: dict[str, Any]) -> None:
     """A mask of minus infinity is an error by itself, and counts as what a function says it stands for."""
     samples = random_feeds(3)
     for sample in samples:
         sample["x"][0] = -np.inf
-    model = one_node_model()
     with pytest.raises(CalibrationError, match="infinity"):
-        collect(model, samples, tensors=["y"], config=config, threads=1)
+        swept(one_node_model(), samples, ["y"], **options)
     seen = {"y": lambda array: np.maximum(array, np.float32(-20.0))}
-    statistics = collect(model, samples, tensors=["y"], config=config, threads=1, seen_as=seen).tensors["y"]
+    statistics = swept(one_node_model(), samples, ["y"], seen_as=seen, **options).tensors["y"]
     assert statistics.low == -20.0
     assert 0.0 < statistics.high < 20.0

@@ -1,0 +1,249 @@
+"""MinMax ranges are stock's, bit for bit; what stock gets wrong is right; some samples have statistics of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from kenosis_ort.calibration import CalibrationConfig, parts
+from kenosis_ort.calibration.cached_samples import feed_digest
+from kenosis_ort.calibration.feeds import Cut
+from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.runtime.session import counted
+from tests import models, planning
+from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, stock, swept
+
+NETS = ["residual_block", "mobile_block", "silu_net", "bn_net", "two_input_detector", "mlp", "concat_net"]
+ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"
+SMALL = ["ad01_bn", "cifar_resnet20_bn", "mlperf_ic_resnet8", "mlperf_kws_dscnn", "silero_vad_16k"]
+METHODS = (CalibrationConfig(), CalibrationConfig(moving_average=True), CalibrationConfig("percentile"))
+
+
+def same_as_stock(
+    model: onnx.ModelProto,
+    samples: list[dict[str, Any]],
+    *,
+    stride: int | None = None,
+    threads: int = 1,
+    **options: Any,
+) -> None:
+    theirs = stock(model, samples, stride=stride, **options)
+    config = CalibrationConfig(strided=stride, bit_exact=True, **options)
+    ours = swept(model, ListReader(samples), list(theirs.keys()), config=config, threads=threads).to_tensors_data()
+    for name in theirs:
+        for end in ("lowest", "highest"):
+            a, b = getattr(theirs[name], end), getattr(ours[name], end)
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    ("options", "stride"),
+    [
+        ({}, None),
+        ({"symmetric": True}, None),
+        ({}, 3),
+        ({"moving_average": True}, None),
+        ({"moving_average": True, "averaging_constant": 0.3}, 3),
+        ({"moving_average": True, "averaging_constant": 0.3, "symmetric": True}, 2),
+    ],
+)
+def test_equals_stock_bit_for_bit(net: str, options: dict[str, Any], stride: int | None) -> None:
+    model = models.ALL[net]()
+    same_as_stock(model, models.feeds(model, 6), stride=stride, **options)
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 300])
+def test_mean_of_many_samples_is_summed_as_stock_sums_it(count: int) -> None:
+    same_as_stock(one_node_model(), random_feeds(count), moving_average=True, threads=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"moving_average": True}])
+def test_float16_is_stock_in_type_and_value(options: dict[str, Any]) -> None:
+    samples = [{"x": f["x"].astype(np.float16)} for f in random_feeds(5)]
+    same_as_stock(one_node_model(element_type=TensorProto.FLOAT16), samples, **options)
+
+
+@pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
+@pytest.mark.parametrize("name", SMALL)
+def test_minmax_of_real_nets_is_stock_and_percentiles_are_near(name: str) -> None:
+    """With as many threads as stock takes: the rounding of a Conv depends on them."""
+    path = ZOO / f"{name}.onnx"
+    model = onnx.load(path)
+    model.ir_version = min(model.ir_version, 10)
+    reader = SyntheticReader(path, samples=3)
+    samples = [reader.feed(i) for i in range(3)]
+    same_as_stock(model, samples, threads=0)
+    for percentile in (99.999, 99.0) if name != SMALL[-1] else ():
+        theirs = stock(model, samples, "Percentile", percentile=percentile)
+        table = swept(model, samples, list(theirs.keys()), method="percentile", percentile=percentile, bit_exact=True)
+        for tensor in theirs:
+            bound = 1.0001 * max(abs(table.tensors[tensor].low), abs(table.tensors[tensor].high)) / 1024
+            ends = theirs[tensor].lowest, theirs[tensor].highest
+            assert np.abs(np.array(ends, float).ravel() - table.range_of(tensor)).max() <= bound, tensor
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_optimized_session_differs_by_rounding_only(net: str) -> None:
+    model = models.ALL[net]()
+    samples = models.feeds(model, 3)
+    theirs = stock(model, samples)
+    ours = swept(model, ListReader(samples), list(theirs.keys()))
+    for name in theirs:
+        low, high = ours.range_of(name)
+        found = (float(theirs[name].lowest[0]), float(theirs[name].highest[0]))
+        assert found == pytest.approx((low, high), abs=1e-5 * max(abs(low), abs(high)))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_max_intermediate_outputs_loses_no_data(limit: int) -> None:
+    """Stock drops every full chunk; here the range is that of all samples."""
+    samples = random_feeds(5)[::-1]  # the largest come first, and would be lost
+    everything = np.concatenate([s["x"].ravel() for s in samples])
+    table = swept(one_node_model(), samples, ["y"], max_intermediate_outputs=limit)
+    assert table.range_of("y") == (everything.min(), everything.max())
+
+
+def test_max_intermediate_outputs_chunks_the_moving_average_like_a_stride() -> None:
+    model, samples = one_node_model(), random_feeds(6)
+    average = {"moving_average": True, "averaging_constant": 0.25}
+    by_limit = swept(model, samples, ["y"], max_intermediate_outputs=2, **average)
+    assert by_limit.range_of("y") == swept(model, ListReader(samples), ["y"], strided=2, **average).range_of("y")
+
+
+@pytest.mark.parametrize("config", METHODS)
+def test_zero_size_tensors_count_for_nothing(config: CalibrationConfig) -> None:
+    model = one_node_model()
+    full, empty = {"x": np.array([[1.0, -2.0]], np.float32)}, {"x": np.zeros((0, 2), np.float32)}
+    mixed, alone, nothing = (
+        swept(model, feeds, ["x", "y"], config=config) for feeds in ([empty, full, empty], [full], [empty])
+    )
+    assert mixed.samples == 3
+    for name in ("x", "y"):
+        assert mixed.range_of(name) == alone.range_of(name)
+        assert mixed.tensors[name].count == 2
+    assert (nothing.range_of("y"), nothing.tensors["y"].count) == ((0.0, 0.0), 0)
+
+
+def test_scalars() -> None:
+    table = swept(one_node_model("ReduceSum", keepdims=0), random_feeds(3), ["y", "z"])
+    sums = [float(f["x"].sum()) for f in random_feeds(3)]
+    assert table.range_of("y") == pytest.approx((min(sums), max(sums)), rel=1e-5)
+    assert table.tensors["y"].count == 3
+
+
+def test_dynamic_shapes_from_sample_to_sample() -> None:
+    rng = np.random.default_rng(0)
+    samples = [{"x": rng.standard_normal((n, 4)).astype(np.float32)} for n in (1, 9, 3)]
+    everything = np.concatenate([s["x"] for s in samples])
+    for config in METHODS:
+        found = swept(one_node_model(), samples, ["y"], config=config).tensors["y"]
+        assert (found.low, found.high, found.count) == (everything.min(), everything.max(), everything.size)
+
+
+def test_inputs_outputs_and_constants_can_be_observed() -> None:
+    model = models.residual_block()
+    weight, head = model.graph.initializer[0], model.graph.output[0].name
+    samples = models.feeds(model, 2)
+    table = swept(model, samples, [weight.name, "x", head])
+    assert list(table.tensors) == [weight.name, "x", head]
+    for name, values in ((weight.name, onnx.numpy_helper.to_array(weight)), ("x", np.stack([s["x"] for s in samples]))):
+        assert table.range_of(name) == (values.min(), values.max())
+
+
+def test_integer_tensors_are_left_out() -> None:
+    model = models.transformer_block()
+    table = swept(model, models.feeds(model, 2))
+    assert "ids" not in table
+    assert all(s.dtype == "float32" for s in table.tensors.values())
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+def test_types_are_asked_of_the_runtime_where_annotations_lack(method: str) -> None:
+    model = one_node_model(annotate=False)
+    assert not model.graph.value_info
+    assert swept(model, random_feeds(2), ["y"], method=method).tensors["y"].count == 30
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("tensors", [["x"], ["y", "z"], ["z", "x"]])
+def test_not_finite_is_an_error_that_names_tensor_and_sample(method: str, bad: float, tensors: list[str]) -> None:
+    samples = random_feeds(4, (30, 40))
+    samples[2]["x"][7, 7] = bad
+    with pytest.raises(CalibrationError, match=r"tensor 'x', sample 2"):  # the input itself, whatever is observed
+        swept(one_node_model(), samples, tensors, method=method)
+
+
+def test_the_first_tensor_in_graph_order_is_named() -> None:
+    model = planning.parse("g (float[N] x) => (float[N] exp) { log = Log (x)  exp = Exp (log) }")
+    with pytest.raises(CalibrationError, match="tensor 'log'"):
+        swept(model, [{"x": np.array([1.0, -1.0], np.float32)}], ["exp", "log"])
+
+
+def test_a_mean_that_overflows_is_no_error() -> None:
+    table = swept(one_node_model(), [{"x": np.full((4, 64), 3e38, np.float32)}], ["y"])
+    assert table.range_of("y") == (np.float32(3e38), np.float32(3e38))
+
+
+def test_model_without_inputs_runs_once() -> None:
+    model = planning.parse("g () => (float[2] y) { c = Constant <value_floats = [1.0, 5.0]> ()  y = Neg (c) }")
+    table = swept(model, ListReader([]), ["y"])
+    assert (table.samples, table.range_of("y")) == (1, (-5.0, -1.0))
+
+
+def test_the_model_and_the_feeds_are_not_changed() -> None:
+    model = models.residual_block()
+    before, samples = model.SerializeToString(), models.feeds(model, 2)
+    copies = [{k: v.copy() for k, v in s.items()} for s in samples]
+    for config in METHODS:
+        swept(model, samples, config=config)
+    assert model.SerializeToString() == before
+    for a, b in zip(samples, copies, strict=True):
+        np.testing.assert_array_equal(a["x"], b["x"])
+
+
+# ---- parts of the samples -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
+def test_a_part_is_what_a_sweep_over_it_alone_finds(options: dict[str, Any]) -> None:
+    model = planning.prepared(models.residual_block(channels=6))  # too few for blocks, which take a session
+    feeds, numbers = models.feeds(model, 7, seed=3), (0, 2, 5)
+    with counted() as counts:
+        table = swept(model, feeds, part=dict.fromkeys(numbers, ()), **options)
+    assert (counts.total.sessions, counts.total.runs) == (1, 7)
+    assert table == swept(model, feeds, **options)
+    assert table.part == swept(model, [feeds[n] for n in numbers], **options) != table
+    assert "part" not in table.to_json()
+    assert swept(model, feeds, part={1: ()}, moving_average=True).part is None
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("sketch", [False, True])
+def test_a_batch_may_be_of_the_part_by_its_rows(sketch: bool, heavy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600 if heavy else 2**32)
+    model = planning.prepared(models.with_free_batch(models.residual_block()))
+    rows = [feed["x"] for feed in models.feeds(model, 12, seed=3)]
+    feeds = [{"x": np.concatenate(rows[at : at + 4])} for at in (0, 4, 8)]
+    part = {0: [Cut(0, 3, True), Cut(3, 4, False)], 2: (), 1: [Cut(0, 1, False), Cut(1, 4, True)]}
+    pieces = [{"x": feeds[0]["x"][:3]}, {"x": feeds[1]["x"][1:]}, feeds[2]]
+    table = swept(model, feeds, part=part, keep=3, sketch=sketch)
+    whole = swept(model, feeds, keep=3, sketch=sketch)
+    assert table.part is not None
+    assert table.part.to_json() == swept(model, pieces, sketch=sketch).to_json()
+    assert (table.samples, table.data_fingerprint, table.cached) == (3, whole.data_fingerprint, whole.cached)
+    assert table.tensors.keys() == whole.tensors.keys()
+    for name in node_outputs(model):
+        assert table.range_of(name) == pytest.approx(whole.range_of(name), rel=1e-6)
+    assert table.part.data_fingerprint == f"{sum(map(feed_digest, pieces)) % 2**256:064x}"
+    feeds[1]["x"][2] = np.nan
+    with pytest.raises(CalibrationError, match="sample 1"):
+        swept(model, feeds[:2], part=part, sketch=sketch)

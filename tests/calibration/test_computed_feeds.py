@@ -1,0 +1,156 @@
+"""States fed back from step to step, and what bodies are fed with against what the runtime computes in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from kenosis_ort.calibration import collect
+from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.bodies import Body, owners, places, state_pairs, take_out
+from kenosis_ort.graph.walk import outer_names
+from tests.flow import control
+from tests.graph.build import ready, run
+from tests.planning import parse
+
+RNG = np.random.default_rng(0)
+INTEGRATOR = """net (float[1,3] x, float[1,3] h_in) => (float[1,3] z, float[1,3] h_out) {
+    h_out = Add (x, h_in)\n z = Neg (h_out) }"""
+CACHE = """net (float[1,T,2] x, float[B,P,2] past_key_values_0_key) => (float[1,T,2] y, float[B,Q,2] present_0_key) {
+    present_0_key = Concat <axis = 1> (past_key_values_0_key, x)\n y = Neg (x) }"""
+
+
+def ones(count: int) -> list[dict[str, Any]]:
+    return [{"x": np.ones((1, 3), np.float32)} for _ in range(count)]
+
+
+def looped(feeds: Any, **options: Any) -> list[float]:
+    """First elements of the states that a reader adds."""
+    reader = ClosedLoopReader(parse(INTEGRATOR), feeds, threads=1, **options)
+    assert len(reader) == len(feeds)
+    found = [float(feed["h_in"][0, 0]) for feed in iter(reader.get_next, None)]
+    assert reader.get_next() is None
+    return found
+
+
+def test_states_come_from_the_step_before() -> None:
+    assert looped(ones(4)) == [0, 1, 2, 3]
+    assert looped(ones(5), steps=2) == [0, 1, 0, 1, 0]
+    first = {"h_in": np.full((1, 3), 7, np.float32)}
+    assert looped(ones(3), initial=first) == [7, 8, 9]
+    feeds = ones(4)
+    feeds[2].update(first)
+    assert looped(feeds, states={"h_out": "h_in"}) == [0, 1, 7, 8]
+
+
+def test_ranges_of_closed_loop_runs(tmp_path: Any) -> None:
+    path = tmp_path / "net.onnx"
+    onnx.save(parse(INTEGRATOR), path)
+    table = collect(parse(INTEGRATOR), ClosedLoopReader(path, ones(6), threads=1), tensors=["h_in", "z"], threads=1)
+    assert (table.range_of("h_in"), table.range_of("z")) == ((0.0, 5.0), (-6.0, -1.0))
+
+
+def test_an_empty_cache_grows() -> None:
+    reader = ClosedLoopReader(parse(CACHE), [{"x": np.zeros((1, 3, 2), np.float32)}] * 3, threads=1)
+    sizes = [feed["past_key_values_0_key"].shape for feed in iter(reader.get_next, None)]
+    assert sizes == [(1, 0, 2), (1, 3, 2), (1, 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "pairs"),
+    [
+        (["input", "state", "sr"], ["output", "stateN"], {"stateN": "state"}),
+        (["x", "h0", "c0"], ["y", "hn", "cn"], {}),  # nothing in the names tells
+        (["past.0.key", "past.0.value"], ["present.0.key", "present.0.value"],
+         {"present.0.key": "past.0.key", "present.0.value": "past.0.value"}),
+        (["past_key_values.1.key"], ["present.1.key"], {"present.1.key": "past_key_values.1.key"}),
+        (["hidden_in", "cell_in"], ["hidden_out", "cell_out"], {"hidden_out": "hidden_in", "cell_out": "cell_in"}),
+        (["image"], ["boxes", "scores"], {}),
+    ],
+)  # fmt: skip
+def test_pairs_by_name(inputs: list[str], outputs: list[str], pairs: dict[str, str]) -> None:
+    made = [[helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 4]) for n in ns] for ns in (inputs, outputs)]
+    assert state_pairs(helper.make_model(helper.make_graph([], "g", *made))) == pairs
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "match"),
+    [
+        (INTEGRATOR, {"states": {"h_out": "h_inn"}}, "Did you mean"),
+        (INTEGRATOR, {"states": {}}, "No state"),
+        ("net (float[1,3] x) => (float[1,3] y) { y = Neg (x) }", {}, "clearly"),
+        (INTEGRATOR, {"steps": 0}, "sequence"),
+    ],
+)
+def test_bad_options(net: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(CalibrationError, match=match):
+        ClosedLoopReader(parse(net), ones(2), **options)
+
+
+def test_a_bad_sample_is_named() -> None:
+    with pytest.raises(CalibrationError, match="sample 0"):
+        ClosedLoopReader(parse(INTEGRATOR), [{"x": np.ones((2, 2), np.float32)}]).get_next()
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def bodies(model: onnx.ModelProto) -> list[tuple[onnx.NodeProto, Body]]:
+    found = []
+    for owner in owners(model):
+        for place, graph in places(owner):
+            body = take_out(model, place, graph, value_types(model, outer_names(graph)))
+            assert body is not None
+            found.append((owner, body))
+    return found
+
+
+def fed(model: onnx.ModelProto, owner: onnx.NodeProto, body: Body, feeds: list[Any]) -> list[Any]:
+    again = body_feeds(model, owner, body, lambda: iter(feeds))
+    assert len(list(again())) == len(list(again()))
+    return list(again())
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_branch_is_fed_where_its_condition_holds(outside: bool) -> None:
+    model = ready(control.two_rates(outside=outside)).proto
+    rates = [16000, 8000, 8000]
+    feeds = [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in rates]
+    taken = {"then_branch": [0], "else_branch": [1, 2]}
+    for owner, body in bodies(model):
+        inside = fed(model, owner, body, feeds)
+        for feed, at in zip(inside, taken[body.place.attribute], strict=True):
+            np.testing.assert_allclose(run(body.model, feed)[0], run(model, feeds[at])[0], rtol=1e-5)
+        if outside:  # constants of the graph around are constants of the body
+            assert (len(body.captured), len(body.constants)) == (1, 1)
+            assert body.constants.keys() <= {t.name for t in body.model.graph.initializer}
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_loop_is_fed_once_an_iteration(steps: int | None) -> None:
+    model = ready(control.loop(steps)).proto
+    x = RNG.normal(size=(2, 32)).astype(np.float32)
+    feed = {"x": x} if steps else {"x": x, "n": np.array(3)}
+    ((owner, body),) = bodies(model)
+    inside = fed(model, owner, body, [feed])
+    assert [int(f["i"]) for f in inside] == [0, 1, 2]
+    ran = [run(body.model, f) for f in inside]
+    final, each = run(model, feed)
+    np.testing.assert_allclose(ran[-1][1], final, rtol=1e-5)
+    np.testing.assert_allclose(np.stack([r[2] for r in ran]), each, rtol=1e-5)
+    assert fed(model, owner, body, [] if steps else [{"x": x, "n": np.array(0)}]) == []
+
+
+def test_a_scan_is_fed_slice_by_slice() -> None:
+    model = ready(control.scan()).proto
+    feed = {"x": RNG.normal(size=(1, 6, 24)).astype(np.float32)}
+    ((owner, body),) = bodies(model)
+    ran = [run(body.model, f) for f in fed(model, owner, body, [feed])]
+    final, each = run(model, feed)
+    np.testing.assert_allclose(ran[-1][0], final, rtol=1e-5)
+    np.testing.assert_allclose(np.stack([r[1] for r in ran]), each, rtol=1e-5)

@@ -1,0 +1,331 @@
+"""Under a byte budget, or with many weights, the graph runs in parts, once, with the same result."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector, parts
+from kenosis_ort.calibration import part_session as session
+from kenosis_ort.calibration.part_session import (
+    ObservedModel,
+    Segment,
+    SessionSettings,
+    constant_values,
+    element_types,
+)
+from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.external_data import with_weights_on_disk
+from kenosis_ort.graph.outside import content_bytes, weight_bytes
+from kenosis_ort.graph.walk import read_names
+from kenosis_ort.storage.spool import Spool
+from tests import models, planning
+from tests.calibration.support import node_outputs, one_node_model, random_feeds, swept
+from tests.planning import parse
+
+NAMES = ["residual_block", "silu_net", "two_input_detector", "transformer_block", "net_with_if", "concat_net", "mlp"]
+
+
+def annotated(net: str) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(models.ALL[net]())
+
+
+def under(model: onnx.ModelProto, feeds: Any, budget: int, tensors: Any = None, **options: Any) -> CalibrationTable:
+    """The table with stock's own sessions under a byte budget."""
+    return swept(model, feeds, tensors, fetch_budget=budget, **{"method": "percentile", "bit_exact": True, **options})
+
+
+@pytest.mark.parametrize("net", NAMES)
+@pytest.mark.parametrize("budget", [1, 1500, 2**28])
+@pytest.mark.parametrize("method", ["percentile", "minmax"])
+def test_parts_give_the_same_table(net: str, budget: int, method: str) -> None:
+    model = models.ALL[net]()
+    samples = models.feeds(model, 2)
+    whole = under(model, samples, 2**30, method=method)
+    assert under(model, samples, budget, method=method, threads=2 if budget == 1500 else 1).tensors == whole.tensors
+
+
+@pytest.mark.parametrize("net", NAMES)
+@pytest.mark.parametrize("budget", [1, 200])
+def test_parts_cover_each_needed_node_once(net: str, budget: int) -> None:
+    model = annotated(net)
+    feed = models.feeds(model, 1)[0]
+    observed = [n for n in node_outputs(model) if n not in feed]
+    for found in (
+        cut(model, observed, estimate_bytes(model, feed, observed), element_types(model), budget),
+        cut_behind(model, observed),
+    ):
+        assert len(found) > 1
+        assert [p.start for p in found] == [0, *(p.end for p in found[:-1])]
+        made = set(feed)
+        for part in found:
+            assert set(part.inputs) <= made
+            made.update(part.passed_on)
+        assert [name for part in found for name in part.observed] == observed
+
+
+@pytest.mark.parametrize("budget", [1000, 5000])
+def test_parts_stay_within_the_budget(budget: int) -> None:
+    model = annotated("residual_block")
+    observed = [n for n in node_outputs(model) if n != "x"]
+    sizes = estimate_bytes(model, models.feeds(model, 1)[0], observed)
+    for part in cut(model, observed, sizes, element_types(model), budget):
+        held = [sizes[name] for name in part.observed]
+        assert sum(held) <= budget or len(held) == 1
+
+
+@given(st.sampled_from(NAMES), st.integers(200, 4000))
+def test_no_part_has_more_weights_than_wanted_where_it_could_be_cut(net: str, most: int) -> None:
+    model = annotated(net)
+    observed, types = node_outputs(model), element_types(model)
+    sizes = {tensor.name: content_bytes(tensor) for tensor in model.graph.initializer}
+    of_nodes = [sum(sizes.get(name, 0) for name in set(read_names(node))) for node in model.graph.node]
+    found = cut(model, observed, {}, types, 2**30, weights=most)
+    assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
+    for part in found:
+        inside = of_nodes[part.start : part.end]
+        assert sum(inside) <= most or max(inside) > most / 2
+    assert len(cut(model, observed, {}, types, 2**30, weights=2 * weight_bytes(model) + 1)) == 1
+
+
+def test_only_what_is_observed_is_computed() -> None:
+    model = models.residual_block()
+    early = model.graph.node[0].output[0]
+    (part,) = cut(model, [early], {early: 10}, element_types(model), 5)
+    assert (part.start, part.end, part.observed, part.passed_on) == (0, 1, (early,), ())
+
+
+def test_no_cut_across_a_value_without_a_tensor_type() -> None:
+    text = """g (float[2] x) => (float[4] y) { a = Neg (x)  s = SequenceConstruct (a, x)  b = Neg (a)
+        c = ConcatFromSequence <axis = 0> (s)  y = Neg (c) }"""
+    model = onnx.shape_inference.infer_shapes(parse(text))
+    samples = [{"x": np.array([1, -2], np.float32)}]
+    assert under(model, samples, 2**20, [*"abcy"]).tensors == under(model, samples, 1, [*"abcy"]).tensors
+    found = cut(model, [*"abcy"], dict.fromkeys("abcy", 8), element_types(model), 1)
+    assert not any(part.start in (2, 3) for part in found)
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_sizes_follow_the_feed(batch: int) -> None:
+    model = annotated("mlp")
+    name = model.graph.node[0].output[0]
+    assert estimate_bytes(model, {"x": np.zeros((batch, 16), np.float32)}, [name]) == {name: batch * 32 * 4}
+
+
+def test_sizes_are_measured_where_annotations_do_not_tell(caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
+        table = under(one_node_model(annotate=False), random_feeds(2, (40, 50)), 9000, ["y", "z"])
+    assert table.tensors["z"].count == 4000
+    assert "2 parts" in caplog.text
+
+
+def test_a_larger_feed_is_planned_anew(caplog: Any) -> None:
+    samples = [*random_feeds(1, (2, 2)), *random_feeds(1, (80, 80)), *random_feeds(1, (2, 2))]
+    with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
+        table = under(one_node_model(), samples, 9000, ["y", "z"])
+    assert caplog.text.count("2 parts") == 1
+    assert table.tensors["y"].count == 4 + 6400 + 4
+
+
+def test_what_a_node_reads_sees_captured_values() -> None:
+    node = next(n for n in models.net_with_if().graph.node if n.op_type == "If")
+    assert set(read_names(node)) == {"flag", "conv0_out"}
+
+
+def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = models.mlp(hidden=128)
+    (feed,) = models.feeds(model, 1)
+    with ObservedModel(model, SessionSettings(threads=1)) as observed:
+        assert len(list(tmp_path.iterdir())) == 1
+        name = model.graph.node[0].output[0]
+        part = observed.segment(Segment(0, 1, ("x",), (name,), ()), [name], feed)
+        for opened in (observed.session([name]), part):
+            assert opened.run([name], feed)[0].shape == (feed["x"].shape[0], 128)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="NaN"):
+        collect(model, [{"x": np.full((1, 16), np.nan, np.float32)}], tensors=[name])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+def test_custom_operators_run_with_their_library_and_only_then(method: str) -> None:
+    extensions = pytest.importorskip("onnxruntime_extensions")
+    model = parse("g (float[2,2] x) => (float[2,2] z) { y = Neg (x)  z = Neg (y) }")
+    model.graph.node[0].op_type, model.graph.node[0].domain = "Inverse", "ai.onnx.contrib"
+    model.opset_import.add(domain="ai.onnx.contrib", version=1)
+    samples = [{"x": np.array([[2, 0], [0, 4]], np.float32)}]
+    options: dict[str, Any] = {"tensors": ["y", "z"], "config": CalibrationConfig(method=method)}
+    with pytest.raises(ValueError, match="custom_op_libraries"):
+        collect(model, samples, **options)
+    table = collect(model, samples, custom_op_libraries=[extensions.get_library_path()], **options)
+    assert table.tensors["y"].high == 0.5
+
+
+CONSTANTS = {"head": [2], "sizes": [9, 7], "pads": [0, 0, 1, 1, 0, 0, 1, 1], "zero": [0], "two": [2], "k": [3]}
+
+
+def net_of_cut_constants(*, fold: bool) -> onnx.ModelProto:
+    """Resize by computed sizes, a Pad and a TopK whose amounts come from Constant nodes far in front of them."""
+    model = parse(
+        """g (float[n,2,4,5] x) => (float[n,2,o,q] y) {
+        twice = Mul (k, head)  shape = Shape (x)  batch = Slice (shape, zero, two)
+        wanted = Concat <axis = 0> (batch, sizes)  a = Relu (x)  b = Resize (a, , empty, wanted)  c = Pad (b, pads)
+        mean = ReduceMean <keepdims = 0> (c)  d = Sub (c, mean)  e, index = TopK (d, twice)
+        y = GatherElements <axis = 3> (d, index) }""",
+        {**{name: np.array(numbers) for name, numbers in CONSTANTS.items()}, "empty": np.array([], np.float32)},
+    )
+    if not fold:
+        stored, nodes = list(model.graph.initializer), list(model.graph.node)
+        del model.graph.initializer[:], model.graph.node[:]
+        model.graph.node.extend(onnx.helper.make_node("Constant", [], [t.name], value=t) for t in stored)
+        model.graph.node.extend(nodes)
+    return model
+
+
+@pytest.mark.parametrize("annotate", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+def test_constants_and_ranks_outlive_a_cut(fold: bool, annotate: bool) -> None:
+    model = net_of_cut_constants(fold=fold)
+    model = onnx.shape_inference.infer_shapes(model) if annotate else model
+    samples, names = random_feeds(2, (3, 2, 4, 5)), [*"abcdey", "mean"]
+    assert under(model, samples, 1, names).tensors == under(model, samples, 2**30, names).tensors
+    types = {**element_types(model), "wanted": TensorProto.INT64, "shape": TensorProto.INT64}
+    found = cut(model, names, dict.fromkeys(names, 8), {**types, **dict.fromkeys([*names, "index"], 1)}, 1)
+    assert len(found) > 3
+    assert not {*CONSTANTS, "empty", "twice"}.intersection(itertools.chain(*(p.inputs for p in found)))
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_what_cannot_run_by_itself_runs_from_the_first_node_on(
+    heavy: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    model = annotated("residual_block")
+    samples = models.feeds(model, 3)
+    whole = under(model, samples, 2**30)
+    make = ObservedModel.segment
+
+    def refuse(self: Any, part: Segment, *args: Any, **options: Any) -> Any:
+        if part.start > 1:
+            raise CalibrationError("refused")
+        return make(self, part, *args, **options)
+
+    monkeypatch.setattr(ObservedModel, "segment", refuse)
+    monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600 if heavy else 2**32)
+    with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
+        assert under(model, samples, 1).tensors == whole.tensors
+    assert caplog.text.count("cannot run by itself") == 1
+
+
+def test_random_nodes_are_no_constants() -> None:
+    model = parse("g (float[2] x) => (float[2] y) { noise = RandomNormal <shape = [2]> ()  y = Add (x, noise) }")
+    assert constant_values(model) == (set(), frozenset())
+
+
+@pytest.mark.parametrize("budget", [1, 2**30])
+def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
+    model = models.residual_block()
+    samples, names = models.feeds(model, 2), node_outputs(model)
+    want = under(model, samples, 2**30, names)
+    nodes = [*model.graph.node][::-1]
+    kept = onnx.GraphProto()
+    kept.node.extend(nodes)
+    del model.graph.node[:]
+    model.graph.node.extend(kept.node)
+    before = model.SerializeToString(deterministic=True)
+    assert under(model, samples, budget, names).tensors == want.tensors
+    assert model.SerializeToString(deterministic=True) == before
+
+
+# ---- many weights: some samples at a time, one part open at a time --------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "minmax": {},
+    "sketch": {"sketch": True},
+    "percentile": {"method": "percentile"},
+    "chunks": {"max_intermediate_outputs": 3},
+    "average": {"moving_average": True},
+}
+
+
+@pytest.fixture
+def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of few weights, bundles of three samples, and hardly any memory for what crosses."""
+    monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600)
+    for module in (collector, parts):
+        monkeypatch.setattr(module, "Spool", partial(Spool, memory=100))
+    monkeypatch.setattr(collector, "_BUNDLE", 3)
+
+
+def swept_net(net: str, **options: Any) -> CalibrationTable:
+    few = {"channels": 6} if net == "residual_block" else {}  # of which no processor makes blocks: parts add alike
+    model = planning.prepared(models.ALL[net](**few))
+    channels = dict.fromkeys(node_outputs(model)[:3], 1) if net == "residual_block" else {}
+    return swept(model, models.feeds(model, 7, seed=3), channels=channels, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("net", NAMES)
+def test_the_table_is_that_of_the_whole(net: str, kind: str, request: pytest.FixtureRequest) -> None:
+    part = {} if kind == "average" else dict.fromkeys((0, 2, 5), ())
+    whole = swept_net(net, part=part, keep=4, **KINDS[kind])
+    request.getfixturevalue("heavy")
+    in_parts = swept_net(net, part=part, keep=4, **KINDS[kind])
+    assert in_parts.to_json() == whole.to_json()
+    assert in_parts.part == whole.part
+
+
+@pytest.mark.usefixtures("heavy")
+def test_one_part_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    segment = ObservedModel.segment
+
+    def counted(self: ObservedModel, *arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        opened = segment(self, *arguments, **options)
+        alive.append(weakref.ref(opened))
+        gc.collect()
+        most = max(most, sum(each() is not None for each in alive))
+        return opened
+
+    monkeypatch.setattr(ObservedModel, "segment", counted)
+    told: list[tuple[int, int | None]] = []
+    swept_net("residual_block", progress=lambda done, total: told.append((done, total)))
+    assert len(alive) >= 6  # two parts or more, for three parcels
+    assert most == 1
+    assert [done for done, _ in told] == [0, 0, 0, 3, 3, 3, 6, 6, 7]
+
+
+@pytest.mark.usefixtures("heavy")
+def test_parts_are_opened_as_the_whole_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the runtime orders weights for its kernels, which add up in another order then, is of the whole."""
+    model = with_weights_on_disk(planning.prepared(models.residual_block()), tmp_path / "weights")
+    opened_as: list[int] = []
+    map_weights = session.map_weights
+    monkeypatch.setattr(session, "map_weights", lambda m, o: (opened_as.append(weight_bytes(m)), map_weights(m, o)))
+    swept(model, models.feeds(model, 2))
+    assert len(opened_as) > 1
+    assert set(opened_as) == {weight_bytes(model)}
+
+
+@pytest.mark.usefixtures("heavy")
+def test_a_sample_that_fails_is_named() -> None:
+    model = planning.prepared(models.residual_block())
+    feeds = models.feeds(model, 7)
+    feeds[4] = {name: value * float("nan") for name, value in feeds[4].items()}
+    with pytest.raises(CalibrationError, match="sample 4"):
+        swept(model, feeds)
