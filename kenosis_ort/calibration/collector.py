@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +51,8 @@ _SHARE = 1 << 18  # elements below which a thread of its own costs more than it 
 _CALL = 1 << 12  # elements that take as long as calling a collector does
 
 Progress = Callable[[int, "int | None"], None]
+_Bundle = tuple["list[Any] | Spool", list[tuple[int, bool]]]
+"""What is to run through the model together: feeds, and the sample and the part that each is of."""
 
 _OBSERVED_TYPES: dict[int, str] = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
 
@@ -231,10 +233,10 @@ class Sweep(Closing):
             progress(0, total)
         # Samples are observed in bundles, of one each unless more are faster, with digests of all and of the part.
         before, together = self.samples, _BUNDLE if self._staged.is_heavy else 1
-        bundle = self._bundle()
+        bundle, waiting = self._bundle(), 0
         for feed in feeds:
             if feed is None:
-                bundle = self._observed(bundle)
+                bundle, waiting = self._observed(*bundle), 0
                 for collector in self._collectors:
                     collector.end_chunk()
                 continue
@@ -247,16 +249,18 @@ class Sweep(Closing):
                     self.part_samples += 1
                     of_piece = digest if piece is checked else feed_digest(piece)
                     self.part_digest = (self.part_digest + of_piece) % 2**256
-                bundle.append(piece, number, chosen)
+                bundle[0].append(piece)
+                bundle[1].append((number, chosen))
             if self._keep:
                 self._cached.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             self.samples += 1
-            if bundle.samples >= together:
-                bundle = self._observed(bundle)
+            waiting += 1
+            if waiting >= together:
+                bundle, waiting = self._observed(*bundle), 0
             if progress is not None:
-                progress(self.samples - bundle.samples - before, total)
-        self._observed(bundle)
+                progress(self.samples - waiting - before, total)
+        self._observed(*bundle)
         if together > 1 and progress is not None:
             progress(self.samples - before, total)
         if self.samples == 0:
@@ -276,24 +280,29 @@ class Sweep(Closing):
         return [(cut.of(feed), cut.chosen) for cut in cuts] if cuts else [(feed, cuts is not None)]
 
     def _bundle(self) -> _Bundle:
-        return _Bundle(Spool() if self._staged.is_heavy else [])
+        return Spool() if self._staged.is_heavy else [], []
 
-    def _observed(self, bundle: _Bundle) -> _Bundle:
+    def _observed(self, feeds: list[Any] | Spool, origins: list[tuple[int, bool]]) -> _Bundle:
         """Takes the latest samples into account, part by part of the model; returns an empty bundle.
+
+        Args:
+            feeds: What the model runs on.
+            origins: The number of the sample that each is of, and whether it is of the part.
 
         Raises:
             CalibrationError: The model fails on one, or computes NaN or infinity.
         """
 
         def take(place: int, arrays: dict[str, Array]) -> None:
-            collector = self._collectors[0 if bundle.chosen[place] else -1]
+            number, chosen = origins[place]
+            collector = self._collectors[0 if chosen else -1]
             broken = self._adder.add(arrays, collector.add)
             if broken:
-                raise _non_finite(_broken_inputs(bundle.feeds[place]) or broken, bundle.numbers[place])
+                raise _non_finite(_broken_inputs(feeds[place]) or broken, number)
 
-        for place, feed in enumerate(bundle.feeds):
+        for place, feed in enumerate(feeds):
             take(place, {name: as_array(feed[name]) for name in self._fed if name in feed})
-        self._staged.run(bundle.feeds, bundle.numbers, take)
+        self._staged.run(feeds, [number for number, _ in origins], take)
         return self._bundle()
 
     def table(self, fingerprint: str) -> CalibrationTable:
@@ -320,32 +329,6 @@ class Sweep(Closing):
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
         found = united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in self._tensors if name in found}
-
-
-@dataclass
-class _Bundle:
-    """What is to run through the model together.
-
-    Attributes:
-        feeds: What it runs on.
-        numbers: Of the samples that these are of, for messages.
-        chosen: Whether each is of the part.
-    """
-
-    feeds: list[dict[str, Any]] | Spool
-    numbers: list[int] = field(default_factory=list)
-    chosen: list[bool] = field(default_factory=list)
-
-    def append(self, feed: dict[str, Any], number: int, chosen: bool) -> None:
-        """Puts one at the end."""
-        self.feeds.append(feed)
-        self.numbers.append(number)
-        self.chosen.append(chosen)
-
-    @property
-    def samples(self) -> int:
-        """How many samples they are of."""
-        return len(set(self.numbers))
 
 
 class _Adder:

@@ -21,7 +21,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from kenosis_ort.calibration.histogram import HALF, Histogram
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
+from kenosis_ort.plan import RangeLimit
 
 Doubles = npt.NDArray[np.float64]
 Range = tuple[float, float]
@@ -323,22 +323,6 @@ _DEFAULT_POWER = 2.4
 _NUMBERED = re.compile(r"(percentile|lp):([0-9.]+)")
 
 
-class Limit(Protocol):
-    """Bounds of a value; ``kenosis_ort.plan.RangeLimit`` is one."""
-
-    @property
-    def value(self) -> str:
-        """Name of the value."""
-
-    @property
-    def low(self) -> float | None:
-        """Lower bound, None without."""
-
-    @property
-    def high(self) -> float | None:
-        """Upper bound, None without."""
-
-
 def check_method(method: str) -> tuple[str, float]:
     """Splits a method into its name and its number.
 
@@ -408,7 +392,7 @@ def estimate_all(
     table: CalibrationTable,
     method: str,
     *,
-    limits: Mapping[str, Limit] | None = None,
+    limits: Mapping[str, RangeLimit] | None = None,
     levels: Mapping[str, int] | None = None,
 ) -> dict[str, Range]:
     """The ranges of all tensors of a table by one method.

@@ -129,11 +129,6 @@ class Histogram:
         edges: npt.NDArray[np.float64] = np.arange(-HALF, HALF + 1, dtype=np.float64) * np.float64(self.width)
         return edges
 
-    def moment(self, power: int) -> float:
-        """The mean of a power of the values, each taken at the middle of its bin; 0 of nothing."""
-        centres = (self.edges[:-1] + self.edges[1:]) / 2
-        return float((self.counts * centres**power).sum() / max(self.total, 1))
-
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of both data sets together, without error."""
         exponent = max(self.exponent, other.exponent)

@@ -76,16 +76,6 @@ class TensorStatistics:
     fixed: tuple[float, float] | None = None
     channels: ChannelRange | None = None
 
-    @property
-    def mean(self) -> float | None:
-        """Mean of the elements, from the histogram (within half of one of its bins); None without one."""
-        return None if self.histogram is None else self.histogram.moment(1)
-
-    @property
-    def second_moment(self) -> float | None:
-        """Mean of the squares, from the histogram; None without one."""
-        return None if self.histogram is None else self.histogram.moment(2)
-
     def range(self, config: CalibrationConfig, name: str = "") -> tuple[float, float]:
         """The range by the method of ``config``, rounded to the tensor's element type.
 

@@ -144,6 +144,7 @@ def test_merging_equals_one_run(method: str) -> None:
     samples = models.feeds(model, 5)
     whole, a, b = (swept(model, part, method=method) for part in (samples, samples[:2], samples[2:]))
     assert a.merge(b) == b.merge(a) == whole
+    assert not replace(a, made_up=True).merge(b).made_up
 
 
 def of_one_node(samples: Any, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:
