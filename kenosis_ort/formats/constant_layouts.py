@@ -52,14 +52,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
                     declared[node.input[0]] = declared[source.input[0]]
                     annotate(model.graph, node.input[0], declared[source.input[0]])
         draft.nodes.append(node)
-    read = {name for node in draft.nodes for name in node.input} | draft.pinned()
-    while True:
-        remaining = [n for n in draft.nodes if not (n.output[0] in constants and n.output[0] not in read)]
-        if len(remaining) == len(draft.nodes):
-            break
-        draft.nodes = remaining
-        read = {name for node in draft.nodes for name in node.input} | draft.pinned()
-    return draft.finish()
+    return draft.finish(may_go=lambda node: node.output[0] in constants)
 
 
 def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tuple[npt.NDArray[Any], int | None] | None:
@@ -146,7 +139,6 @@ def to_channels_first(model: onnx.ModelProto) -> None:
     if not any(node.domain == CHANNELS_LAST for node in model.graph.node):
         return
     draft = Draft(model)
-    ranks = _declared_ranks(model.graph)
     for node in model.graph.node:
         if node.domain != CHANNELS_LAST:
             draft.nodes.append(node)
@@ -157,7 +149,7 @@ def to_channels_first(model: onnx.ModelProto) -> None:
                 f"{', '.join(sorted(_OPERATORS))}, with one output).",
                 where=label(node),
             )
-        _write(node, _rank(node, ranks), draft)
+        _write(node, _rank(node, draft), draft)
     draft.finish()
     drop_imports(model, (CHANNELS_LAST,))
 
@@ -175,20 +167,16 @@ def _write(node: onnx.NodeProto, rank: int, draft: Draft) -> None:
     draft.add("Transpose", [new.output[0]], base, output=node.output[0], perm=last)
 
 
-def _rank(node: onnx.NodeProto, ranks: dict[str, int]) -> int:
+def _rank(node: onnx.NodeProto, draft: Draft) -> int:
     kernel = attribute(node, "kernel_shape")
     if kernel is not None and kernel.ints:
         return len(kernel.ints) + 2
     for name in (node.input[0], node.output[0]):
-        if ranks.get(name, 0) > 1:
-            return ranks[name]
+        rank = draft.rank(name)
+        if rank is not None and rank > 1:
+            return rank
     raise UnsupportedModelError(
         "The rank of the data of a channels-last operator is not known.",
         where=label(node),
         fix="declare the shapes of the values, as qonnx' InferShapes does, or give kernel_shape",
     )
-
-
-def _declared_ranks(graph: onnx.GraphProto) -> dict[str, int]:
-    values = (*graph.input, *graph.output, *graph.value_info)
-    return {v.name: len(v.type.tensor_type.shape.dim) for v in values if v.type.tensor_type.HasField("shape")}

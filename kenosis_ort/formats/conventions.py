@@ -62,7 +62,7 @@ class Export:
         self.tensors = tuple(t for t in found if t.elem_type != TensorProto.INT32 or t.constant is None)
         for tensor in found:
             if tensor not in self.tensors:
-                self.store(tensor, real_values(tensor))
+                self.store(tensor, tensor.real_values())
         for node in list(self.index.nodes):
             if node.op_type == "Max" and node.domain in MAIN_DOMAINS and len(node.input) == 1:  # a barrier
                 self._bypass(node)
@@ -150,25 +150,6 @@ class Export:
         self.tensors = tuple(remaining)
 
 
-def real_values(tensor: QuantizedTensor) -> npt.NDArray[np.float32]:
-    """A constant as DQ computes it, in float32."""
-    assert tensor.constant is not None
-    array = array_in(tensor.constant).astype(np.int64)
-    scale, zero = (along(part, tensor, array.ndim) for part in (tensor.quantizer.scale, tensor.quantizer.zero_point))
-    return np.asarray((array - zero).astype(np.float32) * scale, np.float32)
-
-
-def along(part: npt.NDArray[Any], tensor: QuantizedTensor, rank: int) -> npt.NDArray[Any]:
-    """A scale or zero point in the shape that broadcasts to a tensor of a rank."""
-    if part.ndim == 0:
-        return part
-    axis = tensor.quantizer.axis
-    assert axis is not None
-    shape = [1] * rank
-    shape[axis] = part.size
-    return part.reshape(shape)
-
-
 def _spell_windows(model: onnx.ModelProto) -> None:
     """Writes the attributes of convolutions and pools that have defaults, in place."""
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
@@ -235,7 +216,7 @@ def _spell_out(export: Export, tensor: QuantizedTensor) -> None:
     assert tensor.constant is not None
     index, dequantize, q = export.index, tensor.dequantize, tensor.quantizer
     base = tensor.integers.removesuffix("_quantized")
-    real = export.constant(real_values(tensor), base)
+    real = export.constant(tensor.real_values(), base)
     scale = str(dequantize.input[1])
     container = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
     zero_point = str(dequantize.input[2]) if len(dequantize.input) > 2 else ""
@@ -274,7 +255,7 @@ def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
             rank = _rank(tensor, types)
             _write(export, tensor, str(tensor.quantize.input[0]), rank)
         elif tensor.constant is not None:
-            real = real_values(tensor)
+            real = tensor.real_values()
             base = tensor.integers.removesuffix("_quantized")
             _write(export, tensor, export.constant(real, base), real.ndim)
     written = export.finish()
@@ -290,12 +271,12 @@ def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | Non
             f"the rank of '{source}', which has scales by channel, is unknown", where=tensor.where
         )
     base = str(node.output[0]).removesuffix("_DequantizeLinear_Output")
-    scale = export.constant(along(q.scale, tensor, rank or 0).astype(np.float32), f"{base}_quant_scale")
+    scale = export.constant(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
     if _is_bipolar(tensor):
         export.put(node, "BipolarQuant", [source, scale])
     else:
         zero_point = export.constant(
-            along(q.zero_point, tensor, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
+            tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
         )
         bits = export.constant(np.float32(q.bits), f"{base}_quant_bits")
         given = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}

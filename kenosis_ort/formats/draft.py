@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,11 @@ class Draft:
 
     Attributes:
         nodes: The new nodes, in order.
+        inputs: Names of the graph's inputs.
+        outputs: Names of its outputs.
+        makers: The nodes that the graph came with, by the values that they write.
+        readers: The same by the values that they read, each once.
+        pinned: Values whose names are known outside the main graph's nodes: outputs, and what bodies read.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -37,6 +42,14 @@ class Draft:
         self._tensors = {t.name: t for t in self.graph.initializer if t.name not in self.inputs}
         self._arrays: dict[str, Array] = {}
         self._taken = all_names(model)
+        self.makers = {name: node for node in self.graph.node for name in node.output if name}
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in self.graph.node:
+            for name in dict.fromkeys(node.input):
+                self.readers.setdefault(name, []).append(node)
+        self.pinned = self.outputs.union(*(captured_names(node) for node in self.graph.node))
+        values = (*self.graph.input, *self.graph.output, *self.graph.value_info)
+        self.types = {value.name: value.type for value in values}
 
     def array(self, name: str) -> Array | None:
         """Array of a constant, None for any other value."""
@@ -94,21 +107,40 @@ class Draft:
         self.nodes.append(onnx.helper.make_node(op_type, inputs, [value], name=name, domain=domain, **given))
         return value
 
-    def read_by(self) -> dict[str, list[onnx.NodeProto]]:
-        """Nodes of the present graph that read each value, each once."""
-        found: dict[str, dict[int, onnx.NodeProto]] = {}
-        for node in self.graph.node:
-            for name in node.input:
-                found.setdefault(name, {})[id(node)] = node
-        return {name: list(nodes.values()) for name, nodes in found.items()}
+    def rank(self, name: str) -> int | None:
+        """The rank of a value as far as it is a constant or the graph declares it, else None."""
+        found, known = self.array(name), self.types.get(name)
+        if found is not None:
+            return int(found.ndim)
+        return len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
 
-    def pinned(self) -> set[str]:
-        """The values whose names are known outside the main graph's nodes: outputs, and what bodies read."""
-        return self.outputs.union(*(captured_names(node) for node in self.graph.node))
+    def bounds(self, clip: onnx.NodeProto, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Constant ends of a Clip of integers, those of the type where it has none."""
+        limits = np.iinfo(dtype)
+        ends = [int(limits.min), int(limits.max)]
+        for at, name in enumerate(clip.input[1:3]):
+            found = self.array(name) if name else None
+            if found is not None:
+                ends[at] = int(found.reshape(-1)[0])
+        return ends[0], ends[1]
 
-    def finish(self, nodes: Iterable[onnx.NodeProto] | None = None) -> onnx.ModelProto:
-        """Gives the graph its new nodes and drops constants that nothing reads; returns the model."""
-        replace_nodes(self.graph, self.nodes if nodes is None else list(nodes))
+    def finish(
+        self, nodes: Iterable[onnx.NodeProto] | None = None, *, may_go: Callable[[onnx.NodeProto], bool] | None = None
+    ) -> onnx.ModelProto:
+        """Gives the graph its new nodes and drops constants that nothing reads; returns the model.
+
+        Args:
+            nodes: The nodes in order, `nodes` by default.
+            may_go: Tells nodes that are dropped too where nothing reads what they write.
+        """
+        left = self.nodes if nodes is None else list(nodes)
+        while may_go is not None:
+            read = {name for node in left for name in node.input} | self.pinned
+            remaining = [node for node in left if not may_go(node) or node.output[0] in read]
+            if len(remaining) == len(left):
+                break
+            left = remaining
+        replace_nodes(self.graph, left)
         drop_unread(self.graph)
         return self.model
 

@@ -53,7 +53,7 @@ def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
             continue
         name = draft.constant(integers, node.output[0], named=True)
         if node.op_type == "Clip":
-            low, high = _bounds(node, draft, integers.dtype)
+            low, high = draft.bounds(node, integers.dtype)
             width = width_of(low, high, signed=integers.dtype == np.int8)
             if width is not None:
                 annotate(model.graph, name, f"{'' if integers.dtype == np.int8 else 'U'}INT{width[0]}")
@@ -70,7 +70,7 @@ def _quantized(node: onnx.NodeProto, draft: Draft) -> npt.NDArray[Any] | None:
     if node.op_type == "Clip" and x.dtype.type in _INTEGERS:
         if not all(draft.is_constant(name) for name in node.input[1:3] if name):
             return None
-        low, high = _bounds(node, draft, x.dtype)
+        low, high = draft.bounds(node, x.dtype)
         return np.clip(x, low, max(low, high)).astype(x.dtype)
     if node.op_type != "QuantizeLinear" or x.dtype != np.float32 or attribute_int(node, "block_size", 0):
         return None
@@ -90,16 +90,6 @@ def _quantized(node: onnx.NodeProto, draft: Draft) -> npt.NDArray[Any] | None:
     limits = np.iinfo(zero_point.dtype)
     steps = np.round(x / scale) + zero_point.astype(np.float32)
     return np.clip(steps, limits.min, limits.max).astype(zero_point.dtype)
-
-
-def _bounds(node: onnx.NodeProto, draft: Draft, dtype: np.dtype[Any]) -> tuple[int, int]:
-    limits = np.iinfo(dtype)
-    ends = [int(limits.min), int(limits.max)]
-    for at, name in enumerate(node.input[1:3]):
-        found = draft.array(name) if name else None
-        if found is not None:
-            ends[at] = int(found.reshape(-1)[0])
-    return ends[0], ends[1]
 
 
 _HALF: Final = 128
@@ -128,9 +118,6 @@ class _Mover(Draft):
         super().__init__(model)
         self._signed = signed
         self._moved: dict[str, str] = {}
-        self._readers = self.read_by()
-        self._pinned = self.pinned()
-        self._makers = {name: node for node in self.graph.node for name in node.output if name}
 
     def move(self) -> onnx.ModelProto:
         """The model."""
@@ -139,7 +126,7 @@ class _Mover(Draft):
         for node in self.graph.node:
             if is_quantize(node) and self._is_to_move(node):
                 names = set(self._integers(node))
-                if not names & self._pinned and all(self._keeps_pairs(name) for name in names):
+                if not names & self.pinned and all(self._keeps_pairs(name) for name in names):
                     tensors |= names
                     self._move(node, 2)
             elif node.op_type == "Clip" and node.output[0] in tensors:
@@ -171,7 +158,7 @@ class _Mover(Draft):
         """Whether DQ and Clip alone read integers."""
         return all(
             is_dequantize(r) or (r.op_type == "Clip" and r.domain in MAIN_DOMAINS and list(r.input).count(name) == 1)
-            for r in self._readers.get(name, [])
+            for r in self.readers.get(name, [])
         )
 
     def _is_operand(self, node: onnx.NodeProto) -> bool:
@@ -179,10 +166,10 @@ class _Mover(Draft):
         if self._signed or not self.is_constant(node.input[0]) or not self._is_to_move(node):
             return False
         value = node.output[0]
-        readers = self._readers.get(value, [])
+        readers = self.readers.get(value, [])
         operands = {n for r in readers for n in r.input if n != value}
-        meets = any(n in self._makers and is_dequantize(self._makers[n]) for n in operands)
-        return meets and not any(r.op_type in LAYERS for r in readers) and value not in self._pinned
+        meets = any(n in self.makers and is_dequantize(self.makers[n]) for n in operands)
+        return meets and not any(r.op_type in LAYERS for r in readers) and value not in self.pinned
 
     def _integers(self, node: onnx.NodeProto) -> Iterator[str]:
         """Yields the integers that a Q writes, and those of the Clips behind it."""
@@ -190,7 +177,7 @@ class _Mover(Draft):
         while stack:
             name = stack.pop()
             yield name
-            stack += [r.output[0] for r in self._readers.get(name, []) if r.op_type == "Clip" and r.input[0] == name]
+            stack += [r.output[0] for r in self.readers.get(name, []) if r.op_type == "Clip" and r.input[0] == name]
 
     def _move(self, node: onnx.NodeProto, at: int) -> None:
         """Makes a node read a constant of the other type."""
@@ -238,12 +225,10 @@ class _Reader(Draft):
         super().__init__(model)
         self._widened: dict[str, str] = {}  # integers of a small type -> those of eight bits
         self._spelled: dict[tuple[str, str, int | None, int], tuple[str, str]] = {}
-        self._made_by = {node.output[0]: node for node in self.graph.node if is_quantize(node)}
 
     def read(self) -> onnx.ModelProto:
         seen: dict[tuple[str, ...], str] = {}
         instead: dict[str, str] = {}
-        pinned = self.pinned()
         for node in self.graph.node:
             for at, name in enumerate(node.input):
                 if name in instead:
@@ -252,7 +237,7 @@ class _Reader(Draft):
                 self.nodes.append(node)
                 continue
             self._respell(node)
-            if is_quantize(node) or node.output[0] in pinned:
+            if is_quantize(node) or node.output[0] in self.pinned:
                 continue
             key = (*node.input, str(attribute_int(node, "axis", 1)), str(attribute_int(node, "block_size", 0)))
             first = seen.setdefault(key, node.output[0])
@@ -305,8 +290,8 @@ class _Reader(Draft):
         found = self.elem_type(node.input[0])
         if found is not None:
             return found
-        maker = self._made_by.get(node.input[0])
-        return None if maker is None else self._elem_type(maker)
+        maker = self.makers.get(node.input[0])
+        return self._elem_type(maker) if maker is not None and is_quantize(maker) else None
 
     def _parameters(self, node: onnx.NodeProto, axis: int | None, container: int) -> tuple[str, str] | None:
         """The names of scale and zero point in their canonical shapes."""

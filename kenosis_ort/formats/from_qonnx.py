@@ -260,34 +260,26 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
             _bound(tensor, draft)
         else:
             draft.nodes.append(node)
-    remaining = draft.nodes
-    while True:  # Q and Clip whose integers nothing reads any more
-        read = {name for node in remaining for name in node.input} | draft.pinned()
-        left = [n for n in remaining if n.op_type not in ("QuantizeLinear", "Clip") or n.output[0] in read]
-        if len(left) == len(remaining):
-            return draft.finish(left)
-        remaining = left
+    return draft.finish(may_go=lambda node: node.op_type in ("QuantizeLinear", "Clip"))  # of integers nothing reads
 
 
 def _dequantize(tensor: QuantizedTensor, draft: Draft) -> None:
-    integers = draft.array(tensor.integers)
-    if integers is None:
+    if draft.array(tensor.integers) is None:
         raise UnsupportedModelError("the integers of a constant are not stored as such", where=tensor.where)
-    q = tensor.quantizer
-    scale, zero_point = q.scale, q.zero_point
-    if q.axis is not None:
-        shape = [-1 if at == q.axis else 1 for at in range(integers.ndim)]
-        scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
-    real = (integers.astype(np.int64) - zero_point).astype(np.float32) * scale
-    draft.constant(real, tensor.dequantize.output[0], named=True)
+    draft.constant(tensor.real_values(), tensor.dequantize.output[0], named=True)
 
 
 def _bound(tensor: QuantizedTensor, draft: Draft) -> None:
     q = tensor.quantizer
     ends = [((end - q.zero_point).astype(np.float32) * q.scale).astype(np.float32) for end in q.bounds]
     if q.axis is not None:
-        rank = _rank(tensor, draft.graph) if q.axis >= 0 else 0
-        behind = rank - 1 - q.axis if q.axis >= 0 else -1 - q.axis
+        ranks = [draft.rank(name) for name in (tensor.real, tensor.dequantize.output[0])]
+        rank = next((rank for rank in ranks if rank is not None), None)
+        if q.axis >= 0 and rank is None:
+            raise UnsupportedModelError(
+                "the rank of a value that is quantized by channel is not known", where=tensor.where
+            )
+        behind = (rank or 0) - 1 - q.axis if q.axis >= 0 else -1 - q.axis
         ends = [end.reshape(-1, *[1] * behind) for end in ends]
     clip(draft, tensor.real, ends, tensor.dequantize.output[0])
 
@@ -299,14 +291,6 @@ def clip(draft: Draft, x: str, ends: list[Float], output: str) -> None:
         draft.add("Clip", [x, low, high], output, output=output)
     else:
         draft.add("Min", [draft.add("Max", [x, low], output), high], output, output=output)
-
-
-def _rank(tensor: QuantizedTensor, graph: onnx.GraphProto) -> int:
-    names = (tensor.real, tensor.dequantize.output[0])
-    for value in (*graph.value_info, *graph.input, *graph.output):
-        if value.name in names and value.type.tensor_type.HasField("shape"):
-            return len(value.type.tensor_type.shape.dim)
-    raise UnsupportedModelError("the rank of a value that is quantized by channel is not known", where=tensor.where)
 
 
 class FloatReader(Reader):

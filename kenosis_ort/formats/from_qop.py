@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import base_name, refuse
+from kenosis_ort.formats.tensors import QLINEAR
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
@@ -48,25 +49,23 @@ _DYNAMIC: Final = frozenset(
 )
 
 
-def from_qop(model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> onnx.ModelProto:
+def from_qop(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its quantized operators written as float ones between DQ and Q.
 
     Args:
-        model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
-        types: Types and shapes of its values, as far as they are known.
+        model: A private model with Constant nodes made initializers, nodes in order, shapes inferred; it is changed.
 
     Raises:
         UnsupportedModelError: A quantized operator that has no such form; the message names node and clause.
     """
-    return _Reader(model, types).read()
+    return _Reader(model).read()
 
 
 class _Reader(Draft):
     """Writes one quantized operator after the other."""
 
-    def __init__(self, model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> None:
+    def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
-        self._types = types
         self._dequantized: dict[tuple[str, str, str, int | None], str] = {}
         self._scalars: dict[tuple[str, bool], str] = {}
         self._grids: dict[str, tuple[str, str]] = {}  # integers -> names of their scale and zero point
@@ -141,16 +140,6 @@ class _Reader(Draft):
         self.nodes.append(new)
         return value
 
-    def rank(self, name: str) -> int | None:
-        """The rank of a value, None where it is not known."""
-        found = self.array(name)
-        if found is not None:
-            return int(found.ndim)
-        known = self._types.get(name)
-        if known is None or not known.tensor_type.HasField("shape"):
-            return None
-        return len(known.tensor_type.shape.dim)
-
     def bias(self, node: onnx.NodeProto, name: str, factors: Sequence[str], factor: float = 1.0) -> str:
         """The real value of an int32 bias, whose scale is the product of two others."""
         if not name:
@@ -177,7 +166,7 @@ class _Reader(Draft):
             zero = self._constant(node, zero_point, "zero point")
         else:
             elem_type = self.elem_type(integers)
-            known = self._types.get(integers)
+            known = self.types.get(integers)
             if elem_type is None and known is not None:
                 elem_type = known.tensor_type.elem_type
             zero = np.zeros((), helper.tensor_dtype_to_np_dtype(elem_type or TensorProto.UINT8))
@@ -267,18 +256,18 @@ def _gemm(draft: _Reader, node: onnx.NodeProto) -> None:
         draft.nodes[-1].output[0] = node.output[0]
 
 
-def _elementwise(op_type: str) -> Callable[[_Reader, onnx.NodeProto], None]:
-    def write(draft: _Reader, node: onnx.NodeProto) -> None:
-        draft.quantized(node, draft.compute(node, op_type, [draft.real(node, 0), draft.real(node, 3)]), 6)
-
-    return write
-
-
-def _unary(op_type: str) -> Callable[[_Reader, onnx.NodeProto], None]:
-    def write(draft: _Reader, node: onnx.NodeProto) -> None:
-        draft.quantized(node, draft.compute(node, op_type, [draft.real(node, 0)]), 3)
-
-    return write
+def _by_table(draft: _Reader, node: onnx.NodeProto) -> None:
+    row, at, inputs, result = QLINEAR[node.op_type], 0, list[str](), 0
+    for kind in row.kinds(len(node.input) // 3):
+        if kind == "result":
+            result, at = at, at + 2
+        elif kind == "data":
+            inputs.append(draft.real(node, at))
+            at += 3
+        else:
+            inputs.append(node.input[at])
+            at += 1
+    draft.quantized(node, draft.compute(node, row.op_type, inputs), result)
 
 
 def _softmax(draft: _Reader, node: onnx.NodeProto) -> None:
@@ -288,16 +277,6 @@ def _softmax(draft: _Reader, node: onnx.NodeProto) -> None:
     if opset < 13 and axis != -1 and (rank is None or axis % rank != rank - 1):
         refuse(node, f"a Softmax of operator set {opset} over several axes has no form in later ones")
     draft.quantized(node, draft.compute(node, "Softmax", [draft.real(node, 0)], axis=-1 if opset < 13 else axis), 3)
-
-
-def _concat(draft: _Reader, node: onnx.NodeProto) -> None:
-    inputs = [draft.real(node, at) for at in range(2, len(node.input), 3)]
-    draft.quantized(node, draft.compute(node, "Concat", inputs), 0)
-
-
-def _where(draft: _Reader, node: onnx.NodeProto) -> None:
-    inputs = [node.input[0], draft.real(node, 1), draft.real(node, 4)]
-    draft.quantized(node, draft.compute(node, "Where", inputs), 7)
 
 
 def _reduce_mean(draft: _Reader, node: onnx.NodeProto) -> None:
@@ -311,19 +290,12 @@ def _reduce_mean(draft: _Reader, node: onnx.NodeProto) -> None:
 
 
 _HANDLERS: Final[Mapping[str, Callable[[_Reader, onnx.NodeProto], None]]] = {
+    **dict.fromkeys(QLINEAR, _by_table),
     "QGemm": _gemm,
-    "QLinearAdd": _elementwise("Add"),
-    "QLinearAveragePool": _unary("AveragePool"),
-    "QLinearConcat": _concat,
     "QLinearConv": _conv,
-    "QLinearGlobalAveragePool": _unary("GlobalAveragePool"),
-    "QLinearLeakyRelu": _unary("LeakyRelu"),
     "QLinearMatMul": _matmul,
-    "QLinearMul": _elementwise("Mul"),
     "QLinearReduceMean": _reduce_mean,
-    "QLinearSigmoid": _unary("Sigmoid"),
     "QLinearSoftmax": _softmax,
-    "QLinearWhere": _where,
 }
 """The quantized operators that have a form with QuantizeLinear, and how it is written."""
 

@@ -57,12 +57,9 @@ class _Carrier(Draft):
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
         self._old = list(model.graph.node)
-        self._makers = {name: node for node in self._old for name in node.output if name}
-        self._readers = self.read_by()
-        self._pinned = self.pinned()
 
     def _is_private(self, value: str) -> bool:
-        return len(self._readers.get(value, [])) == 1 and value not in self._pinned
+        return len(self.readers.get(value, [])) == 1 and value not in self.pinned
 
     def _is_plain(self, node: onnx.NodeProto) -> bool:
         """Whether a Q or DQ has one constant scale and a zero point."""
@@ -94,17 +91,17 @@ class _PairsBefore(_Carrier):
     def _repeat(self, quantize: onnx.NodeProto) -> None:
         """Puts a copy of Q, Clip and DQ behind the layer from which operators bring the values that a Q reads."""
         value, passed = quantize.input[0], []
-        while self._is_private(value) and (maker := self._makers.get(value)) is not None:
+        while self._is_private(value) and (maker := self.makers.get(value)) is not None:
             if not (is_data_movement(maker) or (maker.op_type == "Relu" and self._is_bounded(quantize))):
                 break
             passed.append(maker)
             value = maker.input[0]
-        source = self._makers.get(value)
+        source = self.makers.get(value)
         first = next((node for node in reversed(passed) if node.op_type != "Relu"), None)
         if first is None or source is None or source.op_type not in _SOURCES or not self._is_private(value):
             return
         clip = self._clip(quantize)
-        if clip is None and any(not is_dequantize(r) for r in self._readers.get(quantize.output[0], [])):
+        if clip is None and any(not is_dequantize(r) for r in self.readers.get(quantize.output[0], [])):
             return
         base, start = quantize.name, len(self.nodes)
         integers = self.add("QuantizeLinear", [value, *quantize.input[1:]], base)
@@ -130,7 +127,7 @@ class _PairsBefore(_Carrier):
         return bool((zero <= (np.iinfo(zero.dtype).min if low is None else low)).all())
 
     def _clip(self, quantize: onnx.NodeProto) -> onnx.NodeProto | None:
-        readers = self._readers.get(quantize.output[0], [])
+        readers = self.readers.get(quantize.output[0], [])
         return readers[0] if len(readers) == 1 and readers[0].op_type == "Clip" and len(readers[0].input) > 1 else None
 
 
@@ -149,13 +146,13 @@ class _Behind(_Carrier):
         wanted: set[str] = set()
         for node in reversed(moved):
             value = node.output[0]
-            readers = self._readers.get(value, [])
+            readers = self.readers.get(value, [])
             if any(self._profits(r, value) or (is_data_movement(r) and r.output[0] in wanted) for r in readers):
                 wanted.add(value)
         for node in self._old:
             self.nodes.append(node)
             value = node.output[0] if node.output else ""
-            if value not in wanted or any(is_quantize(r) for r in self._readers.get(value, [])):
+            if value not in wanted or any(is_quantize(r) for r in self.readers.get(value, [])):
                 continue
             node.output[0] = self.fresh(f"{value}_moved")
             integers = self.add("QuantizeLinear", [node.output[0], *grids[value]], value)
@@ -167,8 +164,8 @@ class _Behind(_Carrier):
         if is_quantize(node):
             return True
         if node.op_type in ("Add", "Concat", "Mul"):
-            return all(is_dequantize(self._makers[n]) for n in node.input if n != value and n in self._makers)
-        weight = self._makers.get(node.input[1]) if node.op_type in _LAYERS and node.input[0] == value else None
+            return all(is_dequantize(self.makers[n]) for n in node.input if n != value and n in self.makers)
+        weight = self.makers.get(node.input[1]) if node.op_type in _LAYERS and node.input[0] == value else None
         return weight is not None and is_dequantize(weight)
 
 

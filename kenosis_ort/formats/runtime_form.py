@@ -64,9 +64,6 @@ class _Layers(Draft):
         super().__init__(model)
         self._largest_pair = largest_pair
         self._nodes = list(model.graph.node)
-        self._makers = {name: node for node in self._nodes for name in node.output if name}
-        self._readers = self.read_by()
-        self._pinned = self.pinned()
         self._gone: set[str] = set()
         self._behind: dict[str, list[onnx.NodeProto]] = {}
         self._declared = declared_datatypes(model.graph)
@@ -81,13 +78,11 @@ class _Layers(Draft):
             self.nodes.extend(self._behind.pop(f"before {node.name}", ()))
             self.nodes.append(node)
             self.nodes.extend(self._behind.pop(node.name, ()))
-        read = {name for node in self.nodes for name in node.input} | self._pinned
-        self.nodes = [n for n in self.nodes if not (is_dequantize(n) and n.output[0] not in read)]
-        return self.finish()
+        return self.finish(may_go=is_dequantize)
 
     def _weight(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
         """The DQ of a layer's constant weights."""
-        maker: onnx.NodeProto | None = self._makers.get(node.input[1])
+        maker: onnx.NodeProto | None = self.makers.get(node.input[1])
         if maker is None or not is_dequantize(maker) or not self.is_constant(maker.input[0]):
             return None
         integers, scale = self.array(maker.input[0]), self.array(maker.input[1])
@@ -137,7 +132,7 @@ class _Layers(Draft):
         spread = np.broadcast_to(scale.reshape(-1).astype(np.float64), channels)
         zero = np.broadcast_to(zero_point.reshape(-1).astype(np.int64), channels)
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
-        data = self._makers.get(node.input[0])
+        data = self.makers.get(node.input[0])
         step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
         return IntegerLayer(
             integers=integers,
@@ -157,30 +152,26 @@ class _Layers(Draft):
         if source is not None:
             return self._reach(source)
         zero_point = np.asarray(self.array(dequantize.input[2])) if len(dequantize.input) > 2 else np.zeros(1, np.uint8)
-        limits = np.iinfo(zero_point.dtype)
-        low, high = int(limits.min), int(limits.max)
-        clip = self._makers.get(dequantize.input[0])
-        if clip is not None and clip.op_type == "Clip":
-            ends = [self.array(name) if name else None for name in (*clip.input[1:3], "", "")[:2]]
-            low = low if ends[0] is None else int(ends[0].reshape(-1)[0])
-            high = high if ends[1] is None else int(ends[1].reshape(-1)[0])
+        clip = self.makers.get(dequantize.input[0])
+        clip = clip if clip is not None and clip.op_type == "Clip" else onnx.NodeProto()
+        low, high = self.bounds(clip, zero_point.dtype)
         zero = zero_point.astype(np.int64)
         return int(max(high - zero.min(), zero.max() - low))
 
     def _before_data_movement(self, dequantize: onnx.NodeProto) -> onnx.NodeProto | None:
         """The DQ of the same parameters whose values operators bring to the Q in front of a DQ."""
-        quantize = self._makers.get(dequantize.input[0])
+        quantize = self.makers.get(dequantize.input[0])
         if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
             return None
-        maker = self._makers.get(quantize.input[0])
+        maker = self.makers.get(quantize.input[0])
         while is_data_movement(maker):
-            maker = self._makers.get(maker.input[0])
+            maker = self.makers.get(maker.input[0])
         found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
         return maker if found else None
 
     def _outputs(self, value: str) -> Outputs | None:
         """Quantization of a layer's values by their only reader, perhaps behind a Relu."""
-        while value not in self._pinned and len(readers := self._readers.get(value, [])) == 1:
+        while value not in self.pinned and len(readers := self.readers.get(value, [])) == 1:
             node = readers[0]
             if node.op_type == "Relu" and node.domain in MAIN_DOMAINS:
                 value = node.output[0]
@@ -189,19 +180,16 @@ class _Layers(Draft):
             zero_point = self.array(node.input[2]) if is_quantize(node) and len(node.input) > 2 else None
             if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype not in (np.int8, np.uint8):
                 return None
-            limits = np.iinfo(zero_point.dtype)
-            ends = [int(limits.min), int(limits.max)]
-            behind = self._readers.get(node.output[0], [])
-            if len(behind) == 1 and behind[0].op_type == "Clip":
-                for at, name in enumerate(behind[0].input[1:3]):
-                    bound = self.array(name) if name else None
-                    ends[at] = ends[at] if bound is None else int(bound.reshape(-1)[0])
-            return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), ends[0], ends[1])
+            behind = self.readers.get(node.output[0], [])
+            is_clipped = len(behind) == 1 and behind[0].op_type == "Clip"
+            ends = self.bounds(behind[0] if is_clipped else onnx.NodeProto(), zero_point.dtype)
+            return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), *ends)
         return None
 
     def _write(self, node: onnx.NodeProto, layer: IntegerLayer, outputs: Outputs | None) -> None:
         """Gives a node a layer's integers, scales and bias."""
-        if node.op_type == "MatMul" and layer.bias.any() and self._rank(node.input[0]) == 2:
+        is_matrix = node.input[0] not in self.inputs and self.rank(node.input[0]) == 2
+        if node.op_type == "MatMul" and layer.bias.any() and is_matrix:
             node.op_type = "Gemm"
         if node.op_type == "MatMul" or layer.data_scale is None:
             self._set_weight(node, layer)
@@ -232,8 +220,8 @@ class _Layers(Draft):
     ) -> tuple[onnx.NodeProto, tuple[Double, Double]] | None:
         """The node behind that multiplies and adds constants by channel, and these."""
         value = last.output[0]
-        readers = self._readers.get(value, [])
-        if value in self._pinned or len(readers) != 1 or readers[0].op_type not in _AFFINE:
+        readers = self.readers.get(value, [])
+        if value in self.pinned or len(readers) != 1 or readers[0].op_type not in _AFFINE:
             return None
         node = readers[0]
         if node.domain not in MAIN_DOMAINS or list(node.input).count(value) != 1:
@@ -241,7 +229,7 @@ class _Layers(Draft):
         found = self._normalized(node, channels) if node.op_type == "BatchNormalization" else None
         if node.op_type != "BatchNormalization":
             found = self._operand(node, value, layer, channels)
-        elif layer.op_type == "MatMul" and self._rank(value) != 2:
+        elif layer.op_type == "MatMul" and self.rank(value) != 2:
             found = None
         return None if found is None else (node, found)
 
@@ -265,7 +253,7 @@ class _Layers(Draft):
         numbers = _by_channel(constant, channels, behind=0 if layer.op_type != "Conv" else self._spatial(layer))
         if numbers is None or (at == 1 and node.op_type in ("Div", "Sub")):
             return None
-        rank = self._rank(value)
+        rank = self.rank(value)
         if constant.ndim > (rank if rank is not None else 1):
             return None
         one, none = np.ones(channels), np.zeros(channels)
@@ -280,12 +268,6 @@ class _Layers(Draft):
         weight = self._weight(layer)
         integers = None if weight is None else self.array(weight.input[0])
         return 0 if integers is None else integers.ndim - 2
-
-    def _rank(self, value: str) -> int | None:
-        for known in (*self.graph.value_info, *self.graph.output):
-            if known.name == value and known.type.tensor_type.HasField("shape"):
-                return len(known.type.tensor_type.shape.dim)
-        return None
 
     def _bias(self, node: onnx.NodeProto, channels: int) -> Double | None:
         """Bias of a layer by channel, None where it is not one number a channel."""
@@ -303,7 +285,7 @@ class _Layers(Draft):
 
     def _constant_of(self, name: str) -> npt.NDArray[Any] | None:
         """A constant, or the reals of a quantized one."""
-        maker = self._makers.get(name)
+        maker = self.makers.get(name)
         if maker is None or not is_dequantize(maker):
             return self.array(name)
         integers, scale = self.array(maker.input[0]), self.array(maker.input[1])
@@ -343,7 +325,7 @@ class _Layers(Draft):
     def _weight_scale(self, node: onnx.NodeProto) -> str:
         """The name of the scale of a node's weights."""
         made = [new for new in self._behind.get(f"before {node.name}", ()) if new.output[0] == node.input[1]]
-        return str((made[0] if made else self._makers[node.input[1]]).input[1])
+        return str((made[0] if made else self.makers[node.input[1]]).input[1])
 
     def _set_float_bias(self, node: onnx.NodeProto, bias: Double) -> None:
         base, real = node.name or node.output[0], bias.astype(np.float32)

@@ -25,7 +25,46 @@ from onnx import TensorProto
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, width_of
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute_int
+
+_RESULT, _DATA, _OTHER = "result", "data", "other"
+Layout = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QLinear:
+    """How a quantized operator of the runtime stands for one of float values.
+
+    Attributes:
+        op_type: The float operator.
+        layout: What its inputs are, in order: ``data`` three (integers, scale, zero point), ``result`` two (scale and
+            zero point of what it writes), ``other`` one that is not quantized; ``data`` at the end repeats.
+        attributes: Those of the float operator that it knows too; None for all.
+    """
+
+    op_type: str
+    layout: Layout
+    attributes: tuple[str, ...] | None = None
+
+    def kinds(self, data: int) -> Layout:
+        """The layout for a number of data inputs."""
+        more = data - self.layout.count(_DATA) if self.layout[-1] == _DATA else 0
+        return (*self.layout, *(_DATA,) * more)
+
+
+_ONE, _TWO = (_DATA, _RESULT), (_DATA, _DATA, _RESULT)
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+QLINEAR: Final[Mapping[str, QLinear]] = {
+    "QLinearAdd": QLinear("Add", _TWO),
+    "QLinearAveragePool": QLinear("AveragePool", _ONE, _POOL),
+    "QLinearConcat": QLinear("Concat", (_RESULT, _DATA), ("axis",)),
+    "QLinearGlobalAveragePool": QLinear("GlobalAveragePool", _ONE, ()),
+    "QLinearLeakyRelu": QLinear("LeakyRelu", _ONE, ("alpha",)),
+    "QLinearMul": QLinear("Mul", _TWO),
+    "QLinearSigmoid": QLinear("Sigmoid", _ONE, ()),
+    "QLinearWhere": QLinear("Where", (_OTHER, _DATA, _DATA, _RESULT)),
+}
+"""The runtime's quantized operators that are written and read by one scheme; layers, Softmax and means are not."""
 
 _MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
@@ -118,6 +157,20 @@ class QuantizedTensor:
         """Name of the tensor in messages."""
         return f"node '{self.dequantize.name or self.dequantize.output[0]}'"
 
+    def along(self, part: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+        """A scale or zero point in the shape that broadcasts to a value of a rank."""
+        if part.ndim == 0:
+            return part
+        assert self.quantizer.axis is not None
+        return part.reshape([-1 if at == self.quantizer.axis % rank else 1 for at in range(rank)])
+
+    def real_values(self) -> npt.NDArray[np.float32]:
+        """A constant as DQ computes it, in float32."""
+        assert self.constant is not None
+        array = array_in(self.constant).astype(np.int64)
+        scale, zero = (self.along(part, array.ndim) for part in (self.quantizer.scale, self.quantizer.zero_point))
+        return np.asarray((array - zero).astype(np.float32) * scale, np.float32)
+
 
 def quantizers_of(model: onnx.ModelProto) -> tuple[QuantizedTensor, ...]:
     """The quantized tensors of the main graph of a canonical model, one for each DQ, in graph order.
@@ -176,7 +229,7 @@ def _parameters(
     node: onnx.NodeProto, constants: Mapping[str, TensorProto], where: str
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], int]:
     """Scale, zero point and the type of the integers as far as the zero point tells."""
-    if _attribute(node, "block_size", 0):
+    if attribute_int(node, "block_size", 0):
         raise UnsupportedModelError("scales by block are not supported in this format", where=where)
     found = constants.get(node.input[1])
     if found is None:
@@ -240,7 +293,7 @@ def _axis(
 ) -> int | None:
     if scale.ndim == 0:
         return None
-    axis = int(_attribute(node, "axis", 1))
+    axis = attribute_int(node, "axis", 1)
     if axis >= 0:
         return axis
     if constant is not None:
@@ -249,13 +302,6 @@ def _axis(
         if value.name in (node.input[0], node.output[0]) and value.type.tensor_type.HasField("shape"):
             return axis + len(value.type.tensor_type.shape.dim)
     return axis
-
-
-def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return onnx.helper.get_attribute_value(attribute)
-    return default
 
 
 __all__ = [

@@ -18,14 +18,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import QuantizationSpec, QuantizedTensor, quantizers_of
+from kenosis_ort.formats.tensors import QLINEAR, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
-_POOL_ATTRIBUTES: Final = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _SAME_SCALE: Final = frozenset(
     {
         *("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "DepthToSpace", "Slice", "Expand", "Tile"),
@@ -372,37 +371,23 @@ def _columns(weight: _Integers) -> int | None:
     return q.scale.size if rank == 2 and q.axis == 1 else None
 
 
-def _binary(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    first, second = (writer.activation(value) for value in node.input)
-    if first is None or second is None or first.elem_type != second.elem_type or first.elem_type != result.elem_type:
+def _by_table(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
+    name, row = _ROWS[node.op_type]
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if row.attributes is not None and not attributes.keys() <= set(row.attributes):
         return None
-    inputs = [*first.ends, *second.ends, result.scale, result.zero_point]
-    return _Written(f"QLinear{node.op_type}", inputs, MICROSOFT)
-
-
-def _unary(*allowed: str) -> Callable[[_Writer, onnx.NodeProto, _Integers], _Written | None]:
-    """The writer of an operator of one input; only the named attributes go along."""
-
-    def write(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-        data = writer.activation(node.input[0])
-        if data is None or data.elem_type != result.elem_type or any(a.name not in allowed for a in node.attribute):
-            return None
-        inputs = [*data.ends, result.scale, result.zero_point]
-        inputs_read = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        return _Written(f"QLinear{node.op_type}", inputs, MICROSOFT, inputs_read)
-
-    return write
-
-
-def _concat(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    parts = [writer.activation(value) for value in node.input]
-    ends: list[str] = []
-    for part in parts:
-        if part is None or part.elem_type != result.elem_type:
-            return None
-        ends += part.ends
-    axis = {"axis": attribute_int(node, "axis", 0)}
-    return _Written("QLinearConcat", [result.scale, result.zero_point, *ends], MICROSOFT, axis)
+    inputs, values = list[str](), iter(node.input)
+    for kind in row.kinds(len(node.input)):
+        if kind == "result":
+            inputs += [result.scale, result.zero_point]
+        elif kind == "other":
+            inputs.append(next(values))
+        else:
+            data = writer.activation(next(values))
+            if data is None or data.elem_type != result.elem_type:
+                return None
+            inputs += data.ends
+    return _Written(name, inputs, MICROSOFT, None if row.attributes is None else attributes)
 
 
 def _softmax(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
@@ -414,24 +399,10 @@ def _softmax(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Writt
     return _Written("QLinearSoftmax", inputs, MICROSOFT, {"axis": axis, "opset": writer.opset})
 
 
-def _where(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    first, second = (writer.activation(value) for value in node.input[1:])
-    if first is None or second is None or not first.elem_type == second.elem_type == result.elem_type:
-        return None
-    inputs = [node.input[0], *first.ends, *second.ends, result.scale, result.zero_point]
-    return _Written("QLinearWhere", inputs, MICROSOFT)
-
-
+_ROWS: Final = {row.op_type: (name, row) for name, row in QLINEAR.items()}
 _OPERATORS: Final[Mapping[str, Callable[[_Writer, onnx.NodeProto, _Integers], _Written | None]]] = {
+    **dict.fromkeys(_ROWS, _by_table),
     "Conv": _conv,
     "Gemm": _gemm,
-    "Add": _binary,
-    "Mul": _binary,
-    "Concat": _concat,
     "Softmax": _softmax,
-    "Where": _where,
-    "Sigmoid": _unary(),
-    "LeakyRelu": _unary("alpha"),
-    "GlobalAveragePool": _unary(),
-    "AveragePool": _unary(*_POOL_ATTRIBUTES),
 }

@@ -198,7 +198,7 @@ def read_model(
         kind = "qop"
     elif kind == "qdq" and _has_integer_clip(model):
         kind = "qcdq"
-    model = from_qop(model, {v.name: v.type for v in (*model.graph.value_info, *model.graph.input)})
+    model = from_qop(model)
     model = to_signed(fold_layouts(from_qdq(from_qcdq(model))))
     if as_float:
         model = to_float(model)
