@@ -30,13 +30,13 @@ import onnx
 
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
-_DATA_MOVEMENT: Final = frozenset(
-    {"DepthToSpace", "Flatten", "MaxPool", "Reshape", "Slice", "SpaceToDepth", "Squeeze", "Transpose", "Unsqueeze"}
-)
-_LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
-_SOURCES: Final = frozenset({*_LAYERS, "Add", "BatchNormalization", "Div", "Mul", "Sub"})
+_DATA_MOVEMENT: Final = having(Is.MOVE) - {"Dropout", "Identity"} | {"MaxPool", "Slice"}
+FLOAT_LAYERS: Final = having(Is.HEAVY) - having(Is.FUSED) - having(Is.INTEGER)
+"""Conv, Gemm and MatMul: what a layer of a canonical model is."""
+_SOURCES: Final = frozenset({*FLOAT_LAYERS, "Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
 def carry_pairs(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -165,7 +165,7 @@ class _Behind(_Carrier):
             return True
         if node.op_type in ("Add", "Concat", "Mul"):
             return all(is_dequantize(self.makers[n]) for n in node.input if n != value and n in self.makers)
-        weight = self.makers.get(node.input[1]) if node.op_type in _LAYERS and node.input[0] == value else None
+        weight = self.makers.get(node.input[1]) if node.op_type in FLOAT_LAYERS and node.input[0] == value else None
         return weight is not None and is_dequantize(weight)
 
 

@@ -30,6 +30,7 @@ from onnx import TensorProto
 from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
 from kenosis_ort.formats.integer_bias import (
+    FLOAT_LAYERS,
     LARGEST_SUM,
     Double,
     IntegerLayer,
@@ -42,7 +43,6 @@ from kenosis_ort.formats.tensors import annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
 
-_LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
@@ -71,7 +71,7 @@ class _Layers(Draft):
     def rewrite(self) -> onnx.ModelProto:
         """The model, its layers rewritten."""
         for node in self._nodes:
-            if node.op_type in _LAYERS and node.domain in MAIN_DOMAINS and self._weight(node) is not None:
+            if node.op_type in FLOAT_LAYERS and node.domain in MAIN_DOMAINS and self._weight(node) is not None:
                 self._absorb(node)
         remaining = [node for node in self._nodes if node.name not in self._gone]
         for node in remaining:

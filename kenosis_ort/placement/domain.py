@@ -10,11 +10,10 @@ the first Conv to the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
-from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.targets.model import NodeClass, Role, Target
@@ -51,38 +50,11 @@ def integer_domain(
     absorption: Absorption,
 ) -> Domain:
     """Which nodes run in integer."""
-    domain = Domain()
-    if target.whole:
-        domain.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
-        return domain
-    options = constraints.options
-    anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
-    domain.heads = _heads(view, target, options, classes, anchors)
-    anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in constraints.requested}
-    _settle(view, target, constraints, classes, absorption, domain, anchors, anchors)
-    for name in _without_output_q(view, constraints, classes, absorption, domain):
-        if _may_write_float(view, target, options, classes[name].node):
-            domain.float_output.add(name)
-        else:
-            domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
-    if domain.refused or constraints.free:
-        readers, anchors = anchors, anchors - domain.refused.keys()
-        _settle(view, target, constraints, classes, absorption, domain, anchors, readers)
-    domain.between = _between(view, target, classes, _available(view, classes, anchors, domain.float_output), anchors)
-    return domain
+    return _Sweeps(view, target, constraints, classes, absorption).run()
 
 
-def _settle(
-    view: GraphView,
-    target: Target,
-    constraints: Constraints,
-    classes: Mapping[str, NodeClass],
-    absorption: Absorption,
-    domain: Domain,
-    anchors: set[str],
-    readers: set[str],
-) -> None:
-    """Finds out which nodes run in integer beside the given anchors, and which anchors write float.
+class _Sweeps:
+    """The sweeps over one model.
 
     Args:
         view: The prepared model.
@@ -90,223 +62,224 @@ def _settle(
         constraints: The caller's words.
         classes: What each node could become.
         absorption: Which activations vanish.
-        domain: What is found.
-        anchors: The heavy nodes that run in integer.
-        readers: Those for whose sake light nodes before them do; more, where the caller refuses some their output's Q.
     """
-    options = constraints.options
-    if target.float_where == "mixed":
-        feeds = _feeds_integer_only(view, classes, absorption, anchors, options)
-        for name in anchors:
-            node = classes[name].node
-            carries = any(str(v.name) in constraints.values for v in node.outputs)
-            feeding = carries or feeds.get(id(node.outputs[0]), False)
-            if not feeding and _may_write_float(view, target, options, node):
+
+    def __init__(
+        self,
+        view: GraphView,
+        target: Target,
+        constraints: Constraints,
+        classes: Mapping[str, NodeClass],
+        absorption: Absorption,
+    ) -> None:
+        self.view, self.target, self.constraints = view, target, constraints
+        self.classes, self.absorption, self.options = classes, absorption, constraints.options
+        self.domain = Domain()
+
+    def run(self) -> Domain:
+        """Which nodes run in integer."""
+        domain, classes = self.domain, self.classes
+        if self.target.whole:
+            domain.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
+            return domain
+        anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
+        domain.heads = self._heads(anchors)
+        requested = self.constraints.requested
+        anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in requested}
+        self._settle(anchors, anchors)
+        for name in self._without_output_q():
+            if self._may_write_float(classes[name].node):
                 domain.float_output.add(name)
-    available = _available(view, classes, anchors, domain.float_output)
-    demanded = _demanded(view, classes, readers, available, absorption, options, target.eager)
-    if target.float_where == "unread":
-        for name in anchors:
-            node = classes[name].node
-            carries = any(str(v.name) in constraints.values for v in node.outputs)
-            if not carries and id(node.outputs[0]) not in demanded and _may_write_float(view, target, options, node):
-                domain.float_output.add(name)
-    domain.integer = anchors | {
-        name
-        for name, c in classes.items()
-        if c.role in _LIGHT and _ready(view, c, available) and any(id(v) in demanded for v in c.node.outputs)
-    }
+            else:
+                domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
+        if domain.refused or self.constraints.free:
+            readers, anchors = anchors, anchors - domain.refused.keys()
+            self._settle(anchors, readers)
+        domain.between = self._between(self._available(anchors), anchors)
+        return domain
 
+    def _settle(self, anchors: set[str], readers: set[str]) -> None:
+        """Finds out which nodes run in integer beside the given anchors, and which anchors write float.
 
-def _between(
-    view: GraphView, target: Target, classes: Mapping[str, NodeClass], available: set[int], anchors: set[str]
-) -> set[str]:
-    """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
-    found: set[str] = set()
-    reaching: set[int] = set()
-    for node in reversed(view.nodes):
-        c = classes[str(node.name)]
-        if not any(id(v) in reaching for v in node.outputs) and str(node.name) not in anchors:
-            continue
-        if str(node.name) in anchors:
-            reaching.add(id(node.inputs[0]))
-        elif c.role is not Role.FLOAT:
-            reaching.update(id(v) for v in c.data)
-        rule = target.rule(node.op_type)
-        by_rule = rule is not None and c.rule == rule.id  # not kept float by the caller or by protection
-        if by_rule and c.role is Role.ISLAND and c.data and all(id(v) in available for v in c.data):
-            found.add(str(node.name))
-    return found
+        Args:
+            anchors: The heavy nodes that run in integer.
+            readers: Those for whose sake light nodes before them do; more, where the caller refuses some the Q of
+                their output.
+        """
+        if self.target.float_where == "mixed":
+            feeds = self._feeds_integer_only(anchors)
+            for name in anchors:
+                node = self.classes[name].node
+                carries = any(str(v.name) in self.constraints.values for v in node.outputs)
+                feeding = carries or feeds.get(id(node.outputs[0]), False)
+                if not feeding and self._may_write_float(node):
+                    self.domain.float_output.add(name)
+        available = self._available(anchors)
+        demanded = self._demanded(readers, available)
+        if self.target.float_where == "unread":
+            for name in anchors:
+                node = self.classes[name].node
+                carries = any(str(v.name) in self.constraints.values for v in node.outputs)
+                if not carries and id(node.outputs[0]) not in demanded and self._may_write_float(node):
+                    self.domain.float_output.add(name)
+        self.domain.integer = anchors | {
+            name
+            for name, c in self.classes.items()
+            if c.role in _LIGHT and self._ready(c, available) and any(id(v) in demanded for v in c.node.outputs)
+        }
 
+    def _between(self, available: set[int], anchors: set[str]) -> set[str]:
+        """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
+        found: set[str] = set()
+        reaching: set[int] = set()
+        for node in reversed(self.view.nodes):
+            c = self.classes[str(node.name)]
+            if not any(id(v) in reaching for v in node.outputs) and str(node.name) not in anchors:
+                continue
+            if str(node.name) in anchors:
+                reaching.add(id(node.inputs[0]))
+            elif c.role is not Role.FLOAT:
+                reaching.update(id(v) for v in c.data)
+            rule = self.target.rule(node.op_type)
+            by_rule = rule is not None and c.rule == rule.id  # not kept float by the caller or by protection
+            if by_rule and c.role is Role.ISLAND and c.data and all(id(v) in available for v in c.data):
+                found.add(str(node.name))
+        return found
 
-def _without_output_q(
-    view: GraphView,
-    constraints: Constraints,
-    classes: Mapping[str, NodeClass],
-    absorption: Absorption,
-    domain: Domain,
-) -> list[str]:
-    """The integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
-    found = []
-    for name in sorted(domain.integer - domain.float_output) if constraints.free else ():
-        activation = absorption.by_producer.get(name)
-        value = (classes[name].node if activation is None else activation).outputs[0]
-        read = any(
-            (str(c.node.name) in domain.integer or c.node.op_type in _GATES) and c.index != CAPTURED
-            for c in view.consumers(value)
+    def _without_output_q(self) -> list[str]:
+        """The integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
+        found = []
+        for name in sorted(self.domain.integer - self.domain.float_output) if self.constraints.free else ():
+            activation = self.absorption.by_producer.get(name)
+            value = (self.classes[name].node if activation is None else activation).outputs[0]
+            read = any(
+                (str(c.node.name) in self.domain.integer or c.node.op_type in _GATES) and c.index != CAPTURED
+                for c in self.view.consumers(value)
+            )
+            if self.classes[name].role is Role.ANCHOR and str(value.name) in self.constraints.free and not read:
+                found.append(name)
+        return found
+
+    def _may_write_float(self, node: ir.Node) -> bool:
+        """Whether the integer kernel of an anchor may write float."""
+        return node.op_type in self.target.float_output and self.target.hooks.writes_float(
+            self.view, node, self.options
         )
-        if classes[name].role is Role.ANCHOR and str(value.name) in constraints.free and not read:
-            found.append(name)
-    return found
 
+    def _ready(self, c: NodeClass, available: set[int]) -> bool:
+        """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
+        missing = [v for v in c.data if id(v) not in available]
+        if not missing:
+            return True
+        if c.role is not Role.BINARY or len(missing) == len(c.data):
+            return False
+        whole = _elements(self.view, c.node.outputs[0])
+        return all(0 < _elements(self.view, v) * 8 <= whole for v in missing)
 
-def _may_write_float(view: GraphView, target: Target, options: PlacementOptions, node: ir.Node) -> bool:
-    """Whether the integer kernel of an anchor may write float."""
-    return node.op_type in target.float_output and target.hooks.writes_float(view, node, options)
+    def _available(self, anchors: set[str]) -> set[int]:
+        available: set[int] = set()
+        for value in self.view.inputs:
+            if self.view.is_float32(value) and any(
+                str(c.node.name) in anchors and c.index == 0 for c in self.view.consumers(value)
+            ):
+                available.add(id(value))
+        for node in self.view.nodes:
+            c = self.classes[str(node.name)]
+            if c.role is Role.ANCHOR:
+                reached = str(node.name) in anchors and str(node.name) not in self.domain.float_output
+            elif c.role is Role.FLOAT:
+                reached = False
+            elif c.role in _LIGHT:
+                reached = bool(c.data) and self._ready(c, available)
+            else:
+                reached = bool(c.data) and all(id(v) in available for v in c.data)
+            if reached:
+                available.update(id(v) for v in node.outputs)
+        return available
 
+    def _demanded(self, anchors: set[str], available: set[int]) -> set[int]:
+        demanded: set[int] = set()
+        for node in reversed(self.view.nodes):
+            if node.op_type in self.target.eager and self._is_eager(self.classes[str(node.name)], anchors, available):
+                demanded.update(id(v) for v in node.outputs)
+            for value in node.outputs:
+                passes = self.classes[str(node.name)].role is Role.PASS_THROUGH
+                captured = any(c.index == CAPTURED for c in self.view.consumers(value))
+                # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads that.
+                if (self.view.is_output(value) and (passes or self.options.protect_outputs in (None, "int8"))) or (
+                    captured and passes
+                ):
+                    demanded.add(id(value))
+                    continue
+                for consumer in self.view.consumers(value):
+                    if consumer.index == CAPTURED:
+                        continue
+                    c = self.classes[str(consumer.node.name)]
+                    out_demanded = any(id(v) in demanded for v in consumer.node.outputs)
+                    if (
+                        (str(consumer.node.name) in anchors and consumer.index == 0)
+                        or (c.role in _LIGHT and out_demanded and self._ready(c, available))
+                        or (self.absorption.partner(consumer.node) is not None and out_demanded)
+                    ):
+                        demanded.add(id(value))
+                        break
+        return demanded
 
-def _ready(view: GraphView, c: NodeClass, available: set[int]) -> bool:
-    """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
-    missing = [v for v in c.data if id(v) not in available]
-    if not missing:
-        return True
-    if c.role is not Role.BINARY or len(missing) == len(c.data):
-        return False
-    whole = _elements(view, c.node.outputs[0])
-    return all(0 < _elements(view, v) * 8 <= whole for v in missing)
+    def _is_eager(self, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
+        """Whether a light node stands right behind an integer anchor, or a sum of integers."""
+        producer = c.data[0].producer() if c.data else None
+        if c.role is not Role.UNARY or producer is None or not self._ready(c, available):
+            return False
+        return str(producer.name) in anchors or producer.op_type == "Add"
+
+    def _feeds_integer_only(self, anchors: set[str]) -> dict[int, bool]:
+        """By value, whether all that it feeds, through shapes and absorbed activations, are integer anchors."""
+        feeds: dict[int, bool] = {}
+        outputs_take_int8 = self.options.protect_outputs in (None, "int8")
+        for node in reversed(self.view.nodes):
+            for value in node.outputs:
+                uses = self.view.consumers(value)
+                ok = bool(uses) or (self.view.is_output(value) and outputs_take_int8)
+                ok = ok and (outputs_take_int8 or not self.view.is_output(value))
+                for consumer in uses:
+                    if consumer.index != CAPTURED and self.absorption.is_shortcut(consumer.node, value):
+                        continue
+                    name = str(consumer.node.name)
+                    taken = self.absorption.partner(consumer.node) is not None and consumer.index != CAPTURED
+                    through = taken or self.classes[name].role is Role.PASS_THROUGH
+                    onward = through and all(feeds.get(id(v), False) for v in consumer.node.outputs)
+                    ok = ok and (consumer.index == 0 or taken) and (name in anchors or onward)
+                feeds[id(value)] = ok
+        return feeds
+
+    def _heads(self, anchors: set[str]) -> dict[str, bool]:
+        """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
+        reaches: set[int] = set()  # values from which an anchor can be reached
+        heads: dict[str, bool] = {}
+        for node in reversed(self.view.nodes):
+            onward = any(id(v) in reaches for v in node.outputs)
+            is_anchor = str(node.name) in anchors
+            if is_anchor and not onward:
+                heads[str(node.name)] = False
+            if is_anchor or onward:
+                reaches.update(id(v) for v in node.inputs if v is not None)
+                reaches.update(id(v) for v in self.view.captured_by(node))
+        convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
+        if self.options.protect_outputs == "float":
+            keep = True
+        elif self.options.protect_outputs == "auto":
+            work = {name: multiply_accumulates(self.view, self.classes[name].node) for name in anchors}
+            total = sum(work.values())
+            keep = len(convs) < len(anchors) and sum(work[n] for n in convs) <= self.target.head_float_share * total
+        else:
+            keep = False
+        return {name: keep and name in convs for name in heads}
 
 
 def _elements(view: GraphView, value: ir.Value) -> int:
     """The number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
     dims = view.dims(value)
     return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
-
-
-def _available(
-    view: GraphView, classes: Mapping[str, NodeClass], anchors: set[str], float_output: set[str]
-) -> set[int]:
-    available: set[int] = set()
-    for value in view.inputs:
-        if view.is_float32(value) and any(str(c.node.name) in anchors and c.index == 0 for c in view.consumers(value)):
-            available.add(id(value))
-    for node in view.nodes:
-        c = classes[str(node.name)]
-        if c.role is Role.ANCHOR:
-            reached = str(node.name) in anchors and str(node.name) not in float_output
-        elif c.role is Role.FLOAT:
-            reached = False
-        elif c.role in _LIGHT:
-            reached = bool(c.data) and _ready(view, c, available)
-        else:
-            reached = bool(c.data) and all(id(v) in available for v in c.data)
-        if reached:
-            available.update(id(v) for v in node.outputs)
-    return available
-
-
-def _demanded(
-    view: GraphView,
-    classes: Mapping[str, NodeClass],
-    anchors: set[str],
-    available: set[int],
-    absorption: Absorption,
-    options: PlacementOptions,
-    eager: Collection[str],
-) -> set[int]:
-    demanded: set[int] = set()
-    for node in reversed(view.nodes):
-        if node.op_type in eager and _is_eager(view, classes[str(node.name)], anchors, available):
-            demanded.update(id(v) for v in node.outputs)
-        for value in node.outputs:
-            passes = classes[str(node.name)].role is Role.PASS_THROUGH
-            captured = any(c.index == CAPTURED for c in view.consumers(value))
-            # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads the result.
-            if (view.is_output(value) and (passes or options.protect_outputs in (None, "int8"))) or (
-                captured and passes
-            ):
-                demanded.add(id(value))
-                continue
-            for consumer in view.consumers(value):
-                if consumer.index == CAPTURED:
-                    continue
-                c = classes[str(consumer.node.name)]
-                out_demanded = any(id(v) in demanded for v in consumer.node.outputs)
-                if (
-                    (str(consumer.node.name) in anchors and consumer.index == 0)
-                    or (c.role in _LIGHT and out_demanded and _ready(view, c, available))
-                    or (absorption.partner(consumer.node) is not None and out_demanded)
-                ):
-                    demanded.add(id(value))
-                    break
-    return demanded
-
-
-def _is_eager(view: GraphView, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
-    """Whether a light node stands right behind an integer anchor, or a sum of integers."""
-    producer = c.data[0].producer() if c.data else None
-    if c.role is not Role.UNARY or producer is None or not _ready(view, c, available):
-        return False
-    return str(producer.name) in anchors or producer.op_type == "Add"
-
-
-def _feeds_integer_only(
-    view: GraphView,
-    classes: Mapping[str, NodeClass],
-    absorption: Absorption,
-    anchors: set[str],
-    options: PlacementOptions,
-) -> dict[int, bool]:
-    """By value, whether all that it feeds, through shapes and absorbed activations, are integer anchors."""
-    feeds: dict[int, bool] = {}
-    outputs_take_int8 = options.protect_outputs in (None, "int8")
-    for node in reversed(view.nodes):
-        for value in node.outputs:
-            uses = view.consumers(value)
-            ok = bool(uses) or (view.is_output(value) and outputs_take_int8)
-            ok = ok and (outputs_take_int8 or not view.is_output(value))
-            for consumer in uses:
-                if consumer.index != CAPTURED and absorption.is_shortcut(consumer.node, value):
-                    continue
-                name = str(consumer.node.name)
-                taken = absorption.partner(consumer.node) is not None and consumer.index != CAPTURED
-                through = taken or classes[name].role is Role.PASS_THROUGH
-                ok = (
-                    ok
-                    and (consumer.index == 0 or taken)
-                    and (name in anchors or (through and all(feeds.get(id(v), False) for v in consumer.node.outputs)))
-                )
-            feeds[id(value)] = ok
-    return feeds
-
-
-def _heads(
-    view: GraphView,
-    target: Target,
-    options: PlacementOptions,
-    classes: Mapping[str, NodeClass],
-    anchors: set[str],
-) -> dict[str, bool]:
-    """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
-    reaches: set[int] = set()  # values from which an anchor can be reached
-    heads: dict[str, bool] = {}
-    for node in reversed(view.nodes):
-        onward = any(id(v) in reaches for v in node.outputs)
-        is_anchor = str(node.name) in anchors
-        if is_anchor and not onward:
-            heads[str(node.name)] = False
-        if is_anchor or onward:
-            reaches.update(id(v) for v in node.inputs if v is not None)
-            reaches.update(id(v) for v in view.captured_by(node))
-    convs = [name for name in heads if classes[name].node.op_type not in target.float_output]
-    if options.protect_outputs == "float":
-        keep = True
-    elif options.protect_outputs == "auto":
-        work = {name: multiply_accumulates(view, classes[name].node) for name in anchors}
-        total = sum(work.values())
-        keep = len(convs) < len(anchors) and sum(work[n] for n in convs) <= target.head_float_share * total
-    else:
-        keep = False
-    return {name: keep and name in convs for name in heads}
 
 
 def multiply_accumulates(view: GraphView, node: ir.Node) -> int:

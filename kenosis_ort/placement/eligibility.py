@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.placement.absorption import activation_bounds
@@ -27,12 +28,7 @@ from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target
 
 BYTE = 8
-_PASS_THROUGH = frozenset(
-    {
-        *("Cast", "DepthToSpace", "Dropout", "Expand", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Slice"),
-        *("SpaceToDepth", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
-    }
-)
+_PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
 
 
 @dataclass(frozen=True)
