@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.source import open_source
+from kenosis_ort.graph.load import open_source
 from kenosis_ort.runtime.session import Session, repeats
 
 Array = npt.NDArray[Any]

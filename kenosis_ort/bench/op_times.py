@@ -21,9 +21,8 @@ from kenosis_ort.accuracy.side_by_side import compare_layers
 from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.load import load_model, parse_model
+from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
 from kenosis_ort.graph.outside import weight_bytes
-from kenosis_ort.graph.source import base_op, tag, token_of
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
 from kenosis_ort.report.gathering import profile_tensors, sketch_graph
 from kenosis_ort.runtime.session import Session, open_session, session_options

@@ -17,8 +17,16 @@ from kenosis_ort.calibration.blocked import without_reorders
 from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.external_data import MIN_EXTERNAL_BYTES, with_weights_on_disk, write_external_data
-from kenosis_ort.graph.outside import array_in, content_bytes, copy_model, is_outside, refers_outside
+from kenosis_ort.graph.outside import (
+    MIN_EXTERNAL_BYTES,
+    array_in,
+    content_bytes,
+    copy_model,
+    is_outside,
+    refers_outside,
+    with_weights_on_disk,
+    write_external_data,
+)
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import (

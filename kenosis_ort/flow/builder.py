@@ -26,7 +26,7 @@ from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import array_in, complete, copy_with_hollow_weights, is_outside
-from kenosis_ort.graph.product_pairs import store_exactly
+from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths

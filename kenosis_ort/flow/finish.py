@@ -27,9 +27,8 @@ from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.bodies import state_pairs, state_stem
-from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.outside import copy_model, external_files
 from kenosis_ort.graph.save import data_file, mark, restore_interface, write_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs

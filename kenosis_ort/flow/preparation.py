@@ -16,7 +16,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, fit_opset, prepare
 from kenosis_ort.graph.outside import complete, copy_model
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner

@@ -35,7 +35,7 @@ from kenosis_ort.formats.tensors import QuantizedTensor, integer_bounds, quantiz
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes, value_types
+from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
 _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")

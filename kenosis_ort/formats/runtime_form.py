@@ -12,7 +12,7 @@ Nets that were trained with few bits keep what training needs and the runtime do
 - *Operators between a layer and its quantizer*, see `pair_propagation`.
 - *Signed activations* where there are kernels for unsigned ones alone. The integers and their zero point move up by
   128, which means the same reals.
-- *Weights whose pairs of products can clip* in int16 are stored as uint8, see `kenosis_ort.graph.product_pairs`.
+- *Weights whose pairs of products can clip* in int16 are stored as uint8, see `kenosis_ort.graph.qdq`.
 
 Weights of a channel that are all zero get the largest scale there is, so that its bias fits.
 """

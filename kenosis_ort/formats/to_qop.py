@@ -21,7 +21,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import QLINEAR, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
+from kenosis_ort.graph.view import drop_stale_value_info, has_rank, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)

@@ -39,7 +39,7 @@ from kenosis_ort.graph.constants import constants_to_initializers, detach_initia
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"

@@ -31,8 +31,7 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from kenosis_ort.errors import OutputError, warn_caller
-from kenosis_ort.graph.external_data import external_files, write_external_data
-from kenosis_ort.graph.outside import serialized, weight_bytes
+from kenosis_ort.graph.outside import external_files, serialized, weight_bytes, write_external_data
 from kenosis_ort.graph.walk import all_tensors
 from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
 from kenosis_ort.storage.writing import is_possible, sha256_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.product_pairs import LARGEST_PAIR
+from kenosis_ort.graph.qdq import LARGEST_PAIR
 
 Float64 = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

@@ -23,7 +23,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in, put_outside
-from kenosis_ort.graph.product_pairs import can_clip, pair_order
+from kenosis_ort.graph.qdq import can_clip, pair_order
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.grid_search import Grid, descend, pass_on

@@ -30,7 +30,7 @@ from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.graph.walk import attribute_float, opset_of, reserve_name
 from kenosis_ort.passes.contract import (
     Candidate,

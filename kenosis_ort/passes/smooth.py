@@ -29,7 +29,7 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.passes.contract import (
     Candidate,
     Context,

@@ -29,8 +29,7 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
-from kenosis_ort.graph.qdq import annotate, exact_grid, integer_bounds
+from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, pair_orders
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.editor import Array, QdqEditor, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs

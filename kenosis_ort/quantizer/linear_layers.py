@@ -23,8 +23,8 @@ from onnx import helper, numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.product_pairs import LARGEST_PAIR, ROWS_DOWN
-from kenosis_ort.graph.shapes import drop_stale_value_info, value_types
+from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
+from kenosis_ort.graph.view import drop_stale_value_info, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.quantizer.weights import quantize_weight
 

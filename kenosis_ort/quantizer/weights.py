@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.product_pairs import PairOrder, pair_sums
+from kenosis_ort.graph.qdq import PairOrder, pair_sums
 
 Float64 = npt.NDArray[np.float64]
 _BLOCK = 2**20  # elements

@@ -20,9 +20,8 @@ from onnx import TensorProto
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import array_in, is_outside, tensor_bytes
-from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order
-from kenosis_ort.graph.qdq import declared_datatypes, integer_bounds
-from kenosis_ort.graph.shapes import value_types
+from kenosis_ort.graph.qdq import PairOrder, can_clip, declared_datatypes, integer_bounds, pair_order
+from kenosis_ort.graph.view import value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
 from kenosis_ort.report.evidence import Bars, GraphSketch, SketchNode, TensorProfile
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
 from kenosis_ort.graph.walk import attribute, attribute_int
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule

@@ -33,8 +33,7 @@ import onnxruntime as ort
 from typing_extensions import Self
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import with_weights_on_disk, write_external_data
-from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes
+from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes, with_weights_on_disk, write_external_data
 from kenosis_ort.storage.scratch import Scratch
 
 Array = npt.NDArray[Any]

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.graph.opset import RewriteResult
-from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
+from kenosis_ort.graph.qdq import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
@@ -150,7 +150,7 @@ class DataTypes:
             value gets a Q and DQ of its own.
         largest_pair: What the sum of two products of uint8 and int8 may be on every machine that its files may run on;
             None where it does not matter.
-        even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
+        even_channels: As for `kenosis_ort.graph.qdq.pair_orders`.
         why: The reason in one sentence, for the report.
     """
 
@@ -172,7 +172,7 @@ class DataTypes:
 
     @property
     def largest_weight_pair(self) -> int | None:
-        """Largest sum of two neighbouring int8 weights of one sign, see `kenosis_ort.graph.product_pairs`."""
+        """Largest sum of two neighbouring int8 weights of one sign, see `kenosis_ort.graph.qdq`."""
         return None if self.largest_pair is None else self.largest_pair // LARGEST_ACTIVATION
 
     def takes_anywhere(self, elem_type: int) -> bool:

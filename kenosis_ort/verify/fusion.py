@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import onnx
 
 from kenosis_ort.errors import OptionError, last_gate, warn_caller
+from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.save import made_for
-from kenosis_ort.graph.source import read_source
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.proof import FusionReport, PatternReport

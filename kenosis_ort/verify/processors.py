@@ -1,7 +1,7 @@
 """Results of a quantized model on x86-64 processors of other classes, simulated bit by bit on the one at hand.
 
 The runtime writes the optimized graph down. It is cut at the layers of which pairs of products can clip in int16 (see
-`kenosis_ort.graph.product_pairs`); what lies between them runs in the runtime as it is. The sums of such a
+`kenosis_ort.graph.qdq`); what lies between them runs in the runtime as it is. The sums of such a
 layer are made here in float64, where they are exact, what clipping takes from the pairs that can clip is added, and the
 result is scaled and rounded in float32 as the runtime does.
 """
@@ -21,8 +21,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError, last_gate
+from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.product_pairs import (
+from kenosis_ort.graph.qdq import (
     LARGEST_PAIR,
     PairOrder,
     can_clip,
@@ -30,7 +31,6 @@ from kenosis_ort.graph.product_pairs import (
     pair_order,
     stored_weights,
 )
-from kenosis_ort.graph.source import read_source
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
 from kenosis_ort.runtime.session import open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch

@@ -28,8 +28,7 @@ from kenosis_ort.calibration.part_session import (
 )
 from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.external_data import with_weights_on_disk
-from kenosis_ort.graph.outside import content_bytes, weight_bytes
+from kenosis_ort.graph.outside import content_bytes, weight_bytes, with_weights_on_disk
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.storage.spool import Spool
 from tests import models, planning

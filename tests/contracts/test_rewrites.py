@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from tests import models
 from tests.contracts.rules import ANY_TYPE, EXAMPLES, KERNELS, NAMED, NEAR_MISSES, OPSETS, RULES, example, net, prepared

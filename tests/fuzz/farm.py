@@ -92,7 +92,7 @@ def _import_all() -> None:
     import rich.table
 
     import kenosis_ort.flow.run
-    import kenosis_ort.graph.shapes
+    import kenosis_ort.graph.view
     import kenosis_ort.report.html.page
     from tests.fuzz.seeds import SEEDS, seed_bytes
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.structure import unsound
+from kenosis_ort.graph.canonical import unsound
 
 Mutation = Callable[[onnx.ModelProto, Random], "str | None"]
 Shape = tuple["int | str | None", ...]

@@ -11,7 +11,7 @@ import pytest
 import kenosis_ort
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph import external_data, load, outside
+from kenosis_ort.graph import load, outside
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import (
     array_in,
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(not outside.IS_POSSIBLE, reason="files have no c
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are treated as large ones."""
-    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
-    monkeypatch.setattr(external_data, "_LEFT_OUTSIDE", 512)
+    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr(outside, "_LEFT_OUTSIDE", 512)
     monkeypatch.setattr(outside, "_LEAST", 256)
 
 
@@ -111,7 +111,7 @@ def test_weights_alone_are_those_made_in_memory(
 ) -> None:
     path = split(decoder(), tmp_path)
     reports = [kenosis_ort.quantize_weights(path, tmp_path / "disk.onnx", feeds(samples) or None)]
-    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
+    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
     reports.append(kenosis_ort.quantize_weights(path, tmp_path / "memory.onnx", feeds(samples) or None))
     assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
     for name in ("disk", "memory"):
@@ -130,7 +130,7 @@ def test_a_static_call_makes_the_same_file(
     path = split(model, tmp_path)
     samples = models.feeds(model, 10)
     for name in ("disk", "memory"):
-        monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0 if name == "disk" else 2**40)
+        monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0 if name == "disk" else 2**40)
         report = kenosis_ort.quantize_static(
             path, tmp_path / f"{name}.onnx", kenosis_ort.ArrayReader(samples), recipe=recipe, promise=False
         )
@@ -156,17 +156,17 @@ def test_calibrating_and_planning_leave_weights_on_disk(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = split(decoder(), tmp_path)
-    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
+    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
     held = kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
-    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0)
     loaded: list[bool] = []
 
     def told(proto: onnx.ModelProto, *arguments: object, **options: object) -> None:
         read_external_data(proto, *arguments, **options)  # type: ignore[arg-type]
         loaded.append(refers_outside(proto))
 
-    read_external_data = external_data.read_external_data
+    read_external_data = outside.read_external_data
     monkeypatch.setattr(load, "read_external_data", told)
     assert kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json() == held
     assert kenosis_ort.calibrate(path, tmp_path / "t.json", kenosis_ort.ArrayReader(feeds(3)), resume=True).samples == 3

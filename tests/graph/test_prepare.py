@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.load import check_not_quantized, load_model
 from kenosis_ort.graph.opset import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
-from kenosis_ort.graph.shapes import has_rank
+from kenosis_ort.graph.view import has_rank
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from tests.graph.build import assert_same, model, ops, ready, run, session, value

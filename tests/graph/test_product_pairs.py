@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_orders, pair_sums
+from kenosis_ort.graph.qdq import PairOrder, can_clip, pair_order, pair_orders, pair_sums
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 
 

@@ -8,9 +8,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph.canonical import unsound
 from kenosis_ort.graph.load import load_model, parse_model
 from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
-from kenosis_ort.graph.structure import unsound
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import model, value
 
@@ -255,7 +255,7 @@ def test_what_preparation_mends_is_no_reason_to_refuse(tmp_path):
     ids=["rank", "type", "size"],
 )
 def test_value_info_that_inference_contradicts_is_corrected(said):
-    from kenosis_ort.graph.shapes import infer_shapes
+    from kenosis_ort.graph.view import infer_shapes
 
     nodes = [helper.make_node("MatMul", ["x", "w"], ["mm"]), helper.make_node("Odd", ["mm"], ["z"], domain="mine")]
     nodes.append(helper.make_node("Odd", ["z"], ["y"], domain="mine"))

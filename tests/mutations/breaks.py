@@ -23,13 +23,13 @@ class Break(NamedTuple):
 
 BREAKS = (
     Break(
-        "graph/product_pairs.py",
+        "graph/qdq.py",
         "PairOrder((0, *range(2, rank), 1), 1)",
         "PairOrder(tuple(range(rank)), 1)",
         "graph/test_product_pairs.py",
     ),
     Break(
-        "graph/product_pairs.py",
+        "graph/qdq.py",
         "np.abs(sums) > LARGEST_PAIR",
         "np.abs(sums) > 2 * LARGEST_PAIR",
         "graph/test_product_pairs.py",
@@ -212,25 +212,25 @@ BREAKS = (
         "tuning flow/test_speed.py",
     ),
     Break(
-        "graph/external_data.py",
+        "graph/outside.py",
         '    if ".." in windows.parts or ".." in Path(location).parts:',
         "    if False:",
         "graph/test_load.py",
     ),
     Break(
-        "graph/external_data.py",
+        "graph/outside.py",
         "    if not any(target.is_relative_to(folder) for folder in folders):",
         "    if False:",
         "graph/test_load.py",
     ),
     Break(
-        "graph/external_data.py",
+        "graph/outside.py",
         "    if length < 0 or span.offset + length > size:",
         "    if length < 0:",
         "graph/test_load.py",
     ),
     Break(
-        "graph/external_data.py",
+        "graph/outside.py",
         "        if path.exists() and not stat.S_ISREG(path.stat().st_mode):",
         "        if False:",
         "graph/test_load.py",

@@ -22,7 +22,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.source import base_op
+from kenosis_ort.graph.load import base_op
 from kenosis_ort.verify import Status, verify_fusion
 from tests.verify.expect import check_complete
 

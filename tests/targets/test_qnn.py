@@ -24,8 +24,8 @@ from kenosis_ort.errors import (
     UnsupportedModelError,
     VerificationError,
 )
+from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.graph.source import tag
 from kenosis_ort.plan import How, Kind
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime.session import open_session

@@ -115,7 +115,7 @@ def test_large_model_goes_through_a_file(
     model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = verify_fusion(model)
-    monkeypatch.setattr("kenosis_ort.graph.source.MAPPED_FROM", 0)
+    monkeypatch.setattr("kenosis_ort.graph.load.MAPPED_FROM", 0)
     model.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.zeros((64, 1024), np.float32), "unused"))
     assert verify_fusion(model) == expected
     assert list(scratch.iterdir()) == []

@@ -21,8 +21,8 @@ from typing import Final
 import onnx
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.load import tagged_file, token_of
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
-from kenosis_ort.graph.source import tagged_file, token_of
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.targets.onednn.openvino_runtime import Executed, executed, runtime_version
 from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, kept_float

@@ -20,9 +20,8 @@ import onnxruntime as ort
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.product_pairs import can_clip, data_zero_point, pair_order, stored_weights
-from kenosis_ort.graph.qdq import SourceGraph, SourceNode
-from kenosis_ort.graph.source import LoadedSource, base_op, mapped, read_source, tag, with_labels
+from kenosis_ort.graph.load import LoadedSource, base_op, mapped, read_source, tag, with_labels
+from kenosis_ort.graph.qdq import SourceGraph, SourceNode, can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import open_session, session_options, write_optimized
 from kenosis_ort.storage.scratch import Scratch
@@ -203,7 +202,7 @@ def _report(
 
 
 def _clipping_channels(node: SourceNode, graph: SourceGraph) -> int:
-    """Output channels of which pairs of products can clip in int16, see `kenosis_ort.graph.product_pairs`."""
+    """Output channels of which pairs of products can clip in int16, see `kenosis_ort.graph.qdq`."""
     at = stored_weights(node.proto)
     if at is None or at >= len(node.proto.input):
         return 0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from kenosis_ort.graph.load import base_op
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
-from kenosis_ort.graph.source import base_op
 from kenosis_ort.targets.ort_cpu.pieces import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(

@@ -17,9 +17,9 @@ from typing import Final
 import onnx
 from onnx import TensorProto, helper
 
+from kenosis_ort.graph.load import base_op, token_of
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode, walk
-from kenosis_ort.graph.source import base_op, token_of
 from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.load import LoadedSource, read_source
+from kenosis_ort.graph.outside import read_external_data
 from kenosis_ort.graph.save import store_model
-from kenosis_ort.graph.source import LoadedSource, read_source
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.scratch import Scratch
