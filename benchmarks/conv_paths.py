@@ -26,8 +26,8 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.ort_cpu.work import CLEAR, conv_work
+from kenosis_ort.targets.profile import CostTable
 
 SHAPES = [
     *itertools.product([1], [56, 28, 14, 7], [64, 128, 192, 256, 512, 1024], [64, 128, 256, 512]),

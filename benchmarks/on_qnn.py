@@ -41,7 +41,7 @@ import kenosis_ort
 from kenosis_ort.demo.measurements import INPUT_NAME, load_digits, model_path
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.targets.proof import Status
-from kenosis_ort.targets.qnn.qnn_runtime import chip, missing
+from kenosis_ort.targets.qnn.htp_proof import chip, missing
 
 VARIANTS = ("qnn", "qnn16", "stock", "stock16")
 _CALIBRATION, _EVALUATED = 64, 12

@@ -2,7 +2,7 @@
 
 Small nets of one kind of node are timed in both forms, one thread: chains of two and of six nodes, whose difference is
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
-class of kernel the coefficients of `kenosis_ort.targets.costs.KernelCost` are fitted to the times, none below zero,
+class of kernel the coefficients of `kenosis_ort.targets.profile.KernelCost` are fitted to the times, none below zero,
 each measurement weighted by its own size. ``kenosis-ort profile`` measures the host profiles of ``ort-cpu``;
 ``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/__init__.py`` began with.
 
@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
-from kenosis_ort.targets.costs import KernelCost, Work
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
-from kenosis_ort.targets.profile import processor
+from kenosis_ort.targets.profile import KernelCost, Work, processor
 
 
 @dataclass(frozen=True)

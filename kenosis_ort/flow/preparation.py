@@ -24,7 +24,7 @@ from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.targets.costs import CostTable
+from kenosis_ort.targets.profile import CostTable
 
 _TOOL: Final = "python -m onnxruntime.tools.make_dynamic_shape_fixed"
 

@@ -30,8 +30,7 @@ from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat, QuantType,
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
-from kenosis_ort.targets.costs import CostTable
-from kenosis_ort.targets.profile import ARM, HostProfile, cached_profile, nearest, processor, processor_class
+from kenosis_ort.targets.profile import ARM, CostTable, HostProfile, cached_profile, nearest, processor, processor_class
 from kenosis_ort.tuning.measure import pays
 
 _OVERRIDES: Final = "TensorQuantOverrides"

@@ -25,7 +25,7 @@ from kenosis_ort.graph.view import GraphView, infer_shapes, ir
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.rewrite.norms import norm_around
 from kenosis_ort.rewrite.rule import Editor
-from kenosis_ort.targets.costs import CostTable, Work
+from kenosis_ort.targets.profile import CostTable, Work
 
 T = TypeVar("T", bound=Hashable)
 _USUAL_SIZE: Final = 128

@@ -31,8 +31,8 @@ from kenosis_ort.placement.decisions import Decider, Range, ScaleGroups, share_s
 from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit
 from kenosis_ort.targets import model as targets
-from kenosis_ort.targets.costs import CostTable
 from kenosis_ort.targets.model import Role
+from kenosis_ort.targets.profile import CostTable
 
 _LONGEST: Final = 3
 _ROUNDS: Final = 3

@@ -8,12 +8,23 @@ from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, 
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
-from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
+from kenosis_ort.rewrite.clips import (
+    average_pool_to_conv,
+    collapse_clip,
+    hard_sigmoid_to_clip,
+    hard_swish_to_product,
+    lrn_to_pool,
+    pool_from_mean,
+)
 from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.gemm_forms import fold_gemm_factors, linear_to_gemm
+from kenosis_ort.rewrite.gemm_forms import (
+    fold_gemm_factors,
+    linear_to_gemm,
+    residual_to_sum,
+    split_skip_norm,
+    sum_to_add,
+)
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
-from kenosis_ort.rewrite.pooling import average_pool_to_conv, lrn_to_pool, pool_from_mean
-from kenosis_ort.rewrite.residual_sums import residual_to_sum, split_skip_norm, sum_to_add
 from kenosis_ort.rewrite.rule import Rule
 
 PREPARATION: Final[tuple[Rule, ...]] = (

@@ -21,8 +21,7 @@ from kenosis_ort.graph.qdq import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
-from kenosis_ort.targets.costs import CostTable, Probe
-from kenosis_ort.targets.profile import HostProfile
+from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
 from kenosis_ort.targets.proof import FusionReport, PatternReport
 
 Bias = Literal["int32", "float"]

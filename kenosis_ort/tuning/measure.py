@@ -38,8 +38,7 @@ from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets import Target
-from kenosis_ort.targets.costs import CostTable, Form, KernelCost, Probe, Work
-from kenosis_ort.targets.profile import HostProfile, nearest, processor
+from kenosis_ort.targets.profile import CostTable, Form, HostProfile, KernelCost, Probe, Work, nearest, processor
 
 _log = logging.getLogger(__name__)
 

@@ -17,15 +17,13 @@ if TYPE_CHECKING:
         PatternReport,
         Status,
     )
-    from kenosis_ort.verify.fusion import verify_fusion, verify_patterns
-    from kenosis_ort.verify.numerics import Problem, check_bias_alignment
+    from kenosis_ort.verify.fusion import Problem, check_bias_alignment, verify_fusion, verify_patterns
 
 _NAMES: Final = {
     "kenosis_ort.targets.proof": (
         "BrokenClause Cause Clause ConvPattern FusionReport KernelReport PatternReport Status"
     ),
-    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
-    "kenosis_ort.verify.numerics": "Problem check_bias_alignment",
+    "kenosis_ort.verify.fusion": "Problem check_bias_alignment verify_fusion verify_patterns",
 }
 
 __all__ = [

@@ -18,7 +18,7 @@ from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import Planner, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.costs import CostTable, KernelCost, Work
+from kenosis_ort.targets.profile import CostTable, KernelCost, Work
 from tests import models
 
 TARGET = get_target("ort-cpu")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.costs import Work
 from kenosis_ort.targets.ort_cpu.work import _CLASSES, conv_work, linear_work, work_of
+from kenosis_ort.targets.profile import Work
 from tests import models
 
 

@@ -16,11 +16,10 @@ from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph, can_clip, pair_orders
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.targets.onednn import openvino_proof as runtime
 from kenosis_ort.targets.onednn import openvino_rules as rules
-from kenosis_ort.targets.onednn import openvino_runtime as runtime
-from kenosis_ort.targets.onednn.openvino_proof import prove, report_of
+from kenosis_ort.targets.onednn.openvino_proof import Executed, prove, report_of
 from kenosis_ort.targets.onednn.openvino_rules import EPILOGUE, share_subsampling
-from kenosis_ort.targets.onednn.openvino_runtime import Executed
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run

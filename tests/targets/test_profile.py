@@ -15,8 +15,7 @@ from kenosis_ort import HostProfile, OptionError, preview, quantize_static
 from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import Target, get_target
-from kenosis_ort.targets.costs import KernelCost, Work
-from kenosis_ort.targets.profile import cached_profile, keep_profile, nearest
+from kenosis_ort.targets.profile import KernelCost, Work, cached_profile, keep_profile, nearest
 from tests import models
 from tests.conftest import VNNI
 from tests.models import feeds

@@ -32,9 +32,8 @@ from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.proof import FusionReport, Status
 from kenosis_ort.targets.qnn import htp_proof as proof
-from kenosis_ort.targets.qnn import qnn_runtime as runtime
-from kenosis_ort.targets.qnn.htp_proof import prove, report_of
-from kenosis_ort.targets.qnn.qnn_runtime import PROVIDER, Answer
+from kenosis_ort.targets.qnn import htp_proof as runtime
+from kenosis_ort.targets.qnn.htp_proof import PROVIDER, Answer, prove, report_of
 from tests import models
 from tests.models import Net
 

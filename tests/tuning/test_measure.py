@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort import HostProfile, OptionError, measure_host
 from kenosis_ort.cli.main import main
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.costs import KernelCost, Work
-from kenosis_ort.targets.profile import processor
+from kenosis_ort.targets.profile import KernelCost, Work, processor
 from kenosis_ort.tuning import measure
 from kenosis_ort.tuning.measure import measure_profile
 

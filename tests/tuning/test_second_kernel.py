@@ -13,8 +13,8 @@ import pytest
 from kenosis_ort.flow import target_options
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.costs import Probe
 from kenosis_ort.targets.ort_cpu.probes import _convs
+from kenosis_ort.targets.profile import Probe
 from kenosis_ort.tuning import measure
 
 SHAPES = [(512, 256, 7, 1, 1, 1), (16, 16, 7, 1, 1, 1)]

@@ -1,8 +1,7 @@
 """Target ``onednn``: OpenVINO's CPU plugin, and ONNX Runtime's OpenVINO provider, whose kernels are oneDNN's.
 
 `rules` is the table, `anchors` and `apart` what else suits its kernels; `patterns` is what oneDNN's guide says
-of quantized Convolutions, `conformance` holds models against it; `runtime` asks OpenVINO, `assignment` and `proof` read
-what it says.
+of quantized Convolutions, `conformance` holds models against it; `openvino_proof` asks OpenVINO and reads what it says.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from onnx import TensorProto
 from kenosis_ort.graph.qdq import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
-from kenosis_ort.targets.onednn.openvino_proof import prove
+from kenosis_ort.targets.onednn.openvino_proof import missing, open_runner, prove
 from kenosis_ort.targets.onednn.openvino_rules import (
     CONSTANT_STEPS,
     EPILOGUE,
@@ -27,7 +26,6 @@ from kenosis_ort.targets.onednn.openvino_rules import (
     share_subsampling,
     writes_float,
 )
-from kenosis_ort.targets.onednn.openvino_runtime import missing, open_runner
 from kenosis_ort.targets.prefix import leave_prefix_float
 
 _WHY_NOT: Final = missing()

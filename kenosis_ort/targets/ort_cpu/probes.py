@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.targets.costs import Form, Probe, Work
 from kenosis_ort.targets.ort_cpu.work import SHIFTED, conv_work, linear_work, pool_work, softmax_work
+from kenosis_ort.targets.profile import Form, Probe, Work
 
 _LARGE: Final = 56  # size of pictures that only pools behind a stem read
 _FEW: Final = 4  # channels at both ends of a branch

@@ -12,7 +12,7 @@ import onnx
 from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
-from kenosis_ort.rewrite.pooling import Axis, window_attributes, window_axes
+from kenosis_ort.rewrite.clips import Axis, window_attributes, window_axes
 from kenosis_ort.rewrite.rule import PADDED, Editor, NotCollapsibleError, rule
 
 _LARGEST_WINDOW = 25

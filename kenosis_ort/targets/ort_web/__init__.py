@@ -52,12 +52,12 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
-from kenosis_ort.targets.costs import CostTable, Work
-from kenosis_ort.targets.costs import KernelCost as K
 from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Target, TimedRuntime, rule
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.work import work_of as cpu_work_of
 from kenosis_ort.targets.ort_web.node import clock, missing, open_runner, prove
+from kenosis_ort.targets.profile import CostTable, Work
+from kenosis_ort.targets.profile import KernelCost as K
 
 _OTHER: Final = frozenset({"absorb-relu", "absorb-clip"})
 _OF_X86_64: Final = frozenset(

@@ -16,8 +16,7 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Target, rule
-from kenosis_ort.targets.qnn.htp_proof import prove
-from kenosis_ort.targets.qnn.qnn_runtime import missing
+from kenosis_ort.targets.qnn.htp_proof import missing, prove
 
 _WHY_NOT: Final = missing()
 _rule: Final = partial(rule, versions="onnxruntime-qnn>=2.7")
