@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import kenosis_ort
 from kenosis_ort.runtime.session import session_options
-from kenosis_ort.targets.ort_web.node import WebRunner, clock, node, stored
+from kenosis_ort.targets.ort_web import WebRunner, clock, node, stored
 
 Feed = dict[str, npt.NDArray[Any]]
 SHORT, LONG = 2, 6  # nodes of a chain

@@ -34,7 +34,7 @@ from architectures import net_file, sqnr_by_output
 from nets import NETS, Feed
 
 import kenosis_ort
-from kenosis_ort.targets.ort_web.node import WebRunner, missing, prove
+from kenosis_ort.targets.ort_web import WebRunner, missing, prove
 
 VARIANTS = ("default", "best", "ort-cpu", "ort-web")
 _EVALUATED = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kenosis_ort.targets.ort_web.node import VARIABLE, missing
+from kenosis_ort.targets.ort_web import VARIABLE, missing
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ARGUMENTS = (

@@ -21,15 +21,14 @@ from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import cheapest_in_float
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.targets import TimedRuntime, get_target
+from kenosis_ort.targets import TimedRuntime, get_target, ort_web
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.ort_web import node, spell_relus
-from kenosis_ort.targets.ort_web.node import prove
+from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.models import Net
 
-there = pytest.mark.skipif(bool(node.missing()), reason=node.missing())
+there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
 Array = npt.NDArray[Any]
 
 
@@ -65,7 +64,7 @@ def test_rule_web_relu_as_table(tmp_path: Path) -> None:
     model = quantized(chain(), tmp_path / "out.onnx")
     assert ops(model).count("LeakyRelu") == 3
     assert all(a.f == 0.0 for n in model.graph.node if n.op_type == "LeakyRelu" for a in n.attribute)
-    if not node.missing():
+    if not ort_web.missing():
         report = prove(tmp_path / "out.onnx")
         assert {s for s, _ in kernels(report, "LeakyRelu")} == {Status.INTEGER}
         assert all("QLinearLeakyRelu" in kernel for _, kernel in kernels(report, "LeakyRelu"))
@@ -74,7 +73,7 @@ def test_rule_web_relu_as_table(tmp_path: Path) -> None:
 def test_rule_web_clip_as_table(tmp_path: Path) -> None:
     model = quantized(chain("Clip"), tmp_path / "out.onnx")
     assert "Clip" not in ops(model)
-    if not node.missing():
+    if not ort_web.missing():
         assert {s for s, _ in kernels(prove(tmp_path / "out.onnx"), "LeakyRelu")} == {Status.INTEGER}
 
 
@@ -228,15 +227,15 @@ def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, t
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(node.VARIABLE, raising=False)
-    assert node.VARIABLE in node.missing()
-    monkeypatch.setenv(node.VARIABLE, str(tmp_path))
+    monkeypatch.delenv(ort_web.VARIABLE, raising=False)
+    assert ort_web.VARIABLE in ort_web.missing()
+    monkeypatch.setenv(ort_web.VARIABLE, str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/node")
-    assert f"'{tmp_path}', which has no node_modules" in node.missing()
+    assert f"'{tmp_path}', which has no node_modules" in ort_web.missing()
     monkeypatch.setattr("shutil.which", lambda _: None)
-    assert "not on the path" in node.missing()
+    assert "not on the path" in ort_web.missing()
     with pytest.raises(VerificationError, match="not on the path"):
-        node.Node(3)
+        ort_web.Node(3)
 
 
 def test_libraries_of_operators_are_refused() -> None:
@@ -249,13 +248,13 @@ def test_it_computes_what_stock_does(tmp_path: Path) -> None:
     model = chain()
     quantized(model, tmp_path / "out.onnx")
     feed = models.feeds(model, 1)[0]
-    runner, before = node.WebRunner(tmp_path / "out.onnx"), node.clock()
+    runner, before = ort_web.WebRunner(tmp_path / "out.onnx"), ort_web.clock()
     (got,) = runner.run(None, feed)
     (want,) = ort.InferenceSession(tmp_path / "out.onnx").run(None, feed)
     assert got.shape == want.shape
     assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
     assert runner.seconds > 0
-    assert node.clock() - before == pytest.approx(runner.seconds)
+    assert ort_web.clock() - before == pytest.approx(runner.seconds)
 
 
 @there
@@ -273,7 +272,7 @@ def test_external_data_is_read(tmp_path: Path) -> None:
     model = chain()
     onnx.save(model, tmp_path / "split.onnx", save_as_external_data=True, size_threshold=0, location="weights.bin")
     feed = models.feeds(model, 1)[0]
-    (got,) = node.WebRunner(str(tmp_path / "split.onnx")).run(None, feed)
+    (got,) = ort_web.WebRunner(str(tmp_path / "split.onnx")).run(None, feed)
     (want,) = ort.InferenceSession(tmp_path / "split.onnx").run(None, feed)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
@@ -281,13 +280,13 @@ def test_external_data_is_read(tmp_path: Path) -> None:
 @there
 def test_a_model_that_it_refuses() -> None:
     with pytest.raises(VerificationError, match="refuses"):
-        node.WebRunner(b"no model")
+        ort_web.WebRunner(b"no model")
 
 
 @there
 def test_a_process_that_ended_is_told_of_and_started_again() -> None:
-    runner = node.WebRunner(chain().SerializeToString())
-    node.node(1).child._process.kill()
+    runner = ort_web.WebRunner(chain().SerializeToString())
+    ort_web.node(1).child._process.kill()
     with pytest.raises(VerificationError, match="ended"):
         runner.run(None, models.feeds(chain(), 1)[0])
-    assert node.node(1).child.runs
+    assert ort_web.node(1).child.runs
