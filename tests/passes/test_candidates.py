@@ -45,6 +45,17 @@ def test_a_candidate_is_loaded_once_and_run_once_on_a_sample():
     assert (counts.total.sessions, counts.total.runs) == (1, 1)
 
 
+def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch):
+    model = scaled(1.0)
+    feeds = models.feeds(model, 3)
+    monkeypatch.setattr("kenosis_ort.passes.candidates._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
+    candidates = Candidates()
+    with counted() as counts:
+        list(candidates.outputs(model, feeds))
+        list(candidates.outputs(model, feeds))
+    assert counts.total.runs == 4
+
+
 def test_equal_candidates_are_told_apart_by_identity():
     a, b = scaled(1.0), scaled(1.0)
     feeds = models.feeds(a, 1)
