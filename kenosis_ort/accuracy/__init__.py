@@ -1,1 +1,1 @@
-"""Passes that make a quantized model closer to its float model: pure functions on models, one pass a file."""
+"""Measures of what outputs are for, comparison of outputs and layers of two models, and the caller's metric."""
