@@ -36,7 +36,7 @@ from _zoo import ZOO, load_zoo, single_sample
 from onnx import numpy_helper
 
 import kenosis_ort
-from kenosis_ort.interop.convert import FORMATS
+from kenosis_ort.interop import FORMATS
 
 nodes.GOOD_DB = 25.0
 CASE_SECONDS = 90.0

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.errors import VerificationError as VerificationError
     from kenosis_ort.fusing import FusedModel as FusedModel
     from kenosis_ort.fusing import fuse as fuse
-    from kenosis_ort.interop.convert import Conversion as Conversion
+    from kenosis_ort.interop import Conversion as Conversion
     from kenosis_ort.options import Placement as Placement
     from kenosis_ort.options import Speed as Speed
     from kenosis_ort.options import Stages as Stages
@@ -66,8 +66,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.targets.proof import PatternReport as PatternReport
     from kenosis_ort.verify.fusion import verify_fusion as verify_fusion
     from kenosis_ort.verify.fusion import verify_patterns as verify_patterns
-    from kenosis_ort.weights.quantize import WeightReport as WeightReport
-    from kenosis_ort.weights.quantize import quantize_weights as quantize_weights
+    from kenosis_ort.weights.block_model import WeightReport as WeightReport
+    from kenosis_ort.weights.block_model import quantize_weights as quantize_weights
 
 __version__ = "0.1.0"
 
@@ -91,7 +91,7 @@ _NAMES: Final = {
     "KenosisError KenosisWarning ModelLoadError NothingToQuantizeError OptionError OutputError UnsupportedModelError "
     "VerificationError",
     "kenosis_ort.fusing": "FusedModel fuse",
-    "kenosis_ort.interop.convert": "Conversion",
+    "kenosis_ort.interop": "Conversion",
     "kenosis_ort.options": "Placement Speed Stages",
     "kenosis_ort.plan": "PlacementPlan",
     "kenosis_ort.recipe": "RECIPES Recipe",
@@ -99,7 +99,7 @@ _NAMES: Final = {
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport PatternReport",
     "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
-    "kenosis_ort.weights.quantize": "WeightReport quantize_weights",
+    "kenosis_ort.weights.block_model": "WeightReport quantize_weights",
 }
 _HOMES: Final = tuple(name for names in _NAMES.values() for name in names.split())
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.accuracy.metric import Metric
     from kenosis_ort.calibration.table import CalibrationTable
     from kenosis_ort.flow.request import Progress, Request
-    from kenosis_ort.interop.convert import Conversion
+    from kenosis_ort.interop import Conversion
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import Recipe
     from kenosis_ort.recipe_file import RecipeFile
@@ -247,7 +247,7 @@ def convert(
         KenosisError: One of its subclasses; nothing was written. What a format cannot express is an
             `UnsupportedModelError` that names the node and what it says.
     """
-    from kenosis_ort.interop.convert import convert_model
+    from kenosis_ort.interop import convert_model
 
     return convert_model(model, out, to, custom_op_libraries=custom_op_libraries)
 

@@ -19,7 +19,7 @@ from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.recipe_file import value_of
-from kenosis_ort.weights.quantize import quantize_weights
+from kenosis_ort.weights.block_model import quantize_weights
 
 
 def convert(arguments: argparse.Namespace, screen: Screen) -> int:

@@ -32,10 +32,10 @@ from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.placement.saturation import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for

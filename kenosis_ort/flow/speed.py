@@ -50,7 +50,7 @@ from kenosis_ort.runtime.session import open_session, openable
 from kenosis_ort.storage.scratch import Scratch
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
 from kenosis_ort.tuning.races import RaceSetup, race
-from kenosis_ort.weights.kernels import weight_only
+from kenosis_ort.weights.blocks import weight_only
 
 _log = logging.getLogger(__name__)
 _APART: Final = 4

@@ -31,8 +31,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.draft import Draft, forget_types
-from kenosis_ort.formats.tensors import annotate, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes, forget_types, integer_bounds, width_of
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 

@@ -16,10 +16,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import base_name, refuse
-from kenosis_ort.formats.tensors import QLINEAR
+from kenosis_ort.formats.tensors import QLINEAR, Draft
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 

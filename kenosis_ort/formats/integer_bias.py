@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
+from kenosis_ort.formats.tensors import Draft
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 

@@ -27,7 +27,6 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.draft import Draft
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
 from kenosis_ort.formats.integer_bias import (
     FLOAT_LAYERS,
@@ -39,7 +38,7 @@ from kenosis_ort.formats.integer_bias import (
     fit,
     is_data_movement,
 )
-from kenosis_ort.formats.tensors import annotate, declared_datatypes
+from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
 

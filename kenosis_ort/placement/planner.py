@@ -25,10 +25,10 @@ from typing import Final
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.absorption import saturation_limits
 from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.cost import CostEstimate, cheapest_in_float, estimate
 from kenosis_ort.placement.decisions import Decider, Range, ScaleGroups, share_scales
-from kenosis_ort.placement.saturation import saturation_limits
 from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit
 from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import Role

@@ -1,16 +1,32 @@
-"""Weights, biases and constant operands: integers behind DQ, or floats behind Q and DQ where the caller says so.
+"""Weights, biases and constant operands: scales, rounding, and integers behind DQ or floats behind Q and DQ.
+
+Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
 
 Stage 3: int32 bias at exactly ``input_scale * weight_scale``, zero point 0, in float64.
 
 The runtime's kernels multiply the two scales themselves and trust the bias to be on that grid; a Gemm whose bias
 is on another grid is silently wrong (rule bias-scale-mismatch-gemm-wrong). Source: Kenosis paper, stage 3.
+
+Where kernels add pairs of products in int16, the scale of a channel is the finest at which no pair of its weights can
+clip, whatever the activations are: ``max(max |w| / 127, max over pairs of one sign (|w0| + |w1|) / 128)``. All 8 bits
+are used, which 7-bit weights (``reduce_range``) give up, and the same integers come out on every processor.
+
+Of fewer bits than 8 the scale is the one with the least squared error: there clipping a few large weights costs less
+than coarse steps for all others.
+
+The scale of a channel is widened where the int32 bias would overflow at ``input_scale * weight_scale``, or that product
+would underflow: near-dead channels have tiny weights and a bias that is not tiny. A channel of zeros, whose scale is
+free, gets one at which its bias is as fine as those of the others.
+Source: Kenosis paper, stages 2 and 3.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +45,191 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, pair_orders
+from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, pair_orders, pair_sums
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.editor import Array, QdqEditor, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs
 from kenosis_ort.quantizer.stock import four_bit_types
-from kenosis_ort.quantizer.weights import QuantizedWeight, least_scale, pair_scale, quantize_weight
+
+Float64 = npt.NDArray[np.float64]
+_BLOCK = 2**20  # elements
+_BIAS_LIMIT = float(2**30)  # half of int32's range: the accumulator needs room beside the bias
+_FINE = 7  # bits at which the largest weight decides about the scale
+_SHARES: Final[Float64] = np.concatenate(([1.0], np.linspace(0.98, 0.3, 35)))  # the first of equals is taken
+_SAMPLED = 4096  # weights a channel
+_LEAST_PRODUCT = 2.0 * float(np.finfo(np.float32).tiny)  # of two scales; below float32 rounds it coarsely
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Weights as integers.
+
+    Attributes:
+        values: int8, the shape of the weight, zero point included.
+        scale: float32, shape () per tensor or (channels,) per channel.
+        axis: Channel axis, None per tensor.
+        widened: Number of channels whose scale was widened for the bias.
+    """
+
+    values: npt.NDArray[np.int8]
+    scale: npt.NDArray[np.float32]
+    axis: int | None
+    widened: int
+
+
+def quantize_weight(
+    weight: npt.NDArray[np.generic],
+    *,
+    axis: int | None,
+    reduce_range: bool = False,
+    bits: int = 8,
+    biases: Sequence[tuple[float, Float64]] = (),
+    zero_point: int = 0,
+    orders: Sequence[PairOrder] = (),
+    largest_pair: int | None = None,
+) -> QuantizedWeight:
+    """Quantizes a weight tensor.
+
+    Args:
+        weight: Real weights of any shape.
+        axis: Channel axis, None per tensor.
+        reduce_range: 7-bit weights (-64..64).
+        bits: Width of the integers; the range is symmetric, -7..7 for 4.
+        biases: For each consumer (input scale, bias of shape (channels,)) that must fit int32.
+        zero_point: 0, or -1 for weights that are stored one lower.
+        orders: In which kernels that add pairs of products in int16 read the weights.
+        largest_pair: What stored weights of one sign in a pair may sum to; None for whatever they do.
+
+    Raises:
+        ValueError: The weights or the biases are not finite.
+    """
+    top = min(64 if reduce_range else 127, 2 ** (bits - 1) - 1)
+    largest = _largest(weight, axis)
+    if not np.isfinite(largest).all():
+        raise ValueError("the weight holds NaN or infinity")
+    # A channel of zeros gets the scale of the largest: its bias then has the steps of the others, not steps of 1.
+    scale = np.where(largest > 0.0, largest / top, largest.max(initial=0.0) / top or 1.0)
+    if bits <= _FINE:  # no two are too large
+        largest_pair = None
+    scale = np.maximum(scale, pair_scale(weight, axis, orders, largest_pair, zero_point))
+    if bits < _FINE:
+        scale = scale * _least_error_share(weight, scale, axis, top)
+    needed = least_scale(biases, scale)
+    if not np.isfinite(needed).all():
+        raise ValueError("a bias of the weight holds NaN or infinity")
+    widened = int(np.count_nonzero(needed > scale))
+    stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
+    values = np.empty(weight.shape, np.int8)
+    steps = stored.astype(np.float64).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
+    for block in _blocks(weight):
+        step = steps[block] if axis == 0 else steps
+        values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top) + zero_point
+        if largest_pair is not None:
+            for order in orders:
+                values[block] = _lowered(values[block], order, largest_pair)
+    return QuantizedWeight(values, stored, axis, widened)
+
+
+def pair_scale(
+    weight: npt.NDArray[np.generic],
+    axis: int | None,
+    orders: Sequence[PairOrder],
+    largest_pair: int | None,
+    zero_point: int = 0,
+) -> Float64:
+    """Least scale at which no two neighbours of one sign sum to more than a kernel holds, shape () or (channels,).
+
+    Args:
+        weight: Real weights of any shape.
+        axis: Channel axis, None per tensor.
+        orders: In which kernels read the weights.
+        largest_pair: What two stored neighbours may sum to; None for whatever they do.
+        zero_point: 0, or -1 for weights that are stored one lower.
+    """
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    if largest_pair is None:
+        return found
+    room = largest_pair + 2 * zero_point  # both of a pair are stored lower
+    for order in orders:
+        found = np.maximum(found, _largest_pair(weight, axis, order) / room)
+    return found
+
+
+def _largest_pair(weight: npt.NDArray[np.generic], axis: int | None, order: PairOrder) -> Float64:
+    """Largest magnitude that two weights of one sign in a pair sum to, shape () or (channels,)."""
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    for block in _blocks(weight):
+        pairs = order.pairs(np.asarray(weight[block], np.float64))
+        a, b = pairs[..., 0], pairs[..., 1]  # a reduction over two is slow
+        sums = np.maximum(np.maximum(a, 0.0) + np.maximum(b, 0.0), -(np.minimum(a, 0.0) + np.minimum(b, 0.0)))
+        if axis is None or axis not in order.row_axes():
+            found = np.maximum(found, sums.max(initial=0.0))  # an axis that pairs cross: one bound for all channels
+            continue
+        row = order.row_axes().index(axis)
+        part = sums.max(axis=tuple(i for i in range(sums.ndim) if i != row), initial=0.0)
+        if axis == 0:
+            found[block] = part
+        else:
+            found = np.maximum(found, part)
+    return found
+
+
+def _lowered(values: npt.NDArray[np.int8], order: PairOrder, limit: int) -> npt.NDArray[np.int8]:
+    """The integers, the larger of a pair brought nearer to 0 where rounding took the pair's sum beyond the limit."""
+    high, low = pair_sums(values, order)
+    excess = np.maximum(high - limit, 0) + np.minimum(low + limit, 0)  # of one sign: both cannot be
+    if not excess.any():
+        return values
+    pairs = order.pairs(values).astype(np.int16)
+    larger = np.argmax(pairs * np.sign(excess)[..., None], axis=-1)[..., None]
+    np.put_along_axis(pairs, larger, np.take_along_axis(pairs, larger, -1) - excess[..., None], -1)
+    return np.ascontiguousarray(order.tensor(pairs, values.shape), np.int8)
+
+
+def _least_error_share(weight: npt.NDArray[np.generic], scale: Float64, axis: int | None, top: int) -> Float64:
+    """Factor for each scale with the least squared error, from some of the weights where there are many."""
+    rows = np.moveaxis(weight, axis, 0).reshape(scale.size, -1) if axis is not None else weight.reshape(1, -1)
+    steps = np.asarray(rows[:, :: max(1, rows.shape[1] // _SAMPLED)], np.float64) / scale.reshape(-1, 1)
+    errors = [np.square(steps - np.clip(np.rint(steps / share), -top, top) * share).sum(axis=1) for share in _SHARES]
+    return np.asarray(_SHARES[np.argmin(errors, axis=0)].reshape(scale.shape))
+
+
+def _largest(weight: npt.NDArray[np.generic], axis: int | None) -> Float64:
+    """The largest magnitudes, shape () or (channels,); NaN or infinity stay what they are."""
+    others = tuple(i for i in range(weight.ndim) if i != axis)
+    found = np.zeros(() if axis is None else weight.shape[axis])
+    for block in _blocks(weight):
+        part = np.abs(np.asarray(weight[block], np.float64)).max(axis=others, initial=0.0)
+        if axis == 0:
+            found[block] = part
+        else:
+            found = np.maximum(found, part)
+    return found
+
+
+def _blocks(weight: npt.NDArray[np.generic]) -> Iterator[tuple[slice, ...]]:
+    """Yields slices of the first axis, so that float64 temporaries stay small beside a large weight."""
+    if weight.ndim == 0:
+        yield ()
+        return
+    rows = max(2, _BLOCK // max(1, math.prod(weight.shape[1:])) // 2 * 2)  # even: pairs along the axis stay together
+    for start in range(0, weight.shape[0], rows):
+        yield (slice(start, start + rows),)
+
+
+def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Float64:
+    """The smallest weight scale at which every bias fits int32.
+
+    Args:
+        biases: For each consumer (input scale, bias of shape (channels,)).
+        scale: The weight's own scale, of shape () or (channels,): the shape of the result.
+    """
+    needed = np.zeros_like(scale, dtype=np.float64)
+    for input_scale, bias in biases:
+        steps = np.maximum(np.abs(np.asarray(bias, dtype=np.float64)) / _BIAS_LIMIT, _LEAST_PRODUCT)
+        least = steps / input_scale
+        needed = np.maximum(needed, least.max(initial=0.0) if scale.ndim == 0 else least)
+    return needed
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 from kenosis_ort.errors import KenosisError, ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.interop.convert import read_model
+from kenosis_ort.interop import read_model
 from tests.formats.qonnx import DOMAIN, Net, conv_net, execute
 
 

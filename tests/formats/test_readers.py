@@ -16,7 +16,7 @@ from kenosis_ort.errors import KenosisError
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
-from kenosis_ort.interop.convert import read_model
+from kenosis_ort.interop import read_model
 from tests.formats.qonnx import X86, Net, conv_net
 
 QUANTIZED = ("QuantizeLinear", "DequantizeLinear")

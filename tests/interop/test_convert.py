@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 
 from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert
+from kenosis_ort import interop as convert_module
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
-from kenosis_ort.interop import convert as convert_module
-from kenosis_ort.interop.convert import read_model
+from kenosis_ort.interop import read_model
 from tests.formats.qonnx import Net, conv_net, execute
 
 SHARED = Path(__file__).parents[3] / "shared" / "corpus" / "quantized"

@@ -10,8 +10,8 @@ import pytest
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.absorption import SeenAs, saturation_limits, seen_as, values_of_own_scale
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.placement.saturation import SeenAs, saturation_limits, seen_as, values_of_own_scale
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.placement.build import view_of

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.quantizer.constant_scales import quantize_bias
-from kenosis_ort.quantizer.weights import QuantizedWeight, quantize_weight
+from kenosis_ort.quantizer.constant_scales import QuantizedWeight, quantize_bias, quantize_weight
 
 ANY = settings(deadline=None)
 TINY = float(np.finfo(np.float32).tiny)
@@ -181,7 +180,7 @@ def test_blocks_change_nothing(made: tuple[Float32, int | None], block: int) -> 
     weight, axis = made
     whole = quantize_weight(weight, axis=axis)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kenosis_ort.quantizer.weights._BLOCK", block)
+        patch.setattr("kenosis_ort.quantizer.constant_scales._BLOCK", block)
         parts = quantize_weight(weight, axis=axis)
     assert np.array_equal(whole.values, parts.values)
     assert np.array_equal(whole.scale, parts.scale)

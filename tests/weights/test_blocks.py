@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.weights.blocks import block_of, find_grid, pack
-from kenosis_ort.weights.kernels import relative_error, round_in_blocks
+from kenosis_ort.weights.blocks import block_of, find_grid, pack, relative_error, round_in_blocks
 
 SIZES = {"rows": st.integers(1, 70), "columns": st.integers(1, 5), "seed": st.integers(0, 999)}
 KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8]), "symmetric": st.booleans()}

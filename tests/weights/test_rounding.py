@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.weights.blocks import find_grid
-from kenosis_ort.weights.kernels import fitted_steps, relative_error, round_in_blocks
+from kenosis_ort.weights.blocks import find_grid, fitted_steps, relative_error, round_in_blocks
 
 
 @settings(max_examples=25, deadline=None)

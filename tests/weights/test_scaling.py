@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort import quantize_weights
-from kenosis_ort.weights.blocks import Weighed, weigh_channels
-from kenosis_ort.weights.kernels import relative_error, round_in_blocks
+from kenosis_ort.weights.blocks import Weighed, relative_error, round_in_blocks, weigh_channels
 from tests.flow.support import sqnr_db
 from tests.models import FeedReader
 from tests.planning import parse

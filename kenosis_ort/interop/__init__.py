@@ -1,1 +1,0 @@
-"""Reading quantized models of other tools and writing them in another format."""
