@@ -76,7 +76,7 @@ def test_weights_stage_rounds_in_float64(tmp_path: Path) -> None:
         real = onnx.numpy_helper.to_array(
             next(i for i in models.residual_block().graph.initializer if i.name == name)
         ).astype(np.float64)
-        walked = real.transpose(0, 2, 3, 1).reshape(len(real), -1)  # in the kernel's order, see product_pairs
+        walked = real.transpose(0, 2, 3, 1).reshape(len(real), -1)  # in the kernel's order, see graph.qdq
         both = np.pad(walked, [(0, 0), (0, walked.shape[1] % 2)]).reshape(len(real), -1, 2)
         pairs = np.abs(both.sum(axis=2)) * (both.prod(axis=2) > 0)
         scale = np.maximum(np.abs(walked).max(axis=1) / 127, pairs.max(axis=1) / 128)
