@@ -27,8 +27,8 @@ from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.leave_float import MixedPrecision
-from kenosis_ort.passes.registry import PASSES, registered
 from kenosis_ort.passes.round_weights import LearnedRounding
+from kenosis_ort.passes.runner import PASSES, registered
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.writing import regular, write_text

@@ -26,7 +26,7 @@ from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
 from kenosis_ort.report.gathering import profile_tensors, sketch_graph
 from kenosis_ort.runtime.session import Session, open_session, session_options
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 _KERNEL: Final = "_kernel_time"
 _NCHWC: Final = "_nchwc"

@@ -18,7 +18,6 @@ import onnx
 from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.derived import Functions, functions_of, unions_of, united
 from kenosis_ort.calibration.feeds import (
     Feed,
     Part,
@@ -37,7 +36,7 @@ from kenosis_ort.calibration.part_session import (
     initializer_arrays,
 )
 from kenosis_ort.calibration.parts import StagedModel
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.statistics import Functions, TensorStatistics, functions_of, unions_of, united
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order

@@ -12,7 +12,7 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
 * the range whose quantized distribution diverges least from the real one (``entropy``): Kullback-Leibler divergence
   between the distribution clipped to a candidate range and the same spread evenly over each level of the grid. Source:
   S. Migacz, "8-bit Inference with TensorRT", GTC 2017; here with ranges on both sides of 0, and at the resolution of
-  the histogram. Stock's symmetric method is in `kenosis_ort.calibration.methods`.
+  the histogram. Stock's symmetric method is in `kenosis_ort.calibration.histogram`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import onnx
 import onnx.helper
 import onnxruntime as ort
 
-from kenosis_ort.calibration.blocked import without_reorders
+from kenosis_ort.calibration.accumulators import without_reorders
 from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import Is, having
@@ -38,7 +38,7 @@ from kenosis_ort.runtime.session import (
     session_options,
     write_optimized,
 )
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class ObservedModel(Closing):
 
         Returns:
             The session, and by the names of outputs that come in blocks what they are called there
-            (`kenosis_ort.calibration.blocked.as_blocked` takes their arrays).
+            (`kenosis_ort.calibration.accumulators.as_blocked` takes their arrays).
 
         Raises:
             CalibrationError: As `segment`.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from kenosis_ort.calibration.blocked import as_blocked
+from kenosis_ort.calibration.accumulators import as_blocked
 from kenosis_ort.calibration.feeds import bytes_of
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, constant_values, run
 from kenosis_ort.errors import CalibrationError
@@ -232,7 +232,7 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
-        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.blocked.Blocked`.
+        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.accumulators.Blocked`.
 
     Attributes:
         is_heavy: Its weights are too many for one part: it is best run on several feeds at a time.

@@ -15,7 +15,7 @@ from rich.text import Text
 import kenosis_ort.demo.__main__ as demonstration
 from kenosis_ort.api import measure_host
 from kenosis_ort.bench import bench
-from kenosis_ort.bench.bench_report import render_bench
+from kenosis_ort.bench.benchmark import render_bench
 from kenosis_ort.bench.doctor import Examination, KernelSpeed, examine
 from kenosis_ort.cli import exits, flags
 from kenosis_ort.cli.screen import Screen

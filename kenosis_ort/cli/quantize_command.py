@@ -32,7 +32,7 @@ from kenosis_ort.graph.save import check_destination
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.recipe import is_recipe_file
 from kenosis_ort.recipe_file import RecipeFile, resolve
-from kenosis_ort.report.explanation import Explanation, explain_plan
+from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import make_table
 from kenosis_ort.report.text import render_report

@@ -27,7 +27,7 @@ from kenosis_ort.calibration.readers import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, VerificationError
 from kenosis_ort.runtime.session import Array, Session, open_session
-from kenosis_ort.storage.scratch import remove_leftovers
+from kenosis_ort.storage.writing import remove_leftovers
 
 _KEPT: Final = 2
 """Models whose sessions a worker keeps."""

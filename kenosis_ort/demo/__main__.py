@@ -26,11 +26,11 @@ from kenosis_ort.demo.measurements import (
     measure_speed,
     model_path,
 )
-from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels
+from kenosis_ort.report.evidence import fusion_verdict, heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import make_table
 from kenosis_ort.report.text import format_bytes, render_fusion
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion
 
 

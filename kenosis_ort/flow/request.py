@@ -14,7 +14,7 @@ from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.options import EXPORT_FORMATS, Evidence, Failure, Format, OutputPolicy, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.registry import passes_of
+from kenosis_ort.passes.runner import passes_of
 from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantFormat, QuantType

@@ -76,8 +76,7 @@ from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
-from kenosis_ort.storage.scratch import Scratch, remove_leftovers
-from kenosis_ort.storage.writing import is_lack_of_room, room_is_needed, same_file
+from kenosis_ort.storage.writing import Scratch, is_lack_of_room, remove_leftovers, room_is_needed, same_file
 
 _CALLERS: Final = (
     CalibrationCacheError,

@@ -47,7 +47,7 @@ from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.session import open_session, openable
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
 from kenosis_ort.tuning.races import RaceSetup, race
 from kenosis_ort.weights.blocks import weight_only

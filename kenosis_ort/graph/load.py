@@ -45,8 +45,7 @@ from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.runtime.limits import check_runtime_loads
 from kenosis_ort.runtime.session import MAPPED_FROM, Session, open_session
-from kenosis_ort.storage.scratch import Scratch
-from kenosis_ort.storage.writing import absolute, regular
+from kenosis_ort.storage.writing import Scratch, absolute, regular
 
 _BLOCKWISE = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 

@@ -38,7 +38,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 ROOT: Final = "/"
 """The folder that references are relative to."""

@@ -33,8 +33,7 @@ from google.protobuf.message import EncodeError
 from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.outside import external_files, serialized, weight_bytes, write_external_data
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
-from kenosis_ort.storage.writing import is_possible, sha256_of
+from kenosis_ort.storage.writing import Scratch, is_possible, lock_folder, remove_leftovers, sha256_of
 
 _KEY: Final = "kenosis_ort.target"
 _PROCESSORS: Final = "kenosis_ort.processors"

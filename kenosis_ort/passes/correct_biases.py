@@ -26,8 +26,7 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.accuracy.channel_statistics import channel_statistics, float_ranks
-from kenosis_ort.accuracy.responses import Response, activation_behind
+from kenosis_ort.accuracy.channel_statistics import Response, activation_behind, channel_statistics, float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.constants import GraphIndex

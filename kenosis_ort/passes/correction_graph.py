@@ -24,7 +24,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from kenosis_ort.accuracy.responses import LEAST_SLOPE, Activation
+from kenosis_ort.accuracy.channel_statistics import LEAST_SLOPE, Activation
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.walk import all_names, opset_of, read_names, reserve_name

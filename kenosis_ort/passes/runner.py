@@ -1,6 +1,8 @@
 """The one runner of passes: try, evaluate on held-out samples, keep or undo, survive what raises, record.
 
 What became of a pass, for the report.
+
+The list of passes: their order is that in which they run, those that change weights first.
 """
 
 from __future__ import annotations
@@ -8,15 +10,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
+from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, noted
+from kenosis_ort.passes.correct_biases import BiasCorrection
+from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.evaluator import Evaluator, Feed, Score, some_of
+from kenosis_ort.passes.leave_float import MixedPrecision
+from kenosis_ort.passes.round_weights import LearnedRounding
+from kenosis_ort.passes.scale_rows import RowScales
+from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.data import Data
 
 
@@ -163,3 +173,59 @@ def _reported(found: Candidate, before: State) -> Candidate:
     after = found.state
     silent = after.prepared is not before.prepared and after.rescaled.keys() == before.rescaled.keys()
     return replace(found, state=replace(after, is_reported=False)) if silent else found
+
+
+PASSES: Final[tuple[type[Pass], ...]] = (
+    RowScales,
+    Equalization,
+    SmoothQuant,
+    BiasCorrection,
+    RangeChoice,
+    LearnedRounding,
+    MixedPrecision,
+)
+"""Those that come with the package; their settings are fields of `kenosis_ort.Recipe` itself."""
+
+_order: list[type[Pass]] = [*PASSES]
+
+
+def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
+    """Makes a pass known, so that recipes may hold it and recipe files may name it.
+
+    It runs where a recipe asks for it: ``Recipe(passes=(MyPass(),))``, or a table ``[recipe.my_pass]`` in a file.
+
+    Args:
+        kind: The pass. One of the same name and class, as a notebook's cell makes it again, takes the place of the
+            former one.
+        before: Name of the pass before which it runs, among those on the same side of calibration.
+
+    Raises:
+        OptionError: Its name is taken or no identifier, or there is no pass ``before`` which it could run.
+    """
+    name = kind.name
+    taken = {other.name: other for other in _order}
+    settings = {entry.name for other in PASSES for entry in fields(other)}
+    known = taken.get(name)
+    is_again = known is not None and known not in PASSES and known.__qualname__ == kind.__qualname__
+    if not name.isidentifier() or name in settings or (known is not None and not is_again):
+        raise OptionError(
+            f"a pass cannot be named '{name}'", where="register", fix="name it with an identifier that is not taken"
+        )
+    if before not in taken:
+        hint = did_you_mean(before, taken)
+        raise OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
+    if known is not None:
+        _order.remove(known)
+    _order.insert([other.name for other in _order].index(before), kind)
+
+
+def registered() -> dict[str, type[Pass]]:
+    """The passes that were registered, by name."""
+    return {kind.name: kind for kind in _order if kind not in PASSES}
+
+
+def passes_of(recipe: Any) -> tuple[Pass, ...]:
+    """The passes that a recipe asks for, in order."""
+    own = {each.name: each for each in recipe.passes}
+    found = (kind.of(recipe) if kind in PASSES else own.get(kind.name) for kind in _order)
+    return tuple(each for each in found if each is not None and each.wanted)

@@ -105,7 +105,7 @@ def stock_model(
 ) -> Any:
     """A model prepared as stock does, shapes inferred and operator set raised where stock raises it."""
     from kenosis_ort.graph.outside import copy_model
-    from kenosis_ort.storage.scratch import Scratch
+    from kenosis_ort.storage.writing import Scratch
 
     with Scratch("stock") as folder:  # stock's own folder stays where the process is killed
         path = folder / "model.onnx"

@@ -16,8 +16,7 @@ from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.recipe_file import RecipeFile, value_of
-from kenosis_ort.report.evidence import LayerTime, ReportEvidence
-from kenosis_ort.report.explanation import fusion_verdict, left_float
+from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict, left_float
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, plain, to_data
 from kenosis_ort.storage.writing import check_apart, write_text

@@ -13,8 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report.evidence import LayerTime, kernels_in_words
-from kenosis_ort.report.explanation import fusion_verdict, heavy_kernels, left_float, processors_line
+from kenosis_ort.report.evidence import (
+    LayerTime,
+    fusion_verdict,
+    heavy_kernels,
+    kernels_in_words,
+    left_float,
+    processors_line,
+)
 from kenosis_ort.report.sections import (
     PlainConsole,
     SpeedCandidate,

@@ -34,7 +34,7 @@ from typing_extensions import Self
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes, with_weights_on_disk, write_external_data
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any, Final, overload
 
 import numpy as np
 
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 IN_MEMORY: Final = 2**26
 """Bytes of arrays held in memory; what comes beyond is on disk."""

@@ -34,7 +34,7 @@ from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verd
 from kenosis_ort.bench.inputs import ModelSource, TimedModel
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.model import Runner, TimedRuntime
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from kenosis_ort.graph.qdq import (
 )
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
 from kenosis_ort.runtime.session import open_session, session_options, write_optimized
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import ClippingLoss
 
 Array = npt.NDArray[Any]

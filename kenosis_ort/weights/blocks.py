@@ -27,7 +27,7 @@ are faster. Source: ONNX Runtime contrib operator documentation; measured on ONN
 
 Weights in blocks, rounded so that a layer's output changes least, not each weight.
 
-As `kenosis_ort.passes.grid_search`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
+As `kenosis_ort.passes.round_weights`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
 and a choice ``v`` on its grid, the output's squared error over inputs ``x`` is ``(v - w)^T H (v - w)`` with
 ``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023, rows in the order of their importance; then coordinate
 descent, in turn with the steps of all blocks of a column, fitted to its integers by least squares. The first grid is
@@ -49,8 +49,8 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.passes.grid_search import Grid, descend, pass_on
 from kenosis_ort.passes.layers import array_of
+from kenosis_ort.passes.round_weights import Grid, descend, pass_on
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
 

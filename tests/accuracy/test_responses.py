@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, parser
 
-from kenosis_ort.accuracy.responses import Response, activation_behind, clip_bounds
+from kenosis_ort.accuracy.channel_statistics import Response, activation_behind, clip_bounds
 from kenosis_ort.graph.constants import GraphIndex
 
 ACTIVATIONS = {

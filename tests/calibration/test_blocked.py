@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig
 from kenosis_ort.calibration import part_session as session
-from kenosis_ort.calibration.accumulators import Accumulator, extremes_and_some
-from kenosis_ort.calibration.blocked import Blocked, in_order, pick
+from kenosis_ort.calibration.accumulators import Accumulator, Blocked, extremes_and_some, in_order, pick
 from kenosis_ort.calibration.histogram import extremes
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
 from tests.calibration.support import swept

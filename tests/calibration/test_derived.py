@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kenosis_ort.calibration import CalibrationTable, collector
-from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.histogram import Extremes
+from kenosis_ort.calibration.statistics import Function, unions_of
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 from tests.calibration.support import swept

@@ -1,4 +1,4 @@
-"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.methods` states."""
+"""The histogram methods against stock's, within the bound that `kenosis_ort.calibration.histogram` states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.histogram import HistogramBuilder
-from kenosis_ort.calibration.methods import _divergence, entropy_range, percentile_range
+from kenosis_ort.calibration.histogram import HistogramBuilder, _divergence, entropy_range, percentile_range
 from tests import models
 from tests.calibration.support import one_node_model, random_feeds, stock, swept
 

@@ -22,7 +22,7 @@ from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.calibrate import carried_over
-from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, registry
+from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
@@ -154,8 +154,8 @@ class Silent(WeightPass):
 def test_a_pass_that_does_not_say_what_became_of_values_is_believed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_order", [*registry.PASSES])
-    registry.register(Silent, before="equalize")
+    monkeypatch.setattr(runner, "_order", [*runner.PASSES])
+    runner.register(Silent, before="equalize")
     recipe = replace(RECIPES["fast"], name="own", equalize=False, passes=(Silent(),))
     report = run(tmp_path / "out.onnx", recipe=recipe)
     assert [p.kept for p in report.passes if p.name == "silent"] == [True]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.blocked import block_size
+from kenosis_ort.calibration.accumulators import block_size
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder

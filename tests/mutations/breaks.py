@@ -132,7 +132,7 @@ BREAKS = (
     Break("checks.py", "if number < least or (", "if (", "cli/test_mistakes.py test_recipe.py flow/test_bad_input.py"),
     Break("cli/exits.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
     Break(
-        "storage/scratch.py",
+        "storage/writing.py",
         "    lock = lock_folder(path)\n    if lock is None:\n        return\n",
         "    lock = os.open(path, os.O_RDONLY)\n",
         "storage/test_scratch.py",
@@ -272,13 +272,13 @@ BREAKS = (
         "report",
     ),
     Break(
-        "report/explanation.py",
+        "report/evidence.py",
         "    if plan and integer < len(heavy):",
         "    if False:",
         "report cli",
     ),
     Break(
-        "report/explanation.py",
+        "report/evidence.py",
         "    return tuple(k for k in fusion.kernels if k.node in planned and not k.integer and k.status in running)",
         "    return ()",
         "report flow/test_repair.py cli",

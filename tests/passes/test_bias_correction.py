@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.accuracy.responses import certain_mean
+from kenosis_ort.accuracy.channel_statistics import certain_mean
 from kenosis_ort.passes import correct_biases
 from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts

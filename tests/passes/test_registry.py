@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, OptionError, QuantizationReport, Recipe
-from kenosis_ort.passes import PASSES, Candidate, Context, Pass, Skipped, State, between, passes_of, register, registry
+from kenosis_ort.passes import PASSES, Candidate, Context, Pass, Skipped, State, between, passes_of, register, runner
 from tests import models
 from tests.flow.support import quantized
 
@@ -40,10 +40,10 @@ class Seen(Pass):
 
 @pytest.fixture
 def known() -> Iterator[None]:
-    before = [*registry._order]
+    before = [*runner._order]
     register(Seen, before="bias_correction")
     yield
-    registry._order[:] = before
+    runner._order[:] = before
 
 
 seen = st.builds(

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.passes import round_weights as rounding
 from kenosis_ort.passes.contract import materialize
-from kenosis_ort.passes.grid_search import Grid
 from kenosis_ort.passes.layers import InputMoments, layers
-from kenosis_ort.passes.round_weights import learn_rounding
+from kenosis_ort.passes.round_weights import Grid, learn_rounding
 from tests import models, planning
 from tests.models import Net
 from tests.passes.support import array, change, first, noise

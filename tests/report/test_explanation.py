@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 
 import kenosis_ort
 from kenosis_ort import preview
-from kenosis_ort.report import explanation
-from kenosis_ort.report.explanation import explain_kernel, explain_plan
+from kenosis_ort.report import evidence
+from kenosis_ort.report.evidence import explain_kernel, explain_plan
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models
 
@@ -23,19 +23,19 @@ SOURCES = "\n".join(
 )
 
 
-@pytest.mark.parametrize("rule", explanation._BY_RULE)
+@pytest.mark.parametrize("rule", evidence._BY_RULE)
 def test_every_rule_with_a_remedy_exists(rule: str):
     assert f'"{rule}"' in SOURCES
 
 
-@pytest.mark.parametrize("words", explanation._BY_REASON)
+@pytest.mark.parametrize("words", evidence._BY_REASON)
 def test_every_reason_with_a_remedy_exists(words: str):
     assert words in SOURCES
 
 
 def test_causes_of_the_runtime_have_remedies_but_for_those_without_any():
     hopeless = {Cause.NONE, Cause.PROTECTED, Cause.UNSUPPORTED_OP, Cause.UNSUPPORTED_ATTRIBUTE, Cause.UNKNOWN}
-    assert set(explanation._BY_CAUSE) == {cause.value for cause in set(Cause) - hopeless}
+    assert set(evidence._BY_CAUSE) == {cause.value for cause in set(Cause) - hopeless}
 
 
 def test_a_plan_is_explained_node_by_node():

@@ -23,8 +23,7 @@ from kenosis_ort.report import (
     SpeedSummary,
     TrustSummary,
 )
-from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, kernels_in_words, layer_times
-from kenosis_ort.report.explanation import fusion_verdict
+from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, fusion_verdict, kernels_in_words, layer_times
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report, speed, trust
 

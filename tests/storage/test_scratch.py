@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.storage import scratch
-from kenosis_ort.storage.scratch import Scratch, lock_folder, remove_leftovers
+from kenosis_ort.storage import writing
+from kenosis_ort.storage.writing import Scratch, lock_folder, remove_leftovers
 from tests.storage.killing import killed_at_every_step
 
 _HOLDS_ONE = """
 import sys, time, pathlib
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 
 held = Scratch("test", beside=pathlib.Path(sys.argv[1]))
 (held.path / "big").write_text("x")
 print("made", flush=True)
 time.sleep(60)
 """
-LOCKS = pytest.mark.skipif(scratch.fcntl is None, reason="the system has no locks on folders")
+LOCKS = pytest.mark.skipif(writing.fcntl is None, reason="the system has no locks on folders")
 
 
 def test_it_is_there_and_goes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.recipe import RECIPES, Recipe, SpeedChoice
-from kenosis_ort.report.explanation import heavy_kernels
+from kenosis_ort.report.evidence import heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate
 from kenosis_ort.report.text import format_bytes

@@ -12,8 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from kenosis_ort.errors import printable
-from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words
-from kenosis_ort.report.explanation import processors_line
+from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words, processors_line
 from kenosis_ort.report.html import plots
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.plan import Decision
-from kenosis_ort.report.evidence import GraphSketch, LayerTime, ReportEvidence, SketchNode, TensorProfile
-from kenosis_ort.report.explanation import explain_plan
+from kenosis_ort.report.evidence import GraphSketch, LayerTime, ReportEvidence, SketchNode, TensorProfile, explain_plan
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.quantization_report import QuantizationReport

@@ -36,7 +36,7 @@ from kenosis_ort.graph.load import tagged_file, token_of
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, kept_float
 

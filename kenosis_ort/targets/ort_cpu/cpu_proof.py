@@ -24,7 +24,7 @@ from kenosis_ort.graph.load import LoadedSource, base_op, mapped, read_source, t
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode, can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import open_session, session_options, write_optimized
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.ort_cpu.mapping import Mapping, NodeMapping
 from kenosis_ort.targets.ort_cpu.pieces import KernelGraph, cut, is_large
 from kenosis_ort.targets.ort_cpu.reasons import why_float

@@ -74,7 +74,7 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.runtime.child import Child
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Runner, Target, TimedRuntime, rule
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by

@@ -40,7 +40,7 @@ from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.view import infer_shapes, value_types
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
-from kenosis_ort.storage.scratch import Scratch
+from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, kept_float
 
 PROVIDER: Final = "QNNExecutionProvider"
