@@ -310,12 +310,12 @@ def _counted(plan: PlacementPlan) -> dict[str, Any]:
 def _differ(plans: Mapping[str, PlacementPlan]) -> list[dict[str, Any]]:
     """The nodes of which two targets make different things, and the values that carry Q/DQ on some only."""
     kinds = {target: {n.node: n.kind.value for n in plan.nodes} for target, plan in plans.items()}
-    carried = {
+    value_kinds = {
         target: dict.fromkeys(sorted({value for value, _ in plan.quantized_values()}), "Q/DQ")
         for target, plan in plans.items()
     }
     found = []
-    for what, by_target, otherwise in (("node", kinds, "rewritten"), ("value", carried, "float")):
+    for what, by_target, otherwise in (("node", kinds, "rewritten"), ("value", value_kinds, "float")):
         for name in dict.fromkeys(name for named in by_target.values() for name in named):
             entry = {target: named.get(name, otherwise) for target, named in by_target.items()}
             if len({*entry.values()}) > 1:

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import onnx
 
 from kenosis_ort.cluster.client import Cluster, answering
-from kenosis_ort.cluster.worker import Done, Runs, chunked, done, ran, rest, versions
+from kenosis_ort.cluster.worker import Done, ModelRuns, chunked, done, ran, rest, versions
 from kenosis_ort.errors import ClusterError
 from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
 from kenosis_ort.runtime.session import Array, Closing, Executor, Running, as_array, open_session
@@ -89,7 +89,7 @@ class ClusterExecutor(Executor, Closing):
         Args:
             work: A function of a module of this package.
             pieces: What it takes; taken as there is room.
-            name: Returns what messages call a piece.
+            name: The words by which messages call a piece.
 
         Raises:
             ClusterError: The cluster cannot do the work.
@@ -121,7 +121,7 @@ class _Remote(Running):
         asked = None if names is None else tuple(names)
         arrays = ({name: as_array(value) for name, value in feed.items()} for feed in feeds)
         chunks = chunked(arrays, _TOGETHER, _CHUNK_BYTES)
-        results = self._executor.map(ran, (Runs(self._model, some, asked, self._libraries) for some in chunks))
+        results = self._executor.map(ran, (ModelRuns(self._model, some, asked, self._libraries) for some in chunks))
         return _until_refused(results)
 
 
@@ -153,7 +153,7 @@ class _Flight:
         cluster: The cluster.
         pieces: What is to be done.
         send: Sends a piece under a key that ends with the given text, and returns Dask's future; see `_submitted`.
-        name: Returns what messages call a piece.
+        name: The words by which messages call a piece.
     """
 
     def __init__(

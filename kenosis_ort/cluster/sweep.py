@@ -26,7 +26,7 @@ from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone
 from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.cluster.worker import Done, Job, Task, chunked, swept
+from kenosis_ort.cluster.worker import Done, SweepJob, Task, chunked, swept
 from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def collect_on(
     cluster.check(custom_op_libraries)
     shards = source if isinstance(source, Shards) else None
     tasks = _chunks(source, part) if shards is None else _parts(shards)
-    job = Job(
+    job = SweepJob(
         key=uuid.uuid4().hex,
         model=proto,
         fingerprint=model_fingerprint(proto),
@@ -96,7 +96,7 @@ def collect_on(
     whole: CalibrationTable | None = None
     chosen: CalibrationTable | None = None
 
-    def pieces() -> Iterator[tuple[Job, Task]]:
+    def pieces() -> Iterator[tuple[SweepJob, Task]]:
         for task in tasks:
             yield job, replace(task, cut=None if whole is None or whole.cached is None else whole.cached.cut)
 
@@ -200,10 +200,10 @@ class _Teller:
         each = (time.monotonic() - self._begun) / self._done
         left = None if self._total is None else each * (self._total - self._done)
         why = None if failure is None else failure.what
-        told = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
-        _log.info("%s", told)
+        finished = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
+        _log.info("%s", finished)
         if self._cluster.on_shard is not None:
-            callers_own(self._cluster.on_shard)(told)
+            callers_own(self._cluster.on_shard)(finished)
         return table
 
 

@@ -29,14 +29,14 @@ from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, Ver
 from kenosis_ort.runtime.session import Array, Session, open_session
 from kenosis_ort.storage.writing import remove_leftovers
 
-_KEPT: Final = 2
+_MOST_KEPT: Final = 2
 """Models whose sessions a worker keeps."""
 _KNOWN_MODELS: Final = 4
 _PACKAGES: Final = ("kenosis_ort", "onnxruntime", "onnx", "numpy")
 
 _lock = threading.Lock()
 _models: OrderedDict[str, onnx.ModelProto] = OrderedDict()
-_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Session]] = deque(maxlen=_KEPT)
+_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Session]] = deque(maxlen=_MOST_KEPT)
 _sweeps: dict[str, list[Sweep]] = {}
 
 
@@ -142,7 +142,7 @@ def _address() -> str:
 
 
 @dataclass(frozen=True)
-class Runs:
+class ModelRuns:
     """A model to be run: on which feeds, for which outputs, with which libraries of custom operators."""
 
     model: onnx.ModelProto
@@ -151,7 +151,7 @@ class Runs:
     libraries: tuple[str, ...]
 
 
-def ran(given: Runs) -> tuple[list[dict[str, Array]], VerificationError | None]:
+def ran(given: ModelRuns) -> tuple[list[dict[str, Array]], VerificationError | None]:
     """Outputs of feeds, up to one that the runtime refuses, with its error."""
     outputs: list[dict[str, Array]] = []
     try:
@@ -176,7 +176,7 @@ def _session(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Session:
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """A model and the statistics to collect from it.
 
     Attributes:
@@ -233,7 +233,7 @@ def chunked(feeds: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iter
         yield chunk
 
 
-def swept(given: tuple[Job, Task]) -> CalibrationTable:
+def swept(given: tuple[SweepJob, Task]) -> CalibrationTable:
     """Runs a shard through the model.
 
     Raises:
@@ -254,7 +254,7 @@ def swept(given: tuple[Job, Task]) -> CalibrationTable:
 
 
 @contextmanager
-def _sweep_of(job: Job) -> Iterator[Sweep]:
+def _sweep_of(job: SweepJob) -> Iterator[Sweep]:
     """Lends sessions of the model, those of an earlier shard where they are free."""
     with _lock:
         known = _sweeps.get(job.key)
@@ -268,6 +268,6 @@ def _sweep_of(job: Job) -> Iterator[Sweep]:
         sweep.start_again()  # holds no statistics while it is idle
         with _lock:
             _sweeps.setdefault(job.key, []).append(sweep)
-            old = [each for key in list(_sweeps)[:-_KEPT] for each in _sweeps.pop(key)]
+            old = [each for key in list(_sweeps)[:-_MOST_KEPT] for each in _sweeps.pop(key)]
         for each in old:
             each.close()

@@ -131,8 +131,8 @@ class Trial:
         builder = replace(builder, bodies=seen)
 
         def without(places: Collection[str]) -> Score:
-            kept = replace(builder, bodies=tuple(b for b in seen if str(b.body.place) not in places))
-            return self.evaluator.score(kept.quantize(build.table, build.keep_float, build.corrections).quantized)
+            rest = replace(builder, bodies=tuple(b for b in seen if str(b.body.place) not in places))
+            return self.evaluator.score(rest.quantize(build.table, build.keep_float, build.corrections).quantized)
 
         if not tried or not self._is_costly(score := without(())):
             return {}
@@ -198,17 +198,17 @@ def _work(builder: Builder, build: Build) -> float:
 
 def without_bodies(call: Call, builder: Builder, costly: Mapping[str, str]) -> Builder:
     """The builder with some of its bodies float, by their places, each with the reason."""
-    idle, kept = [*builder.idle], []
+    idle, staying = [*builder.idle], []
     for each in builder.bodies:
         place = each.body.place
         if (why := costly.get(str(place))) is None:
-            kept.append(each)
+            staying.append(each)
             continue
         idle += _left_float(place, each.body.model.graph, "body-costs-accuracy", why, call.notes)
         for at, outcome in enumerate(call.passes):
             if outcome.reason.endswith(f"; in {place}"):
                 call.passes[at] = replace(outcome, kept=False, reason=f"{outcome.reason}, which stays float")
-    return replace(builder, bodies=tuple(kept), idle=tuple(idle))
+    return replace(builder, bodies=tuple(staying), idle=tuple(idle))
 
 
 def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:

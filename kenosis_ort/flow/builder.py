@@ -315,7 +315,7 @@ class BodyBuilder:
         table: The ranges of its activations.
         keep_float: Nodes left float beyond what the rules say, with the reason.
         corrections: What its nodes in integer have in place of its own constants.
-        feeds_of: Returns what feeds the body where the model around it is fed so.
+        feeds_of: Gives what feeds the body where the model around it is fed so.
     """
 
     body: Body

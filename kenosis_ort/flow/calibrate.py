@@ -23,7 +23,7 @@ from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.assess import CalibrationTrust, collect_with_trust
-from kenosis_ort.calibration.trust.evidence import net_evidence, probe_feeds
+from kenosis_ort.calibration.trust.net_evidence import net_evidence, probe_feeds
 from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
@@ -124,7 +124,7 @@ class ValueOrigins:
             waiting += more
 
 
-def carried_over(
+def following_table(
     table: CalibrationTable,
     old: Net,
     new: Net,

@@ -20,7 +20,7 @@ from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprin
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.builder import Builder, is_whole
-from kenosis_ort.flow.calibrate import Observe, carried_over, channels_to_follow, may_change
+from kenosis_ort.flow.calibrate import Observe, channels_to_follow, following_table, may_change
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.finish import check_rewritten
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
@@ -262,7 +262,7 @@ class _Ranges:
             completed = drafted.for_integers(state.prepared, self.builder)
             needs_histograms = self.table.method != "minmax" or not completed.request.widths.are_bytes
             few = self._few(completed) if needs_histograms else None
-            return completed.quantize(self._carried(self.fitted, completed, state, few))
+            return completed.quantize(self._following(self.fitted, completed, state, few))
 
         context = context_of(self.call, *self._divided, self.builder)
         return replace(context, build_of=build_of, nodes=drafted.adjustable)
@@ -271,11 +271,11 @@ class _Ranges:
         """The ranges of a changed net over all samples, and as its part those of the samples to fit to."""
         keeps = self.table.config.keeps_histogram
         few = self._few(builder) if keeps else None
-        found = self._carried(self.table, builder, state, few)
+        found = self._following(self.table, builder, state, few)
         wanted = builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
         if not wanted or not self._divided[1].feeds:
             return found
-        return replace(found, part=self._carried(self.fitted, builder, state, few))
+        return replace(found, part=self._following(self.fitted, builder, state, few))
 
     @cached_property
     def fitted(self) -> CalibrationTable:
@@ -289,10 +289,10 @@ class _Ranges:
     def _divided(self) -> tuple[list[Feed], Evaluator]:
         return self.call.divide(self.drafted.prepared.proto, self.feeds)
 
-    def _carried(
+    def _following(
         self, table: CalibrationTable, builder: Builder, state: State, few: Observe | None
     ) -> CalibrationTable:
-        return carried_over(
+        return following_table(
             table,
             (self.drafted.prepared.proto, self.builder.prepared.proto, self.builder.tensors),
             (state.prepared.proto, builder.prepared.proto, builder.tensors),

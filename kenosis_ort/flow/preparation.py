@@ -193,9 +193,9 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         if request.needs_wide_types and highest >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         prepared = _prepared_at_first(prepare_at, bounds)
-        own, dictated = max(opset_of(proto), _MIN_OPSET), request.max_opset is not None or request.needs_wide_types
+        own, is_chosen = max(opset_of(proto), _MIN_OPSET), request.max_opset is not None or request.needs_wide_types
         costs, table = request.target.costs, request.target
-        if opset_of(prepared.proto) <= own or dictated or (costs is None and table.min_opset > own):
+        if opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
             return prepared
         staying = tuple(f for f in prepare_at.keywords["rewrites"] if f is not fuse_attention)
         as_it_came = _prepared_at_first(partial(prepare_at, rewrites=staying), [(_MIN_OPSET, min(own, best)), *bounds])

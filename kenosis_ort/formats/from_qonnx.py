@@ -47,7 +47,7 @@ from kenosis_ort.formats.qonnx_nodes import (
     HALF_EVEN,
     QUANT,
     Float,
-    Grid,
+    QuantGrid,
     Spelling,
     base_name,
     check_bits,
@@ -112,7 +112,7 @@ class Reader(Draft):
         self._check_grid(node, grid)
         self._quantize(node.input[0], node, grid)
 
-    def _check_grid(self, node: onnx.NodeProto, grid: Grid) -> None:
+    def _check_grid(self, node: onnx.NodeProto, grid: QuantGrid) -> None:
         """Checks that QuantizeLinear can do to data what a node says."""
         if grid.rounding not in HALF_EVEN:
             refuse(
@@ -130,7 +130,7 @@ class Reader(Draft):
         scale = parameter(node, 1, "scale", self)
         check_scale(node, scale)
         zero = np.zeros((), np.float32)
-        grid = Grid(label(node), scale, zero, bits=2, signed=True, narrow=True, rounding="ROUND")
+        grid = QuantGrid(label(node), scale, zero, bits=2, signed=True, narrow=True, rounding="ROUND")
         constant = self._constant(node, grid.shape)
         if constant is not None:
             self._store(node, grid, np.where(constant >= 0, np.float32(1), np.float32(-1)))
@@ -154,7 +154,9 @@ class Reader(Draft):
         if bits > 7 or zero_point.any() or out_scale.size != 1:
             self._spelling.trunc(node, node.output[0])
             return
-        grid = Grid(label(node), out_scale, np.zeros((), np.float32), 8, signed=True, narrow=False, rounding="ROUND")
+        grid = QuantGrid(
+            label(node), out_scale, np.zeros((), np.float32), 8, signed=True, narrow=False, rounding="ROUND"
+        )
         self._quantize(self._spelling.trunc(node, ""), node, grid)  # int8 holds 7 bits, signed or not
 
     def _constant(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> Float | None:
@@ -188,7 +190,7 @@ class Reader(Draft):
         if elem_type not in (TensorProto.FLOAT, TensorProto.UNDEFINED):
             refuse(node, f"it quantizes data of type {TensorProto.DataType.Name(elem_type)}; FLOAT is wanted")
 
-    def _store(self, node: onnx.NodeProto, grid: Grid, whole: Float) -> None:
+    def _store(self, node: onnx.NodeProto, grid: QuantGrid, whole: Float) -> None:
         """Stores a constant's integers and adds the DQ that reads them."""
         scale, zero_point, axis = self._per_axis(node, grid, rank=whole.ndim)
         base = base_name(node)
@@ -211,7 +213,7 @@ class Reader(Draft):
         ]
         self.add("DequantizeLinear", inputs, base, output=node.output[0], axis=axis)
 
-    def _quantize(self, x: str, node: onnx.NodeProto, grid: Grid) -> None:
+    def _quantize(self, x: str, node: onnx.NodeProto, grid: QuantGrid) -> None:
         """Adds Q, Clip where it is needed, and DQ."""
         known = self._types.get(node.input[0])
         rank = len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
@@ -230,7 +232,7 @@ class Reader(Draft):
             integers = self.add("Clip", [integers, *ends], base)
         self.add("DequantizeLinear", [integers, *parameters], base, output=node.output[0], axis=axis)
 
-    def _per_axis(self, node: onnx.NodeProto, grid: Grid, *, rank: int | None) -> tuple[Float, Float, int | None]:
+    def _per_axis(self, node: onnx.NodeProto, grid: QuantGrid, *, rank: int | None) -> tuple[Float, Float, int | None]:
         """Scale and zero point as Q and DQ take them, one number or one a channel, and the channels' axis."""
         shape = grid.shape
         along = [at for at, size in enumerate(shape) if size != 1]
@@ -317,14 +319,14 @@ def clip(draft: Draft, x: str, ends: list[Float], output: str) -> None:
 class FloatReader(Reader):
     """Reads QONNX into the float model behind it, with any bits and any rounding."""
 
-    def _check_grid(self, node: onnx.NodeProto, grid: Grid) -> None:
+    def _check_grid(self, node: onnx.NodeProto, grid: QuantGrid) -> None:
         del node, grid  # any range will do
 
-    def _store(self, node: onnx.NodeProto, grid: Grid, whole: Float) -> None:
+    def _store(self, node: onnx.NodeProto, grid: QuantGrid, whole: Float) -> None:
         real = ((whole - grid.zero_point) * grid.scale).astype(np.float32)
         self.constant(real, node.output[0], named=True)
 
-    def _quantize(self, x: str, node: onnx.NodeProto, grid: Grid) -> None:
+    def _quantize(self, x: str, node: onnx.NodeProto, grid: QuantGrid) -> None:
         bounds = integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
         if grid.bits == 1 and grid.signed:
             bounds = (-1, 1)

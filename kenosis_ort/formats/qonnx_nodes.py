@@ -57,7 +57,7 @@ HALF_EVEN: Final = frozenset({"ROUND", "HALF_EVEN"})
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class QuantGrid:
     """What a Quant node with constant parameters says.
 
     Attributes:
@@ -171,8 +171,8 @@ def rounding_of(node: onnx.NodeProto) -> str:
     return name
 
 
-def grid_of(node: onnx.NodeProto, draft: Draft) -> Grid:
-    """Grid of a Quant node.
+def grid_of(node: onnx.NodeProto, draft: Draft) -> QuantGrid:
+    """QuantGrid of a Quant node.
 
     Raises:
         UnsupportedModelError: A parameter is computed from data, or is no scale, zero point or bit width.
@@ -182,7 +182,7 @@ def grid_of(node: onnx.NodeProto, draft: Draft) -> Grid:
     check_scale(node, scale)
     if not np.isfinite(zero_point).all():
         refuse(node, "its zero point is not finite")
-    return Grid(
+    return QuantGrid(
         label(node),
         scale,
         zero_point,

@@ -106,8 +106,8 @@ class PassRunner:
             state, self.score = tried.state, tried.score
             outcome = replace(tried.outcome, seconds=time.perf_counter() - start)
             self.outcomes.append(outcome)
-            kept = "kept" if outcome.kept else "undone"
-            _log.info("%s: %s (%s), %.2f s", each.name, kept, outcome.reason, outcome.seconds)
+            status = "kept" if outcome.kept else "undone"
+            _log.info("%s: %s (%s), %.2f s", each.name, status, outcome.reason, outcome.seconds)
         return state
 
     def _try(self, each: Pass, state: State, later: Sequence[Pass]) -> _Tried:
@@ -148,15 +148,15 @@ class PassRunner:
             self.score = self._score(state, evaluator)
         before = self.score if self.score is not None and not own else self._score(state, evaluator)
         after = self._score(found.state, evaluator)
-        kept = found.decided or (after.beats(before) if each.must_beat else after.is_better(before))
+        is_kept = found.decided or (after.beats(before) if each.must_beat else after.is_better(before))
         samples = len(evaluator.feeds)
-        falls = "falls" if kept else "does not fall clearly" if each.must_beat else "does not fall"
+        falls = "falls" if is_kept else "does not fall clearly" if each.must_beat else "does not fall"
         reason = found.what
         if not found.decided:
             judgement = f"the error {falls} on {samples} calibration samples that it was not fitted to"
             reason = f"{reason}; {judgement}" if reason else judgement
-        outcome = PassOutcome(each.name, kept, before.error, after.error, evaluator.measure, reason)
-        if not kept:
+        outcome = PassOutcome(each.name, is_kept, before.error, after.error, evaluator.measure, reason)
+        if not is_kept:
             return _Tried(state, self.score, outcome)
         return _Tried(found.state, None if own else after, outcome)
 

@@ -125,11 +125,11 @@ class _Finder:
         if str(value.name) in self.constraints.values:
             return ()  # the caller wants Q on it
         consumer = self.view.sole_consumer(value)
-        moves_bytes = self.classes[str(producer.name)].role is Role.CONCAT
+        is_copy = self.classes[str(producer.name)].role is Role.CONCAT
         if consumer is None:
-            return () if moves_bytes else self._gate(value)
+            return () if is_copy else self._gate(value)
         node = consumer.node
-        if str(node.name) in self.found.by_activation or (moves_bytes and node.op_type not in self.target.clamps):
+        if str(node.name) in self.found.by_activation or (is_copy and node.op_type not in self.target.clamps):
             return ()  # another kernel has it already, or this one computes nothing
         if node.op_type in self.target.absorbs:
             is_step = consumer.index == 0 and self._is_free(node) and self._refusal(node, value) is None

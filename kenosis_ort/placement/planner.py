@@ -222,7 +222,7 @@ class Planner:
         view: The prepared model.
         target: The runtime's table.
         options: The caller's wishes.
-        finish: Returns what becomes of a plan; None leaves it as it is.
+        finish: Gives what becomes of a plan; None leaves it as it is.
         base: The planner of the same view, target and options, but with an empty ``keep_float``; None for none.
     """
 

@@ -27,7 +27,9 @@ from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.qdq import DQ, Q
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_names, read_names, reserve_name
 
-_MOVES: Final = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Identity"})
+_REORDERING: Final = frozenset(
+    {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Identity"}
+)
 """Operators that only move the numbers of their first input, and do so with integers too."""
 _KEY: Final = "kenosis_ort.kv_cache"
 _LEVELS: Final = 127
@@ -163,7 +165,7 @@ def _dequantized_late(
     integers = {n.output[0]: n for n in nodes if n.name in wanted}  # by the float value, its DQ
     found: list[onnx.NodeProto] = []
     for node in nodes:
-        moved = integers.get(node.input[0]) if node.op_type in _MOVES and node.domain in MAIN_DOMAINS else None
+        moved = integers.get(node.input[0]) if node.op_type in _REORDERING and node.domain in MAIN_DOMAINS else None
         if moved is None:
             found.append(node)
             continue

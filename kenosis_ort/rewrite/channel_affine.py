@@ -298,13 +298,13 @@ def fold_batch_norm(editor: Editor, norm: onnx.NodeProto) -> None:
 
 def _pattern(editor: Editor, norm: onnx.NodeProto) -> _Pattern:
     """The nodes in front of a BatchNormalization."""
-    affine, add = _in_front(editor, norm.input[0]), None
+    affine, add = _affine_before(editor, norm.input[0]), None
     if affine.op_type == "Add":
         add = affine
         variable = [name for name in add.input if editor.constant(name) is None]
         if len(variable) != 1:
             raise NotCollapsibleError("the Add in front of it adds no constant")
-        affine = _in_front(editor, variable[0])
+        affine = _affine_before(editor, variable[0])
         if affine.op_type == "Add":
             raise NotCollapsibleError("it follows an Add")
     weights = editor.array(affine.input[1])
@@ -318,7 +318,7 @@ def _pattern(editor: Editor, norm: onnx.NodeProto) -> _Pattern:
     return _Pattern(affine, add, norm, weights)
 
 
-def _in_front(editor: Editor, value: str) -> onnx.NodeProto:
+def _affine_before(editor: Editor, value: str) -> onnx.NodeProto:
     """The layer or Add that makes a value for one reader."""
     if value not in editor.producers:
         raise NotCollapsibleError("it follows no node")

@@ -111,7 +111,7 @@ class KernelReport:
         return cls(node.label, node.op_type, kernel, status=status, graph=node.graph, **more)
 
 
-def kept_float(node: SourceNode, plan: PlacementPlan | None) -> Why | None:
+def why_planned_float(node: SourceNode, plan: PlacementPlan | None) -> Why | None:
     """The plan's reason to keep a node in float; None where it does not, or there is no plan."""
     decision = None if plan is None else plan.by_node.get(node.label)
     if decision is None or decision.kind is not Kind.FLOAT:

@@ -106,7 +106,7 @@ class Form:
         is_float: It is the float model that all are compared to: neither timed nor checked.
         checked: Its outputs are known to be usable.
         challenges: It is raced against a form above that is taken.
-        estimate: Returns what the cost table says of it; None where it says nothing.
+        estimate: Gives what the cost table says of it; None where it says nothing.
     """
 
     name: str

@@ -14,7 +14,7 @@ import pytest
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.cli.sweep import Row
+from kenosis_ort.cli.sweep_command import Row
 from kenosis_ort.demo.__main__ import Demonstration
 from tests import models
 from tests.cli.conftest import PLAIN, Printed, Shell
@@ -49,7 +49,7 @@ def folder(shell: Shell, demonstration: Demonstration, monkeypatch: pytest.Monke
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), "linear.onnx")
     Path("models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")
     row = Row("digits", "20 of 20", False, 30.0, 2.0, 100, 30, 1.0, "out.onnx", "0")
-    monkeypatch.setattr("kenosis_ort.cli.sweep.perform", lambda _: row)  # see test_sweep
+    monkeypatch.setattr("kenosis_ort.cli.sweep_command.perform", lambda _: row)  # see test_sweep
     return shell
 
 

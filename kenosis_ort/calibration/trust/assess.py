@@ -28,7 +28,7 @@ import onnx
 from kenosis_ort.calibration.collector import Progress, collect
 from kenosis_ort.calibration.feeds import Feed, Known, Provenance, sample_feeds
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust.evidence import NetEvidence, Range, hard_bounds
+from kenosis_ort.calibration.trust.net_evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.graph.constants import LAYERS, Is, having
 
 _log = logging.getLogger(__name__)

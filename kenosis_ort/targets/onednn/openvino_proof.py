@@ -38,7 +38,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, kept_float
+from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, why_planned_float
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
@@ -370,9 +370,9 @@ def _is_integer(kernel: Executed) -> bool:
 
 
 def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> Why:
-    kept = kept_float(node, plan)
-    if kept is not None:
-        return kept
+    why = why_planned_float(node, plan)
+    if why is not None:
+        return why
     if node.op_type not in HEAVY_LAYERS:
         return f"{node.op_type} has no kernel on quantized data here", Cause.UNSUPPORTED_OP
     inputs = node.proto.input

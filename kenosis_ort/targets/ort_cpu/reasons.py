@@ -14,7 +14,7 @@ from onnx import TensorProto
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.qdq import DQ, Q, QuantParams, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.targets.proof import Cause, Why, kept_float
+from kenosis_ort.targets.proof import Cause, Why, why_planned_float
 
 _FLOAT_BY_NAME: Final = frozenset({"FusedConv", "FusedGemm", "FusedMatMul"})
 _BINARY: Final = frozenset({"Add", "Mul"})
@@ -42,9 +42,9 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
         plan: The plan behind the model, if there is one.
         fused: Type of the kernel where the runtime made one kernel of several operators.
     """
-    kept = kept_float(node, plan)
-    if kept is not None:
-        return kept
+    why = why_planned_float(node, plan)
+    if why is not None:
+        return why
     if fused is not None:
         return f"the runtime fused it into {fused}, which has no integer kernel", Cause.UNSUPPORTED_OP
     if node.op_type in _CLAMPS:

@@ -41,7 +41,7 @@ from kenosis_ort.graph.view import infer_shapes, value_types
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, kept_float
+from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, why_planned_float
 
 PROVIDER: Final = "QNNExecutionProvider"
 CHIP_VARIABLE: Final = "KENOSIS_ORT_QNN_CHIP"
@@ -392,4 +392,7 @@ def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | Non
 
 
 def _why_float(node: SourceNode, plan: PlacementPlan | None) -> Why:
-    return kept_float(node, plan) or ("it reads or writes float, without Q and DQ on both sides", Cause.FLOAT_OUTPUT)
+    return why_planned_float(node, plan) or (
+        "it reads or writes float, without Q and DQ on both sides",
+        Cause.FLOAT_OUTPUT,
+    )

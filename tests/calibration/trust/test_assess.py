@@ -26,7 +26,7 @@ from kenosis_ort.calibration.trust.assess import (
     real_samples_needed,
     verdict_on,
 )
-from kenosis_ort.calibration.trust.evidence import net_evidence, probe_feeds
+from kenosis_ort.calibration.trust.net_evidence import net_evidence, probe_feeds
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import collect
 from kenosis_ort.calibration.trust.assess import depths
-from kenosis_ort.calibration.trust.evidence import fit_batch_norms, hard_bounds, predicted_ranges, silent_outputs
+from kenosis_ort.calibration.trust.net_evidence import fit_batch_norms, hard_bounds, predicted_ranges, silent_outputs
 from tests import models
 from tests.calibration.synthetic.test_pages import edges
 from tests.models import Net

@@ -15,7 +15,7 @@ import pytest
 from kenosis_ort.cli import exits
 from kenosis_ort.cli import sweep as sweeping
 from kenosis_ort.cli.main import main
-from kenosis_ort.cli.sweep import Job, Row, done_before, perform, read_jobs, render, share_of
+from kenosis_ort.cli.sweep_command import Job, Row, done_before, perform, read_jobs, render, share_of
 from kenosis_ort.errors import KenosisError
 from kenosis_ort.report.text import to_text
 from tests import models
@@ -89,7 +89,7 @@ def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: p
     assert done_before(job()) is not None
     assert done_before(job(text.replace("no_promise = true", "threads = 1"))) is None, "other options"
     with monkeypatch.context() as patched:
-        patched.setattr("kenosis_ort.cli.sweep.versions", lambda: {"onnxruntime": "0"})
+        patched.setattr("kenosis_ort.cli.sweep_command.versions", lambda: {"onnxruntime": "0"})
         assert done_before(job()) is None, "other versions"
     for name in ("net.onnx", "data.npz"):
         content = (folder / name).read_bytes()
