@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli import sweep as sweeping
+from kenosis_ort.cli import sweep_command as sweeping
 from kenosis_ort.cli.main import main
 from kenosis_ort.cli.sweep_command import Job, Row, done_before, perform, read_jobs, render, share_of
 from kenosis_ort.errors import KenosisError

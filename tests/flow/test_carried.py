@@ -21,7 +21,7 @@ from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow.calibrate import carried_over
+from kenosis_ort.flow.calibrate import following_table
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
@@ -83,7 +83,7 @@ def follows(
     before = [name for node in model.graph.node for name in node.output]
     table = collect(model, feeds, tensors=before, channels=axes, threads=1)
     asked = [name for node in changed.graph.node for name in node.output]
-    carried = carried_over(table, (model, model, before), (changed, changed, asked), rescaled, never, None)
+    carried = following_table(table, (model, model, before), (changed, changed, asked), rescaled, never, None)
     seen = collect(changed, feeds, tensors=asked, threads=1)
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:

@@ -339,8 +339,8 @@ BREAKS = (
     ),
     Break(
         "quantizer/int8_cache.py",
-        "moved = integers.get(node.input[0]) if node.op_type in _MOVES",
-        "moved = None if node.op_type in _MOVES",
+        "moved = integers.get(node.input[0]) if node.op_type in _REORDERING",
+        "moved = None if node.op_type in _REORDERING",
         "flow/test_kv_cache.py",
     ),
     Break(
