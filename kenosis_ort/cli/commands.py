@@ -418,7 +418,7 @@ that made it.
                 "local:N starts N on this machine, each with processors of its own",
             ),
         ),
-        "sweep:sweep",
+        "sweep_command:sweep",
         one="done, but not every model could be quantized",
     ),
     "doctor": Command(
