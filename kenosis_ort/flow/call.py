@@ -31,9 +31,8 @@ from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, 
 from kenosis_ort.flow.target_options import host_label
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
-from kenosis_ort.passes.candidates import Reference
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, Reference, split_feeds
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice

@@ -33,9 +33,8 @@ from kenosis_ort.graph.save import data_file, mark, restore_interface, write_mod
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
-from kenosis_ort.passes.candidates import Reference
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.evaluator import Feed, Reference
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer.editor import name_made_values

@@ -25,7 +25,6 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import copy_without_weights
-from kenosis_ort.passes.correction_graph import FloatMeans
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
@@ -177,7 +176,7 @@ class Context:
         has_metric: The caller gave a metric: what is compared are not the outputs' errors.
         custom_op_libraries: Libraries with custom operators.
         executor: Does work that can be done apart; the evaluator's candidates run there.
-        float_means: What the float model's channels are on average, for passes that correct biases.
+        memory: What passes keep for later ones of the same net, under a name of theirs.
         build_of: Quantizes a state; one without a build with the ranges that its weights lead to.
         quantize: Quantizes without the proof, to compare candidates.
         prove: Quantizes with the fusion proof and its repair.
@@ -203,7 +202,7 @@ class Context:
     has_metric: bool = False
     custom_op_libraries: tuple[str, ...] = ()
     executor: Executor = HERE
-    float_means: FloatMeans = field(default_factory=FloatMeans)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def with_corrections(self, state: State, corrections: Overlay) -> State:
         """A calibrated state quantized with other corrections, which nothing is proved of."""

@@ -303,7 +303,7 @@ def corrected(state: State, context: Context) -> State:
         context.fit,
         nodes=set(build.plan.integer_nodes()),
         custom_op_libraries=context.custom_op_libraries,
-        float_means=context.float_means,
+        float_means=context.memory.setdefault("float means", FloatMeans()),
     )
     shifted = context.with_corrections(state, with_shifts(build.float_model, shifts, build.corrections))
     return replace(shifted, uncorrected=build.corrections)
