@@ -241,6 +241,7 @@ NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("linear_to_gemm", "float[5] b", "float[1] b", "is not one number a column"),
     ("linear_to_gemm", "float[5] b", "float[4,5] b", "is not one number a column"),
     ("linear_to_gemm", "float[5] b", "float[1,1,1,5] b", "adds dimensions"),
+    ("linear_to_gemm", "[n,4,5] y)", "[n,4,5] y, float[n,4,5] m)", "'m' is needed elsewhere"),
     ("space_to_depth_stem", "strides = [2,2]", "strides = [1,1]", ""),
     ("space_to_depth_stem", "strides = [2,2]", "strides = [2,1]", "its stride is 2 x 1"),
     ("space_to_depth_stem", "strides = [2,2]", "strides = [2,2], dilations = [2,1]", "dilated"),

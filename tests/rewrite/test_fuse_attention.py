@@ -250,10 +250,9 @@ def test_scores_masked_by_a_number_that_does_not_vanish_stay():
     assert_refused(g.model(simple(g, filler=-100.0)[2]), fuse_attention, "small enough")
 
 
-@pytest.mark.parametrize("scale", [-1.0, 0.0])
-def test_a_scale_that_the_kernel_refuses_stays(scale):
+def test_a_scale_of_zero_stays():
     g = Graph([1, 2, 3, 4])
-    s = g.op("Mul", g.op("MatMul", "x", g.op("Transpose", "x", perm=[0, 1, 3, 2])), g.const(scale))
+    s = g.op("Mul", g.op("MatMul", "x", g.op("Transpose", "x", perm=[0, 1, 3, 2])), g.const(0.0))
     y = g.op("MatMul", g.op("Softmax", s, axis=-1), "x")
     assert_refused(g.model(y), fuse_attention, "scale")
 

@@ -1,3 +1,5 @@
+"""Norms written in arithmetic: as one operator, or spelled as the runtime knows them."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite import collapse_layer_norm
+from kenosis_ort.rewrite import collapse_affine_norm, collapse_layer_norm, residual_to_sum, spell_norm
 from tests import models
-from tests.graph.build import run
+from tests.graph.build import ready, run
 from tests.rewrite.forms import RTOL, Graph, assert_formed, assert_refused, formed, quantized_kernels
+from tests.targets.qdq import kernels
 
 LAYER, RMS = "LayerNormalization", "RMSNormalization"
 PRECISE = tuple(int(part) for part in ort.__version__.split(".")[:2]) >= (1, 30)
@@ -172,3 +175,131 @@ def test_the_kernel_after_quantization():
     assert after.count(LAYER) == 1
     assert not {"ReduceMean", "Sub", "Pow", "Sqrt", "Div"} & set(after)
     assert after.count("com.microsoft.QGemm") == 2
+
+
+SIZE = 8
+
+
+def affine_norm(
+    g,
+    x="x",
+    *,
+    axis=-1,
+    square="mul",
+    inverse="reciprocal",
+    flip=False,
+    epsilon=1e-3,
+    scale=None,
+    shift=None,
+    turned=False,
+):
+    def both(op_type, left, right):
+        return g.op(op_type, *((right, left) if flip else (left, right)))
+
+    middle = mean(g, x, [axis])
+    d = g.op("Sub", middle, x) if turned else g.op("Sub", x, middle)
+    spread = mean(g, g.op("Mul", d, d) if square == "mul" else g.op("Pow", d, 2.0), [axis])
+    root = g.op("Sqrt", both("Add", spread, epsilon))
+    inverted = g.op("Reciprocal", root) if inverse == "reciprocal" else g.op("Div", 1.0, root)
+    factor = both("Mul", inverted, np.linspace(0.5, 1.5, SIZE) if scale is None else scale)
+    rest = g.op("Sub", np.linspace(-1, 1, SIZE) if shift is None else shift, both("Mul", middle, factor))
+    return both("Add", both("Mul", x, factor), rest)
+
+
+def data(shape=(2, 3, SIZE), seed=0, magnitude=1.0):
+    return (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+
+
+@settings(deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    symbolic=st.booleans(),
+    square=st.sampled_from(["mul", "pow"]),
+    inverse=st.sampled_from(["reciprocal", "one over"]),
+    flip=st.booleans(),
+    turned=st.booleans(),
+    epsilon=st.sampled_from([1e-3, 1e-5, 0.5]),
+    magnitude=st.sampled_from([0.1, 1.0, 100.0]),
+    opset=st.sampled_from([17, 18, 21]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_form_computes_the_same(
+    lead, symbolic, square, inverse, flip, turned, epsilon, magnitude, opset, seed
+):  # fmt: skip
+    g = Graph([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
+    y = affine_norm(g, square=square, inverse=inverse, flip=flip, turned=turned, epsilon=epsilon)
+    x = data((*lead, SIZE), seed, magnitude)
+    result = assert_formed(g.model(y), collapse_affine_norm, ["LayerNormalization"], x)
+    assert result.proto.graph.node[0].name == y
+
+
+def test_the_runtime_knows_the_result_only():
+    g = Graph((2, 3, SIZE))
+    proto = g.model(affine_norm(g))
+    assert "LayerNormalization" not in {k.op_type for k in kernels(proto)}
+    result = assert_formed(proto, collapse_affine_norm, None, data()).proto
+    assert [k.op_type for k in kernels(result)] == ["LayerNormalization"]
+
+
+def test_an_affine_norm_stays_before_its_operator_set():
+    g = Graph((2, 3, SIZE), opset=16)
+    assert_refused(g.model(affine_norm(g)), collapse_affine_norm, None)
+
+
+OPERATORS = {True: "LayerNormalization", False: "SimplifiedLayerNormalization"}
+
+
+def scaled(*, opset, centred, square, inverse, flip=False, epsilon=1e-5, shape=(2, 3, SIZE), first="Abs", **more):
+    g = Graph(shape, opset=opset, **more)
+    shift = np.linspace(-1, 1, SIZE) if centred else None
+    x = g.op(first, "x")
+    y = norm(
+        g, x, centred=centred, square=square, inverse=inverse, flip=flip, epsilon=epsilon,
+        scale=np.linspace(0.5, 1.5, SIZE), shift=shift,
+    )  # fmt: skip
+    return g, y
+
+
+def spelled_norm_data(seed=0, magnitude=1.0, shape=(2, 3, SIZE)):
+    return (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+
+
+@settings(deadline=None)
+@given(
+    form=st.sampled_from([(13, True), (16, True), (13, False), (17, False), (18, False), (21, False)]),
+    square=st.sampled_from(["pow", "mul"]),
+    inverse=st.sampled_from(["div", "reciprocal", "one over"]),
+    flip=st.booleans(),
+    epsilon=st.sampled_from([1e-5, 1e-12, 0.5]),
+    magnitude=st.sampled_from([0.1, 1.0, 1e3]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(
+    form, square, inverse, flip, epsilon, magnitude, seed
+):
+    opset, centred = form
+    g, y = scaled(opset=opset, centred=centred, square=square, inverse=inverse, flip=flip, epsilon=epsilon)
+    result = assert_formed(g.model(y), spell_norm, None, spelled_norm_data(seed, magnitude))
+    assert OPERATORS[centred] in [k.op_type for k in kernels(result.proto)]
+    said = any("spelled as the runtime knows them" in note for note in result.notes)
+    assert said == ((square, inverse) not in (("pow", "div"), ("pow", "one over")))
+
+
+@pytest.mark.parametrize(("opset", "centred"), [(17, True), pytest.param(23, False, marks=pytest.mark.since("1.24"))])
+def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
+    g, y = scaled(opset=opset, centred=centred, square="mul", inverse="reciprocal")
+    assert_refused(g.model(y), spell_norm, None)
+
+
+@pytest.mark.parametrize("inverse", ["div", "reciprocal"])
+def test_a_residual_in_front_of_a_norm_in_arithmetic_is_added_by_sum(inverse):
+    g = Graph((2, 3, SIZE), opset=13)
+    x = g.op("Add", g.op("Relu", "x"), g.op("Neg", "x"))
+    y = norm(g, x, inverse=inverse, scale=np.ones(SIZE), shift=np.zeros(SIZE))
+    proto = g.model(y)
+    joined = "SkipLayerNormalization"
+    assert joined in [k.op_type for k in kernels(ready(proto, rewrites=[spell_norm]).proto)]
+    result = ready(proto, rewrites=[spell_norm, residual_to_sum]).proto
+    found = [k.op_type for k in kernels(result)]
+    assert joined not in found
+    assert {"Sum", "LayerNormalization"} <= set(found)

@@ -1,15 +1,18 @@
+"""Pools as Convs, means as pools, LRN as a pool."""
+
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from kenosis_ort.rewrite import average_pool_to_conv
+from kenosis_ort.rewrite import average_pool_to_conv, lrn_to_pool, pool_from_mean
 from tests.graph.build import model, ops, run, value
-from tests.rewrite.forms import check, refused, rewritten
+from tests.rewrite.forms import Graph, assert_formed, assert_refused, check, refused, rewritten
 
 RNG = np.random.default_rng(0)
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
@@ -104,3 +107,97 @@ def test_ceil_mode_that_adds_no_window():
 )
 def test_what_stays_and_why(proto, reason):
     refused(average_pool_to_conv, proto, reason)
+
+
+def mean(graph, x, axes, **attributes):
+    if axes is None:
+        return graph.op("ReduceMean", x, **attributes)
+    if graph.opset >= 18:
+        return graph.op("ReduceMean", x, graph.const(axes, np.int64), **attributes)
+    return graph.op("ReduceMean", x, axes=list(axes), **attributes)
+
+
+@settings(deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)),
+    axes=st.permutations([2, 3]),
+    negative=st.tuples(st.booleans(), st.booleans()),
+    keepdims=st.sampled_from([None, 0, 1]),
+    opset=st.sampled_from([13, 17, 18, 21]),
+    magnitude=st.sampled_from([1e-3, 1.0, 1e5, 1e30]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_form_computes_the_same(shape, axes, negative, keepdims, opset, magnitude, seed):
+    graph = Graph(shape, opset=opset)
+    axes = [axis - 4 if flip else axis for axis, flip in zip(axes, negative, strict=True)]
+    y = mean(graph, "x", axes, **({} if keepdims is None else {"keepdims": keepdims}))
+    x = (np.random.default_rng(seed).uniform(0.1, 1, shape) * magnitude).astype(np.float32)
+    expected = ["GlobalAveragePool"] if keepdims != 0 else ["GlobalAveragePool", "Flatten"]
+    result = assert_formed(graph.model(y), pool_from_mean, expected, x)
+    assert result.proto.graph.node[0].name == y
+    assert result.nodes == {}
+    assert not result.proto.graph.initializer
+
+
+def test_a_symbolic_batch_stays_symbolic_and_names_stay_unique():
+    graph = Graph(["batch", 3, "h", 7])
+    first = mean(graph, "x", [2, 3], keepdims=0)
+    graph.nodes.append(onnx.helper.make_node("Relu", [first], ["after"], name=f"{first}_Flatten"))
+    expected = ["GlobalAveragePool", "Flatten", "Relu"]
+    result = assert_formed(graph.model("after", first), pool_from_mean, expected, np.ones((2, 3, 4, 7), np.float32))
+    assert [node.name for node in result.proto.graph.node] == [first, f"{first}_Flatten_1", f"{first}_Flatten"]
+    assert result.proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+
+
+def test_an_unknown_rank_stays():
+    graph = Graph([None], opset=17)
+    proto = graph.model(mean(graph, "x", [-1, -2]))
+    proto.graph.input[0].type.tensor_type.ClearField("shape")
+    assert_refused(proto, pool_from_mean, "the rank of 'x' is not known")
+
+
+def test_computed_axes_stay():
+    graph = Graph([1, 2, 4, 4], opset=18)
+    axes = graph.op("Cast", graph.op("ReduceMax", "x", keepdims=0), to=onnx.TensorProto.INT64)
+    axes = graph.op("Unsqueeze", axes, graph.const([0], np.int64))
+    assert_refused(graph.model(graph.op("ReduceMean", "x", axes)), pool_from_mean, "are computed")
+
+
+FRONT = ["Mul", "Unsqueeze", "AveragePool", "Squeeze", "Mul", "Add"]
+POWERS = {0.25: ["Sqrt", "Sqrt"], 0.5: ["Sqrt"], 0.75: ["Sqrt", "Sqrt", "Mul"], 1.0: [], 1.3: ["Pow"]}
+
+
+def by_definition(x, size, alpha, beta, bias):
+    """The runtime's own operator adds and takes away squares as its window moves, and so loses digits of small ones."""
+    beside = size // 2
+    padded = np.pad(x.astype(np.float64) ** 2, ((0, 0), (beside, beside), (0, 0), (0, 0)))
+    total = sum(padded[:, at : at + x.shape[1]] for at in range(size))
+    return x / (bias + alpha / size * total) ** beta
+
+
+@settings(deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
+    size=st.sampled_from([1, 3, 5, 7, 11]),
+    alpha=st.sampled_from([1e-4, 1e-2, 1.5]),
+    beta=st.sampled_from(list(POWERS)),
+    bias=st.sampled_from([0.5, 1.0, 2.0]),
+    symbolic=st.booleans(),
+    magnitude=st.sampled_from([1e-2, 1.0, 1e3]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic, magnitude, seed):
+    g = Graph(["n", shape[1], "h", "w"] if symbolic else shape)
+    proto = g.model(g.op("LRN", "x", size=size, alpha=alpha, beta=beta, bias=bias))
+    x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
+    result = assert_formed(proto, lrn_to_pool, [*FRONT, *POWERS[beta], "Div"], x, rtol=1e-2)
+    exact = by_definition(x, size, alpha, beta, bias)
+    (y,) = run(result.proto, {"x": x})
+    assert np.abs(y - exact).max() <= 1e-5 * np.abs(exact).max()
+    assert result.proto.graph.node[-1].name == proto.graph.node[0].name
+
+
+def test_attributes_left_out_have_their_defaults():
+    g = Graph([1, 8, 3, 3])
+    x = np.random.default_rng(0).normal(size=(1, 8, 3, 3)).astype(np.float32)
+    assert_formed(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, [*FRONT, *POWERS[0.75], "Div"], x * 30)
