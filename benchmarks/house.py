@@ -52,7 +52,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "weight-only-8": {"recipe": "weight-only-8"},
     "none": {"stages": Stages.none()},
 }
-_METHODS = {"Builder.quantize": "quantizations", "Planner.__init__": "planners", "Planner._plan": "plans"}
+_METHODS = {
+    "FusionAwareQDQQuantizer.quantize_model": "quantizations",
+    "Planner.__init__": "planners",
+    "Planner._plan": "plans",
+}
 _LARGEST = 40_000_000  # bytes of a model of ../shared
 _SAMPLES = 4
 

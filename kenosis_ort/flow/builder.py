@@ -25,7 +25,7 @@ from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import array_in, complete, copy_with_hollow_weights, is_outside
+from kenosis_ort.graph.outside import array_in, complete, copy_with, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import all_graphs
@@ -41,18 +41,19 @@ from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
 from kenosis_ort.runtime.session import WHOLE_LIMIT
+from kenosis_ort.targets import Hooks
 from kenosis_ort.targets.proof import FusionReport
 
 
-def quantize_model(
+def emit(
     proto: onnx.ModelProto,
     request: Request,
     plan: PlacementPlan,
     table: CalibrationTable,
     excluded: Sequence[str],
     named: Sequence[str],
-) -> onnx.ModelProto:
-    """The quantized model, nodes in topological order."""
+) -> FusionAwareQDQQuantizer:
+    """The quantizer with the quantized model, nodes in topological order."""
     own = {d.edge.value for d in plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.OWN}
     proto = proto if plan else complete(proto)  # stock reads all weights
     weights = {t.name: t for t in proto.graph.initializer if t.name in own or is_outside(t)}
@@ -85,12 +86,59 @@ def quantize_model(
         raise OptionError(
             f"stock placement failed: {error}", fix="check extra_options and the named nodes against the model"
         ) from error
-    return quantized
+    return quantizer
 
 
 _REPAIR_ROUNDS = 3
 _REAL: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 NOTHING: Final[Overlay] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """One quantized model with what made it, of which others with the same plan are copies with other numbers.
+
+    Attributes:
+        quantizer: Holds the model, and the names of its scales.
+        planned: The plan that it performed.
+        keep_float: Nodes left float beyond what the rules say, with the reason.
+        own: The corrections of its integer nodes.
+        plan: The plan with the nodes of bodies.
+    """
+
+    quantizer: FusionAwareQDQQuantizer
+    planned: PlacementPlan
+    keep_float: Mapping[str, str]
+    own: Overlay
+    plan: PlacementPlan
+
+    def patched(
+        self,
+        source: onnx.ModelProto,
+        plan: PlacementPlan,
+        keep_float: Mapping[str, str],
+        table: CalibrationTable,
+        own: Overlay,
+    ) -> onnx.ModelProto | None:
+        """A copy of the model with the scales of other ranges, and other corrections of biases.
+
+        Args:
+            source: The float model.
+            plan: As for the model wanted, like all that follow.
+            keep_float: Nodes left float.
+            table: Ranges.
+            own: The corrections of integer nodes.
+
+        Returns:
+            None where more than numbers would differ.
+        """
+        if plan != self.planned or keep_float != self.keep_float:
+            return None
+        before, after = ({n: t for tensors in each.values() for n, t in tensors.items()} for each in (self.own, own))
+        differ = {n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)}
+        changed = {t.name: after.get(t.name, t) for t in source.graph.initializer if t.name in differ} if differ else {}
+        numbers = self.quantizer.rescaled(table.to_tensors_data(), changed)
+        return None if numbers is None else copy_with(self.quantizer.model.model, numbers)
 
 
 @dataclass(frozen=True)
@@ -103,27 +151,43 @@ class Builder:
         excluded: Names, in the prepared model, of nodes that the caller excludes.
         named: Names of the only nodes to quantize, empty for all.
         journal: Times stages, and isolates optional work.
+        view: The indexed graph; None where stock's placement is used.
+        planner: Plans it, or a net that differs from it in finite weights alone; None where stock's placement is used.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
-        planners: Those of the model and the request, by nodes left float.
     """
 
     prepared: PreparedModel
     request: Request
     excluded: Sequence[str]
     named: Sequence[str]
-    journal: Journal = field(default_factory=Journal)
+    journal: Journal
+    view: GraphView | None
+    planner: Planner | None
     bodies: tuple[BodyBuilder, ...] = ()
     idle: tuple[NodeDecision, ...] = ()
-    planners: dict[tuple[str, ...], Planner] = field(default_factory=dict, compare=False, repr=False)
-    _models: dict[tuple[int, frozenset[str]], tuple[Overlay, onnx.ModelProto]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _latest: list[_Emitted] = field(default_factory=list, init=False, compare=False, repr=False)
 
-    @cached_property
-    def view(self) -> GraphView | None:
-        """The indexed graph; None where stock's placement is used."""
-        return None if self.request.stock_reason is not None else GraphView(self.prepared.proto)
+    @classmethod
+    def of(
+        cls,
+        prepared: PreparedModel,
+        request: Request,
+        excluded: Sequence[str],
+        named: Sequence[str],
+        journal: Journal,
+        like: Builder | None = None,
+    ) -> Builder:
+        """The builder of a prepared model; ``like``, of a net that differs in weights alone, lends its planner."""
+        if request.stock_reason is not None:
+            return cls(prepared, request, excluded, named, journal, None, None)
+        with journal.stage("plan"):
+            view = GraphView(prepared.proto)
+            planner = None if like is None else like.planner
+            if planner is None:
+                options = request.placement_options(excluded, named)
+                planner = Planner(view, request.target, options, partial(_finished, view, request))
+        return cls(prepared, request, excluded, named, journal, view, planner)
 
     @cached_property
     def plan(self) -> PlacementPlan:
@@ -134,8 +198,7 @@ class Builder:
     @cached_property
     def adjustable(self) -> frozenset[str]:
         """Names of the nodes whose weights passes may change: integer ones, but for what the caller speaks about."""
-        planner = self.planner()
-        return frozenset(self.plan.integer_nodes()) - (set() if planner is None else planner.constrained)
+        return frozenset(self.plan.integer_nodes()) - (set() if self.planner is None else self.planner.constrained)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
@@ -158,41 +221,27 @@ class Builder:
         Raises:
             NothingToQuantizeError: Nothing in it can be quantized.
         """
-        rewritten, planner = prepared or self.prepared, self.planner()
-        if planner is not None:
+        rewritten, made = prepared or self.prepared, self
+        if self.planner is not None:
             with self.journal.stage("rewrite"):
-                found = rewrite_for_integers(rewritten, planner, self.request, self.excluded, self.journal)
+                found = rewrite_for_integers(rewritten, self.planner, self.request, self.excluded, self.journal)
             rewritten = found or rewritten
-        made = self
         if rewritten is not self.prepared:
-            known = like is not None and _differ_in_weights_alone(rewritten.proto, like.prepared.proto)
-            made = replace(self, prepared=rewritten, planners={**like.planners} if like is not None and known else {})
+            known = (
+                like if like is not None and _differ_in_weights_alone(rewritten.proto, like.prepared.proto) else None
+            )
+            made = Builder.of(rewritten, self.request, self.excluded, self.named, self.journal, known)
         if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
             raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
         return made
-
-    def planner(self, keep_float: Mapping[str, str] | None = None) -> Planner | None:
-        """The planner, made once for each set of nodes left float; None where stock's placement is used."""
-        view, keep = self.view, dict(keep_float or {})
-        if view is None:
-            return None
-        key = tuple(part for item in keep.items() for part in item)
-        if key not in self.planners:
-            options = self.request.placement_options(self.excluded, self.named, keep)
-            base = self.planners.get(())  # of an empty ``keep_float``, and perhaps of other weights
-            view = view if base is None else base.view
-            finish = partial(_finished, view, self.request)
-            self.planners[key] = Planner(view, self.request.target, options, finish, base)
-        return self.planners[key]
 
     def planned(
         self, keep_float: Mapping[str, str] | None = None, table: CalibrationTable | None = None
     ) -> PlacementPlan:
         """The plan, before calibration without a table; an empty one where stock's placement is used."""
-        planner = self.planner(keep_float)
-        if planner is None:
+        if self.planner is None:
             return PlacementPlan(self.request.target.name)
-        return planner.plan(None if table is None else _ranges(table))
+        return self.planner.plan(None if table is None else _ranges(table), keep_float or {})
 
     def observed(self, plan: PlacementPlan) -> tuple[str, ...]:
         """The activations whose ranges a plan needs."""
@@ -225,10 +274,9 @@ class Builder:
         """Limits of values in calibration: numbers that no consumer sees, as in masks, must not widen a range."""
         if self.request.is_stock:
             return {}
-        planner = self.planner()
-        if planner is not None:
-            values = values_of_own_scale(planner.view, planner.plan(None))
-            return seen_as(planner.view, values, planner.saturations)
+        if self.planner is not None:
+            values = values_of_own_scale(self.planner.view, self.planner.plan(None))
+            return seen_as(self.planner.view, values, self.planner.saturations)
         view = GraphView(self.prepared.proto)
         found = seen_as(view, [o for node in view.nodes for o in node.outputs])
         return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
@@ -236,7 +284,10 @@ class Builder:
     def quantize(
         self, table: CalibrationTable, keep_float: Mapping[str, str] | None = None, corrections: Overlay = NOTHING
     ) -> Build:
-        """The quantized model without the fusion proof; only nodes in integer are corrected."""
+        """The quantized model without the fusion proof; only nodes in integer are corrected.
+
+        Where the plan is that of the model made last, it is a copy with other scales and biases.
+        """
         keep = dict(keep_float or {})
         with self.journal.stage("quantize"):
             plan = self.planned(keep, table)
@@ -244,29 +295,31 @@ class Builder:
             if beyond := {**beyond, **_overflown(corrections)}:
                 keep.update(beyond)
                 plan = self.planned(keep, table)
-            source = self._corrected(corrections, frozenset(n for n in plan.integer_nodes() if n in corrections))
+            integer = set(plan.integer_nodes())
+            own = {node: tensors for node, tensors in corrections.items() if node in integer}
             ranges = fitted_to_widths(table, plan)
-            quantized = quantize_model(source, self.request, plan, ranges, self.excluded, self.named)
+            for latest in self._latest:
+                if (made := latest.patched(self.prepared.proto, plan, keep, ranges, own)) is not None:
+                    return Build(self.prepared.proto, table, keep, latest.plan, made, corrections=corrections)
+            self._latest.clear()
+            source = materialize(self.prepared.proto, own)
+            quantizer = emit(source, self.request, plan, ranges, self.excluded, self.named)
+            quantized = quantizer.model.model
             if plan:
                 self.request.target.hooks.spell(quantized, plan)
-        if self.bodies or self.idle:
-            plan = self._put_bodies(quantized, plan, keep)
+        emitted = _Emitted(quantizer, plan, keep, own, self._put_bodies(quantized, plan, keep))
         if self.request.caches:
             quantize_cache(quantized, with_scales(self.request.caches, table))
-        return Build(self.prepared.proto, table, keep, plan, quantized, corrections=corrections)
-
-    def _corrected(self, corrections: Overlay, nodes: frozenset[str]) -> onnx.ModelProto:
-        """The model with the corrections of some nodes, kept for the next call: candidates mostly differ in ranges."""
-        key = id(corrections), nodes
-        if key not in self._models:
-            self._models.clear()
-            self._models[key] = corrections, materialize(self.prepared.proto, corrections, nodes)
-        return self._models[key][1]
+        elif plan and self.request.target.hooks.spell is Hooks().spell:
+            self._latest.append(emitted)
+        return Build(self.prepared.proto, table, keep, emitted.plan, quantized, corrections=corrections)
 
     def _put_bodies(
         self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
     ) -> PlacementPlan:
         """Puts the quantized bodies into a model, in place; returns the plan with the decisions about their nodes."""
+        if not self.bodies and not self.idle:
+            return plan
         opened, nodes = Opened(quantized), [*plan.nodes, *self.idle]
         for body_builder in self.bodies:
             made = body_builder.quantize(keep_float)
@@ -401,7 +454,7 @@ def draft_of(proto: onnx.ModelProto, request: Request, journal: Journal) -> Buil
     excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
     by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
     request = replace(request, widths=replace(request.widths, by_node=by_node))
-    builder = Builder(prepared, request, excluded, named, journal)
+    builder = Builder.of(prepared, request, excluded, named, journal)
     if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(builder.plan)}")
     return builder

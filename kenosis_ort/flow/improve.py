@@ -79,7 +79,12 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
         call.notes.append("Weights are exact on every processor: what free ones gain cannot be measured on this one.")
         return builder, build
     target = replace(request.target, types=replace(request.target.types, largest_pair=None))
-    free = replace(builder, request=replace(builder.request, target=target), planners={})
+    wanted = replace(builder.request, target=target)
+    free = replace(
+        Builder.of(builder.prepared, wanted, builder.excluded, builder.named, builder.journal),
+        bodies=builder.bodies,
+        idle=builder.idle,
+    )
     made = free.build(build.table, build.keep_float, build.corrections)
     if not evaluator.score(made.quantized).beats(evaluator.score(build.quantized)):
         return builder, build

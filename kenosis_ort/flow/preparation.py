@@ -241,7 +241,7 @@ def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
 
 def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:
     """The values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
-    options = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize, {})
+    options = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize)
     constants = {i.name for i in proto.graph.initializer}
     own = set(options.overrides)
     constrained = {

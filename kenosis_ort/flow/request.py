@@ -208,9 +208,7 @@ class Request:
         # Along with a list of operators the flag is `get_qdq_config`'s own, which sets it on every call.
         return bool(self.extra_options.get("ForceQuantizeNoInputCheck")) and not self.op_types_named
 
-    def placement_options(
-        self, excluded: Sequence[str], named: Sequence[str], keep_float: Mapping[str, str]
-    ) -> PlacementOptions:
+    def placement_options(self, excluded: Sequence[str], named: Sequence[str]) -> PlacementOptions:
         """Constraints for the planner; node names are those of the prepared model."""
         extra = self.extra_options
         return PlacementOptions(
@@ -237,7 +235,6 @@ class Request:
             protect_inputs=self.stages.protect_inputs,
             protect_outputs=self.protect_outputs if self.stages.protect_outputs else None,
             primary_inputs=self.primary_inputs,
-            keep_float=dict(keep_float),
         )
 
 

@@ -23,7 +23,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -266,6 +266,11 @@ def _copied(proto: onnx.ModelProto, stored: Callable[[onnx.TensorProto], onnx.Te
         if found is not None:
             copy.graph.initializer.add().CopyFrom(found)
     return copy
+
+
+def copy_with(proto: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]) -> onnx.ModelProto:
+    """A deep copy of a model with other initializers of the main graph, by name."""
+    return _copied(proto, lambda tensor: tensors.get(tensor.name, tensor))
 
 
 def copy_with_hollow_weights(proto: onnx.ModelProto, hollow: Collection[str]) -> onnx.ModelProto:

@@ -24,7 +24,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import copy_without_weights
+from kenosis_ort.graph.outside import copy_with
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
@@ -43,12 +43,7 @@ def materialize(model: onnx.ModelProto, overlay: Overlay, nodes: Collection[str]
     """A copy with the constants that an overlay has for some nodes, None for all; the model where there are none."""
     found = (tensors for node, tensors in overlay.items() if nodes is None or node in nodes)
     own = {name: tensor for tensors in found for name, tensor in tensors.items()}
-    if not own:
-        return model
-    changed = copy_without_weights(model, lambda _: True)
-    for tensor in model.graph.initializer:
-        changed.graph.initializer.add().CopyFrom(own.get(tensor.name, tensor))
-    return changed
+    return copy_with(model, own) if own else model
 
 
 @dataclass(frozen=True)

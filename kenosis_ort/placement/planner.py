@@ -222,8 +222,12 @@ class Planner:
         view: The prepared model.
         target: The runtime's table.
         options: The caller's wishes.
-        finish: Gives what becomes of a plan; None leaves it as it is.
-        base: The planner of the same view, target and options, but with an empty ``keep_float``; None for none.
+        finish: Returns what becomes of a plan; None leaves it as it is.
+
+    Attributes:
+        saturations: Bounds beyond which all consumers of a value saturate.
+        constrained: The nodes that touch what the caller speaks about: no pass changes their weights, no rewrite their
+            form.
     """
 
     def __init__(
@@ -232,14 +236,72 @@ class Planner:
         target: targets.Target,
         options: PlacementOptions,
         finish: Callable[[PlacementPlan], PlacementPlan] | None = None,
-        base: Planner | None = None,
     ) -> None:
         self.view = view
         self.target = target
         self.options = options
         self._finish = finish
-        self._plans: dict[tuple[bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
-        self.assignment: Assignment = Assignment(view, target, options, None if base is None else base.assignment)
+        self._plans: dict[tuple[_Placement, bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
+        self._base = _Placement(view, target, options)
+        self._placements = {tuple(options.keep_float.items()): self._base}
+        self.saturations = self._base.saturations
+        self.constrained: set[str] = self._base.assignment.constraints.constrained(view)
+
+    def integer_candidates(self) -> set[str]:
+        """The nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
+        domain, classes = self._base.assignment.domain, self._base.assignment.classes
+        return {name for name in domain.integer if classes[name].role is targets.Role.ANCHOR} | domain.between
+
+    def plan(
+        self, ranges: Mapping[str, Range] | None = None, keep_float: Mapping[str, str] | None = None
+    ) -> PlacementPlan:
+        """The plan, made once for all ranges by which the same values share their scales.
+
+        Args:
+            ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every value that
+                may carry a Q, and so has to be observed.
+            keep_float: Nodes left float, with the reason, in place of those of the options.
+        """
+        placement = self._base if keep_float is None else self._placement(keep_float)
+        groups = share_scales(placement.assignment, ranges, placement.own_grids)
+        shared = placement, bool(ranges), groups.shared
+        if shared in self._plans:
+            return self._plans[shared]
+        plan = self._plan(placement, groups, ranges)
+        if not placement.own_grids:  # these follow the ranges
+            self._plans[shared] = plan
+        return plan
+
+    def _placement(self, keep_float: Mapping[str, str]) -> _Placement:
+        key = tuple(keep_float.items())
+        if key not in self._placements:
+            options, base = replace(self.options, keep_float=dict(keep_float)), self._base
+            known = None if self.options.keep_float else base.assignment
+            self._placements[key] = _Placement(self.view, self.target, options, known)
+        return self._placements[key]
+
+    def _plan(self, placement: _Placement, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
+        plan = placement.plan(groups, ranges)
+        return plan if self._finish is None else self._finish(plan)
+
+
+class _Placement:
+    """One model with some nodes left float, as far as it does not depend on ranges.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        options: The caller's wishes.
+        base: The assignment of the same, but with no node left float; None for none.
+    """
+
+    def __init__(
+        self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
+    ) -> None:
+        self.view = view
+        self.target = target
+        self.options = options
+        self.assignment: Assignment = Assignment(view, target, options, base)
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
         self.own_grids = find_own_grids(self.assignment)
         self.limits = tuple(limit for name, limit in limits.items() if name in quantized)
@@ -255,34 +317,8 @@ class Planner:
             return limit
         return None if limit.high is None else replace(limit, low=-limit.high)
 
-    @property
-    def constrained(self) -> set[str]:
-        """The nodes that touch what the caller speaks about: no pass changes their weights, no rewrite their form."""
-        return self.assignment.constraints.constrained(self.view)
-
-    def integer_candidates(self) -> set[str]:
-        """The nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
-        domain, classes = self.assignment.domain, self.assignment.classes
-        return {name for name in domain.integer if classes[name].role is targets.Role.ANCHOR} | domain.between
-
-    def plan(self, ranges: Mapping[str, Range] | None = None) -> PlacementPlan:
-        """The plan, made once for all ranges by which the same values share their scales.
-
-        Args:
-            ranges: Calibrated (low, high) by value name. None before calibration: the plan then names every value that
-                may carry a Q, and so has to be observed.
-        """
-        groups = share_scales(self.assignment, ranges, self.own_grids)
-        shared = bool(ranges), groups.shared
-        if shared in self._plans:
-            return self._plans[shared]
-        plan = self._plan(groups, ranges)
-        plan = plan if self._finish is None else self._finish(plan)
-        if not self.own_grids:  # these follow the ranges
-            self._plans[shared] = plan
-        return plan
-
-    def _plan(self, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
+    def plan(self, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
+        """The plan for values that share their scales in groups."""
         decider = Decider(self.assignment, groups, self.own_grids)
         for node in self.view.nodes:
             decider.decide_node(node)

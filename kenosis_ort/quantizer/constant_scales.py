@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -47,7 +48,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, pair_orders, pair_sums
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.quantizer.editor import Array, QdqEditor, nudged_parameters
+from kenosis_ort.quantizer.editor import Array, QdqEditor, listed, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs
 from kenosis_ort.quantizer.stock import four_bit_types
 
@@ -69,12 +70,14 @@ class QuantizedWeight:
         scale: float32, shape () per tensor or (channels,) per channel.
         axis: Channel axis, None per tensor.
         widened: Number of channels whose scale was widened for the bias.
+        needed: The scale, float64, before that.
     """
 
     values: npt.NDArray[np.int8]
     scale: npt.NDArray[np.float32]
     axis: int | None
     widened: int
+    needed: Float64
 
 
 def quantize_weight(
@@ -114,11 +117,11 @@ def quantize_weight(
     scale = np.maximum(scale, pair_scale(weight, axis, orders, largest_pair, zero_point))
     if bits < _FINE:
         scale = scale * _least_error_share(weight, scale, axis, top)
-    needed = least_scale(biases, scale)
-    if not np.isfinite(needed).all():
+    least = least_scale(biases, scale)
+    if not np.isfinite(least).all():
         raise ValueError("a bias of the weight holds NaN or infinity")
-    widened = int(np.count_nonzero(needed > scale))
-    stored = np.maximum(np.maximum(scale, needed), float(np.finfo(np.float32).tiny)).astype(np.float32)
+    widened = int(np.count_nonzero(least > scale))
+    stored = stored_scale(scale, biases)
     values = np.empty(weight.shape, np.int8)
     steps = stored.astype(np.float64).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
     for block in _blocks(weight):
@@ -127,7 +130,14 @@ def quantize_weight(
         if largest_pair is not None:
             for order in orders:
                 values[block] = _lowered(values[block], order, largest_pair)
-    return QuantizedWeight(values, stored, axis, widened)
+    return QuantizedWeight(values, stored, axis, widened, scale)
+
+
+def stored_scale(scale: Float64, biases: Sequence[tuple[float, Float64]]) -> npt.NDArray[np.float32]:
+    """A weight's scale as it is stored: widened for biases, and no smaller than float32 holds."""
+    return np.maximum(np.maximum(scale, least_scale(biases, scale)), float(np.finfo(np.float32).tiny)).astype(
+        np.float32
+    )
 
 
 def pair_scale(
@@ -276,6 +286,10 @@ class Constants:
         self.plan = plan
         self.pairs = pairs
         self._scales: dict[str, Array] = {}  # of weights, by initializer name
+        self._widened: dict[str, Callable[[Biases], Array]] = {}  # the same with other biases
+        self._reals: dict[str, Array] = {}  # biases
+        self._biases: list[tuple[Decision, tuple[str, str]]] = []  # with the names of integers and scale
+        self._derived = [d for d in plan.decisions if d.role is EdgeRole.BIAS and d.how is How.DERIVED and d.scale_from]
         activations = [d for d in plan.decisions if d.role is EdgeRole.ACTIVATION]
         dtypes = {d.edge.consumer: d.dtype for d in activations if d.dtype}
         moved = set(plan.integer_nodes()) - dtypes.keys()  # of bytes that an operator brought there without a Q
@@ -283,6 +297,7 @@ class Constants:
 
     def place(self) -> None:
         """Quantizes operands, weights and biases, and points the planned edges at their DQ."""
+        self._reals = {d.edge.value: array_in(self.editor.constant(d.edge.value)).reshape(-1) for d in self._derived}
         constants = set(self.editor.constants)
         for value, _ in self.plan.quantized_values():
             if value in constants:
@@ -320,7 +335,7 @@ class Constants:
         for d in self.plan.decisions:
             if d.role is EdgeRole.WEIGHT and d.how is How.OWN:
                 by_weight.setdefault(d.edge.value, []).append(d)
-        biases = self._biases_by_weight()
+        biases = self._biases_by_weight(self._reals)
         for name, decisions in by_weight.items():
             init, axis = self.editor.constant(name), decisions[0].axis
             if self._is_symmetric_int8(name):
@@ -339,14 +354,12 @@ class Constants:
             and not (getattr(quantizer, "block_size", 0) and len(self.editor.constants[name].dims) == 2)
         )
 
-    def _biases_by_weight(self) -> dict[str, list[tuple[float, Array]]]:
+    def _biases_by_weight(self, reals: Mapping[str, Array]) -> dict[str, list[tuple[float, Array]]]:
         found: dict[str, list[tuple[float, Array]]] = {}
         if self.quantizer.stages.bias and not self.quantizer.qdq_disable_weight_adjust_for_int32_bias:
-            for d in self.plan.decisions:
-                if d.role is EdgeRole.BIAS and d.how is How.DERIVED and d.scale_from is not None:
-                    real = array_in(self.editor.constant(d.edge.value)).reshape(-1)
-                    scale = self.pairs.scale_read(d.scale_from[0], _reader(d, self.plan))
-                    found.setdefault(d.scale_from[1], []).append((scale, real.astype(np.float64) * d.beta))
+            for d in self._derived:
+                _, scale, weight, beta = self._key(d)
+                found.setdefault(weight, []).append((scale, reals[d.edge.value].astype(np.float64) * beta))
         return found
 
     def _place_own(
@@ -367,7 +380,7 @@ class Constants:
             raise UnsupportedModelError(
                 str(error), where=f"initializer '{init.name}'", fix="repair the model: the float weights are broken"
             ) from error
-        self._scales[init.name] = q.scale
+        self._scales[init.name], self._widened[init.name] = q.scale, partial(stored_scale, q.needed)
         zero_point = np.full(q.scale.shape, decisions[0].zero_point, np.int8)
         self._place_constant(init, q.values, q.scale, zero_point, axis, decisions)
 
@@ -396,11 +409,13 @@ class Constants:
         scale, zero_point = np.asarray(params["scale"]), np.asarray(params["zero_point"])
         axis, block = params.get("axis"), params.get("block_size", 0)
         if not block and not self.quantizer.tensor_quant_overrides.overrides_scale_zp(init.name):
-            needed = least_scale(biases, scale)
             if self.quantizer.stages.weights and params["quant_type"] == TensorProto.INT8 and not zero_point.any():
                 orders = self._orders(decisions, tuple(init.dims))
-                needed = np.maximum(needed, pair_scale(array_in(init), axis, orders, self.plan.largest_pair))
-            scale = np.maximum(scale, needed.astype(scale.dtype))
+                least = pair_scale(array_in(init), axis, orders, self.plan.largest_pair)
+                scale = np.maximum(scale, least.astype(scale.dtype))
+            needed = scale
+            self._widened[init.name] = lambda given: _at_least(needed, given).astype(np.float32)
+            scale = _at_least(needed, biases)
         known = {"block_size": block} if block else {}
         with four_bit_types():
             values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
@@ -424,30 +439,59 @@ class Constants:
 
     # -- biases -----------------------------------------------------------------------------------------------------
 
+    def _key(self, d: Decision) -> tuple[str, float, str, float]:
+        """Bias, input scale, weight and beta: consumers that agree on them share one bias."""
+        assert d.scale_from is not None
+        data, weight = d.scale_from
+        return d.edge.value, self.pairs.scale_read(data, _reader(d, self.plan)), weight, d.beta
+
     def _place_biases(self) -> None:
-        made: dict[tuple[str, float, str, float], str] = {}
+        made: dict[tuple[str, float, str, float], tuple[str, tuple[str, str]]] = {}
         copies: Counter[str] = Counter()
-        derived = [d for d in self.plan.decisions if d.role is EdgeRole.BIAS and d.how is How.DERIVED and d.scale_from]
-        for d in derived:
-            assert d.scale_from is not None
-            data, weight = d.scale_from
-            input_scale = self.pairs.scale_read(data, _reader(d, self.plan))
-            key = (d.edge.value, input_scale, weight, d.beta)
-            if key in made:  # consumers that agree on both scales share one bias
-                self.editor.read(d.edge.consumer, d.edge.index, made[key])
-                continue
-            init = self.editor.constant(d.edge.value)
-            bias = array_in(init).reshape(-1)
-            q = quantize_bias(bias, input_scale=input_scale, weight_scale=self._scales[weight], beta=d.beta)
-            name = f"{d.edge.value}_{copies[d.edge.value]}" if copies[d.edge.value] else d.edge.value
-            copies[d.edge.value] += 1
-            axis = 0 if q.scale.ndim else None
-            made[key] = self._place_integers(name, q.values, q.scale, np.zeros(q.scale.shape, np.int32), axis, [d])
-        for d in derived:
+        for d in self._derived:
+            key = value, input_scale, weight, beta = self._key(d)
+            if key in made:
+                self.editor.read(d.edge.consumer, d.edge.index, made[key][0])
+            else:
+                scale = self._scales[weight]
+                q = quantize_bias(self._reals[value], input_scale=input_scale, weight_scale=scale, beta=beta)
+                name = f"{value}_{copies[value]}" if copies[value] else value
+                copies[value] += 1
+                axis = 0 if q.scale.ndim else None
+                made[key] = self._place_integers(name, q.values, q.scale, np.zeros(q.scale.shape, np.int32), axis, [d])
+            self._biases.append((d, made[key][1]))
+        for d in self._derived:
             if d.beta != 1.0:
                 for attribute in self.editor.nodes[d.edge.consumer].attribute:
                     if attribute.name == "beta":
                         attribute.f = 1.0
+
+    def rescaled(self, constants: Mapping[str, onnx.TensorProto]) -> dict[str, onnx.TensorProto] | None:
+        """The initializers that differ with other constants and activations' scales as they are now, by name.
+
+        Returns:
+            None where more than biases would differ, or they would be shared otherwise.
+        """
+        decided = [d for name in constants for d in self.plan.by_value.get(name, ())]
+        if any(d.role is not EdgeRole.BIAS and d.how is not How.FLOAT for d in decided):
+            return None
+        reals = {**self._reals, **{name: array_in(tensor).reshape(-1) for name, tensor in constants.items()}}
+        biases = self._biases_by_weight(reals)
+        for weight, widened in self._widened.items():
+            if not np.array_equal(widened(biases.get(weight, ())), self._scales[weight]):
+                return None
+        made: dict[tuple[str, float, str, float], tuple[str, str]] = {}
+        if any(made.setdefault(self._key(d), names) != names for d, names in self._biases):
+            return None
+        if len(set(made.values())) != len(made):
+            return None
+        found = dict(constants)  # where a float node reads them
+        for (value, input_scale, weight, beta), (integers, scale) in made.items():
+            known = self._scales[weight]
+            q = quantize_bias(reals[value], input_scale=input_scale, weight_scale=known, beta=beta)
+            found[integers] = put_outside(numpy_helper.from_array(q.values, integers))
+            found[scale] = listed(scale, q.scale)
+        return found
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -486,8 +530,8 @@ class Constants:
         decisions: Collection[Decision],
         elem_type: int | None = None,
         block: int = 0,
-    ) -> str:
-        """Adds integers, scale, zero point and DQ for a constant; returns what DQ writes."""
+    ) -> tuple[str, tuple[str, str]]:
+        """Adds integers, scale, zero point and DQ; returns what DQ writes, and the names of integers and scale."""
         integers = self.editor.fresh(f"{name}_quantized")
         if isinstance(values, onnx.TensorProto):
             tensor = onnx.TensorProto()
@@ -500,7 +544,8 @@ class Constants:
         if bits < _BYTE:
             annotate(self.editor.graph, integers, f"INT{bits}")
         grid = self._add_grid(name, scale, zero_point, elem_type)
-        return self._dequantize(name, integers, grid, decisions, axis=axis, block_size=block or None)
+        real = self._dequantize(name, integers, grid, decisions, axis=axis, block_size=block or None)
+        return real, (integers, grid[0])
 
     def _add_grid(self, name: str, scale: Array, zero_point: Array, elem_type: int | None) -> tuple[str, str]:
         grid = self.editor.fresh(f"{name}_scale"), self.editor.fresh(f"{name}_zero_point")
@@ -518,6 +563,11 @@ class Constants:
             if d.how is not How.FLOAT:
                 self.editor.read(d.edge.consumer, d.edge.index, real)
         return real
+
+
+def _at_least(scale: Array, biases: Biases) -> Array:
+    """A scale of stock's, widened for biases."""
+    return np.asarray(np.maximum(scale, least_scale(biases, scale).astype(scale.dtype)))
 
 
 def _reader(decision: Decision, plan: PlacementPlan) -> str:

@@ -200,8 +200,7 @@ class QdqEditor:
 
     def add_list(self, name: str, array: Array, elem_type: int | None = None) -> None:
         """Adds an initializer stored as a list of numbers, as stock stores scales and zero points."""
-        kind = helper.np_dtype_to_tensor_dtype(array.dtype) if elem_type is None else elem_type
-        self.add_constant(_listed(name, kind, array))
+        self.add_constant(listed(name, array, elem_type))
 
     def read(self, node: str, index: int, value: str) -> None:
         """Makes an input of a node of the float model read a value."""
@@ -261,8 +260,9 @@ class QdqEditor:
         self.graph.node.append(node)
 
 
-def _listed(name: str, kind: int, array: Array) -> onnx.TensorProto:
+def listed(name: str, array: Array, elem_type: int | None = None) -> onnx.TensorProto:
     """A tensor that holds a list of numbers, as `onnx.helper.make_tensor` makes it."""
+    kind = helper.np_dtype_to_tensor_dtype(array.dtype) if elem_type is None else elem_type
     field = _FIELDS.get(kind)
     if field is None:
         return helper.make_tensor(name, kind, array.shape, array.ravel().tolist())

@@ -98,6 +98,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             dict(extra_options or {}),
         )
         self.tensors_range = tensors_range
+        self._placed: tuple[Pairs, Constants] | None = None
 
     def quantize_model(self) -> onnx.ModelProto:
         """Quantizes and returns the model (the one given, changed in place), unsorted as in stock."""
@@ -107,6 +108,26 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
             self._perform(self.plan)
         quantized: onnx.ModelProto = self.model.model
         return quantized
+
+    def rescaled(
+        self, ranges: TensorsData, constants: Mapping[str, onnx.TensorProto]
+    ) -> dict[str, onnx.TensorProto] | None:
+        """The initializers of the quantized model that differ with other ranges and other constants, by name.
+
+        Args:
+            ranges: For the same plan.
+            constants: In place of those of the float model.
+
+        Returns:
+            None where the model would differ in more than numbers: a bias would widen a scale of weights, constants
+            other than biases are quantized, or biases are no longer one where their scales are.
+        """
+        assert self._placed is not None, "the model is quantized, by a plan"
+        pairs, placed = self._placed
+        self.tensors_range = ranges
+        scales = pairs.rescaled()
+        biases = placed.rescaled(constants)
+        return None if biases is None else {**scales, **biases}
 
     def is_tensor_per_channel(
         self, tensor_name: str, default_axis: int, op_type: str | None = None
@@ -146,7 +167,9 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         editor = QdqEditor(self)
         pairs = Pairs(editor, plan)
         pairs.place()
-        Constants(editor, plan, pairs).place()
+        constants = Constants(editor, plan, pairs)
+        constants.place()
+        self._placed = pairs, constants
         editor.finish()
         if self.qdq_op_domain:
             self.model.set_opset_import(self.qdq_op_domain, 1)

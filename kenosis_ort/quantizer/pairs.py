@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import onnx
 from onnx import TensorProto, helper
 from onnxruntime.quantization.base_quantizer import QuantizationParams
 from onnxruntime.quantization.calibrate import TensorData
@@ -21,7 +22,7 @@ from onnxruntime.quantization.quant_utils import (
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
-from kenosis_ort.quantizer.editor import QdqEditor, clamped, nudged_parameters
+from kenosis_ort.quantizer.editor import QdqEditor, clamped, listed, nudged_parameters
 
 _BYTE = 8
 _WIDE_BITS = 16
@@ -90,6 +91,25 @@ class Pairs:
                 self._converted[value] = self._add_grid(f"{value}_convert", params)
             self._place_pairs(value, self.plan.by_value[value], barrier=value in barriers)
 
+    def rescaled(self) -> dict[str, onnx.TensorProto]:
+        """The scales and zero points by the quantizer's ranges as they are now, by name; `scale_read` follows."""
+        found: dict[str, onnx.TensorProto] = {}
+        roots: dict[str, GridNames] = {}
+        for value, decision in self._activations.items():
+            root = decision.provider or value
+            if root not in roots:
+                roots[root] = self._changed(self._grids[value], self._parameters_of(root), found)
+            self._grids[value] = roots[root]
+        for value, grid in self._converted.items():
+            params = self._stock_parameters(self._range_of(value), self._override(value)["convert"])
+            self._converted[value] = self._changed(grid, params, found)
+        return found
+
+    def _changed(self, grid: GridNames, params: QuantizationParams, found: dict[str, onnx.TensorProto]) -> GridNames:
+        grid = replace(grid, scale=float(np.asarray(params["scale"]).item()))
+        found.update((tensor.name, tensor) for tensor in _tensors(grid, params))
+        return grid
+
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def _override(self, value: str) -> Mapping[str, Any]:
@@ -98,10 +118,10 @@ class Pairs:
 
     def _add_grid(self, base: str, params: QuantizationParams) -> GridNames:
         zero_point, scale = self.editor.fresh(f"{base}_zero_point"), self.editor.fresh(f"{base}_scale")
-        values = np.asarray(params["zero_point"])
-        self.editor.add_list(zero_point, values, params["quant_type"])
-        self.editor.add_list(scale, np.asarray(params["scale"], np.float32))
-        return GridNames(scale, zero_point, float(np.asarray(params["scale"]).item()))
+        grid = GridNames(scale, zero_point, float(np.asarray(params["scale"]).item()))
+        for tensor in _tensors(grid, params):
+            self.editor.add_constant(tensor)
+        return grid
 
     def _range_of(self, value: str) -> TensorData:
         ranges = self.quantizer.tensors_range
@@ -292,6 +312,12 @@ class Pairs:
 
     def _read(self, decision: Decision, value: str) -> None:
         self.editor.read(decision.edge.consumer, decision.edge.index, value)
+
+
+def _tensors(grid: GridNames, params: QuantizationParams) -> tuple[onnx.TensorProto, onnx.TensorProto]:
+    """The initializers of a zero point and a scale."""
+    zero_point = listed(grid.zero_point_name, np.asarray(params["zero_point"]), params["quant_type"])
+    return zero_point, listed(grid.scale_name, np.asarray(params["scale"], np.float32))
 
 
 def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:
