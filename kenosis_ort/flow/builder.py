@@ -302,7 +302,7 @@ class Builder:
                 if (made := latest.patched(self.prepared.proto, plan, keep, ranges, own)) is not None:
                     return Build(self.prepared.proto, table, keep, latest.plan, made, corrections=corrections)
             self._latest.clear()
-            source = materialize(self.prepared.proto, own)
+            source = materialize(self.prepared.proto, corrections, integer)
             quantizer = emit(source, self.request, plan, ranges, self.excluded, self.named)
             quantized = quantizer.model.model
             if plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: p
 
 DEFECTS = {
     "planner": "kenosis_ort.flow.builder.Planner",
-    "emitter": "kenosis_ort.flow.builder.quantize_model",
+    "emitter": "kenosis_ort.flow.builder.emit",
     "proof": "kenosis_ort.targets.ort_cpu.cpu_proof.prove_by",
 }
 
@@ -232,7 +233,11 @@ def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_result_that_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.builder.quantize_model", lambda proto, *_: with_broken_node(proto))
+    def broken(proto: onnx.ModelProto, *_: object) -> SimpleNamespace:
+        model = SimpleNamespace(model=with_broken_node(proto))
+        return SimpleNamespace(model=model, rescaled=lambda *_: None)
+
+    monkeypatch.setattr("kenosis_ort.flow.builder.emit", broken)
     out = tmp_path / "out.onnx"
     out.write_bytes(b"the model of yesterday")
     model = models.residual_block()
