@@ -54,7 +54,7 @@ BREAKS = (
     ),
     Break(
         "quantizer/constant_scales.py",
-        "np.maximum(np.maximum(scale, needed),",
+        "np.maximum(np.maximum(scale, least_scale(biases, scale)),",
         "np.maximum(scale,",
         "quantizer/test_weights.py",
     ),
@@ -402,5 +402,17 @@ BREAKS = (
         '            if isinstance(failure, ClusterError) or self._cluster.bad_shards == "stop":',
         "            if isinstance(failure, ClusterError):",
         "cluster",
+    ),
+    Break(
+        "quantizer/constant_scales.py",
+        "            if not np.array_equal(widened(biases.get(weight, ())), self._scales[weight]):",
+        "            if False:",
+        "flow/test_patched.py",
+    ),
+    Break(
+        "quantizer/constant_scales.py",
+        "        if len(set(made.values())) != len(made):",
+        "        if False:",
+        "flow/test_patched.py",
     ),
 )
