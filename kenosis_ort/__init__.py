@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.api import quantize_static as quantize_static
     from kenosis_ort.bench import BenchReport as BenchReport
     from kenosis_ort.bench import bench as bench
+    from kenosis_ort.calibration.archives import ImageFolderReader as ImageFolderReader
     from kenosis_ort.calibration.archives import ParquetReader as ParquetReader
     from kenosis_ort.calibration.archives import TarReader as TarReader
     from kenosis_ort.calibration.computed_feeds import ClosedLoopReader as ClosedLoopReader
-    from kenosis_ort.calibration.images import ImageFolderReader as ImageFolderReader
     from kenosis_ort.calibration.pipeline import PipelineReader as PipelineReader
     from kenosis_ort.calibration.readers import ArrayReader as ArrayReader
     from kenosis_ort.calibration.readers import Shards as Shards
@@ -76,9 +76,8 @@ _NAMES: Final = {
     "kenosis_ort.accuracy.compare": "Comparison compare",
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
     "kenosis_ort.bench": "BenchReport bench",
-    "kenosis_ort.calibration.archives": "ParquetReader TarReader",
+    "kenosis_ort.calibration.archives": "ImageFolderReader ParquetReader TarReader",
     "kenosis_ort.calibration.computed_feeds": "ClosedLoopReader",
-    "kenosis_ort.calibration.images": "ImageFolderReader",
     "kenosis_ort.calibration.pipeline": "PipelineReader",
     "kenosis_ort.calibration.readers": "ArrayReader Shards",
     "kenosis_ort.calibration.synthetic": "SyntheticReader",

@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.calibration.table import CalibrationTable
     from kenosis_ort.flow.request import Progress, Request
     from kenosis_ort.interop import Conversion
+    from kenosis_ort.option_types import RecipeFile
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.recipe import Recipe
-    from kenosis_ort.recipe_file import RecipeFile
     from kenosis_ort.report.evidence import LayerTime
     from kenosis_ort.report.quantization_report import QuantizationReport
     from kenosis_ort.targets import Target

@@ -3,8 +3,6 @@
 Numpy's numbers and booleans count as Python's.
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 import operator

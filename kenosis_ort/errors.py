@@ -5,8 +5,6 @@ derive from the built-in exception that stock ``onnxruntime.quantization`` raise
 so that an existing ``except ValueError`` keeps working.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

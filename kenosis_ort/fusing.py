@@ -1,7 +1,5 @@
 """Attention as one operator in a float model, for those who do not want it quantized."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

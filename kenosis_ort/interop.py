@@ -1,11 +1,4 @@
-"""Conversion of quantized models between formats, by way of the canonical form, checked at each step.
-
-Reads a quantized model of any of the formats into the canonical form.
-
-Results of conversions, as data.
-"""
-
-from __future__ import annotations
+"""Conversion of quantized models between formats, by way of the canonical form, checked at each step."""
 
 import logging
 import math
@@ -377,7 +370,7 @@ def _compare(
         return ()
     try:
         first = open_session(reference, custom_op_libraries=libraries, optimize=False)
-    except VerificationError as error:  # it loads after small repairs only, see `graph.gate`
+    except VerificationError as error:  # it loads after small repairs only, see `graph.canonical`
         _log.info("the model as it came is not run: %s", error)
         return ()
     sessions = [first, open_session(result, custom_op_libraries=libraries, optimize=optimize)]

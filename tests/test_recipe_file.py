@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import OptionError, Placement, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
-from kenosis_ort.option_types import IN_FILE
+from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
 from kenosis_ort.recipe import RECIPES, SpeedChoice
-from kenosis_ort.recipe_file import RecipeFile, resolve
 from kenosis_ort.report.html.cards import python_call
 from tests import models
 from tests.models import FeedReader

@@ -6,8 +6,6 @@ and ``compute_activation_error`` give, `Comparison.weights` what ``create_weight
 runtime's integer kernels: a model that also returns its dequantized tensors is fused as it is without them (tested).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -15,8 +15,6 @@ what the float model returns.
 Reference: SQNR as the only measure raised YOLOX-Nano by 3.6 dB while its mAP fell by 0.027 (prototype of these passes).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -12,14 +12,12 @@ agreement of what decides nothing reads better than it is, or worse.
   offsets from a grid, are none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.measured import Array, Float64, Measure, Outputs
+from kenosis_ort.accuracy.error import Outputs
 from kenosis_ort.accuracy.measures import (
     THRESHOLD,
     BoxLayout,
@@ -31,6 +29,7 @@ from kenosis_ort.accuracy.measures import (
     SameTokens,
     YesOrNo,
 )
+from kenosis_ort.accuracy.metric import Array, Float64, Measure
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares

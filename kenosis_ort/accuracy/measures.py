@@ -5,8 +5,6 @@ half, label maps the classes; objects are the boxes that both models find, match
 error remains where nothing is decided by the output, or nobody can tell what.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kenosis_ort.accuracy.measured import Array, Float64, Measure, Outputs
+from kenosis_ort.accuracy.error import Outputs
+from kenosis_ort.accuracy.metric import Array, Float64, Measure
 
 _LEAST_PROBABILITY = 1e-9
 THRESHOLD = 0.5  # score from which on something was found

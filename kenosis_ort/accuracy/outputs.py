@@ -1,7 +1,5 @@
 """Outputs of two models beside each other: one comparison, for reports, commands, evaluators and targets."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence

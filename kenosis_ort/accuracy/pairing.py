@@ -5,8 +5,6 @@ and Q clips instead), the tensor stands for what the activation wrote. Where a r
 without a counterpart is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Sums by channel are enough for SQNR, cosine, range and clipping, whatever the number of samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,11 +1,4 @@
-"""`bench`: from models and feeds to the report.
-
-The result of a benchmark: frozen pure data.
-
-The benchmark's report as rich text.
-"""
-
-from __future__ import annotations
+"""`bench`: from models and feeds to a result, frozen pure data, and its report as rich text."""
 
 import itertools
 import json
@@ -24,39 +17,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.bench.harness import (
-    CONFIDENCE,
-    LEAST_ROUNDS,
-    Schedule,
-    SpeedComparison,
-    Timings,
-    Verdict,
-    compare,
-    time_interleaved,
-)
-from kenosis_ort.bench.inputs import (
-    Feed,
-    Models,
-    Signature,
-    TimedModel,
-    as_feed,
-    candidates,
-    check_feeds,
-    check_same,
-    size_of,
-)
+from kenosis_ort import errors
+from kenosis_ort.bench import harness, inputs
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole
-from kenosis_ort.errors import (
-    CalibrationError,
-    KenosisError,
-    OptionError,
-    VerificationError,
-    callers_own,
-    did_you_mean,
-    last_gate,
-)
 from kenosis_ort.graph.load import parse_model
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.runtime.session import open_session
@@ -96,7 +61,7 @@ class ModelTiming:
     ratio: float
     ratio_low: float
     ratio_high: float
-    verdict: Verdict
+    verdict: harness.Verdict
     load_ms: float
     size: int
 
@@ -144,7 +109,7 @@ class BenchReport:
         """The timed models by name."""
         return {timing.name: timing for timing in self.models}
 
-    def compare(self, name: str, reference: str | None = None) -> SpeedComparison:
+    def compare(self, name: str, reference: str | None = None) -> harness.SpeedComparison:
         """Compares any two of the timed models.
 
         Args:
@@ -154,7 +119,7 @@ class BenchReport:
         Raises:
             OptionError: There is no such model in the report.
         """
-        return compare(self._named(self.baseline if reference is None else reference), self._named(name))
+        return harness.compare(self._named(self.baseline if reference is None else reference), self._named(name))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -171,14 +136,19 @@ class BenchReport:
 
     def _named(self, name: str) -> tuple[float, ...]:
         if name not in self.by_name:
-            raise OptionError(
-                f"no model '{name}' was timed.{did_you_mean(name, self.by_name)}",
+            raise errors.OptionError(
+                f"no model '{name}' was timed.{errors.did_you_mean(name, self.by_name)}",
                 fix=f"the report holds: {', '.join(self.by_name)}",
             )
         return self.by_name[name].round_ms
 
 
-_STYLES = {Verdict.FASTER: "green", Verdict.SLOWER: "red", Verdict.SAME: "", Verdict.NOISY: "yellow"}
+_STYLES = {
+    harness.Verdict.FASTER: "green",
+    harness.Verdict.SLOWER: "red",
+    harness.Verdict.SAME: "",
+    harness.Verdict.NOISY: "yellow",
+}
 
 
 def render_bench(report: BenchReport) -> RenderableType:
@@ -188,7 +158,7 @@ def render_bench(report: BenchReport) -> RenderableType:
         f"onnxruntime {report.runtime_version}, {threads}, {report.rounds} of {report.rounds_asked} rounds with fresh "
         f"sessions in random order, {report.seconds:.1f} s. Speed: median over the rounds of the time of "
         f"{report.baseline} by the own time, above 1 is faster; noise: where that median lies with "
-        f"{CONFIDENCE:.0%} confidence."
+        f"{harness.CONFIDENCE:.0%} confidence."
     )
     return Group(
         _speeds(report),
@@ -242,9 +212,9 @@ _SYNTHETIC_FEEDS = 8
 _REASON_LIMIT = 600
 
 
-@last_gate
+@errors.last_gate
 def bench(
-    models: Models,
+    models: inputs.Models,
     feeds: Iterable[Mapping[str, Any]] | None = None,
     *,
     threads: int = 1,
@@ -287,7 +257,7 @@ def bench(
     """
     begin = time.perf_counter()
     _check_options(threads, rounds, budget_s, warmup)
-    named = candidates(models)
+    named = inputs.candidates(models)
     base = _find_baseline(named, baseline)
     libraries = tuple(str(library) for library in custom_op_libraries)
     with Scratch("bench") as scratch:
@@ -297,13 +267,13 @@ def bench(
         field_.check_baseline()
         taken = field_.feeds(base, feeds, rounds, seed)
         # Rounds over all models that load, within the budget.
-        timings = time_interleaved(
+        timings = harness.time_interleaved(
             list(field_.opened),
             field_.session,
             taken,
-            Schedule(rounds, begin + budget_s, warmup, seed),
+            harness.Schedule(rounds, begin + budget_s, warmup, seed),
             must_run=base.name,
-            progress=None if progress is None else callers_own(progress),
+            progress=None if progress is None else errors.callers_own(progress),
         )
         # Models that failed, and notes on few rounds.
         for name, reason in timings.failed.items():
@@ -311,10 +281,12 @@ def bench(
         field_.check_baseline()
         if timings.rounds < rounds:
             field_.notes.append(f"the budget of {budget_s:g} s was over after {timings.rounds} of {rounds} rounds")
-        if timings.rounds < LEAST_ROUNDS and len(timings.blocks) > 1:
-            field_.notes.append(f"fewer than {LEAST_ROUNDS} rounds are too few for a verdict")
+        if timings.rounds < harness.LEAST_ROUNDS and len(timings.blocks) > 1:
+            field_.notes.append(f"fewer than {harness.LEAST_ROUNDS} rounds are too few for a verdict")
         return BenchReport(
-            models=tuple(_timing(name, timings, base.name, size_of(opened)) for name, opened in field_.opened.items()),
+            models=tuple(
+                _timing(name, timings, base.name, inputs.size_of(opened)) for name, opened in field_.opened.items()
+            ),
             baseline=base.name,
             left_out=tuple(field_.left_out),
             threads=threads,
@@ -348,17 +320,17 @@ class _Field:
     libraries: tuple[str, ...]
     scratch: Path
     opened: dict[str, str | bytes] = field(default_factory=dict)
-    signatures: dict[str, Signature] = field(default_factory=dict)
+    signatures: dict[str, inputs.Signature] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def admit(self, candidate: TimedModel) -> None:
+    def admit(self, candidate: inputs.TimedModel) -> None:
         """Loads a model once and reads its inputs; leaves it out if it does not load."""
         try:
             opened = candidate.openable(self.scratch / f"model{len(self.opened)}")
             self.opened[candidate.name] = opened
-            self.signatures[candidate.name] = Signature.of(self.session(candidate.name))
-        except KenosisError as error:
+            self.signatures[candidate.name] = inputs.Signature.of(self.session(candidate.name))
+        except errors.KenosisError as error:
             self.leave_out(candidate.name, error.what)
 
     def session(self, name: str) -> ort.InferenceSession:
@@ -377,17 +349,19 @@ class _Field:
         for gone in self.left_out:
             if gone.name == self.baseline:
                 which = "the model" if not self.opened and len(self.left_out) == 1 else "the baseline model"
-                raise VerificationError(
+                raise errors.VerificationError(
                     f"{which} cannot be timed: {gone.reason}",
                     where=gone.name,
                     fix="check the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
                 )
 
-    def feeds(self, base: TimedModel, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int) -> list[Feed]:
+    def feeds(
+        self, base: inputs.TimedModel, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int
+    ) -> list[inputs.Feed]:
         """The feeds to use, checked against all models."""
         expected = self.signatures[self.baseline]
         for name, signature in self.signatures.items():
-            check_same(self.baseline, expected, name, signature)
+            inputs.check_same(self.baseline, expected, name, signature)
         if given is None and not expected.required:
             return [{}]
         reader: Any = given
@@ -395,20 +369,20 @@ class _Field:
             source = parse_model(base.source) if isinstance(base.source, bytes) else base.source
             reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self.libraries)
             self.notes.extend(f"made-up data: {assumption}" for assumption in reader.assumptions)
-        feeds = [as_feed(feed, expected) for feed in itertools.islice(sample_feeds(reader), rounds)]
+        feeds = [inputs.as_feed(feed, expected) for feed in itertools.islice(sample_feeds(reader), rounds)]
         if not feeds:
-            raise CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
+            raise errors.CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
         for name, signature in self.signatures.items():
-            check_feeds(name, signature, feeds)
+            inputs.check_feeds(name, signature, feeds)
         return feeds
 
 
-def _timing(name: str, timings: Timings, baseline: str, size: int) -> ModelTiming:
+def _timing(name: str, timings: harness.Timings, baseline: str, size: int) -> ModelTiming:
     """The figures of one model."""
     blocks = timings.blocks[name]
     runs = np.concatenate([block.runs for block in blocks])
     medians = timings.round_ms(name)
-    against = compare(timings.round_ms(baseline), medians)
+    against = harness.compare(timings.round_ms(baseline), medians)
     p50, p95, p99 = (float(value) * 1e3 for value in np.percentile(runs, (50, 95, 99)))
     return ModelTiming(
         name=name,
@@ -427,15 +401,17 @@ def _timing(name: str, timings: Timings, baseline: str, size: int) -> ModelTimin
     )
 
 
-def _find_baseline(named: Sequence[TimedModel], baseline: int | str) -> TimedModel:
+def _find_baseline(named: Sequence[inputs.TimedModel], baseline: int | str) -> inputs.TimedModel:
     if isinstance(baseline, str):
         by_name = {candidate.name: candidate for candidate in named}
         if baseline in by_name:
             return by_name[baseline]
-        hint = did_you_mean(baseline, by_name)
-        raise OptionError(f"no model is called '{baseline}'.{hint}", where="baseline", fix=f"one of {list(by_name)}")
+        hint = errors.did_you_mean(baseline, by_name)
+        raise errors.OptionError(
+            f"no model is called '{baseline}'.{hint}", where="baseline", fix=f"one of {list(by_name)}"
+        )
     if not 0 <= baseline < len(named):
-        raise OptionError(
+        raise errors.OptionError(
             f"there is no model at place {baseline}", where="baseline", fix=f"give 0 to {len(named) - 1}, or a name"
         )
     return named[baseline]

@@ -7,8 +7,6 @@ within a net: at the ends of a graph the runtime fuses fewer types. Pairs of 8 b
 integers themselves: between Q and DQ a session for x86-64 makes int8 activations uint8, and another kernel runs.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import time

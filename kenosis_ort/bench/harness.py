@@ -1,22 +1,17 @@
-"""Paired timings and their comparison.
+"""Paired timings in rounds and blocks, and their comparison: a ratio, its noise interval and a verdict.
 
-The timing itself: rounds, blocks and the budget. Knows clocks and runners, nothing of models or files.
+Timing knows clocks and runners, nothing of models or files. In a round every model gets a fresh runner and one block:
+warm-up, then timed runs. The order within a round is random, so a slow drift of the machine hits all alike, and the
+ratio of two models is formed within the round. All blocks of a round use the same feed; the rounds take turns through
+the feeds.
 
-In a round every model gets a fresh runner and one block: warm-up, then timed runs. The order within a round is
-random, so a slow drift of the machine hits all alike, and the ratio of two models is formed within the round. All
-blocks of a round use the same feed; the rounds take turns through the feeds.
-
-Comparison of two series of paired timings: a ratio, its noise interval and a verdict.
-
-In every round each model is timed once, so the rounds give paired observations: the logarithm of (reference's time /
-own time). The ratio is their median. The interval is the distribution-free one of the median (the sign test turned
-around): of n sorted observations the k-th and the (n + 1 - k)-th enclose the true median unless fewer than k of n
-fall on one side of it, which happens with probability ``2 * P(Binomial(n, 1/2) < k)``. It supposes nothing about the
-shape of the noise, needs no random numbers, and exchanging the two series or scaling both changes nothing but the
-sign. Source: Thompson, "On confidence ranges for the median", Annals of Mathematical Statistics 7 (1936), 122-128.
+For the comparison, in every round each model is timed once, so the rounds give paired observations: the logarithm of
+(reference's time / own time). The ratio is their median. The interval is the distribution-free one of the median (the
+sign test turned around): of n sorted observations the k-th and the (n + 1 - k)-th enclose the true median unless fewer
+than k of n fall on one side of it, which happens with probability ``2 * P(Binomial(n, 1/2) < k)``. It supposes nothing
+about the shape of the noise, needs no random numbers, and exchanging the two series or scaling both changes nothing but
+the sign. Source: Thompson, "On confidence ranges for the median", Annals of Mathematical Statistics 7 (1936), 122-128.
 """
-
-from __future__ import annotations
 
 import logging
 import math

@@ -1,7 +1,4 @@
-"""Whether the models take the same inputs, and the feeds fit them.
-
-What is given to be timed, as something the runtime opens: a path or bytes, with a name and a size.
-"""
+"""Models to be timed, as something the runtime opens, and whether they take the same inputs and the feeds fit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Time by operator, from the runtime's own profile, by nodes of the given model.
-
-Gathers what the report shows beyond the decisions: graph, histograms, signal per layer, time per operator.
-"""
-
-from __future__ import annotations
+"""Time by operator, from the runtime's own profile, by nodes of the given model."""
 
 import json
 import logging

@@ -1,7 +1,5 @@
 """The sweep: one run of the float model over a reader, statistics of observed tensors, memory flat in the samples."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration import part_session
 from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.config import CalibrationConfig
@@ -28,12 +27,6 @@ from kenosis_ort.calibration.feeds import (
     reader_length,
     sample_feeds,
     strided_feeds,
-)
-from kenosis_ort.calibration.part_session import (
-    ObservedModel,
-    SessionSettings,
-    element_types,
-    initializer_arrays,
 )
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import Functions, TensorStatistics, functions_of, unions_of, united
@@ -149,13 +142,13 @@ class Sweep(Closing):
         seen_as = seen_as or {}
         proto = in_order(proto)
         groups = _classify(proto, tensors)
-        settings = SessionSettings(
+        settings = part_session.SessionSettings(
             providers=tuple(providers or ()),
             custom_op_libraries=tuple(custom_op_libraries),
             threads=threads,
             optimize=not config.bit_exact,
         )
-        self._model = ObservedModel(proto, settings)
+        self._model = part_session.ObservedModel(proto, settings)
         try:
             types = _types(self._model, proto, groups)
             computed, fed, constant = (_observable(names, types) for names in groups)
@@ -175,7 +168,7 @@ class Sweep(Closing):
         except BaseException:
             self.close()
             raise
-        arrays = initializer_arrays(proto, set(constant))
+        arrays = part_session.initializer_arrays(proto, set(constant))
         self._constant = {name: _of_constant(arrays[name], dtype, config) for name, dtype in constant.items()}
         kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
@@ -418,9 +411,11 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
     )
 
 
-def _types(model: ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequence[str]]) -> dict[str, int]:
+def _types(
+    model: part_session.ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequence[str]]
+) -> dict[str, int]:
     """Element types by value name; the runtime says those of observed tensors without an annotation."""
-    known = element_types(proto)
+    known = part_session.element_types(proto)
     unknown = [name for names in groups for name in names if name not in known]
     known.update(model.ask_types(unknown))
     return known

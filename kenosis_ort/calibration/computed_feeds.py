@@ -8,8 +8,6 @@ the body reads from outside, and the body runs as a model of its own: a branch w
 iteration, fed with the states that it wrote before.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
   the histogram. Stock's symmetric method is in `kenosis_ort.calibration.histogram`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

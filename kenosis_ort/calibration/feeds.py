@@ -1,7 +1,5 @@
 """Samples: where they come from, and reading them from a data reader, once, checked against the model's inputs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

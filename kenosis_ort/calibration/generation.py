@@ -5,8 +5,6 @@ is equal once words such as past and present are taken off; a mask and positions
 is asked for under the name of an encoder's input or output is that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

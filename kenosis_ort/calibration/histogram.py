@@ -1,4 +1,4 @@
-"""Histograms that grow by doubling and merge exactly.
+"""Histograms that grow by doubling and merge exactly, and ranges by stock's methods from them.
 
 The bins are fixed by a power of two and by nothing else: bin ``i`` of a histogram with exponent ``e`` covers
 ``[(i - HALF) * w, (i - HALF + 1) * w)`` with ``w = 2**e / HALF``. When a value falls outside, the exponent goes up
@@ -10,11 +10,9 @@ that scaling brings below the smallest float32, some 1e-34 of the range, counts 
 With ``T`` the largest magnitude seen, the exponent is the smallest with ``T < 2**e``, so the bins are at most
 ``T / 2048`` wide.
 
-Ranges by stock's methods from a histogram: percentile, entropy and distribution.
-
-Each follows the definition of ``onnxruntime.quantization`` on bins of the same number and place, so that the only
-difference to it is that of the histograms. With ``T`` the largest magnitude of the tensor, ``w`` the width of one of
-its bins and ``v <= T / 2048`` the width of one of ours:
+Ranges by percentile, entropy and distribution: each follows the definition of ``onnxruntime.quantization`` on bins of
+the same number and place, so that the only difference to it is that of the histograms. With ``T`` the largest magnitude
+of the tensor, ``w`` the width of one of its bins and ``v <= T / 2048`` the width of one of ours:
 
 * percentile: each end differs by at most ``w + v`` (``w`` is ``T / num_bins`` when symmetric, else twice that), save
   where the percentile falls between two values exactly and rounding decides for one or the other;

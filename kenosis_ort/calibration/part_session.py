@@ -1,7 +1,5 @@
 """Runtime sessions of the float model with chosen tensors as outputs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +14,8 @@ import onnxruntime as ort
 from kenosis_ort.calibration.accumulators import without_reorders
 from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.outside import (
-    MIN_EXTERNAL_BYTES,
-    array_in,
-    content_bytes,
-    copy_model,
-    is_outside,
-    refers_outside,
-    with_weights_on_disk,
-    write_external_data,
-)
 from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import (
@@ -111,7 +100,7 @@ class ObservedModel(Closing):
         self._settings = settings
         self._folders: list[Scratch] = []
         self._file: Path | None = None  # beside the weights, for models that are opened
-        self._is_mapped = refers_outside(proto)
+        self._is_mapped = outside.refers_outside(proto)
         self._skeleton = self._strip(proto)
         self._constant_nodes: frozenset[int] | None = None
 
@@ -130,13 +119,17 @@ class ObservedModel(Closing):
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
-        if any(content_bytes(t) >= MIN_EXTERNAL_BYTES for t in proto.graph.initializer if not is_outside(t)):
+        if any(
+            outside.content_bytes(t) >= outside.MIN_EXTERNAL_BYTES
+            for t in proto.graph.initializer
+            if not outside.is_outside(t)
+        ):
             folder = self._folder()
             self._file = None if self._is_mapped else folder / "model.onnx"
-            write = with_weights_on_disk if self._is_mapped else write_external_data
+            write = outside.with_weights_on_disk if self._is_mapped else outside.write_external_data
             skeleton = write(proto, folder / "weights.bin")
         else:
-            skeleton = copy_model(proto)
+            skeleton = outside.copy_model(proto)
         skeleton.graph.name = skeleton.graph.name or "graph"
         # A newer IR version only allows fields that the runtime ignores.
         skeleton.ir_version = min(proto.ir_version, runtime_limits().max_ir)
@@ -348,7 +341,7 @@ def element_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 def initializer_arrays(proto: onnx.ModelProto, names: set[str]) -> dict[str, Any]:
     """The values of the initializers among the given names."""
-    return {t.name: array_in(t) for t in proto.graph.initializer if t.name in names}
+    return {t.name: outside.array_in(t) for t in proto.graph.initializer if t.name in names}
 
 
 def shorten(error: BaseException, limit: int = 400) -> str:

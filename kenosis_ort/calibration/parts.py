@@ -8,8 +8,6 @@ some samples run through the first part, and what crosses to the next is kept, i
 weights of one part have to be in memory, and they are read once for some samples.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

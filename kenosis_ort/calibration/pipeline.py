@@ -5,8 +5,6 @@ others, or with both decoders in one file. Only the first piece can be fed with 
 read is computed by the pieces before them, caches by themselves. `ClosedLoopReader` is for one file with states.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,9 +1,7 @@
-"""What is known about one tensor, what one range follows from it, and what scaled channels make of it.
+"""Statistics of one tensor, the range that follows from them, and values whose statistics follow from others'.
 
 A pass that moves scales from one layer to the next changes values whose ranges were collected before. Minima and maxima
 by channel scale with the channels; they merge as those of the whole tensor do, and cost next to nothing to collect.
-
-Values whose statistics follow from those of others: they need not be fetched to be known.
 
 A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)`` hold as many elements as ``x``, and nets with such
 activations would return three times what they compute. Where only extremes are kept, and bins of a part of the

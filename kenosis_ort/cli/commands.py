@@ -3,31 +3,13 @@
 Nothing slow is imported here; a command's module is, when it runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from kenosis_ort.cli.flags import (
-    FLAGS,
-    LIBRARIES,
-    MACHINES,
-    OPTIONS,
-    Argument,
-    add_arguments,
-    argument,
-    data_arguments,
-    number,
-    path,
-    positive,
-    seconds,
-    share,
-    switch,
-    threads,
-)
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.parser import Parser
 
 WORST_LAYERS: Final = 8
@@ -53,14 +35,14 @@ class Command:
     summary: str
     usage: str
     about: str
-    arguments: Sequence[Argument]
+    arguments: Sequence[flags.Argument]
     function: str
     one: str = ""
     first: tuple[str, ...] = ()
 
     def fill(self, parser: Parser) -> None:
         """Adds the arguments to a parser."""
-        add_arguments(parser, self.arguments)
+        flags.add_arguments(parser, self.arguments)
         if self.first:
             parser.show_first(*self.first)
 
@@ -72,9 +54,9 @@ class Command:
         return found
 
 
-_OUT: Final = path("out", "OUT", "the file to write")
+_OUT: Final = flags.path("out", "OUT", "the file to write")
 _HOW_TO_TIME: Final = "how to time"
-_THREADS: Final = argument("--threads", type=threads, default=1, help="of a session; 0: all (default: 1)")
+_THREADS: Final = flags.argument("--threads", type=flags.threads, default=1, help="of a session; 0: all (default: 1)")
 COMMANDS: Final[dict[str, Command]] = {
     "quantize": Command(
         "quantize a float model to INT8",
@@ -94,11 +76,11 @@ same model again from the same data.
                        --recipe model.int8.recipe.toml
 """,
         (
-            path("model", "MODEL", "the float model"),
-            path("out", "OUT", "the file to write (default: MODEL with the suffix .int8.onnx)", nargs="?"),
-            *data_arguments("calibration data"),
-            *OPTIONS,
-            *MACHINES,
+            flags.path("model", "MODEL", "the float model"),
+            flags.path("out", "OUT", "the file to write (default: MODEL with the suffix .int8.onnx)", nargs="?"),
+            *flags.data_arguments("calibration data"),
+            *flags.OPTIONS,
+            *flags.MACHINES,
         ),
         "quantize_command:quantize",
         one="done, but the fusion proof shows float kernels where integer ones were planned; with --strict also where "
@@ -131,21 +113,23 @@ asked.
   kenosis-ort verify model.int8.onnx --patterns onednn
 """,
         (
-            path("model", "MODEL", "the quantized model"),
-            switch("--strict", "exit with 1 unless every Conv/Gemm/MatMul is integer, and the same on every processor"),
-            LIBRARIES,
-            argument(
+            flags.path("model", "MODEL", "the quantized model"),
+            flags.switch(
+                "--strict", "exit with 1 unless every Conv/Gemm/MatMul is integer, and the same on every processor"
+            ),
+            flags.LIBRARIES,
+            flags.argument(
                 "--patterns",
                 metavar="TARGET",
                 help="hold each Conv against this target's documented patterns, e.g. onednn",
             ),
-            argument(
+            flags.argument(
                 "--target",
                 metavar="TARGET",
                 help="whose runtime to ask (default: what the file was made for, or ort-cpu)",
             ),
-            switch("--full", "show every float node"),
-            *data_arguments("data, for what clipped products cost on processors without VNNI"),
+            flags.switch("--full", "show every float node"),
+            *flags.data_arguments("data, for what clipped products cost on processors without VNNI"),
         ),
         "judging_commands:verify",
         one="with --strict: a layer runs in float or clips on some processors, or with --patterns a Conv does not "
@@ -170,15 +154,17 @@ its profiler in fresh sessions.
   kenosis-ort explain model.int8.onnx --times --data samples.npz
 """,
         (
-            path("model", "MODEL", "a float or a quantized model"),
-            argument("node", nargs="?", metavar="NODE", help="name of a node (default: all that stay float)"),
-            switch("--all", "without NODE: the integer nodes too"),
-            argument("--target", metavar="TARGET", help="the runtime in question (see: kenosis-ort targets)"),
-            switch("--times", "kernel, path and time of each layer"),
-            argument("--for-host", metavar="HOST", help="with --times, of a float model: as laid out for this machine"),
-            argument("--threads", type=threads, default=1, help="with --times: of a session (default: 1)"),
-            LIBRARIES,
-            *data_arguments("what a quantized model is run on for --times (default: made up)"),
+            flags.path("model", "MODEL", "a float or a quantized model"),
+            flags.argument("node", nargs="?", metavar="NODE", help="name of a node (default: all that stay float)"),
+            flags.switch("--all", "without NODE: the integer nodes too"),
+            flags.argument("--target", metavar="TARGET", help="the runtime in question (see: kenosis-ort targets)"),
+            flags.switch("--times", "kernel, path and time of each layer"),
+            flags.argument(
+                "--for-host", metavar="HOST", help="with --times, of a float model: as laid out for this machine"
+            ),
+            flags.argument("--threads", type=flags.threads, default=1, help="with --times: of a session (default: 1)"),
+            flags.LIBRARIES,
+            *flags.data_arguments("what a quantized model is run on for --times (default: made up)"),
         ),
         "judging_commands:explain",
     ),
@@ -194,15 +180,19 @@ do next.
                       --min-agreement 99%
 """,
         (
-            path("float_model", "FLOAT", "the float model"),
-            path("quantized_model", "QUANTIZED", "what was made of it"),
-            argument("--samples", type=positive, help="samples to compare on (default: all that are given)"),
-            switch("--full", f"show every layer, not the {WORST_LAYERS} that lose most"),
-            argument("--min-agreement", type=share, metavar="SHARE", help="least share of equal argmax, e.g. 99%%"),
-            argument("--min-sqnr", type=number, metavar="DB", help="least signal to noise ratio, dB"),
+            flags.path("float_model", "FLOAT", "the float model"),
+            flags.path("quantized_model", "QUANTIZED", "what was made of it"),
+            flags.argument(
+                "--samples", type=flags.positive, help="samples to compare on (default: all that are given)"
+            ),
+            flags.switch("--full", f"show every layer, not the {WORST_LAYERS} that lose most"),
+            flags.argument(
+                "--min-agreement", type=flags.share, metavar="SHARE", help="least share of equal argmax, e.g. 99%%"
+            ),
+            flags.argument("--min-sqnr", type=flags.number, metavar="DB", help="least signal to noise ratio, dB"),
             _THREADS,
-            LIBRARIES,
-            *data_arguments(),
+            flags.LIBRARIES,
+            *flags.data_arguments(),
         ),
         "judging_commands:compare",
         one="done, but an output agrees less than --min-agreement or --min-sqnr demands",
@@ -218,9 +208,11 @@ and how many values carry Q/DQ; then where the plans differ.
   kenosis-ort compare-targets model.onnx --target ort-cpu --target tensorrt
 """,
         (
-            path("model", "MODEL", "a float model"),
-            argument("--target", action="append", metavar="TARGET", help="this one (may be repeated; default: all)"),
-            switch("--full", "show every node on which the targets differ"),
+            flags.path("model", "MODEL", "a float model"),
+            flags.argument(
+                "--target", action="append", metavar="TARGET", help="this one (may be repeated; default: all)"
+            ),
+            flags.switch("--full", "show every node on which the targets differ"),
         ),
         "judging_commands:compare_targets",
     ),
@@ -235,7 +227,7 @@ what it rests on.
   kenosis-ort targets tensorrt
   kenosis-ort quantize model.onnx --data samples.npz --target tensorrt
 """,
-        (argument("target", nargs="?", metavar="TARGET", help="show the table of this one"),),
+        (flags.argument("target", nargs="?", metavar="TARGET", help="show the table of this one"),),
         "machine_commands:targets",
     ),
     "bench": Command(
@@ -248,24 +240,28 @@ says which are faster than the first one beyond the noise.
   kenosis-ort bench model.onnx a.onnx b.onnx --threads 4 --seconds 60
 """,
         (
-            argument("models", type=Path, nargs="+", metavar="MODEL", help="the models; the first is the baseline"),
-            argument(
+            flags.argument(
+                "models", type=Path, nargs="+", metavar="MODEL", help="the models; the first is the baseline"
+            ),
+            flags.argument(
                 "--threads",
-                type=threads,
+                type=flags.threads,
                 default=1,
                 help="of a session; 0: as the runtime likes (default: 1)",
                 group=_HOW_TO_TIME,
             ),
-            argument("--seconds", type=seconds, default=20.0, help="for all of it (default: 20)", group=_HOW_TO_TIME),
-            argument(
+            flags.argument(
+                "--seconds", type=flags.seconds, default=20.0, help="for all of it (default: 20)", group=_HOW_TO_TIME
+            ),
+            flags.argument(
                 "--rounds",
-                type=positive,
+                type=flags.positive,
                 default=15,
                 help="with fresh sessions, at most (default: 15)",
                 group=_HOW_TO_TIME,
             ),
-            LIBRARIES._replace(group=_HOW_TO_TIME),
-            *data_arguments("what the models are run with (default: --synthetic)"),
+            flags.LIBRARIES._replace(group=_HOW_TO_TIME),
+            *flags.data_arguments("what the models are run with (default: --synthetic)"),
         ),
         "machine_commands:time_models",
         one="done, but a model did not load or run and is left out",
@@ -280,8 +276,8 @@ a model is quantized already, and how.
   kenosis-ort inspect model.onnx --json
 """,
         (
-            path("model", "MODEL", "any ONNX model"),
-            switch("--full", "show every operator"),
+            flags.path("model", "MODEL", "any ONNX model"),
+            flags.switch("--full", "show every operator"),
         ),
         "judging_commands:inspect",
     ),
@@ -296,10 +292,12 @@ cannot express is an error that names the node.
   kenosis-ort convert model.int8.onnx --to qop
 """,
         (
-            path("model", "MODEL", "the quantized model"),
-            path("out", "OUT", "the file to write (MODEL.FORMAT.onnx)", nargs="?"),
-            argument("--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop, qcdq, qonnx or float"),
-            LIBRARIES,
+            flags.path("model", "MODEL", "the quantized model"),
+            flags.path("out", "OUT", "the file to write (MODEL.FORMAT.onnx)", nargs="?"),
+            flags.argument(
+                "--to", default="qdq", metavar="FORMAT", help="qdq (the default), qop, qcdq, qonnx or float"
+            ),
+            flags.LIBRARIES,
         ),
         "file_commands:convert",
     ),
@@ -318,14 +316,14 @@ samples, as they are, unless --no-samples leaves them out.
   kenosis-ort quantize model.onnx --table all.json
 """,
         (
-            path("model", "MODEL", "the float model"),
-            path("table", "TABLE", "the file to write"),
-            switch("--resume", "keep what is done in TABLE.part, and go on with what is there"),
-            switch("--no-samples", "keep none of the data, as passes need it where no reader is left"),
-            FLAGS["calibrate_method"].changed(help="how ranges are found (default: minmax)"),
-            LIBRARIES,
-            *data_arguments(),
-            *MACHINES,
+            flags.path("model", "MODEL", "the float model"),
+            flags.path("table", "TABLE", "the file to write"),
+            flags.switch("--resume", "keep what is done in TABLE.part, and go on with what is there"),
+            flags.switch("--no-samples", "keep none of the data, as passes need it where no reader is left"),
+            flags.FLAGS["calibrate_method"].changed(help="how ranges are found (default: minmax)"),
+            flags.LIBRARIES,
+            *flags.data_arguments(),
+            *flags.MACHINES,
         ),
         "file_commands:calibrate",
     ),
@@ -339,7 +337,7 @@ had seen all samples.
 """,
         (
             _OUT,
-            argument("tables", type=Path, nargs="+", metavar="TABLE", help="tables that calibrate wrote"),
+            flags.argument("tables", type=Path, nargs="+", metavar="TABLE", help="tables that calibrate wrote"),
         ),
         "file_commands:merge",
     ),
@@ -352,7 +350,7 @@ exporter it came from. quantize does this as well.
   kenosis-ort fuse bert.onnx fused.onnx
 """,
         (
-            argument("model", metavar="MODEL", help="the float model"),
+            flags.argument("model", metavar="MODEL", help="the float model"),
             _OUT,
         ),
         "file_commands:fuse_attention",
@@ -367,21 +365,21 @@ the weights are rounded so that the outputs of their layers change least.
   kenosis-ort weights decoder.onnx int4.onnx --data prompts.npz
 """,
         (
-            path("model", "MODEL", "the float model"),
+            flags.path("model", "MODEL", "the float model"),
             _OUT,
-            argument("--bits", type=int, default=4, choices=(4, 8), help="of a weight (default: 4)"),
-            argument(
+            flags.argument("--bits", type=int, default=4, choices=(4, 8), help="of a weight (default: 4)"),
+            flags.argument(
                 "--block",
                 type=int,
                 default=32,
                 choices=(16, 32, 64, 128, 256),
                 help="weights that share a scale (default: 32)",
             ),
-            switch("--symmetric", "without zero points"),
-            switch("--no-embeddings", "leave embeddings float"),
-            argument("--exclude", metavar="NODE", help="a node that stays float", action="append", default=[]),
-            LIBRARIES,
-            *data_arguments(),
+            flags.switch("--symmetric", "without zero points"),
+            flags.switch("--no-embeddings", "leave embeddings float"),
+            flags.argument("--exclude", metavar="NODE", help="a node that stays float", action="append", default=[]),
+            flags.LIBRARIES,
+            *flags.data_arguments(),
         ),
         "file_commands:weights",
     ),
@@ -409,9 +407,9 @@ that made it.
   kenosis-ort sweep models.toml results/ --dask local:2
 """,
         (
-            path("models", "MODELS.toml", "the models and their options"),
-            path("results", "RESULTS", "folder for outputs and the table", nargs="?"),
-            argument(
+            flags.path("models", "MODELS.toml", "the models and their options"),
+            flags.path("results", "RESULTS", "folder for outputs and the table", nargs="?"),
+            flags.argument(
                 "--dask",
                 metavar="ADDRESS",
                 help="run on the workers of the Dask scheduler at host:port that offer the resource timing=1; "
@@ -433,8 +431,8 @@ what to fix.
 """,
         (
             _THREADS,
-            argument("--seconds", type=seconds, default=3.0, help="for the timing (default: 3)"),
-            switch("--no-timing", "do not time data types"),
+            flags.argument("--seconds", type=flags.seconds, default=3.0, help="for the timing (default: 3)"),
+            flags.switch("--no-timing", "do not time data types"),
         ),
         "machine_commands:doctor",
         one="done, but there is a problem that has a fix",
@@ -452,11 +450,11 @@ well, with which files are laid out for this machine elsewhere.
   kenosis-ort quantize model.onnx --data samples.npz --for-host server.json
 """,
         (
-            argument("--target", help="the runtime that is measured (default: ort-cpu)"),
+            flags.argument("--target", help="the runtime that is measured (default: ort-cpu)"),
             _THREADS,
-            argument("--seconds", type=seconds, default=30.0, help="for all of it (default: 30)"),
-            argument("--out", type=Path, metavar="FILE.json", help="write the profile to this file too"),
-            argument("--name", default="", help="what reports call it (default: the processor's name)"),
+            flags.argument("--seconds", type=flags.seconds, default=30.0, help="for all of it (default: 30)"),
+            flags.argument("--out", type=Path, metavar="FILE.json", help="write the profile to this file too"),
+            flags.argument("--name", default="", help="what reports call it (default: the processor's name)"),
         ),
         "machine_commands:profile",
     ),
@@ -471,9 +469,9 @@ fusion proof.
   kenosis-ort demo --out models/
 """,
         (
-            argument("--out", type=Path, metavar="FOLDER", help="keep the models there (default: thrown away)"),
-            argument("--batch", type=positive, default=32, help="images per timed run (default: 32)"),
-            argument("--rounds", type=positive, default=15, help="timing rounds (default: 15)"),
+            flags.argument("--out", type=Path, metavar="FOLDER", help="keep the models there (default: thrown away)"),
+            flags.argument("--batch", type=flags.positive, default=32, help="images per timed run (default: 32)"),
+            flags.argument("--rounds", type=flags.positive, default=15, help="timing rounds (default: 15)"),
         ),
         "machine_commands:demo",
         one="done, but a node that was planned as integer runs in float",
@@ -487,7 +485,7 @@ shell to read.
   kenosis-ort completion bash > ~/.local/share/bash-completion/completions/kenosis-ort
   kenosis-ort completion zsh > "${fpath[1]}/_kenosis-ort"
 """,
-        (argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS)),),
+        (flags.argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS)),),
         "file_commands:completion",
     ),
 }

@@ -1,7 +1,5 @@
 """Exit codes of the ``kenosis-ort`` command."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Commands that write a file: convert, fuse, calibrate, merge, weights; and completion, which writes a script."""
 
-from __future__ import annotations
-
 import argparse
 from functools import reduce
 from pathlib import Path
@@ -18,7 +16,7 @@ from kenosis_ort.cli.sources import executor, make_reader
 from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.recipe_file import value_of
+from kenosis_ort.option_types import value_of
 from kenosis_ort.weights.block_model import quantize_weights
 
 

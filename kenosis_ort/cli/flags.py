@@ -454,14 +454,14 @@ def given_data(arguments: argparse.Namespace) -> dict[str, Any]:
 def _recipe(arguments: argparse.Namespace) -> Any:
     if not arguments.settings:
         return arguments.recipe
-    from kenosis_ort.recipe_file import resolve
+    from kenosis_ort.option_types import resolve
 
     return resolve(arguments.recipe or "fast").with_settings(dict(arguments.settings))
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of `kenosis_ort.quantize_static` for options in the shell's words."""
-    from kenosis_ort.recipe_file import value_of
+    from kenosis_ort.option_types import value_of
 
     found = {name: word if name == "extra_options" else value_of(name, word) for name, word in words.items()}
     return {**found, "format": "qop"} if words.get("format") == "qoperator" else found

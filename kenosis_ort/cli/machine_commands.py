@@ -1,7 +1,5 @@
 """Commands about machines and runtimes: targets, bench, doctor, profile, demo."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable

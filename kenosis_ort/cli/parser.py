@@ -1,7 +1,5 @@
 """argparse with short usage lines, errors that suggest what was meant, and the options that all commands share."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

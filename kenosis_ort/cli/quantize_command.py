@@ -1,11 +1,9 @@
 """The command quantize, its dry run, and the ``.recipe.toml`` that it saves beside an output.
 
-The library reads ``[recipe]`` and ``[options]`` of it (`kenosis_ort.recipe_file`). The command's own are ``[data]``,
+The library reads ``[recipe]`` and ``[options]`` of it (`kenosis_ort.option_types`). The command's own are ``[data]``,
 how samples were read or made up, in the words of its options, and ``[made]``, what came out, to tell whether it is the
 same again.
 """
-
-from __future__ import annotations
 
 import argparse
 import warnings
@@ -29,9 +27,9 @@ from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, nam
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.finish import check_files
 from kenosis_ort.graph.save import check_destination
+from kenosis_ort.option_types import RecipeFile, resolve
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.recipe import is_recipe_file
-from kenosis_ort.recipe_file import RecipeFile, resolve
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import make_table

@@ -1,8 +1,6 @@
 """Where results, progress and complaints go: stdout for results alone, stderr for all else.
 
-A progress bar that appears on a terminal only.
-
-Paths on the command line: a missing one is an error before any work, with a hint.
+A progress bar appears on a terminal only. A path that is missing is an error before any work, with a hint.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import helper
 
-from kenosis_ort.calibration.images import SUFFIXES as IMAGE_SUFFIXES
-from kenosis_ort.calibration.images import ImageFolderReader
+from kenosis_ort.calibration.archives import SUFFIXES as IMAGE_SUFFIXES
+from kenosis_ort.calibration.archives import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader, Shards
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen

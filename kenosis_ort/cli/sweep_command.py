@@ -5,8 +5,6 @@ that is killed leaves nothing, since outputs appear whole or not at all, and run
 job needs a worker that offers the resource ``timing``: one at a time there, on processors that no other job uses.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import glob

@@ -5,8 +5,6 @@ takes another way: one sample at a time through statistics that do not grow, whe
 samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.histogram` explains.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

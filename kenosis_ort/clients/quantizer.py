@@ -1,13 +1,10 @@
 """Stock's ``QDQQuantizer`` with a plan of its own: for code that calibrates and builds the quantizer itself.
 
-Ranges of values that nobody calibrated, from those of their neighbours.
-
-Rewrites put Reshape, Transpose, Pad and the like where the model had none, and calibrators of other code observe only
-what their own quantizer asks for. Such operators move values or pick among them, so that their ranges follow: exactly
-where all values pass, else as a range that holds the true one.
+Values that nobody calibrated get ranges from those of their neighbours: rewrites put Reshape, Transpose, Pad and the
+like where the model had none, and calibrators of other code observe only what their own quantizer asks for. Such
+operators move values or pick among them, so that their ranges follow: exactly where all values pass, else as a range
+that holds the true one.
 """
-
-from __future__ import annotations
 
 import logging
 import math

@@ -1,7 +1,5 @@
 """The caller's Dask client: checks before anything is computed, and reports of shards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

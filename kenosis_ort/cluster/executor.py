@@ -1,7 +1,5 @@
 """Work on a cluster: pieces are sent to the workers, results come back in order, each once, whoever dies."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -4,8 +4,6 @@ Merging is exact, so that the table is the one that a single process makes of th
 once, by its number: a task that runs twice, because its worker died or its result was lost, counts once.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

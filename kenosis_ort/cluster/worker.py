@@ -4,8 +4,6 @@ A message is a function with its argument, pickled, in which models stand as ref
 of tasks, which Dask sends once a worker and makes again where one dies.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import pickle

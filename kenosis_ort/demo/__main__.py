@@ -1,7 +1,5 @@
 """``python -m kenosis_ort.demo``: accuracy, speed and the fusion proof on the shipped digits net."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort.demo.measurements import (
-    FLOAT,
-    OURS,
-    DemoSpeed,
-    Quality,
-    build_models,
-    load_digits,
-    measure_quality,
-    measure_speed,
-    model_path,
-)
+from kenosis_ort.demo import measurements
 from kenosis_ort.report.evidence import fusion_verdict, heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import make_table
@@ -49,8 +37,8 @@ class Demonstration:
         rounds: Timing rounds at most.
     """
 
-    quality: Mapping[str, Quality]
-    speed: Mapping[str, DemoSpeed]
+    quality: Mapping[str, measurements.Quality]
+    speed: Mapping[str, measurements.DemoSpeed]
     proofs: Mapping[str, FusionReport]
     report: QuantizationReport
     calibration_images: int
@@ -103,15 +91,15 @@ def demonstrate(
         rounds: Timing rounds.
         progress: Called with (rounds done, rounds).
     """
-    digits = load_digits()
-    with Scratch("demo") as scratch, model_path() as float_model:
+    digits = measurements.load_digits()
+    with Scratch("demo") as scratch, measurements.model_path() as float_model:
         folder = scratch if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
-        models, report = build_models(float_model, digits, folder)
+        models, report = measurements.build_models(float_model, digits, folder)
         return Demonstration(
-            quality=measure_quality(models, digits),
-            speed=measure_speed(models, digits, batch=batch, rounds=rounds, on_round=progress),
-            proofs={name: verify_fusion(path) for name, path in models.items() if name != FLOAT},
+            quality=measurements.measure_quality(models, digits),
+            speed=measurements.measure_speed(models, digits, batch=batch, rounds=rounds, on_round=progress),
+            proofs={name: verify_fusion(path) for name, path in models.items() if name != measurements.FLOAT},
             report=report,
             calibration_images=len(digits.calibration),
             test_images=len(digits.images),
@@ -144,10 +132,14 @@ def render(found: Demonstration) -> RenderableType:
     return Group(*blocks)
 
 
-def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proofs: Mapping[str, FusionReport]) -> Table:
+def _table(
+    quality: Mapping[str, measurements.Quality],
+    speed: Mapping[str, measurements.DemoSpeed],
+    proofs: Mapping[str, FusionReport],
+) -> Table:
     rows = []
     for name, measured in quality.items():
-        exact = name == FLOAT
+        exact = name == measurements.FLOAT
         cells = (
             name,
             f"{100 * measured.accuracy:.2f} %",
@@ -157,7 +149,7 @@ def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proof
             format_bytes(measured.size),
             "-" if exact else _integer_count(proofs[name]),
         )
-        rows.append([Text(cell, style="bold" if name == OURS else "") for cell in cells])
+        rows.append([Text(cell, style="bold" if name == measurements.OURS else "") for cell in cells])
     headings = ("model", ">accuracy", ">SQNR", ">us/image", ">speed", ">size", ">integer")
     return make_table(*headings, rows=rows, box=box.SIMPLE)
 

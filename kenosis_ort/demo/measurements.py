@@ -3,8 +3,6 @@
 The shipped net and its images.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ one that costs the outputs too much: what a loop rounds in its states adds up ov
 body alone shows. What is too much is told by the net in integers but for its bodies, as stock quantizes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

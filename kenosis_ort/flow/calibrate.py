@@ -5,8 +5,6 @@ for the channels that were scaled, and their ranges follow from the ranges by ch
 exactly. Histograms do not follow; they are collected again, of the kept samples alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -16,16 +16,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.accuracy.measured import Measured
+from kenosis_ort import errors
+from kenosis_ort.accuracy.metric import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
-from kenosis_ort.errors import (
-    CalibrationError,
-    ClusterError,
-    KenosisError,
-    OptionError,
-    UnsupportedModelError,
-    VerificationError,
-)
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, Validation, feeds_wanted, find_division
 from kenosis_ort.flow.target_options import host_label
@@ -44,7 +37,10 @@ from kenosis_ort.targets.proof import FusionReport
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
 _MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
-OF_THE_MODEL: Final = (CalibrationError, UnsupportedModelError)  # what the model computes or is, and no defect of ours
+OF_THE_MODEL: Final = (
+    errors.CalibrationError,
+    errors.UnsupportedModelError,
+)  # what the model computes or is, and no defect of ours
 T = TypeVar("T")
 _FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""
@@ -91,7 +87,7 @@ class Journal:
         """
         try:
             return step()
-        except (OptionError, ClusterError):
+        except (errors.OptionError, errors.ClusterError):
             raise
         except Exception as error:
             self.tell(what, error)
@@ -104,14 +100,14 @@ class Journal:
         _log.debug("%s failed", what, exc_info=error)
         bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
         fix = f"nothing, the file is made without it{bug}"
-        if isinstance(error, VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
+        if isinstance(error, errors.VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
             fix = error.fix
         self.warnings.append(f"{what} failed and was left out: {reason_of(error)}. Fix: {fix}.")
 
 
 def reason_of(error: Exception) -> str:
     """Message of an error, without a full stop."""
-    text = error.what if isinstance(error, KenosisError) else f"{type(error).__name__}: {error}"
+    text = error.what if isinstance(error, errors.KenosisError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
 
 
@@ -169,7 +165,7 @@ class Call(Journal):
                 open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
             else:
                 _log.debug("compared in outputs %s", found.names)
-        except VerificationError as error:
+        except errors.VerificationError as error:
             _log.info("compared with the model in prepared form: %s", error)
             return None
         return model, found

@@ -1,7 +1,5 @@
 """The end of a quantization: compare, warn, write in the format asked for, report."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 Those that change weights come between calibration and all else: their ranges follow from those collected before.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +12,7 @@ from typing import Final
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
-from kenosis_ort.accuracy.measured import Measured
-from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.accuracy.metric import Budget, Measured
 from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable

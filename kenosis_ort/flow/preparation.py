@@ -1,7 +1,5 @@
 """The float model in the forms that suit quantization: of static shapes, prepared, rewritten for integer kernels."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Calibration piece by piece: what is done is kept on disk. Tables of pieces merge
 where a piece ends: a run that was killed goes on with the samples behind the last one that its checkpoint holds.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """One frozen request from the arguments of a call and the options of a recipe file."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -11,18 +9,10 @@ from typing import Any
 
 from kenosis_ort.accuracy.metric import check_metric
 from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_you_mean, warn_caller
+from kenosis_ort.flow import target_options
 from kenosis_ort.flow.request import Request, calibration_config
-from kenosis_ort.flow.target_options import (
-    check_format,
-    check_kv_cache,
-    check_widths,
-    chosen_format,
-    costs_for,
-    profile_for,
-    serve,
-    with_bits,
-)
-from kenosis_ort.option_types import OPTIONS, check_extra_options, check_model, checked_options
+from kenosis_ort.option_types import OPTIONS, RecipeFile, check_extra_options, check_model, checked_options
+from kenosis_ort.option_types import resolve as resolve_file
 from kenosis_ort.options import EXPORT_FORMATS, KEYWORDS, UNSET, Placement, Speed, Stages, Unset
 from kenosis_ort.passes.smooth import DEFAULT_ALPHA
 from kenosis_ort.quantizer.stock import (
@@ -34,8 +24,6 @@ from kenosis_ort.quantizer.stock import (
     check_static_quant_arguments,
 )
 from kenosis_ort.recipe import resolve_recipe
-from kenosis_ort.recipe_file import RecipeFile
-from kenosis_ort.recipe_file import resolve as resolve_file
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
@@ -119,12 +107,12 @@ def resolve(given: Mapping[str, Any]) -> Request:
     if o.accuracy_budget is not None:
         cooked = replace(cooked, mixed_precision=True, accuracy_budget=o.accuracy_budget)
     metric = None if o.metric is None else check_metric(o.metric)
-    profile = profile_for(table, speed)
+    profile = target_options.profile_for(table, speed)
     types = table.data_types()
     if profile is not None and table.costs is not None:
-        table = replace(table, costs=costs_for(table.costs, profile, speed))
-    cooked, widths = with_bits(cooked, o.weight_bits, o.activation_bits)
-    written = chosen_format(o.format, quant_format)
+        table = replace(table, costs=target_options.costs_for(table.costs, profile, speed))
+    cooked, widths = target_options.with_bits(cooked, o.weight_bits, o.activation_bits)
+    written = target_options.chosen_format(o.format, quant_format)
     # Types, scales and method: by the caller, else by the target, or as stock has them.
     stock = stages == Stages.none()
     weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
@@ -140,10 +128,10 @@ def resolve(given: Mapping[str, Any]) -> Request:
     method, method_choice = _choose(o.calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
     _check_kinds(quant_format, act, weight)
     # What the target adds and refuses.
-    own = {} if stock else serve(table, types, act, weight, options)
+    own = {} if stock else target_options.serve(table, types, act, weight, options)
     _check_types(quant_format, act, weight, method)
-    check_format(written, table, widths, per_channel=per_channel_value)
-    check_widths(widths, activation=act, weight=weight, options=options)
+    target_options.check_format(written, table, widths, per_channel=per_channel_value)
+    target_options.check_widths(widths, activation=act, weight=weight, options=options)
     # Rules of kernels that do not count for this result.
     if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
         hooks = replace(table.hooks, reclass=Hooks.reclass, reclass_integers=Hooks.reclass_integers)
@@ -164,7 +152,7 @@ def resolve(given: Mapping[str, Any]) -> Request:
             fix="leave out SmoothQuant, or the option that dictates the placement",
         )
     if o.kv_cache is not None:
-        check_kv_cache(o.kv_cache, written, weights_alone=bool(cooked.weight_only))
+        target_options.check_kv_cache(o.kv_cache, written, weights_alone=bool(cooked.weight_only))
     # Who chose each option, for the report.
     chosen = {
         "quant_format": OptionChoice(quant_format, "caller"),

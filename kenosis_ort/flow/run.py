@@ -5,8 +5,6 @@ tried, then the float model as it came is delivered. A planner, an emitter or a 
 or the float model if the caller wants that.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -19,24 +17,10 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
+from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.errors import (
-    AlreadyQuantizedError,
-    CalibrationCacheError,
-    CalibrationError,
-    ClusterError,
-    InternalError,
-    KenosisError,
-    ModelLoadError,
-    NothingToQuantizeError,
-    OptionError,
-    OutputError,
-    RuntimeEndedError,
-    place_of,
-    warn_caller,
-)
 from kenosis_ort.flow.body_plans import trial_of_bodies, with_bodies, without_bodies
 from kenosis_ort.flow.builder import Builder, draft, is_quantized, is_whole, nothing_to_quantize
 from kenosis_ort.flow.calibrate import find_ranges
@@ -79,16 +63,16 @@ from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, c
 from kenosis_ort.storage.writing import Scratch, is_lack_of_room, remove_leftovers, room_is_needed, same_file
 
 _CALLERS: Final = (
-    CalibrationCacheError,
-    ClusterError,
-    OptionError,
-    ModelLoadError,
-    AlreadyQuantizedError,
-    OutputError,
+    errors.CalibrationCacheError,
+    errors.ClusterError,
+    errors.OptionError,
+    errors.ModelLoadError,
+    errors.AlreadyQuantizedError,
+    errors.OutputError,
 )
 
 
-class WorthlessError(KenosisError):
+class WorthlessError(errors.KenosisError):
     """The quantized model has nothing in common with the float model.
 
     Attributes:
@@ -116,9 +100,9 @@ def defect(call: Call, error: Exception) -> Exception:
     """The error for a planner, an emitter or a proof that failed; running out of memory is none of them."""
     if isinstance(error, MemoryError):
         return error
-    return InternalError(
+    return errors.InternalError(
         f"quantize_static({call.loaded.name}, {call.request.output_name}) failed: {reason_of(error)}",
-        where=place_of(error),
+        where=errors.place_of(error),
         fix="please report this as a bug of kenosis-ort, with the model; on_failure='float' delivers the float model",
     )
 
@@ -127,7 +111,7 @@ def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> 
     """Whether an error is about the caller's arguments or data, so that no other form of the model helps."""
     if isinstance(error, _CALLERS) or is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
-    if not isinstance(error, CalibrationError):
+    if not isinstance(error, errors.CalibrationError):
         return False
     if data is None or data.last is None or call.request.calibration_providers:
         return True
@@ -253,7 +237,7 @@ def run(
     ):  # where none can be made, nothing is begun
         report = _run(source, request, reader)
     for text in report.warnings:
-        warn_caller(text)
+        errors.warn_caller(text)
     return report
 
 
@@ -334,14 +318,14 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         call = first.again(attempted)
         try:
             return weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
-        except NothingToQuantizeError as error:
+        except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except WorthlessError as error:
             return deliver_float(call, reason_of(error), error.samples)
         except Exception as error:
             if request.is_stock or is_the_callers(error, call, data):
                 raise
-            if isinstance(error, RuntimeEndedError):
+            if isinstance(error, errors.RuntimeEndedError):
                 first.tell("The proof", error)
                 request = replace(attempted, verify=False, speed=replace(attempted.speed, promise=False))
                 attempts, data = [request, without_optional_work(request)], None if data is None else data.again()
@@ -364,7 +348,7 @@ def _check_numbers(request: Request, data: KeepingReader) -> None:
     """Refuses a metric that asks for numbers of samples where samples have none."""
     asks = request.metric is not None and request.metric.takes_indices and request.eval_reader is None
     if asks and not data.is_whole:
-        raise OptionError(
+        raise errors.OptionError(
             "the metric looks labels up by the number of a sample, and samples of a calibration table have none",
             where="metric",
             fix="pass an eval_reader, or the calibration reader beside the table",
@@ -455,7 +439,7 @@ def _built(
     build = builder.build(table, keep_float)
     if not is_quantized(build.quantized):
         if keep_float and keep_float.keys() >= set(plan.integer_nodes()):
-            raise NothingToQuantizeError(note, fix="deploy the float model")
+            raise errors.NothingToQuantizeError(note, fix="deploy the float model")
         raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
     feeds = [] if data is None else data.some(feeds_wanted(request))
     if plan.integer_nodes():

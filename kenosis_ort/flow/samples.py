@@ -24,14 +24,7 @@ from typing import Any, overload
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.cached_samples import (
-    MOST_BYTES,
-    MOST_FOR_PASSES,
-    CachedSamples,
-    digest_of,
-    feed_digest,
-    model_fingerprint,
-)
+from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
@@ -170,12 +163,12 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         *,
         keep: int,
         defaults: Mapping[str, Any] = MappingProxyType({}),
-        budget: int = MOST_BYTES,
+        budget: int = cached_samples.MOST_BYTES,
         is_whole: bool = True,
     ) -> None:
         self.reader = for_model(reader, itertools.chain(*inputs))
         self.is_whole = is_whole
-        self.cached = CachedSamples(keep, budget)
+        self.cached = cached_samples.CachedSamples(keep, budget)
         self._inputs = inputs
         self._defaults = defaults
         self._keep = keep
@@ -217,7 +210,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             pass
         if self.last is not None or not self._ended:
             return None
-        cached = CachedSamples(self._keep, self._budget, copies=False)
+        cached = cached_samples.CachedSamples(self._keep, self._budget, copies=False)
         for place, (digest, size) in enumerate(self._ahead.known):
             cached.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # of its size, without data
         return [sample.index for sample in cached.samples[:count] if sample.index is not None]
@@ -271,7 +264,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         """
         digests = 0
         while (feed := self.get_next()) is not None:
-            digests = (digests + digest_of(feed)) % 2**256
+            digests = (digests + cached_samples.digest_of(feed)) % 2**256
         return digests
 
     def __len__(self) -> int:
@@ -287,7 +280,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         for feed in sample_feeds(self.reader):
             checked = {**self._defaults, **check_feed(feed, *self._inputs, self._count)}
             number = feed.index if isinstance(feed, Sample) else self._count
-            yield Sample(checked, number, feed_digest(checked))
+            yield Sample(checked, number, cached_samples.feed_digest(checked))
             self._count += 1
 
 
@@ -312,7 +305,7 @@ class _Ahead:
         """Puts a copy of a feed at the end."""
         self._spool.append(feed)
         size = bytes_of(feed)
-        self._entries.append((feed.index, digest_of(feed), size))
+        self._entries.append((feed.index, cached_samples.digest_of(feed), size))
         self.bytes += size
 
     def popleft(self) -> Sample:
@@ -357,7 +350,7 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
     if any(True for _ in owners(model)):
         return _FEEDS_OF_BODIES
     if for_all or request.cache_path is not None:
-        return max(feeds_wanted(request), MOST_FOR_PASSES)
+        return max(feeds_wanted(request), cached_samples.MOST_FOR_PASSES)
     return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)
 
 
@@ -405,7 +398,7 @@ class Validation(Sequence[Sample]):
         try:
             for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
                 checked = {**defaults, **check_feed(feed, *inputs, number)}
-                self._digests.add(feed_digest(checked))
+                self._digests.add(cached_samples.feed_digest(checked))
                 self._spool.append(checked)
         except CalibrationError as error:
             where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
@@ -432,7 +425,7 @@ class Validation(Sequence[Sample]):
 
     def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
         """Number of the given feeds that are among these."""
-        return sum(feed_digest(feed) in self._digests for feed in feeds)
+        return sum(cached_samples.feed_digest(feed) in self._digests for feed in feeds)
 
     def some(self) -> list[Sample]:
         """A few, spread over all of them, that fit in memory."""
@@ -498,7 +491,7 @@ class CalibrationCache:
                 "The calibration cache is of an earlier version, which had changed the weights before calibration."
             )
         with self._refusing():
-            table.check_matches(model_fingerprint(model), replace(config, sketch=False))
+            table.check_matches(cached_samples.model_fingerprint(model), replace(config, sketch=False))
             missing = [t for t in tensors if t not in table]
             if missing:
                 raise CalibrationError(

@@ -12,8 +12,6 @@ tell which lengths there are; where they show one only, `Speed.sequence_lengths`
 are cut or repeated to those.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

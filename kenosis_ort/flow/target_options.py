@@ -4,8 +4,6 @@ Names that the caller gives are fitted to the model's; bits and the cache of a d
 the profile whose costs decide is that of the machine which a file is laid out for.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

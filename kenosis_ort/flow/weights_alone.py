@@ -1,7 +1,5 @@
 """Recipes that quantize weights alone: in blocks of 4 or 8 bits, activations float; nothing is calibrated or placed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Final

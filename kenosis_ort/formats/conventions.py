@@ -1,26 +1,19 @@
-"""QONNX: one operator ``Quant`` from float to float for Q, Clip and DQ, with its number of bits as an input.
+"""Writers of QONNX and QCDQ, and what the tools around them take for granted of any model.
 
-Weights are float initializers in front of their Quant; those of 2 bits that are all one step above or below zero have
-1 bit in truth and get ``BipolarQuant``. Integer inputs of the graph keep their DequantizeLinear: QONNX has no operator
-that takes integers.
-Source: Pappalardo et al., "QONNX", 2022, table II; `qonnx` 1.0.0, `custom_op.general`.
+QONNX has one operator ``Quant`` from float to float for Q, Clip and DQ, with its number of bits as an input. Weights
+are float initializers in front of their Quant; those of 2 bits that are all one step above or below zero have 1 bit in
+truth and get ``BipolarQuant``. Integer inputs of the graph keep their DequantizeLinear: QONNX has no operator that
+takes integers. Source: Pappalardo et al., "QONNX", 2022, table II; `qonnx` 1.0.0, `custom_op.general`.
 
-QCDQ: QuantizeLinear, Clip of integers, DequantizeLinear.
+QCDQ is QuantizeLinear, Clip of integers, DequantizeLinear. The canonical form is QCDQ already, as the runtime fuses it:
+weights are bytes in the range of their bits. What QONNX' tools convert has float weights in front of Q, Clip and DQ of
+their own: they read neither the bits nor the channels of an integer initializer. Source: Pappalardo et al., "QONNX",
+2022, section IV; `qonnx.transformation.qcdq_to_qonnx` 1.0.0, measured.
 
-The canonical form is QCDQ already, as the runtime fuses it: weights are bytes in the range of their bits. What QONNX'
-tools convert has float weights in front of Q, Clip and DQ of their own: they read neither the bits nor the channels of
-an integer initializer.
-Source: Pappalardo et al., "QONNX", 2022, section IV; `qonnx.transformation.qcdq_to_qonnx` 1.0.0, measured.
-
-What the tools around QONNX take for granted of any model, whichever format it is in.
-
-Windows spelled out on each node, one entry of type and shape a value, float biases and no nodes that stand there for
-one runtime's sake alone.
-Source: `qonnx` 1.0.0: `util.inference_cost` and `channels_last` read ``kernel_shape``, `cleanup` asserts one entry a
-value; measured.
+The tools take for granted windows spelled out on each node, one entry of type and shape a value, float biases and no
+nodes that stand there for one runtime's sake alone. Source: `qonnx` 1.0.0: `util.inference_cost` and `channels_last`
+read ``kernel_shape``, `cleanup` asserts one entry a value; measured.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """Readers of QDQ, of QCDQ, and of grids in uint8.
 
-Brings QuantizeLinear and DequantizeLinear of any exporter into the one spelling of the canonical form.
+QuantizeLinear and DequantizeLinear of any exporter come into the one spelling of the canonical form:
 
 - A zero point is always written; one number for all channels is a scalar without an axis.
 - Integers of 2 and 4 bits become those of 8 with values in the narrow range, and a Clip between Q and DQ: the runtime
@@ -9,19 +9,14 @@ Brings QuantizeLinear and DequantizeLinear of any exporter into the one spelling
 - The operators of the runtime's own domain become those of ONNX, where the types are of 8 bits.
 - Layout operators behind the DQ of a constant are performed on its integers.
 
-The same grid in int8 and in uint8: integers and zero point moved by 128 stand for the same reals.
+Integers and zero point moved by 128 stand for the same reals: some kernels take unsigned activations alone; QONNX'
+tools want signed integers around a zero point of 0.
 
-Some kernels take unsigned activations alone; QONNX' tools want signed integers around a zero point of 0.
-
-Reads QCDQ, as Brevitas, QKeras and the qonnx package write it: constants quantized and clipped in the graph.
-
-A weight stands in a file as ``float -> QuantizeLinear -> Clip -> DequantizeLinear`` or as ``integer initializer -> Clip
--> DequantizeLinear``. Both become the integer initializer that the runtime would compute, in front of DequantizeLinear;
-the bits that the Clip says are written down beside it.
-Source: Pappalardo et al., "QONNX", 2022, section IV.
+In QCDQ, as Brevitas, QKeras and the qonnx package write it, a weight stands in a file as ``float -> QuantizeLinear ->
+Clip -> DequantizeLinear`` or as ``integer initializer -> Clip -> DequantizeLinear``. Both become the integer
+initializer that the runtime would compute, in front of DequantizeLinear; the bits that the Clip says are written down
+beside it. Source: Pappalardo et al., "QONNX", 2022, section IV.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final

@@ -7,8 +7,6 @@ integers behind an operator stays behind its Q: quantized operators with Clip ar
 Source: ONNX' and ONNX Runtime's operator documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 

@@ -1,17 +1,12 @@
 """Biases of integer kernels, and pairs of Q and DQ around operators that move values.
 
-Biases of integer kernels under which a layer's integers come out as they do without rounding the bias.
-
-A kernel computes ``round(step (k n + B) / k / s) + z``, clipped, for the sum of products ``n`` of the integers, with a
-whole number ``B``; trained was ``round((step n + bias) / s) + z``. Where there are few bits the steps of the sums are
-as coarse as those of the outputs, and rounding ``bias k / step`` to ``B`` changes many of them. But ``n`` is whole, and
-the outputs change at a few thresholds alone: any ``step'`` and ``B`` that leave each threshold between the same two
-neighbours give the same integers for every input. For each ``B`` near the rounded one that is an interval of
-``step'``. Where no ``B`` has one, that which moves the fewest thresholds is taken.
-
-A layer of integer weights with what is multiplied and added to its outputs: the arithmetic of `runtime_form`.
-
-Q and DQ on both sides of operators that only move values about or choose among them.
+Biases are chosen under which a layer's integers come out as they do without rounding the bias. A kernel computes
+``round(step (k n + B) / k / s) + z``, clipped, for the sum of products ``n`` of the integers, with a whole number
+``B``; trained was ``round((step n + bias) / s) + z``. Where there are few bits the steps of the sums are as coarse as
+those of the outputs, and rounding ``bias k / step`` to ``B`` changes many of them. But ``n`` is whole, and the outputs
+change at a few thresholds alone: any ``step'`` and ``B`` that leave each threshold between the same two neighbours give
+the same integers for every input. For each ``B`` near the rounded one that is an interval of ``step'``. Where no ``B``
+has one, that which moves the fewest thresholds is taken.
 
 A quantizer behind MaxPool, Flatten, Transpose and their like gives what it gives in front of them, and what leaves them
 is on the grid that went in. The runtime runs them on integers only between a DQ and a Q of the same parameters, and the

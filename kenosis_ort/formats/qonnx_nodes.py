@@ -6,8 +6,6 @@ float32 and with all parameters broadcast to ``x``. ``BipolarQuant(x, scale)`` i
 Source: Pappalardo et al., "QONNX", 2022, table II, and what the `qonnx` package 1.0.0 executes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

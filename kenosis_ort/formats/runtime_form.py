@@ -17,8 +17,6 @@ Nets that were trained with few bits keep what training needs and the runtime do
 Weights of a channel that are all zero get the largest scale there is, so that its bias fits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,17 +25,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
+from kenosis_ort.formats import integer_bias
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
-from kenosis_ort.formats.integer_bias import (
-    FLOAT_LAYERS,
-    LARGEST_SUM,
-    Double,
-    IntegerLayer,
-    Outputs,
-    carry_pairs,
-    fit,
-    is_data_movement,
-)
 from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
@@ -52,7 +41,7 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
         model: A private canonical model, its nodes named and in order; it is changed.
         types: What the kernels take.
     """
-    rewritten = _Layers(carry_pairs(model), types.largest_pair).rewrite()
+    rewritten = _Layers(integer_bias.carry_pairs(model), types.largest_pair).rewrite()
     return rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)
 
 
@@ -70,7 +59,11 @@ class _Layers(Draft):
     def rewrite(self) -> onnx.ModelProto:
         """The model, its layers rewritten."""
         for node in self._nodes:
-            if node.op_type in FLOAT_LAYERS and node.domain in MAIN_DOMAINS and self._weight(node) is not None:
+            if (
+                node.op_type in integer_bias.FLOAT_LAYERS
+                and node.domain in MAIN_DOMAINS
+                and self._weight(node) is not None
+            ):
                 self._absorb(node)
         remaining = [node for node in self._nodes if node.name not in self._gone]
         for node in remaining:
@@ -118,7 +111,7 @@ class _Layers(Draft):
             node.attribute.extend(remaining)
         self._write(node, folded, self._outputs(node.output[0]))
 
-    def _read(self, node: onnx.NodeProto) -> IntegerLayer | None:
+    def _read(self, node: onnx.NodeProto) -> integer_bias.IntegerLayer | None:
         """A layer's integers, scales and bias; None where its bias is none by channel."""
         weight = self._weight(node)
         assert weight is not None
@@ -133,7 +126,7 @@ class _Layers(Draft):
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
         data = self.makers.get(node.input[0])
         step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
-        return IntegerLayer(
+        return integer_bias.IntegerLayer(
             integers=integers,
             axis=axis,
             centred=centred,
@@ -163,12 +156,12 @@ class _Layers(Draft):
         if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
             return None
         maker = self.makers.get(quantize.input[0])
-        while is_data_movement(maker):
+        while integer_bias.is_data_movement(maker):
             maker = self.makers.get(maker.input[0])
         found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
         return maker if found else None
 
-    def _outputs(self, value: str) -> Outputs | None:
+    def _outputs(self, value: str) -> integer_bias.Outputs | None:
         """Quantization of a layer's values by their only reader, perhaps behind a Relu."""
         while value not in self.pinned and len(readers := self.readers.get(value, [])) == 1:
             node = readers[0]
@@ -182,10 +175,12 @@ class _Layers(Draft):
             behind = self.readers.get(node.output[0], [])
             is_clipped = len(behind) == 1 and behind[0].op_type == "Clip"
             ends = self.bounds(behind[0] if is_clipped else onnx.NodeProto(), zero_point.dtype)
-            return Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), *ends)
+            return integer_bias.Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), *ends)
         return None
 
-    def _write(self, node: onnx.NodeProto, layer: IntegerLayer, outputs: Outputs | None) -> None:
+    def _write(
+        self, node: onnx.NodeProto, layer: integer_bias.IntegerLayer, outputs: integer_bias.Outputs | None
+    ) -> None:
         """Gives a node a layer's integers, scales and bias."""
         is_matrix = node.input[0] not in self.inputs and self.rank(node.input[0]) == 2
         if node.op_type == "MatMul" and layer.bias.any() and is_matrix:
@@ -197,13 +192,13 @@ class _Layers(Draft):
             return
         step = layer.scale * layer.data_scale
         reach = np.abs(layer.centred).sum(axis=1) * layer.data_reach
-        factor, fitted = 1, fit(step, layer.bias, reach, 1, outputs)
+        factor, fitted = 1, integer_bias.fit(step, layer.bias, reach, 1, outputs)
         finer = layer.headroom(reach, self._largest_pair)
         if finer > 1 and not fitted.exact.all():
-            refitted = fit(step, layer.bias, reach, finer, outputs)
+            refitted = integer_bias.fit(step, layer.bias, reach, finer, outputs)
             if refitted.exact.sum() >= fitted.exact.sum():
                 factor, fitted = finer, refitted
-        fits = np.abs(fitted.bias) + reach * factor < LARGEST_SUM
+        fits = np.abs(fitted.bias) + reach * factor < integer_bias.LARGEST_SUM
         if not fits.all():
             self._set_weight(node, layer)
             self._set_float_bias(node, layer.bias)
@@ -216,7 +211,7 @@ class _Layers(Draft):
 
     def _next(
         self, last: onnx.NodeProto, layer: onnx.NodeProto, channels: int
-    ) -> tuple[onnx.NodeProto, tuple[Double, Double]] | None:
+    ) -> tuple[onnx.NodeProto, tuple[integer_bias.Double, integer_bias.Double]] | None:
         """The node behind that multiplies and adds constants by channel, and these."""
         value = last.output[0]
         readers = self.readers.get(value, [])
@@ -232,19 +227,21 @@ class _Layers(Draft):
             found = None
         return None if found is None else (node, found)
 
-    def _normalized(self, node: onnx.NodeProto, channels: int) -> tuple[Double, Double] | None:
+    def _normalized(
+        self, node: onnx.NodeProto, channels: int
+    ) -> tuple[integer_bias.Double, integer_bias.Double] | None:
         arrays = [self.array(name) for name in node.input[1:5]]
         trained = attribute_int(node, "training_mode", 0) or any(node.output[1:])
         if trained or any(a is None or a.shape != (channels,) for a in arrays):
             return None
         gamma, beta, mean, variance = (np.asarray(a, np.float64) for a in arrays)
         with np.errstate(invalid="ignore", divide="ignore"):
-            factor: Double = gamma / np.sqrt(variance + attribute_float(node, "epsilon", 1e-5))
+            factor: integer_bias.Double = gamma / np.sqrt(variance + attribute_float(node, "epsilon", 1e-5))
             return factor, beta - factor * mean
 
     def _operand(
         self, node: onnx.NodeProto, value: str, layer: onnx.NodeProto, channels: int
-    ) -> tuple[Double, Double] | None:
+    ) -> tuple[integer_bias.Double, integer_bias.Double] | None:
         at = list(node.input).index(value)
         constant = self.array(node.input[1 - at])
         if constant is None or constant.dtype != np.float32:
@@ -260,7 +257,7 @@ class _Layers(Draft):
             return one, (numbers if node.op_type == "Add" else -numbers)
         if node.op_type == "Div" and not numbers.all():
             return None
-        factor: Double = numbers if node.op_type == "Mul" else one / numbers
+        factor: integer_bias.Double = numbers if node.op_type == "Mul" else one / numbers
         return factor, none
 
     def _spatial(self, layer: onnx.NodeProto) -> int:
@@ -268,7 +265,7 @@ class _Layers(Draft):
         integers = None if weight is None else self.array(weight.input[0])
         return 0 if integers is None else integers.ndim - 2
 
-    def _bias(self, node: onnx.NodeProto, channels: int) -> Double | None:
+    def _bias(self, node: onnx.NodeProto, channels: int) -> integer_bias.Double | None:
         """Bias of a layer by channel, None where it is not one number a channel."""
         if node.op_type == "MatMul":
             return np.zeros(channels)
@@ -279,7 +276,7 @@ class _Layers(Draft):
         addend = self._constant_of(node.input[2])
         if addend is None or addend.size not in (1, channels) or addend.shape[-1:] not in ((1,), (channels,), ()):
             return None
-        numbers: Double = addend.reshape(-1).astype(np.float64)
+        numbers: integer_bias.Double = addend.reshape(-1).astype(np.float64)
         return numbers * (attribute_float(node, "beta", 1.0) if node.op_type == "Gemm" else 1.0) + np.zeros(channels)
 
     def _constant_of(self, name: str) -> npt.NDArray[Any] | None:
@@ -297,7 +294,7 @@ class _Layers(Draft):
         real: npt.NDArray[Any] = (centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
         return real
 
-    def _set_weight(self, node: onnx.NodeProto, layer: IntegerLayer) -> None:
+    def _set_weight(self, node: onnx.NodeProto, layer: integer_bias.IntegerLayer) -> None:
         """Gives a node the DQ of a layer's weights, the one that it has where they are the same."""
         old = self._weight(node)
         base = node.input[1] if old is None else str(old.input[0])
@@ -326,7 +323,7 @@ class _Layers(Draft):
         made = [new for new in self._behind.get(f"before {node.name}", ()) if new.output[0] == node.input[1]]
         return str((made[0] if made else self.makers[node.input[1]]).input[1])
 
-    def _set_float_bias(self, node: onnx.NodeProto, bias: Double) -> None:
+    def _set_float_bias(self, node: onnx.NodeProto, bias: integer_bias.Double) -> None:
         base, real = node.name or node.output[0], bias.astype(np.float32)
         if node.op_type == "MatMul":
             output = node.output[0]
@@ -368,7 +365,7 @@ def _channel_axis(node: onnx.NodeProto) -> int:
     return 0 if node.op_type == "Conv" or (node.op_type == "Gemm" and attribute_int(node, "transB", 0)) else 1
 
 
-def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> Double | None:
+def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> integer_bias.Double | None:
     """A constant operand as one number a channel, the channels' axis having ``behind`` axes behind it."""
     if constant.size == 1:
         return np.full(channels, float(constant.reshape(-1)[0]))

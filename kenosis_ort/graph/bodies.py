@@ -3,10 +3,8 @@
 What the body reads from the graphs around it becomes inputs of the model, or constants where it is constant there. So
 everything that works on a main graph works on a body: rewrites, placement, calibration, quantization.
 
-Pairs of outputs and the inputs whose next values they are: recurrent states and caches.
+Recurrent states and caches are pairs of an output and the input whose next value it is.
 """
-
-from __future__ import annotations
 
 import hashlib
 import re

@@ -1,12 +1,10 @@
 """Any model file: checked for what our code relies on, and brought to one spelling.
 
-What our code, and the libraries under it, rely on in any model file, checked before either looks into it.
+Checked is what this code and the libraries under it rely on: only what the runtime does not check itself, or what it
+and ONNX do not survive: names that are no text, nesting without end, functions that unfold without end, tensors whose
+content does not fill their shape. All of it takes time and memory linear in the file.
 
-Only what the runtime does not check itself, or what it and ONNX do not survive: names that are no text, nesting
-without end, functions that unfold without end, tensors whose content does not fill their shape. All of it takes time
-and memory linear in the file.
-
-The one spelling of what a model file may spell in several ways, as the runtime reads each of them.
+One spelling, as the runtime reads each of several:
 
 - *Operator sets*: of several entries of one domain the last one counts; without an entry it is the newest one that the
   runtime knows. Bodies of model-local functions are read by the model's entries.
@@ -17,8 +15,6 @@ The one spelling of what a model file may spell in several ways, as the runtime 
 
 Nothing here changes what the model computes.
 """
-
-from __future__ import annotations
 
 import heapq
 import logging
@@ -36,19 +32,9 @@ import onnx.inliner
 import onnx.numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
+from kenosis_ort.graph import walk
 from kenosis_ort.graph.constants import drop_initializers, replace_nodes
 from kenosis_ort.graph.outside import PACKED, array_in, copy_model, copy_with_hollow_weights, tensor_bytes
-from kenosis_ort.graph.walk import (
-    MAIN_DOMAINS,
-    NodeOwner,
-    all_graphs,
-    all_nodes,
-    all_tensors,
-    name_nodes,
-    opset_of,
-    read_names,
-    subgraphs,
-)
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 
@@ -95,10 +81,10 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
     _check_calls(proto, name)
     _check_arity(proto, name)
     _drop_unsound(proto)
-    for node in all_nodes(proto, functions=False):
+    for node in walk.all_nodes(proto, functions=False):
         for attribute in node.attribute:
             attribute.ClearField("ref_attr_name")  # refers to nothing outside functions; the runtime reads the value
-    for tensor in all_tensors(proto):
+    for tensor in walk.all_tensors(proto):
         flaw = unsound(tensor)
         if flaw:
             raise _refusal(f"Tensor '{tensor.name}' {flaw}.", name)
@@ -139,9 +125,9 @@ def check_depth(proto: onnx.ModelProto, name: str) -> None:
     Raises:
         ModelLoadError: They are.
     """
-    level: list[NodeOwner] = [proto.graph, *proto.functions]
+    level: list[walk.NodeOwner] = [proto.graph, *proto.functions]
     for _ in range(_DEEPEST):
-        level = [body for owner in level for node in owner.node for body in subgraphs(node)]
+        level = [body for owner in level for node in owner.node for body in walk.subgraphs(node)]
         if not level:
             return
     raise _refusal(f"Bodies of control flow are nested more than {_DEEPEST} levels deep.", name)
@@ -166,17 +152,17 @@ def _names(proto: onnx.ModelProto) -> Iterator[str | bytes]:
     for function in proto.functions:
         yield from (function.name, function.domain, *function.input, *function.output, *function.attribute)
         yield from (entry.domain for entry in function.opset_import)
-    for graph in all_graphs(proto.graph):
+    for graph in walk.all_graphs(proto.graph):
         yield graph.name
         for value in (*graph.input, *graph.output, *graph.value_info):
             yield value.name
             for dim in value.type.tensor_type.shape.dim:
                 yield dim.dim_param
-    for node in all_nodes(proto):
+    for node in walk.all_nodes(proto):
         yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
         for attribute in node.attribute:
             yield from (attribute.name, attribute.ref_attr_name)
-    for tensor in all_tensors(proto):
+    for tensor in walk.all_tensors(proto):
         yield tensor.name
         yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
 
@@ -207,7 +193,7 @@ def _check_functions(proto: onnx.ModelProto, name: str) -> None:
                     raise _refusal(f"Function '{call[1]}' calls itself.", name)
                 if call in functions and call not in sizes:
                     stack.append((call, False))
-    total = sum(sizes.get((n.domain, n.op_type), 1) for n in all_nodes(proto, functions=False))
+    total = sum(sizes.get((n.domain, n.op_type), 1) for n in walk.all_nodes(proto, functions=False))
     if total > _UNFOLDED:
         raise _refusal(f"The model unfolds to {total:,} nodes.", name)
 
@@ -219,7 +205,7 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
     """
     functions = {(f.domain, f.name): f for f in proto.functions}
     seen: set[tuple[tuple[str, str], frozenset[str]]] = set()
-    calls = [(node, frozenset[str]()) for node in all_nodes(proto, functions=False)] if functions else []
+    calls = [(node, frozenset[str]()) for node in walk.all_nodes(proto, functions=False)] if functions else []
     while calls:
         call, unknown = calls.pop()
         key = (call.domain, call.op_type)
@@ -244,10 +230,10 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
 def _check_arity(proto: onnx.ModelProto, name: str) -> None:
     """Refuses operators of ONNX that lack inputs or outputs, as the runtime does; our code counts on their number."""
     functions = {(f.domain, f.name) for f in proto.functions}
-    version = min(opset_of(proto), _LATEST)
+    version = min(walk.opset_of(proto), _LATEST)
     least: dict[str, tuple[int, int]] = {}
-    for node in all_nodes(proto, functions=False):
-        if node.domain not in MAIN_DOMAINS or (node.domain, node.op_type) in functions:
+    for node in walk.all_nodes(proto, functions=False):
+        if node.domain not in walk.MAIN_DOMAINS or (node.domain, node.op_type) in functions:
             continue
         if node.op_type not in least:
             try:
@@ -266,8 +252,8 @@ def _check_arity(proto: onnx.ModelProto, name: str) -> None:
 
 def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
     """Whether an operator of ONNX cannot do without an input."""
-    domain = "" if node.domain in MAIN_DOMAINS else node.domain
-    version = max((versions.get(name, 0) for name in (MAIN_DOMAINS if not domain else (domain,))), default=0)
+    domain = "" if node.domain in walk.MAIN_DOMAINS else node.domain
+    version = max((versions.get(name, 0) for name in (walk.MAIN_DOMAINS if not domain else (domain,))), default=0)
     version = min(version, _LATEST)
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
@@ -282,7 +268,7 @@ def _nodes_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     while stack:
         node = stack.pop()
         yield node
-        for body in subgraphs(node):
+        for body in walk.subgraphs(node):
             stack.extend(body.node)
 
 
@@ -291,8 +277,8 @@ def _drop_unsound(proto: onnx.ModelProto) -> None:
     suspects = {tensor.name for tensor in proto.graph.initializer if unsound(tensor)}
     if not suspects:
         return
-    read = {name for node in all_nodes(proto) for name in node.input}
-    for graph in all_graphs(proto.graph):
+    read = {name for node in walk.all_nodes(proto) for name in node.input}
+    for graph in walk.all_graphs(proto.graph):
         read.update(value.name for value in graph.output)
     for at in range(len(proto.graph.initializer) - 1, -1, -1):
         tensor = proto.graph.initializer[at]
@@ -329,7 +315,7 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     import_operator_sets(model)
     inlined = inline_functions(model)
     if functions:
-        name_nodes(model)
+        walk.name_nodes(model)
     overruled = settle_duplicates(model)
     densify(model)
     unordered = sort_nodes(model)
@@ -347,19 +333,19 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
 
 def import_operator_sets(model: onnx.ModelProto) -> None:
     """Writes one entry for each operator set that the model uses, the main one as "", in place."""
-    entries = {entry.domain: entry.version for entry in model.opset_import if entry.domain not in MAIN_DOMAINS}
-    main = opset_of(model) or runtime_limits().max_opset
+    entries = {entry.domain: entry.version for entry in model.opset_import if entry.domain not in walk.MAIN_DOMAINS}
+    main = walk.opset_of(model) or runtime_limits().max_opset
     for function in model.functions:
         for entry in function.opset_import:
-            if entry.domain not in MAIN_DOMAINS:
+            if entry.domain not in walk.MAIN_DOMAINS:
                 entries.setdefault(entry.domain, entry.version)
-    for node in all_nodes(model):
-        if node.domain not in MAIN_DOMAINS:
+    for node in walk.all_nodes(model):
+        if node.domain not in walk.MAIN_DOMAINS:
             entries.setdefault(node.domain, runtime_limits().max_ml if node.domain == "ai.onnx.ml" else 1)
     del model.opset_import[:]
     for domain, version in (("", main), *entries.items()):
         model.opset_import.add(domain=domain, version=version)
-    for node in all_nodes(model):
+    for node in walk.all_nodes(model):
         if node.domain == "ai.onnx":
             node.domain = ""
 
@@ -377,8 +363,8 @@ def inline_functions(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
     outline = copy_with_hollow_weights(model, {tensor.name for tensor in model.graph.initializer})
     for function in outline.functions:
         for entry in function.opset_import:
-            if entry.domain in MAIN_DOMAINS:
-                entry.version = opset_of(model)
+            if entry.domain in walk.MAIN_DOMAINS:
+                entry.version = walk.opset_of(model)
     _say_defaults(outline)
     inlined = onnx.inliner.inline_local_functions(outline)
     done = _done_by([(call.name, set(call.output)) for call in calls], model, inlined.graph.node)
@@ -390,7 +376,7 @@ def inline_functions(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
 def _say_defaults(model: onnx.ModelProto) -> None:
     """Gives calls of the model's functions the attributes that they leave to defaults: the inliner forgets them."""
     defaults = {(f.domain, f.name): f.attribute_proto for f in model.functions if f.attribute_proto}
-    for node in all_nodes(model) if defaults else ():
+    for node in walk.all_nodes(model) if defaults else ():
         given = {attribute.name for attribute in node.attribute}
         node.attribute.extend(a for a in defaults.get((node.domain, node.op_type), ()) if a.name not in given)
 
@@ -415,12 +401,12 @@ def _done_by(
 
 def densify(model: onnx.ModelProto) -> None:
     """Makes sparse initializers, and Constant nodes that hold sparse tensors, dense ones, in place."""
-    for graph in all_graphs(model.graph):
+    for graph in walk.all_graphs(model.graph):
         sparse = {s.values.name: s for s in graph.sparse_initializer}
         if sparse:
             graph.initializer.extend(_dense(tensor) for tensor in sparse.values())
             del graph.sparse_initializer[:]
-    for node in all_nodes(model):
+    for node in walk.all_nodes(model):
         if _is_constant(node):
             for attribute in node.attribute:
                 if attribute.name == "sparse_value":
@@ -429,7 +415,7 @@ def densify(model: onnx.ModelProto) -> None:
 
 
 def _is_constant(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Constant" and node.domain in MAIN_DOMAINS and bool(node.output)
+    return node.op_type == "Constant" and node.domain in walk.MAIN_DOMAINS and bool(node.output)
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
@@ -451,7 +437,7 @@ def settle_duplicates(model: onnx.ModelProto) -> int:
         How many were dropped.
     """
     count = 0
-    for graph in all_graphs(model.graph):
+    for graph in walk.all_graphs(model.graph):
         names = [t.name for t in graph.initializer] + [s.values.name for s in graph.sparse_initializer]
         names += [name for node in graph.node if _is_constant(node) for name in node.output]
         several = {name for name, times in Counter(names).items() if times > 1}
@@ -498,7 +484,7 @@ def sort_nodes(model: onnx.ModelProto) -> bool:
         Whether the main graph was out of order.
     """
     changed = False
-    for graph in list(all_graphs(model.graph))[::-1]:  # bodies first: replacing nodes copies them
+    for graph in list(walk.all_graphs(model.graph))[::-1]:  # bodies first: replacing nodes copies them
         order = _order(graph)
         if order is not None:
             replace_nodes(graph, [graph.node[at] for at in order])
@@ -518,7 +504,7 @@ def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
 def _order(graph: onnx.GraphProto) -> list[int] | None:
     """The indices of the nodes in a topological order, None where they are in one or cannot be."""
     makers = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
-    reads = [{makers[name] for name in read_names(node) if name in makers} for node in graph.node]
+    reads = [{makers[name] for name in walk.read_names(node) if name in makers} for node in graph.node]
     if all(at > maker for at, found in enumerate(reads) for maker in found):
         return None
     readers: list[list[int]] = [[] for _ in reads]
@@ -543,13 +529,13 @@ def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = (
 
     A BatchNormalization keeps its own: the runtime normalizes by the batch where they are declared.
     """
-    opset = opset_of(model)
+    opset = walk.opset_of(model)
     count = 0
-    for graph in all_graphs(model.graph):
-        used = {name for node in graph.node for name in read_names(node)} | {v.name for v in graph.output}
+    for graph in walk.all_graphs(model.graph):
+        used = {name for node in graph.node for name in walk.read_names(node)} | {v.name for v in graph.output}
         used.update(keep_values)
         for node in graph.node:
-            if len(node.output) > 1 and node.domain in MAIN_DOMAINS and node.op_type != "BatchNormalization":
+            if len(node.output) > 1 and node.domain in walk.MAIN_DOMAINS and node.op_type != "BatchNormalization":
                 optional = _optional_outputs(node.op_type, opset)
                 for at, name in enumerate(node.output):
                     if name and at in optional and name not in used:

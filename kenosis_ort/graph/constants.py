@@ -1,13 +1,8 @@
-"""Operators, constants and edges of a graph.
+"""The operator table, constants as initializers, and an index of a main graph for changes in linear time.
 
-Constant nodes become initializers, initializers are no longer graph inputs.
-
-The operator schema: what each operator is, in one table that rewrites, passes, placement and calibration read.
-
-Operators go by the names of `known_as`: one of a custom domain may be anything, and is nothing here.
-Source: the operator specifications of ONNX and of ONNX Runtime's own domain.
-
-An index over a ModelProto's main graph for rewrites in linear time: who makes a value, who reads it.
+What each operator is stands in one table that rewrites, passes, placement and calibration read. Operators go by the
+names of `known_as`: one of a custom domain may be anything, and is nothing here. Source: the operator specifications of
+ONNX and of ONNX Runtime's own domain.
 """
 
 from __future__ import annotations
@@ -23,16 +18,8 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in, copy_without_weights, put_outside
-from kenosis_ort.graph.walk import (
-    MAIN_DOMAINS,
-    NodeOwner,
-    all_graphs,
-    captured_names,
-    known_as,
-    read_names,
-    reserve_name,
-)
 
 
 class GraphIndex:
@@ -71,13 +58,13 @@ class GraphIndex:
         self.nodes = list(self.graph.node)  # also keeps the wrappers alive, which makes their identity meaningful
         self.inputs = {value.name for value in self.graph.input}
         self.outputs = {value.name for value in self.graph.output}
-        self.captured = {name for node in self.nodes for name in captured_names(node)}
+        self.captured = {name for node in self.nodes for name in walk.captured_names(node)}
         self.keep_values = frozenset(keep_values)
         self.constants = {name: t for name, t in self._stored.items() if name not in self.inputs}
         self.producers: dict[str, onnx.NodeProto] = {}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         self._names = self.inputs | self.outputs | self.captured | self._stored.keys()
-        for graph in all_graphs(self.graph):  # a body may use a name of its own
+        for graph in walk.all_graphs(self.graph):  # a body may use a name of its own
             self._names.update(name for node in graph.node for name in node.output)
         for node in self.nodes:
             for name in node.output:
@@ -102,7 +89,7 @@ class GraphIndex:
 
     def fresh_name(self, base: str) -> str:
         """A value name that the model does not use yet, and reserves it."""
-        return reserve_name(base, self._names)
+        return walk.reserve_name(base, self._names)
 
     def store_constant(self, node: onnx.NodeProto, position: int, tensor: onnx.TensorProto, base: str) -> None:
         """Makes ``tensor`` the node's constant input at ``position``.
@@ -274,7 +261,7 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 
 def what(node: onnx.NodeProto) -> Is:
     """Properties of a node's operator; ``Is(0)``, which is false, for one that is not listed."""
-    return OPERATORS.get(known_as(node.domain, node.op_type), Is(0))
+    return OPERATORS.get(walk.known_as(node.domain, node.op_type), Is(0))
 
 
 def having(wanted: Is) -> frozenset[str]:
@@ -348,7 +335,7 @@ def drop_initializers(graph: onnx.GraphProto, indices: Iterable[int]) -> None:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Removes initializers that nothing reads, in place, with what the graph says of their data types."""
-    read = {name for node in graph.node for name in read_names(node)}
+    read = {name for node in graph.node for name in walk.read_names(node)}
     read |= {value.name for value in (*graph.output, *graph.input)}
     drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read])
     left = read | {name for node in graph.node for name in node.output}
@@ -386,7 +373,7 @@ def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:
 
 def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """A copy of the tensor that a Constant node holds, None for a sparse or malformed one."""
-    if len(node.attribute) != 1 or node.domain not in MAIN_DOMAINS:
+    if len(node.attribute) != 1 or node.domain not in walk.MAIN_DOMAINS:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
@@ -408,7 +395,7 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return None
 
 
-def replace_nodes(owner: NodeOwner, nodes: list[onnx.NodeProto]) -> None:
+def replace_nodes(owner: walk.NodeOwner, nodes: list[onnx.NodeProto]) -> None:
     """Makes ``nodes`` the node list of a graph or function. They may be members of the present list."""
     holder = onnx.GraphProto()
     holder.node.extend(nodes)

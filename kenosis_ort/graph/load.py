@@ -1,12 +1,6 @@
-"""Models as files: loaded, what they hold, and sessions of them.
+"""Models as files: loaded to a private and complete copy or a clear error, what they hold, and sessions of them.
 
-Loading a model: from a path or a ModelProto to a private, complete copy in memory, or a clear error.
-
-What a model file holds, at a glance: inputs, outputs, operators, parameters, sizes, quantization state.
-
-A model as it is on disk or in memory, its external data left to the runtime, and sessions of it.
-
-Names by which onnxruntime's graphs, messages and profiles are traced back to the nodes of a model: every node of a
+Nodes are traced in onnxruntime's graphs, messages and profiles by names: every node of a
 private copy is renamed to a token, so that a name in the optimized graph (``kv#17#/MatMulAddFusion``,
 ``kv#17#_token_2``) tells its source node without doubt.
 """

@@ -1,9 +1,8 @@
-"""Preparation of a model, with its operator set fitted.
+"""Preparation of an exported model for calibration, placement and quantization, and the operator set that fits.
 
-The main operator set, raised or lowered to what quantization and the installed runtime need.
-
-The conversion works node by node on the model as it is, so names, bodies, custom domains and weights
-of any size stay untouched. For each operator three cases are told apart by ONNX's own schemas:
+The main operator set is raised or lowered to what quantization and the installed runtime need. The conversion works
+node by node on the model as it is, so names, bodies, custom domains and weights of any size stay untouched. For each
+operator three cases are told apart by ONNX's own schemas:
 
 - its definition is the same in both operator sets: nothing to do;
 - the later definition only allows more (types, optional inputs, attributes whose default is the old meaning):
@@ -14,14 +13,10 @@ ONNX's version converter is used only for models older than operator set 7.
 
 The IR version is lowered to what the installed runtime reads, or raised to what the operator sets need.
 
-Preparation of an exported model for calibration, placement and quantization.
-
-The steps, in order, each in a module of its own: names, one spelling, constants, operator set, IR version, types and
-shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the model computes
-stays the same throughout.
+The steps of preparation, in order, each in a module of its own: names, one spelling, constants, operator set, IR
+version, types and shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the
+model computes stays the same throughout.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

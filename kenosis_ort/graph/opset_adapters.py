@@ -5,8 +5,6 @@ version on (and not older than operator set 13). What it needs around the node g
 nodes before and after. Source of each change: the version history of the ONNX operator schemas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ that the runtime maps it from there; a token of this process tells it from what 
 followed unchecked. `array_in` reads a tensor wherever it lies,
 and copies are safe for models over protobuf's 2 GiB limit.
 
-External data: where it may lie, how much of it there must be, reading it into memory, and writing it.
-
 A model file is input from outside: a tensor's ``location`` may point anywhere. Data are read only from
 regular files inside the model's folder; a link that leads out of it is refused. Where the model file itself
 is a link (as in the cache of a model hub), the folder that it leads to counts as the model's folder too.

@@ -11,8 +11,6 @@ operators that know no float32. A model is left alone where that is not possible
 and inputs or outputs that are optional, or maps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
@@ -22,24 +20,16 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
+from kenosis_ort.graph import walk
 from kenosis_ort.graph.constants import Is, having, replace_nodes
 from kenosis_ort.graph.outside import array_in, copy_without_weights
-from kenosis_ort.graph.walk import (
-    MAIN_DOMAINS,
-    all_graphs,
-    all_graphs_of_functions,
-    all_names,
-    all_nodes,
-    attribute_int,
-    reserve_name,
-)
 
 _log = logging.getLogger(__name__)
 
 FLOAT = onnx.TensorProto.FLOAT
 _OTHERS = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _LAYERS = having(Is.LAYER) - having(Is.INTEGER)
-_OPEN_DOMAINS = frozenset({*MAIN_DOMAINS, "com.microsoft", "ai.onnx.ml"})
+_OPEN_DOMAINS = frozenset({*walk.MAIN_DOMAINS, "com.microsoft", "ai.onnx.ml"})
 """Domains whose operators take float32 wherever they take another floating type, but for `_BOUND`."""
 
 _BOUND = frozenset({"BitCast", "GemmaRotaryEmbedding"})
@@ -80,17 +70,17 @@ def _mentions(model: onnx.ModelProto) -> Iterator[bool]:
     """Yields for tensors, declared values and attributes whether they are of another floating type."""
     for tensor in _stored(model):
         yield tensor.data_type in _OTHERS
-    for graph in all_graphs(model.graph):
+    for graph in walk.all_graphs(model.graph):
         for value in (*graph.input, *graph.output):
             yield any(t.elem_type in _OTHERS for t in _tensor_types(value.type))
-    for node in all_nodes(model):
+    for node in walk.all_nodes(model):
         for attribute in node.attribute:
             yield attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS
             yield attribute.HasField("t") and attribute.t.data_type in _OTHERS
 
 
 def _stored(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in (*all_graphs(model.graph), *all_graphs_of_functions(model)):
+    for graph in (*walk.all_graphs(model.graph), *walk.all_graphs_of_functions(model)):
         yield from graph.initializer
         yield from (sparse.values for sparse in graph.sparse_initializer)
 
@@ -113,7 +103,7 @@ def _tensor_types(kind: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor | onnx
 def _element_types(model: onnx.ModelProto) -> dict[str, int]:
     """The element types of tensors by value name, those of bodies included."""
     found: dict[str, int] = {}
-    for graph in all_graphs(model.graph):
+    for graph in walk.all_graphs(model.graph):
         for value in (*graph.value_info, *graph.input, *graph.output):
             if value.type.HasField("tensor_type"):
                 found[value.name] = value.type.tensor_type.elem_type
@@ -126,7 +116,7 @@ def _element_types(model: onnx.ModelProto) -> dict[str, int]:
 
 def _types_of_layers(model: onnx.ModelProto, types: Mapping[str, int]) -> set[int]:
     """The other floating types in which a layer computes."""
-    read = {types.get(name, 0) for node in all_nodes(model) if node.op_type in _LAYERS for name in node.input[:2]}
+    read = {types.get(name, 0) for node in walk.all_nodes(model) if node.op_type in _LAYERS for name in node.input[:2]}
     return read.intersection(_OTHERS)
 
 
@@ -144,7 +134,7 @@ class _Conversion:
         self._converted = converted
         self._types = dict(types)
         self._functions = {(f.domain, f.name): _type_parameters(f) for f in model.functions}
-        self._taken = all_names(model)
+        self._taken = walk.all_names(model)
 
     def run(self) -> onnx.ModelProto:
         """The converted model.
@@ -153,7 +143,11 @@ class _Conversion:
             _NotConvertibleError: It has to keep its type.
         """
         source = self._source
-        inner = (*islice(all_graphs(source.graph), 1, None), *all_graphs_of_functions(source), *source.functions)
+        inner = (
+            *islice(walk.all_graphs(source.graph), 1, None),
+            *walk.all_graphs_of_functions(source),
+            *source.functions,
+        )
         for node in (node for owner in inner for node in owner.node):
             if self._is_bound(node):
                 raise _NotConvertibleError(f"'{node.name or node.op_type}' in a body or function needs the type")
@@ -169,9 +163,9 @@ class _Conversion:
         _rename(graph, {**inputs, **outputs})
         self._types.update({new: self._types.get(old, 0) for old, new in (*inputs.items(), *outputs.items())})
         self._store_weights(graph, inputs, outputs)
-        for nested in (*all_graphs(graph), *all_graphs_of_functions(model)):
+        for nested in (*walk.all_graphs(graph), *walk.all_graphs_of_functions(model)):
             self._convert_values(nested, outermost=nested is graph)
-        for node in all_nodes(model):
+        for node in walk.all_nodes(model):
             if node.name not in bound:
                 self._convert_node(node)
         for function in model.functions:
@@ -204,11 +198,11 @@ class _Conversion:
             return not kinds.isdisjoint({0, *self._converted})  # 0: not known, as often in bodies
         if node.op_type != "Cast":
             return False
-        kinds.add(attribute_int(node, "to", 0))
+        kinds.add(walk.attribute_int(node, "to", 0))
         return onnx.TensorProto.STRING in kinds and not kinds.isdisjoint(self._converted)
 
     def _fresh(self, base: str) -> str:
-        return reserve_name(base, self._taken)
+        return walk.reserve_name(base, self._taken)
 
     # -- the inside ---------------------------------------------------------------------------------------------
 
@@ -241,7 +235,7 @@ class _Conversion:
                 self._convert_type(attribute.tp)
             elif attribute.HasField("sparse_tensor"):
                 attribute.sparse_tensor.values.CopyFrom(self._tensor(attribute.sparse_tensor.values))
-        copies = node.op_type == "Cast" and attribute_int(node, "to", 0) == FLOAT
+        copies = node.op_type == "Cast" and walk.attribute_int(node, "to", 0) == FLOAT
         if copies and self._types.get(node.input[0], 0) in {FLOAT, *self._converted}:
             node.op_type = "Identity"
             del node.attribute[:]
@@ -267,8 +261,8 @@ class _Conversion:
     ) -> None:
         """Puts Casts behind inputs, in front of outputs, and around the nodes that need the type."""
         constants = {tensor.name for tensor in graph.initializer}
-        read = {name for nested in all_graphs(graph) for node in nested.node for name in node.input}
-        read.update(value.name for nested in islice(all_graphs(graph), 1, None) for value in nested.output)
+        read = {name for nested in walk.all_graphs(graph) for node in nested.node for name in node.input}
+        read.update(value.name for nested in islice(walk.all_graphs(graph), 1, None) for value in nested.output)
         first = [
             self._edge(graph, value, value.name, inputs[value.name], inwards=True)
             for value in graph.input
@@ -335,7 +329,7 @@ def _type_parameters(function: onnx.FunctionProto) -> frozenset[str]:
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Renames values of the main graph wherever nodes and bodies write or read them; its interface keeps them."""
-    for nested in all_graphs(graph):
+    for nested in walk.all_graphs(graph):
         for node in nested.node:
             for values in (node.input, node.output):
                 for at, name in enumerate(values):

@@ -1,22 +1,14 @@
-"""QDQ models: indexed, the grids of their integers, and what sums of their products clip.
+"""QDQ models: an index of their nodes and values, the grids of their integers, and pairs of products that clip.
 
-An index of a QDQ model: every node of every graph body, who makes and who reads a value, what is quantized.
+The index holds every node of every graph body, who makes and who reads a value, and what is quantized. It is built on
+the protobuf, because the proof has to see exactly what the runtime is given. Linear in the model's size.
 
-Built on the protobuf, because the proof has to see exactly what the runtime is given. Linear in the model's size.
-
-Constants that an 8-bit grid holds exactly.
-
-Widths of integers: their bounds, and the graph's word on how many bits of its container a tensor uses.
-
-Source: Pappalardo et al., "QONNX", 2022, equations 2 and 3; `qonnx.core.modelwrapper` for the annotation's key.
-
-Quantized weights whose pairs of products can clip, stored so that every kernel adds them exactly.
+How many bits of its container a tensor uses is an annotation of the graph. Source: Pappalardo et al., "QONNX", 2022,
+equations 2 and 3; `qonnx.core.modelwrapper` for the annotation's key.
 
 Weights that come quantized have scales that must stay, so that pairs cannot be made to fit as those of float weights
 are. The same integers as uint8, they and their zero point 128 higher, stand for the same reals and run on the kernels
 of uint8 weights, which add in int32: exact on every processor, at 0.6 to 0.85 of the speed.
-
-Pairs of 8-bit products that kernels add in int16, and whether weights keep their sums inside.
 
 Integer kernels for x86-64 processors with AVX2 or AVX-512 and without VNNI multiply uint8 activations by int8 weights
 with ``vpmaddubsw``, which adds two neighbouring products in int16 and clips the sum. A pair of stored weights cannot

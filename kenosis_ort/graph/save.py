@@ -1,22 +1,15 @@
-"""Writing a model: complete and checked, or not at all.
+"""Writing a model: complete and checked, or not at all, with its interface and the processors it was made for.
 
-Putting a model and its external data in the place of others, so that whoever kills us leaves a pair that loads.
-
-Two files cannot be replaced in one step, and a model names its data. So new data first stand beside the old under a
-name made from their content, ``<model>.<16 hex digits>.data``, and a new model that reads them there takes the old
-one's place in one step. Only then, with nobody reading the old data, do the new ones get the name that users expect,
-``<model>.data``, and the model is replaced once more, by the one that reads them there. After each step the pair at the
-destination is the old one or the new one. Where the file system has no hard links, the pair keeps the first name, and
-where another model of the folder reads ``<model>.data``: what others read is neither changed nor removed.
+A model and its external data replace others so that a killed process leaves a pair that loads. Two files cannot be
+replaced in one step, and a model names its data. So new data first stand beside the old under a name made from their
+content, ``<model>.<16 hex digits>.data``, and a new model that reads them there takes the old one's place in one step.
+Only then, with nobody reading the old data, do the new ones get the name that users expect, ``<model>.data``, and the
+model is replaced once more, by the one that reads them there. After each step the pair at the destination is the old
+one or the new one. Where the file system has no hard links, the pair keeps the first name, and where another model of
+the folder reads ``<model>.data``: what others read is neither changed nor removed.
 
 Concurrent writers of one folder wait for each other while files are moved, by a lock on the folder.
-
-The interface of a model: what callers feed and get back, as the model as it came declares it.
-
-For which target and processors a file was made, in its metadata.
 """
-
-from __future__ import annotations
 
 import logging
 import mmap

@@ -1,13 +1,12 @@
 """The main graph of a model for planning: a read-only view of it, and the types and shapes of its values.
 
-The view holds nodes, consumers, types, shapes and constants.
+The view holds nodes, consumers, types, shapes and constants. A value that an ``If``, ``Loop`` or ``Scan`` body reads
+from the outer graph counts as consumed by the node that owns the body, so that a rule about single consumers never
+misses one.
 
-A value that an ``If``, ``Loop`` or ``Scan`` body reads from the outer graph counts as consumed by the node
-that owns the body, so that a rule about single consumers never misses one.
+``onnx_ir`` is imported here without sympy, which it needs only where symbolic dimensions are computed.
 
-``onnx_ir``, imported without sympy, which it needs only where symbolic dimensions are computed.
-
-Types and shapes of the main graph's values, from three sources in turn.
+Types and shapes come from three sources in turn:
 
 1. ONNX's own shape inference, on a copy of the model without its weights (a weight is replaced by an input of its
    type and shape), so that the 2 GiB limit never matters and nothing large is serialised.
@@ -19,8 +18,6 @@ Types and shapes of the main graph's values, from three sources in turn.
 Each source only fills what the ones before left open. A source that fails is logged and passed over: shapes
 help quantization, they are not a condition of it. Nothing is written to disk.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -446,9 +443,6 @@ def _infer_runtime(
         for value in found
         if value.type in TENSOR_TYPES
     ]
-
-
-"""The runtime's names of element types are ONNX's in lower case."""
 
 
 @cache

@@ -1,11 +1,7 @@
-"""Iteration over everything that a `ModelProto` nests: bodies of control flow, functions, tensors.
+"""Iteration over all that a `ModelProto` nests (bodies of control flow, functions, tensors), attributes, and names.
 
-Attributes of a node.
-
-Node names: every node gets a unique one, names that are already there stay.
+Every node gets a unique name; names that are already there stay.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass

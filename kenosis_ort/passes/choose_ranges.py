@@ -15,8 +15,6 @@ does not clip, half of the grid would be spent on numbers that nobody sees: the 
 which is rare enough for the processor to foresee (2.5 dB finer for normally distributed values).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Literal

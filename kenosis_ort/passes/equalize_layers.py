@@ -23,8 +23,6 @@ other values nor what samples beyond the few that were looked at do to a range (
 equalization, 38.4 without). So it is evaluated on the whole net.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Mapping

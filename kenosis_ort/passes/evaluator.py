@@ -6,10 +6,8 @@ lost?* is answered in what the output is for (`kenosis_ort.accuracy.measures`) o
 number of samples and an interval, since that is what a budget means to who sets it; proportions of few samples are too
 coarse to compare candidates by. A metric of the caller's answers both where its difference is clear of chance.
 
-The float model and its candidates run on samples, none twice on the same: sessions and outputs are kept.
-
-The float model, with which everything is compared, has one session for a whole call. Of candidates the latest few keep
-theirs.
+No model runs twice on the same sample: outputs are kept. The float model, with which everything is compared, has one
+session for a whole call. Of candidates the latest few keep theirs.
 """
 
 from __future__ import annotations
@@ -30,8 +28,16 @@ import onnx
 
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
-from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
-from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
+from kenosis_ort.accuracy.metric import (
+    CheckedMetric,
+    Measure,
+    Measured,
+    OutputError,
+    Scored,
+    measure_pairs,
+    of_parts,
+    worst,
+)
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.outside import weight_bytes

@@ -12,8 +12,6 @@ together. What a set changes is asked of the planner, and read off the gates tha
 nobody says better: its multiply-accumulates, and a little for cheap operators.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

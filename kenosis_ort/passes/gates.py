@@ -6,8 +6,6 @@ model, or the float one. So one session, loaded once, shows what any set of quan
 ``If`` computes one side only and is two to three times faster than computing both and choosing with ``Where``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ bad tensor float, the one with the most error removed for its price is taken, ag
 How many of them are needed is found by bisection over real builds, scored on feeds that the ranking has not seen.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +16,8 @@ import onnx
 
 from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
+from kenosis_ort.passes import float_search
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
-from kenosis_ort.passes.float_search import (
-    Board,
-    FloatSet,
-    Replan,
-    SensitivityProbe,
-    default_cost,
-    greedy_path,
-    multiply_accumulates,
-    tensor_sensitivity,
-)
 from kenosis_ort.passes.gates import GatedModel
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
@@ -87,7 +76,7 @@ def search_mixed_precision(
     budget: Budget | None = None,
     cost: Mapping[str, float] | None = None,
     max_float_share: float = 0.05,
-    replan: Replan | None = None,
+    replan: float_search.Replan | None = None,
     keep_float: Mapping[str, str] | None = None,
     threads: int = 1,
     custom_op_libraries: Sequence[str] = (),
@@ -122,26 +111,28 @@ def search_mixed_precision(
     start = dict(keep_float or {})
     quantized, plan = build(start)
     trials = _Trials(build, loss, budget or Budget())
-    first = trials.add(FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
+    first = trials.add(float_search.FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
     if trials.hold(first):
         return trials.result(first, {})
     # Rank the tensors on the gated model.
-    price = dict(cost) if cost is not None else default_cost(float_model)
+    price = dict(cost) if cost is not None else float_search.default_cost(float_model)
     with GatedModel(
         float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries, executor=executor
     ) as gated:
         del quantized
-        probe = SensitivityProbe(gated, feeds, error=error)
-        units = tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
-        work = multiply_accumulates(float_model)
-        board = Board(float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work)
+        probe = float_search.SensitivityProbe(gated, feeds, error=error)
+        units = float_search.tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
+        work = float_search.multiply_accumulates(float_model)
+        board = float_search.Board(
+            float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work
+        )
         # Bisect the path of moves; beyond the limit only to say what would be needed.
-        path = greedy_path(board, units, board.state(start), limit=max_float_share)
+        path = float_search.greedy_path(board, units, board.state(start), limit=max_float_share)
         best = trials.cheapest(path)
         if best is not None:
             return trials.result(best, price, sets=probe.runs)
         best = max(trials.made, key=lambda t: (-t.loss, -t.state.price))
-        beyond = trials.cheapest(greedy_path(board, units, path[-1], limit=1.0))
+        beyond = trials.cheapest(float_search.greedy_path(board, units, path[-1], limit=1.0))
     return trials.result(best, price, reachable=trials.reachable(best, beyond, max_float_share), sets=probe.runs)
 
 
@@ -149,7 +140,7 @@ def search_mixed_precision(
 class _Trial:
     """A placement that was built and measured. Its model is not kept: of large nets there would be too many."""
 
-    state: FloatSet
+    state: float_search.FloatSet
     loss: float
 
 
@@ -164,12 +155,12 @@ class _Trials:
         """Whether a placement keeps the budget."""
         return self._budget.holds(trial.loss)
 
-    def add(self, state: FloatSet, quantized: onnx.ModelProto | None) -> _Trial:
+    def add(self, state: float_search.FloatSet, quantized: onnx.ModelProto | None) -> _Trial:
         """Measures a placement; one that could not be built loses everything."""
         self.made.append(_Trial(state, math.inf if quantized is None else self._loss(quantized)))
         return self.made[-1]
 
-    def cheapest(self, path: Sequence[FloatSet]) -> _Trial | None:
+    def cheapest(self, path: Sequence[float_search.FloatSet]) -> _Trial | None:
         """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
         low, high = 0, len(path) - 1
         found = self._trial(path[high])
@@ -184,7 +175,7 @@ class _Trials:
                 low = middle
         return found
 
-    def _trial(self, state: FloatSet) -> _Trial:
+    def _trial(self, state: float_search.FloatSet) -> _Trial:
         for known in self.made:
             if known.state.keep_float.keys() == state.keep_float.keys():
                 return known

@@ -8,8 +8,6 @@ no channel gets to a bound other than 0 on one side of the change only.
 `LinkNoise` predicts how noisy the second layer will be once its input and its weights are quantized.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,14 +1,12 @@
 """Weights rounded so that a layer's output changes least, not each weight.
 
-The search is `kenosis_ort.passes.round_weights`. Its ``H`` comes from the float net's inputs, with the noise of the
+The ``H`` of the search below comes from the float net's inputs, with the noise of the
 quantized input on its diagonal; fitting to the quantized inputs themselves overfits by about 1 dB. ``H`` is not taken
 about the mean, although bias correction takes up what is constant: that was worse by up to 1 dB.
 
 The result is float weights that lie on the grid of the quantizer's own scales: it recomputes the same scales from
 them and so the same integers. For that the weights that decide about a channel's scale stay where they are: the largest
 one, and where kernels add pairs of products in int16 the pair of the largest sum. No other pair comes to sum to more.
-
-Integers for weights on a grid, so that a layer's output changes least, not each weight.
 
 For one output channel with real weights ``w`` and weights ``v`` on the grid, the output error over inputs ``x`` is
 ``(v - w)^T H (v - w)`` with ``H = E[x x^T]``: rounding to nearest minimizes the diagonal part only.
@@ -20,8 +18,6 @@ is then improved by coordinate descent over all columns until nothing changes or
 All groups of a layer are rounded together, for a depthwise one has as many as channels. The work is done on
 (groups, columns, rows), in which a column is contiguous; ``H`` is (groups, columns, columns), positive definite.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence

@@ -1,11 +1,7 @@
 """The one runner of passes: try, evaluate on held-out samples, keep or undo, survive what raises, record.
 
-What became of a pass, for the report.
-
-The list of passes: their order is that in which they run, those that change weights first.
+The order of the list of passes is that in which they run, those that change weights first.
 """
-
-from __future__ import annotations
 
 import logging
 import time

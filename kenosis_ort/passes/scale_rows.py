@@ -16,8 +16,6 @@ The product is written as a Div by ``1 / r``, which no runtime has an integer ke
 Layers that read one value share the sizes of its rows. Not changed: layers over constants, Gemms with alpha or transA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -32,15 +30,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.graph.walk import attribute_float, opset_of, reserve_name
-from kenosis_ort.passes.contract import (
-    Candidate,
-    Context,
-    Skipped,
-    State,
-    Statistics,
-    WeightPass,
-    changed_weights,
-)
+from kenosis_ort.passes import contract
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of
 from kenosis_ort.passes.smooth import SmoothQuant
@@ -267,7 +257,7 @@ _MORE: Final = 0.5  # of the error is left with twice the layers, each of which 
 
 
 @dataclass(frozen=True)
-class RowScales(WeightPass):
+class RowScales(contract.WeightPass):
     """Rows of a linear layer's input, tokens as a rule, are brought to one size where one range cannot serve all.
 
     It comes before equalization and SmoothQuant: these would spend channels on what is a matter of few tokens. What is
@@ -286,12 +276,14 @@ class RowScales(WeightPass):
     def wanted(self) -> bool:
         return self.row_scales
 
-    def points(self, state: State, context: Context) -> Mapping[str, int]:
+    def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         return SmoothQuant().points(state, context) if SmoothQuant.name in context.active else {}
 
-    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+    def apply(
+        self, state: contract.State, statistics: contract.Statistics, context: contract.Context
+    ) -> contract.Candidate | contract.Skipped:
         if not context.mixes:
-            return Skipped("the runtime takes no float node between integer ones")
+            return contract.Skipped("the runtime takes no float node between integer ones")
         found = [
             each
             for each in row_noise(
@@ -303,23 +295,30 @@ class RowScales(WeightPass):
             if each.static > max(_GAIN * each.by_row, _NOISE)
         ]
         if not found:
-            return Skipped("one range serves all rows")
+            return contract.Skipped("one range serves all rows")
         found.sort(key=lambda each: -each.gain)
         before = _score(state, context)
         tried = _tried(state, found, context)
         first = tried[0][0]
         if not (first.beats(before) and first.error < _WORTH * before.error):
-            return Skipped(f"the error does not fall by 1 dB with {len(found)} values scaled by row")
+            return contract.Skipped(f"the error does not fall by 1 dB with {len(found)} values scaled by row")
         smoothed = SmoothQuant().apply(state, statistics, context) if statistics else None
-        if isinstance(smoothed, Candidate) and not first.error < _WORTH * _score(smoothed.state, context).error:
-            return Skipped("the outliers are channels: smoothing them leaves no more of the error, and costs no time")
+        if (
+            isinstance(smoothed, contract.Candidate)
+            and not first.error < _WORTH * _score(smoothed.state, context).error
+        ):
+            return contract.Skipped(
+                "the outliers are channels: smoothing them leaves no more of the error, and costs no time"
+            )
         _, changed, count = tried[-1]
-        return Candidate(changed, f"{_layers(found[:count])} layers behind {count} values", decided=True)
+        return contract.Candidate(changed, f"{_layers(found[:count])} layers behind {count} values", decided=True)
 
 
-def _tried(state: State, found: Sequence[RowNoise], context: Context) -> list[tuple[Score, State, int]]:
+def _tried(
+    state: contract.State, found: Sequence[RowNoise], context: contract.Context
+) -> list[tuple[Score, contract.State, int]]:
     """Trials of all values, of the half with the most to gain, and so on, as long as they succeed."""
-    tried: list[tuple[Score, State, int]] = []
+    tried: list[tuple[Score, contract.State, int]] = []
     count = len(found)
     while count:
         changed = _scaled(state, found[:count], context)
@@ -331,11 +330,11 @@ def _tried(state: State, found: Sequence[RowNoise], context: Context) -> list[tu
     return tried
 
 
-def _score(state: State, context: Context) -> Score:
+def _score(state: contract.State, context: contract.Context) -> Score:
     return context.evaluator.score(context.build_of(state).quantized)
 
 
-def _scaled(state: State, found: Sequence[RowNoise], context: Context) -> State:
+def _scaled(state: contract.State, found: Sequence[RowNoise], context: contract.Context) -> contract.State:
     """The state with some values scaled by row; all others stay what they were."""
     model, values = with_row_scales(state.prepared.proto, [each.value for each in found], nodes=context.nodes)
     note = (
@@ -345,7 +344,7 @@ def _scaled(state: State, found: Sequence[RowNoise], context: Context) -> State:
     new = {value: Rescaling(-1, np.ones(channels)) for value, channels in values.items()}
     return replace(
         state,
-        prepared=changed_weights(state.prepared, model, (note,)),
+        prepared=contract.changed_weights(state.prepared, model, (note,)),
         rescaled={**state.rescaled, **new},
     )
 

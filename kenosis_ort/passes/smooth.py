@@ -13,8 +13,6 @@ candidates. On a ViT, a BERT and a BART with outlier channels of 20 and 50 times
 27 dB.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,16 +28,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.view import infer_shapes
-from kenosis_ort.passes.contract import (
-    Candidate,
-    Context,
-    Skipped,
-    State,
-    Statistics,
-    WeightPass,
-    between,
-    changed_weights,
-)
+from kenosis_ort.passes import contract
 from kenosis_ort.passes.layers import Float64, array_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 
@@ -312,7 +301,7 @@ _WORTH_MUCH = 0.8  # of the error is left with a Mul at run time: 1 dB, without 
 
 
 @dataclass(frozen=True)
-class SmoothQuant(WeightPass):
+class SmoothQuant(contract.WeightPass):
     """Outlier channels of a linear layer's input move into its weights.
 
     Attributes:
@@ -323,13 +312,13 @@ class SmoothQuant(WeightPass):
     name: ClassVar[str] = "smooth"
     title: ClassVar[str] = "SmoothQuant"
 
-    smooth: float | Literal["auto", "off"] = between(0, 1, default="auto")
+    smooth: float | Literal["auto", "off"] = contract.between(0, 1, default="auto")
 
     @property
     def wanted(self) -> bool:
         return self.smooth != "off"
 
-    def points(self, state: State, context: Context) -> Mapping[str, int]:
+    def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         nodes = set(context.nodes)
         found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=self._inserts(context))
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
@@ -337,11 +326,13 @@ class SmoothQuant(WeightPass):
     def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
         return scaled_by_smoothing(model, nodes=nodes, insert=insert or None)
 
-    def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
+    def apply(
+        self, state: contract.State, statistics: contract.Statistics, context: contract.Context
+    ) -> contract.Candidate | contract.Skipped:
         insert = self._inserts(context)
         found = self._smoothed(state, statistics, context, insert=insert)
         if not found.layers:
-            return Skipped("nothing to gain by prediction")
+            return contract.Skipped("nothing to gain by prediction")
         changed = _changed(state, found)
         if found.inserted and insert is None:
             folded = self._smoothed(state, statistics, context, insert=False)
@@ -349,17 +340,19 @@ class SmoothQuant(WeightPass):
             errors = [context.evaluator.score(context.build_of(each).quantized).error for each in (changed, without)]
             if not errors[0] < _WORTH_MUCH * errors[1]:
                 if not folded.layers:
-                    return Skipped("what there is to gain takes a Mul at run time, and is less than 1 dB")
+                    return contract.Skipped("what there is to gain takes a Mul at run time, and is less than 1 dB")
                 found, changed = folded, without
-        return Candidate(changed, f"{len(found.layers)} places")
+        return contract.Candidate(changed, f"{len(found.layers)} places")
 
-    def _inserts(self, context: Context) -> bool | None:
+    def _inserts(self, context: contract.Context) -> bool | None:
         """Whether Muls are put in: as the caller says, else where they pay, between nodes in float."""
         if context.inserts_scales:
             return True
         return None if context.mixes and self.name not in context.forced else False
 
-    def _smoothed(self, state: State, statistics: Statistics, context: Context, *, insert: bool | None) -> Smoothed:
+    def _smoothed(
+        self, state: contract.State, statistics: contract.Statistics, context: contract.Context, *, insert: bool | None
+    ) -> Smoothed:
         return smooth(
             state.prepared.proto,
             peaks=statistics,
@@ -370,9 +363,9 @@ class SmoothQuant(WeightPass):
         )
 
 
-def _changed(state: State, found: Smoothed) -> State:
+def _changed(state: contract.State, found: Smoothed) -> contract.State:
     return replace(
         state,
-        prepared=changed_weights(state.prepared, found.model, found.notes),
+        prepared=contract.changed_weights(state.prepared, found.model, found.notes),
         rescaled={**state.rescaled, **found.rescaled},
     )

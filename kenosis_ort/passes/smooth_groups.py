@@ -5,8 +5,6 @@ and on the way up to what absorbs the inverse factors: a normalization's weights
 a constant factor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

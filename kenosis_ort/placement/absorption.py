@@ -16,8 +16,6 @@ mask of -1e9, the least float32 or minus infinity counts as a little below the r
 that is smaller than all data. `seen_as` tells calibration to take such values for what they are worth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ The quantizer computes the parameters with stock's arithmetic; what counts here 
 kernel, and whether an activation still vanishes, with the parameters that the caller wants.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

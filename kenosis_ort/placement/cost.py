@@ -1,15 +1,12 @@
-"""What a net costs in float and as planned, from a table of kernel costs, without running it.
+"""Costs of a net in float and as planned, from a table of kernel costs, and the cheapest way to part it in two.
 
 The time of a net is the sum over its nodes, each by the kernel that runs it, and over the borders between float and
 integer: Q or DQ, and changes of layout beside them where pictures are concerned, since integer kernels keep channels
 last and float Convs keep them in blocks. Float activations behind a float Conv are part of it.
 
-The cheapest way to part things in two, where some cost more on one side, and some pairs cost to be held apart.
-
-A minimum cut of a directed graph from source to sink, found by a maximum flow (Dinic's algorithm).
+Nodes are parted in two, where some cost more on one side and some pairs cost to be apart, by a minimum cut of a
+directed graph from source to sink, found by a maximum flow (Dinic's algorithm).
 """
-
-from __future__ import annotations
 
 import math
 from collections import deque

@@ -1,20 +1,13 @@
-"""Decisions on nodes and edges, shared parameters included.
-
-Decides on nodes and edges, one by one: type, symmetry, own or shared parameters, by which rule, why.
-
-Which quantized values use one scale and zero point.
+"""Decisions on nodes and edges: type, symmetry, own or shared scale and zero point, by which rule, why.
 
 Operators that move bytes need the same parameters in and out. Producers of a Concat may take over the parameters
 of its output, which saves the requantization; they do so only where nothing is lost: no absorbed activation would
 come back to life, and no other consumer of the value would see a much coarser grid.
 
-Magnitudes that float32 scales cannot hold: nodes whose data, weights or products are that small or large stay float.
-
-An integer kernel multiplies the scales of its data and its weights in float32. Where that underflows or overflows, as
-with weights near 1e-36, the kernel and the int32 bias beside it compute on different grids.
+Nodes whose data, weights or products are too small or large for float32 scales stay float. An integer kernel multiplies
+the scales of its data and its weights in float32. Where that underflows or overflows, as with weights near 1e-36, the
+kernel and the int32 bias beside it compute on different grids.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace

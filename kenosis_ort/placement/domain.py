@@ -7,8 +7,6 @@ and activations in float and quantize the inputs of linear layers only, while a 
 the first Conv to the head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,18 +1,11 @@
 """Eligibility of nodes for integer kernels, and the bits of their values.
 
-Which node may run in integer at all: the target's rules against its operands, types and the caller's wishes.
-
-The predicates behind `Requirement`: each returns why a node misses it, None if it meets it.
-
-How many bits each quantized value gets: the caller's word by node, written into the plan's decisions.
-
-Weights have the bits of the node that reads them, activations those of the node that computes them. What enters the
-graph has 8, as in the paper's model zoo, and so have constant operands and tensors of which the caller dictates the
-parameters. Values that share their parameters share their bits, the most that any of them asks for.
-Source: Pappalardo et al., "QONNX", 2022, table III.
+A node is held against the target's rules, by its operands, types and the caller's options; each predicate behind a
+`Requirement` gives the reason why a node misses it. Weights have the bits of the node that reads them, activations
+those of the node that computes them. What enters the graph has 8, as in the paper's model zoo, and so have constant
+operands and tensors of which the caller dictates the parameters. Values that share their parameters share their bits,
+the most that any of them asks for. Source: Pappalardo et al., "QONNX", 2022, table III.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,16 +1,11 @@
-"""The planner, and the regions that it leaves float by estimate.
+"""The planner: one decision an edge, one a node, before the graph is touched; and regions left float by estimate.
 
-Makes the placement plan: one decision an edge, one a node, before the graph is touched.
-
-Values whose kernels write on a grid of their own, whatever was observed, and values that bytes are moved to.
-
-Which regions to leave in float by estimate, without measuring: nothing unless the gain is clear.
-
-Three questions are asked. Would the whole net be slower in integer than in float, as nets of microseconds may be, whose
-kernels cost more to call than to run? Would it be faster with its first few heavy nodes in float, as mobile nets may
-be, which begin with the two slowest shapes of the integer kernels? And would it be parted anywhere else, at the least
-cost of kernels and conversions? An estimate is off by up to `CostTable.error`, so a whole net is only given up beyond
-that; two placements of one net share part of the error, so less is asked there.
+Without measuring, a region is left float only where the gain is clear. Three questions are asked. Would the whole net
+be slower in integer than in float, as nets of microseconds may be, whose kernels cost more to call than to run? Would
+it be faster with its first few heavy nodes in float, as mobile nets may be, which begin with the two slowest shapes of
+the integer kernels? And would it be parted anywhere else, at the least cost of kernels and conversions? An estimate is
+off by up to `CostTable.error`, so a whole net is only given up beyond that; two placements of one net share part of the
+error, so less is asked there.
 
 Where integer kernels are slower than float ones for many shapes (`CostTable.anywhere`), the cheapest parting of the
 net is asked for instead, wherever its float regions lie, and whether integer pays at all is the estimate's to say.

@@ -1,11 +1,9 @@
 """Weights, biases and constant operands: scales, rounding, and integers behind DQ or floats behind Q and DQ.
 
-Stage 2: symmetric int8 weights, scales and rounding in float64, per tensor or per channel.
-
-Stage 3: int32 bias at exactly ``input_scale * weight_scale``, zero point 0, in float64.
-
-The runtime's kernels multiply the two scales themselves and trust the bias to be on that grid; a Gemm whose bias
-is on another grid is silently wrong (rule bias-scale-mismatch-gemm-wrong). Source: Kenosis paper, stage 3.
+Weights are symmetric int8, scales and rounding in float64, per tensor or per channel (stage 2). A bias is int32 at
+exactly ``input_scale * weight_scale``, zero point 0 (stage 3): the runtime's kernels multiply the two scales themselves
+and trust the bias to be on that grid; a Gemm whose bias is on another grid is silently wrong (rule
+bias-scale-mismatch-gemm-wrong). Source: Kenosis paper, stage 3.
 
 Where kernels add pairs of products in int16, the scale of a channel is the finest at which no pair of its weights can
 clip, whatever the activations are: ``max(max |w| / 127, max over pairs of one sign (|w0| + |w1|) / 128)``. All 8 bits
@@ -19,8 +17,6 @@ would underflow: near-dead channels have tiny weights and a bias that is not tin
 free, gets one at which its bias is as fine as those of the others.
 Source: Kenosis paper, stages 2 and 3.
 """
-
-from __future__ import annotations
 
 import math
 from collections import Counter

@@ -15,8 +15,6 @@ absorbed Relu or Clip so that the runtime's own test for absorption holds:
 Source: Kenosis paper, stage 4; the condition was measured (rules absorb-relu and absorb-clip of the target).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Without a plan stock's own methods run as they are. With one, none of them that 
 plan decides each edge, and what it decides is placed in time linear in the number of nodes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version

@@ -11,8 +11,6 @@ and the zero point 0, so that an empty or zeroed cache stays what it is. This is
 The file in between computes exactly what the last one does, from caches in float; comparisons and passes see that one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

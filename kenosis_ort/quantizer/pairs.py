@@ -1,7 +1,5 @@
 """Q and DQ on activations: their parameters, and which node reads what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final

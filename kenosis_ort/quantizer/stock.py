@@ -1,7 +1,5 @@
 """What the package takes over from ``onnxruntime.quantization`` as it is: enumerations, defaults, whole stages."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping

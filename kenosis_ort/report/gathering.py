@@ -3,8 +3,6 @@
 Which range each tensor of the float model has in the quantized one, read off its Q and DQ nodes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

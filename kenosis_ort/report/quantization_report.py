@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from kenosis_ort.exports import deferred
-from kenosis_ort.option_types import IN_FILE
+from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.recipe_file import RecipeFile, value_of
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict, left_float
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, plain, to_data

@@ -5,8 +5,6 @@ A rich console on which names from a model cannot do anything: control character
 What was lost against the float model, in the unit of what the outputs are for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

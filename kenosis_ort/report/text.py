@@ -13,22 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report.evidence import (
-    LayerTime,
-    fusion_verdict,
-    heavy_kernels,
-    kernels_in_words,
-    left_float,
-    processors_line,
-)
-from kenosis_ort.report.sections import (
-    PlainConsole,
-    SpeedCandidate,
-    SpeedSummary,
-    TrustSummary,
-    make_facts,
-    make_table,
-)
+from kenosis_ort.report import evidence, sections
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
@@ -83,9 +68,13 @@ def render_fusion(
     full: bool = False,
 ) -> RenderableType:
     """A fusion proof for a rich console; compared with the plan if there is one."""
-    broken = bool(left_float(fusion, plan)) if plan is not None else any(not k.integer for k in heavy_kernels(fusion))
+    broken = (
+        bool(evidence.left_float(fusion, plan))
+        if plan is not None
+        else any(not k.integer for k in evidence.heavy_kernels(fusion))
+    )
     return Group(
-        _verdict(fusion_verdict(fusion, plan), good=not broken),
+        _verdict(evidence.fusion_verdict(fusion, plan), good=not broken),
         Text(f"asked: {fusion.runtime} {fusion.runtime_version}, all optimizations", style="dim"),
         _fusion_tables(fusion, plan, losses, full=full),
     )
@@ -94,7 +83,9 @@ def render_fusion(
 def to_text(renderable: RenderableType, *, width: int = 110) -> str:
     """A rendering as plain text without escape codes or control characters."""
     buffer = io.StringIO()
-    console = PlainConsole(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = sections.PlainConsole(
+        file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False
+    )
     console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")[:-1]) + "\n"
 
@@ -139,7 +130,7 @@ def _facts(report: QuantizationReport) -> Table:
         ("recipe", "" if report.recipe is None else report.recipe.name),
         ("target", f"{report.target} ({runtime})"),
         ("laid out for", report.host),
-        ("kernels", kernels_in_words(report.layers)),
+        ("kernels", evidence.kernels_in_words(report.layers)),
     ]
     if report.measure is not None:
         style = "green" if report.measure.kept and report.measure.is_sure else "yellow"
@@ -147,7 +138,7 @@ def _facts(report: QuantizationReport) -> Table:
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
         facts.append(("outputs", f"{signal} against float, on {report.samples_compared}"))
-    return make_facts(facts)
+    return sections.make_facts(facts)
 
 
 def _fusion_tables(
@@ -157,14 +148,14 @@ def _fusion_tables(
     if fusion.overhead:
         extra = ", ".join(f"{count} {kind}" for kind, count in _by_count(fusion.overhead))
         blocks.append(Text(f"added by the runtime: {extra}", style="dim"))
-    if line := processors_line(fusion, losses):
+    if line := evidence.processors_line(fusion, losses):
         blocks.append(Text(line, style="yellow" if fusion.clipping() else "dim"))
     silent = [k.node for k in fusion.kernels if k.silently_quantized]
     if silent:
         blocks.append(Text(f"float weights that the runtime quantizes by itself: {', '.join(silent)}", style="yellow"))
     floats = [k for k in fusion.kernels if k.status == "float"]
     if floats:
-        planned = {k.node for k in left_float(fusion, plan)} if plan is not None else set()
+        planned = {k.node for k in evidence.left_float(fusion, plan)} if plan is not None else set()
         blocks.append((_float_nodes if full else _float_groups)(floats, planned))
     return Group(*blocks)
 
@@ -192,7 +183,7 @@ def _kernel_table(fusion: FusionReport) -> Table:
         for op_type, kernel, integer in order
     )
     title = "Kernels in the runtime's optimized graph"
-    return make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
+    return sections.make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
 
 
 def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
@@ -218,7 +209,7 @@ def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> Renderabl
 
 
 def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
-    table = make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
+    table = sections.make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
     table.columns[0].ratio, table.columns[1].ratio = 3, 2
     return table
 
@@ -233,10 +224,10 @@ def _any_heavy(kernels: Iterable[KernelReport]) -> bool:
 
 def _options(report: QuantizationReport) -> Table:
     rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
-    return make_table("option", "value", "chosen by", rows=rows, title="Options")
+    return sections.make_table("option", "value", "chosen by", rows=rows, title="Options")
 
 
-def render_layers(layers: Iterable[LayerTime]) -> Table:
+def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:
     """The layers with kernel and times as a table for a rich console."""
     rows = (
         (
@@ -246,7 +237,7 @@ def render_layers(layers: Iterable[LayerTime]) -> Table:
         for x in layers
     )
     headings = ("layer", "operator", "kernel", "path", ">estimated", ">measured")
-    return make_table(*headings, rows=rows, title="Layers")
+    return sections.make_table(*headings, rows=rows, title="Layers")
 
 
 def _passes(passes: Sequence[PassOutcome]) -> Table:
@@ -259,10 +250,10 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
         change = "" if outcome.change is None else f"{100 * outcome.change:+.1f} %"
         style = "green" if outcome.kept else "dim"
         rows.append((outcome.name, Text(state, style=style), error, change, outcome.reason))
-    return make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
+    return sections.make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
 
 
-def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
+def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
     shown = [form for form in speed.candidates if full or form.status not in _UNTRIED]
     rows = []
@@ -271,21 +262,21 @@ def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
         outcome = Text(form.status, style=style)
         rows.append((form.description or form.name, outcome, _speed(form), form.reason))
     title = ", ".join(filter(None, ("Speed", speed.basis)))
-    blocks: list[RenderableType] = [make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
+    blocks: list[RenderableType] = [sections.make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
     hidden = len(speed.candidates) - len(shown)
     if hidden:
         blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))
     return Group(*(blocks if shown else blocks[1:]), *(Text(note, style="dim") for note in speed.notes))
 
 
-def _speed(form: SpeedCandidate) -> str:
+def _speed(form: sections.SpeedCandidate) -> str:
     if form.ratio is None:
         return ""
     interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
     return f"{form.ratio:.2f}x{interval}"
 
 
-def _trust(trust: TrustSummary, *, full: bool) -> RenderableType:
+def _trust(trust: sections.TrustSummary, *, full: bool) -> RenderableType:
     """Trust in the calibration, with the doubtful tensors."""
     style = _TRUST_STYLES.get(trust.verdict, "")
     blocks: list[RenderableType] = [

@@ -5,8 +5,6 @@ Exporters differ in the order of operands and factors: ``0.5 * x * (1 + f)``, ``
 to write one compares equal; a rule that compares polynomials need not list the orders.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ that makes rows of which everything is masked zero instead of NaN. Lists of path
 fit one version of one exporter. Here a value is asked what it is: a product, a scaled value, a masked one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Scales and shifts by channel: folded into the weights in front of them, or a Conv of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ compared with ``y[n, c] = x[n, chosen[c]]``. A height, a width or a batch that i
 each as another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

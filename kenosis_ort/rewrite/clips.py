@@ -1,8 +1,7 @@
 """Bounds and windows: Clips, pools and what vanishes into a kernel.
 
-Bounds: rows of them as one Clip, and hard activations as Clips that vanish into the kernel before them.
-
-Pools and windows over pictures, in the operators that are the fastest.
+Rows of bounds become one Clip, hard activations Clips that vanish into the kernel before them, and pools and windows
+over pictures the operators that are the fastest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Nodes that need not run: constant results, branches that are never taken, copies."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Mapping

@@ -1,11 +1,4 @@
-"""Linear layers and sums of residuals, in the operators that are the fastest.
-
-Linear layers as the Gemm that integer kernels know.
-
-Sums of residuals, in the operator that is the fastest where they stand.
-"""
-
-from __future__ import annotations
+"""Linear layers as the Gemm that integer kernels know, and sums of residuals in the operator that is the fastest."""
 
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """Norms that are written as arithmetic, as one operator each, or in the spelling that the runtime knows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TypeVar

@@ -11,8 +11,6 @@ flow, no graph output, no value that the caller names. Only then may the inner n
 pattern stays in its place, under its name and with the name of its output, and becomes the new operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple

@@ -4,8 +4,6 @@ So are runtimes asked that end their process over some models, keep what they we
 log alone what they refuse.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -6,8 +6,6 @@ every one first: without optimization, without custom operators nobody asked for
 it loads has sound types, attributes and references.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import platform

@@ -1,9 +1,4 @@
-"""Dataclasses as JSON has them, and back, by their fields' types alone.
-
-Values as JSON has them.
-"""
-
-from __future__ import annotations
+"""Dataclasses as JSON has them, and back, by their fields' types alone."""
 
 import os
 import sys

@@ -1,21 +1,16 @@
-"""Files: written whole or not at all, kept between processes, told apart by path and digest.
+"""Files: written whole or not at all, cached between processes, told apart by path and digest; temporary folders.
 
-Files written whole or not at all; and errors of the system raised as `OutputError`.
+Errors of the system are raised as `OutputError`. Small facts are cached in the folder that the system's conventions
+give caches, and can be found out again: a file that is missing, damaged or cannot be written costs time and nothing
+else.
 
-Small facts kept between processes, in the folder that the system's conventions give caches.
+No output may be an input or another output, however their paths are spelled.
 
-What is kept can be found out again: a file that is missing, damaged or cannot be written costs time and nothing else.
-
-Paths: no output may be an input or another output, however they are spelled; and what files hold, by digest.
-
-Temporary folders that tell whether their process still lives, so that a later run removes what a killed one left.
-
-The process holds an advisory lock on the folder, which the system takes away with the process, however that ends. A
+Temporary folders tell whether their process still lives, so that a later run removes what a killed one left. The
+process holds an advisory lock on the folder, which the system takes away with the process, however that ends. A
 folder that can be locked by another belongs to nobody any more. Only folders of this user whose name is one of ours,
 with a check sum at its end, are ever removed; where the system or the file system has no such locks, none is.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib

@@ -11,8 +11,6 @@ its parts, which is less exact there where the mean is far from zero. Float16 be
 at load, is written for no target.
 """
 
-from __future__ import annotations
-
 import platform
 from dataclasses import replace
 from typing import Final

@@ -5,8 +5,6 @@ kernel runs each node and how a model is opened to be timed, and what is done to
 Planning, repair, tuning and the promise read nothing else about the runtime. Every rule names the test that proves it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

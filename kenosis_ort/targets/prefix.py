@@ -14,8 +14,6 @@ These times are of ONNX Runtime's CPU kernels. Another runtime that leaves the s
 accuracy alone, and says what it pays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

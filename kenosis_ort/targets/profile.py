@@ -1,18 +1,12 @@
-"""Costs of kernels: what one takes, and tables of them for machines.
-
-Costs of kernels of a runtime, as data: a few coefficients for each class of kernel, in float and in integer.
+"""Costs of kernels as data: coefficients for each class in float and integer, and host profiles, one for a machine.
 
 The time of a kernel is taken as a sum of what it does: products, elements written, and pieces gathered to feed the
 products. A class says which kernel it is and what its pieces are; `Work` counts them for one node. The coefficients
 are those of one machine, a `kenosis_ort.targets.profile.HostProfile`; what the classes mean is the target's.
 
-Costs of the kernels of a target's runtime on one machine, as a file: a host profile.
-
-A target ships a few, one for each class of processors it was measured on; further ones are measured where a user asks
-for it. A file is laid out for the machine of one profile: that at hand, or any other whose profile is given. Profiles
-come from anywhere, so every number in one is checked.
-
-Facts about the processor at hand that several targets need.
+A host profile is such a table as a file. A target ships a few, one for each class of processors it was measured on;
+further ones are measured where a user asks for it. A file is laid out for the machine of one profile: that at hand, or
+any other whose profile is given. Profiles come from anywhere, so every number in one is checked.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ Quantized Types", explicit quantization. [2] TensorFlow Quantization Toolkit, "A
 [3] Model Optimizer, ``modelopt.onnx.quantization.int8``. [4] the ONNX parser's checks of zero points.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final
 

@@ -5,15 +5,12 @@ what else the machine does makes it longer, never shorter. For every class of ke
 least squares, none below zero, each time weighted by its own size. What no probe tells is taken from the nearest
 profile that comes with the target, scaled by how much slower or faster its other kernels are.
 
-Whether the kernel that a zero point of weights selects is worth it on the machine at hand.
-
-Profiles are chosen by the processor's flags, and flags do not tell all: on a virtual machine whose processor has matrix
-tiles (AMX) ResNet-50 laid out for them ran at 0.67 to 0.81 of the speed of stock's file, where another Xeon gained a
-third; and releases of the runtime have computed wrong products with them. So the nearest profile is believed only once
-the probes whose nodes gain by it were run in both ways, here: once for each machine, runtime and number of threads.
+Whether the kernel that a zero point of weights selects is worth it here is tried: profiles are chosen by the
+processor's flags, and flags do not tell all: on a virtual machine whose processor has matrix tiles (AMX) ResNet-50 laid
+out for them ran at 0.67 to 0.81 of the speed of stock's file, where another Xeon gained a third; and releases of the
+runtime have computed wrong products with them. So the nearest profile is believed only once the probes whose nodes gain
+by it were run in both ways, here: once for each machine, runtime and number of threads.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json

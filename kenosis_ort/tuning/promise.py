@@ -13,8 +13,6 @@ the cost table is asked, and where that does not tell either, the form is not de
 than itself.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -14,10 +14,8 @@ Testing often and stopping at the first verdict would make noise look like a res
 for more than the last (Haybittle, "Repeated assessment of results in clinical trials", British Journal of Radiology 44
 (1971); Peto et al., British Journal of Cancer 34 (1976)): after three rounds the slowest of one model has to beat the
 fastest of the other by a quarter, later a 99 % interval has to lie beyond the margin. The last test is
-`bench.noise.compare`.
+`bench.harness.compare`.
 """
-
-from __future__ import annotations
 
 import logging
 import math

@@ -5,8 +5,6 @@ What a file is: the fusion proof with the kernel of every compute node, and conf
 Whether scales and zero points of a QDQ model add up.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -43,21 +43,7 @@ from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
-from kenosis_ort.weights.blocks import (
-    INT8_PRODUCTS,
-    BlockGrid,
-    Float64,
-    UInt8,
-    Weighed,
-    block_of,
-    embeddings_for_blocks,
-    nearest,
-    relative_error,
-    round_in_blocks,
-    weigh_channels,
-    with_block_embeddings,
-    with_block_weights,
-)
+from kenosis_ort.weights import blocks
 
 SENSITIVITY_FEEDS: Final = 4
 MOST_BYTES: Final = 2**34
@@ -126,7 +112,7 @@ def much_worse(errors_db: Mapping[str, float]) -> frozenset[str]:
     """The layers whose error is far above the middle one's."""
     if len(errors_db) < 3:
         return frozenset()
-    powers: Float64 = 10 ** (np.array(list(errors_db.values())) / 10)
+    powers: blocks.Float64 = 10 ** (np.array(list(errors_db.values())) / 10)
     return frozenset(n for n, power in zip(errors_db, powers, strict=True) if power > _MUCH_WORSE * np.median(powers))
 
 
@@ -180,7 +166,7 @@ def weights_in_blocks(
     embeddings: bool = True,
     protect_sensitive: bool = True,
     nodes_to_exclude: Collection[str] = (),
-    accuracy_level: int = INT8_PRODUCTS,
+    accuracy_level: int = blocks.INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
@@ -193,23 +179,23 @@ def weights_in_blocks(
     prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
-    weighed = Weighed(prepared.proto, {})
+    weighed = blocks.Weighed(prepared.proto, {})
     if feeds and bits < 8:
-        weighed = weigh_channels(prepared.proto, moments.of, rounder.error, excluded)
+        weighed = blocks.weigh_channels(prepared.proto, moments.of, rounder.error, excluded)
         moments.factors = weighed.factors
     model = weighed.model
-    made = with_block_weights(model, rounder, accuracy_level=accuracy_level)
+    made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
         if rounder.sensitive:
-            made = with_block_weights(model, rounder, accuracy_level=accuracy_level)
+            made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
     embedding_bits = bits
     if embeddings:
         linear = made or model
         if protect_sensitive and bits < 8:
             embedding_bits = _embedding_bits(model, linear, bits, block_size, excluded, feeds, custom_op_libraries)
-        made, looked_up = with_block_embeddings(linear, embedding_bits, block_size, excluded)
+        made, looked_up = blocks.with_block_embeddings(linear, embedding_bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, embedding_bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
         raise _nothing()
@@ -247,7 +233,7 @@ def _embedding_bits(
         return 8
 
     def embedded(name: str) -> onnx.ModelProto:
-        return with_block_embeddings(linear, int(name), block, excluded)[0]
+        return blocks.with_block_embeddings(linear, int(name), block, excluded)[0]
 
     some = feeds[:SENSITIVITY_FEEDS]
     errors = output_errors(model, embedded, (str(bits), "8"), some, custom_op_libraries=libraries)
@@ -264,7 +250,7 @@ def nodes_in_blocks(
         OptionError: A name is that of no node.
     """
     prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
-    found = {*linear_layers(prepared.proto), *embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
+    found = {*linear_layers(prepared.proto), *blocks.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
     if not found:
         raise _nothing()
     return prepared.proto, frozenset(found)
@@ -312,7 +298,7 @@ def _sensitive(
         return much_worse(own)
 
     def alone(name: str) -> onnx.ModelProto | None:
-        return with_block_weights(model, lambda layer: rounder.known(name) if layer.node.name == name else None)
+        return blocks.with_block_weights(model, lambda layer: rounder.known(name) if layer.node.name == name else None)
 
     errors = output_errors(model, alone, own, feeds[:SENSITIVITY_FEEDS], custom_op_libraries=libraries)
     return worth_their_bytes(errors, rounder.sizes)
@@ -330,10 +316,10 @@ class _Moments:
         index = GraphIndex(model)
         found = layers(index) if feeds else ()
         self._todo = [layer for layer in found if not layer.is_convolution and layer.channels_in <= _WIDEST]
-        self._known: dict[str, Float64] = {}
-        self.factors: dict[str, Float64] = {}
+        self._known: dict[str, blocks.Float64] = {}
+        self.factors: dict[str, blocks.Float64] = {}
 
-    def of(self, name: str) -> Float64 | None:
+    def of(self, name: str) -> blocks.Float64 | None:
         """The moments of a layer, (K, K); None where there are none."""
         if name not in self._known and any(layer.name == name for layer in self._todo):
             self._known = {}
@@ -381,7 +367,7 @@ class _Rounder:
         self.sizes: dict[str, int] = {}
         self.sensitive: frozenset[str] = frozenset()
 
-    def __call__(self, layer: LinearLayer) -> tuple[UInt8, BlockGrid] | None:
+    def __call__(self, layer: LinearLayer) -> tuple[blocks.UInt8, blocks.BlockGrid] | None:
         """Integers and grid of a layer, None where it is to stay float."""
         name = layer.node.name
         if name in self._excluded:
@@ -391,7 +377,7 @@ class _Rounder:
             return self.known(name)
         moments, matrix = self._moments.of(name), layer.matrix
         found, grid, moments = self._rounded(name, matrix, bits, moments)
-        error_db = 10.0 * np.log10(max(relative_error(matrix, found, grid, moments), 1e-30))
+        error_db = 10.0 * np.log10(max(blocks.relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
         self._chosen[name], self.sizes[name] = len(self._spool), found.size
         self._spool.append({"integers": found, **vars(grid)})
@@ -399,35 +385,35 @@ class _Rounder:
             callers_own(self._progress)(*layer.place)
         return found, grid
 
-    def error(self, matrix: npt.NDArray[np.floating[Any]], moments: Float64) -> float:
+    def error(self, matrix: npt.NDArray[np.floating[Any]], moments: blocks.Float64) -> float:
         """The relative error of a layer's output with its matrix rounded to follow some moments."""
-        block = block_of(len(matrix), self._block)
+        block = blocks.block_of(len(matrix), self._block)
         try:
-            found, grid = round_in_blocks(
+            found, grid = blocks.round_in_blocks(
                 matrix.astype(np.float64), self._bits, block, moments, symmetric=self._symmetric
             )
         except np.linalg.LinAlgError:
             return math.inf
-        return relative_error(matrix, found, grid, moments)
+        return blocks.relative_error(matrix, found, grid, moments)
 
     def _rounded(
-        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: Float64 | None
-    ) -> tuple[UInt8, BlockGrid, Float64 | None]:
+        self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: blocks.Float64 | None
+    ) -> tuple[blocks.UInt8, blocks.BlockGrid, blocks.Float64 | None]:
         """Integers, grid, and the moments that were followed."""
-        block = block_of(len(matrix), self._block)
+        block = blocks.block_of(len(matrix), self._block)
         if moments is not None:
             try:
                 real = matrix.astype(np.float64)
-                found, grid = round_in_blocks(real, bits, block, moments, symmetric=self._symmetric)
+                found, grid = blocks.round_in_blocks(real, bits, block, moments, symmetric=self._symmetric)
                 return found.astype(np.uint8), grid, moments
             except np.linalg.LinAlgError as error:
                 _log.info("'%s' is rounded to nearest: %s", name, error)
-        return *nearest(matrix, bits, block, symmetric=self._symmetric), None
+        return *blocks.nearest(matrix, bits, block, symmetric=self._symmetric), None
 
-    def known(self, name: str) -> tuple[UInt8, BlockGrid]:
+    def known(self, name: str) -> tuple[blocks.UInt8, blocks.BlockGrid]:
         """The integers and grid that were chosen for a layer."""
         stored = self._spool[self._chosen[name]]
-        return stored.pop("integers"), BlockGrid(**stored)
+        return stored.pop("integers"), blocks.BlockGrid(**stored)
 
 
 BITS: Final = (4, 8)
@@ -468,7 +454,7 @@ def quantize_weights(
     embeddings: bool = True,
     protect_sensitive: bool = True,
     nodes_to_exclude: Sequence[str] = (),
-    accuracy_level: int = INT8_PRODUCTS,
+    accuracy_level: int = blocks.INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> WeightReport:

@@ -4,13 +4,12 @@ A matrix of shape (K, N) multiplies rows of K numbers. Each column is cut into b
 ``w ~ scale * (q - z)`` with ``q`` of 4 or 8 bits. Storage: ONNX Runtime contrib operators MatMulNBits (two 4-bit
 numbers a byte, the lower first; zero points likewise, padded to whole bytes a column) and GatherBlockQuantized.
 
-Larger scales for channels that matter before weights are rounded, divided out of the layer before them.
-
-With ``s`` a factor for each channel of what linear layers read, ``x @ W = (x / s) @ (s * W)``: a weight that large
-activations meet gets a finer grid relative to its size. The division goes into the layer or normalization in front,
-exactly; where nothing can take it, nothing is done. Source: Lin et al., "AWQ: Activation-aware Weight Quantization for
-On-Device LLM Compression and Acceleration", MLSys 2024, https://arxiv.org/abs/2306.00978, section 3.2, with
-``s = sqrt(E[x^2])^alpha``.
+Channels that matter get larger scales before weights are rounded, divided out of the layer before them. With ``s`` a
+factor for each channel of what linear layers read, ``x @ W = (x / s) @ (s * W)``: a weight that large activations meet
+gets a finer grid relative to its size. The division goes into the layer or normalization in front, exactly; where
+nothing can take it, nothing is done. Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM
+Compression and Acceleration", MLSys 2024, https://arxiv.org/abs/2306.00978, section 3.2, with ``s =
+sqrt(E[x^2])^alpha``.
 
 What is different here: rounding follows second moments and fits grids anyway, so that less is left to gain, and only
 where channels differ much. Factors are kept if the layers' error on calibration data, after that rounding, falls by a
@@ -18,21 +17,17 @@ twentieth. On a small trained Llama that is the down-projections, whose error fa
 by 0.05 dB; with four channels of each normalization 20 times the others it is 13 layers, and the outputs' by 1.6 dB.
 Alphas beyond 0.3 gain nothing.
 
-Linear layers as ``com.microsoft.MatMulNBits``, embeddings as ``GatherBlockQuantized``: weights in blocks.
-
 The kernel of linear layers quantizes the rows of its data by itself (``accuracy_level`` 4): no calibration is needed.
 It reads a quarter of the bytes of float weights with 8 bits, an eighth with 4, which is what a batch of one row waits
 for: 2.2x to 3.6x of FP32 at one row with 8 bits and up to 4.9x with 4, 1.0x to 1.9x at 128 rows, where the int8 forms
 are faster. Source: ONNX Runtime contrib operator documentation; measured on ONNX Runtime 1.31.1.
 
-Weights in blocks, rounded so that a layer's output changes least, not each weight.
-
-As `kenosis_ort.passes.round_weights`, on grids whose steps differ from block to block. For one column ``w`` of a matrix
-and a choice ``v`` on its grid, the output's squared error over inputs ``x`` is ``(v - w)^T H (v - w)`` with
-``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023, rows in the order of their importance; then coordinate
-descent, in turn with the steps of all blocks of a column, fitted to its integers by least squares. The first grid is
-that of least error weighed by the diagonal of ``H``, which is what is important to protect (Lin et al., "AWQ", MLSys
-2024).
+Weights are rounded so that a layer's output changes least, as in `kenosis_ort.passes.round_weights`, on grids whose
+steps differ from block to block. For one column ``w`` of a matrix and a choice ``v`` on its grid, the output's squared
+error over inputs ``x`` is ``(v - w)^T H (v - w)`` with ``H = E[x x^T]``. Sources: Frantar et al., "GPTQ", ICLR 2023,
+rows in the order of their importance; then coordinate descent, in turn with the steps of all blocks of a column, fitted
+to its integers by least squares. The first grid is that of least error weighed by the diagonal of ``H``, which is what
+is important to protect (Lin et al., "AWQ", MLSys 2024).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort import Shards, calibrate, compare, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
-from kenosis_ort.calibration.images import ImageFolderReader
+from kenosis_ort.calibration.archives import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.errors import CalibrationError
 from tests import models

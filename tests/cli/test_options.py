@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from kenosis_ort import RECIPES, OptionError, quantize_static
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.main import build_parser
-from kenosis_ort.option_types import OPTIONS
+from kenosis_ort.option_types import OPTIONS, RecipeFile, resolve
 from kenosis_ort.options import KEYWORDS, Format
-from kenosis_ort.recipe_file import RecipeFile, resolve
 
 
 def said(line: str) -> dict[str, object]:

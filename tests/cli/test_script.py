@@ -12,7 +12,7 @@ import onnxruntime.quantization as stock
 import pytest
 
 from kenosis_ort.cli import exits
-from kenosis_ort.cli.script import is_script, run_script
+from kenosis_ort.cli.main import is_script, run_script
 from kenosis_ort.verify import verify_fusion
 from tests import models
 

@@ -102,6 +102,6 @@ def workplace(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A copy of these files, which is the current folder, and a bench that runs a model for no longer than it must."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    bench = importlib.import_module("kenosis_ort.bench.benchmark")
-    monkeypatch.setattr(bench, "Schedule", partial(bench.Schedule, block_s=0.005))
+    harness = importlib.import_module("kenosis_ort.bench.harness")
+    monkeypatch.setattr(harness, "Schedule", partial(harness.Schedule, block_s=0.005))
     return tmp_path

@@ -14,9 +14,8 @@ from kenosis_ort.api import _previewed
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.flow.request import Request
-from kenosis_ort.option_types import IN_FILE, OPTIONS
+from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.recipe_file import RecipeFile
 from tests import models
 
 MODEL = models.mlp()

@@ -13,8 +13,8 @@ from kenosis_ort import KenosisWarning, OptionError, Placement, Speed, Stages, q
 from kenosis_ort.api import _previewed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.recipe_file import RecipeFile
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models

@@ -296,7 +296,7 @@ BREAKS = (
         "test_recipe.py test_recipe_file.py flow/test_bad_input.py",
     ),
     Break(
-        "recipe_file.py",
+        "option_types.py",
         '    if name == "custom_op_libraries":',
         "    if False:",
         "storage/test_untrusted_files.py",

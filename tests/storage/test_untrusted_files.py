@@ -13,7 +13,7 @@ import pytest
 
 from kenosis_ort import ArrayReader, CalibrationTable, KenosisError, OptionError, quantize_static
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.recipe_file import RecipeFile
+from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.targets.profile import HostProfile
 from tests import models
 

@@ -114,7 +114,7 @@ def test_through_the_public_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     options: dict[str, Any] = {"protect_sensitive": False, "accuracy_level": 0}
     for name in ("with", "without"):
         if name == "without":
-            monkeypatch.setattr("kenosis_ort.weights.block_model.weigh_channels", lambda same, *_: Weighed(same, {}))
+            monkeypatch.setattr("kenosis_ort.weights.blocks.weigh_channels", lambda same, *_: Weighed(same, {}))
         report = quantize_weights(model, tmp_path / f"{name}.onnx", FeedReader(feeds(32)), **options)
         assert any("(AWQ)" in note for note in report.notes) == (name == "with")
         found[name] = sqnr_db(run(model, feeds(8, 9)), run(tmp_path / f"{name}.onnx", feeds(8, 9)))

@@ -12,8 +12,6 @@ strokes, whatever the script (M. A. Changizi and S. Shimojo, "Character complexi
 over human history", 2005).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

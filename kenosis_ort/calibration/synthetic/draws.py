@@ -10,8 +10,6 @@ one axis and, along two, the ``1 / f**2`` of natural images (D. J. Field, "Relat
 images and the response properties of cortical cells", 1987).
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Sequence

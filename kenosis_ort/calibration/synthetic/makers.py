@@ -3,8 +3,6 @@
 Inputs of a few numbers follow from the others: sizes, scales, lengths, rates, switches, initial states.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

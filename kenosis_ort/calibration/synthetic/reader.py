@@ -3,8 +3,6 @@
 Recurrent states and past keys and values are outputs of the model that its next step takes as inputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Fixed shapes for inputs of dynamic ones, found by running the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

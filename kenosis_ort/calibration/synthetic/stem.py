@@ -1,15 +1,10 @@
 """Scale of an input, from the linear stem behind it and the statistics stored there.
 
-The linear stem of a model, up to the first BatchNormalization or the first layer with a bias.
+The stem is linear up to the first BatchNormalization or the first layer with a bias. What the model says there - the
+running statistics, or the size of a folded bias - tells the scale of the input: it is measured there with trial inputs.
 
-What the model says about that point - the running statistics, or the size of a folded bias - tells the scale of the
-input: it is measured there with trial inputs.
-
-What a graph does with a value first: tables it indexes, convolutions, constants it is combined with.
-
-Mean and deviation of features, fitted so that the first BatchNormalization sees the statistics it has stored.
-
-The front is linear, so its response to each group of inputs (a feature, a channel) is measured once: to a constant, and
+Mean and deviation of features are fitted so that the first BatchNormalization sees the statistics it has stored. The
+stem's response to each group of inputs (a feature, a channel) is measured once: to a constant, and
 to noise. Means follow by regularized least squares, with neighbouring groups taken to be alike where the statistics
 leave it open; variances, which are not negative, by multiplicative updates (M. E. Daube-Witherspoon and G. Muehllehner,
 1986). Neither needs gradients.

@@ -11,8 +11,6 @@ less than natural ones: there the range is extended as if by many more samples. 
 ranges are 0.6 to 1 times those of made-up samples in the first third of the layers, and 1 to 1.6 times in the last.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

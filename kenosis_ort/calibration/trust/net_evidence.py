@@ -9,8 +9,6 @@ The last layers of such a net work on what it was trained to find. A text detect
 text says zero everywhere, and its last layers keep to a part of the range that they have on text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,15 +1,8 @@
-"""Cards of the verdict, numbers as people read them, and the call that makes the same model.
+"""Cards of the verdict, numbers as people read them, the call that makes the same model, and colours of nodes.
 
-The verdict: accuracy, speed, size and trust, each with one figure, one sentence and a standing.
-
-Numbers as people read them.
-
-The call that makes the same model again, as a script.
-
-Which colour a node has in the picture: what it became, and whether that was on purpose.
+The verdict is accuracy, speed, size and trust, each with one figure, one sentence and a standing. A node's colour says
+what it became, and whether that was on purpose.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping

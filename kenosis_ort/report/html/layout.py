@@ -7,8 +7,6 @@ Transactions on Systems, Man and Cybernetics 11 (1981): layers by longest path, 
 order by barycenters. Long edges get no bends, so that the work stays proportional to the size of the graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Puts the page together: data into templates, style and scripts inlined, nothing fetched."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from functools import cache

@@ -3,8 +3,6 @@
 Repeated stretches of a graph, so that a deep net is first seen as a few blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

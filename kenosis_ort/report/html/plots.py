@@ -5,8 +5,6 @@ add tens of megabytes to an installation, and its SVG knows neither the page's c
 a mark stands for. Each has a ``summary`` for a reader who cannot see it; lengths are pixels.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

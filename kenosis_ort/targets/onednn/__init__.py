@@ -4,8 +4,6 @@
 of quantized Convolutions, `conformance` holds models against it; `openvino_proof` asks OpenVINO and reads what it says.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final
 

@@ -9,8 +9,6 @@ Source: oneDNN developer guide, Graph extension, "Quantized Convolution Fusion P
 are those of its "Binary Fusions" and "Unary Fusions", to which the text refers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ process over some models (2026.4 over stock's file of a DenseNet), which must no
 OpenVINO.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

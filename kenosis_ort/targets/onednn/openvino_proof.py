@@ -1,22 +1,15 @@
-"""OpenVINO's CPU plugin: the runtime, and the proof on it.
-
-OpenVINO's CPU plugin, whose kernels are oneDNN's: the runtime on which this target is proved and timed.
+"""OpenVINO's CPU plugin, whose kernels are oneDNN's: the runtime on which this target is proved and timed.
 
 It is an extra of the package, imported when it is first asked.
 
-The proof on OpenVINO: the kernel of its CPU plugin for every node of a model.
-
-Source: the plugin's own account of the compiled model (``CompiledModel.get_runtime_model``): type, precision and
-implementation of each node that it executes, with the names of the model's nodes that went into it.
-
-Which node of the plugin's graph executes a node of the model.
+The proof gives the kernel of every node of a model. Source: the plugin's own account of the compiled model
+(``CompiledModel.get_runtime_model``): type, precision and implementation of each node that it executes, with the names
+of the model's nodes that went into it.
 
 The plugin's nodes carry the names of the model's nodes that went into them, but not all: of ``x * Sigmoid(x)`` the name
 of the Mul alone, of a Clip that vanished into the requantization none, of a Conv whose output is multiplied by a
 constant that of the Mul. A node without a name is where its readers are, or else where its operands come from.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import logging

@@ -1,32 +1,24 @@
-"""Rules of OpenVINO's CPU plugin, and the two float forms that they ask for.
-
-Rules of OpenVINO's CPU plugin, and oneDNN inside it, for quantized operators.
+"""Rules of OpenVINO's CPU plugin, and oneDNN inside it, for quantized operators, and the float forms they ask for.
 
 Every rule was measured on OpenVINO 2026.4.1 and is proved again by its test on whatever OpenVINO is installed. Speeds
 quoted are of whole nets or blocks against OpenVINO in float32, one thread.
 
-Where a Conv or linear layer had better write float: its kernel may anywhere.
-
-Activations held apart from the kernel before them, where that kernel is slow at them.
-
-oneDNN's kernels for matrix tiles (AMX) compute an exponential in the epilogue a vector at a time, each waiting for the
-one before; a pass of its own takes two thirds of the time, and works on the float sum just as exactly (3 Convs of 64
-channels with SiLU: 4.6x of float32, for 3.2x in the kernel and 4.0x with Q in between). ``Max(x, least number) = x`` is
-no operation that those kernels take in, and costs the pass behind it nothing. Float sums that no longer fit the
-processor's second cache would cost more than that; there the kernel keeps its activation.
+A Conv or linear layer may write float anywhere. Activations are parted from the kernel before them where that kernel is
+slow at them: oneDNN's kernels for matrix tiles (AMX) compute an exponential in the epilogue a vector at a time, each
+waiting for the one before; a pass of its own takes two thirds of the time, and works on the float sum just as exactly
+(3 Convs of 64 channels with SiLU: 4.6x of float32, for 3.2x in the kernel and 4.0x with Q in between). ``Max(x, least
+number) = x`` is no operation that those kernels take in, and costs the pass behind it nothing. Float sums that no
+longer fit the processor's second cache would cost more than that; there the kernel keeps its activation.
 
 The plan is that of one epilogue all the same: Q stands behind the activation alone. Processors without tiles compute
 the epilogue at full speed, and nothing is held apart there.
 
-Pointwise Convs with strides as a subsampling that all of them share, and Convs without.
-
+Pointwise Convs with strides become a subsampling that all of them share, and Convs without:
 ``Conv(x; 1x1, strides s) = Conv(MaxPool(x; 1x1, strides s); 1x1)``: both read every s-th position of each channel and
 nothing else. OpenVINO does the same to a float model, where all readers of a value are such Convs, but behind the
 DequantizeLinear, and then runs the Convs in float. Done before quantization the MaxPool moves bytes and the Convs are
 integer (ResNet-50 with strides in its pointwise Convs: 6 of 53 Convs float, 3.9x for 2.7x).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator

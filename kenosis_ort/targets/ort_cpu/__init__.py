@@ -6,8 +6,6 @@ stands elsewhere than the table says; `rewrites` forms that suit the tiles of it
 optimized graphs, which `pieces` cuts and indexes, `mapping` maps to nodes of the model and `reasons` explains.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from kenosis_ort.graph.qdq import INT16_SUM

@@ -8,8 +8,6 @@ it is 30 times as slow as in float (192 channels of 56x56, window 3, stride 2: 3
 float, and its output is quantized behind it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final

@@ -1,11 +1,8 @@
 """The fusion proof of ONNX Runtime's CPU provider: the kernel of the installed runtime for every node of a model.
 
 Source: the optimized graph that onnxruntime itself writes (``SessionOptions.optimized_model_filepath``).
-
-Asks the installed runtime what it makes of a model: loads it at full optimization and reads the graph back.
+The model is loaded at full optimization, and the graph read back.
 """
-
-from __future__ import annotations
 
 import logging
 import os

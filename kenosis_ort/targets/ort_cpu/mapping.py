@@ -5,8 +5,6 @@ output value, to the node behind that value; any other kernel to the node that m
 A source node without a kernel was absorbed, removed, or merged with an identical one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final

@@ -1,14 +1,10 @@
-"""Cuts a large model into pieces that the runtime can be asked about one by one.
+"""The optimized graph, indexed, and a large model cut into pieces that the runtime is asked about one by one.
 
 The time that onnxruntime takes to load a graph grows with the square of its depth: 1,000 quantized Convs in a row take
 seconds, 4,000 a minute. What it fuses depends on the neighbourhood of a node only, so the proof of a large model is
 the sum of the proofs of its pieces. A cut runs through quantized uint8 values of known rank and nowhere else: on both
 sides the same Q/DQ pairs stand around each node as before. A DequantizeLinear goes with its readers.
-
-The optimized graph, indexed: which kernels there are and which of them work on quantized data.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field

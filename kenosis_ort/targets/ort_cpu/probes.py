@@ -4,8 +4,6 @@ Each node that is asked about stands where it stands in a net: between Convs, wh
 others, so that its weights have left the near caches when its turn comes again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

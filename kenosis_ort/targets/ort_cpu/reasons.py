@@ -3,8 +3,6 @@
 Each condition was measured on onnxruntime 1.31.1; the tests prove every cause on the installed runtime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Rewrites for the tiles of ONNX Runtime's integer kernels on x86-64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,13 +3,10 @@
 Every row was measured on ONNX Runtime 1.31.1 (x86-64, AVX512-VNNI) and is proved again by its test on
 whatever runtime is installed. Speeds quoted are of whole blocks against FP32, one thread.
 
-Abilities of this machine's integer kernels, and the data types that follow.
-
-Whether 8-bit products saturate is measured, not looked up: one tiny product on the installed runtime tells
-for every operating system and processor alike.
+Which data types the integer kernels of this machine take follows from their abilities. Whether 8-bit products saturate
+is measured, not looked up: one tiny product on the installed runtime tells for every operating system and processor
+alike.
 """
-
-from __future__ import annotations
 
 import logging
 import platform

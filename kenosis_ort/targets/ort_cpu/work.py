@@ -1,31 +1,21 @@
-"""Work of nodes and what it costs on ONNX Runtime.
-
-Work of nodes: the kernel that runs one, its products, elements and gathered pieces.
+"""Work of nodes on ONNX Runtime: the kernel that runs one, its products, elements and pieces, and their costs.
 
 The kernels of ``ort-cpu`` fill up tiles of 16 output channels, gather the rows of a window one by one where the window
 is larger than one element, and stream the weights of a linear layer from memory once a run. Found by the profiles that
 ``benchmarks/op_costs.py`` takes.
 
-What the kernels of stock ONNX Runtime cost on a core of an x86-64 processor.
-
-The numbers are those of one machine, in ``profiles/``: ``amx`` of a Xeon with matrix tiles (AMX), ``vnni`` of an EPYC
+Costs are those of one machine, in ``profiles/``: ``amx`` of a Xeon with matrix tiles (AMX), ``vnni`` of an EPYC
 with AVX512-VNNI alone, ``avx2`` of one with neither. `kenosis_ort.tuning.measure` takes further ones. Absolute times
 differ between processors; the ratios of float to integer are what decisions rest on.
 
 ``python benchmarks/cost_model.py`` holds estimates against measured nets.
-
-Which of the two kernels of an integer Conv the stored weights select.
 
 ONNX Runtime's QLinearConv multiplies directly where all weights have zero point 0, and by im2col and the 8-bit matrix
 product where they have another one. Weights stored one lower, with zero point -1, are the same weights, and all outputs
 are the same bit for bit. On processors with matrix tiles (AMX) the second kernel is up to twice as fast for deep Convs;
 without them it takes 1.1 to 1.5 times as long throughout. The profile of the machine that a file is made for decides.
 Source: benchmarks/conv_paths.py.
-
-Sessions of stock ONNX Runtime for timing.
 """
-
-from __future__ import annotations
 
 import logging
 import math

@@ -4,11 +4,10 @@ Measured on onnxruntime-web 1.30.0 in Node 20 and proved again on whatever is in
 there. Its graph optimizers are those of ``ort-cpu``, without the blocked layout of float Convs. Its
 kernels have SIMD where 8-bit numbers are multiplied, and hardly anywhere else.
 
-Relu and Clip as a table look-up.
-
-``Relu(x) = max(x, 0)``, and ``LeakyRelu(x)`` of slope 0 is ``x`` where ``x >= 0`` and ``0 * x = 0`` elsewhere: the same
-for every finite number, and behind a DequantizeLinear there are no others. ``Clip(x, 0, b) = min(Relu(x), b)``, and the
-quantization behind it does the ``min`` where its largest value is no more than half a step above ``b``.
+Relu and Clip become a table look-up. ``Relu(x) = max(x, 0)``, and ``LeakyRelu(x)`` of slope 0 is ``x`` where ``x >= 0``
+and ``0 * x = 0`` elsewhere: the same for every finite number, and behind a DequantizeLinear there are no others.
+``Clip(x, 0, b) = min(Relu(x), b)``, and the quantization behind it does the ``min`` where its largest value is no more
+than half a step above ``b``.
 
 Between integer kernels stock ONNX Runtime lets a Relu vanish into the requantization of the kernel before it. In the
 WASM build that requantization clips by a branch for each value, which goes either way where about half of the values
@@ -19,13 +18,11 @@ for 0.23x; dense ones, 64 channels of 28x28: 2.6x for 1.9x.
 In float, Relu, LeakyRelu and Clip outside of a kernel are such branches themselves (1.3 to 4 ns), so that the look-up
 stands in front of a float node too. Only what the plan calls integer is spelled that way.
 
-Costs of the kernels of ONNX Runtime Web in WebAssembly, with SIMD and one thread.
-
-Begun with ``benchmarks/op_costs.py --target ort-web``, the least of 40 runs by the runtime's own profile; Convs, Relu
-and Clip are fitted to their times within whole nets, which that command does not repeat. 8-bit
-products are three times as fast as float ones, and whatever else integer kernels do is not vectorized: to requantize
-takes 1.4 ns a value, to add two of them 0.8, where float takes 0.1. So convolutions that read many channels gain, those
-that read few or one by one lose.
+Costs are of kernels in WebAssembly with SIMD and one thread: begun with ``benchmarks/op_costs.py --target ort-web``,
+the least of 40 runs by the runtime's own profile; Convs, Relu and Clip are fitted to their times within whole nets,
+which that command does not repeat. 8-bit products are three times as fast as float ones, and whatever else integer
+kernels do is not vectorized: to requantize takes 1.4 ns a value, to add two of them 0.8, where float takes 0.1. So
+convolutions that read many channels gain, those that read few or one by one lose.
 
 Relu, Clip and LeakyRelu in float, outside of a Conv, cost a branch for each value: the times are those of values of
 either sign, where the command measures them on positive ones.
@@ -34,20 +31,15 @@ Work is counted as for ``ort-cpu``, but for Relu and the pieces of Convs. A Relu
 slower in float. Float kernels there take 16 pixels at once, whatever is left of the last 16: what they multiply in vain
 counts as pieces, which small pictures are full of (7x7 is computed as 64).
 
-ONNX Runtime Web in Node: the runtime on which this target is proved and timed.
+The runtime, in Node, on which this target is proved and timed is found from the folder that the environment variable
+``KENOSIS_ORT_WEB`` names, in which ``npm install onnxruntime-web`` was run; nothing is downloaded, and no other folder
+is looked into, since what is found is executed. One process of Node serves a Python process for each number of threads:
+to compile the runtime takes seconds. Runs of one thread are timed by the processor time of that process.
 
-It is found from the folder that the environment variable ``KENOSIS_ORT_WEB`` names, in which ``npm install
-onnxruntime-web`` was run; nothing is downloaded, and no other folder is looked into, since what is found is executed.
-One process of Node serves a Python process for each number of threads: to compile the runtime takes seconds. Runs of
-one thread are timed by the processor time of that process.
-
-The proof in ONNX Runtime Web: which kernel of the WASM build runs each node of a model.
-
-Source: the optimized graph of the very build, as that of stock ONNX Runtime is read. The build has no file system to
-write it to; it is taken at the system call (``bridge.mjs``).
+The proof says which kernel of the WASM build runs each node of a model. Source: the optimized graph of the very build,
+as that of stock ONNX Runtime is read. The build has no file system to write it to; it is taken at the system call
+(``bridge.mjs``).
 """
-
-from __future__ import annotations
 
 import math
 import os

@@ -8,8 +8,6 @@ The accuracy passes are evaluated on ONNX Runtime's CPU provider, which computes
 a hundredth of the simulator's time.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final
 

@@ -1,22 +1,15 @@
-"""ONNX Runtime's QNN provider: the runtime, and the proof on HTP.
-
-ONNX Runtime's QNN provider: the runtime on which this target is proved, on x86-64 Linux by its simulator of HTP.
+"""ONNX Runtime's QNN provider: the runtime on which this target is proved, on x86-64 Linux by its simulator of HTP.
 
 It is an extra of the package. It is asked in a process of its own, since its log has to be read, it keeps the chip
 that it was first opened for, and an operator that it cannot compile may end the process.
 
-The proof on HTP: which nodes of a model the QNN provider takes, and which run on integers there.
-
-Source: the session's own account of which provider took each node (``session.record_ep_graph_assignment_info``).
-
-Which node keeps a file from being compiled: each is tried in a model of its own.
+The proof says which nodes the provider takes, and which run on integers there. Source: the session's own account of
+which provider took each node (``session.record_ep_graph_assignment_info``).
 
 The provider validates nodes one by one and names those it refuses. What the compiler of the chip refuses afterwards it
 does not name: ``Failed to finalize QNN graph``. So each node is loaded alone, between the DQ before and the Q behind
 it; one of each kind first, then the others of the kinds that fail, or of all where none does.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import logging

@@ -4,8 +4,6 @@ A line of JSON in, ``{"model": PATH, "chip": NUMBER}`` or ``{}``, a line of JSON
 provider's log goes to standard error. Imports nothing but onnxruntime and the provider.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
