@@ -81,7 +81,7 @@ def _one_machine() -> Iterator[None]:
             patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
         patch.setattr(ort.InferenceSession, "__init__", open_session)
         patch.setattr("kenosis_ort.flow.target_options.cached_profile", lambda *_: None)
-        patch.setattr("kenosis_ort.flow.run.with_own_profile", lambda request: request)
+        patch.setattr("kenosis_ort.flow.target_options.with_own_profile", lambda request: request)
         patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
         patch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
         yield

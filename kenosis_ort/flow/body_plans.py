@@ -19,13 +19,13 @@ from kenosis_ort.calibration.computed_feeds import Feeds, body_feeds, value_type
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
+from kenosis_ort.flow import samples
 from kenosis_ort.flow.builder import BodyBuilder, Builder, draft_of, is_quantized, is_whole
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds
+from kenosis_ort.graph import walk
 from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.walk import all_graphs, outer_names
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
@@ -37,11 +37,11 @@ _TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of th
 _LITTLE: Final = 1.02  # times the error without bodies in integers
 _MOST_RANKED: Final = 8  # bodies of which each is built without; more of them are float together
 _LEAST_SHARE: Final = 0.1  # of a net's work in integers, below which leaving branches float leaves a float net
-Quantize = Callable[[Call, Callable[[], Builder], None, KeepingReader], tuple[Builder, Build]]
+Quantize = Callable[[Call, Callable[[], Builder], None, samples.KeepingReader], tuple[Builder, Build]]
 """Quantizes a net, with its bodies and the recipe's passes, given what drafts it and its samples."""
 
 
-def with_bodies(call: Call, builder: Builder, data: KeepingReader | None, quantize: Quantize) -> Builder:
+def with_bodies(call: Call, builder: Builder, data: samples.KeepingReader | None, quantize: Quantize) -> Builder:
     """The builder with those of its model's bodies that can be quantized, each as a call of its own.
 
     Args:
@@ -83,7 +83,7 @@ def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Qua
     """A quantized body, since all that is kept of it is how it is made; None where nothing in it can be quantized."""
     request = of_body(outer, body)
     inner = Call(loaded=LoadedModel(body.model, None, str(body.place)), request=request, executor=call.executor)
-    data = KeepingReader(fed(), input_specs(body.model), keep=most_feeds(body.model, request))
+    data = samples.KeepingReader(fed(), input_specs(body.model), keep=samples.most_feeds(body.model, request))
     try:
         made = quantize(inner, partial(draft_of, body.model, request, call), None, data)
     except NothingToQuantizeError:
@@ -97,7 +97,7 @@ def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Qua
 def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes: list[str]) -> Iterator[NodeDecision]:
     """Yields what is decided for the nodes of a body that stays float as a whole, after a note that says so."""
     notes.append(f"{str(place)[:1].upper()}{str(place)[1:]}{_STAYS_FLOAT}{why}")
-    for node in (node for nested in all_graphs(graph) for node in nested.node if node.op_type != "Constant"):
+    for node in (node for nested in walk.all_graphs(graph) for node in nested.node if node.op_type != "Constant"):
         yield NodeDecision(node.name, node.op_type, Kind.FLOAT, rule, f"it is in {place}: {why.rstrip('.')}")
 
 
@@ -164,7 +164,7 @@ class Trial:
 
 
 def trial_of_bodies(
-    call: Call, builder: Builder, table: CalibrationTable, data: KeepingReader, prepared: onnx.ModelProto
+    call: Call, builder: Builder, table: CalibrationTable, data: samples.KeepingReader, prepared: onnx.ModelProto
 ) -> Trial | None:
     """The trial of a net's bodies; None where there is nothing to compare with, or the caller asks for them.
 
@@ -182,7 +182,7 @@ def trial_of_bodies(
     build = builder.build(table)
     if not is_quantized(build.quantized) or not is_whole(build):
         return None
-    wanted = feeds_wanted(request)
+    wanted = samples.feeds_wanted(request)
     (fit, evaluator), further = call.divide(prepared, data.some(wanted)), data.feeds[wanted:]
     fit, held_out = [*fit, *further[::2]], [*evaluator.feeds, *further[1::2][:_TRIAL_FEEDS]]
     evaluator = call.evaluator_on(prepared, held_out or fit)
@@ -233,7 +233,7 @@ def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx
 
 def _taken_out(builder: Builder, place: Place, graph: onnx.GraphProto) -> Body | None:
     outer = builder.prepared.proto
-    types = value_types(outer, outer_names(graph), builder.request.custom_op_libraries)
+    types = value_types(outer, walk.outer_names(graph), builder.request.custom_op_libraries)
     return take_out(outer, place, graph, types)
 
 

@@ -17,18 +17,16 @@ from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
+from kenosis_ort.flow import preparation, target_options
 from kenosis_ort.flow.call import Journal
-from kenosis_ort.flow.preparation import prepare_model, rewrite_for_integers
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.target_options import fit_names, renamed
+from kenosis_ort.graph import outside, walk
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.opset import PreparedModel
-from kenosis_ort.graph.outside import array_in, complete, copy_with, copy_with_hollow_weights, is_outside
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.evaluator import Feed
@@ -42,7 +40,6 @@ from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
 from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets import Hooks
-from kenosis_ort.targets.proof import FusionReport
 
 
 def emit(
@@ -55,11 +52,11 @@ def emit(
 ) -> FusionAwareQDQQuantizer:
     """The quantizer with the quantized model, nodes in topological order."""
     own = {d.edge.value for d in plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.OWN}
-    proto = proto if plan else complete(proto)  # stock reads all weights
-    weights = {t.name: t for t in proto.graph.initializer if t.name in own or is_outside(t)}
+    proto = proto if plan else outside.complete(proto)  # stock reads all weights
+    weights = {t.name: t for t in proto.graph.initializer if t.name in own or outside.is_outside(t)}
     try:
         quantizer = FusionAwareQDQQuantizer(
-            copy_with_hollow_weights(proto, weights.keys()),
+            outside.copy_with_hollow_weights(proto, weights.keys()),
             request.per_channel,
             request.reduce_range,
             request.weight_type,
@@ -138,7 +135,7 @@ class _Emitted:
         differ = {n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)}
         changed = {t.name: after.get(t.name, t) for t in source.graph.initializer if t.name in differ} if differ else {}
         numbers = self.quantizer.rescaled(table.to_tensors_data(), changed)
-        return None if numbers is None else copy_with(self.quantizer.model.model, numbers)
+        return None if numbers is None else outside.copy_with(self.quantizer.model.model, numbers)
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,9 @@ class Builder:
         rewritten, made = prepared or self.prepared, self
         if self.planner is not None:
             with self.journal.stage("rewrite"):
-                found = rewrite_for_integers(rewritten, self.planner, self.request, self.excluded, self.journal)
+                found = preparation.rewrite_for_integers(
+                    rewritten, self.planner, self.request, self.excluded, self.journal
+                )
             rewritten = found or rewritten
         if rewritten is not self.prepared:
             known = (
@@ -342,7 +341,7 @@ class Builder:
             if not self.request.is_proved or not is_quantized(built.quantized):
                 return replace(built, notes=tuple(notes))
             with self.journal.stage("verify"):
-                fusion = self.proof(built)
+                fusion = self.request.proof(built.quantized, built.plan)
             may_repair = built.plan and not requests_int8(self.request)
             avoidable = fusion.avoidable(built.plan) if fusion is not None and may_repair else ()
             if not avoidable or round_ == _REPAIR_ROUNDS:
@@ -351,11 +350,6 @@ class Builder:
                 keep[kernel.node] = f"the runtime runs it in float: {kernel.reason}"
                 notes.append(f"'{kernel.node}' ({kernel.op_type}) left float after verification: {kernel.reason}.")
         return replace(built, fusion=fusion, notes=tuple(notes))
-
-    def proof(self, build: Build) -> FusionReport | None:
-        """The kernels that the runtime uses for a build; None for a target that cannot be asked."""
-        prove, libraries = self.request.target.hooks.prove, self.request.custom_op_libraries
-        return None if prove is None else prove(build.quantized, plan=build.plan or None, custom_op_libraries=libraries)
 
 
 @dataclass(frozen=True)
@@ -395,7 +389,7 @@ class BodyBuilder:
 
 def is_quantized(model: onnx.ModelProto) -> bool:
     """Whether anything in the model is quantized."""
-    return any(node.op_type == "DequantizeLinear" for graph in all_graphs(model.graph) for node in graph.node)
+    return any(node.op_type == "DequantizeLinear" for graph in walk.all_graphs(model.graph) for node in graph.node)
 
 
 def requests_int8(request: Request) -> bool:
@@ -406,10 +400,11 @@ def requests_int8(request: Request) -> bool:
 
 def is_whole(build: Build) -> bool:
     """Whether the model is small enough to be run as a whole."""
-    return _pieces(build) == 1
+    return pieces_of(build) == 1
 
 
-def _pieces(build: Build) -> int:
+def pieces_of(build: Build) -> int:
+    """How many pieces the fusion proof cut the model into; 0 without a proof of a huge model."""
     return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
 
 
@@ -435,7 +430,7 @@ def draft(loaded: LoadedModel, request: Request, journal: Journal | None = None)
         KenosisError: The model or the names in the request are not usable.
         NothingToQuantizeError: No node can run in integer.
     """
-    request = fit_names(loaded.proto, request)
+    request = target_options.fit_names(loaded.proto, request)
     if not request.is_stock:
         check_not_quantized(loaded.proto)
         if request.stock_reason is None and any(n.op_type == "DequantizeLinear" for n in loaded.proto.graph.node):
@@ -450,9 +445,13 @@ def draft_of(proto: onnx.ModelProto, request: Request, journal: Journal) -> Buil
         NothingToQuantizeError: No node can run in integer.
     """
     with journal.stage("prepare"):
-        prepared = prepare_model(proto, request, journal)
-    excluded, named = (renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in renamed([name], prepared)}
+        prepared = preparation.prepare_model(proto, request, journal)
+    excluded, named = (
+        target_options.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize)
+    )
+    by_node = {
+        n: bits for name, bits in request.widths.by_node.items() for n in target_options.renamed([name], prepared)
+    }
     request = replace(request, widths=replace(request.widths, by_node=by_node))
     builder = Builder.of(prepared, request, excluded, named, journal)
     if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
@@ -488,7 +487,9 @@ def _differ_in_weights_alone(one: onnx.ModelProto, other: onnx.ModelProto) -> bo
         len(one.graph.initializer) == len(other.graph.initializer)
         and one.graph.node == other.graph.node
         and all((a.name, a.data_type, a.dims) == (b.name, b.data_type, b.dims) for a, b in pairs)
-        and all(a == b or (a.dims and a.data_type in _REAL and np.isfinite(array_in(a)).all()) for a, b in pairs)
+        and all(
+            a == b or (a.dims and a.data_type in _REAL and np.isfinite(outside.array_in(a)).all()) for a, b in pairs
+        )
     )
 
 
@@ -498,7 +499,7 @@ def _overflown(corrections: Overlay) -> dict[str, str]:
         node: f"its '{name}', once corrected, holds NaN or infinity"
         for node, tensors in corrections.items()
         for name, tensor in tensors.items()
-        if not np.isfinite(array_in(tensor)).all()
+        if not np.isfinite(outside.array_in(tensor)).all()
     }
 
 

@@ -29,9 +29,9 @@ from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, Reference
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.report import sections
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
-from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
-from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, at_stage, open_session
+from kenosis_ort.runtime import session
 from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Journal:
     def stage(self, name: str) -> Iterator[None]:
         """Times a named stage."""
         start = time.perf_counter()
-        with at_stage(name):
+        with session.at_stage(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -134,46 +134,41 @@ class Call(Journal):
     loaded: LoadedModel
     request: Request
     cache: CalibrationCache | None = None
-    speed: SpeedSummary | None = None
+    speed: sections.SpeedSummary | None = None
     choice: SpeedChoice | None = None
-    trust: TrustSummary | None = None
+    trust: sections.TrustSummary | None = None
     validation: Validation | None = None
     division: Division | None = None
     divided: tuple[list[Feed], Evaluator] | None = None
     evaluator: Evaluator | None = None
-    measure: MeasureSummary | None = None
+    measure: sections.MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0
     begun_cpu: float = field(default_factory=time.process_time)
-    executor: Executor = HERE
+    executor: session.Executor = session.HERE
     _prepared: Reference | None = field(default=None, init=False)
 
     @cached_property
-    def original(self) -> Path | onnx.ModelProto | None:
+    def original(self) -> Reference | None:
         """The float model as given, the reference of every comparison; None where the runtime is too old for it."""
-        return None if self._original is None else self._original[0]
-
-    @cached_property
-    def _original(self) -> tuple[Path | onnx.ModelProto, Reference] | None:
-        """The float model as given, and the function that runs it; None where the runtime is too old for it."""
         path, proto = self.loaded.path, self.loaded.proto
         model = proto if path is None or refers_outside(proto) else path
         found = self._reference_of(model)
         try:
-            if len(self.loaded.proto.graph.node) > WHOLE_LIMIT:  # it takes minutes to optimize, and is never run
-                open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
+            if len(proto.graph.node) > session.WHOLE_LIMIT:  # it takes minutes to optimize, and is never run
+                session.open_session(model, custom_op_libraries=self.request.custom_op_libraries, optimize=False)
             else:
                 _log.debug("compared in outputs %s", found.names)
         except errors.VerificationError as error:
             _log.info("compared with the model in prepared form: %s", error)
             return None
-        return model, found
+        return found
 
     def reference(self, prepared: onnx.ModelProto) -> Reference:
         """Function that runs the float model of all comparisons: as the caller gave it, or as first prepared."""
-        if self._original is not None:
-            return self._original[1]
+        if self.original is not None:
+            return self.original
         if self._prepared is None:
             self._prepared = self._reference_of(prepared)
         return self._prepared
@@ -193,7 +188,7 @@ class Call(Journal):
             warnings=list(self.warnings),
             fallbacks=list(self.fallbacks),
         )
-        fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k in ("original", "_original")})  # asked once
+        fresh.__dict__.update({k: v for k, v in self.__dict__.items() if k == "original"})  # asked once
         return fresh
 
     def divide(self, model: onnx.ModelProto, feeds: Sequence[Feed]) -> tuple[list[Feed], Evaluator]:

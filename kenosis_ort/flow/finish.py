@@ -16,7 +16,7 @@ from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, comp
 from kenosis_ort.bench.op_times import gather_evidence
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import OptionError, VerificationError
-from kenosis_ort.flow.builder import _pieces, is_quantized, is_whole, requests_int8, with_scales
+from kenosis_ort.flow import builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
@@ -24,19 +24,15 @@ from kenosis_ort.flow.target_options import elsewhere
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.to_qop import to_qop
-from kenosis_ort.graph.bodies import state_pairs, state_stem
-from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import copy_model, external_files
-from kenosis_ort.graph.save import data_file, mark, restore_interface, write_model
+from kenosis_ort.graph import bodies, load, outside, save, walk
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed, Reference
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.editor import name_made_values
-from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
@@ -52,7 +48,7 @@ _LEAST_RANK: Final = 3
 """Batch, tokens and channels; recurrent states have fewer, or other names."""
 
 
-def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[Cache, ...]:
+def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[int8_cache.Cache, ...]:
     """The cache of a decoder, as names, types and ranks of its inputs and outputs tell.
 
     Args:
@@ -73,7 +69,7 @@ def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple
             where="kv_cache",
             fix="leave it out, or export the decoder with its cache as inputs and outputs",
         )
-    paired = {o: i for o, i in state_pairs(model).items() if i in inputs}
+    paired = {o: i for o, i in bodies.state_pairs(model).items() if i in inputs}
     left = sorted(inputs - set(paired.values()))
     grown = [name for name in left if _is_grown(model, name)]
     apart = sorted(outputs - paired.keys())
@@ -88,34 +84,34 @@ def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple
             else f"quantize the file that reads this cache with kv_cache='{INT8_CACHE}' first, and give its path here",
         )
     found = (
-        *(Cache(past, present) for present, past in paired.items()),
-        *(Cache(past, None) for past in left),
-        *(Cache(None, present) for present in apart),
+        *(int8_cache.Cache(past, present) for present, past in paired.items()),
+        *(int8_cache.Cache(past, None) for past in left),
+        *(int8_cache.Cache(None, present) for present in apart),
     )
     return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
 
 
-def with_int8_cache(build: Build, caches: Sequence[Cache]) -> Build:
+def with_int8_cache(build: Build, caches: Sequence[int8_cache.Cache]) -> Build:
     """A build of another form than planned int8, its cache quantized likewise."""
-    model = copy_model(build.quantized)
-    quantize_cache(model, with_scales(caches, build.table))
+    model = outside.copy_model(build.quantized)
+    int8_cache.quantize_cache(model, builder.with_scales(caches, build.table))
     return replace(build, quantized=model)
 
 
-def _with_scales_of(path: Path, caches: Sequence[Cache]) -> tuple[Cache, ...]:
-    scales = {state_stem(name): scale for name, scale in _scales_in(path).items()}
+def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int8_cache.Cache, ...]:
+    scales = {bodies.state_stem(name): scale for name, scale in _scales_in(path).items()}
     for cache in caches:
-        if state_stem(cache.names[0]) not in scales:
+        if bodies.state_stem(cache.names[0]) not in scales:
             raise OptionError(
                 f"the cache of '{path}' has nothing like '{cache.names[0]}'",
                 where="kv_cache",
                 fix="give the file that goes on with this one's cache",
             )
-    return tuple(replace(cache, scale=scales[state_stem(cache.names[0])]) for cache in caches)
+    return tuple(replace(cache, scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
 
 
 def _scales_in(path: Path) -> Mapping[str, float]:
-    scales = cache_scales(load_model(path, ask_runtime=False).proto, str(path))
+    scales = int8_cache.cache_scales(load.load_model(path, ask_runtime=False).proto, str(path))
     if not scales:
         raise OptionError(
             f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"
@@ -131,7 +127,7 @@ def _is_cache(value: onnx.ValueInfoProto) -> bool:
 
 def _is_grown(model: onnx.ModelProto, name: str) -> bool:
     """Whether tokens are appended to an input."""
-    return any(n.op_type == "Concat" and name in n.input for graph in all_graphs(model.graph) for n in graph.node)
+    return any(n.op_type == "Concat" and name in n.input for graph in walk.all_graphs(model.graph) for n in graph.node)
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
@@ -184,11 +180,6 @@ def compared_to(
         return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
 
 
-def poor(compared: Sequence[OutputComparison]) -> list[OutputComparison]:
-    """The outputs that have little in common with the float model's."""
-    return [c for c in compared if c.sqnr_db < _POOR_DB]
-
-
 def worthless(compared: Sequence[OutputComparison]) -> str | None:
     """Reason why the quantized model is useless: zeros are closer to the float model's output; else None.
 
@@ -199,11 +190,6 @@ def worthless(compared: Sequence[OutputComparison]) -> str | None:
     if bad is None or (bad.sqnr_db >= 0 and any(c.sqnr_db >= _WORTHLESS_DB for c in comparable)):
         return None
     return f"INT8 is worthless here: output '{bad.name}' keeps {bad.sqnr_db:.1f} dB on calibration samples"
-
-
-def qualities(compared: Sequence[OutputComparison]) -> tuple[OutputQuality, ...]:
-    """The comparison as the report shows it."""
-    return tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1))
 
 
 def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
@@ -260,14 +246,14 @@ def check_files(
     Raises:
         OutputError: Two are the same file.
     """
-    outputs = [(OUTPUT, output), ("the output's external data", data_file(output)), *written]
+    outputs = [(OUTPUT, output), ("the output's external data", save.data_file(output)), *written]
     inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
     if cache is not None:
         (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
     if model is not None:
-        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
+        data = outside.external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
         if in_place and same_file(model, output):
-            data = [file for file in data if not same_file(file, data_file(output))]
+            data = [file for file in data if not same_file(file, save.data_file(output))]
             check_apart(outputs[1:], [(MODEL, model)])
         else:
             inputs.append((MODEL, model))
@@ -300,12 +286,12 @@ def finish(
     """
     request = call.request
     # The proof, where building has not made it yet.
-    if build.fusion is None and request.is_proved and is_quantized(build.quantized):
+    if build.fusion is None and request.is_proved and builder.is_quantized(build.quantized):
         with call.stage("verify"):
-            build = replace(build, fusion=_proof(build.quantized, build.plan, request))
+            build = replace(build, fusion=request.proof(build.quantized, build.plan))
     call.notes += build.notes
     # Warnings and notes about outputs, precision and cost.
-    for bad in poor(compared):
+    for bad in (c for c in compared if c.sqnr_db < _POOR_DB):
         text = f"output '{bad.name}' keeps only {bad.sqnr_db:.1f} dB against the float model on calibration samples"
         more = "" if request.widths.are_bytes else "more bits, "
         wide = QuantType.QUInt16
@@ -329,7 +315,7 @@ def finish(
     call.notes += build.plan.notes
     view = GraphView(build.float_model)
     call.notes += call.attempt("The cost model", lambda: list(elsewhere(view, build.plan, request.target)), [])
-    pieces = _pieces(build)
+    pieces = builder.pieces_of(build)
     if pieces != 1:
         call.notes.append(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
@@ -340,21 +326,21 @@ def finish(
         "The report's picture", lambda: _evidence(call, reference, build, feeds if pieces == 1 else ()), None
     )
     # The file, checked before it takes its place.
-    restore_interface(build.quantized, call.loaded.proto)
+    save.restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
-    scales = cache_scales(build.quantized) if request.caches else {}
+    scales = int8_cache.cache_scales(build.quantized) if request.caches else {}
     with call.stage("write"):
         if build.plan:
             name_made_values(build.quantized, call.loaded.proto)
         if scales:
-            open_cache(build.quantized, request.caches)
+            int8_cache.open_cache(build.quantized, request.caches)
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
             freed = build.plan.largest_pair is None and request.types.largest_pair is not None
-            mark(written, request.target.name, needs_vnni=freed)
+            save.mark(written, request.target.name, needs_vnni=freed)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
-            fusion = _proof(written, None, request)
-        call.size_after = write_model(
+            fusion = request.proof(written)
+        call.size_after = save.write_model(
             written,
             request.output,
             external_data=request.use_external_data_format,
@@ -378,7 +364,7 @@ def finish(
         build.plan,
         fusion,
         calibration,
-        qualities(compared),
+        tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1)),
         evidence=evidence,
         layers=layers,
         cache=scales,
@@ -399,7 +385,7 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
         check_loads(path, request, pieces=pieces)
     if request.format in ("qdq", "qcdq") or not request.verify:
         return
-    found: onnx.ModelProto | Path = path if readable else spell_out(load_model(path, ask_runtime=False).proto)
+    found: onnx.ModelProto | Path = path if readable else spell_out(load.load_model(path, ask_runtime=False).proto)
     libraries = request.custom_op_libraries
     for output in compare_outputs(build.quantized, found, feeds, custom_op_libraries=libraries):
         if output.floating and output.sqnr_db < _REWRITTEN_DB / 2 and output.max_abs > _REWRITTEN_ABSOLUTE:
@@ -409,11 +395,6 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
                 where=request.output_name,
                 fix="please report this as a bug of kenosis-ort, with the model",
             )
-
-
-def _proof(model: onnx.ModelProto, plan: PlacementPlan | None, request: Request) -> FusionReport | None:
-    prove = request.target.hooks.prove
-    return None if prove is None else prove(model, plan=plan or None, custom_op_libraries=request.custom_op_libraries)
 
 
 def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComparison, ...]:
@@ -427,7 +408,7 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
         return ()
     with call.stage("check"):
         check_biases(build.quantized, request)
-        if not feeds or not is_whole(build):
+        if not feeds or not builder.is_whole(build):
             return ()
         if call.evaluator is None or call.validation is not None:
             return compared_to(call.reference(build.float_model), build.quantized, few_of(feeds), request)
@@ -485,7 +466,7 @@ def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Seque
 
 def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
     request = call.request
-    if fusion is None or request.is_stock or not requests_int8(request):
+    if fusion is None or request.is_stock or not builder.requests_int8(request):
         return
     convs = [k for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:

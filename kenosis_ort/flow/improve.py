@@ -13,14 +13,12 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.metric import Budget, Measured
-from kenosis_ort.calibration.cached_samples import feed_digest, model_fingerprint
+from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow import calibrate, finish, samples
 from kenosis_ort.flow.builder import Builder, is_whole
-from kenosis_ort.flow.calibrate import Observe, channels_to_follow, following_table, may_change
 from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.finish import check_rewritten
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, rows_of
 from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
@@ -95,7 +93,7 @@ def context_of(call: Call, fit: Sequence[Feed], evaluator: Evaluator, builder: B
 
     def fitted_ranges(state: State) -> CalibrationTable:
         table, swept = state.built.table, state.built.table.part
-        fingerprint = model_fingerprint(state.prepared.proto)
+        fingerprint = cached_samples.model_fingerprint(state.prepared.proto)
         if swept is not None and swept.model_fingerprint == fingerprint and _is_of(swept, fit):
             return swept
         return builder.collected(fit, table.tensors, table.config)
@@ -171,7 +169,7 @@ def _affordable(call: Call, build: Build, feeds: Sequence[Feed]) -> Sequence[Fee
 
 def _is_of(table: CalibrationTable, feeds: Sequence[Feed]) -> bool:
     """Whether a table was collected over these samples."""
-    return table.data_fingerprint == f"{sum(map(feed_digest, feeds)) % 2**256:064x}"
+    return table.data_fingerprint == f"{sum(map(cached_samples.feed_digest, feeds)) % 2**256:064x}"
 
 
 _ENOUGH: Final = 24
@@ -184,7 +182,7 @@ def with_weight_passes(
     builder: Builder,
     table: CalibrationTable,
     reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
+    data: samples.KeepingReader | None,
 ) -> tuple[Builder, CalibrationTable]:
     """Builder and ranges with weights changed for integers, where that is better on calibration samples.
 
@@ -200,9 +198,9 @@ def with_weight_passes(
         VerificationError: The prepared model does not compute what the original does.
     """
     request, prepared = call.request, drafted.prepared
-    if not may_change(drafted):
+    if not calibrate.may_change(drafted):
         return builder, table
-    feeds: list[Feed] = [] if data is None else [*data.some(feeds_wanted(request))]
+    feeds: list[Feed] = [] if data is None else [*data.some(samples.feeds_wanted(request))]
     passes = [each for each in request.passes if each.before_calibration]
     if passes and not feeds:
         call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
@@ -217,7 +215,7 @@ def with_weight_passes(
         with call.stage("equalize"):
             state = call.attempt("The change of weights", change, state)
     changed = state.prepared
-    if request.recipe.bias_correction and sum(map(rows_of, feeds)) >= LEAST_FEEDS:
+    if request.recipe.bias_correction and sum(map(samples.rows_of, feeds)) >= LEAST_FEEDS:
 
         def with_movable_biases() -> onnx.ModelProto:
             return with_biases(changed.proto, nodes=set(drafted.adjustable))
@@ -236,7 +234,7 @@ def with_weight_passes(
         # A sample whose outputs are at hand, and of one row where batches were taken apart.
         held_out = [] if call.divided is None else call.divided[1].feeds
         with call.stage("check"):
-            check_rewritten(call, builder.prepared.proto, (held_out or feeds)[0])
+            finish.check_rewritten(call, builder.prepared.proto, (held_out or feeds)[0])
     return builder, table
 
 
@@ -292,9 +290,9 @@ class _Ranges:
         return self.call.divide(self.drafted.prepared.proto, self.feeds)
 
     def _following(
-        self, table: CalibrationTable, builder: Builder, state: State, few: Observe | None
+        self, table: CalibrationTable, builder: Builder, state: State, few: calibrate.Observe | None
     ) -> CalibrationTable:
-        return following_table(
+        return calibrate.following_table(
             table,
             (self.drafted.prepared.proto, self.builder.prepared.proto, self.builder.tensors),
             (state.prepared.proto, builder.prepared.proto, builder.tensors),
@@ -303,10 +301,10 @@ class _Ranges:
             few,
         )
 
-    def _few(self, builder: Builder) -> Observe:
+    def _few(self, builder: Builder) -> calibrate.Observe:
         """Collector of histograms over a few of the samples to fit to, once for the same tensors."""
         return cache(lambda tensors: self._collected(builder, some_of(self._divided[0], _ENOUGH), tensors))
 
     def _collected(self, builder: Builder, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
-        channels = channels_to_follow(self.drafted, self.builder, all_passes=False)
+        channels = calibrate.channels_to_follow(self.drafted, self.builder, all_passes=False)
         return builder.collected(feeds, tensors, self.table.config, channels)

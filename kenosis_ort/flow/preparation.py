@@ -11,11 +11,9 @@ import onnx
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
+from kenosis_ort.graph import outside, view, walk
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, fit_opset, prepare
-from kenosis_ort.graph.outside import complete, copy_model
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
-from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
@@ -54,7 +52,7 @@ def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, t
             )
     if not opened:
         return loaded, ()
-    proto = copy_model(loaded.proto)
+    proto = outside.copy_model(loaded.proto)
     names = {info.name for info in opened}
     for info in proto.graph.input:
         if info.name in names:
@@ -143,9 +141,9 @@ def with_lowered_opset(loaded: LoadedModel, highest: int) -> tuple[LoadedModel, 
     Raises:
         UnsupportedModelError: A node has no equivalent in it.
     """
-    if opset_of(loaded.proto) <= highest:
+    if walk.opset_of(loaded.proto) <= highest:
         return loaded, (f"The operator set is {highest} at most, as asked for: what needs a later one was left out.",)
-    proto = copy_model(loaded.proto)
+    proto = outside.copy_model(loaded.proto)
     note = fit_opset(proto, min_opset=_MIN_OPSET, max_opset=highest)
     return replace(loaded, proto=proto), (f"{note} It is {highest} at most, as asked for.",)
 
@@ -191,9 +189,12 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         if request.needs_wide_types and highest >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         prepared = _prepared_at_first(prepare_at, bounds)
-        own, is_chosen = max(opset_of(proto), _MIN_OPSET), request.max_opset is not None or request.needs_wide_types
+        own, is_chosen = (
+            max(walk.opset_of(proto), _MIN_OPSET),
+            request.max_opset is not None or request.needs_wide_types,
+        )
         costs, table = request.target.costs, request.target
-        if opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
+        if walk.opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
             return prepared
         staying = tuple(f for f in prepare_at.keywords["rewrites"] if f is not fuse_attention)
         as_it_came = _prepared_at_first(partial(prepare_at, rewrites=staying), [(_MIN_OPSET, min(own, best)), *bounds])
@@ -211,7 +212,7 @@ def _raised_if_faster(as_it_came: PreparedModel, raised: PreparedModel, costs: C
         costs: Of the target's kernels.
     """
     gain = least_us(as_it_came.proto, costs) / least_us(raised.proto, costs)
-    before, after = opset_of(as_it_came.proto), opset_of(raised.proto)
+    before, after = walk.opset_of(as_it_came.proto), walk.opset_of(raised.proto)
     if gain < _WORTH_AN_OPSET:
         _log.info("operator set %d stays: %d would be %.2fx as fast by estimate", before, after, gain)
         return as_it_came
@@ -227,7 +228,7 @@ def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
     """
     try:
         prepared: onnx.ModelProto = stock_model(
-            complete(proto), request.weight_type, request.activation_type, request.extra_options
+            outside.complete(proto), request.weight_type, request.activation_type, request.extra_options
         )
     except Exception as error:  # ONNX's inference, checker and converter raise classes of their own
         raise UnsupportedModelError(
@@ -280,7 +281,7 @@ def _rewrite_for_integers(
     prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
 ) -> PreparedModel | None:
     nodes = planner.integer_candidates() - set(excluded) - planner.constrained
-    model = copy_model(prepared.proto)
+    model = outside.copy_model(prepared.proto)
     notes: list[str] = []
     merged = dict(prepared.nodes)
     before, changed = _outline(model), False
@@ -297,8 +298,8 @@ def _rewrite_for_integers(
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
             after = _outline(model)
             if after != before:
-                drop_stale_value_info(model)
-                infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                view.drop_stale_value_info(model)
+                view.infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
                 before, changed = after, True
     if not changed:
         return None

@@ -18,21 +18,17 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.bench.op_times import profile_in_fresh_sessions
+from kenosis_ort.calibration import readers
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import InputSpec, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
-from kenosis_ort.flow.body_plans import planned_in_bodies
+from kenosis_ort.flow import body_plans, calibrate, finish, samples, weights_alone
 from kenosis_ort.flow.builder import draft, for_integers
-from kenosis_ort.flow.calibrate import calibrate, channels_to_follow
-from kenosis_ort.flow.finish import layers_of
 from kenosis_ort.flow.request import Request, calibration_config
-from kenosis_ort.flow.samples import KeepingReader, most_feeds, with_open_defaults
-from kenosis_ort.flow.weights_alone import planned_weights
+from kenosis_ort.graph import load
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.outside import weights_on_disk
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -52,10 +48,10 @@ def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
         source: The float model.
         request: Of the call.
     """
-    builder = for_integers(load_model(source, custom_op_libraries=request.custom_op_libraries), request)
+    builder = for_integers(load.load_model(source, custom_op_libraries=request.custom_op_libraries), request)
     if builder.view is None or not builder.plan:
         return ()
-    return layers_of(builder.view, builder.plan, builder.request.target, None)
+    return finish.layers_of(builder.view, builder.plan, builder.request.target, None)
 
 
 def running_layers(
@@ -135,7 +131,7 @@ class Piecewise:
         """Removes the checkpoint, once the table is where it belongs."""
         self._checkpoint.unlink(missing_ok=True)
 
-    def _of_shards(self, shards: Shards) -> Iterator[Shards]:
+    def _of_shards(self, shards: readers.Shards) -> Iterator[readers.Shards]:
         while self._shards < shards.count:
             numbers = range(self._shards, min(self._shards + _SHARDS, shards.count))
             self._shards = numbers.stop
@@ -210,11 +206,11 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     """The plan as far as it needs no ranges; empty where stock's placement is used."""
     with _opened(source, request) as loaded:
         if request.recipe.weight_only:
-            return planned_weights(loaded, request)
+            return weights_alone.planned_weights(loaded, request)
         builder = draft(loaded, request).for_integers()
         for text in builder.request.complaints:
             warn_caller(text)
-        return replace(builder.plan, nodes=(*builder.plan.nodes, *planned_in_bodies(builder)))
+        return replace(builder.plan, nodes=(*builder.plan.nodes, *body_plans.planned_in_bodies(builder)))
 
 
 def calibrate_only(
@@ -250,7 +246,7 @@ def calibrate_only(
                 where="resume",
                 fix="leave out CalibMovingAverage and CalibStridedMinMax",
             )
-        away = request.executor is not None and isinstance(reader, Shards)
+        away = request.executor is not None and isinstance(reader, readers.Shards)
         collect = _counting_on(partial(_calibrated, loaded, keep_samples=keep_samples), request)
         pieces = Piecewise(collect, path.with_name(f"{path.name}.part"))
         table = pieces.run(reader, input_specs(loaded.proto), meant_as_defaults(loaded.proto), away=away)
@@ -277,28 +273,28 @@ def _counting_on(
 
 
 def _calibrated(
-    loaded: LoadedModel, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
+    loaded: load.LoadedModel, request: Request, reader: CalibrationDataReader, *, keep_samples: bool
 ) -> CalibrationTable:
     defaults = meant_as_defaults(loaded.proto)
-    data = KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
-    drafted = draft(loaded, with_open_defaults(loaded.proto, request, data))
+    data = samples.KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
+    drafted = draft(loaded, samples.with_open_defaults(loaded.proto, request, data))
     builder = drafted.for_integers()
     for text in builder.request.complaints:
         warn_caller(text)
-    away = request.executor is not None and isinstance(reader, Shards)  # workers read them
-    found = calibrate(
+    away = request.executor is not None and isinstance(reader, readers.Shards)  # workers read them
+    found = calibrate.calibrate(
         builder,
         data.reader if away else data,
-        channels=channels_to_follow(drafted, builder, all_passes=True),
-        keep=most_feeds(loaded.proto, request, for_all=True) if keep_samples else 0,
+        channels=calibrate.channels_to_follow(drafted, builder, all_passes=True),
+        keep=samples.most_feeds(loaded.proto, request, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
     return replace(found, made_up=isinstance(reader, SyntheticReader))
 
 
 @contextmanager
-def _opened(source: Source, request: Request) -> Iterator[LoadedModel]:
+def _opened(source: Source, request: Request) -> Iterator[load.LoadedModel]:
     """Loads a model; the weights of a large one stay on disk, and so do those that are made of them inside."""
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+    loaded = load.load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
     with weights_on_disk(loaded.proto):
         yield loaded

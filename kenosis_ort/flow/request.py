@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from kenosis_ort.accuracy.metric import CheckedMetric
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.cluster.client import Cluster
@@ -16,12 +18,14 @@ from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.runner import passes_of
 from kenosis_ort.placement.eligibility import Widths
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
-from kenosis_ort.quantizer.stock import QuantFormat, QuantType
+from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile, processor
+from kenosis_ort.targets.proof import FusionReport
 
 Progress = Callable[[int, int | None], None]
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
@@ -41,7 +45,6 @@ class Request:
         types: Data types of the target on the machine at hand.
         choices: Every option with its value and who chose it, for the report.
         recipe: The accuracy passes.
-        inserts_smoothing: SmoothQuant may insert a Mul where nothing can take its scale.
         metric: The caller's own measure.
         eval_reader: The caller's held-out data, not read yet; None for held-out calibration samples.
         speed: What is timed.
@@ -59,9 +62,7 @@ class Request:
 
     output: Path
     output_name: str
-    quant_format: QuantFormat
     op_types: tuple[str, ...]
-    op_types_named: bool
     per_channel: bool
     reduce_range: bool
     activation_type: QuantType
@@ -85,7 +86,6 @@ class Request:
     stock_reason: str | None
     choices: Mapping[str, OptionChoice]
     recipe: Recipe
-    inserts_smoothing: bool
     metric: CheckedMetric | None
     eval_reader: Any
     speed: Speed
@@ -126,6 +126,16 @@ class Request:
         return self.choices[option].source == "caller"
 
     @property
+    def op_types_named(self) -> bool:
+        """The caller gave a list of operator types."""
+        return "op_types_to_quantize" in self.choices
+
+    @property
+    def inserts_smoothing(self) -> bool:
+        """SmoothQuant may insert a Mul where nothing can take its scale."""
+        return bool(self.extra_options.get("SmoothQuant")) and self.extra_options.get("SmoothQuantFolding") is False
+
+    @property
     def chooses_ranges(self) -> bool:
         """Activation ranges are chosen by their effect: the caller named no method, and the recipe says so."""
         return self.recipe.ranges == "auto" and self.choices["calibrate_method"].source != "caller"
@@ -141,6 +151,11 @@ class Request:
     def is_proved(self) -> bool:
         """The target's runtime is asked which kernels it uses."""
         return self.verify and self.target.hooks.prove is not None
+
+    def proof(self, model: onnx.ModelProto, plan: PlacementPlan | None = None) -> FusionReport | None:
+        """The kernels that the runtime uses for a model; None for a target that cannot be asked."""
+        prove = self.target.hooks.prove
+        return None if prove is None else prove(model, plan=plan or None, custom_op_libraries=self.custom_op_libraries)
 
     @property
     def is_for_this_machine(self) -> bool:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from kenosis_ort import option_types
 from kenosis_ort.accuracy.metric import check_metric
 from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_you_mean, warn_caller
 from kenosis_ort.flow import target_options
 from kenosis_ort.flow.request import Request, calibration_config
-from kenosis_ort.option_types import OPTIONS, RecipeFile, check_extra_options, check_model, checked_options
-from kenosis_ort.option_types import resolve as resolve_file
 from kenosis_ort.options import EXPORT_FORMATS, KEYWORDS, UNSET, Placement, Speed, Stages, Unset
 from kenosis_ort.passes.smooth import DEFAULT_ALPHA
 from kenosis_ort.quantizer.stock import (
@@ -41,7 +40,7 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
     Raises:
         KenosisError: An argument has the wrong type, is unknown, or contradicts another.
     """
-    check_model(called["model_input"])
+    option_types.check_model(called["model_input"])
     for name in called["further"]:
         if name not in KEYWORDS:
             raise ArgumentTypeError(
@@ -51,15 +50,15 @@ def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Reque
             )
     apart = ("model_input", "calibration_data_reader", "further")
     given = {**{k: v for k, v in called.items() if k not in apart}, **called["further"]}
-    whole = given["recipe"] if isinstance(given["recipe"], RecipeFile) else None
+    whole = given["recipe"] if isinstance(given["recipe"], option_types.RecipeFile) else None
     if isinstance(given["quant_format"], QuantType):
         warn_caller(
             f"quant_format={given['quant_format']} is no QuantFormat and is ignored, as by stock ONNX Runtime. "
             "Fix: leave it out, or pass QuantFormat.QDQ; a type of data is weight_type or activation_type."
         )
         given["quant_format"] = UNSET
-    checked = checked_options({**given, "recipe": "fast"} if whole is not None else given)
-    file = resolve_file(whole or checked["recipe"])
+    checked = option_types.checked_options({**given, "recipe": "fast"} if whole is not None else given)
+    file = option_types.resolve(whole or checked["recipe"])
     # What the call says goes before what the file says, a keyword before the field of a group.
     silent = {name for name, parameter in signature.parameters.items() if parameter.default is called[name] is None}
     stated = {name: value for name, value in checked.items() if name not in silent}
@@ -80,6 +79,11 @@ _SHOWN = (
     *("tune", "threads", "promise", "sequence_lengths"),
 )
 """Options that the report names where they are not at their defaults."""
+_AS_GIVEN = (
+    *("use_external_data_format", "verify", "eval_reader", "evidence", "executor", "kv_cache", "max_opset"),
+    "on_failure",
+)
+"""Options that a request has as they are given."""
 
 
 def resolve(given: Mapping[str, Any]) -> Request:
@@ -93,11 +97,11 @@ def resolve(given: Mapping[str, Any]) -> Request:
         OptionError: An option is unknown or contradicts another.
     """
     # Options in our types: target, recipe, metric, machine, bits.
-    o: Any = SimpleNamespace(**{**{name: option.default for name, option in OPTIONS.items()}, **given})
+    o: Any = SimpleNamespace(**{**{name: option.default for name, option in option_types.OPTIONS.items()}, **given})
     speed = Speed(**{name: getattr(o, name) for name in Speed.__dataclass_fields__})
     placement = Placement(**{name: getattr(o, name) for name in Placement.__dataclass_fields__})
     stages = placement.stages or Stages()
-    options, complaints = check_extra_options(o.extra_options)
+    options, complaints = option_types.check_extra_options(o.extra_options)
     quant_format = _quant_format(o.quant_format)
     table = get_target(o.target)
     check_installed(options)
@@ -140,7 +144,6 @@ def resolve(given: Mapping[str, Any]) -> Request:
         table = replace(table, kernel_forms=(), own_forms=())
     options = {**own, **options}
     op_types = tuple(o.op_types_to_quantize or QUANTIZABLE_OPS)
-    inserts = bool(options.get("SmoothQuant")) and options.get("SmoothQuantFolding") is False
     # Combinations that no placement of ours can have.
     reason = _stock_reason(act, stages, table)
     if reason is not None and not widths.are_bytes:
@@ -187,20 +190,17 @@ def resolve(given: Mapping[str, Any]) -> Request:
         "metric": _name_of(o.metric),
         "eval_reader": _name_of(o.eval_reader),
     }
-    chosen.update({n: OptionChoice(shown[n], "caller") for n in _SHOWN if shown[n] != OPTIONS[n].default})
+    chosen.update({n: OptionChoice(shown[n], "caller") for n in _SHOWN if shown[n] != option_types.OPTIONS[n].default})
     return Request(
         output=absolute(o.model_output),
         output_name=os.fspath(o.model_output),
-        quant_format=quant_format,
         op_types=op_types,
-        op_types_named=bool(o.op_types_to_quantize),
         per_channel=per_channel_value,
         reduce_range=reduce_value,
         activation_type=act,
         weight_type=weight,
         nodes_to_quantize=tuple(o.nodes_to_quantize or ()),
         nodes_to_exclude=tuple(o.nodes_to_exclude or ()),
-        use_external_data_format=o.use_external_data_format,
         calibrate_method=method,
         calibration_providers=tuple(o.calibration_providers) if o.calibration_providers else None,
         extra_options=options,
@@ -210,24 +210,17 @@ def resolve(given: Mapping[str, Any]) -> Request:
         primary_inputs=None if placement.primary_inputs is None else tuple(placement.primary_inputs),
         custom_op_libraries=shown["custom_op_libraries"],
         progress=None if o.progress is None else callers_own(o.progress),
-        verify=o.verify,
         stages=stages,
         rewrites=_chosen_rewrites(placement.rewrites, table),
         types=types,
         stock_reason=reason,
         choices=chosen,
         recipe=cooked,
-        inserts_smoothing=inserts,
         metric=metric,
-        eval_reader=o.eval_reader,
         speed=speed,
-        evidence=o.evidence,
         format=written,
         widths=widths,
-        executor=o.executor,
-        kv_cache=o.kv_cache,
-        max_opset=o.max_opset,
-        on_failure=o.on_failure,
+        **{name: getattr(o, name) for name in _AS_GIVEN},
         complaints=complaints,
         host=profile,
     )

@@ -21,21 +21,9 @@ from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.flow.body_plans import trial_of_bodies, with_bodies, without_bodies
+from kenosis_ort.flow import body_plans, calibrate, finish, improve, preparation, speed, target_options, weights_alone
 from kenosis_ort.flow.builder import Builder, draft, is_quantized, is_whole, nothing_to_quantize
-from kenosis_ort.flow.calibrate import find_ranges
 from kenosis_ort.flow.call import OF_THE_MODEL, Call, reason_of
-from kenosis_ort.flow.finish import (
-    RewriteMismatchError,
-    check_loads,
-    compare,
-    find_caches,
-    finish,
-    with_int8_cache,
-    worthless,
-)
-from kenosis_ort.flow.improve import improved, measured, with_weight_passes
-from kenosis_ort.flow.preparation import highest_opset, with_lowered_opset, with_static_shapes
 from kenosis_ort.flow.request import EIGHT_BIT, Request
 from kenosis_ort.flow.samples import (
     CalibrationCache,
@@ -45,13 +33,9 @@ from kenosis_ort.flow.samples import (
     most_feeds,
     with_open_defaults,
 )
-from kenosis_ort.flow.speed import delivered, float_regions
-from kenosis_ort.flow.target_options import fit_names, with_own_profile
-from kenosis_ort.flow.weights_alone import weight_only
+from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.outside import array_in, weight_bytes, weights_on_disk
-from kenosis_ort.graph.save import check_destination, write_model
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.plan import PlacementPlan
@@ -60,7 +44,7 @@ from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
-from kenosis_ort.storage.writing import Scratch, is_lack_of_room, remove_leftovers, room_is_needed, same_file
+from kenosis_ort.storage import writing
 
 _CALLERS: Final = (
     errors.CalibrationCacheError,
@@ -93,7 +77,7 @@ def without_optional_work(request: Request) -> Request:
 
 def is_of_the_model(error: Exception) -> bool:
     """Whether an error is about the model, or its form after a rewrite, and not a defect."""
-    return isinstance(error, (RewriteMismatchError, *OF_THE_MODEL))
+    return isinstance(error, (finish.RewriteMismatchError, *OF_THE_MODEL))
 
 
 def defect(call: Call, error: Exception) -> Exception:
@@ -109,7 +93,7 @@ def defect(call: Call, error: Exception) -> Exception:
 
 def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> bool:
     """Whether an error is about the caller's arguments or data, so that no other form of the model helps."""
-    if isinstance(error, _CALLERS) or is_lack_of_room(error) or (data is not None and data.failure is not None):
+    if isinstance(error, _CALLERS) or writing.is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
     if not isinstance(error, errors.CalibrationError):
         return False
@@ -126,7 +110,9 @@ def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
         outputs = [as_array(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
         return False
-    weights = (array_in(tensor) for tensor in call.loaded.proto.graph.initializer if tensor.data_type in _FLOATS)
+    weights = (
+        outside.array_in(tensor) for tensor in call.loaded.proto.graph.initializer if tensor.data_type in _FLOATS
+    )
     return _are_finite(outputs) or (_are_finite(map(as_array, feed.values())) and _are_finite(weights))
 
 
@@ -150,11 +136,13 @@ def deliver_float(
     """
     request, loaded = call.request, call.loaded
     with call.stage("write"):
-        call.size_after = write_model(
+        call.size_after = save.write_model(
             loaded.proto,
             request.output,
             external_data=request.use_external_data_format,
-            check=lambda path: check_loads(path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)),
+            check=lambda path: finish.check_loads(
+                path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
+            ),
             content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
             warn=call.warnings.append,
         )
@@ -229,10 +217,10 @@ def run(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
-    remove_leftovers()
+    writing.remove_leftovers()
     with (
-        Scratch("run"),
-        room_is_needed(),
+        writing.Scratch("run"),
+        writing.room_is_needed(),
         configured(request.target.session_entries),
     ):  # where none can be made, nothing is begun
         report = _run(source, request, reader)
@@ -245,10 +233,10 @@ def _run(
     source: str | os.PathLike[str] | onnx.ModelProto, request: Request, reader: CalibrationDataReader | None
 ) -> QuantizationReport:
     start = time.perf_counter()
-    check_destination(request.output)
+    save.check_destination(request.output)
     with _executor_of(request) as executor:
         loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
-        with weights_on_disk(loaded.proto):
+        with outside.weights_on_disk(loaded.proto):
             return _loaded(Call(loaded=loaded, request=request, executor=executor), reader, start)
 
 
@@ -268,19 +256,19 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
     request = call.request
     call.size_before = _size(call.loaded)
     if request.target.static_shapes and not request.is_stock:
-        call.loaded, notes = with_static_shapes(call.loaded, request.target.name)
+        call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
         call.notes += notes
     if request.max_opset is not None:
-        call.loaded, notes = with_lowered_opset(call.loaded, highest_opset(request))
+        call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
         call.notes += notes
     call.seconds["load"] = time.perf_counter() - start
     with call.stage("profile"):
-        request = call.attempt("The host profile", partial(with_own_profile, request), request)
-    request = call.request = fit_names(call.loaded.proto, request)
+        request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
+    request = call.request = target_options.fit_names(call.loaded.proto, request)
     if request.kv_cache is not None:
-        request = call.request = replace(request, caches=find_caches(call.loaded.proto, request.kv_cache))
+        request = call.request = replace(request, caches=finish.find_caches(call.loaded.proto, request.kv_cache))
     call.warnings += request.complaints
-    if call.loaded.path is not None and same_file(call.loaded.path, request.output):
+    if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
         call.warnings.append(
             "The output is the float model's own file, which is replaced, as by stock ONNX Runtime. "
             "Fix: nothing, or name another file as the output, to keep the float model."
@@ -317,7 +305,9 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         attempted = attempts.pop(0)
         call = first.again(attempted)
         try:
-            return weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
+            return (
+                weights_alone.weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
+            )
         except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except WorthlessError as error:
@@ -370,20 +360,20 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
     request = call.request
     feeds = [] if data is None else data.some(feeds_wanted(request))
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
-    compared = compare(call, build, feeds)
+    compared = finish.compare(call, build, feeds)
     chosen = build
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
-    bad = worthless(compared) if free else None
+    bad = finish.worthless(compared) if free else None
     if (request.stock_reason is None or request.stages.placement) and is_whole(build):
         timed = (build, bad is None)
-        chosen, is_useful = call.attempt("Timing", lambda: delivered(call, builder, build, feeds, bad), timed)
+        chosen, is_useful = call.attempt("Timing", lambda: speed.delivered(call, builder, build, feeds, bad), timed)
         bad = None if is_useful else bad
     if bad is not None:
         raise WorthlessError(bad, samples)
     if request.caches and not cache_scales(chosen.quantized):
-        chosen = with_int8_cache(chosen, request.caches)
+        chosen = finish.with_int8_cache(chosen, request.caches)
     if chosen is not build:
-        compared = compare(call, chosen, feeds)
+        compared = finish.compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)
     if known:
         call.warnings.append(
@@ -391,8 +381,8 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
             "is too good. Fix: pass an eval_reader of samples that nothing is calibrated on."
         )
     further = [] if data is None or request.executor is not None else data.feeds[feeds_wanted(request) :]
-    call.measure = call.attempt("The measure of what is lost", lambda: measured(call, chosen, further), None)
-    return finish(call, builder.prepared.proto, chosen, feeds, samples, compared)
+    call.measure = call.attempt("The measure of what is lost", lambda: improve.measured(call, chosen, further), None)
+    return finish.finish(call, builder.prepared.proto, chosen, feeds, samples, compared)
 
 
 def _built(
@@ -416,14 +406,14 @@ def _built(
     request = call.request = drafted.request
     builder = drafted.for_integers()
     with call.stage("calibrate"):
-        table = find_ranges(call, drafted, builder, reader, data)
+        table = calibrate.find_ranges(call, drafted, builder, reader, data)
     trial = None
     if builder.quantizes_bodies and data is not None:
-        make_trial = partial(trial_of_bodies, call, builder, table, data, drafted.prepared.proto)
+        make_trial = partial(body_plans.trial_of_bodies, call, builder, table, data, drafted.prepared.proto)
         with call.stage("bodies"):
             trial = call.attempt("The trial of bodies", make_trial, None)
         del make_trial
-    builder, table = with_weight_passes(call, drafted, builder, table, reader, data)
+    builder, table = improve.with_weight_passes(call, drafted, builder, table, reader, data)
     del drafted
     plan = builder.plan
     call.notes += builder.prepared.notes
@@ -431,10 +421,10 @@ def _built(
     if request.stock_reason is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.stock_reason}.")
     if builder.quantizes_bodies:
-        builder = with_bodies(call, builder, data, _built)
+        builder = body_plans.with_bodies(call, builder, data, _built)
     with call.stage("plan"):
         nothing: tuple[Mapping[str, str], str] = ({}, "")
-        keep_float, note = call.attempt("The cost model", lambda: float_regions(builder, plan), nothing)
+        keep_float, note = call.attempt("The cost model", lambda: speed.float_regions(builder, plan), nothing)
     call.notes += [note] if note else []
     build = builder.build(table, keep_float)
     if not is_quantized(build.quantized):
@@ -445,12 +435,12 @@ def _built(
     if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
         before, none = builder, dict[str, str]()
-        builder, build = improved(call, before, build, feeds)
+        builder, build = improve.improved(call, before, build, feeds)
         costly = call.attempt("The trial of bodies", partial(trial.costly, builder, build), none) if trial else none
         if costly:  # what passes found beside the noise of these bodies is found anew without it
             del call.passes[marks[0] :], call.notes[marks[1] :], call.warnings[marks[2] :]
-            before = without_bodies(call, before, costly)
-            builder, build = improved(call, before, before.build(table, keep_float), feeds)
+            before = body_plans.without_bodies(call, before, costly)
+            builder, build = improve.improved(call, before, before.build(table, keep_float), feeds)
         if not is_quantized(build.quantized):
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return builder, build
@@ -460,5 +450,5 @@ def _size(loaded: LoadedModel) -> int:
     """The bytes of a model, external data included, before anything is written."""
     if loaded.path is None:
         return int(loaded.proto.ByteSize())
-    inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
+    inline, weights = loaded.path.stat().st_size, outside.weight_bytes(loaded.proto)
     return inline + weights if loaded.is_split else inline

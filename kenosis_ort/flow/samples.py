@@ -24,15 +24,13 @@ from typing import Any, overload
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration import cached_samples
+from kenosis_ort.calibration import cached_samples, readers
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.readers import ArrayReader, Shards, for_model
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph.bodies import owners
-from kenosis_ort.graph.constants import default_inputs, meant_as_defaults
+from kenosis_ort.graph import bodies, constants
 from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
@@ -166,7 +164,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         budget: int = cached_samples.MOST_BYTES,
         is_whole: bool = True,
     ) -> None:
-        self.reader = for_model(reader, itertools.chain(*inputs))
+        self.reader = readers.for_model(reader, itertools.chain(*inputs))
         self.is_whole = is_whole
         self.cached = cached_samples.CachedSamples(keep, budget)
         self._inputs = inputs
@@ -188,7 +186,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     @property
     def left_aside(self) -> str:
         """What stands in the data beside the model's inputs, one sentence; empty where nothing does."""
-        names = self.reader.left_aside if isinstance(self.reader, (ArrayReader, Shards)) else ()
+        names = self.reader.left_aside if isinstance(self.reader, (readers.ArrayReader, readers.Shards)) else ()
         return f"Left aside in the data, no input of the model: {', '.join(names)}." if names else ""
 
     def some(self, count: int) -> list[Sample]:
@@ -347,7 +345,7 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
         request: What the caller wants.
         for_all: They are to serve every recipe, as in a table that is written.
     """
-    if any(True for _ in owners(model)):
+    if any(True for _ in bodies.owners(model)):
         return _FEEDS_OF_BODIES
     if for_all or request.cache_path is not None:
         return max(feeds_wanted(request), cached_samples.MOST_FOR_PASSES)
@@ -356,11 +354,11 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
 
 def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
     """The request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
-    listed = default_inputs(proto)
+    listed = constants.default_inputs(proto)
     if not listed:
         return request
     fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
-    return replace(request, open_defaults=frozenset(listed) & {*meant_as_defaults(proto), *fed})
+    return replace(request, open_defaults=frozenset(listed) & {*constants.meant_as_defaults(proto), *fed})
 
 
 def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:
@@ -394,9 +392,9 @@ class Validation(Sequence[Sample]):
     def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
         self._spool = Spool()
         self._digests: set[int] = set()
-        inputs, defaults = input_specs(model), meant_as_defaults(model)
+        inputs, defaults = input_specs(model), constants.meant_as_defaults(model)
         try:
-            for number, feed in enumerate(sample_feeds(for_model(reader, chain(*inputs)))):
+            for number, feed in enumerate(sample_feeds(readers.for_model(reader, chain(*inputs)))):
                 checked = {**defaults, **check_feed(feed, *inputs, number)}
                 self._digests.add(cached_samples.feed_digest(checked))
                 self._spool.append(checked)

@@ -32,8 +32,7 @@ from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call, Journal
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph.constants import HEAVY
-from kenosis_ort.graph.outside import weight_bytes
+from kenosis_ort.graph import constants, outside
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
@@ -46,8 +45,7 @@ from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.session import open_session, openable
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, Outcome, Step, keep_promise
-from kenosis_ort.tuning.races import RaceSetup, race
+from kenosis_ort.tuning import promise, races
 from kenosis_ort.weights.blocks import weight_only
 
 _log = logging.getLogger(__name__)
@@ -121,7 +119,7 @@ def scenarios(
 
 
 def _is_linear(model: onnx.ModelProto) -> bool:
-    heavy = [node.op_type for node in model.graph.node if node.op_type in HEAVY]
+    heavy = [node.op_type for node in model.graph.node if node.op_type in constants.HEAVY]
     return bool(heavy) and set(heavy) <= {"MatMul", "Gemm"}
 
 
@@ -250,7 +248,7 @@ class _Forms:
         timed = self._request.target.hooks.time
         known = () if timed is None else timed.other_forms
         others = (
-            Form(
+            promise.Form(
                 DYNAMIC,
                 "linear layers in int8 with dynamic ranges, all else float",
                 lambda: dynamic(
@@ -259,10 +257,10 @@ class _Forms:
                     largest_pair=self._request.types.largest_weight_pair,
                 ),
             ),
-            Form(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
+            promise.Form(WEIGHT_ONLY, "8-bit weights of the linear layers", lambda: weight_only(prepared)),
         )
         self.candidates = [
-            Form(
+            promise.Form(
                 INT8,
                 "int8 as planned",
                 lambda: build.quantized,
@@ -271,7 +269,7 @@ class _Forms:
             ),
             *(regions if worthless is None else ()),
             *(form for form in others if form.name in known),
-            Form("float", "the float model", lambda: original, is_float=True),
+            promise.Form("float", "the float model", lambda: original, is_float=True),
         ]
 
     def keeping_the_promise(self, feeds: Sequence[Feed], budget_s: float) -> Delivery:
@@ -284,25 +282,25 @@ class _Forms:
         request, lengths = self._request, self._request.speed.sequence_lengths
         found, notes = scenarios(self._original, feeds, lengths, libraries=request.custom_op_libraries)
         setups = [replace(self._setup(each.feeds), name=each.name) for each in found]
-        may_be_tiny = weight_bytes(self._original) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
+        may_be_tiny = outside.weight_bytes(self._original) < TINY_US * _BYTES_A_US * max(request.speed.threads, 1)
         if self._worthless is None and may_be_tiny and (least := _least_us(self._original, setups[0])) < TINY_US:
             why = f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed"
             return self.by_table(why, notes)
         few = any(each.few_rows for each in found)
         forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
-        outcome = keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
+        outcome = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
         return self.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
 
     def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
         """Speed of a form that the caller asked for: the float model does not take its place."""
         model = self._build.quantized
-        found = race(self._original, model, self._setup(feeds), budget_s=budget_s, border=1 / MARGIN)
+        found = races.race(self._original, model, self._setup(feeds), budget_s=budget_s, border=1 / MARGIN)
         if (c := found.comparison) is None:
             return summary(None, self._request, ())
         reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-        step = Step(INT8, "int8 as asked for", FormStatus.TAKEN, reason, c, found.milliseconds)
-        outcome = Outcome(model, INT8, (step,), Basis.MEASURED, found.reference_milliseconds, 0.0)
+        step = promise.Step(INT8, "int8 as asked for", promise.FormStatus.TAKEN, reason, c, found.milliseconds)
+        outcome = promise.Outcome(model, INT8, (step,), promise.Basis.MEASURED, found.reference_milliseconds, 0.0)
         return summary(outcome, self._request, ())
 
     def as_recorded(self, choice: SpeedChoice) -> Delivery | None:
@@ -314,13 +312,13 @@ class _Forms:
         recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
         return self.delivery(form.name, model, replace(summary(None, self._request, ()), candidates=(recorded,)))
 
-    def _setup(self, feeds: Sequence[Feed]) -> RaceSetup:
+    def _setup(self, feeds: Sequence[Feed]) -> races.RaceSetup:
         request, timed = self._request, self._request.target.hooks.time
         assert timed is not None  # the caller of this module sees to it
         samples = _samples(self._original, request, feeds)[:_RACE_FEEDS]
-        return RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
+        return races.RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
 
-    def _cut(self, name: str, nodes: Sequence[str]) -> Form:
+    def _cut(self, name: str, nodes: Sequence[str]) -> promise.Form:
         def make() -> onnx.ModelProto | None:
             left = dict.fromkeys(nodes, "float is faster there, measured on this machine")
             self._variants[name] = self._builder.quantize(
@@ -328,9 +326,9 @@ class _Forms:
             )
             return self._variants[name].quantized
 
-        return Form(name, f"int8 with its {name}", make, checked=True)
+        return promise.Form(name, f"int8 with its {name}", make, checked=True)
 
-    def _estimate(self) -> Estimate | None:
+    def _estimate(self) -> promise.Estimate | None:
         """Estimate of the planned form's speed by the target's cost table.
 
         Of the other forms none is asked for: they are tried where the table was wrong about this one.
@@ -341,7 +339,7 @@ class _Forms:
         found, in_float = estimate(view, plan, costs), self._in_float
         if not found.is_complete or in_float is None:
             return None
-        return Estimate(in_float / found.planned_us, costs.error)
+        return promise.Estimate(in_float / found.planned_us, costs.error)
 
     @cached_property
     def _in_float(self) -> float | None:
@@ -361,20 +359,22 @@ class _Forms:
         """
         found, planned, stays = self._estimate(), self.candidates[0], self.candidates[-1]
         is_faster = found is not None and found.tells_faster()
-        basis = Basis.ESTIMATED if found is not None and (is_faster or found.speed < 1) else Basis.UNDECIDED
-        other = FormStatus.SLOWER if basis is Basis.ESTIMATED else FormStatus.UNDECIDED
-        status = FormStatus.TAKEN if is_faster else other
-        doubt = "undecided: " if status is FormStatus.UNDECIDED else ""
+        basis = (
+            promise.Basis.ESTIMATED if found is not None and (is_faster or found.speed < 1) else promise.Basis.UNDECIDED
+        )
+        other = promise.FormStatus.SLOWER if basis is promise.Basis.ESTIMATED else promise.FormStatus.UNDECIDED
+        status = promise.FormStatus.TAKEN if is_faster else other
+        doubt = "undecided: " if status is promise.FormStatus.UNDECIDED else ""
         reason = f"{doubt}{f'estimated at {found}' if found else 'the cost table says nothing of it'}; {why}"
-        taken, last = (planned, FormStatus.SPARE) if is_faster else (stays, FormStatus.TAKEN)
+        taken, last = (planned, promise.FormStatus.SPARE) if is_faster else (stays, promise.FormStatus.TAKEN)
         besides = "not needed" if is_faster else "the float model stays as it is"
         steps = (
-            Step(planned.name, planned.description, status, reason),
-            Step(stays.name, stays.description, last, besides),
+            promise.Step(planned.name, planned.description, status, reason),
+            promise.Step(stays.name, stays.description, last, besides),
         )
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
-        outcome = Outcome(model, taken.name, steps, basis, None, 0.0)
+        outcome = promise.Outcome(model, taken.name, steps, basis, None, 0.0)
         return self.delivery(taken.name, model, summary(outcome, self._request, notes))
 
     def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
@@ -384,13 +384,12 @@ class _Forms:
             taken = self._variants[name]
             proved = build if taken is build else self._builder.build(taken.table, taken.keep_float, taken.corrections)
             return Delivery(proved, speed)
-        prove = request.target.hooks.prove if request.verify else None
-        fusion = None if prove is None else prove(model, custom_op_libraries=request.custom_op_libraries)
+        fusion = request.proof(model) if request.verify else None
         plan = PlacementPlan(request.target.name)
         return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
 
 
-def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> SpeedSummary:
+def summary(outcome: promise.Outcome | None, request: Request, notes: Sequence[str]) -> SpeedSummary:
     """The outcome as the report shows it; None where nothing was timed."""
     if outcome is None:
         return SpeedSummary(threads=request.speed.threads, tune=request.speed.tune, notes=tuple(notes))
@@ -406,7 +405,7 @@ def summary(outcome: Outcome | None, request: Request, notes: Sequence[str]) -> 
     )
 
 
-def _least_us(model: onnx.ModelProto, setup: RaceSetup) -> float:
+def _least_us(model: onnx.ModelProto, setup: races.RaceSetup) -> float:
     """The fastest of a few runs in microseconds."""
     with Scratch("race") as folder:
         runner = setup.opener(openable(model, folder))()
@@ -420,7 +419,7 @@ def _least_us(model: onnx.ModelProto, setup: RaceSetup) -> float:
     return least
 
 
-def _candidate(step: Step) -> SpeedCandidate:
+def _candidate(step: promise.Step) -> SpeedCandidate:
     c = step.comparison
     ratio, low, high, verdict = (None, None, None, "") if c is None else (c.ratio, c.low, c.high, str(c.verdict))
     status, ms, took = str(step.status), step.milliseconds, step.seconds
@@ -430,7 +429,7 @@ def _candidate(step: Step) -> SpeedCandidate:
 def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:
     """The first or last heavy integer nodes, by the name of the candidate that leaves them float."""
     integer = set(build.plan.integer_nodes())
-    heavy = tuple(n.node for n in build.plan.nodes if n.op_type in HEAVY and n.node in integer)
+    heavy = tuple(n.node for n in build.plan.nodes if n.op_type in constants.HEAVY and n.node in integer)
     found = []
     for count in _CUTS:
         if count < len(heavy):
@@ -538,10 +537,10 @@ def delivered(
     call.choice = None if taken is None else SpeedChoice(model, taken.name)
     if delivery.is_int8 or taken is None:
         return delivery.build, worthless is None or not delivery.is_int8
-    if any(form.status == FormStatus.OUTRUN for form in delivery.speed.candidates):
+    if any(form.status == promise.FormStatus.OUTRUN for form in delivery.speed.candidates):
         call.notes.append(f"Faster than static INT8 here, and delivered: {taken.description}.")
         return delivery.build, True
-    pays = "is not known to pay here" if delivery.speed.basis == Basis.UNDECIDED else "does not pay here"
+    pays = "is not known to pay here" if delivery.speed.basis == promise.Basis.UNDECIDED else "does not pay here"
     call.warnings.append(
         f"INT8 {pays}: {first.reason}. The file holds: {taken.description}. "
         "Fix: nothing, or promise=False to get INT8 all the same."

@@ -24,7 +24,7 @@ from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, NARROW_FORMATS, OPER
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.eligibility import BYTE, Widths
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS, QuantFormat, QuantType, read_override
+from kenosis_ort.quantizer import stock
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.targets import DataTypes, Role, Target
@@ -95,7 +95,7 @@ def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[st
     read = {}
     for name, entries in overrides.items():
         if name in known:
-            read[name] = read_override(name, entries, proto, request.activation_type)
+            read[name] = stock.read_override(name, entries, proto, request.activation_type)
             serve_override(request.target, name, read[name], weight=name in weights)
         else:
             complaints.append(
@@ -113,7 +113,7 @@ def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
     excluded = set(request.nodes_to_exclude)
     types = {node.op_type for node in proto.graph.node if node.name not in excluded} - _NEVER_LISTED
     missing = types - set(request.op_types)
-    return missing.isdisjoint(QUANTIZABLE_OPS) or not any(_is_quantized(request, op_type) for op_type in missing)
+    return missing.isdisjoint(stock.QUANTIZABLE_OPS) or not any(_is_quantized(request, op_type) for op_type in missing)
 
 
 def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
@@ -143,8 +143,8 @@ def renamed(names: Sequence[str], prepared: PreparedModel) -> list[str]:
 def serve(
     target: Target,
     types: DataTypes,
-    activation: QuantType,
-    weight: QuantType,
+    activation: stock.QuantType,
+    weight: stock.QuantType,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The extra options that the target sets where the caller gave none.
@@ -201,13 +201,13 @@ def serve_override(target: Target, name: str, entries: Sequence[Mapping[str, Any
             )
 
 
-def _check_type(target: Target, option: str, kind: QuantType, taken: tuple[int, ...], types: DataTypes) -> None:
+def _check_type(target: Target, option: str, kind: stock.QuantType, taken: tuple[int, ...], types: DataTypes) -> None:
     if types.only_these and kind.tensor_type not in taken:
         raise _not_taken(f"{option}=QuantType.{kind.name}", option, target, types, taken)
 
 
 def _not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Sequence[int]) -> OptionError:
-    names = ", ".join(f"QuantType.{known.name}" for known in QuantType if known.tensor_type in taken)
+    names = ", ".join(f"QuantType.{known.name}" for known in stock.QuantType if known.tensor_type in taken)
     return OptionError(
         f"target '{target.name}' does not take {what}: {types.why}",
         where=where,
@@ -259,7 +259,7 @@ def chosen_format(given: Format | None, quant_format: Any) -> Format:
     Raises:
         OptionError: The two contradict each other.
     """
-    if quant_format is not QuantFormat.QOperator:
+    if quant_format is not stock.QuantFormat.QOperator:
         return given or "qdq"
     if given not in (None, *OPERATOR_FORMATS):
         raise OptionError(
@@ -325,9 +325,9 @@ def check_widths(widths: Widths, *, activation: Any, weight: Any, options: Mappi
     if widths.are_bytes:
         return
     why = None
-    if activation not in (QuantType.QUInt8, QuantType.QInt8):
+    if activation not in (stock.QuantType.QUInt8, stock.QuantType.QInt8):
         why = f"activation_type=QuantType.{activation.name}"
-    elif weight is not QuantType.QInt8:
+    elif weight is not stock.QuantType.QInt8:
         why = f"weight_type=QuantType.{weight.name}"
     for key, plain in (("ActivationSymmetric", False), ("WeightSymmetric", True), ("MinimumRealRange", 0)):
         if options.get(key, plain) not in (plain, None):

@@ -1,15 +1,13 @@
 """Recipes that quantize weights alone: in blocks of 4 or 8 bits, activations float; nothing is calibrated or placed."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
+from kenosis_ort.flow import finish, improve
 from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.finish import compare, finish
-from kenosis_ort.flow.improve import measured
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
 from kenosis_ort.flow.speed import made_up
@@ -18,8 +16,7 @@ from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed, split_feeds
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.sections import MeasureSummary
-from kenosis_ort.weights.block_model import BlockModel, nodes_in_blocks, weights_in_blocks
+from kenosis_ort.weights.block_model import nodes_in_blocks, weights_in_blocks
 
 FORM: Final = "weight-only"
 _FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
@@ -48,16 +45,27 @@ def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
     if held_out:
         call.evaluator = call.evaluator_on(call.loaded.proto, held_out)
     bits, recipe = request.recipe.weight_only, request.recipe
-    made = _made(call, bits, fit or feeds)
-    build = _build(call, made)
-    call.measure = _measured(call, build)
-    if recipe.mixed_precision and bits < 8 and call.measure is not None and call.measure.kept is False:
+    for stored in (bits, 8):
+        with call.stage("quantize"):
+            made = weights_in_blocks(
+                call.loaded.proto,
+                fit or feeds,
+                bits=stored,
+                nodes_to_exclude=request.nodes_to_exclude,
+                custom_op_libraries=request.custom_op_libraries,
+                progress=request.progress,
+            )
+        with call.stage("verify"):
+            fusion = request.proof(made.model) if request.verify else None
+        plan = PlacementPlan(request.target.name)
+        build = Build(call.loaded.proto, CalibrationTable({}), {}, plan, made.model, fusion)
+        call.measure = call.attempt("The measure of what is lost", partial(improve.measured, call, build), None)
+        keeps = not recipe.mixed_precision or call.measure is None or call.measure.kept is not False
+        if keeps or stored == 8:
+            break
         call.notes.append(
             f"{bits} bits do not keep the budget of {Budget(recipe.accuracy_budget)}: all weights have 8."
         )
-        made = _made(call, 8, fit or feeds)
-        build = _build(call, made)
-        call.measure = _measured(call, build)
     call.notes += made.notes
     low = sum(layer.bits < 8 for layer in made.layers)
     call.notes.append(
@@ -69,7 +77,7 @@ def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
     samples = len(feeds)
     if not feeds and (feeds := made_up(call)):
         call.notes.append("Outputs were compared on made-up samples: real ones were not given.")
-    return finish(call, call.loaded.proto, build, feeds, samples, compare(call, build, feeds))
+    return finish.finish(call, call.loaded.proto, build, feeds, samples, finish.compare(call, build, feeds))
 
 
 def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:
@@ -99,31 +107,3 @@ def _check_form(request: Request) -> None:
             where="recipe",
             fix="target='ort-cpu' with format='qdq', or another recipe",
         )
-
-
-def _made(call: Call, bits: int, feeds: Sequence[Feed]) -> BlockModel:
-    request = call.request
-    with call.stage("quantize"):
-        return weights_in_blocks(
-            call.loaded.proto,
-            feeds,
-            bits=bits,
-            nodes_to_exclude=request.nodes_to_exclude,
-            custom_op_libraries=request.custom_op_libraries,
-            progress=request.progress,
-        )
-
-
-def _build(call: Call, made: BlockModel) -> Build:
-    request = call.request
-    prove = request.target.hooks.prove if request.verify else None
-    fusion = None
-    if prove is not None:
-        with call.stage("verify"):
-            fusion = prove(made.model, custom_op_libraries=request.custom_op_libraries)
-    plan = PlacementPlan(request.target.name)
-    return Build(call.loaded.proto, CalibrationTable({}), {}, plan, made.model, fusion)
-
-
-def _measured(call: Call, build: Build) -> MeasureSummary | None:
-    return call.attempt("The measure of what is lost", partial(measured, call, build), None)

@@ -25,7 +25,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import copy_with
-from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed
+from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
 from kenosis_ort.targets.proof import FusionReport
@@ -96,6 +96,11 @@ class State:
         """The build, for passes that come after those that change weights."""
         assert self.build is not None
         return self.build
+
+    def with_weights(self, model: onnx.ModelProto, notes: Sequence[str], rescaled: Mapping[str, Rescaling]) -> State:
+        """The state with other weights, what was done, and what became of the values whose channels were scaled."""
+        changed = changed_weights(self.prepared, model, notes)
+        return replace(self, prepared=changed, rescaled={**self.rescaled, **rescaled})
 
 
 def noted(state: State, notes: Sequence[str]) -> State:
@@ -213,6 +218,10 @@ class Context:
         keep = build.keep_float if keep_float is None else keep_float
         made = self.prove(table or build.table, keep, build.corrections)
         return replace(state, build=replace(made, notes=(*build.notes, *made.notes)))
+
+    def score(self, state: State, evaluator: Evaluator | None = None) -> Score:
+        """Error of a state on the held-out samples, or those of another evaluator."""
+        return (evaluator or self.evaluator).score(self.build_of(state).quantized)
 
     def with_more_to_fit(self) -> Context:
         """Three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""

@@ -192,8 +192,8 @@ def _targets(
     outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
     ranks = float_ranks(model)
     found = []
-    for layer in layers(index):
-        if (nodes is not None and layer.name not in nodes) or not bias_of(layer, index):
+    for layer in layers(index, nodes):
+        if not bias_of(layer, index):
             continue
         node = layer.node if layer.node.op_type != "MatMul" else index.readers[layer.node.output[0]][0]
         activation = activation_behind(index, str(node.output[0]))
@@ -217,8 +217,8 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
         A copy; the model given where nothing had to change.
     """
     index, changed = GraphIndex.of_copy(model), False
-    for layer in list(layers(index)):
-        if layer.node.op_type == "MatMul" or (nodes is not None and layer.name not in nodes):
+    for layer in layers(index, nodes):
+        if layer.node.op_type == "MatMul":
             continue
         if layer.bias and (is_private_constant(index, layer.bias) and array_of(index, layer.bias).size > 1):
             continue
@@ -265,7 +265,7 @@ def with_shifts(
         overlay: What layers have in place of the model's constants before.
     """
     index = GraphIndex(model)
-    by_name = {layer.name: layer for layer in layers(index)}
+    by_name = {layer.name: layer for layer in layers(index, shifts)}
     found = {node: dict(tensors) for node, tensors in overlay.items()}
     for node, shift in shifts.items():
         layer, own = by_name[node], found.setdefault(node, {})

@@ -26,7 +26,7 @@ equalization, 38.4 without). So it is evaluated on the whole net.
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -36,8 +36,8 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.walk import attribute
-from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights
-from kenosis_ort.passes.layers import Float64, Layer, array_of, store
+from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
+from kenosis_ort.passes.layers import Float64, Layer, array_of, store, weights_of
 from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
 
 _log = logging.getLogger(__name__)
@@ -97,13 +97,10 @@ def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | N
     return {value: axis for link in find_links(model, index, nodes=nodes) for value, axis in link.axes.items()}
 
 
-def values_for_equalization(
-    model: onnx.ModelProto, *, keep_values: Collection[str] = (), nodes: Collection[str] | None = None
-) -> dict[str, int]:
+def values_for_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
     """The values whose `channel_statistics` `equalize` needs, with the axis of their channels."""
-    index = GraphIndex(model, keep_values)
     found: dict[str, int] = {}
-    for link in find_links(model, index, nodes=nodes):
+    for link in find_links(model, GraphIndex(model), nodes=nodes):
         found[link.value] = -1 if link.repeat > 1 or not link.second.is_convolution else 1
         if link.clipped:
             found[link.clipped] = link.first.channel_axis
@@ -115,10 +112,8 @@ def equalize(
     model: onnx.ModelProto,
     *,
     peaks: Mapping[str, ChannelStatistics] | None = None,
-    keep_values: Collection[str] = (),
     nodes: Collection[str] | None = None,
     per_channel: bool = True,
-    levels: int = 127,
 ) -> Equalized:
     """Equalizes the channels between layers.
 
@@ -127,18 +122,16 @@ def equalize(
         peaks: Statistics by value, of those that `values_for_equalization` names or of layer outputs (from data, or
             from BatchNormalization, see `data_free.batch_norm_statistics`). Without, links with a Clip are left alone
             and the weights of the first layer stand for the activation's range.
-        keep_values: Values that must keep their content.
         nodes: Names of the layers to touch, None for all.
         per_channel: Whether weights get a scale by output channel.
-        levels: Largest integer of a weight.
 
     Returns:
         A changed copy; where nothing pays, the model itself without pairs.
     """
-    index = GraphIndex.of_copy(model, keep_values)
+    index = GraphIndex.of_copy(model)
     pairs = []
     for link in find_links(index.model, index, nodes=nodes):
-        pair = _equalize_link(link, index, peaks or {}, per_channel, levels)
+        pair = _equalize_link(link, index, peaks or {}, per_channel)
         if pair is not None:
             pairs.append(pair)
     notes = []
@@ -150,19 +143,18 @@ def equalize(
 
 
 def _equalize_link(
-    link: Link, index: GraphIndex, peaks: Mapping[str, ChannelStatistics], per_channel: bool, levels: int
+    link: Link, index: GraphIndex, peaks: Mapping[str, ChannelStatistics], per_channel: bool
 ) -> EqualizedPair | None:
     observed = _statistics(link, peaks)
     if observed is None and link.has_clip:
         return None
-    first = link.first.canonical(array_of(index, link.first.weight))
-    second = link.second.canonical(array_of(index, link.second.weight))
+    first, second = weights_of(index, link.first), weights_of(index, link.second)
     if observed is None:
         observed = _from_weights(first)
     absorbed = _absorb(link, index, observed, second)
     if absorbed.any():
         observed = _shifted(observed, absorbed)
-    noise = LinkNoise(link, observed, second, per_channel, levels)
+    noise = LinkNoise(link, observed, second, per_channel)
     least, most = _limits(link, observed)
     best, factors = noise.of(np.ones(link.first.channels_out)), np.ones(link.first.channels_out)
     start, worth = best, _CLIP_WORTH if link.has_clip else _WORTH
@@ -176,15 +168,9 @@ def _equalize_link(
         return None
     _apply(link, index, first, second, factors)
     gain = 10.0 * math.log10(start / best) if best > 0.0 else 0.0
-    _log.debug(
-        "'%s' to '%s': factors %.3g..%.3g, %.1f dB",
-        link.first.name,
-        link.second.name,
-        factors.min(),
-        factors.max(),
-        gain,
-    )
-    return EqualizedPair(link.first.name, link.second.name, factors, absorbed, gain, _rescaled(link, factors, absorbed))
+    names = link.first.name, link.second.name
+    _log.debug("'%s' to '%s': factors %.3g..%.3g, %.1f dB", *names, factors.min(), factors.max(), gain)
+    return EqualizedPair(*names, factors, absorbed, gain, _rescaled(link, factors, absorbed))
 
 
 def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Rescaling]:
@@ -358,14 +344,9 @@ class Equalization(WeightPass):
         return scaled_by_equalization(model, nodes=nodes)
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        peaks = {**statistics, **context.known}
-        prepared = state.prepared
-        found = equalize(prepared.proto, peaks=peaks, nodes=set(context.nodes), per_channel=context.per_channel)
+        peaks, model = {**statistics, **context.known}, state.prepared.proto
+        found = equalize(model, peaks=peaks, nodes=set(context.nodes), per_channel=context.per_channel)
         if not found.pairs:
             return Skipped("nothing to gain by prediction")
-        changed = replace(
-            state,
-            prepared=changed_weights(prepared, found.model, found.notes),
-            rescaled={**state.rescaled, **found.rescaled},
-        )
+        changed = state.with_weights(found.model, found.notes, found.rescaled)
         return Candidate(changed, f"{len(found.pairs)} places")

@@ -66,7 +66,6 @@ class GatedModel(Closing):
     Args:
         float_model: The model that was quantized: prepared, with the node names of the quantized one. Not changed.
         quantized: What was made of it. Not changed.
-        threads: Threads of the session.
         custom_op_libraries: Libraries with custom operators to register.
         executor: Runs it.
 
@@ -80,13 +79,12 @@ class GatedModel(Closing):
         float_model: onnx.ModelProto,
         quantized: onnx.ModelProto,
         *,
-        threads: int = 1,
         custom_op_libraries: Sequence[str] = (),
         executor: Executor = HERE,
     ) -> None:
         model, self.gates, self._input = gated_model(float_model, quantized)
         self.output_names = tuple(v.name for v in float_model.graph.output)
-        self._runner = executor.open(model, threads=threads, custom_op_libraries=custom_op_libraries)
+        self._runner = executor.open(model, threads=1, custom_op_libraries=custom_op_libraries)
 
     def close(self) -> None:
         """Removes the temporary file, if there is one."""

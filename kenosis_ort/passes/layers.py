@@ -7,7 +7,7 @@ few samples for second moments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,11 +283,10 @@ def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
     return Layer(node, str(node.input[1]), str(bias), shape, groups, transposed)
 
 
-def layers(index: GraphIndex) -> Iterator[Layer]:
-    """Yields all layers of the main graph, in graph order."""
-    for node in index.nodes:
-        found = layer_of(node, index)
-        if found is not None:
+def layers(index: GraphIndex, nodes: Collection[str] | None = None) -> Iterator[Layer]:
+    """Yields the layers of the main graph in graph order, all or those of these names."""
+    for node in list(index.nodes):
+        if (nodes is None or node.name in nodes) and (found := layer_of(node, index)) is not None:
             yield found
 
 
@@ -310,6 +309,11 @@ def is_private_constant(index: GraphIndex, name: str) -> bool:
 def array_of(index: GraphIndex, name: str) -> npt.NDArray[np.generic]:
     """The content of a constant."""
     return array_in(index.constants[name])
+
+
+def weights_of(index: GraphIndex, layer: Layer) -> Float64:
+    """Canonical weights of a layer as they are now."""
+    return layer.canonical(array_of(index, layer.node.input[1]))
 
 
 def store(index: GraphIndex, name: str, array: npt.NDArray[np.generic]) -> None:

@@ -78,7 +78,6 @@ def search_mixed_precision(
     max_float_share: float = 0.05,
     replan: float_search.Replan | None = None,
     keep_float: Mapping[str, str] | None = None,
-    threads: int = 1,
     custom_op_libraries: Sequence[str] = (),
     executor: Executor = HERE,
 ) -> MixedPlacement:
@@ -95,7 +94,6 @@ def search_mixed_precision(
         max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
         replan: As ``build`` but without quantizing; much faster. None uses ``build``.
         keep_float: Nodes to leave float from the start.
-        threads: Threads of the sessions.
         custom_op_libraries: Libraries with custom operators to register.
         executor: Runs the model whose tensors are ranked.
 
@@ -116,9 +114,7 @@ def search_mixed_precision(
         return trials.result(first, {})
     # Rank the tensors on the gated model.
     price = dict(cost) if cost is not None else float_search.default_cost(float_model)
-    with GatedModel(
-        float_model, quantized, threads=threads, custom_op_libraries=custom_op_libraries, executor=executor
-    ) as gated:
+    with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
         del quantized
         probe = float_search.SensitivityProbe(gated, feeds, error=error)
         units = float_search.tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
@@ -190,9 +186,9 @@ class _Trials:
         text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
         if beyond is not None:
             nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
-            return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}."
+            return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}"
         top = min(self.made, key=lambda t: t.loss)
-        return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float."
+        return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float"
 
     def result(
         self, best: _Trial, price: Mapping[str, float], *, reachable: str | None = None, sets: int = 0

@@ -210,6 +210,7 @@ def _flattened(node: onnx.NodeProto, channels: int, dims: Dims) -> int:
     return spread if spread and after[1] == channels * spread else 0
 
 
+_LEVELS = 127  # largest integer of a weight
 HEADROOM = 1.25
 """By how much unseen data may exceed the range seen before a grown channel becomes the largest."""
 LARGEST_FACTOR = 64.0
@@ -224,14 +225,11 @@ class LinkNoise:
         observed: Statistics of what the second layer reads, by channel of the first.
         second: Canonical weights of the second layer.
         per_channel: Whether weights get a scale by output channel.
-        levels: Largest integer of a weight.
     """
 
-    def __init__(
-        self, link: Link, observed: ChannelStatistics, second: Float64, per_channel: bool, levels: int
-    ) -> None:
+    def __init__(self, link: Link, observed: ChannelStatistics, second: Float64, per_channel: bool) -> None:
         layer = link.second
-        self._repeat, self._layer, self._levels, self._per_channel = link.repeat, layer, levels, per_channel
+        self._repeat, self._layer, self._per_channel = link.repeat, layer, per_channel
         self._low, self._high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
         self._power = np.repeat(observed.second_moment, link.repeat)
         squares = (second**2).sum(axis=2)
@@ -275,7 +273,7 @@ class LinkNoise:
             largest = np.full_like(largest, largest.max())
         power = (self._power * inputs**2).reshape(groups, -1).sum(axis=1) * self._layer.taps
         power = np.repeat(power, largest.size // groups)
-        weights = float(((largest / self._levels) ** 2 / 12.0 * power * self._importance).sum())
+        weights = float(((largest / _LEVELS) ** 2 / 12.0 * power * self._importance).sum())
         return rounding + weights
 
 

@@ -267,11 +267,8 @@ def learn_rounding(
     grids = weight_grids(quantized)
     todo = [
         layer
-        for layer in layers(index)
-        if (nodes is None or layer.name in nodes)
-        and layer.name in grids
-        and is_private_constant(index, layer.weight)
-        and _width(layer) <= _WIDEST
+        for layer in layers(index, nodes)
+        if layer.name in grids and is_private_constant(index, layer.weight) and _width(layer) <= _WIDEST
     ]
     gains: dict[str, float] = {}
     overlay: dict[str, dict[str, onnx.TensorProto]] = {}

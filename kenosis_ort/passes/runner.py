@@ -141,9 +141,9 @@ class PassRunner:
     def _evaluated(self, each: Pass, state: State, found: Candidate, evaluator: Evaluator) -> _Tried:
         own = evaluator is not self.context.evaluator  # of fewer samples: its scores are this pass's alone
         if not own and self.score is None:
-            self.score = self._score(state, evaluator)
-        before = self.score if self.score is not None and not own else self._score(state, evaluator)
-        after = self._score(found.state, evaluator)
+            self.score = self.context.score(state)
+        before = self.score if self.score is not None and not own else self.context.score(state, evaluator)
+        after = self.context.score(found.state, evaluator)
         is_kept = found.decided or (after.beats(before) if each.must_beat else after.is_better(before))
         samples = len(evaluator.feeds)
         falls = "falls" if is_kept else "does not fall clearly" if each.must_beat else "does not fall"
@@ -155,9 +155,6 @@ class PassRunner:
         if not is_kept:
             return _Tried(state, self.score, outcome)
         return _Tried(found.state, None if own else after, outcome)
-
-    def _score(self, state: State, evaluator: Evaluator) -> Score:
-        return evaluator.score(self.context.build_of(state).quantized)
 
 
 def _are_large(feeds: Sequence[Feed]) -> bool:

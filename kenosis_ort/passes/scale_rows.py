@@ -17,7 +17,7 @@ Layers that read one value share the sizes of its rows. Not changed: layers over
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -297,16 +297,13 @@ class RowScales(contract.WeightPass):
         if not found:
             return contract.Skipped("one range serves all rows")
         found.sort(key=lambda each: -each.gain)
-        before = _score(state, context)
+        before = context.score(state)
         tried = _tried(state, found, context)
         first = tried[0][0]
         if not (first.beats(before) and first.error < _WORTH * before.error):
             return contract.Skipped(f"the error does not fall by 1 dB with {len(found)} values scaled by row")
         smoothed = SmoothQuant().apply(state, statistics, context) if statistics else None
-        if (
-            isinstance(smoothed, contract.Candidate)
-            and not first.error < _WORTH * _score(smoothed.state, context).error
-        ):
+        if isinstance(smoothed, contract.Candidate) and not first.error < _WORTH * context.score(smoothed.state).error:
             return contract.Skipped(
                 "the outliers are channels: smoothing them leaves no more of the error, and costs no time"
             )
@@ -322,16 +319,12 @@ def _tried(
     count = len(found)
     while count:
         changed = _scaled(state, found[:count], context)
-        score = _score(changed, context)
+        score = context.score(changed)
         if tried and _MORE * score.error > min(other.error for other, _, _ in tried):
             break
         tried.append((score, changed, count))
         count //= 2
     return tried
-
-
-def _score(state: contract.State, context: contract.Context) -> Score:
-    return context.evaluator.score(context.build_of(state).quantized)
 
 
 def _scaled(state: contract.State, found: Sequence[RowNoise], context: contract.Context) -> contract.State:
@@ -341,12 +334,7 @@ def _scaled(state: contract.State, found: Sequence[RowNoise], context: contract.
         f"Rows brought to one size at run time in front of {_layers(found)} linear layers: one range does not serve "
         "tokens that differ so much."
     )
-    new = {value: Rescaling(-1, np.ones(channels)) for value, channels in values.items()}
-    return replace(
-        state,
-        prepared=contract.changed_weights(state.prepared, model, (note,)),
-        rescaled={**state.rescaled, **new},
-    )
+    return state.with_weights(model, (note,), {v: Rescaling(-1, np.ones(n)) for v, n in values.items()})
 
 
 def _layers(found: Sequence[RowNoise]) -> int:

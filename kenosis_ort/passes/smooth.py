@@ -16,7 +16,7 @@ candidates. On a ViT, a BERT and a BART with outlier channels of 20 and 50 times
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.passes import contract
-from kenosis_ort.passes.layers import Float64, array_of
+from kenosis_ort.passes.layers import Float64, weights_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,6 @@ def values_for_smoothing(
     model: onnx.ModelProto,
     *,
     nodes: Collection[str] | None = None,
-    keep_values: Collection[str] = (),
     insert: bool | None = None,
 ) -> dict[str, int]:
     """The values whose `channel_statistics` `smooth` needs, with the axis of their channels (the last).
@@ -106,11 +105,9 @@ def values_for_smoothing(
     Args:
         model: Prepared model, shapes inferred.
         nodes: As in `smooth`.
-        keep_values: As in `smooth`.
         insert: As in `smooth`.
     """
-    index = GraphIndex(model, keep_values)
-    return {group.value: -1 for group in _wanted(model, index, nodes, insert)}
+    return {group.value: -1 for group in _wanted(model, GraphIndex(model), nodes, insert)}
 
 
 def scaled_by_smoothing(
@@ -128,7 +125,6 @@ def smooth(
     peaks: Mapping[str, ChannelStatistics],
     alpha: float | Literal["auto"] = "auto",
     nodes: Collection[str] | None = None,
-    keep_values: Collection[str] = (),
     insert: bool | None = None,
     per_channel: bool = True,
 ) -> Smoothed:
@@ -141,7 +137,6 @@ def smooth(
             ``"auto"``, which chooses by value and leaves alone what gains nothing.
         nodes: Names of the MatMul and Gemm nodes that will be quantized; None for all. A value is smoothed if one of
             them reads it.
-        keep_values: Values that must keep their content.
         insert: Whether a Mul is put in front of the layers where nothing can take the division; None for behind
             normalizations, where it halves the predicted noise. It costs 2 to 4 % of a small transformer's time.
         per_channel: Whether weights have one scale an output channel.
@@ -150,7 +145,7 @@ def smooth(
         OptionError: ``alpha`` is not between 0 and 1.
     """
     alphas = _candidates(alpha)
-    index = GraphIndex.of_copy(model, keep_values)
+    index = GraphIndex.of_copy(model)
     done: list[SmoothedValue] = []
     inserted: dict[str, onnx.NodeProto] = {}
     for group in _wanted(index.model, index, nodes, insert):
@@ -158,7 +153,7 @@ def smooth(
         if statistics is None or statistics.channels != group.channels:
             continue
         counted = [layer for layer in group.layers if nodes is None or layer.name in nodes]
-        weights = [layer.canonical(array_of(index, layer.node.input[1]))[:, :, 0] for layer in group.layers]
+        weights = [weights_of(index, layer)[:, :, 0] for layer in group.layers]
         noisy = [w for w, layer in zip(weights, group.layers, strict=True) if layer in counted]
         before = _noise(statistics, noisy, np.ones(group.channels), per_channel)
         chosen, factors, after = _choose(statistics, noisy, alphas, per_channel)
@@ -204,7 +199,7 @@ def _wanted(
 
     def takes_a_mul(group: SmoothGroup) -> bool:
         wanted = group.normal if insert is None else insert
-        return wanted and group.direct and group.value not in index.keep_values
+        return wanted and group.direct
 
     return [
         group
@@ -333,11 +328,11 @@ class SmoothQuant(contract.WeightPass):
         found = self._smoothed(state, statistics, context, insert=insert)
         if not found.layers:
             return contract.Skipped("nothing to gain by prediction")
-        changed = _changed(state, found)
+        changed = state.with_weights(found.model, found.notes, found.rescaled)
         if found.inserted and insert is None:
             folded = self._smoothed(state, statistics, context, insert=False)
-            without = _changed(state, folded)
-            errors = [context.evaluator.score(context.build_of(each).quantized).error for each in (changed, without)]
+            without = state.with_weights(folded.model, folded.notes, folded.rescaled)
+            errors = [context.score(each).error for each in (changed, without)]
             if not errors[0] < _WORTH_MUCH * errors[1]:
                 if not folded.layers:
                     return contract.Skipped("what there is to gain takes a Mul at run time, and is less than 1 dB")
@@ -361,11 +356,3 @@ class SmoothQuant(contract.WeightPass):
             insert=insert,
             per_channel=context.per_channel,
         )
-
-
-def _changed(state: contract.State, found: Smoothed) -> contract.State:
-    return replace(
-        state,
-        prepared=contract.changed_weights(state.prepared, found.model, found.notes),
-        rescaled={**state.rescaled, **found.rescaled},
-    )

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from kenosis_ort.graph.constants import GraphIndex, Is, having
 from kenosis_ort.graph.outside import put_outside
 from kenosis_ort.graph.walk import attribute, attribute_int, known_as
-from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of, shapes_of
+from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of, shapes_of, weights_of
 
 _NORMS = {  # operator to the inputs that scale its output 0 by channel
     "LayerNormalization": (1, 2),
@@ -109,8 +109,7 @@ def scale_channels(index: GraphIndex, group: SmoothGroup, factors: Float64) -> N
         factors: Shape (channels,), positive.
     """
     for layer in group.layers:
-        weight = layer.canonical(array_of(index, layer.node.input[1])) * factors[:, None]
-        _store(index, layer.node, 1, layer.stored(weight))
+        _store(index, layer.node, 1, layer.stored(weights_of(index, layer) * factors[:, None]))
     for fold in group.folds:
         real = array_of(index, fold.node.input[fold.position])
         if fold.layer is not None:
@@ -155,8 +154,7 @@ class _Finder:
     def _readers(self, value: str, channels: int, found: list[Layer]) -> bool:
         """Gathers the layers that read a value; returns whether nothing else does."""
         complete = not self.index.is_pinned(value)
-        for node in dict.fromkeys(map(_ById, self.index.readers.get(value, ()))):
-            reader = node.node
+        for reader in {id(node): node for node in self.index.readers.get(value, ())}.values():
             layer = self.linear(reader)
             if layer is not None and list(reader.input).count(value) == 1 and reader.input[0] == value:
                 found.append(layer)
@@ -249,16 +247,3 @@ class _Finder:
                 if found is not None:
                     return found
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class _ById:
-    """A node that compares by identity; messages compare by content."""
-
-    node: onnx.NodeProto
-
-    def __hash__(self) -> int:
-        return id(self.node)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.node is self.node

@@ -42,7 +42,7 @@ def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("another runtime than the target's was asked")
 
     monkeypatch.setattr("kenosis_ort.targets.ort_cpu.cpu_proof.prove_by", never)
-    monkeypatch.setattr("kenosis_ort.flow.speed.keep_promise", never)
+    monkeypatch.setattr("kenosis_ort.tuning.promise.keep_promise", never)
 
 
 def quantized(model: onnx.ModelProto, out: Path, target: Target = OWN, **options: Any) -> QuantizationReport:

@@ -292,7 +292,7 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypat
     def nothing_is_faster(call: Any, builder: Any, build: Any, *rest: Any) -> tuple[Any, bool]:
         return replace(build, plan=PlacementPlan("ort-cpu"), quantized=model), True
 
-    monkeypatch.setattr("kenosis_ort.flow.run.delivered", nothing_is_faster)
+    monkeypatch.setattr("kenosis_ort.flow.speed.delivered", nothing_is_faster)
     report = quantized(model, out, kv_cache="int8")
     assert model.SerializeToString() == before
     assert dict(report.cache) == dict(cache_scales(onnx.load(out)))

@@ -115,12 +115,8 @@ def broken(*_: Any, **__: Any) -> Any:
 STEPS = {
     "equalize": "kenosis_ort.passes.equalize_layers.equalize",
     "smooth": "kenosis_ort.passes.smooth.smooth",
-    "row_scales": "kenosis_ort.passes.scale_rows.row_noise",
-    "ranges": "kenosis_ort.passes.choose_ranges.estimate_all",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
-    "rounding": "kenosis_ort.passes.round_weights.learn_rounding",
-    "mixed_precision": "kenosis_ort.passes.leave_float.search_mixed_precision",
-    "cost model": "kenosis_ort.flow.run.float_regions",
+    "cost model": "kenosis_ort.flow.speed.float_regions",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",
     "rows": "kenosis_ort.flow.call.find_division",
 }
@@ -143,7 +139,7 @@ def test_a_step_that_fails_is_left_out(
 
 
 def test_timing_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.speed.keep_promise", broken)
+    monkeypatch.setattr("kenosis_ort.tuning.promise.keep_promise", broken)
     model = models.residual_block()
     with pytest.warns(KenosisWarning, match="Timing failed"):
         report = quantized(model, tmp_path / "out.onnx", promise=True)
@@ -224,7 +220,7 @@ def test_a_wrong_rewrite_is_named_among_the_fallbacks(tmp_path: Path, monkeypatc
         if call.request.rewrites:
             raise RewriteMismatchError("the rewritten float model is off")
 
-    monkeypatch.setattr("kenosis_ort.flow.improve.check_rewritten", wrong)
+    monkeypatch.setattr("kenosis_ort.flow.finish.check_rewritten", wrong)
     with pytest.warns(KenosisWarning, match="is off"):
         report = quantized(models.bn_net(), tmp_path / "out.onnx")
     assert report.plan.integer_nodes()

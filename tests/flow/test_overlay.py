@@ -61,7 +61,7 @@ def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
 
 def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Corrected in the passes, cut off afterwards, as the speed ladder and mixed precision do."""
-    from kenosis_ort.flow import run
+    from kenosis_ort.flow import speed
 
     model = chain(4)
     feeds = models.feeds(model, 16)
@@ -71,7 +71,7 @@ def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: p
         keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
         return replace(builder.quantize(build.table, keep, build.corrections), fusion=build.fusion), True
 
-    monkeypatch.setattr(run, "delivered", cut)
+    monkeypatch.setattr(speed, "delivered", cut)
     report = quantized(model, tmp_path / "out.onnx", feeds, recipe="fast")
     assert next(p for p in report.passes if p.name == "bias_correction").kept
     found = initializers(tmp_path / "out.onnx")

@@ -199,7 +199,7 @@ def test_high_biases_move_on_to_a_layer_that_does_not_pad():
     np.testing.assert_allclose(again.scales, result.pairs[0].scales, rtol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["two consumers", "output", "kept", "shared weight", "sigmoid", "excluded"])
+@pytest.mark.parametrize("case", ["two consumers", "output", "shared weight", "sigmoid", "excluded"])
 def test_what_others_need_is_not_touched(case):
     net = Net(seed=5)
     y = net.op("Sigmoid" if case == "sigmoid" else "Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, name="a")])
@@ -213,9 +213,7 @@ def test_what_others_need_is_not_touched(case):
     net.output(z)
     spread(net, "a_w", axis=0)
     model = planning.prepared(net.model())
-    kept = list(values_for_equalization(model)) if case == "kept" else []
-    nodes = {"b"} if case == "excluded" else None
-    assert equalize(model, keep_values=kept, nodes=nodes).pairs == ()
+    assert equalize(model, nodes={"b"} if case == "excluded" else None).pairs == ()
 
 
 def test_the_model_given_stays_as_it_is():

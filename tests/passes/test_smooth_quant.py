@@ -58,9 +58,7 @@ def feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
 
 def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
     insert = options.get("insert")
-    wanted = values_for_smoothing(
-        model, nodes=options.get("nodes"), keep_values=options.get("keep_values", ()), insert=insert
-    )
+    wanted = values_for_smoothing(model, nodes=options.get("nodes"), insert=insert)
     return smooth(model, peaks=channel_statistics(model, feeds(), wanted, threads=1), **options)
 
 
@@ -123,7 +121,6 @@ def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> No
             "n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, n)",
             {"insert": False},
         ),  # a residual reads it
-        ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"keep_values": ["n"]}),
         ("n = LayerNormalization (x, gamma, beta)\n a = MatMul (n, w1)\n y = Add (a, b2)", {"nodes": ["other"]}),
         ("y = MatMul (x, w1)", {}),
         ("n = LayerNormalization (x, gamma, beta)\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),

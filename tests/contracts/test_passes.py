@@ -1,0 +1,185 @@
+"""What every accuracy pass has to hold, on a net that it improves and on one that it leaves as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from kenosis_ort import KenosisWarning, QuantizationReport
+from kenosis_ort.option_types import RecipeFile, resolve
+from kenosis_ort.passes import PASSES, Candidate, Context, Pass, Skipped, State, WeightPass, passes_of
+from tests.contracts.passes import EXAMPLES, NEAR_MISSES, OFF, Example, Recipe
+from tests.flow.support import quantized, run
+
+KINDS = {kind.name: kind for kind in PASSES}
+each_pass = pytest.mark.parametrize("name", KINDS)
+CASES = {"example": EXAMPLES, "near miss": NEAR_MISSES}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def written(model: onnx.ModelProto) -> bytes:
+    return model.SerializeToString(deterministic=True)
+
+
+def seen_in(state: State) -> Any:
+    """Everything in a state, so that two can be compared."""
+    build = state.build
+    constants = (
+        [] if build is None else [(n, k, written(t)) for n, ts in build.corrections.items() for k, t in ts.items()]
+    )
+    quantized = None if build is None else (written(build.quantized), dict(build.keep_float), build.table.to_json())
+    factors = {value: np.asarray(how.factors).tobytes() for value, how in state.rescaled.items()}
+    return written(state.prepared.proto), state.prepared.notes, constants, quantized, factors
+
+
+@dataclass
+class Seen:
+    """What one application of a pass was given and gave, and what a second one gives; filled while it runs."""
+
+    report: QuantizationReport | None = None
+    before: Any = None
+    after: Any = None
+    found: list[Any] = field(default_factory=list)
+    twice: list[Any] = field(default_factory=list)
+    left_float: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    float_outputs: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def applied(kind: type[Pass], how: Any) -> Iterator[None]:
+    """A pass whose `apply` is another function, which gets the pass's own first."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = kind.apply
+        patch.setattr(kind, "apply", lambda self, *given: how(partial(real, self), *given))
+        yield
+
+
+@cache
+def looked_at(name: str, case: str) -> Seen:
+    """One call with a pass, looked at from inside."""
+    example, seen = CASES[case][name], Seen()
+
+    def apply(real: Any, state: State, statistics: Mapping[str, Any], context: Context) -> Candidate | Skipped:
+        seen.before = seen_in(state)
+        seen.found = [real(state, statistics, context) for _ in range(2)]
+        seen.after = seen_in(state)
+        seen.twice = [each if isinstance(each, Skipped) else (each.what, seen_in(each.state)) for each in seen.found]
+        found: Candidate | Skipped = seen.found[0]
+        if isinstance(found, Candidate):
+            models = [state.prepared.proto, found.state.prepared.proto]
+            seen.float_outputs = [[each[0] for each in run(model, example.samples()[:2])] for model in models]
+        if isinstance(found, Candidate) and found.state.build is not None:
+            seen.left_float = left_float(found.state, context)
+        return found
+
+    with TemporaryDirectory() as folder, applied(KINDS[name], apply), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)
+        seen.report = call(example, Path(folder, "out.onnx"))
+    return seen
+
+
+def left_float(state: State, context: Context) -> dict[str, tuple[Any, Any]]:
+    """Float constants of an integer layer that is left float after a pass, beside those of the model."""
+    build = state.built
+    node = next(n for n in build.float_model.graph.node if n.name in build.plan.integer_nodes() and len(n.input) > 1)
+    made = context.quantize(build.table, {**build.keep_float, node.name: "left float"}, build.corrections)
+    own, found = (
+        {t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in (build.float_model, made.quantized)
+    )
+    return {name: (own[name], found.get(name)) for name in node.input[1:] if name in own}
+
+
+def call(example: Example, out: Path, **options: Any) -> QuantizationReport:
+    return quantized(example.net(), out, example.samples(), **{"recipe": example.recipe, **example.options, **options})
+
+
+def test_every_pass_has_an_example_and_a_near_miss() -> None:
+    assert EXAMPLES.keys() == NEAR_MISSES.keys() == KINDS.keys()
+
+
+@each_pass
+@each_case
+def test_it_improves_its_example_and_says_why_it_leaves_the_other(name: str, case: str) -> None:
+    seen = looked_at(name, case)
+    assert seen.report is not None
+    (outcome,) = seen.report.passes
+    assert (outcome.name, outcome.kept) == (name, case == "example")
+    assert re.search(CASES[case][name].says, outcome.reason)
+    for found in seen.found:
+        assert isinstance(found, (Candidate, Skipped))
+        assert isinstance(found, Candidate) or (found.why and "\n" not in found.why)
+    if outcome.kept and outcome.error_before is not None:
+        assert outcome.error_after < outcome.error_before
+
+
+@each_pass
+@each_case
+def test_the_state_that_it_gets_stays_as_it_is(name: str, case: str) -> None:
+    seen = looked_at(name, case)
+    assert seen.before == seen.after
+
+
+@each_pass
+@each_case
+def test_it_does_the_same_twice(name: str, case: str) -> None:
+    one, other = looked_at(name, case).twice
+    assert one == other
+
+
+@each_pass
+def test_a_candidate_is_the_same_float_net_and_nodes_left_float_have_their_own_weights(name: str) -> None:
+    seen = looked_at(name, "example")
+    assert isinstance(seen.found[0], Candidate)
+    before, after = seen.float_outputs
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
+    if issubclass(KINDS[name], WeightPass):
+        assert seen.found[0].state.build is None
+        assert seen.found[0].state.rescaled
+    else:
+        assert seen.left_float
+        for own, found in seen.left_float.values():
+            np.testing.assert_array_equal(found, own)
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+@each_pass
+def test_one_that_raises_is_left_out_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
+    def raises(*_: Any) -> Any:
+        raise IndexError("a pass that fails")
+
+    example, kind = EXAMPLES[name], KINDS[name]
+    with applied(kind, raises), pytest.warns(KenosisWarning, match=f"{kind.title} failed .*a pass that fails"):
+        report = call(example, tmp_path / "failed.onnx")
+    (outcome,) = report.passes
+    assert not outcome.kept
+    assert outcome.reason == "it failed, see the warnings"
+    call(example, tmp_path / "without.onnx", recipe=Recipe(**OFF))
+    failed, without = (held(tmp_path / f"{each}.onnx") for each in ("failed", "without"))
+    assert failed.keys() == without.keys()
+    assert all(np.array_equal(failed[each], without[each]) for each in failed)
+
+
+def held(path: Path) -> dict[str, Any]:
+    return {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+
+
+@each_pass
+@each_case
+def test_a_recipe_file_holds_it(name: str, case: str, tmp_path: Path) -> None:
+    recipe = CASES[case][name].recipe
+    (tmp_path / "recipe.toml").write_text(RecipeFile(recipe, {}).to_toml(), encoding="utf-8")
+    read = resolve(tmp_path / "recipe.toml").recipe
+    assert [each.name for each in passes_of(read)] == [name]
+    assert passes_of(read) == passes_of(recipe)
