@@ -113,8 +113,6 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 STEPS = {
-    "equalize": "kenosis_ort.passes.equalize_layers.equalize",
-    "smooth": "kenosis_ort.passes.smooth.smooth",
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
     "cost model": "kenosis_ort.flow.speed.float_regions",
     "evidence": "kenosis_ort.flow.finish.gather_evidence",

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.flow import target_options
+from kenosis_ort.flow.target_options import with_own_profile
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
@@ -103,7 +103,7 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
     monkeypatch.setattr(measure, "_gain", lambda *_: gain)
     asked = request_for(monkeypatch, AMX.features)
     assert asked.host == AMX
-    found = target_options.with_own_profile(asked)
+    found = with_own_profile(asked)
     if gain > 1:
         assert found is asked
         assert "second kernel" not in target_options.host_label(found)
@@ -116,4 +116,4 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
 def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
     asked = request_for(monkeypatch, VNNI.features, host="amx")
-    assert target_options.with_own_profile(asked) is asked
+    assert with_own_profile(asked) is asked
