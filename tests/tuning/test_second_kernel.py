@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.flow.target_options import with_own_profile
+from kenosis_ort.flow.target_options import host_label, with_own_profile
 from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
@@ -106,11 +106,11 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
     found = with_own_profile(asked)
     if gain > 1:
         assert found is asked
-        assert "second kernel" not in target_options.host_label(found)
+        assert "second kernel" not in host_label(found)
     else:
         assert found.host == replace(AMX, shifted={})
         assert found.target.costs.shifted == {}
-        assert "nearest to this machine, but for its second kernel of Conv" in target_options.host_label(found)
+        assert "nearest to this machine, but for its second kernel of Conv" in host_label(found)
 
 
 def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch):
