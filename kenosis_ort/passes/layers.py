@@ -270,8 +270,12 @@ def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
     if weight is None or weight.data_type != _FLOAT32:
         return None
     shape = tuple(weight.dims)
-    convolution = node.op_type in _CONVOLUTIONS
-    if (len(shape) < 3 if convolution else len(shape) != 2) or 0 in shape or attribute_int(node, "transA", 0):
+    convolution, gemm = node.op_type in _CONVOLUTIONS, node.op_type == "Gemm"
+    if (
+        (len(shape) < 3 if convolution else len(shape) != 2)
+        or 0 in shape
+        or (gemm and attribute_int(node, "transA", 0))
+    ):
         return None
     groups = attribute_int(node, "group", 1) if convolution else 1
     if shape[0] % groups:
@@ -279,7 +283,7 @@ def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
     bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 else ""
     if bias and index.constant(bias) is None:
         return None
-    transposed = node.op_type == "Conv" or (node.op_type == "Gemm" and bool(attribute_int(node, "transB", 0)))
+    transposed = node.op_type == "Conv" or (gemm and bool(attribute_int(node, "transB", 0)))
     return Layer(node, str(node.input[1]), str(bias), shape, groups, transposed)
 
 
