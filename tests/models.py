@@ -67,13 +67,14 @@ class Net:
         deviation = scale if scale is not None else (1.5 / max(fan_in, 1)) ** 0.5
         return self.const(self.rng.normal(0.0, deviation, shape).astype(np.float32), name)
 
-    def op(self, op_type: str, inputs: Sequence[str], *, name: str | None = None, out: str | None = None,
+    def op(self, op_type: str, inputs: Sequence[Any], *, name: str | None = None, out: str | None = None,
            outputs: int = 1, domain: str = "", **attributes: Any) -> str:  # fmt: skip
-        """Adds a node; its outputs are named after it unless ``out`` says otherwise."""
+        """Adds a node; inputs that are no names become constants, outputs are named after it or ``out``."""
         name = name or f"{op_type.lower()}_{len(self.nodes)}"
         first = out or f"{name}_out"
         names = [first] + [f"{first}_{i}" for i in range(1, outputs)]
-        self.nodes.append(helper.make_node(op_type, list(inputs), names, name=name, domain=domain, **attributes))
+        operands = [operand if isinstance(operand, str) else self.const(operand) for operand in inputs]
+        self.nodes.append(helper.make_node(op_type, operands, names, name=name, domain=domain, **attributes))
         if domain:
             self.domains.add(domain)
         return first

@@ -23,13 +23,20 @@ RULES: Final[Mapping[str, Rewrite]] = {
 }
 KNOWN: Final[Mapping[str, Any]] = {
     "zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "small": 1e-3,
-    "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "yes": True,
+    "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "huge": 1e38, "yes": True,
     "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6],
 }  # fmt: skip
 
 _RMS = "s = Mul(x, x) m = ReduceMean<axes = [-1]>(s) a = Add(m, small) r = Sqrt(a)"
 _NORM = "m = ReduceMean<axes = [-1]>(x) d = Sub(x, m) s = Pow(d, two) v = ReduceMean<axes = [-1]>(s) a = Add(v, small)"
 _CONV = "(float[1,8,6,6] x) => (float y) <float[8,8,1,1] w, float[8] b, float[8,8,1,1] u"
+_GEMM = "(float[2,3] x) => (float y) <float[3,4] w, float[4] b, float[2,4] t>"
+_NORM_3 = "float[3] g, float[3] h, float[3] i, float[3] j"
+_BATCH_NORM = "y = BatchNormalization(c, g, h, i, j)"
+_SKIP = "(float[2,3,4] x, float[2,3,4] z) => (float[2,3,4] y"
+_SKIP_NORM = "com.microsoft.SkipLayerNormalization(x, z, g)"
+_POOL = "(float[n,3,h,k] x) => (float y) { y = AveragePool"
+_STEM = "=> (float y) <float[4,3,3,3] w> { y = Conv"
 
 EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
     "drop_identity": (
@@ -227,6 +234,9 @@ NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("fold_batch_norm", "y = BatchNormalization(c, g", "k = Abs(g) y = BatchNormalization(c, k", "not constant"),
     ("batch_norm_to_conv", "(r, g, h, i, j)", "<training_mode = 1>(r, g, h, i, j)", "training mode"),
     ("batch_norm_to_conv", "float[1,4,3,3] x", "float[1,4,3] x", "3 dimensions"),
+    ("batch_norm_to_conv", "y = BatchNormalization(r, g", "k = Abs(g) y = BatchNormalization(r, k", "not constant"),
+    ("batch_norm_to_conv", "j", "negative", "not finite"),
+    ("batch_norm_to_conv", "BatchNormalization(r, g, h, i, j)", "Mul(r, r)", ""),
     ("fuse_attention", "axis = -1", "axis = 2", "last dimension"),
     ("fuse_attention", "float[1,2,3,4] q", "float[2,2,3,4] q", "broadcast"),
     ("fuse_attention", "s = MatMul(q, t)", "o = MatMul(q, t) s = Mul(o, negative)", "its scale is -1.0"),
@@ -254,11 +264,83 @@ NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("average_pool_to_conv", "kernel_shape = [2,2]", "kernel_shape = [6,6]", "over the whole picture"),
     ("average_pool_to_conv", "[2,2]>", "[2,2], pads = [0,0,1,1], ceil_mode = 1>", "ceil_mode adds a window"),
     ("average_pool_to_conv", "float[1,4,6,6] x", "float[1,c,6,6] x", "channel count of 'x' is not known"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "s = Add(h, x) y = Conv(s, u)", "does not keep a factor"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "s = Mul(h, h) y = Conv(s, u)", "does not keep a factor"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "s = Sigmoid(h) y = Conv(s, u)", "does not keep a factor"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "t = Conv(h, u) y = Mul(h, t)", "is needed as it is"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "k = Abs(u) y = Conv(h, k)", "are not constant"),
+    ("hard_swish_to_product", "y = Conv(h, w, b)", "p = GlobalAveragePool(h) s = Mul(h, p) y = Conv(s, u)",
+     "multiplies it with what comes from it"),
+    ("hard_swish_to_product", "h = HardSwish(x)", "g = HardSigmoid(x) a = Abs(x) h = Mul(a, g)", ""),
+    ("fuse_attention", "s = MatMul(q, t)", "o = MatMul(q, t) s = Mul(o, zero)", "its scale is 0.0"),
+    ("fuse_attention", "w = Softmax<axis = -1>(s)", "o = Where(yes, s, negative) w = Softmax<axis = -1>(o)",
+     "small enough"),
+    ("residual_to_sum", "(float y)", "(float y, float s)", ""),
+    ("space_to_depth_stem", ",3,8,8] x) => (float y) <float[4,3", ",4,8,8] x) => (float y) <float[4,4", ""),
+    ("space_to_depth_stem", ",3,8,8] x) => (float y) <float[4,3", ",9,8,8] x) => (float y) <float[4,9", ""),
+    ("pad_stem_channels", ",3,8,8] x) => (float y) <float[4,3", ",9,8,8] x) => (float y) <float[4,9", ""),
+    ("pad_depthwise", "24", "12", ""),
+    ("pad_depthwise", "24", "32", ""),
+    ("pad_depthwise", "24", "17", "17 channels would become 32"),
+    ("pad_depthwise", "(float y)", "(float y, float[1,24,3,3] e)", "its channels reach 'e', which is needed as it is"),
+    ("pad_depthwise", "y = Conv(e, u)", "y = Softmax<axis = 1>(e)", "(Softmax) may need its channels as they are"),
+    ("pad_depthwise", "y = Conv(e, u)", "y = Concat<axis = 1>(e, e)", "(Concat)"),
+    ("pad_depthwise", "y = Conv(e, u)", "y = ReduceMean<axes = [1]>(e)", "(ReduceMean)"),
+    ("pad_depthwise", "y = Conv(e, u)", "y = Conv<group = 2>(e, d)", "splits its channels into groups"),
+    ("pad_depthwise", "c = Conv(x, w, b)", "k = Abs(w) c = Conv(x, k, b)", "the weights of 'Conv_c' are not constant"),
 )  # fmt: skip
 """Rule, what of its example is written differently and how, and the reason that is told; none is without a word.
 
 Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Relu(x)``.
 """
+
+OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("fold_scale", f"{_GEMM} {{ c = Gemm<alpha = 2.0>(x, w, b) y = Mul(c, three) }}", "alpha or beta is not 1"),
+    ("fold_scale", f"{_GEMM} {{ c = Gemm<alpha = 2.0>(x, w, b) y = Mul(c, zero) }}", "alpha or beta is not 1"),
+    ("fold_scale", f"{_GEMM} {{ c = Gemm(x, w, t) y = Mul(c, three) }}", "is not one number a channel"),
+    ("fold_gemm_factors", f"{_GEMM} {{ c = Gemm(x, w) y = Gemm<beta = 0.5>(x, w, c) }}", "not a constant"),
+    ("fold_gemm_factors", "(float[3,3] x) => (float y) { y = Gemm<alpha = 2.0>(x, x) }", ""),
+    ("fold_gemm_factors", "(float[2,3] x) => (float y) <float[3,4] huge> { y = Gemm<alpha = 99.0>(x, huge) }",
+     "finite"),
+    ("fold_batch_norm", f"(float[2,3,3] x) => (float y) <float[3,3] w, {_NORM_3}> {{ c = MatMul(x, w) {_BATCH_NORM} }}",
+     "is not known to give a matrix"),
+    ("fold_batch_norm", (f"(float[1,3,4,4] x) => (float y) <float[3,3,1,1] w, float[1,3,4,4] a, {_NORM_3}>"
+     f"{{ d = Conv(x, w) c = Add(d, a) {_BATCH_NORM} }}"), "is not one number a channel"),
+    ("collapse_hard_swish", "(float[2,3] x) => (float y) { g = HardSigmoid(x) y = Mul(x, g) }",
+     "alpha 0.2 and beta 0.5 are not those of HardSwish"),
+    ("collapse_hard_swish", ("(float[2,3] x) => (float y, float g) "
+     "{ g = HardSigmoid<alpha = 0.16666667, beta = 0.5>(x) y = Mul(x, g) }"), "'g' is needed elsewhere"),
+    ("hard_sigmoid_to_clip", f"{_GEMM} {{ c = Gemm<alpha = 2.0>(x, w, b) y = HardSigmoid(c) }}", "factors of its own"),
+    ("split_skip_norm", f"{_SKIP}, float[2,3,1] m) <float[4] g> {{ y, m = {_SKIP_NORM} }}",
+     "its statistic 'm' is needed"),
+    ("split_skip_norm", f"{_SKIP}, float[2,3,1] d, float[2,3,4] s) <float[4] g> {{ y, m, d, s = {_SKIP_NORM} }}",
+     "its statistic 'd' is needed"),
+    ("average_pool_to_conv", f"{_POOL}<kernel_shape = [3,3], strides = [2,2], ceil_mode = 1>(x) }}",
+     "ceil_mode may add a window"),
+    ("average_pool_to_conv", f"{_POOL}<kernel_shape = [3,3], pads = [1,1,1,1]>(x) }}", "padding is not counted"),
+    ("average_pool_to_conv", f"{_POOL}<kernel_shape = [3,3], auto_pad = \"SAME_UPPER\">(x) }}",
+     "depends on a height or width"),
+    ("average_pool_to_conv", "(float[n,3,4] x) => (float y) { y = AveragePool<kernel_shape = [2]>(x) }",
+     "3 dimensions"),
+    ("average_pool_to_conv", ("(float[n,3,3,3] x) => (float y) "
+     "{ y = AveragePool<kernel_shape = [1,1], strides = [3,1], auto_pad = \"SAME_UPPER\">(x) }"),
+     "padding is negative"),
+    ("space_to_depth_stem", f"(float[1,6,8,8] x) {_STEM}<strides = [2,2], group = 2>(x, w) }}", ""),
+    ("space_to_depth_stem", f"(float[n,3,15,15] x) {_STEM}<strides = [5,5]>(x, w) }}", "its stride is 5 x 5"),
+    ("space_to_depth_stem", f"(float[n,3,9,9] x) {_STEM}<strides = [3,3]>(x, w) }}", "its stride is 3 x 3"),
+    ("space_to_depth_stem", f"(float[n,3,h,8] x) {_STEM}<strides = [2,2], auto_pad = \"SAME_UPPER\">(x, w) }}",
+     "depends on a height or width"),
+    ("space_to_depth_stem", f"(float[n,3,8,8] x, float[4,3,3,3] k) {_STEM}<strides = [2,2]>(x, k) }}",
+     "weights are not constant"),
+    ("pad_stem_channels", f"(float[n,3,8,8] x, float[4,3,3,3] k) {_STEM}(x, k) }}", "weights are not constant"),
+    ("pad_stem_channels", f"(float[1,6,8,8] x) {_STEM}<group = 2>(x, w) }}", ""),
+    ("pad_stem_channels", "(float[1,3,8] x) => (float y) <float[4,3,3] w> { y = Conv(x, w) }", ""),
+    ("pad_depthwise", ("(float[1,24,5,5] x) => (float y) <float[24,1,3,3] d, float[4,24,1,1] u> "
+     "{ e = Conv<group = 24>(x, d) y = Conv(e, u) }"), "its channels reach 'x', which is needed as it is"),
+    ("pad_depthwise", ("(float[1,4,5,5] x, float[1,24,9,9] a) => (float y) <float[24,4,1,1] w, float[24,1,3,3] d> "
+     "{ c = Conv(x, w) e = Conv<group = 24>(c, d) y = Conv(a, e) }"), "takes its channels for weights"),
+)  # fmt: skip
+"""Rule, another net that it leaves as it is, and the reason as in `NEAR_MISSES`."""
 
 
 _PICTURE = (

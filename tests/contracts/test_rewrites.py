@@ -15,7 +15,8 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from tests import models
-from tests.contracts.rules import ANY_TYPE, EXAMPLES, KERNELS, NAMED, NEAR_MISSES, OPSETS, RULES, example, net, prepared
+from tests.contracts import rules
+from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
 from tests.planning import quantize
 from tests.targets.qdq import kernels
@@ -163,16 +164,32 @@ def test_other_types_stay(rule: str) -> None:
             value.type.tensor_type.elem_type = TensorProto.DOUBLE
     after = copy_model(before)
     apply(rule, after)
-    assert (after.graph.node == before.graph.node) == (rule not in ANY_TYPE)
+    assert (after.graph.node == before.graph.node) == (rule not in rules.ANY_TYPE)
 
 
-@pytest.mark.parametrize(("rule", "old", "new", "reason"), NEAR_MISSES)
-def test_a_near_match_stays_and_says_why(rule: str, old: str, new: str, reason: str) -> None:
-    before = example(rule, old, new)
+def assert_stays(rule: str, before: onnx.ModelProto, reason: str) -> None:
     after = copy_model(before)
     notes = apply(rule, after).notes
     assert after.graph.node == before.graph.node
-    assert [reason in note for note in notes] == ([True] if reason else [])
+    assert [reason in note for note in notes] == ([True] if reason else []), notes
+
+
+@pytest.mark.parametrize(("rule", "old", "new", "reason"), rules.NEAR_MISSES)
+def test_a_near_match_stays_and_says_why(rule: str, old: str, new: str, reason: str) -> None:
+    assert_stays(rule, example(rule, old, new), reason)
+
+
+@pytest.mark.parametrize(("rule", "text", "reason"), rules.OTHER_NETS)
+def test_another_net_stays_and_says_why(rule: str, text: str, reason: str) -> None:
+    assert_stays(rule, prepared(net(text)), reason)
+
+
+@pytest.mark.parametrize("rule", ["batch_norm_to_conv", "pool_from_mean", "space_to_depth_stem", "pad_stem_channels"])
+def test_an_unknown_rank_stays(rule: str) -> None:
+    before = example(rule)
+    for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
+        value.type.tensor_type.ClearField("shape")
+    assert_stays(rule, before, "rank of")
 
 
 @each_rule
@@ -204,7 +221,7 @@ def kernels_of(model: onnx.ModelProto) -> str:
 @pytest.mark.parametrize("rule", KERNELS)
 def test_it_leads_to_the_kernels_that_it_is_for(rule: str) -> None:
     expected, text = KERNELS[rule]
-    model = prepared(net(text, OPSETS.get(rule, 17)))
+    model = prepared(net(text, rules.OPSETS.get(rule, 17)))
     assert kernels_of(model) != expected
     apply(rule, model)
     assert kernels_of(model) == expected

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper
 
 from kenosis_ort.rewrite import fold_gemm_factors, linear_to_gemm
-from tests.graph.build import model, value
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, check, rewritten, untouched
-from tests.targets.qdq import kernels as runtime_kernels
+from tests.rewrite.forms import Graph, check, normal, refused, rewritten
+from tests.targets.qdq import kernels
 
 ROWS, IN, OUT = 2, 3, 4
 FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
@@ -27,13 +24,12 @@ FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
     seed=st.integers(0, 2**16),
 )
 def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
-    rng = np.random.default_rng(seed)
-    g = Graph((IN, ROWS) if trans[0] else (ROWS, IN))
-    operands = [rng.normal(size=(OUT, IN) if trans[1] else (IN, OUT))]
-    operands += [] if bias is None else [rng.normal(size=bias)]
-    y = g.op("Gemm", "x", *operands, alpha=alpha, beta=beta, transA=trans[0], transB=trans[1])
-    expected = ["Transpose", "Gemm"] if trans[0] else ["Gemm"]
-    result = assert_formed(g.model(y), fold_gemm_factors, expected, rng.normal(size=g.shape).astype(np.float32))
+    g = Graph((IN, ROWS) if trans[0] else (ROWS, IN), seed=seed)
+    operands = [g.rng.normal(size=(OUT, IN) if trans[1] else (IN, OUT))]
+    operands += [] if bias is None else [g.rng.normal(size=bias)]
+    y = g.op("Gemm", ["x", *operands], alpha=alpha, beta=beta, transA=trans[0], transB=trans[1])
+    expected = "Transpose Gemm" if trans[0] else "Gemm"
+    result = check(fold_gemm_factors, g.model(y), normal(g.shape, seed), expected)
     gemm = result.proto.graph.node[-1]
     plain = alpha == 1.0 and trans[0] == 0 and (bias is None or beta == 1.0) and np.prod(bias or (OUT,)) > 1
     if not plain:
@@ -44,56 +40,25 @@ def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
         assert list(tensor.dims) == [OUT]
 
 
-def test_gemms_that_stay_and_why():
-    g = Graph((ROWS, IN))
-    y = g.op("Gemm", "x", np.ones((IN, OUT)), g.op("Gemm", "x", np.ones((IN, OUT))), beta=0.5)
-    assert_refused(g.model(y), fold_gemm_factors, "not a constant")
-    g = Graph((ROWS, IN))
-    assert_refused(g.model(g.op("Gemm", "x", np.full((IN, OUT), 1e38), alpha=1e3)), fold_gemm_factors, "finite")
-    g = Graph((IN, IN))
-    assert_refused(g.model(g.op("Gemm", "x", "x", alpha=2.0)), fold_gemm_factors, None)
-
-
 def test_a_computed_bias_that_counts_nothing_goes():
     g = Graph((ROWS, IN))
-    y = g.op("Gemm", "x", np.ones((IN, OUT)), g.op("Gemm", "x", np.ones((IN, OUT))), beta=0.0)
-    result = assert_formed(g.model(y), fold_gemm_factors, None, np.ones((ROWS, IN), np.float32))
+    y = g.op("Gemm", ["x", np.ones((IN, OUT)), g.op("Gemm", ["x", np.ones((IN, OUT))])], beta=0.0)
+    result = check(fold_gemm_factors, g.model(y), np.ones((ROWS, IN), np.float32))
     assert len(result.proto.graph.node[-1].input) == 2
 
 
 FEATURES, COLUMNS = 6, 4
 
 
-def layers(
-    shape,
-    *,
-    count=1,
-    bias=(COLUMNS,),
-    swapped=False,
-    opset=17,
-    kind=onnx.TensorProto.FLOAT,
-    computed="",
-    outs=None,
-):
+def layers(shape, *, bias=(COLUMNS,), swapped=False, opset=17, outs=(COLUMNS,)):
     """Linear layers that read the same value."""
-    rng = np.random.default_rng(0)
-    dtype = helper.tensor_dtype_to_np_dtype(kind)
-    weights, nodes, outputs = {}, [], []
-    outs = outs or [COLUMNS] * count
+    g, outputs = Graph([*shape, FEATURES], opset=opset), []
     for at, width in enumerate(outs):
-        w, b, m, y = (f"{letter}{at}" for letter in "wbmy")
-        weights |= {w: rng.normal(size=(FEATURES, width)).astype(dtype)}
-        if computed != "bias":
-            weights[b] = rng.normal(size=(*bias[:-1], width if bias[-1] == COLUMNS else bias[-1])).astype(dtype)
-        nodes.append(helper.make_node("MatMul", ["x", w], [m], name=f"product{at}"))
-        nodes.append(helper.make_node("Add", [b, m] if swapped else [m, b], [y], name=f"add{at}"))
-        outputs.append(value(y, None, kind))
-    inputs = [value("x", [*shape, FEATURES], kind), *([value("b0", [COLUMNS], kind)] if computed == "bias" else [])]
-    return model(nodes, inputs, outputs, weights, opset=opset)
-
-
-def data(*lead):
-    return {"x": np.random.default_rng(1).normal(size=(*lead, FEATURES)).astype(np.float32)}
+        product = g.op("MatMul", ["x", g.rng.normal(size=(FEATURES, width))], name=f"product{at}")
+        outputs.append(g.op("Add", [product, g.rng.normal(size=(*bias[:-1], width))], name=f"add{at}"))
+        if swapped:
+            g.nodes[-1].input[:] = reversed(g.nodes[-1].input)
+    return g.model(*outputs)
 
 
 @settings(deadline=None)
@@ -107,14 +72,13 @@ def data(*lead):
 )
 def test_every_layer_computes_the_same(lead, known, count, ones, swapped, opset):
     shape = [size if sure else f"d{at}" for at, (size, sure) in enumerate(zip(lead, known, strict=False))]
-    proto = layers(shape, count=count, bias=(*[1] * ones, COLUMNS), swapped=swapped, opset=opset)
+    proto = layers(shape, outs=[COLUMNS] * count, bias=(*[1] * ones, COLUMNS), swapped=swapped, opset=opset)
     unknown = sum(isinstance(dim, str) for dim in shape)
     if not unknown:
-        untouched(linear_to_gemm, proto)
+        refused(linear_to_gemm, proto, None)
         return
-    shared = ["Shape", "Concat"] if unknown > 1 else []
-    expected = ["Reshape", *shared, "Gemm", "Reshape", *["Gemm", "Reshape"] * (count - 1)]
-    result = check(linear_to_gemm, proto, data(*lead), expected)
+    expected = f"Reshape {'Shape Concat ' * (unknown > 1)}Gemm Reshape" + " Gemm Reshape" * (count - 1)
+    result = check(linear_to_gemm, proto, normal((*lead, FEATURES)), expected)
     assert [n.name for n in result.proto.graph.node if n.op_type == "Gemm"] == [f"product{at}" for at in range(count)]
     assert {gone: by for gone, by in result.nodes.items() if gone.startswith("add")} == {
         f"add{at}": (f"product{at}",) for at in range(count)
@@ -122,20 +86,21 @@ def test_every_layer_computes_the_same(lead, known, count, ones, swapped, opset)
 
 
 def test_layers_of_two_widths_share_the_rows_only():
-    proto = layers(["b", "s"], outs=[4, 5, 4])
-    expected = ["Reshape", "Shape", "Concat", "Gemm", "Reshape", "Concat", "Gemm", "Reshape", "Gemm", "Reshape"]
-    check(linear_to_gemm, proto, data(2, 3), expected)
+    expected = "Reshape Shape Concat Gemm Reshape Concat Gemm Reshape Gemm Reshape"
+    check(linear_to_gemm, layers(["b", "s"], outs=[4, 5, 4]), normal((2, 3, FEATURES)), expected)
 
 
 def test_what_is_no_layer_stays_without_a_word():
-    untouched(linear_to_gemm, layers(["b", 3], computed="bias"))
-    untouched(linear_to_gemm, layers(["b", 3], opset=14))
+    refused(linear_to_gemm, layers(["b", 3], opset=14), None)
+    g = Graph(["b", 3, FEATURES])
+    computed = g.op("Add", [g.op("MatMul", ["x", np.ones((FEATURES, COLUMNS))]), g.input("bias", [COLUMNS])])
+    refused(linear_to_gemm, g.model(computed), None)
 
 
 def test_the_runtime_runs_it_with_an_int32_bias_and_one_quantization():
-    proto = layers(["b", "s"], count=3)
-    before = [k.op_type for k in runtime_kernels(quantize(proto).quantized)]
+    proto = layers(["b", "s"], outs=[COLUMNS] * 3)
+    before = [k.op_type for k in kernels(quantize(proto).quantized)]
     assert before.count("MatMulIntegerToFloat") == before.count("Add") == 3
-    found = [k.op_type for k in runtime_kernels(quantize(rewritten(linear_to_gemm, proto).proto).quantized)]
+    found = [k.op_type for k in kernels(quantize(rewritten(linear_to_gemm, proto).proto).quantized)]
     assert (found.count("QGemm"), found.count("QuantizeLinear")) == (3, 1)
     assert not {"Add", "DequantizeLinear", "MatMulIntegerToFloat"} & set(found)

@@ -8,25 +8,19 @@ import onnxruntime as ort
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv, lrn_to_pool, pool_from_mean
-from tests.graph.build import model, ops, run, value
-from tests.rewrite.forms import Graph, assert_formed, assert_refused, check, refused, rewritten
+from tests.graph.build import run
+from tests.rewrite.forms import Graph, check, normal, ops, refused, rewritten
 
-RNG = np.random.default_rng(0)
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 MISCOUNTS = VERSION < (1, 25)  # the runtime's AveragePool of operator set 19 takes a wrong divisor where padding counts
 
 
 def pool(kernel, size, *, channels=3, opset=17, **attributes):
-    nodes = [helper.make_node("AveragePool", ["x"], ["y"], name="pool", kernel_shape=list(kernel), **attributes)]
-    shape = ["N", channels, *size]
-    return model(nodes, [value("x", shape)], [value("y", ["N", channels, *[None] * len(size)])], opset=opset)
-
-
-def windows(length, kernel, stride, dilation, before, behind):
-    return (length + before + behind - (kernel - 1) * dilation - 1) // stride + 1
+    g = Graph(["N", channels, *size], opset=opset)
+    return g.model(g.op("AveragePool", ["x"], name="pool", kernel_shape=kernel, **attributes))
 
 
 @settings(deadline=None)
@@ -42,13 +36,13 @@ def windows(length, kernel, stride, dilation, before, behind):
     seed=st.integers(0, 2**16),
 )
 def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channels, seed):
-    rng = np.random.default_rng(seed)
     opset = 18 if counted and MISCOUNTS else 19
     if mode != "NOTSET" or opset < 19:
         dilations = (1, 1)
     pads = (0, 0, 0, 0) if mode != "NOTSET" else pads
     pads = tuple(min(pad, kernel[at % 2] - 1) for at, pad in enumerate(pads))  # the runtime takes no more
-    counts = [windows(size[a], kernel[a], strides[a], dilations[a], pads[a], pads[a + 2]) for a in range(2)]
+    reach = [(kernel[a] - 1) * dilations[a] + 1 for a in range(2)]
+    counts = [(size[a] + pads[a] + pads[a + 2] - reach[a]) // strides[a] + 1 for a in range(2)]
     if mode.startswith("SAME"):
         counts = [-(-size[a] // strides[a]) for a in range(2)]
         assume(all((counts[a] - 1) * strides[a] + kernel[a] >= size[a] for a in range(2)))
@@ -58,9 +52,8 @@ def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channel
     attributes |= {"auto_pad": mode} if mode != "NOTSET" else {"pads": pads}
     attributes |= {"dilations": dilations} if mode == "NOTSET" and opset >= 19 else {}
     proto = pool(kernel, size, channels=channels, opset=opset, **attributes)
-    x = {"x": rng.normal(size=(2, channels, *size)).astype(np.float32)}
-    (expected,) = run(proto, x)
-    if not np.isfinite(expected).all():
+    x = normal((2, channels, *size), seed)
+    if not np.isfinite(run(proto, {"x": x})[0]).all():
         refused(average_pool_to_conv, proto, "a window holds padding only")
         return
     prepared = rewritten(average_pool_to_conv, proto)
@@ -68,12 +61,9 @@ def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channel
         assert ops(prepared.proto) == ["AveragePool"]
         return
     found = ops(prepared.proto)
-    assert found in (["Conv"], ["Conv", "Mul"])
+    assert found == ["Conv"] or (found == ["Conv", "Mul"] and not counted and (any(pads) or mode.startswith("SAME")))
     check(average_pool_to_conv, proto, x, found)
-    if counted or not (any(pads) or mode.startswith("SAME")):
-        assert found == ["Conv"]
-    assert prepared.proto.graph.node[0].name == "pool"
-    assert prepared.proto.graph.node[-1].output[0] == "y"
+    assert (prepared.proto.graph.node[0].name, prepared.proto.graph.node[-1].output[0]) == ("pool", "pool")
 
 
 def test_the_border_map_of_the_usual_pool():
@@ -83,38 +73,17 @@ def test_the_border_map_of_the_usual_pool():
     np.testing.assert_array_equal(borders, side[None, None].astype(np.float32))
 
 
-def test_without_a_border_nothing_has_to_be_known_of_the_picture():
-    x = {"x": RNG.normal(size=(2, 3, 7, 6)).astype(np.float32)}
-    check(average_pool_to_conv, pool((2, 2), ("H", "W"), strides=[2, 2]), x, ["Conv"])
-    check(average_pool_to_conv, pool((3, 3), ("H", "W"), pads=[1] * 4, count_include_pad=1), x, ["Conv"])
-
-
-def test_ceil_mode_that_adds_no_window():
-    x = {"x": RNG.normal(size=(2, 3, 7, 7)).astype(np.float32)}
-    check(average_pool_to_conv, pool((3, 3), (7, 7), strides=[2, 2], ceil_mode=1), x, ["Conv"])
-    check(average_pool_to_conv, pool((3, 3), ("H", "W"), ceil_mode=1), x, ["Conv"])
-
-
 @pytest.mark.parametrize(
-    ("proto", "reason"),
+    "proto",
     [
-        (pool((3, 3), ("H", "W"), strides=[2, 2], ceil_mode=1), "ceil_mode may add a window"),
-        (pool((3, 3), ("H", 4), pads=[1] * 4), "padding is not counted"),
-        (pool((3, 3), ("H", 4), auto_pad="SAME_UPPER"), "depends on a height or width"),
-        (pool((2,), (4,)), "'x' has 3 dimensions"),
-        (pool((1, 1), (3, 3), strides=[3, 1], auto_pad="SAME_UPPER"), "padding is negative"),
+        pool((2, 2), ("H", "W"), strides=[2, 2]),  # without a border nothing has to be known of the picture
+        pool((3, 3), ("H", "W"), pads=[1] * 4, count_include_pad=1),
+        pool((3, 3), (7, 7), strides=[2, 2], ceil_mode=1),  # adds no window
+        pool((3, 3), ("H", "W"), ceil_mode=1),
     ],
 )
-def test_what_stays_and_why(proto, reason):
-    refused(average_pool_to_conv, proto, reason)
-
-
-def mean(graph, x, axes, **attributes):
-    if axes is None:
-        return graph.op("ReduceMean", x, **attributes)
-    if graph.opset >= 18:
-        return graph.op("ReduceMean", x, graph.const(axes, np.int64), **attributes)
-    return graph.op("ReduceMean", x, axes=list(axes), **attributes)
+def test_pools_that_need_no_map(proto):
+    check(average_pool_to_conv, proto, normal((2, 3, 7, 7)), "Conv")
 
 
 @settings(deadline=None)
@@ -127,44 +96,36 @@ def mean(graph, x, axes, **attributes):
     magnitude=st.sampled_from([1e-3, 1.0, 1e5, 1e30]),
     seed=st.integers(0, 2**16),
 )
-def test_every_form_computes_the_same(shape, axes, negative, keepdims, opset, magnitude, seed):
-    graph = Graph(shape, opset=opset)
+def test_every_mean_computes_the_same(shape, axes, negative, keepdims, opset, magnitude, seed):
+    g = Graph(shape, opset=opset)
     axes = [axis - 4 if flip else axis for axis, flip in zip(axes, negative, strict=True)]
-    y = mean(graph, "x", axes, **({} if keepdims is None else {"keepdims": keepdims}))
+    y = g.mean("x", axes, **({} if keepdims is None else {"keepdims": keepdims}))
     x = (np.random.default_rng(seed).uniform(0.1, 1, shape) * magnitude).astype(np.float32)
-    expected = ["GlobalAveragePool"] if keepdims != 0 else ["GlobalAveragePool", "Flatten"]
-    result = assert_formed(graph.model(y), pool_from_mean, expected, x)
+    result = check(pool_from_mean, g.model(y), x, "GlobalAveragePool" + " Flatten" * (keepdims == 0))
     assert result.proto.graph.node[0].name == y
     assert result.nodes == {}
     assert not result.proto.graph.initializer
 
 
 def test_a_symbolic_batch_stays_symbolic_and_names_stay_unique():
-    graph = Graph(["batch", 3, "h", 7])
-    first = mean(graph, "x", [2, 3], keepdims=0)
-    graph.nodes.append(onnx.helper.make_node("Relu", [first], ["after"], name=f"{first}_Flatten"))
-    expected = ["GlobalAveragePool", "Flatten", "Relu"]
-    result = assert_formed(graph.model("after", first), pool_from_mean, expected, np.ones((2, 3, 4, 7), np.float32))
-    assert [node.name for node in result.proto.graph.node] == [first, f"{first}_Flatten_1", f"{first}_Flatten"]
-    assert result.proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-
-
-def test_an_unknown_rank_stays():
-    graph = Graph([None], opset=17)
-    proto = graph.model(mean(graph, "x", [-1, -2]))
-    proto.graph.input[0].type.tensor_type.ClearField("shape")
-    assert_refused(proto, pool_from_mean, "the rank of 'x' is not known")
+    g = Graph(["batch", 3, "h", 7])
+    first = g.mean("x", [2, 3], keepdims=0)
+    after = g.op("Relu", [first], name=f"{first}_Flatten")
+    proto, x = g.model(after, first), np.ones((2, 3, 4, 7), np.float32)
+    result = check(pool_from_mean, proto, x, "GlobalAveragePool Flatten Relu").proto
+    assert [node.name for node in result.graph.node] == [first, f"{first}_Flatten_1", f"{first}_Flatten"]
+    assert result.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
 def test_computed_axes_stay():
-    graph = Graph([1, 2, 4, 4], opset=18)
-    axes = graph.op("Cast", graph.op("ReduceMax", "x", keepdims=0), to=onnx.TensorProto.INT64)
-    axes = graph.op("Unsqueeze", axes, graph.const([0], np.int64))
-    assert_refused(graph.model(graph.op("ReduceMean", "x", axes)), pool_from_mean, "are computed")
+    g = Graph([1, 2, 4, 4], opset=18)
+    axes = g.op("Cast", [g.op("ReduceMax", ["x"], keepdims=0)], to=onnx.TensorProto.INT64)
+    g.output(g.op("ReduceMean", ["x", g.op("Unsqueeze", [axes, [0]])]), [1, "c", "h", "w"])
+    refused(pool_from_mean, g.model(), "are computed")
 
 
-FRONT = ["Mul", "Unsqueeze", "AveragePool", "Squeeze", "Mul", "Add"]
-POWERS = {0.25: ["Sqrt", "Sqrt"], 0.5: ["Sqrt"], 0.75: ["Sqrt", "Sqrt", "Mul"], 1.0: [], 1.3: ["Pow"]}
+FRONT = "Mul Unsqueeze AveragePool Squeeze Mul Add"
+POWERS = {0.25: " Sqrt Sqrt", 0.5: " Sqrt", 0.75: " Sqrt Sqrt Mul", 1.0: "", 1.3: " Pow"}
 
 
 def by_definition(x, size, alpha, beta, bias):
@@ -188,9 +149,9 @@ def by_definition(x, size, alpha, beta, bias):
 )
 def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic, magnitude, seed):
     g = Graph(["n", shape[1], "h", "w"] if symbolic else shape)
-    proto = g.model(g.op("LRN", "x", size=size, alpha=alpha, beta=beta, bias=bias))
-    x = (np.random.default_rng(seed).normal(size=shape) * magnitude).astype(np.float32)
-    result = assert_formed(proto, lrn_to_pool, [*FRONT, *POWERS[beta], "Div"], x, rtol=1e-2)
+    proto = g.model(g.op("LRN", ["x"], size=size, alpha=alpha, beta=beta, bias=bias))
+    x = normal(shape, seed, magnitude)
+    result = check(lrn_to_pool, proto, x, f"{FRONT}{POWERS[beta]} Div", rtol=1e-2)
     exact = by_definition(x, size, alpha, beta, bias)
     (y,) = run(result.proto, {"x": x})
     assert np.abs(y - exact).max() <= 1e-5 * np.abs(exact).max()
@@ -199,5 +160,4 @@ def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic
 
 def test_attributes_left_out_have_their_defaults():
     g = Graph([1, 8, 3, 3])
-    x = np.random.default_rng(0).normal(size=(1, 8, 3, 3)).astype(np.float32)
-    assert_formed(g.model(g.op("LRN", "x", size=3)), lrn_to_pool, [*FRONT, *POWERS[0.75], "Div"], x * 30)
+    check(lrn_to_pool, g.model(g.op("LRN", ["x"], size=3)), normal(g.shape, 0, 30), f"{FRONT}{POWERS[0.75]} Div")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import onnx
-from onnx import TensorProto, helper
 
 from kenosis_ort.rewrite import FLOAT_FORMS
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
@@ -22,13 +21,9 @@ def to_relu(editor: Editor, node: onnx.NodeProto) -> None:
 
 
 def net(opset: int = 17) -> onnx.ModelProto:
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy")
-    nodes = [
-        helper.make_node("Abs", ["x"], ["a"], name="first"),
-        helper.make_node("Neg", ["a"], ["b"], name="odd"),
-        helper.make_node("Abs", ["b"], ["y"], name="last"),
-    ]
-    return helper.make_model(helper.make_graph(nodes, "g", [x], [y]), opset_imports=[helper.make_opsetid("", opset)])
+    graph = Graph([2], opset=opset)
+    odd = graph.op("Neg", [graph.op("Abs", ["x"], name="first")], name="odd")
+    return graph.model(graph.op("Abs", [odd], name="last"))
 
 
 def test_it_goes_by_the_name_and_docstring_of_the_function():
@@ -58,13 +53,13 @@ def test_only_named_nodes_change():
 
 def small_activations(graph, y):
     """SiLU, GELU, hard swish, layer norm, one behind the other."""
-    y = graph.op("Mul", y, graph.op("Sigmoid", y))
-    bend = graph.op("Erf", graph.op("Div", y, 2.0**0.5))
-    y = graph.op("Mul", graph.op("Mul", y, graph.op("Add", bend, 1.0)), 0.5)
-    y = graph.op("Mul", y, graph.op("Div", graph.op("Clip", graph.op("Add", y, 3.0), 0.0, 6.0), 6.0))
-    d = graph.op("Sub", y, graph.op("ReduceMean", y, axes=[-1]))
-    spread = graph.op("ReduceMean", graph.op("Pow", d, 2.0), axes=[-1])
-    return graph.op("Div", d, graph.op("Sqrt", graph.op("Add", spread, 1e-5)))
+    y = graph.op("Mul", [y, graph.op("Sigmoid", [y])])
+    bend = graph.op("Erf", [graph.op("Div", [y, 2.0**0.5])])
+    y = graph.op("Mul", [graph.op("Mul", [y, graph.op("Add", [bend, 1.0])]), 0.5])
+    y = graph.op("Mul", [y, graph.op("Div", [graph.op("Clip", [graph.op("Add", [y, 3.0]), 0.0, 6.0]), 6.0])])
+    d = graph.op("Sub", [y, graph.op("ReduceMean", [y], axes=[-1])])
+    spread = graph.op("ReduceMean", [graph.op("Pow", [d, 2.0])], axes=[-1])
+    return graph.op("Div", [d, graph.op("Sqrt", [graph.op("Add", [spread, 1e-5])])])
 
 
 FORMS = ["com.microsoft.QuickGelu", "com.microsoft.Gelu", "HardSwish", "LayerNormalization"]

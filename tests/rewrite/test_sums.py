@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
 
 from kenosis_ort.rewrite import residual_to_sum, split_skip_norm, sum_to_add
 from tests import models
-from tests.graph.build import assert_same, model, ops, ready, session, value
+from tests.graph.build import ready, session
 from tests.planning import quantize
-from tests.rewrite.forms import check
+from tests.rewrite.forms import Graph, check, normal, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
 JOINED, LAYER = "SkipLayerNormalization", "LayerNormalization"
 
 
-def block(a=("b", "s", 16), b=None, *, outputs=("y",), operand=None, kind=onnx.TensorProto.FLOAT, more=()):
+def block(a="b,s,16", b="", *, outputs="float y", constant="", more=""):
     """Two values, their sum and its norm."""
-    dtype = helper.tensor_dtype_to_np_dtype(kind)
-    weights = {"g": np.linspace(0.5, 1.5, 16, dtype=dtype), "h": np.linspace(-1, 1, 16, dtype=dtype)}
-    if operand is not None:
-        weights["q"] = np.asarray(operand, dtype)
-    nodes = [
-        helper.make_node("Relu", ["a"], ["p"], name="p"),
-        *([helper.make_node("Relu", ["b"], ["q"], name="q")] if operand is None else []),
-        helper.make_node("Add", ["p", "q"], ["s"], name="residual"),
-        helper.make_node(LAYER, ["s", "g", "h"], ["y"], name="norm", axis=-1),
-        *more,
-    ]
-    inputs = [value("a", a, kind), value("b", a if b is None else b, kind)][: 2 if operand is None else 1]
-    return model(nodes, inputs, [value(name, None, kind) for name in outputs], weights)
+    inputs = f"float[{a}] a" if constant else f"float[{a}] a, float[{b or a}] b"
+    second = "" if constant else "q = Relu(b)"
+    declared = f"<float[16] g, float[16] h{f', float[{constant}] q' if constant else ''}>"
+    return parse(
+        f"""({inputs}) => ({outputs}) {declared}
+        {{ p = Relu(a) {second} s = Add(p, q) y = LayerNormalization<axis = -1>(s, g, h) {more} }}"""
+    )
 
 
 def compute(proto):
@@ -48,20 +40,15 @@ def compute(proto):
     seed=st.integers(0, 2**16),
 )
 def test_the_result_is_the_same_to_the_bit(shape, symbolic, magnitude, seed):
-    rng = np.random.default_rng(seed)
-    proto = block(("b", "s", 16) if symbolic else (*shape, 16))
-    result = ready(proto, rewrites=[residual_to_sum]).proto
-    assert ops(result) == ["Relu", "Relu", "Sum", LAYER]
-    feeds = {name: (rng.normal(size=(*shape, 16)) * magnitude).astype(np.float32) for name in "ab"}
-    assert_same(proto, result, feeds, rtol=0)
+    proto = block("b,s,16" if symbolic else f"{shape[0]},{shape[1]},16")
+    feeds = {name: normal((*shape, 16), seed + at, magnitude) for at, name in enumerate("ab")}
+    check(residual_to_sum, proto, feeds, f"Relu Relu Sum {LAYER}", rtol=0)
 
 
-@pytest.mark.parametrize(
-    "proto", [block(), block((2, 3, 16)), block(("b", 3, 16)), block((2, 3, 16), operand=np.ones((2, 3, 16)))]
-)
+@pytest.mark.parametrize("proto", [block(), block("2,3,16"), block("b,3,16"), block("2,3,16", constant="2,3,16")])
 def test_what_the_runtime_joins_changes(proto):
     assert JOINED in compute(proto)
-    result = ready(proto, rewrites=[residual_to_sum])
+    result = rewritten(residual_to_sum, proto)
     assert JOINED not in compute(result.proto)
     assert {"Sum", LAYER} <= set(compute(result.proto))
     assert any("1 residuals" in note for note in result.notes)
@@ -70,24 +57,22 @@ def test_what_the_runtime_joins_changes(proto):
 @pytest.mark.parametrize(
     "proto",
     [
-        block((3, 16)),
-        block((1, 2, 3, 16)),
-        block((2, 3, 16), (1, 3, 16)),
-        block(operand=np.ones(16)),
-        block(outputs=("y", "s")),
-        block(outputs=("y", "z"), more=[helper.make_node("Neg", ["s"], ["z"], name="also")]),
+        block("3,16"),
+        block("1,2,3,16"),
+        block("2,3,16", "1,3,16"),
+        block(constant="16"),
+        block(outputs="float y, float s"),
+        block(outputs="float y, float z", more="z = Neg(s)"),
     ],
     ids=["two dimensions", "four", "broadcast", "bias", "output", "second reader"],
 )
 def test_what_the_runtime_does_not_join_stays(proto):
     assert JOINED not in compute(proto)
-    result = ready(proto, rewrites=[residual_to_sum])
-    assert ops(result.proto) == ops(ready(proto).proto)
-    assert result.notes == ready(proto).notes
+    refused(residual_to_sum, proto, None)
 
 
 def test_unknown_dimensions_count_as_possibly_the_same():
-    assert "Sum" in ops(ready(block((None, None, 16)), rewrites=[residual_to_sum]).proto)
+    assert "Sum" in ops(rewritten(residual_to_sum, block("b,s,16", "c,t,16", outputs="float[u,v,16] y")).proto)
 
 
 def encoder():
@@ -101,71 +86,43 @@ def encoder():
 
 
 def test_the_kernels_after_quantization():
-    proto = encoder()
-    assert JOINED in compute(quantize(proto).quantized)
-    found = compute(quantize(ready(proto, rewrites=[residual_to_sum]).proto).quantized)
+    """The integer rule for sums leaves them as they are."""
+    assert JOINED in compute(quantize(encoder()).quantized)
+    proto = rewritten(residual_to_sum, encoder()).proto
+    outcome = quantize(proto)
+    found = compute(outcome.quantized)
     assert JOINED not in found
     assert [found.count(kind) for kind in ("Sum", LAYER, "QGemm")] == [2, 2, 3]
-
-
-def test_the_integer_rule_for_sums_leaves_it():
-    proto = ready(encoder(), rewrites=[residual_to_sum]).proto
-    outcome = quantize(proto)
     sums = [node.name for node in proto.graph.node if node.op_type == "Sum"]
     assert all(d.kind.value == "float" for d in outcome.plan.nodes if d.node in sums)
-    assert ops(ready(proto, rewrites=[lambda m, keep_values: sum_to_add(m, nodes=())]).proto) == ops(proto)
+    refused(sum_to_add, proto, None, "none of them")
 
 
 def test_a_norm_that_is_still_arithmetic():
     """Before operator set 17; the runtime makes a norm of it at load, and joins that with the sum."""
-    net = models.Net(opset=13)
-    x = net.input("x", [1, 6, 16])
-    total = net.op("Add", [net.op("Relu", [x]), x])
-    centred = net.op("Sub", [total, net.op("ReduceMean", [total], axes=[-1])])
-    square = net.op("ReduceMean", [net.op("Mul", [centred, centred])], axes=[-1])
-    deviation = net.op("Sqrt", [net.op("Add", [square, net.const(np.float32(1e-5))])])
-    net.output(net.op("Div", [centred, deviation]))
-    found = [op for op in ops(ready(net.model(), rewrites=[residual_to_sum]).proto) if op in ("Add", "Sum")]
+    text = """(float[1,6,16] x) => (float y) <float small> { r = Relu(x) t = Add(r, x) m = ReduceMean<axes = [-1]>(t)
+    d = Sub(t, m) p = Mul(d, d) v = ReduceMean<axes = [-1]>(p) a = Add(v, small) s = Sqrt(a) y = Div(d, s) }"""
+    proto = parse(text, {"small": 1e-5}, opset=13)
+    found = [op for op in ops(rewritten(residual_to_sum, proto).proto) if op in ("Add", "Sum")]
     assert found == ["Sum", "Add"]
 
 
 SIMPLE = "SkipSimplifiedLayerNormalization"
 WIDTH = 8
-ARITHMETIC = ["Sum", "Pow", "ReduceMean", "Add", "Sqrt", "Div", "Mul"]
 
 
-def joined(
-    op=JOINED,
-    *,
-    opset=17,
-    beta=True,
-    bias=True,
-    skip=("b", "s", WIDTH),
-    epsilon=1e-5,
-    outputs=("y",),
-    computed=False,
-):
-    rng = np.random.default_rng(0)
-    weights = {name: rng.uniform(0.5, 1.5, WIDTH).astype(np.float32) for name in ("gamma", "beta", "bias")}
-    inputs = ["x", "skip", "g" if computed else "gamma"]
-    inputs += ["beta" if beta else ""] if op == JOINED else []
-    inputs += ["bias"] if bias else []
+def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", WIDTH), epsilon=None, total=False):
+    g = Graph(["b", "s", WIDTH], opset=opset)
+    g.input("skip", skip)
+    gamma, offset, shift = g.rng.uniform(0.5, 1.5, (3, WIDTH))
+    operands = ["x", "skip", gamma, *([offset if beta else ""] if op == JOINED else []), *([shift] if bias else [])]
     attributes = {} if epsilon is None else {"epsilon": epsilon}
-    wanted = {"y", *outputs}
-    written = [name if name in wanted else "" for name in ("y", "mean", "deviation", "sum")]
-    while not written[-1]:
-        written.pop()
-    nodes = [helper.make_node(op, inputs, written, name="norm", domain="com.microsoft", **attributes)]
-    data = [value("x", ["b", "s", WIDTH]), value("skip", skip), *([value("g", [WIDTH])] if computed else [])]
-    described = [value(name, None) for name in outputs]
-    used = {name: weights[name] for name in inputs if name in weights}
-    return model(nodes, data, described, used, opset=opset, domains={"com.microsoft": 1})
-
-
-def feeds(seed=0, skip=(2, 3, WIDTH), magnitude=1.0):
-    rng = np.random.default_rng(seed)
-    shapes = {"x": (2, 3, WIDTH), "skip": skip}
-    return {name: (rng.normal(size=shape) * magnitude).astype(np.float32) for name, shape in shapes.items()}
+    y = g.op(op, operands, name="norm", domain="com.microsoft", **attributes)
+    if total:
+        g.nodes[-1].output.extend(["", "", "sum"])
+    for name in (y, *(["sum"] if total else [])):
+        g.output(name, ["b", "s", WIDTH])
+    return g.model()
 
 
 @settings(deadline=None)
@@ -181,35 +138,21 @@ def feeds(seed=0, skip=(2, 3, WIDTH), magnitude=1.0):
     seed=st.integers(0, 2**16),
 )
 def test_the_parts_compute_the_same(op, opset, beta, bias, skip, epsilon, total, magnitude, seed):
-    outputs = ("y", "sum") if total else ("y",)
-    proto = joined(op, opset=opset, beta=beta, bias=bias, skip=skip, epsilon=epsilon, outputs=outputs)
-    result = ready(proto, rewrites=[split_skip_norm]).proto
-    onnx.checker.check_model(result)
-    assert ops(result) == (["Sum", "LayerNormalization"] if op == JOINED else ARITHMETIC)
-    assert (result.graph.node[-1].name, result.graph.node[-1].output[0]) == ("norm", "y")
-    assert_same(proto, result, feeds(seed, skip, magnitude), rtol=1e-5)
+    proto = joined(op, opset=opset, beta=beta, bias=bias, skip=skip, epsilon=epsilon, total=total)
+    feeds = {"x": normal((2, 3, WIDTH), seed, magnitude), "skip": normal(skip, seed + 1, magnitude)}
+    expected = "Sum LayerNormalization" if op == JOINED else "Sum Pow ReduceMean Add Sqrt Div Mul"
+    last = check(split_skip_norm, proto, feeds, expected).proto.graph.node[-1]
+    assert (last.name, last.output[0]) == ("norm", "norm")
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
 def test_the_operator_for_rms_norms_is_written_where_there_is_one():
-    proto = joined(SIMPLE, opset=23)
-    result = ready(proto, rewrites=[split_skip_norm]).proto
-    assert ops(result) == ["Sum", "RMSNormalization"]
-    assert_same(proto, result, feeds(), rtol=1e-5)
+    feeds = {"x": normal((2, 3, WIDTH)), "skip": normal((2, 3, WIDTH), 1)}
+    check(split_skip_norm, joined(SIMPLE, opset=23), feeds, "Sum RMSNormalization")
 
 
-@pytest.mark.parametrize(
-    ("proto", "reason"),
-    [
-        (joined(opset=16), "needs operator set 17"),
-        (joined(outputs=("y", "mean")), "its statistic 'mean' is needed"),
-        (joined(outputs=("y", "deviation", "sum")), "its statistic 'deviation' is needed"),
-    ],
-)
-def test_what_stays_and_why(proto, reason):
-    result = ready(proto, rewrites=[split_skip_norm])
-    assert ops(result.proto) == [JOINED]
-    assert any(reason in note for note in result.notes)
+def test_a_layer_norm_needs_its_operator_set():
+    refused(split_skip_norm, joined(opset=16), "needs operator set 17")
 
 
 @pytest.mark.parametrize("op", [JOINED, SIMPLE])
@@ -223,26 +166,18 @@ def test_the_runtime_does_not_join_them_again(op):
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
 
 
-def total(shapes, kind=TensorProto.FLOAT):
-    names = [f"x{at}" for at in range(len(shapes))]
-    nodes = [helper.make_node("Sum", names, ["y"], name="sum")]
-    inputs = [value(name, shape, kind) for name, shape in zip(names, shapes, strict=True)]
-    return model(nodes, inputs, [value("y", np.broadcast_shapes(*shapes), kind)])
-
-
 @settings(deadline=None)
 @given(shapes=st.lists(st.sampled_from(SHAPES), min_size=2, max_size=5), seed=st.integers(0, 2**16))
 def test_any_sum_is_the_same_to_the_bit(shapes, seed):
-    rng = np.random.default_rng(seed)
-    proto = total(shapes)
-    feeds = {f"x{at}": rng.normal(size=shape).astype(np.float32) for at, shape in enumerate(shapes)}
-    prepared = check(sum_to_add, proto, feeds, ["Add"] * (len(shapes) - 1))
-    assert_same(proto, prepared.proto, feeds, rtol=0)
-    last = prepared.proto.graph.node[-1]
-    assert (last.name, last.output[0]) == ("sum", "y")
-    assert len({node.name for node in prepared.proto.graph.node}) == len(shapes) - 1
+    g = Graph(shapes[0])
+    others = [g.input(f"x{at}", shape) for at, shape in enumerate(shapes[1:])]
+    proto = g.model(g.op("Sum", ["x", *others], name="sum"))
+    feeds = {
+        name: normal(shape, seed + at) for at, (name, shape) in enumerate(zip(["x", *others], shapes, strict=True))
+    }
+    last = check(sum_to_add, proto, feeds, ["Add"] * len(others), rtol=0).proto.graph.node[-1]
+    assert (last.name, last.output[0]) == ("sum", "sum")
 
 
 def test_one_value_twice():
-    proto = model([helper.make_node("Sum", ["x", "x"], ["y"], name="sum")], [value("x", [2])], [value("y", [2])])
-    check(sum_to_add, proto, {"x": np.ones(2, np.float32)}, ["Add"])
+    check(sum_to_add, parse("(float[2] x) => (float y) { y = Sum(x, x) }"), np.ones(2, np.float32), "Add")
