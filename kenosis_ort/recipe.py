@@ -289,7 +289,7 @@ def resolve_recipe(value: str | os.PathLike[str] | Recipe) -> Recipe:
         return RECIPES[value]
     if is_recipe_file(value):
         return Recipe.load(value)
-    hint = did_you_mean(str(value), RECIPES)
+    hint = did_you_mean(str(value), RECIPES, option="recipe")
     raise OptionError(
         f"recipe={value!r} is unknown.{hint}",
         where="recipe",

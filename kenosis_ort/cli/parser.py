@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 
 from kenosis_ort.errors import did_you_mean
 
-_CHOICE = re.compile(r"invalid choice: (?:'(.*?)'|(\S+)) \(choose from (.*)\)$", re.DOTALL)
+_CHOICE = re.compile(
+    r"(?:argument --(?P<option>\S+): )?invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)$", re.DOTALL
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,8 +76,8 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with the usage, the message and what was probably meant."""
         wrong = _CHOICE.search(message)
         if wrong is not None:
-            choices = [choice.strip(" '") for choice in wrong[3].split(",")]
-            message += f".{did_you_mean(wrong[1] or wrong[2], choices)}"
+            choices = [choice.strip(" '") for choice in wrong["known"].split(",")]
+            message += f".{did_you_mean(wrong['word'], choices, option=wrong['option'] or '')}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
 
