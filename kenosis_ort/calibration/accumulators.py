@@ -185,22 +185,13 @@ class Accumulator:
         self._average = _MovingAverage(dtype, config) if averages else None
         self._channels: ChannelRange | None = None
 
-    def add(self, array: Array) -> bool:
-        """Adds the tensor's values on one sample.
-
-        Returns:
-            False if a value is NaN or infinite; the accumulator is of no further use then.
-        """
-        if self._counts_all and self._builder is not None:
-            self._follow_channels(array)
-            return self._take(self._builder.add(array))
-        return self.take(*self.look(array))
-
     def look(self, array: Array) -> tuple[Extremes, Array]:
-        """The extremes of an array, and those of its elements that are counted."""
+        """The extremes of the tensor's values on one sample, and those of its elements that are counted."""
         known = self._follow_channels(array)
         if self._builder is None:
             return known or extremes(array), _NOTHING
+        if self._counts_all:
+            return extremes(array), array
         stride = _stride(array.size)
         if isinstance(array, Blocked) and array.size > stride * MOST_PLACES:
             array = in_order(array)
@@ -209,12 +200,13 @@ class Accumulator:
         return (extremes(array), array) if stride == 1 else extremes_and_some(array, stride)
 
     def take(self, seen: Extremes, some: Array) -> bool:
-        """Adds what `look` returned; tells whether all values are finite."""
-        if self._builder is not None and seen.count and seen.is_finite:
-            self._builder.add_part(some, seen)
-        return self._take(seen)
+        """Adds what `look` returned.
 
-    def _take(self, seen: Extremes) -> bool:
+        Returns:
+            False if a value is NaN or infinite; the accumulator is of no further use then.
+        """
+        if self._builder is not None and seen.count and seen.is_finite:
+            self._builder.add(some, seen)
         if seen.low <= self._low:  # of two zeros the later one, whatever its sign
             self._low = seen.low
         if seen.high >= self._high:
@@ -283,11 +275,12 @@ class Collector:
         Returns:
             False if a value, or one that follows from it, is NaN or infinite.
         """
-        own, seen_as = self._tensors[name], self._seen_as.get(name)
-        if name not in self._functions:
-            return own.add(array if seen_as is None else seen_as(array))
+        own, functions, seen_as = self._tensors[name], self._functions.get(name, {}), self._seen_as.get(name)
+        if seen_as is not None and not functions:
+            array, seen_as = seen_as(array), None
         seen, some = own.look(array)
-        functions = self._functions[name] if seen.count else {}
+        if not seen.count:
+            return own.take(seen, some)
         gates = {f.gate_key: f for f in functions.values()}
         gated = {key: f.gate(some) for key, f in gates.items()}
         finite = True
@@ -296,7 +289,7 @@ class Collector:
             values = some * gated[f.gate_key] if f.times_input else gated[f.gate_key]
             values = np.clip(values, of_function.low, of_function.high)  # they are rounded apart
             finite &= self._tensors[made].take(of_function, values)
-        if seen_as is not None and seen.count:
+        if seen_as is not None:
             low, high = seen_as(np.array([seen.low, seen.high], np.float32)).tolist()
             seen, some = Extremes(low, high, seen.count), seen_as(some)
         return own.take(seen, some) and finite

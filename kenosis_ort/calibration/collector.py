@@ -353,7 +353,7 @@ class _Adder:
 def _of_constant(array: Array, dtype: str, config: CalibrationConfig) -> TensorStatistics:
     """The statistics of a tensor that never changes."""
     extremes = Accumulator(dtype, replace(config, method="minmax", sketch=False))
-    extremes.add(array)
+    extremes.take(*extremes.look(array))
     extremes.end_chunk()
     return extremes.statistics()
 

@@ -16,9 +16,10 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +38,9 @@ _FINE = HALF // 16
 _MERGED = 4
 
 
-def minmax_range(
-    statistics: TensorStatistics, *, low_limit: float | None = None, high_limit: float | None = None
-) -> tuple[float, float]:
-    """The smallest and the largest value, cut to the limits; no histogram is needed."""
-    low, high = statistics.low, statistics.high
+def _within(range_: Range, low_limit: float | None, high_limit: float | None) -> Range:
+    """A range cut to limits."""
+    low, high = range_
     if low_limit is not None:
         low, high = max(low, low_limit), max(high, low_limit)
     if high_limit is not None:
@@ -148,7 +147,7 @@ def sketch(statistics: TensorStatistics, *, low_limit: float | None = None, high
     histogram = statistics.histogram
     if histogram is None:
         raise CalibrationError("This range estimator needs a histogram.", fix="Collect again with one.")
-    low, high = minmax_range(statistics, low_limit=low_limit, high_limit=high_limit)
+    low, high = _within((statistics.low, statistics.high), low_limit, high_limit)
     left, right, mass = _occupied(histogram, statistics)
     return Sketch(np.clip(left, low, high), np.clip(right, low, high), mass, low, high)
 
@@ -312,37 +311,50 @@ def quantile_range(values: Sketch, percentile: float) -> tuple[float, float]:
     return min(low, high), max(low, high)
 
 
-METHODS = ("minmax", "percentile", "mse", "lp", "entropy")
-"""Names that `estimate` takes; ``percentile`` and ``lp`` take a number behind a colon, as in ``"percentile:99.99"``."""
+@dataclass(frozen=True)
+class _Method:
+    """A way to a range; its number, where it takes one, stands behind a colon, as in ``"percentile:99.99"``."""
 
-_DEFAULT_PERCENTILE = 99.999
-_DEFAULT_POWER = 2.4
-"""Over twelve nets at most 0.7 dB behind the best of five estimators, and up to 1.8 dB ahead of a power of 3."""
-_NUMBERED = re.compile(r"(percentile|lp):([0-9.]+)")
+    range_of: Callable[[Sketch, float, int], Range]
+    number: float = 0.0
+    bounds: tuple[float, float] | None = None  # of the number; None where it takes none
 
 
-def check_method(method: str) -> tuple[str, float]:
-    """Splits a method into its name and its number.
+_METHODS: Final[Mapping[str, _Method]] = {
+    "minmax": _Method(lambda values, _, __: (values.low, values.high)),
+    "percentile": _Method(lambda values, percentage, _: quantile_range(values, percentage), 99.999, (0.0, 100.0)),
+    "mse": _Method(lambda values, _, levels: least_error_range(values, power=2.0, levels=levels)),
+    # Over twelve nets at most 0.7 dB behind the best of five estimators, and up to 1.8 dB ahead of a power of 3.
+    "lp": _Method(
+        lambda values, power, levels: least_error_range(values, power=power, levels=levels), 2.4, (1.0, 16.0)
+    ),
+    "entropy": _Method(lambda values, _, levels: least_divergence_range(values, levels=levels)),
+}
+
+
+def _method(text: str) -> tuple[str, _Method]:
+    """A method's name, and the method with the number that it is to take.
 
     Raises:
         OptionError: There is no such method, or the number is out of range.
     """
-    numbered = _NUMBERED.fullmatch(method)
-    name, number = (numbered[1], numbered[2]) if numbered else (method, "")
-    if name not in METHODS:
-        hint = did_you_mean(name, METHODS)
+    name, colon, number = text.partition(":")
+    method = _METHODS.get(name)
+    if method is None or (colon and (method.bounds is None or not re.fullmatch("[0-9.]+", number))):
+        hint = did_you_mean(name, _METHODS)
         raise OptionError(
-            f"Unknown range estimator {method!r}.{hint}",
-            fix=f"Use one of {', '.join(METHODS)}; percentile and lp take a number, e.g. 'percentile:99.99', 'lp:2.4'.",
+            f"Unknown range estimator {text!r}.{hint}",
+            fix=f"Use one of {', '.join(_METHODS)}; percentile and lp take a number: 'percentile:99.99', 'lp:2.4'.",
         )
-    try:
-        value = float(number) if number else (_DEFAULT_PERCENTILE if name == "percentile" else _DEFAULT_POWER)
-    except ValueError:
-        value = -1.0
-    low, high = (0.0, 100.0) if name == "percentile" else (1.0, 16.0)
-    if not low <= value <= high:
-        raise OptionError(f"The number of the range estimator {method!r} must lie between {low:g} and {high:g}.")
-    return name, value
+    if colon and method.bounds is not None:
+        try:
+            method = replace(method, number=float(number))
+        except ValueError:
+            method = replace(method, number=-1.0)
+        low, high = method.bounds
+        if not low <= method.number <= high:
+            raise OptionError(f"The number of the range estimator {text!r} must lie between {low:g} and {high:g}.")
+    return name, method
 
 
 def estimate(
@@ -357,7 +369,7 @@ def estimate(
 
     Args:
         statistics: What was seen of it; all methods but ``"minmax"`` need a histogram.
-        method: One of `METHODS`, e.g. ``"mse"``, ``"lp:2.4"``, ``"percentile:99.999"``.
+        method: ``"minmax"``, ``"mse"``, ``"entropy"``, or with a number ``"lp:2.4"``, ``"percentile:99.999"``.
         low_limit: Nothing below matters to the consumers (an absorbed Relu or Clip, a saturating function): such
             values count as this one, and the range does not reach below.
         high_limit: The same above.
@@ -371,19 +383,11 @@ def estimate(
         OptionError: The method is unknown.
         CalibrationError: The method needs a histogram and there is none.
     """
-    name, number = check_method(method)
-    if statistics.fixed is not None:
-        low, high = statistics.fixed
-        clipped = TensorStatistics(low, high, max(statistics.count, 1), statistics.dtype)
-        return minmax_range(clipped, low_limit=low_limit, high_limit=high_limit)
-    if name == "minmax" or not statistics.count:
-        return minmax_range(statistics, low_limit=low_limit, high_limit=high_limit)
-    values = sketch(statistics, low_limit=low_limit, high_limit=high_limit)
-    if name == "percentile":
-        return quantile_range(values, number)
-    if name == "entropy":
-        return least_divergence_range(values, levels=levels)
-    return least_error_range(values, power=2.0 if name == "mse" else number, levels=levels)
+    name, chosen = _method(method)
+    known = statistics.fixed or (statistics.low, statistics.high)
+    if statistics.fixed is not None or name == "minmax" or not statistics.count:
+        return _within(known, low_limit, high_limit)
+    return chosen.range_of(sketch(statistics, low_limit=low_limit, high_limit=high_limit), chosen.number, levels)
 
 
 def estimate_all(
@@ -405,7 +409,7 @@ def estimate_all(
         OptionError: The method is unknown.
         CalibrationError: The method needs histograms, and no tensor has one.
     """
-    name, _ = check_method(method)
+    name, _ = _method(method)
     if name != "minmax" and table.tensors and all(s.histogram is None for s in table.tensors.values()):
         raise CalibrationError(
             f"The range estimator '{method}' needs histograms, and this table holds none.",
@@ -413,12 +417,11 @@ def estimate_all(
         )
     found = {}
     for tensor, statistics in table.tensors.items():
-        limit = (limits or {}).get(tensor)
-        bounds = (None, None) if limit is None else (limit.low, limit.high)
+        limit, own, by = (limits or {}).get(tensor), statistics, method
         if name == "minmax" or statistics.histogram is None:
             own = replace(statistics, fixed=table.range_of(tensor)) if table.method == "minmax" else statistics
-            found[tensor] = estimate(own, "minmax", low_limit=bounds[0], high_limit=bounds[1])
-        else:
-            points = (levels or {}).get(tensor, 256)
-            found[tensor] = estimate(statistics, method, low_limit=bounds[0], high_limit=bounds[1], levels=points)
+            by = "minmax"
+        low, high = (None, None) if limit is None else (limit.low, limit.high)
+        points = (levels or {}).get(tensor, 256)
+        found[tensor] = estimate(own, by, low_limit=low, high_limit=high, levels=points)
     return found

@@ -39,9 +39,6 @@ HALF = 4096
 """Bins on each side of zero."""
 BLOCK = 1 << 16
 """Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
-_TABLES = 2
-"""Neighbouring elements count into tables of their own: the zeros behind a Relu else wait for one another."""
-_OFFSETS: Floats = np.resize(np.arange(_TABLES, dtype=np.float32) * (2 * HALF) + HALF, BLOCK)
 _MIN_EXPONENT = -100
 _LEVELS = HALF.bit_length() - 1
 
@@ -187,49 +184,25 @@ class HistogramBuilder:
         self._exponent = _MIN_EXPONENT
         self._counts: Counts = np.zeros(2 * HALF, np.int64)
 
-    def add(self, values: npt.NDArray[np.floating]) -> Extremes:
-        """Adds all values of an array of any shape.
-
-        Returns:
-            Its extremes. Where a value is NaN or infinite they are not finite, and the builder is of no further use.
-        """
-        low, high = math.inf, -math.inf
-        for block in blocks(values):
-            block_low, block_high = ends(block)
-            if not (math.isfinite(block_low) and math.isfinite(block_high)):
-                return Extremes(block_low, block_high, values.size)
-            low, high = min(low, block_low), max(high, block_high)
-            self._grow(max(-block_low, block_high))
-            tables = _TABLES * 2 * HALF
-            self._counts += self._binned(block, _OFFSETS[: block.size], tables).reshape(_TABLES, -1).sum(axis=0)
-        return Extremes(low, high, values.size)
-
-    def add_part(self, values: npt.NDArray[np.float32], seen: Extremes) -> None:
-        """Adds some of the elements of an array.
+    def add(self, values: npt.NDArray[np.floating], seen: Extremes) -> None:
+        """Adds elements of an array.
 
         Args:
-            values: The elements, of any shape, finite.
-            seen: The extremes of the array.
+            values: All or some of them, of any shape, finite.
+            seen: The extremes of the array; it has elements.
         """
-        self._grow(max(-seen.low, seen.high))
-        for block in blocks(values):
-            self._counts += self._binned(block, _OFFSETS[0], 2 * HALF)
-
-    def _binned(self, block: Floats, offsets: Floats | np.float32, bins: int) -> Counts:
-        """Number of values of a block in each bin; the first bin of each value is at its offset."""
-        scaled, narrow, index = (scratch[: block.size] for scratch in _SCRATCH.arrays)
-        np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=scaled)
-        np.floor(scaled, out=scaled)  # first: a sum would be rounded, and not alike under every exponent
-        np.add(scaled, offsets, out=scaled)
-        np.copyto(narrow, scaled, casting="unsafe")
-        np.copyto(index, narrow)  # in two steps that are vectorized each
-        return np.bincount(index, minlength=bins)
-
-    def _grow(self, magnitude: float) -> None:
-        exponent = exponent_of(magnitude)
+        exponent = exponent_of(max(-seen.low, seen.high))
         if exponent > self._exponent:
             self._counts = fold(self._counts, exponent - self._exponent)
             self._exponent = exponent
+        for block in blocks(values):
+            scaled, narrow, index = (scratch[: block.size] for scratch in _SCRATCH.arrays)
+            np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=scaled)
+            np.floor(scaled, out=scaled)  # first: a sum would be rounded, and not alike under every exponent
+            np.add(scaled, np.float32(HALF), out=scaled)
+            np.copyto(narrow, scaled, casting="unsafe")
+            np.copyto(index, narrow)  # in two steps that are vectorized each
+            self._counts += np.bincount(index, minlength=2 * HALF)
 
     def finish(self) -> Histogram:
         """The histogram of everything added so far."""

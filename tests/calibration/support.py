@@ -17,6 +17,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration.histogram import Histogram, HistogramBuilder, extremes
 
 Feed = dict[str, Any]
 
@@ -67,6 +68,15 @@ def swept(
     ours = {k: options.pop(k) for k in ("part", "channels", "keep", "seen_as", "progress") if k in options}
     config = options.pop("config", None) or CalibrationConfig(**options)
     return collect(model, reader, tensors=tensors or node_outputs(model), config=config, threads=threads, **ours)
+
+
+def histogram_of(*parts: np.ndarray[Any, Any]) -> Histogram:
+    """The histogram of all elements, added part by part."""
+    builder = HistogramBuilder()
+    for part in parts:
+        if part.size:
+            builder.add(part, extremes(part))
+    return builder.finish()
 
 
 def one_node_model(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some
-from kenosis_ort.calibration.histogram import BLOCK, HistogramBuilder, extremes
+from kenosis_ort.calibration.histogram import BLOCK, extremes
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import one_node_model, random_feeds, swept
@@ -25,7 +25,7 @@ PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)
 def test_channels_and_the_whole(shape: tuple[int, ...], axis: int) -> None:
     data = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     tensor = Accumulator("float32", PLAIN, axis)
-    assert all(map(tensor.add, data))
+    assert all(tensor.take(*tensor.look(sample)) for sample in data)
     found = tensor.statistics()
     assert found.channels is not None
     over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
@@ -41,6 +41,8 @@ def test_channels_and_the_whole(shape: tuple[int, ...], axis: int) -> None:
         ((5, 8, 3, 3), CalibrationConfig(), 1),
         ((1, 8, 40, 40), CalibrationConfig(), 1),
         ((1, 8, 100, 125), SKETCH, None),
+        ((1, 8, 100, 125), CalibrationConfig("percentile"), None),
+        ((1, 8, 100, 125), CalibrationConfig("percentile"), 1),
     ],
 )
 def test_not_finite_is_seen_wherever_it_is(
@@ -48,7 +50,8 @@ def test_not_finite_is_seen_wherever_it_is(
 ) -> None:
     data = np.zeros(shape, np.float32)
     data[-1, 5, 1, 2] = bad
-    assert not Accumulator("float32", config, axis).add(data)
+    tensor = Accumulator("float32", config, axis)
+    assert not tensor.take(*tensor.look(data))
 
 
 def test_ranges_beside_histograms_are_those_of_minmax() -> None:
@@ -66,7 +69,7 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     data[..., 0] += 100.0  # one channel, last axis, far away
     tensor = Accumulator("float32", SKETCH)
-    assert tensor.add(data)
+    assert tensor.take(*tensor.look(data))
     statistics = tensor.statistics()
     histogram = statistics.histogram
     assert histogram is not None
@@ -94,18 +97,6 @@ def test_a_cache_without_histograms_does_not_serve() -> None:
     assert again.tensors == sketched.tensors
     again.check_matches(sketched.model_fingerprint, PLAIN)
     assert sketched.merge(again).tensors["y"].histogram is not None
-
-
-def test_a_part_counts_into_the_bins_of_the_whole() -> None:
-    data = np.random.default_rng(0).laplace(size=200_000).astype(np.float32)
-    data[:2] = 2.0**4 - 2.0**-20, -(2.0**4) + 2.0**-20  # at the very ends of the bins
-    whole, part = HistogramBuilder(), HistogramBuilder()
-    seen = whole.add(data)
-    assert seen == extremes(data)
-    part.add_part(data, seen)
-    a, b = whole.finish(), part.finish()
-    assert (a.exponent, a.total) == (b.exponent, b.total)
-    assert np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max() <= 20  # a few land one bin further up
 
 
 @pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration.estimators import estimate, estimate_all, sketch
-from kenosis_ort.calibration.histogram import HistogramBuilder
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
 from kenosis_ort.plan import RangeLimit
+from tests.calibration.support import histogram_of
 
 Floats = npt.NDArray[np.float32]
 METHODS = ["minmax", "percentile:99.99", "mse", "lp:3", "lp:2.4", "entropy"]
@@ -21,9 +21,7 @@ methods = st.sampled_from(METHODS)
 
 
 def statistics_of(data: Floats) -> TensorStatistics:
-    builder = HistogramBuilder()
-    assert builder.add(data).is_finite
-    return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=builder.finish())
+    return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=histogram_of(data))
 
 
 def quantization_error(data: Floats, low: float, high: float, power: float, levels: int = 256) -> float:

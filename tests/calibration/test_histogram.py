@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kenosis_ort.calibration.histogram import HALF, Histogram, HistogramBuilder, exponent_of, extremes, fold
+from kenosis_ort.calibration.histogram import HALF, Histogram, exponent_of, extremes, fold
+from tests.calibration.support import histogram_of as build
 
 values = hnp.arrays(
     np.float32,
@@ -19,13 +20,6 @@ values = hnp.arrays(
 ) | hnp.arrays(
     np.float32, st.integers(0, 300), elements=st.floats(-8, 8, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
 )
-
-
-def build(*parts: np.ndarray) -> Histogram:
-    builder = HistogramBuilder()
-    for part in parts:
-        assert builder.add(part) == extremes(part)
-    return builder.finish()
 
 
 @given(values)
@@ -83,7 +77,7 @@ def test_float16() -> None:
 def test_not_finite_is_refused(bad: float) -> None:
     data = np.zeros(100_000, np.float32)
     data[99_999] = bad
-    assert not HistogramBuilder().add(data).is_finite
+    assert not extremes(data).is_finite
 
 
 def test_exponent_is_strict() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.histogram import HistogramBuilder, _divergence, entropy_range, percentile_range
+from kenosis_ort.calibration.histogram import _divergence, ends, entropy_range, percentile_range
 from tests import models
-from tests.calibration.support import one_node_model, random_feeds, stock, swept
+from tests.calibration.support import histogram_of, one_node_model, random_feeds, stock, swept
 
 
 def check_bound(theirs: Any, table: CalibrationTable, bins: int, symmetric: bool) -> None:
@@ -58,10 +58,8 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
     rng = np.random.default_rng(seed)
     data = rng.standard_t(3, 20_000).astype(np.float32)
     theirs = stock(one_node_model(shape=("N",)), [{"x": data}], "Entropy", num_bins=bins)["y"]
-    builder = HistogramBuilder()
-    seen = builder.add(data)
-    low, high = entropy_range(builder.finish(), seen.low, seen.high, bins=bins, quantized_bins=128)
-    top = max(-seen.low, seen.high)
+    low, high = entropy_range(histogram_of(data), *ends(data), bins=bins, quantized_bins=128)
+    top = max(map(abs, ends(data)))
     counts, edges = np.histogram(data, bins, range=(-top, top))
 
     def divergence(end: float) -> float:
@@ -69,9 +67,9 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
         return _divergence(counts, bins // 2 - reach, min(bins // 2 + reach + 1, bins), 128)
 
     best = divergence(float(theirs.highest))
-    ours = divergence(high) if high < seen.high else divergence(float(edges[-1]))
+    ours = divergence(high) if high < data.max() else divergence(float(edges[-1]))
     assert ours <= best * 1.1 + 1e-3
-    assert low == pytest.approx(max(-high, seen.low), abs=2.1 * top / bins)
+    assert low == pytest.approx(max(-high, data.min()), abs=2.1 * top / bins)
 
 
 @pytest.mark.parametrize("scenario", ["same", "p3"])
@@ -114,11 +112,7 @@ def test_percentile_bound_on_any_distribution(
         "two": lambda: rng.choice([-1.0, 7.0], 500),
     }
     data = draw[kind]().astype(np.float32)
-    builder = HistogramBuilder()
-    seen = builder.add(data)
-    low, high = percentile_range(
-        builder.finish(), seen.low, seen.high, percentile=percentile, bins=bins, symmetric=symmetric
-    )
+    low, high = percentile_range(histogram_of(data), *ends(data), percentile=percentile, bins=bins, symmetric=symmetric)
     top = float(np.abs(data).max())
     bound = (top / bins if symmetric else 2 * top / bins) + top / 2048
     values = np.sort(np.abs(data) if symmetric else data)
@@ -132,11 +126,11 @@ def test_percentile_bound_on_any_distribution(
 
     cut = (100 - percentile) / 200
     below, above = of_rank(percentile / 100 if symmetric else 1 - cut)
-    assert min(below, seen.high) <= high <= above
+    assert min(below, data.max()) <= high <= above
     below, above = (-above, -below) if symmetric else of_rank(cut)
-    assert below <= low <= max(above, seen.low)
-    assert seen.low <= low
-    assert high <= seen.high
+    assert below <= low <= max(above, data.min())
+    assert data.min() <= low
+    assert high <= data.max()
 
 
 def test_histogram_methods_do_not_depend_on_stride_or_order() -> None:

@@ -57,10 +57,10 @@ def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign: i
     edges = (sign * np.arange(1, 40) / 4).astype(np.float32)  # of the bins of 700
     beside = np.concatenate([edges - np.float32(distance) for distance in (-3e-5, -1e-7, 0, 1e-7, 3e-5)])
     few, many = HistogramBuilder(), HistogramBuilder()
-    few.add_part(beside, extremes(beside))
-    many.add_part(beside, Extremes(-700.0, 700.0, 2))
+    few.add(beside, extremes(beside))
+    many.add(beside, Extremes(-700.0, 700.0, 2))
     far = HistogramBuilder()
-    far.add_part(beside[:0], Extremes(-700.0, 700.0, 2))
+    far.add(beside[:0], Extremes(-700.0, 700.0, 2))
     assert few.finish().merge(far.finish()) == many.finish()
 
 
