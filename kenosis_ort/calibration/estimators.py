@@ -347,11 +347,11 @@ def _method(text: str) -> tuple[str, _Method]:
             fix=f"Use one of {', '.join(_METHODS)}; percentile and lp take a number: 'percentile:99.99', 'lp:2.4'.",
         )
     if colon and method.bounds is not None:
+        low, high = method.bounds
         try:
             method = replace(method, number=float(number))
         except ValueError:
             method = replace(method, number=-1.0)
-        low, high = method.bounds
         if not low <= method.number <= high:
             raise OptionError(f"The number of the range estimator {text!r} must lie between {low:g} and {high:g}.")
     return name, method
