@@ -205,7 +205,8 @@ def place_of(error: BaseException) -> str | None:
 
 
 _BY_ITSELF: Final = (
-    "the promise times and picks forms by itself; 'kenosis-ort profile' measures the machine that files are laid out for"
+    "the promise times and picks forms by itself; "
+    "'kenosis-ort profile' measures the machine that files are laid out for"
 )
 _REMOVED: Final[Mapping[str, str]] = {
     "tune=measure": _BY_ITSELF,
