@@ -15,25 +15,31 @@ import kenosis_ort
 from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
 from tests.graph.build import run
-from tests.rewrite.test_fuse_attention import attention
+from tests.rewrite.test_fuse_attention import Heads
+
+
+def attention() -> onnx.ModelProto:
+    """A model of one attention of two heads over projections of ``x`` [2, 4, 5]."""
+    g = Heads([2, 4, 5])
+    q, k, v = (g.turned(g.project("x", 5, 2, 4, 2, 4), 0, 2, 1, 3) for _ in range(3))
+    return g.model(g.attend(g.scores(q, k), v))
 
 
 def test_the_file_holds_the_layer_and_computes_the_same(tmp_path: Path):
-    g, y, x = attention(b=2, s=4, t=4, n=2, h=4)
+    x = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
     source, out = tmp_path / "float.onnx", tmp_path / "fused.onnx"
-    onnx.save(g.model(y), source)
+    onnx.save(attention(), source)
     before = source.read_bytes()
     found = kenosis_ort.fuse(source, out)
     assert source.read_bytes() == before
     assert len(found.attentions) == 1
     session = ort.InferenceSession(out, providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"x": x})[0], run(g.model(y), {"x": x})[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], run(attention(), {"x": x})[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_in_memory_is_not_changed_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    g, y, _ = attention()
-    proto = g.model(y)
+    proto = attention()
     before = proto.SerializeToString(deterministic=True)
     assert len(kenosis_ort.fuse(proto).attentions) == 1
     assert proto.SerializeToString(deterministic=True) == before
@@ -41,8 +47,7 @@ def test_a_model_in_memory_is_not_changed_and_nothing_is_written(tmp_path: Path,
 
 
 def test_half_precision_stays_what_it_is_and_is_told():
-    g, y, _ = attention()
-    proto = g.model(y)
+    proto = attention()
     for tensor in proto.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
@@ -55,9 +60,8 @@ def test_half_precision_stays_what_it_is_and_is_told():
 
 
 def test_an_output_over_the_model_it_reads_is_in_place(tmp_path: Path):
-    g, y, _ = attention()
     path = tmp_path / "m.onnx"
-    onnx.save(g.model(y), path)
+    onnx.save(attention(), path)
     kenosis_ort.fuse(path, path)
     assert [n.op_type for n in onnx.load(path).graph.node].count("Attention") == 1
 
@@ -69,9 +73,8 @@ def test_what_is_no_model_is_told(wrong: object):
 
 
 def test_the_command_names_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    g, y, _ = attention()
     source, out = tmp_path / "float.onnx", tmp_path / "fused.onnx"
-    onnx.save(g.model(y), source)
+    onnx.save(attention(), source)
     assert main(["fuse", str(source), str(out), "--json"]) == exits.SUCCESS
     assert len(json.loads(capsys.readouterr().out)["attentions"]) == 1
     assert main(["fuse", str(tmp_path / "none.onnx"), str(out)]) == exits.ERROR
