@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.qdq import INTEGERS, bounds_of
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _ABSORBED = ("Relu", "Clip")
@@ -191,10 +192,10 @@ class Pairing:
             return None, None, None
         step = float(array_in(scale).astype(np.float64).reshape(()))
         elem_type = zero.data_type if zero is not None else onnx.TensorProto.UINT8
-        if elem_type not in _LIMITS:
+        if elem_type not in INTEGERS:
             return None, None, step
         point = int(array_in(zero).astype(np.int64).reshape(())) if zero is not None else 0
-        low, high = _LIMITS[elem_type]
+        low, high = bounds_of(elem_type)
         if behind is not None and behind.op_type == "Clip":
             ends = [*(self.constants.get(name) for name in behind.input[1:3]), None, None][:2]
             low, high = (
@@ -202,13 +203,3 @@ class Pairing:
                 for end, bound in zip((low, high), ends, strict=True)
             )
         return (low - point) * step, (high - point) * step, step
-
-
-_LIMITS = {
-    onnx.TensorProto.UINT8: (0, 255),
-    onnx.TensorProto.INT8: (-128, 127),
-    onnx.TensorProto.UINT16: (0, 65535),
-    onnx.TensorProto.INT16: (-32768, 32767),
-    onnx.TensorProto.UINT4: (0, 15),
-    onnx.TensorProto.INT4: (-8, 7),
-}

@@ -18,7 +18,7 @@ initializer that the runtime would compute, in front of DequantizeLinear; the bi
 beside it. Source: Pappalardo et al., "QONNX", 2022, section IV.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from onnx import TensorProto
 
 from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes, forget_types, integer_bounds, width_of
 from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.qdq import INTEGERS
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)
@@ -185,12 +186,15 @@ class _Mover(Draft):
         node.input[at] = self._moved[name]
 
 
-_SMALL: Mapping[int, tuple[int, type[np.int8] | type[np.uint8]]] = {
-    TensorProto.INT4: (4, np.int8),
-    TensorProto.UINT4: (4, np.uint8),
-    **({TensorProto.INT2: (2, np.int8), TensorProto.UINT2: (2, np.uint8)} if hasattr(TensorProto, "INT2") else {}),
+_CONTAINERS: Final = {
+    TensorProto.INT32: TensorProto.INT32,
+    **{
+        kind: TensorProto.INT8 if signed else TensorProto.UINT8
+        for kind, (signed, bits) in INTEGERS.items()
+        if bits <= 8
+    },
 }
-_BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
+"""The element types that are read, and the one of whole bytes that each takes in the canonical form."""
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
@@ -244,23 +248,13 @@ class _Reader(Draft):
         """Adds the node in its canonical spelling, or as it is where it has none."""
         elem_type = self._elem_type(node)
         scale = self.array(node.input[1])
+        self.nodes.append(node)
         by_block = attribute_int(node, "block_size", 0)
-        if elem_type is None or scale is None or by_block or scale.dtype.kind != "f":
-            self.nodes.append(node)
+        if elem_type not in _CONTAINERS or scale is None or by_block or scale.dtype.kind != "f":
             return
-        small = _SMALL.get(elem_type)
-        if small is None and elem_type not in (*_BYTES, TensorProto.INT32):
-            self.nodes.append(node)
-            return
-        container = (
-            TensorProto.INT32
-            if elem_type == TensorProto.INT32
-            else (elem_type if small is None else (TensorProto.INT8 if small[1] is np.int8 else TensorProto.UINT8))
-        )
         axis = None if scale.size == 1 else attribute_int(node, "axis", 1)
-        parameters = self._parameters(node, axis, container)
+        parameters = self._parameters(node, axis, _CONTAINERS[elem_type])
         if parameters is None:
-            self.nodes.append(node)
             return
         del node.input[1:]
         node.input.extend(parameters)
@@ -271,21 +265,20 @@ class _Reader(Draft):
                 node.attribute.remove(found)
         if axis is not None:
             node.attribute.append(onnx.helper.make_attribute("axis", axis))
-        self.nodes.append(node)
-        if small is not None:
-            self._widen(node, *small)
+        if elem_type != _CONTAINERS[elem_type]:
+            self._widen(node, *INTEGERS[elem_type])
 
-    def _elem_type(self, node: onnx.NodeProto) -> int | None:
-        """The element type of the integers of a Q or DQ, None where it does not show."""
+    def _elem_type(self, node: onnx.NodeProto) -> int:
+        """The element type of the integers of a Q or DQ, 0 where it does not show."""
         if len(node.input) > 2 and node.input[2]:
-            return self.elem_type(node.input[2])
+            return self.elem_type(node.input[2]) or 0
         if is_quantize(node):
             return attribute_int(node, "output_dtype", 0) or int(TensorProto.UINT8)
         found = self.elem_type(node.input[0])
         if found is not None:
             return found
         maker = self.makers.get(node.input[0])
-        return self._elem_type(maker) if maker is not None and is_quantize(maker) else None
+        return self._elem_type(maker) if maker is not None and is_quantize(maker) else 0
 
     def _parameters(self, node: onnx.NodeProto, axis: int | None, container: int) -> tuple[str, str] | None:
         """The names of scale and zero point in their canonical shapes."""
@@ -310,9 +303,9 @@ class _Reader(Draft):
         self._spelled[key] = (names[0], names[1])
         return self._spelled[key]
 
-    def _widen(self, node: onnx.NodeProto, bits: int, dtype: type[np.int8] | type[np.uint8]) -> None:
+    def _widen(self, node: onnx.NodeProto, signed: bool, bits: int) -> None:
         """Gives the integers of 2 or 4 bits of a Q or DQ eight, and Clips those that are computed."""
-        signed = dtype is np.int8
+        dtype = np.int8 if signed else np.uint8
         if is_quantize(node):
             written = node.output[0]
             node.output[0] = self.fresh(f"{written}_wide")

@@ -27,7 +27,7 @@ from onnx import TensorProto
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import drop_unread, replace_nodes
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute_int, captured_names, reserve_name
 
 _RESULT, _DATA, _OTHER = "result", "data", "other"
@@ -71,16 +71,7 @@ QLINEAR: Final[Mapping[str, QLinear]] = {
 
 _MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
-_SIGNED: Final[Mapping[int, tuple[bool, int]]] = {
-    TensorProto.INT4: (True, 4),
-    TensorProto.UINT4: (False, 4),
-    TensorProto.INT8: (True, 8),
-    TensorProto.UINT8: (False, 8),
-    TensorProto.INT16: (True, 16),
-    TensorProto.UINT16: (False, 16),
-    TensorProto.INT32: (True, 32),
-    **({TensorProto.INT2: (True, 2), TensorProto.UINT2: (False, 2)} if hasattr(TensorProto, "INT2") else {}),
-}
+_SIGNED: Final = {**INTEGERS, TensorProto.INT32: (True, 32)}
 
 
 @dataclass(frozen=True, eq=False)

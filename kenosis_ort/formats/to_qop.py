@@ -21,6 +21,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import QLINEAR, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import drop_stale_value_info, has_rank, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
@@ -209,9 +210,9 @@ class _Writer:
         real = self.constant(value)
         if real is None:
             return None
-        steps = np.rint(real.reshape(-1) * beta / scale.astype(np.float64))
         limit = np.iinfo(np.int32)
-        return self.add(np.clip(steps, limit.min, limit.max).astype(np.int32), f"{value}_quantized")
+        values = on_grid(real.reshape(-1) * beta, scale.astype(np.float64), 0, limit.min, limit.max)
+        return self.add(values.astype(np.int32), f"{value}_quantized")
 
     def add(self, array: npt.NDArray[Any], base: str) -> str:
         """Adds a constant and returns its name."""

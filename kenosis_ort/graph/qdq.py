@@ -24,7 +24,7 @@ of an odd number of channels, which most of its kernels fill up to an even one f
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +86,37 @@ def exact_grid(values: npt.NDArray[np.generic]) -> ExactGrid | None:
 
 ANNOTATION: Final = "finn_datatype"
 """The key under which QONNX' tools keep a tensor's data type, as ``INT4``, in the graph's quantization annotation."""
+
+
+INTEGERS: Final[Mapping[int, tuple[bool, int]]] = {
+    TensorProto.INT4: (True, 4),
+    TensorProto.UINT4: (False, 4),
+    TensorProto.INT8: (True, 8),
+    TensorProto.UINT8: (False, 8),
+    TensorProto.INT16: (True, 16),
+    TensorProto.UINT16: (False, 16),
+    **({TensorProto.INT2: (True, 2), TensorProto.UINT2: (False, 2)} if hasattr(TensorProto, "INT2") else {}),
+}
+"""The element types of quantized weights and activations: whether integers may be negative, and their bits."""
+
+
+def bounds_of(elem_type: int) -> tuple[int, int]:
+    """The least and the largest integer of one of `INTEGERS`."""
+    signed, bits = INTEGERS[elem_type]
+    return integer_bounds(bits, signed=signed)
+
+
+def on_grid(real: Any, scale: Any, zero_point: Any, low: float, high: float) -> npt.NDArray[np.float64]:
+    """Whole numbers nearest to reals on a grid, in float64: half to even, then the zero point, then the bounds.
+
+    Args:
+        real: Reals of any shape.
+        scale: Steps, of a shape that broadcasts.
+        zero_point: Whole numbers, likewise.
+        low: Least number.
+        high: Largest number.
+    """
+    return np.asarray(np.clip(np.rint(np.asarray(real, np.float64) / scale) + zero_point, low, high))
 
 
 def integer_bounds(bits: int, *, signed: bool, narrow: bool = False) -> tuple[int, int]:

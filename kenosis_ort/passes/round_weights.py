@@ -31,7 +31,7 @@ import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex
 from kenosis_ort.graph.outside import array_in, put_outside
-from kenosis_ort.graph.qdq import LARGEST_PAIR, can_clip, pair_order
+from kenosis_ort.graph.qdq import LARGEST_PAIR, can_clip, on_grid, pair_order
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers
@@ -76,9 +76,9 @@ class Grid:
 
     def nearest(self, wanted: Float64, scale: Float64, zero: Float64, beside: Float64 | None) -> Float64:
         """The nearest integers of a column that are allowed beside those of its neighbour, None without."""
-        whole = np.clip(np.rint(wanted / scale) + zero, self.low, self.high)
+        whole = on_grid(wanted, scale, zero, self.low, self.high)
         if beside is None:
-            return np.asarray(whole)
+            return whole
         low, high = -LARGEST_PAIR - np.minimum(beside, 0.0), LARGEST_PAIR - np.maximum(beside, 0.0)
         return np.asarray(np.clip(whole, low, high))
 

@@ -42,7 +42,7 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, pair_orders, pair_sums
+from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, on_grid, pair_orders, pair_sums
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.editor import Array, QdqEditor, listed, nudged_parameters
 from kenosis_ort.quantizer.pairs import Pairs
@@ -122,7 +122,7 @@ def quantize_weight(
     steps = stored.astype(np.float64).reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
     for block in _blocks(weight):
         step = steps[block] if axis == 0 else steps
-        values[block] = np.clip(np.rint(np.asarray(weight[block], np.float64) / step), -top, top) + zero_point
+        values[block] = on_grid(weight[block], step, zero_point, zero_point - top, zero_point + top)
         if largest_pair is not None:
             for order in orders:
                 values[block] = _lowered(values[block], order, largest_pair)
@@ -196,7 +196,7 @@ def _least_error_share(weight: npt.NDArray[np.generic], scale: Float64, axis: in
     """Factor for each scale with the least squared error, from some of the weights where there are many."""
     rows = np.moveaxis(weight, axis, 0).reshape(scale.size, -1) if axis is not None else weight.reshape(1, -1)
     steps = np.asarray(rows[:, :: max(1, rows.shape[1] // _SAMPLED)], np.float64) / scale.reshape(-1, 1)
-    errors = [np.square(steps - np.clip(np.rint(steps / share), -top, top) * share).sum(axis=1) for share in _SHARES]
+    errors = [np.square(steps - on_grid(steps, share, 0, -top, top) * share).sum(axis=1) for share in _SHARES]
     return np.asarray(_SHARES[np.argmin(errors, axis=0)].reshape(scale.shape))
 
 
@@ -258,9 +258,9 @@ def quantize_bias(
         beta: Gemm's factor on the bias, folded in here.
     """
     scale = np.float32(input_scale) * weight_scale.astype(np.float32)
-    steps = np.asarray(bias, dtype=np.float64) * beta / scale.astype(np.float64)
     limit = np.iinfo(np.int32)
-    return QuantizedBias(np.clip(np.rint(steps), limit.min, limit.max).astype(np.int32), np.asarray(scale, np.float32))
+    values = on_grid(np.asarray(bias, np.float64) * beta, scale.astype(np.float64), 0, limit.min, limit.max)
+    return QuantizedBias(values.astype(np.int32), np.asarray(scale, np.float32))
 
 
 _BYTE = 8
@@ -320,7 +320,7 @@ class Constants:
             return
         real = array.astype(np.float64)
         p = nudged_parameters(min(float(real.min()), 0.0), max(float(real.max()), 0.0), signed=signed)
-        values = np.clip(np.rint(real / p.scale) + p.zero_point, least, most).astype(dtype)
+        values = on_grid(real, p.scale, p.zero_point, least, most).astype(dtype)
         scale, zero_point = np.array(p.scale, np.float32), np.array(p.zero_point, dtype)
         self._place_constant(init, values, scale, zero_point, None, decisions)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,20 +18,11 @@ from onnxruntime.quantization.quant_utils import (
 )
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.qdq import integer_bounds
+from kenosis_ort.graph.qdq import INTEGERS, integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
 from kenosis_ort.quantizer.editor import QdqEditor, clamped, listed, nudged_parameters
 
 _BYTE = 8
-_WIDE_BITS = 16
-_DTYPES: Final = {
-    TensorProto.UINT8: np.uint8,
-    TensorProto.INT8: np.int8,
-    TensorProto.UINT16: np.uint16,
-    TensorProto.INT16: np.int16,
-}
-_SIGNED: Final = (TensorProto.INT8, TensorProto.INT16)
-_WIDE: Final = (TensorProto.UINT16, TensorProto.INT16)
 
 
 @dataclass(frozen=True)
@@ -137,18 +128,18 @@ class Pairs:
         given = {key for key in own if key != "convert"} - {"quant_type"}
         kind = own["quant_type"].tensor_type if "quant_type" in own else quantizer.activation_qType
         data = self._range_of(value)
-        if quantizer.stages.nudge and plain and not given and kind in _DTYPES:
+        signed, width = INTEGERS.get(kind, (False, 0))
+        if quantizer.stages.nudge and plain and not given and width >= _BYTE:
             low, high = (float(end) for end in data.range_value)
             if value not in self._own_grids:
                 low, high = clamped(low, high, self._saturations.get(value))
             if quantizer.min_real_range is not None:
                 low = min(low, 0.0)
                 high = max(high, 0.0, low + float(quantizer.min_real_range))
-            bits = _WIDE_BITS if kind in _WIDE else self._widths[value]
-            p = nudged_parameters(low, high, signed=kind in _SIGNED, limit=self._limits.get(value), bits=bits)
-            return QuantizationParams(
-                zero_point=np.array(p.zero_point, _DTYPES[kind]), scale=np.array(p.scale, np.float32), quant_type=kind
-            )
+            bits = width if width > _BYTE else self._widths[value]
+            p = nudged_parameters(low, high, signed=signed, limit=self._limits.get(value), bits=bits)
+            zero_point = np.array(p.zero_point, helper.tensor_dtype_to_np_dtype(kind))
+            return QuantizationParams(zero_point=zero_point, scale=np.array(p.scale, np.float32), quant_type=kind)
         if quantizer.is_activation_symmetric and not self._symmetric[value]:
             own = {"symmetric": False, **own}
         return self._stock_parameters(data, own)

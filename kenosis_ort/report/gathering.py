@@ -5,7 +5,7 @@ Which range each tensor of the float model has in the quantized one, read off it
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -18,19 +18,19 @@ from onnx import TensorProto
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import array_in, is_outside, tensor_bytes
-from kenosis_ort.graph.qdq import PairOrder, can_clip, declared_datatypes, integer_bounds, pair_order
+from kenosis_ort.graph.qdq import (
+    INTEGERS,
+    PairOrder,
+    bounds_of,
+    can_clip,
+    declared_datatypes,
+    integer_bounds,
+    pair_order,
+)
 from kenosis_ort.graph.view import value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
 from kenosis_ort.report.evidence import Bars, GraphSketch, SketchNode, TensorProfile
 
-_TYPES: Final[Mapping[int, tuple[int, int, int]]] = {  # element type -> bits, lowest and highest integer
-    TensorProto.UINT8: (8, 0, 255),
-    TensorProto.INT8: (8, -128, 127),
-    TensorProto.UINT16: (16, 0, 65535),
-    TensorProto.INT16: (16, -32768, 32767),
-    TensorProto.UINT4: (4, 0, 15),
-    TensorProto.INT4: (4, -8, 7),
-}
 _DATATYPE: Final = re.compile(r"(U?)INT([2-8])")
 _BLOCK: Final = 1 << 20  # elements
 _BYTE: Final = 8
@@ -66,7 +66,7 @@ class ValueGrid:
         if self.bounds is not None:
             return (self.bounds[1] - self.bounds[0]).bit_length()
         if self.elem_type != TensorProto.INT8 or self._used is None or not any(end.any() for end in self._used):
-            return _TYPES[self.elem_type][0]
+            return INTEGERS[self.elem_type][1]
         largest = max(int(np.abs(end).max()) for end in self._used)
         return max(2, (largest - 1).bit_length() + 1)
 
@@ -104,7 +104,7 @@ class ValueGrid:
         if self._used is not None and self.bounds is None:
             low, high = (end * self.scale for end in self._used)
             return float(low.min()), float(high.max())
-        lowest, highest = _TYPES[self.elem_type][1:] if self.bounds is None else self.bounds
+        lowest, highest = bounds_of(self.elem_type) if self.bounds is None else self.bounds
         low = (lowest - self.zero_point) * self.scale
         high = (highest - self.zero_point) * self.scale
         return float(low.min()), float(high.max())
@@ -194,7 +194,7 @@ class _Reader:
             return None
         zero = self._array(node, 2)
         elem_type = self._elem_type(node)
-        if elem_type not in _TYPES:
+        if elem_type not in INTEGERS:
             return None
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
         flat = scale.astype(np.float64).ravel()
@@ -209,7 +209,7 @@ class _Reader:
         clip = self.clipped.get(node.output[0]) if node.op_type == _QUANTIZE else self.producers.get(source)
         if clip is not None and clip.op_type == "Clip" and len(clip.input) == 3:
             ends = [self.constants.get(name) for name in clip.input[1:]]
-            if all(end is not None and end.data_type in _TYPES for end in ends):
+            if all(end is not None and end.data_type in INTEGERS for end in ends):
                 low, high = (int(array_in(end).reshape(())) for end in ends if end is not None)
                 return low, high
         declared = _DATATYPE.fullmatch(self.declared.get(source, ""))

@@ -43,6 +43,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
 from kenosis_ort.graph.outside import array_in, put_outside
+from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.passes.layers import array_of
 from kenosis_ort.passes.round_weights import Grid, descend, pass_on
@@ -93,7 +94,7 @@ class BlockGrid:
     def nearest(self, values: Float64) -> Float64:
         """The integers nearest to a matrix, shape (K, N)."""
         scale, zero = self.steps(slice(len(values)))
-        return np.asarray(np.clip(np.rint(values / scale) + zero, 0, self.top))
+        return on_grid(values, scale, zero, 0, self.top)
 
     def real(self, integers: Float64) -> Float64:
         """Dequantized values of integers, shape (K, N)."""
@@ -135,9 +136,7 @@ def find_grid(
     scale, zero = np.ones((blocks, columns)), np.full((blocks, columns), float((top + 1) // 2))
     for shrink in _SHRINKS if bits < 8 else (1.0,):
         tried = as_stored(np.maximum((high - low) * shrink / top, np.finfo(np.float32).tiny))
-        point = (
-            np.full_like(tried, float((top + 1) // 2)) if symmetric else np.clip(np.rint(-low * shrink / tried), 0, top)
-        )
+        point = np.full_like(tried, float((top + 1) // 2)) if symmetric else on_grid(-low * shrink, tried, 0, 0, top)
         np.divide(cut, tried[:, None], out=off)  # in place throughout: it is the memory that takes the time
         np.rint(off, out=off)
         off += point[:, None]
@@ -198,10 +197,14 @@ def pack(integers: Float64 | UInt8, grid: BlockGrid) -> tuple[UInt8, npt.NDArray
     padded = padded.T.reshape(-1, blocks, grid.block)
     zero = grid.zero.T.astype(np.uint8)
     if grid.bits == 4:
-        padded = (padded[..., 0::2] | (padded[..., 1::2] << 4)).astype(np.uint8)
-        zero = np.pad(zero, ((0, 0), (0, blocks % 2)))
-        zero = (zero[:, 0::2] | (zero[:, 1::2] << 4)).astype(np.uint8)
+        padded, zero = in_bytes(padded), in_bytes(zero)
     return padded, np.ascontiguousarray(grid.scale.T.astype(np.float32)), np.ascontiguousarray(zero)
+
+
+def in_bytes(integers: UInt8) -> UInt8:
+    """Two numbers of 4 bits a byte along the last axis, the lower first; an odd one is alone in the last byte."""
+    even = np.pad(integers, [(0, 0)] * (integers.ndim - 1) + [(0, integers.shape[-1] % 2)])
+    return (even[..., 0::2] | (even[..., 1::2] << 4)).astype(np.uint8)
 
 
 def _cut(matrix: Float64, block: int) -> Float64:
@@ -306,10 +309,7 @@ def round_in_blocks(
         moments: Second moments of what it multiplies, shape (K, K); None rounds to nearest.
         symmetric: Zero points stand in the middle.
     """
-    if moments is None:
-        grid = find_grid(matrix, bits, block, symmetric=symmetric)
-        return grid.nearest(matrix), grid
-    if not np.trace(moments) > 0.0:  # nothing ever flows
+    if moments is None or not np.trace(moments) > 0.0:  # nothing ever flows
         grid = find_grid(matrix, bits, block, symmetric=symmetric)
         return grid.nearest(matrix), grid
     hessian = moments + np.eye(len(moments)) * (_DAMPING * float(np.trace(moments)) / len(moments))
@@ -551,6 +551,5 @@ def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> npt.NDArray[n
 def _packed_tensor(array: npt.NDArray[np.uint8], bits: int, name: str) -> TensorProto:
     if bits == 8:
         return numpy_helper.from_array(np.ascontiguousarray(array), name)
-    flat = np.pad(array.reshape(-1), (0, array.size % 2))
-    packed = (flat[0::2] | (flat[1::2] << 4)).astype(np.uint8)
-    return helper.make_tensor(name, TensorProto.UINT4, array.shape, packed.tobytes(), raw=True)
+    packed = in_bytes(array.reshape(-1)).tobytes()
+    return helper.make_tensor(name, TensorProto.UINT4, array.shape, packed, raw=True)

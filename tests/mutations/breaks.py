@@ -47,7 +47,7 @@ BREAKS = (
         "quantizer/test_parameters.py",
     ),
     Break(
-        "quantizer/constant_scales.py",
+        "graph/qdq.py",
         "np.clip(np.rint(np.asarray(",
         "np.clip(np.trunc(np.asarray(",
         "quantizer/test_weights.py",
@@ -141,8 +141,8 @@ BREAKS = (
     ),
     Break(
         "weights/blocks.py",
-        "np.rint(values / scale) + zero, 0, self.top",
-        "np.rint(values / scale) + zero, 0, self.top + 1",
+        "on_grid(values, scale, zero, 0, self.top)",
+        "on_grid(values, scale, zero, 0, self.top + 1)",
         "weights/test_blocks.py weights/test_rounding.py",
     ),
     Break("bench/harness.py", "if low > 0 and middle > margin:", "if middle > margin:", "bench"),
