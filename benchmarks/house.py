@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kenosis_ort
 from kenosis_ort import Stages, SyntheticReader, quantize_static
 from kenosis_ort.demo import load_digits, model_path
+from kenosis_ort.runtime.limits import machine, processor_class
 from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
-from kenosis_ort.targets.profile import processor, processor_class
 from tests import models
 from tests.golden.plan_text import plan_text
 
@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     frozen: dict[str, Any] = {"processor": "", "counts": {}, "cases": {}}
     if FROZEN.exists():
         frozen = json.loads(FROZEN.read_text(encoding="utf-8"))
-    costs, here = counts(), processor_class(processor()[1]) or "none of them"
+    costs, here = counts(), processor_class(machine().features) or "none of them"
     print(f"{'one call':>18s} {'now':>7s} {'frozen':>7s}")
     for name, number in costs.items():
         print(f"{name:>18s} {number:7d} {frozen['counts'].get(name, 0):7d}")

@@ -48,8 +48,8 @@ from architectures import net_file, sqnr_by_output
 from nets import NETS, Feed
 
 import kenosis_ort
+from kenosis_ort.runtime.limits import has_matrix_tiles, machine
 from kenosis_ort.targets.onednn.openvino_proof import executed, runtime_version
-from kenosis_ort.targets.profile import has_matrix_tiles, processor
 
 VARIANTS = ("stock", "nncf", "ort-cpu", "onednn")
 _OURS = VARIANTS[2:]
@@ -215,7 +215,7 @@ def provider_line(name: str, found: dict[str, Any], variants: list[str]) -> str:
 def versions(args: argparse.Namespace) -> str:
     """Returns what ran, and on what machine."""
     tiles = "with" if has_matrix_tiles() else "without"
-    told = f"{processor()[0]} {tiles} AMX, {args.threads} thread(s), OpenVINO {runtime_version()}, "
+    told = f"{machine().cpu} {tiles} AMX, {args.threads} thread(s), OpenVINO {runtime_version()}, "
     told += f"onnxruntime {onnxruntime.__version__}"
     if args.nncf is None:
         return told

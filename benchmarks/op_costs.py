@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
-from kenosis_ort.targets.profile import KernelCost, Work, processor
+from kenosis_ort.targets.profile import KernelCost, Work
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fitted = fits(samples)
     if args.cases:
         show(samples, fitted)
-    print(f"# {processor()[0]}; a run besides its kernels: {run:.1f} us")
+    print(f"# {machine().cpu}; a run besides its kernels: {run:.1f} us")
     for name, (of_float, of_integer) in fitted.items():
         cells = ["None" if c is None else f"K({c.fixed:g}, {c.product:g}, {c.element:g}, {c.piece:g})"
                  for c in (of_float, of_integer)]  # fmt: skip

@@ -27,7 +27,7 @@ from onnxruntime.quantization import quantize_static as stock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kenosis_ort import SyntheticReader, quantize_static
-from kenosis_ort.targets.profile import processor
+from kenosis_ort.runtime.limits import machine
 from tests import models
 
 _RUN = """
@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     interpreters = {"here": sys.executable, **dict(each.split("=", 1) for each in arguments.python)}
-    print(f"here: {processor()[0]}, onnxruntime {ort.__version__}")
+    print(f"here: {machine().cpu}, onnxruntime {ort.__version__}")
     print(f"{'net':28} {'file':6} {'processor':10} {'outputs':10} dB against float")
     differing = 0
     for name in (*arguments.nets, *arguments.models):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import onnxruntime as ort
 import pytest
 from hypothesis import Phase, settings
 
-from kenosis_ort.tuning.measure import measure_profile
+from kenosis_ort.runtime.limits import machine, on
 from tests.one_core import open_session
 from tests.pace import Pace
+from tests.processor import USUAL, Pretend
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
@@ -58,39 +58,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "until(version): the rule held before this version of the runtime")
 
 
-@cache
-def _last_probes(make: Callable[[], Iterable[Any]]) -> list[Any]:
-    return list(make())[-2:]
-
-
-VNNI = ("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
-
-
 @pytest.fixture(autouse=True, scope="session")
-def _one_machine() -> Iterator[None]:
+def _one_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Files are laid out for the same machine wherever the tests run, and nothing that was measured on it counts."""
-
-    def measured(target: Any, **options: Any) -> Any:
-        """Measures by a few of the probes."""
-        every = target.hooks.probes
-        probes = None if every is None else lambda: iter(_last_probes(every))
-        return measure_profile(replace(target, hooks=replace(target.hooks, probes=probes)), **options)
-
-    with pytest.MonkeyPatch.context() as patch:  # before fixtures of whole modules make their files
-        for module in ("target_options", "request"):
-            patch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor of the tests", VNNI))
+    with pytest.MonkeyPatch.context() as patch, on(USUAL):  # before fixtures of whole modules make their files
         patch.setattr(ort.InferenceSession, "__init__", open_session)
-        patch.setattr("kenosis_ort.flow.target_options.cached_profile", lambda *_: None)
-        patch.setattr("kenosis_ort.flow.target_options.with_own_profile", lambda request: request)
-        patch.setattr("kenosis_ort.tuning.measure.measure_profile", measured)
-        patch.setattr("kenosis_ort.targets.profile.keep_profile", lambda _: None)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 @pytest.fixture(autouse=True)
-def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pace:
+def pace(request: pytest.FixtureRequest) -> Iterator[Pace]:
     """The speed promise as it is, sessions and runs too; how long a run took does not depend on the machine."""
     pace = Pace()
-    if request.node.get_closest_marker("real_clock") is None:
-        pace.install(monkeypatch)
-    return pace
+    timed = USUAL if request.node.get_closest_marker("real_clock") else replace(USUAL, timed=pace.timed)
+    with on(timed):
+        yield pace
+
+
+@pytest.fixture
+def pretend() -> Iterator[Pretend]:
+    """Function that makes calls take a machine for the one at hand, but for its clock, until the test ends."""
+    with ExitStack() as stack:
+        yield lambda given: stack.enter_context(on(replace(given, timed=machine().timed))) and None

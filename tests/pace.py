@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any
 
 import onnx
-import pytest
 
 from kenosis_ort.targets.model import Runner, TimedRuntime
-from kenosis_ort.tuning.races import RaceSetup
 
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
@@ -37,18 +35,11 @@ class Pace:
     now: float = 0.0
     runs: dict[str, int] = field(default_factory=dict)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Makes this the clock of all races of sessions that run in the thread that calls them."""
-        checked = RaceSetup.__post_init__
+    def timed(self, runtime: TimedRuntime) -> TimedRuntime:
+        """How a runtime is timed: by this clock, where its sessions run in the thread that calls them."""
+        if not runtime.in_calling_thread or runtime.clock is not None:
+            return runtime
 
-        def paced(setup: RaceSetup) -> None:
-            checked(setup)
-            if setup.runtime.in_calling_thread and setup.runtime.clock is None:
-                object.__setattr__(setup, "runtime", self._of(setup.runtime))
-
-        monkeypatch.setattr(RaceSetup, "__post_init__", paced)
-
-    def _of(self, runtime: TimedRuntime) -> TimedRuntime:
         def opener(source: str | bytes, **options: Any) -> Callable[[], Runner]:
             open_again = partial(runtime.open, source, **options)
             made = open_again if runtime.opener is None else runtime.opener(source, **options)

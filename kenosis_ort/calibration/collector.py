@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +32,7 @@ from kenosis_ort.calibration.statistics import Functions, TensorStatistics, func
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import Closing, as_array
 from kenosis_ort.storage.spool import Spool
 
@@ -173,7 +173,7 @@ class Sweep(Closing):
         kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
         self._fed = tuple(fed)
-        self._adder = _Adder(threads or _processors())
+        self._adder = _Adder(threads or machine().cores)
         self.start_again(part)
 
     def start_again(self, part: Part = MappingProxyType({}), cut: int | None = None) -> None:
@@ -383,11 +383,6 @@ def _shares(sizes: Mapping[str, int], threads: int) -> list[list[str]]:
         load, names = shares[least]
         shares[least] = (load + sizes[name] + _CALL, [*names, name])
     return [names for _, names in shares]
-
-
-def _processors() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -20,8 +20,9 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.report.sections import make_facts, make_table
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
-from kenosis_ort.targets.profile import HostProfile, processor
+from kenosis_ort.targets.profile import HostProfile
 
 _VERDICT_STYLES = {"fast": "green", "slow": "red", "refused": "dim"}
 
@@ -124,17 +125,17 @@ def time_models(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def doctor(arguments: argparse.Namespace, screen: Screen) -> int:
     """Exit code of ``doctor``."""
-    (cpu, instructions), cores = processor(), os.cpu_count() or 1
+    here, cores = machine(), os.cpu_count() or 1
     with screen.progress("timing") as progress:
         found = examine(
-            flags=instructions,
+            flags=here.features,
             threads=arguments.threads,
             budget_s=0.0 if arguments.no_timing else arguments.seconds,
             progress=progress,
         )
     screen.result(
-        lambda: {"cpu": cpu, "cores": cores, **found.to_dict()},
-        lambda: _render_examination(cpu, cores, found),
+        lambda: {"cpu": here.cpu, "cores": cores, **found.to_dict()},
+        lambda: _render_examination(here.cpu, cores, found),
     )
     return exits.PROBLEM if found.problems else exits.SUCCESS
 

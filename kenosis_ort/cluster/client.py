@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 from kenosis_ort.cluster.worker import differences, versions
 from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
+from kenosis_ort.runtime.limits import machine
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +170,6 @@ def _probe(libraries: list[str]) -> Callable[[], dict[str, Any]]:
     """A function that tells about a worker; one without this package can run it, since it travels by value."""
 
     def probe() -> dict[str, Any]:
-        import os
         import traceback
 
         try:
@@ -241,7 +241,7 @@ def connected(address: str, *, timeout_s: float = 10.0, resources: Mapping[str, 
         with client:
             yield client
         return
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processors = machine().cores
     if resources and count > processors:
         raise OptionError(f"{count} workers would share {processors} processors", where=address, fix="start fewer")
     with (

@@ -23,8 +23,9 @@ from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DataTypes, Role, Target
-from kenosis_ort.targets.profile import HostProfile, processor
+from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
 
 Progress = Callable[[int, int | None], None]
@@ -160,7 +161,7 @@ class Request:
     @property
     def is_for_this_machine(self) -> bool:
         """The processor at hand chooses the same kernels as that of the file's profile."""
-        return self.host is None or set(self.host.features) == set(processor()[1])
+        return self.host is None or set(self.host.features) == set(machine().features)
 
     @property
     def is_stock(self) -> bool:

@@ -43,6 +43,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import open_session, openable
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.tuning import promise, races
@@ -315,7 +316,7 @@ class _Forms:
     def _setup(self, feeds: Sequence[Feed]) -> races.RaceSetup:
         request, timed = self._request, self._request.target.hooks.time
         assert timed is not None  # the caller of this module sees to it
-        samples = _samples(self._original, request, feeds)[:_RACE_FEEDS]
+        samples, timed = _samples(self._original, request, feeds)[:_RACE_FEEDS], machine().timed(timed)
         return races.RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
 
     def _cut(self, name: str, nodes: Sequence[str]) -> promise.Form:

@@ -27,8 +27,9 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import stock
 from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.quantization_report import OptionChoice
+from kenosis_ort.runtime.limits import ARM, machine, processor_class
 from kenosis_ort.targets import DataTypes, Role, Target
-from kenosis_ort.targets.profile import ARM, CostTable, HostProfile, cached_profile, nearest, processor, processor_class
+from kenosis_ort.targets.profile import CostTable, HostProfile, cached_profile, nearest
 from kenosis_ort.tuning.measure import pays
 
 _OVERRIDES: Final = "TensorQuantOverrides"
@@ -373,7 +374,7 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
         usable = own is not None and own.kernels.keys() >= target.costs.kernels.keys()
         if own is not None and usable:
             return own
-        return nearest(target.profiles, processor()[1], saturates=target.data_types().saturates)
+        return nearest(target.profiles, machine().features, saturates=target.data_types().saturates)
     profile = given if isinstance(given, HostProfile) else _named(target, given)
     if profile.target != target.name:
         raise OptionError(
@@ -388,7 +389,7 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
             where="host",
             fix="measure it with this version: kenosis-ort profile",
         )
-    _check_architecture(profile, processor()[1])
+    _check_architecture(profile, machine().features)
     return profile
 
 
@@ -419,7 +420,7 @@ def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable
         profile: Of the machine.
         speed: What the caller says.
     """
-    return profile.table(costs, shows_times=speed.host is not None or profile.is_of_class(processor()[1]))
+    return profile.table(costs, shows_times=speed.host is not None or profile.is_of_class(machine().features))
 
 
 def with_own_profile(request: Request) -> Request:
@@ -467,7 +468,7 @@ def host_label(request: Request) -> str:
         return ""
     if speed.host is not None:
         how = "as asked for"
-    elif not profile.is_of_class(processor()[1]):
+    elif not profile.is_of_class(machine().features):
         return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"
     else:
         shipped = {p.name: p for p in request.target.profiles}.get(profile.name)

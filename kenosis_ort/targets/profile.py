@@ -14,18 +14,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import onnx
 
 from kenosis_ort.errors import OptionError, printable
 from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.runtime.limits import has_dot_products, machine, processor_class
 from kenosis_ort.storage.writing import keep, recall, regular, write_text
 
 Form = Literal["float", "integer", "shifted"]
@@ -185,83 +182,6 @@ class Probe:
     kernels: Mapping[str, Work] = field(default_factory=dict)
 
 
-_CPU_INFO: Final = Path("/proc/cpuinfo")
-_CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
-_TILES: Final = "amx_int8"
-_ARM: Final = frozenset({"asimddp", "i8mm", "sve", "sve2", "bf16"})
-FEATURES: Final = frozenset({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", _TILES, "amx_bf16"} | _ARM)
-"""Processor flags by which runtimes choose among their float and integer matrix kernels."""
-ARM: Final = "Arm"
-_CLASSES: Final = (
-    ("AMX", {_TILES}),
-    ("VNNI", {"avx512_vnni", "avx_vnni"}),
-    (ARM, _ARM),
-    ("AVX-512 without VNNI", {"avx512f"}),
-    ("AVX2", {"avx2"}),
-)
-_EXACT: Final = frozenset({"AMX", "VNNI", ARM})
-
-
-def has_matrix_tiles() -> bool:
-    """Whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
-    return _TILES in processor()[1]
-
-
-def processor_class(features: Iterable[str]) -> str:
-    """Name of the kind of matrix kernels that a processor has, empty where its flags tell none.
-
-    Args:
-        features: Its flags among `FEATURES`.
-    """
-    flags = frozenset(features)
-    return next((name for name, those in _CLASSES if flags & those), "")
-
-
-def sums_of_products(features: Iterable[str], *, saturates: bool) -> str:
-    """The class of the processor and how it adds products of 8 bits, in a sentence without a full stop.
-
-    Args:
-        features: Its flags among `FEATURES`.
-        saturates: Those products saturate here, as measured.
-    """
-    known = processor_class(features) or "A processor of unknown class"
-    return f"{known}: products of 8 bits are added in {16 if saturates else 32}"
-
-
-def has_dot_products(features: Iterable[str]) -> bool:
-    """Whether flags say that the processor adds products of 8 bits in 32."""
-    return processor_class(features) in _EXACT
-
-
-@cache
-def processor() -> tuple[str, tuple[str, ...]]:
-    """The processor's name and its flags among `FEATURES`; none where the system does not list them."""
-    try:
-        with _CPU_INFO.open("rb") as file:
-            text = file.read(_CPU_INFO_LIMIT).decode("utf-8", "replace")
-    except OSError:  # not Linux, or hidden
-        text = ""
-    return read_cpu_info(text, fallback=platform.processor() or platform.machine() or "unknown processor")
-
-
-def read_cpu_info(text: str, *, fallback: str) -> tuple[str, tuple[str, ...]]:
-    """Reads the processor's name and flags.
-
-    Args:
-        text: Content of ``/proc/cpuinfo``, or nothing.
-        fallback: The name where the text has none (Arm processors have numbers only; they are appended).
-    """
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r"^([^\n:]+?)\s*:\s*([^\n]*)$", text, re.MULTILINE):
-        fields.setdefault(key.lower(), " ".join(value.split()))
-    numbers = [
-        fields[key] for key in ("cpu implementer", "cpu part", "cpu family", "model", "stepping") if key in fields
-    ]
-    name = " ".join([fields.get("model name") or fallback, *numbers])
-    listed = (fields.get("flags") or fields.get("features") or "").split()
-    return name, tuple(sorted(FEATURES.intersection(listed)))
-
-
 FORMAT: Final = "kenosis-ort host profile"
 SCHEMA: Final = 1
 SIZE_LIMIT: Final = 1 << 16
@@ -280,7 +200,7 @@ class HostProfile:
         name: What a report calls it, e.g. ``vnni``.
         target: Name of the target whose runtime was measured.
         cpu: The processor.
-        features: Its flags among `kenosis_ort.targets.profile.FEATURES`, by which a runtime chooses its kernels.
+        features: Its flags among `kenosis_ort.runtime.limits.FEATURES`, by which a runtime chooses its kernels.
         runtime: The runtime's version.
         threads: Threads of a session.
         run: Microseconds of a run besides its kernels.
@@ -471,7 +391,7 @@ def nearest(profiles: Sequence[HostProfile], features: Sequence[str], *, saturat
 
     Args:
         profiles: At least one; of equally near ones the first is taken.
-        features: Flags among `kenosis_ort.targets.profile.FEATURES`; none where the system does not list them.
+        features: Flags among `kenosis_ort.runtime.limits.FEATURES`; none where the system does not list them.
         saturates: Products of 8 bits saturate there, as measured; it counts where the flags do not say otherwise.
     """
     clips = saturates and not has_dot_products(features)
@@ -501,5 +421,6 @@ def keep_profile(profile: HostProfile) -> None:
 
 
 def _cache_name(target: str, runtime: str, threads: int) -> str:
-    identity = json.dumps([target, *processor(), runtime, threads])
+    here = machine()
+    identity = json.dumps([target, here.cpu, here.features, runtime, threads])
     return f"profile-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"

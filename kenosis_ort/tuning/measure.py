@@ -32,10 +32,11 @@ from onnx import TensorProto, helper
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.errors import OptionError
 from kenosis_ort.report.evidence import OpTime
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import keep, recall
 from kenosis_ort.targets import Target
-from kenosis_ort.targets.profile import CostTable, Form, HostProfile, KernelCost, Probe, Work, nearest, processor
+from kenosis_ort.targets.profile import CostTable, Form, HostProfile, KernelCost, Probe, Work, nearest
 
 _log = logging.getLogger(__name__)
 
@@ -96,15 +97,15 @@ def measure_profile(
             work, form = probe.nodes.get(kernel.node, usual)
             if work is not None and (form == "float" or kernel.kernel not in _FLOAT):
                 found[work.shape_class, form].append((work, us))
-    cpu, features = processor()
+    here = machine()
     saturates = target.data_types().saturates
-    reference = nearest(target.profiles, features, saturates=saturates)
+    reference = nearest(target.profiles, here.features, saturates=saturates)
     return replace(
         _fitted(found, reference),
-        name=name or cpu,
+        name=name or here.cpu,
         target=target.name,
-        cpu=cpu,
-        features=features,
+        cpu=here.cpu,
+        features=here.features,
         runtime=f"onnxruntime {ort.__version__}",
         threads=threads,
         warm=_WARM,
@@ -250,7 +251,8 @@ def pays(target: Target, profile: HostProfile, threads: int) -> bool:
     """
     if not any(_is_promised(profile, name) for name in profile.shifted):
         return True
-    text = json.dumps([target.name, *processor(), ort.__version__, threads, profile.name])
+    here = machine()
+    text = json.dumps([target.name, here.cpu, here.features, ort.__version__, threads, profile.name])
     name = f"second-kernel-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if name not in _known:
         unchanged = (recall(name) or {}).get("gain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from kenosis_ort.bench import doctor
 from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
+from tests.processor import VNNI, Pretend
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +79,8 @@ def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, 
         ((), True, "A processor of unknown class: products of 8 bits are added in 16"),
     ],
 )
-def test_the_class_of_the_processor_is_named(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], saturates: bool, said: str
-):
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.is_arm", lambda _: False)
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
+def test_the_class_of_the_processor_is_named(pretend: Pretend, flags: tuple[str, ...], saturates: bool, said: str):
+    pretend(replace(VNNI, features=flags, saturates=saturates))
     notes = [str(note) for note in examine(flags=flags, budget_s=0).notes]
     assert any(note.startswith(said) for note in notes)
     assert not any("7 bits" in note for note in notes)

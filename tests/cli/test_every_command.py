@@ -45,6 +45,7 @@ CALLS = {
 @pytest.fixture
 def folder(shell: Shell, demonstration: Demonstration, monkeypatch: pytest.MonkeyPatch) -> Shell:
     """What the calls need; the demonstration and the model of the sweep are not made again."""
+    monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda target, **_: target.profiles[0])
     monkeypatch.setattr("kenosis_ort.demo.__main__.demonstrate", lambda *_, **__: demonstration)
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), "linear.onnx")
     Path("models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")

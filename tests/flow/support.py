@@ -13,14 +13,9 @@ import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static
-from kenosis_ort.targets.ort_cpu.rules import HostDefaults
 from kenosis_ort.targets.proof import HEAVY_OPS
 from tests import models
 from tests.models import Array, Feed, FeedReader
-
-VNNI = HostDefaults("x86_64", False, False, "")
-NO_VNNI = HostDefaults("x86_64", False, True, "")
-ARM = HostDefaults("aarch64", True, False, "Arm kernels take int8")
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 

@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.targets.ort_cpu.rules import HostDefaults
 from tests import models
-from tests.flow.support import NO_VNNI, VNNI, quantized
+from tests.flow.support import quantized
+from tests.processor import NO_VNNI, VNNI, Pretend
 from tests.quantizer.test_exact_products import clipping_layers
 
 WITH_DATA: dict[str, Any] = {"recipe": "fast", "tune": "off"}
@@ -32,14 +32,10 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Score, "beats", lambda *_: True)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, host: HostDefaults) -> None:
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.host_defaults", lambda: host)
-
-
 @pytest.mark.usefixtures("gains")
 @pytest.mark.parametrize("host", ["vnni", "amx"])
-def test_they_are_taken_and_told_where_they_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    pretend(monkeypatch, VNNI)
+def test_they_are_taken_and_told_where_they_gain(tmp_path: Path, pretend: Pretend, host: str) -> None:
+    pretend(VNNI)
     model, notes = made(tmp_path, host=host)
     assert clipping_layers(model)
     assert processors(model) == "with VNNI"
@@ -47,23 +43,23 @@ def test_they_are_taken_and_told_where_they_gain(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("gains")
-def test_not_without_the_callers_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, VNNI)
+def test_not_without_the_callers_word(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(VNNI)
     model, _ = made(tmp_path)
     assert clipping_layers(model) == []
     assert processors(model) is None
 
 
 @pytest.mark.usefixtures("gains")
-def test_not_where_the_gain_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, NO_VNNI)
+def test_not_where_the_gain_cannot_be_measured(tmp_path: Path, pretend: Pretend) -> None:
+    pretend(NO_VNNI)
     model, notes = made(tmp_path, host="vnni")
     assert clipping_layers(model) == []
     assert "cannot be measured" in notes
 
 
-def test_not_where_they_are_no_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, VNNI)
+def test_not_where_they_are_no_better(tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(VNNI)
     monkeypatch.setattr(Score, "beats", lambda *_: False)
     model, _ = made(tmp_path, host="vnni")
     assert clipping_layers(model) == []

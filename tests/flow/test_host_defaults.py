@@ -13,12 +13,10 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
-from kenosis_ort.targets.ort_cpu.rules import HostDefaults, host_defaults, is_arm
+from kenosis_ort.runtime.limits import Machine
+from kenosis_ort.targets.ort_cpu.rules import host_defaults, is_arm
 from tests import models
 from tests.flow.support import (
-    ARM,
-    NO_VNNI,
-    VNNI,
     chosen,
     heavy,
     initializers,
@@ -27,14 +25,9 @@ from tests.flow.support import (
     quality,
     quantized,
 )
+from tests.processor import ARM, NO_VNNI, VNNI, Pretend
 
-Pretend = Callable[[HostDefaults], None]
 needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="about the x86-64 kernels")
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    return lambda host: monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.host_defaults", lambda: host)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +35,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     [(VNNI, QuantType.QUInt8), (NO_VNNI, QuantType.QUInt8), (ARM, QuantType.QInt8)],
     ids=["x64-vnni", "x64", "arm"],
 )
-def test_types_follow_the_host(tmp_path: Path, pretend: Pretend, host: HostDefaults, activation: QuantType) -> None:
+def test_types_follow_the_host(tmp_path: Path, pretend: Pretend, host: Machine, activation: QuantType) -> None:
     pretend(host)
     out = tmp_path / "out.onnx"
     said = chosen(quantized(models.mobile_block(), out))
@@ -159,7 +152,7 @@ def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend
     ids=["no branch on x64", "branches on Arm"],
 )
 def test_int8_without_harm_does_not_warn(
-    tmp_path: Path, pretend: Pretend, build: Callable[[], onnx.ModelProto], host: HostDefaults
+    tmp_path: Path, pretend: Pretend, build: Callable[[], onnx.ModelProto], host: Machine
 ) -> None:
     pretend(host)
     report = quantized(build(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
@@ -183,9 +176,7 @@ def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
 @needs_x64
 @pytest.mark.parametrize("placement", [True, False])
 @pytest.mark.parametrize("host", [VNNI, NO_VNNI], ids=["vnni", "no-vnni"])
-def test_float8_goes_by_default_on_every_host(
-    tmp_path: Path, pretend: Pretend, host: HostDefaults, placement: bool
-) -> None:
+def test_float8_goes_by_default_on_every_host(tmp_path: Path, pretend: Pretend, host: Machine, placement: bool) -> None:
     pretend(host)
     float8 = {"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}
     with warnings.catch_warnings():
@@ -212,8 +203,8 @@ def test_processor_families(machine: str, arm: bool) -> None:
 
 
 @pytest.mark.parametrize("saturates", [False, True])
-def test_the_reason_follows_the_probe(monkeypatch: pytest.MonkeyPatch, saturates: bool) -> None:
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
+def test_the_reason_follows_the_probe(pretend: Pretend, saturates: bool) -> None:
+    pretend(NO_VNNI if saturates else VNNI)
     found = host_defaults("x86_64")
     assert found.saturates == saturates
     assert ("clipped there" in found.why) == saturates

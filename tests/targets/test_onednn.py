@@ -24,6 +24,7 @@ from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run
 from tests.models import Net
+from tests.processor import Pretend, with_flags
 from tests.targets.onednn_nets import Quantized, chain, conv, silu
 
 openvino = pytest.mark.usefixtures("_openvino")
@@ -32,11 +33,6 @@ openvino = pytest.mark.usefixtures("_openvino")
 @pytest.fixture
 def _openvino() -> None:
     pytest.importorskip("openvino")
-
-
-@pytest.fixture(autouse=True)
-def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: False)
 
 
 def second(net: Quantized, y: str, *, weight: type = np.int8) -> str:
@@ -444,9 +440,9 @@ def test_uint8_weights_are_refused_before_calibration(tmp_path: Path) -> None:
 
 
 def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
 ) -> None:
-    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: True)
+    pretend(with_flags("amx_int8"))
     float_model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
     model, _ = quantized(float_model, tmp_path, verify=False)
     report = verify_patterns(model)
@@ -456,7 +452,6 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     large, _ = quantized(float_model, tmp_path, verify=False)
     assert [c.epilogue for c in verify_patterns(large).convs] == [("Sigmoid", "Multiply")] * 2
     monkeypatch.undo()
-    monkeypatch.setattr(rules, "has_matrix_tiles", lambda: True)
     plain, _ = quantized(float_model, tmp_path, verify=False, rewrites=False)
     assert not any(n.op_type == "Max" for n in plain.graph.node)
     calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from kenosis_ort import HostProfile, OptionError, preview, quantize_static
 from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.options import Speed
-from kenosis_ort.targets import Target, get_target
+from kenosis_ort.targets import get_target
 from kenosis_ort.targets.profile import KernelCost, Work, cached_profile, keep_profile, nearest
 from tests import models
-from tests.conftest import VNNI
 from tests.models import feeds
+from tests.processor import USUAL, Pretend, with_flags
+
+VNNI = USUAL.features
 
 ORT = get_target("ort-cpu")
 AMX = ("amx_bf16", "amx_int8", "avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
@@ -144,14 +146,6 @@ def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool
     assert nearest(ORT.profiles, features, saturates=saturates).name == name
 
 
-def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = False) -> Target:
-    """The target on a processor with these flags."""
-    for module in ("target_options", "request"):
-        monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
-    monkeypatch.setattr("kenosis_ort.targets.ort_cpu.rules.products_saturate", lambda: saturates)
-    return ORT
-
-
 @pytest.mark.x86_only
 @pytest.mark.parametrize(
     ("features", "saturates", "shown"),
@@ -163,9 +157,9 @@ def here(monkeypatch: pytest.MonkeyPatch, *features: str, saturates: bool = Fals
     ],
 )
 def test_times_are_of_the_class_of_this_processor_or_absent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, features: tuple[str, ...], saturates: bool, shown: str
+    pretend: Pretend, tmp_path: Path, features: tuple[str, ...], saturates: bool, shown: str
 ):
-    here(monkeypatch, *features, saturates=saturates)
+    pretend(with_flags(*features, saturates=saturates))
     model = models.ALL["residual_block"]()
     report = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False)
     assert any(layer.estimated_us is not None for layer in report.layers) == bool(shown)
@@ -177,7 +171,7 @@ def test_times_are_of_the_class_of_this_processor_or_absent(
     assert any(layer.estimated_us is not None for layer in asked.layers)
 
 
-def test_a_profile_of_another_architecture_or_without_features_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_profile_of_another_architecture_or_without_features_is_refused(pretend: Pretend):
     own = ORT.profiles[0]
     arm, unknown = (replace(own, name="mine", features=features) for features in (("asimddp",), ()))
     for profile, features, message in (
@@ -185,13 +179,13 @@ def test_a_profile_of_another_architecture_or_without_features_is_refused(monkey
         (own, ("asimddp", "i8mm"), "host profile 'vnni' is of an x86-64 processor"),
         (unknown, VNNI, "host profile 'mine' has an empty list of features"),
     ):
-        here(monkeypatch, *features)
+        pretend(with_flags(*features, saturates=False))
         with pytest.raises(OptionError, match=message) as error:
             profile_for(ORT, Speed(host=profile))
         assert error.value.where == "host"
         assert error.value.fix
         assert "\n" not in str(error.value)
-    here(monkeypatch)
+    pretend(with_flags(saturates=False))
     assert profile_for(ORT, Speed(host=unknown)) is unknown  # as measured where the system lists no flags
 
 

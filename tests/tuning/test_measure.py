@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, measure_host
 from kenosis_ort.cli.main import main
+from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.profile import KernelCost, Work, processor
+from kenosis_ort.targets.profile import KernelCost, Work
 from kenosis_ort.tuning import measure
 from kenosis_ort.tuning.measure import measure_profile
 
@@ -41,7 +42,7 @@ def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
     told: list[tuple[int, int | None]] = []
     found = measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
     assert told == [(i, 4) for i in range(1, 5)]
-    assert (found.name, found.target, found.cpu, found.threads) == ("mine", "ort-cpu", processor()[0], 1)
+    assert (found.name, found.target, found.cpu, found.threads) == ("mine", "ort-cpu", machine().cpu, 1)
     assert found.kernels.keys() == TARGET.profiles[0].kernels.keys()
     assert HostProfile.from_dict(found.to_dict()) == found
     assert found.kernels["quantize"][0].microseconds(Work("quantize", elements=1000)) > 0

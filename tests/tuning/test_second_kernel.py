@@ -16,6 +16,7 @@ from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
 from kenosis_ort.targets.profile import Probe
 from kenosis_ort.tuning import measure
+from tests.processor import Pretend, with_flags
 
 SHAPES = [(512, 256, 7, 1, 1, 1), (16, 16, 7, 1, 1, 1)]
 AMX = next(p for p in get_target("ort-cpu").profiles if p.name == "amx")
@@ -90,18 +91,19 @@ def test_a_profile_that_promises_nothing_is_not_asked(monkeypatch: pytest.Monkey
     assert measure.pays(TARGET, VNNI, 1)
 
 
-def request_for(monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], **speed: Any) -> Any:
+def request_for(pretend: Pretend, features: tuple[str, ...], **speed: Any) -> Any:
     from kenosis_ort.api import _previewed
 
-    for module in ("target_options", "request"):
-        monkeypatch.setattr(f"kenosis_ort.flow.{module}.processor", lambda: ("a processor", features))
+    pretend(with_flags(*features))
     return _previewed("model.onnx", {"speed": Speed(**speed)})
 
 
 @pytest.mark.parametrize("gain", [0.9, 1.5])
-def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytest.MonkeyPatch, gain: float):
+def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(
+    monkeypatch: pytest.MonkeyPatch, pretend: Pretend, gain: float
+):
     monkeypatch.setattr(measure, "_gain", lambda *_: gain)
-    asked = request_for(monkeypatch, AMX.features)
+    asked = request_for(pretend, AMX.features)
     assert asked.host == AMX
     found = with_own_profile(asked)
     if gain > 1:
@@ -113,7 +115,7 @@ def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch: pytes
         assert "nearest to this machine, but for its second kernel of Conv" in host_label(found)
 
 
-def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch, pretend: Pretend):
     monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
-    asked = request_for(monkeypatch, VNNI.features, host="amx")
+    asked = request_for(pretend, VNNI.features, host="amx")
     assert with_own_profile(asked) is asked

@@ -34,8 +34,8 @@ from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import reserve_name
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.runtime.limits import has_matrix_tiles
 from kenosis_ort.targets.model import Requirement, Role, rule
-from kenosis_ort.targets.profile import has_matrix_tiles
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""

@@ -9,7 +9,6 @@ alike.
 """
 
 import logging
-import platform
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -19,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.limits import fact_of_processor
+from kenosis_ort.runtime.limits import fact_of_processor, machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import DataTypes, Requirement, Role, rule
 
@@ -72,16 +71,17 @@ def _products_saturate() -> bool:
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 
-def host_defaults(machine: str | None = None) -> HostDefaults:
+def host_defaults(family: str | None = None) -> HostDefaults:
     """The defaults for this machine.
 
     Args:
-        machine: Processor family to answer for; None for the one this runs on.
+        family: Processor family to answer for; None for the one this runs on.
     """
-    family = machine or platform.machine()
+    here = machine()
+    family = family or here.family
     if is_arm(family):
         return HostDefaults(family, True, False, "Arm kernels take int8 activations and weights")
-    saturates = products_saturate()
+    saturates = products_saturate() if here.saturates is None else here.saturates
     sums = "16 bits on this machine and clipped there" if saturates else "32 bits on this machine, in 16 on others"
     why = f"uint8 activations, int8 weights whose products cannot clip: they are added in {sums}"
     _log.debug("host %s: %s", family, why)
