@@ -30,17 +30,35 @@ class Net:
 
     Args:
         opset: Version of the ONNX operator set.
-        seed: Seed of the random weights.
+        seed: Seed of the random weights, or the generator of the net around this one.
+        tag: Beginning of all names that are not given; of a body, so that they differ from those outside.
+        suffix: What a value is called beside its node.
+        stored: Constants are initializers, else Constant nodes, as exporters write them in bodies.
     """
 
-    def __init__(self, *, opset: int = OPSET, seed: int = 0) -> None:
-        self.opset = opset
+    def __init__(
+        self,
+        *,
+        opset: int = OPSET,
+        seed: int | np.random.Generator = 0,
+        tag: str = "",
+        suffix: str = "_out",
+        stored: bool = True,
+    ) -> None:
+        self.opset, self.tag, self.suffix, self.stored = opset, tag, suffix, stored
         self.rng = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.domains: set[str] = set()
+
+    @classmethod
+    def over(cls, shape: Sequence[int | str], **options: Any) -> Net:
+        """A net of one float input ``x``, whose values are called as their nodes."""
+        net = cls(**{"suffix": "", **options})
+        net.input("x", shape)
+        return net
 
     def input(self, name: str, shape: Sequence[int | str], elem_type: int = TensorProto.FLOAT) -> str:
         """Adds a graph input."""
@@ -57,7 +75,10 @@ class Net:
         array = np.asarray(value) if dtype is None else np.asarray(value, dtype=dtype)
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
-        name = name or f"const_{len(self.initializers)}"
+        if not self.stored:
+            return self.op("Constant", [], out=name or f"{self.tag}constant_{len(self.nodes)}",
+                           value=numpy_helper.from_array(array))  # fmt: skip
+        name = name or f"{self.tag}const_{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
@@ -70,8 +91,8 @@ class Net:
     def op(self, op_type: str, inputs: Sequence[Any], *, name: str | None = None, out: str | None = None,
            outputs: int = 1, domain: str = "", **attributes: Any) -> str:  # fmt: skip
         """Adds a node; inputs that are no names become constants, outputs are named after it or ``out``."""
-        name = name or f"{op_type.lower()}_{len(self.nodes)}"
-        first = out or f"{name}_out"
+        name = name or f"{self.tag}{op_type.lower()}_{len(self.nodes)}"
+        first = out or f"{name}{self.suffix}"
         names = [first] + [f"{first}_{i}" for i in range(1, outputs)]
         operands = [operand if isinstance(operand, str) else self.const(operand) for operand in inputs]
         self.nodes.append(helper.make_node(op_type, operands, names, name=name, domain=domain, **attributes))
@@ -82,7 +103,7 @@ class Net:
     def conv(self, x: str, c_in: int, c_out: int, *, k: int = 3, stride: int = 1, groups: int = 1, bias: bool = True,
              name: str | None = None, out: str | None = None) -> str:  # fmt: skip
         """Adds a "same" padded 2-D convolution."""
-        name = name or f"conv_{len(self.nodes)}"
+        name = name or f"{self.tag}conv_{len(self.nodes)}"
         inputs = [x, self.weight((c_out, c_in // groups, k, k), name=f"{name}_w")]
         if bias:
             inputs.append(self.const(self.rng.normal(0, 0.1, c_out).astype(np.float32), f"{name}_b"))
@@ -91,7 +112,7 @@ class Net:
 
     def linear(self, x: str, n_in: int, n_out: int, *, name: str | None = None, bias: bool = True) -> str:
         """Adds MatMul with a constant weight, and an Add for the bias."""
-        name = name or f"linear_{len(self.nodes)}"
+        name = name or f"{self.tag}linear_{len(self.nodes)}"
         y = self.op("MatMul", [x, self.weight((n_in, n_out), name=f"{name}_w")], name=name)
         if bias:
             y = self.op("Add", [y, self.const(self.rng.normal(0, 0.1, n_out), f"{name}_b")], name=f"{name}_bias")
@@ -99,22 +120,42 @@ class Net:
 
     def gemm(self, x: str, n_in: int, n_out: int, *, name: str | None = None, **attributes: Any) -> str:
         """Adds Gemm with transB=1 and a bias."""
-        name = name or f"gemm_{len(self.nodes)}"
+        name = name or f"{self.tag}gemm_{len(self.nodes)}"
         w = self.const(self.rng.normal(0, (1.5 / n_in) ** 0.5, (n_out, n_in)), f"{name}_w")
         b = self.const(self.rng.normal(0, 0.1, n_out), f"{name}_b")
         return self.op("Gemm", [x, w, b], name=name, transB=1, **attributes)
 
     def batch_norm(self, x: str, c: int, *, name: str | None = None) -> str:
         """Adds BatchNormalization in inference form."""
-        name = name or f"bn_{len(self.nodes)}"
+        name = name or f"{self.tag}bn_{len(self.nodes)}"
         params = [self.const(v, f"{name}_{k}") for k, v in
                   (("gamma", self.rng.uniform(0.5, 1.5, c)), ("beta", self.rng.normal(0, 0.1, c)),
                    ("mean", self.rng.normal(0, 0.1, c)), ("var", self.rng.uniform(0.5, 1.5, c)))]  # fmt: skip
         return self.op("BatchNormalization", [x, *params], name=name)
 
+    def both(self, op_type: str, left: Any, right: Any, flip: bool = False) -> str:
+        """Adds a node of two operands, in the other order if ``flip``."""
+        return self.op(op_type, [right, left] if flip else [left, right])
+
+    def mean(self, x: str, axes: Sequence[int], **attributes: Any) -> str:
+        """Adds ReduceMean in the form of the operator set."""
+        if self.opset >= 18:
+            return self.op("ReduceMean", [x, np.array(axes)], **attributes)
+        return self.op("ReduceMean", [x], axes=list(axes), **attributes)
+
+    def graph(self, name: str = "net") -> onnx.GraphProto:
+        """The graph as it stands: a body of a node in another net, whose values it may read."""
+        return helper.make_graph(self.nodes, name, self.inputs, self.outputs, self.initializers)
+
+    def of(self, *outputs: str) -> onnx.ModelProto:
+        """The finished model with these outputs; one that is written already is also needed inside if read there."""
+        for name in outputs:
+            self.output(name)
+        return self.model()
+
     def model(self, graph_name: str = "net", *, ir_version: int = IR_VERSION) -> onnx.ModelProto:
         """Returns the finished, checked model."""
-        graph = helper.make_graph(self.nodes, graph_name, self.inputs, self.outputs, self.initializers)
+        graph = self.graph(graph_name)
         opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(d, 1) for d in sorted(self.domains)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="kenosis-ort-tests")
         if not all(o.type.tensor_type.HasField("shape") for o in self.outputs):

@@ -7,7 +7,8 @@
       y = Relu (c)
     }
 
-Preparation names the nodes ``Conv_c`` and ``Relu_y``.
+Functions of the model may follow. Preparation names the nodes ``Conv_c`` and ``Relu_y``; ``[name] c = Conv (x, w)``
+names one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ Range = tuple[float, float]
 
 
 def parse(
-    text: str, weights: Mapping[str, Any] | None = None, *, opset: int = 17, ir_version: int = 10, seed: int = 0
+    text: str,
+    weights: Mapping[str, Any] | None = None,
+    *,
+    opset: int = 17,
+    ir_version: int = 10,
+    seed: int = 0,
+    domains: Sequence[str] = ("com.microsoft",),
+    checked: bool = True,
 ) -> onnx.ModelProto:
     """Returns the model of an ONNX text graph.
 
@@ -54,8 +62,13 @@ def parse(
         opset: Version of the ONNX operator set.
         ir_version: IR version.
         seed: Seed of the random weights.
+        domains: Operator sets beside ONNX' own, each of version 1.
+        checked: ONNX looks whether the model is sound.
     """
-    head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+    imports = ", ".join(
+        f'"{domain}" : {version}' for domain, version in {"": opset, **dict.fromkeys(domains, 1)}.items()
+    )
+    head = f"<ir_version: {ir_version}, opset_import: [{imports}]>"
     model = onnx.parser.parse_model(f"{head}\n{text}")
     graph = model.graph
     given = {name: np.asarray(value) for name, value in (weights or {}).items()}
@@ -84,7 +97,8 @@ def parse(
         model = onnx.shape_inference.infer_shapes(model)
         del model.graph.value_info[:]
     model.graph.value_info.extend(kept)
-    onnx.checker.check_model(model)
+    if checked:
+        onnx.checker.check_model(model)
     return model
 
 

@@ -19,7 +19,7 @@ from tests.quantizer.random_nets import nets
 HEAVY = ("Conv", "Gemm", "MatMul")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets())
 def test_any_net(model: onnx.ModelProto) -> None:
     check(model)

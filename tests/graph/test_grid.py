@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.graph.qdq import exact_grid
 
 
-@settings(deadline=None)
 @given(
     multiples=st.lists(st.integers(-120, 135), min_size=1, max_size=30),
     step=st.floats(1e-6, 1e6, allow_nan=False, allow_infinity=False),

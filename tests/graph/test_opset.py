@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx.defs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -181,7 +181,6 @@ def test_every_changed_signature_has_an_adapter():
                 assert any(v > old.since_version for v in listed), (name, new.since_version)
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     data=st.data(),

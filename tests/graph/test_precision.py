@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -196,7 +196,6 @@ def assert_close(model: onnx.ModelProto, changed: onnx.ModelProto, x, kind: int)
         assert np.abs(want.astype(np.float64) - got.astype(np.float64)).max(initial=0) <= TOLERANCE[kind] * scale
 
 
-@settings(deadline=None)
 @given(
     kind=st.sampled_from([F16, F64]),
     steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=6),

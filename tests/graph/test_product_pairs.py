@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -75,7 +75,6 @@ def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> 
 LARGE = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=25)
 @given(m=st.integers(1, 9), k=st.integers(1, 70), n=st.integers(1, 40), seed=LARGE)
 def test_products_of_matrices_add_neighbours_along_k(m: int, k: int, n: int, seed: int):
     rng = np.random.default_rng(seed)
@@ -109,7 +108,6 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(
     np.testing.assert_array_equal(y, np.clip(np.rint(found / step) + 128, 0, 255))
 
 
-@settings(max_examples=25)
 @given(shape=st.tuples(*[st.integers(1, 5)] * 4), groups=st.integers(1, 3), seed=LARGE)
 def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: int, seed: int):
     w = np.random.default_rng(seed).integers(-128, 128, shape, np.int8)

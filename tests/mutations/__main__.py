@@ -2,8 +2,8 @@
 
     python -m tests.mutations [NUMBER...]
 
-works on a copy of the tree and prints a line a break, of all or of those with these numbers; it ends with 1 where one
-is not noticed.
+works on a copy of the tree and prints a table, a line a break, of all or of those with these numbers; it ends with 1
+where one is not noticed. Tests that do not end in time have noticed nothing: what hangs has to fail by itself.
 """
 
 from __future__ import annotations
@@ -19,46 +19,40 @@ from pathlib import Path
 from tests.mutations.breaks import BREAKS, Break
 
 ROOT = Path(__file__).resolve().parents[2]
-_LONGEST_S = 300.0
+LONGEST_S = 300.0
 _NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "site")
+_PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutations")
+_ENDED = {0: "NOT CAUGHT", 1: "caught"}
+_ROW = "| {:>2} | {:28} | {:50} | {} | {:>4} |"
 
 
-def verdict(tree: Path, each: Break) -> str:
-    """What came of a break: ``caught`` by a test, or what is wrong with break or tests."""
+def verdict(tree: Path, each: Break, longest_s: float = LONGEST_S) -> str:
+    """What came of a break: ``caught by`` a test, or what is wrong with the break or its tests."""
     path = tree / "kenosis_ort" / each.file
     source = path.read_text(encoding="utf-8")
     if source.count(each.old) != 1:
-        return f"stands there {source.count(each.old)} times"
+        return f"NOT CAUGHT: stands there {source.count(each.old)} times"
     path.write_text(source.replace(each.old, each.new), encoding="utf-8")
+    command = [sys.executable, *_PYTEST, *(f"tests/{name}" for name in each.tests.split())]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
     try:
-        tests = [f"tests/{name}" for name in each.tests.split()]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "--hypothesis-profile=mutations",
-            *tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
         done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=_LONGEST_S
+            command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=longest_s
         )
-    except subprocess.TimeoutExpired:  # a pipe that is read for ever, for one
-        return "caught: the tests do not end"
+    except subprocess.TimeoutExpired:
+        return f"NOT CAUGHT: the tests do not end within {longest_s:g} s"
     finally:
         path.write_text(source, encoding="utf-8")
-    found = {0: "NOT CAUGHT", 1: "caught"}.get(done.returncode, f"pytest ended with {done.returncode}")
     failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    found = _ENDED.get(done.returncode, f"NOT CAUGHT: pytest ended with {done.returncode}")
     return " ".join([found, *(line.split("/", 1)[-1] for line in failed)])
 
 
 def main() -> int:
     """Prints the table."""
     caught, chosen = 0, [int(number) for number in sys.argv[1:]] or range(1, len(BREAKS) + 1)
+    print(_ROW.format("", "file", "what is broken", "what the tests say", "s"))
+    print(_ROW.format("--", "-" * 28, "-" * 50, "---", "----"))
     with tempfile.TemporaryDirectory(prefix="kenosis-mutations-") as folder:
         tree = Path(folder, "tree")
         shutil.copytree(ROOT, tree, ignore=_NOT_COPIED)
@@ -66,8 +60,8 @@ def main() -> int:
             each, start = BREAKS[number - 1], time.monotonic()
             said = verdict(tree, each)
             caught += said.startswith("caught")
-            change = " ".join(each.old.split())[:50]
-            print(f"{number:2d} {each.file:28s} {change:50s} {said} ({time.monotonic() - start:.0f} s)", flush=True)
+            change = " ".join(each.old.split())[:50].replace("|", "\\|")
+            print(_ROW.format(number, each.file, change, said, f"{time.monotonic() - start:.0f}"), flush=True)
     print(f"{caught} of {len(chosen)} are caught")
     return caught < len(chosen)
 

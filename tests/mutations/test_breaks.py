@@ -1,4 +1,4 @@
-"""The table of breaks follows the package."""
+"""The table of breaks follows the package, and only a test that fails has caught one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kenosis_ort
+from tests.mutations.__main__ import verdict
 from tests.mutations.breaks import BREAKS, Break
 
 PACKAGE = Path(kenosis_ort.__file__).parent
@@ -19,3 +20,27 @@ def test_what_is_broken_stands_there_once_and_its_tests_exist(each: Break) -> No
     assert each.new != each.old
     for name in each.tests.split():
         assert (TESTS / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    ("new", "longest_s", "says"),
+    [
+        ("ANSWER = 43", 120.0, "caught test_it.py::test_it"),
+        ("ANSWER = 6 * 7", 120.0, "NOT CAUGHT"),
+        ("while True: pass", 2.0, "NOT CAUGHT: the tests do not end within 2 s"),
+    ],
+    ids=["fails", "passes", "hangs"],
+)
+def test_a_test_that_fails_has_caught_it_not_one_that_never_ends(
+    tmp_path: Path, new: str, longest_s: float, says: str
+) -> None:
+    for folder in ("kenosis_ort", "tests"):
+        (tmp_path / folder).mkdir()
+    source, tests = tmp_path / "kenosis_ort" / "it.py", tmp_path / "tests"
+    source.write_text("ANSWER = 42")
+    (tests / "conftest.py").write_text("import hypothesis\nhypothesis.settings.register_profile('mutations')\n")
+    (tests / "test_it.py").write_text(
+        "import runpy\ndef test_it(): assert runpy.run_path('kenosis_ort/it.py')['ANSWER'] == 42\n"
+    )
+    assert verdict(tmp_path, Break("it.py", "ANSWER = 42", new, "test_it.py"), longest_s) == says
+    assert source.read_text() == "ANSWER = 42"

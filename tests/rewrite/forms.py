@@ -19,33 +19,6 @@ from tests.targets.qdq import kernels
 RTOL = 1e-5
 
 
-class Graph(models.Net):
-    """A net of one input ``x``; every node is named as what it computes."""
-
-    def __init__(self, shape: Sequence[int | str | None], *, opset: int = 17, seed: int = 0) -> None:
-        super().__init__(opset=opset, seed=seed)
-        self.shape = list(shape)
-        self.input("x", self.shape)
-
-    def op(self, op_type: str, inputs: Sequence[Any], *, name: str | None = None, **more: Any) -> str:
-        name = name or f"{op_type.lower()}{len(self.nodes)}"
-        return super().op(op_type, inputs, name=name, out=name, **more)
-
-    def both(self, op_type: str, left: Any, right: Any, flip: bool = False) -> str:
-        return self.op(op_type, [right, left] if flip else [left, right])
-
-    def mean(self, x: str, axes: Sequence[int], **attributes: Any) -> str:
-        if self.opset >= 18:
-            return self.op("ReduceMean", [x, np.array(axes)], **attributes)
-        return self.op("ReduceMean", [x], axes=list(axes), **attributes)
-
-    def model(self, *outputs: str) -> onnx.ModelProto:
-        """Returns the model; an output that is written already is also needed inside if it is read there."""
-        for name in outputs:
-            self.output(name)
-        return super().model()
-
-
 def parse(text: str, weights: Mapping[str, Any] | None = None, **options: Any) -> onnx.ModelProto:
     """Returns the model of a text, its nodes named after their first output."""
     proto = planning.parse(f"net {text}", weights, **options)

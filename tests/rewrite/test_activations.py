@@ -7,13 +7,14 @@ import math
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import collapse_clip, collapse_gelu, collapse_hard_swish, collapse_silu
 from tests import models
 from tests.graph.build import ready
-from tests.rewrite.forms import Graph, check, normal, ops, quantized_kernels
+from tests.models import Net
+from tests.rewrite.forms import check, normal, ops, quantized_kernels
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(
@@ -32,12 +33,11 @@ def bound(g, y, *steps):
     return y
 
 
-@settings(deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=4), seed=st.integers(0, 2**16))
 def test_every_row_computes_the_same_to_the_bit(steps, seed):
-    g = Graph([3, 40])
+    g = Net.over([3, 40])
     y = bound(g, "x", *steps)
-    result = check(collapse_clip, g.model(y), normal((3, 40), seed, 4), rtol=0).proto
+    result = check(collapse_clip, g.of(y), normal((3, 40), seed, 4), rtol=0).proto
     assert result.graph.node[-1].name == y
     if not any(kind == "Clip" and None not in numbers and numbers[0] > numbers[1] for kind, *numbers in steps):
         assert ops(result) in (["Relu"], ["Clip"])
@@ -54,8 +54,8 @@ def test_every_row_computes_the_same_to_the_bit(steps, seed):
     ],
 )
 def test_what_it_becomes(steps, expected):
-    g = Graph([2, 8])
-    proto = g.model(bound(g, "x", *steps, ("Max", -3.0, False)))
+    g = Net.over([2, 8])
+    proto = g.of(bound(g, "x", *steps, ("Max", -3.0, False)))
     assert check(collapse_clip, proto, np.eye(2, 8, dtype=np.float32) * 9, expected).notes[-1].startswith("1 rows")
 
 
@@ -64,9 +64,9 @@ LOW, HIGH, BOTH = ("Max", 0.0, False), ("Min", 6.0, False), ("Clip", 0.0, 6.0)
 
 @pytest.mark.parametrize("steps", [(LOW, HIGH), (HIGH, LOW), (("Relu",), HIGH), (("Relu",), BOTH)])
 def test_hard_swish_with_bounds_in_a_row(steps):
-    g = Graph([2, 8])
+    g = Net.over([2, 8])
     y = g.op("Mul", ["x", g.op("Div", [bound(g, g.op("Add", ["x", 3.0]), *steps), 6.0])])
-    assert ops(ready(g.model(y), rewrites=[collapse_clip, collapse_hard_swish]).proto) == ["HardSwish"]
+    assert ops(ready(g.of(y), rewrites=[collapse_clip, collapse_hard_swish]).proto) == ["HardSwish"]
 
 
 QUICK = "com.microsoft.QuickGelu"
@@ -81,7 +81,6 @@ def silu(g, x, *, alpha=None, divided=False, swap=False, gate_first=False, shape
     return g.both("Mul", x, g.op("Sigmoid", [argument]), gate_first)
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     alpha=st.none() | st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10),
@@ -94,9 +93,9 @@ def silu(g, x, *, alpha=None, divided=False, swap=False, gate_first=False, shape
     seed=st.integers(0, 2**16),
 )
 def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, factor_rank, magnitude, opset, seed):
-    g = Graph(shape, opset=opset)
+    g = Net.over(shape, opset=opset)
     y = silu(g, "x", alpha=alpha, divided=divided, swap=swap, gate_first=gate_first, shape=(1,) * factor_rank)
-    result = check(collapse_silu, g.model(y), normal(shape, seed, magnitude), [QUICK], rtol=1e-6)
+    result = check(collapse_silu, g.of(y), normal(shape, seed, magnitude), [QUICK], rtol=1e-6)
     (node,) = result.proto.graph.node
     assert node.name == y
     assert onnx.helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if alpha is None else alpha, rel=1e-6)
@@ -106,13 +105,13 @@ def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, f
 
 def test_it_equals_the_primitives_bit_for_bit():
     x = np.concatenate([np.linspace(-200, 200, 4001), [0.0, 1e38, -1e38]]).astype(np.float32)
-    g = Graph(x.shape)
-    check(collapse_silu, g.model(silu(g, "x")), x, [QUICK], rtol=0)
+    g = Net.over(x.shape)
+    check(collapse_silu, g.of(silu(g, "x")), x, [QUICK], rtol=0)
 
 
 def test_a_chain_collapses_all_along_and_symbolic_shapes_stay():
-    g = Graph(["batch", 3])
-    proto = g.model(silu(g, silu(g, silu(g, "x"))))
+    g = Net.over(["batch", 3])
+    proto = g.of(silu(g, silu(g, silu(g, "x"))))
     result = check(collapse_silu, proto, np.ones((4, 3), np.float32), [QUICK] * 3)
     assert any("3 SiLU activations" in note for note in result.notes)
     assert [e.domain for e in result.proto.opset_import] == ["", "com.microsoft"]
@@ -123,11 +122,11 @@ GELU, FAST = "com.microsoft.Gelu", "com.microsoft.FastGelu"
 SLOPE = math.sqrt(2 / math.pi)
 
 
-class Writer(Graph):
+class Writer(Net):
     """Writes arithmetic with operands in the orders that ``swaps`` says, constants of the given rank."""
 
-    def __init__(self, shape, *, swaps=(), constant_rank=0, **options):
-        super().__init__(shape, **options)
+    def __init__(self, *, swaps=(), constant_rank=0, **options):
+        super().__init__(**options)
         self.swaps, self.constant_rank = iter(swaps), constant_rank
 
     def number(self, content):
@@ -167,7 +166,6 @@ AROUND = {
 }
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     kind=st.sampled_from([(erf_of, "div"), (erf_of, "mul"), *((tanh_of, f) for f in ("pow", "mul", "fast", "spread"))]),
@@ -179,31 +177,31 @@ AROUND = {
     seed=st.integers(0, 2**16),
 )
 def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, magnitude, opset, seed):
-    g = Writer(shape, swaps=swaps, constant_rank=constant_rank, opset=opset)
+    g = Writer.over(shape, swaps=swaps, constant_rank=constant_rank, opset=opset)
     y = AROUND[form](g, "x", kind[0](g, "x", kind[1]))
     x = normal(shape, seed, magnitude)
     x.reshape(-1)[0] = magnitude  # sets the size of the outputs: for negative x the arithmetic cancels
     expected = "Gelu" if opset >= 20 else GELU if kind[0] is erf_of else FAST
-    result = check(collapse_gelu, g.model(y), x, [expected])
+    result = check(collapse_gelu, g.of(y), x, [expected])
     assert result.proto.graph.node[0].name == y
     assert result.nodes == {n.name: (y,) for n in g.nodes if n.name != y}
     assert not result.proto.graph.initializer
 
 
 def test_x_may_be_scaled_arithmetic_itself():
-    g = Writer([2, 3])
+    g = Writer.over([2, 3])
     x = g.times("x", 3.0)
     y = AROUND["half last"](g, x, erf_of(g, x, "div"))
-    check(collapse_gelu, g.model(y), np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), ["Mul", GELU])
+    check(collapse_gelu, g.of(y), np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), ["Mul", GELU])
 
 
 def test_two_in_a_row_share_their_constants():
-    g = Writer([2, 3])
+    g = Writer.over([2, 3])
     shared = {content: g.number(content) for content in (3.0, 0.044715, SLOPE, 1.0, 0.5)}
     g.number = shared.__getitem__
     y = AROUND["half first"](g, "x", tanh_of(g, "x", "pow"))
     y = AROUND["half first"](g, y, tanh_of(g, y, "pow"))
-    result = check(collapse_gelu, g.model(y), np.ones((2, 3), np.float32), [FAST, FAST])
+    result = check(collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
     assert not result.proto.graph.initializer
 
 

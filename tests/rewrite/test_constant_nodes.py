@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.rewrite import PREPARATION, drop_identity, fold_constants, inline_branch
 from tests.graph.build import assert_same, ready
-from tests.rewrite.forms import Graph, check, normal, ops, parse, rewritten
+from tests.models import Net
+from tests.rewrite.forms import check, normal, ops, parse, rewritten
 
 X = normal((2, 3))
 
@@ -52,16 +53,15 @@ def test_dropout_in_inference_goes_and_in_training_stays():
     assert ops(rewritten(drop_identity, training).proto) == ["Dropout", "Relu"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["Identity", "Neg"]), st.integers(0, 9)), min_size=1, max_size=10), st.data())
 def test_any_graph_of_copies_computes_the_same(steps, data):
     """Nodes read any earlier value, several values are outputs."""
-    g, names = Graph([2, 3]), ["x"]
+    g, names = Net.over([2, 3]), ["x"]
     for op, at in steps:
         names.append(g.op(op, [names[at % len(names)]]))
     outputs = data.draw(st.lists(st.sampled_from(names[1:]), min_size=1, unique=True))
     kept = data.draw(st.lists(st.sampled_from(names[1:]), max_size=2))
-    prepared = check(drop_identity, g.model(*outputs), X, rtol=0, keep_values=kept).proto
+    prepared = check(drop_identity, g.of(*outputs), X, rtol=0, keep_values=kept).proto
     assert set(kept) <= {name for node in prepared.graph.node for name in node.output}
     assert all(v.type.tensor_type.elem_type == TensorProto.FLOAT for v in prepared.graph.value_info)
 
@@ -157,7 +157,6 @@ BRANCH_X = {"x": normal((2, 1, 4))}
 EXP, NEG = branch("e", "ey = Exp(r)"), branch("d", "dy = Neg(r)")
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.booleans(), st.booleans())
 def test_the_branch_of_a_constant_condition_takes_the_place(taken: bool, scalar: bool) -> None:
     then = branch("t", "tm = Mul(r, tw) ty = Add(tm, x)").replace("{", "<float[1,1] tw = {2.0}> {", 1)

@@ -3,23 +3,25 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_channel_shuffle
+from tests.models import Net
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, check, normal, ops, parse, refused, rewritten
+from tests.rewrite.forms import check, normal, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
 SIDE = 4
 MOVED = ["Reshape", "Transpose", "Reshape"]
 
 
-class Net(Graph):
+class Shuffled(Net):
     """Adds grouped Convs and shuffles."""
 
-    def __init__(self, channels, batch="N", seed=0):
-        super().__init__([batch, channels, SIDE, SIDE], seed=seed)
+    @classmethod
+    def of_channels(cls, channels, batch="N", **options):
+        return cls.over([batch, channels, SIDE, SIDE], **options)
 
     def layer(self, x, inputs, outputs, *, group=1, k=1, bias=True):
         operands = [x, self.weight((outputs, inputs // group, k, k)), *([self.weight((outputs,))] if bias else [])]
@@ -36,7 +38,6 @@ def picture(channels, batch=2, seed=0):
     return normal((batch, channels, SIDE, SIDE), seed)
 
 
-@settings(deadline=None)
 @given(
     groups=st.sampled_from([(1, 1), (1, 2), (2, 1), (4, 4), (2, 4), (4, 2), (8, 1), (1, 8), (8, 8)]),
     shuffled=st.sampled_from([2, 3, 4, 6]),
@@ -48,7 +49,7 @@ def picture(channels, batch=2, seed=0):
     seed=st.integers(0, 2**16),
 )
 def test_every_shuffle_between_convs_computes_the_same(groups, shuffled, way, split, flat, bias, gathered, seed):
-    net, c = Net(8, seed=seed), 24
+    net, c = Shuffled.of_channels(8, seed=seed), 24
 
     def step(x, kind):
         if kind == "depthwise":
@@ -64,7 +65,7 @@ def test_every_shuffle_between_convs_computes_the_same(groups, shuffled, way, sp
     y = net.op("Gather", [y, order], axis=1) if gathered else net.shuffle(y, c, shuffled, flat=flat)
     for kind in way[split:]:
         y = step(y, kind)
-    proto = net.model(net.layer(y, c, 8, group=groups[1], bias=bias))
+    proto = net.of(net.layer(y, c, 8, group=groups[1], bias=bias))
     found = ops(check(fold_channel_shuffle, proto, picture(8, seed=seed)).proto)
     folded = min(groups) <= 4
     assert found == [op for op in ops(proto) if op not in ("Gather", *MOVED)] if folded else "Gather" in found
@@ -76,9 +77,9 @@ def test_every_shuffle_between_convs_computes_the_same(groups, shuffled, way, sp
     [(1, 1, (1, 1)), (4, 1, (4, 1)), (1, 4, (1, 4)), (2, 4, (2, 1)), (4, 2, (1, 2)), (8, 4, (8, 1))],
 )
 def test_the_side_that_costs_less_changes(before, behind, expected):
-    net = Net(16)
+    net = Shuffled.of_channels(16)
     y = net.shuffle(net.layer("x", 16, 16, group=before), 16, 4)
-    found = check(fold_channel_shuffle, net.model(net.layer(y, 16, 16, group=behind)), picture(16), "Conv Conv").proto
+    found = check(fold_channel_shuffle, net.of(net.layer(y, 16, 16, group=behind)), picture(16), "Conv Conv").proto
     assert tuple(onnx.helper.get_node_attr_value(node, "group") for node in found.graph.node) == expected
 
 
@@ -98,10 +99,10 @@ def halves(net, x, spelling, c):
 @pytest.mark.parametrize("spelling", ["split", "slice", "gather"])
 @pytest.mark.parametrize("batch", [1, "N"])
 def test_shuffles_that_hand_out_halves_become_gathers(spelling, batch):
-    net = Net(8, batch)
+    net = Shuffled.of_channels(8, batch)
     both = net.op("Concat", [net.layer("x", 8, 6), net.layer("x", 8, 6)], axis=1)
     left, right = halves(net, both, spelling, 12)
-    proto = net.model(net.op("Concat", [left, net.layer(right, 6, 6)], axis=1))
+    proto = net.of(net.op("Concat", [left, net.layer(right, 6, 6)], axis=1))
     result = check(
         fold_channel_shuffle, proto, picture(8, 1 if batch == 1 else 3), "Conv Conv Concat Gather Conv Gather Concat"
     )
@@ -110,27 +111,27 @@ def test_shuffles_that_hand_out_halves_become_gathers(spelling, batch):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_else_needs_the_order_keeps_it(before):
-    net = Net(8)
+    net = Shuffled.of_channels(8)
     y = net.layer("x", 8, 8)
     z = net.shuffle(y, 8, 2)
-    proto = net.model(net.layer(z, 8, 8), net.op("Softmax", [y if before else z], axis=1))
+    proto = net.of(net.layer(z, 8, 8), net.op("Softmax", [y if before else z], axis=1))
     check(fold_channel_shuffle, proto, picture(8), "Conv Conv Softmax")
 
 
 def between_softmaxes(*, spelled_out=True, conv=True):
-    net = Net(8)
+    net = Shuffled.of_channels(8)
     y = net.op("Softmax", [net.layer("x", 8, 8) if conv else "x"], axis=1)
     y = net.shuffle(y, 8, 2) if spelled_out else net.op("Gather", [y, np.arange(8)[::-1].copy()], axis=1)
-    return net.model(net.op("Softmax", [y], axis=1))
+    return net.of(net.op("Softmax", [y], axis=1))
 
 
 def test_a_shuffle_without_a_conv_to_take_it_becomes_a_gather_behind_named_convs_only():
     check(fold_channel_shuffle, between_softmaxes(), picture(8), "Conv Softmax Gather Softmax")
     refused(fold_channel_shuffle, between_softmaxes(conv=False), None)
     refused(fold_channel_shuffle, between_softmaxes(spelled_out=False), "needs the order of channels")
-    net = Net(8)
+    net = Shuffled.of_channels(8)
     y = net.layer(net.op("Softmax", [net.shuffle(net.layer("x", 8, 8), 8, 2)], axis=1), 8, 8)
-    refused(fold_channel_shuffle, net.model(y), "no Conv makes", y)
+    refused(fold_channel_shuffle, net.of(y), "no Conv makes", y)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,9 @@ def test_other_moves_are_no_shuffles(moves):
 
 
 def test_the_runtime_runs_integer_convs_and_two_transposes():
-    net = Net(16)
+    net = Shuffled.of_channels(16)
     y = net.op("Relu", [net.layer("x", 16, 32, group=4)])
     y = net.layer(net.shuffle(y, 32, 4), 32, 32, group=32, k=3)
-    proto = net.model(net.op("Relu", [net.layer(y, 32, 32, group=4)]))
+    proto = net.of(net.op("Relu", [net.layer(y, 32, 32, group=4)]))
     found = [k.op_type for k in kernels(quantize(rewritten(fold_channel_shuffle, proto).proto).quantized)]
     assert (found.count("QLinearConv"), found.count("Transpose"), found.count("Reshape")) == (3, 2, 0)

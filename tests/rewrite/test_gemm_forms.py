@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_gemm_factors, linear_to_gemm
+from tests.models import Net
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, check, normal, refused, rewritten
+from tests.rewrite.forms import check, normal, refused, rewritten
 from tests.targets.qdq import kernels
 
 ROWS, IN, OUT = 2, 3, 4
 FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
 
 
-@settings(deadline=None)
 @given(
     alpha=FACTORS,
     beta=FACTORS,
@@ -24,12 +24,13 @@ FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
     seed=st.integers(0, 2**16),
 )
 def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
-    g = Graph((IN, ROWS) if trans[0] else (ROWS, IN), seed=seed)
+    shape = (IN, ROWS) if trans[0] else (ROWS, IN)
+    g = Net.over(shape, seed=seed)
     operands = [g.rng.normal(size=(OUT, IN) if trans[1] else (IN, OUT))]
     operands += [] if bias is None else [g.rng.normal(size=bias)]
     y = g.op("Gemm", ["x", *operands], alpha=alpha, beta=beta, transA=trans[0], transB=trans[1])
     expected = "Transpose Gemm" if trans[0] else "Gemm"
-    result = check(fold_gemm_factors, g.model(y), normal(g.shape, seed), expected)
+    result = check(fold_gemm_factors, g.of(y), normal(shape, seed), expected)
     gemm = result.proto.graph.node[-1]
     plain = alpha == 1.0 and trans[0] == 0 and (bias is None or beta == 1.0) and np.prod(bias or (OUT,)) > 1
     if not plain:
@@ -41,9 +42,9 @@ def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
 
 
 def test_a_computed_bias_that_counts_nothing_goes():
-    g = Graph((ROWS, IN))
+    g = Net.over((ROWS, IN))
     y = g.op("Gemm", ["x", np.ones((IN, OUT)), g.op("Gemm", ["x", np.ones((IN, OUT))])], beta=0.0)
-    result = check(fold_gemm_factors, g.model(y), np.ones((ROWS, IN), np.float32))
+    result = check(fold_gemm_factors, g.of(y), np.ones((ROWS, IN), np.float32))
     assert len(result.proto.graph.node[-1].input) == 2
 
 
@@ -52,16 +53,15 @@ FEATURES, COLUMNS = 6, 4
 
 def layers(shape, *, bias=(COLUMNS,), swapped=False, opset=17, outs=(COLUMNS,)):
     """Linear layers that read the same value."""
-    g, outputs = Graph([*shape, FEATURES], opset=opset), []
+    g, outputs = Net.over([*shape, FEATURES], opset=opset), []
     for at, width in enumerate(outs):
         product = g.op("MatMul", ["x", g.rng.normal(size=(FEATURES, width))], name=f"product{at}")
         outputs.append(g.op("Add", [product, g.rng.normal(size=(*bias[:-1], width))], name=f"add{at}"))
         if swapped:
             g.nodes[-1].input[:] = reversed(g.nodes[-1].input)
-    return g.model(*outputs)
+    return g.of(*outputs)
 
 
-@settings(deadline=None)
 @given(
     lead=st.lists(st.integers(1, 4), min_size=2, max_size=3),
     known=st.lists(st.booleans(), min_size=3, max_size=3),
@@ -92,9 +92,9 @@ def test_layers_of_two_widths_share_the_rows_only():
 
 def test_what_is_no_layer_stays_without_a_word():
     refused(linear_to_gemm, layers(["b", 3], opset=14), None)
-    g = Graph(["b", 3, FEATURES])
+    g = Net.over(["b", 3, FEATURES])
     computed = g.op("Add", [g.op("MatMul", ["x", np.ones((FEATURES, COLUMNS))]), g.input("bias", [COLUMNS])])
-    refused(linear_to_gemm, g.model(computed), None)
+    refused(linear_to_gemm, g.of(computed), None)
 
 
 def test_the_runtime_runs_it_with_an_int32_bias_and_one_quantization():

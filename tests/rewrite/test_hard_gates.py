@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort.rewrite import collapse_hard_swish, hard_sigmoid_to_clip, hard_swish_to_product
-from tests.rewrite.forms import Graph, check, normal, parse, refused, rewritten
+from tests.models import Net
+from tests.rewrite.forms import check, normal, parse, refused, rewritten
 
 
 def clip_gate(g, x, *, slope=1.0, shift=3.0, high=6.0, order=(), divide=True, times_x=None):
@@ -31,7 +32,6 @@ ORDER = st.lists(st.booleans(), max_size=6)
 MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
 
 
-@settings(deadline=None)
 @given(
     shape=SHAPES,
     high=st.sampled_from([1.0, 6.0, 2.5]),
@@ -45,11 +45,11 @@ MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
     seed=st.integers(0, 2**16),
 )
 def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, times_x, magnitude, opset, seed):
-    g = Graph(shape, opset=opset)
+    g = Net.over(shape, opset=opset)
     y = clip_gate(g, "x", slope=slope, shift=shift, high=high, order=order, divide=divide, times_x=times_x)
     swish = opset >= 14 and (slope / high, shift / high) == (1 / 6, 0.5)
     expected = "HardSigmoid" if times_x is None else "HardSwish" if swish else "HardSigmoid Mul"
-    result = check(collapse_hard_swish, g.model(y), normal(shape, seed, magnitude), expected)
+    result = check(collapse_hard_swish, g.of(y), normal(shape, seed, magnitude), expected)
     gate, last = result.proto.graph.node[0], result.proto.graph.node[-1]
     assert last.name == y
     assert set(result.nodes) == {n.name for n in g.nodes} - {n.name for n in result.proto.graph.node}
@@ -60,13 +60,12 @@ def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, 
 
 
 def product(shape, gate_first=False, **options):
-    g = Graph(shape, **options)
+    g = Net.over(shape, **options)
     gate = g.op("HardSigmoid", ["x"], alpha=1 / 6, beta=0.5)
     y = g.both("Mul", "x", gate, gate_first)
-    return g.model(y), gate, y
+    return g.of(y), gate, y
 
 
-@settings(deadline=None)
 @given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([14, 17, 22]))
 def test_every_product_with_a_hard_sigmoid_computes_the_same(shape, gate_first, magnitude, opset):
     proto, gate, y = product(shape, gate_first, opset=opset)
@@ -88,8 +87,8 @@ def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
     ids=["x is scaled itself", "a scale within", "gate of another value", "gate needed elsewhere"],
 )
 def test_what_it_becomes(build, expected):
-    g = Graph([2, 3])
-    check(collapse_hard_swish, g.model(*build(g)), normal([2, 3], 0, 3.0), expected)
+    g = Net.over([2, 3])
+    check(collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
 
 
 CONV = "c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)"
@@ -105,13 +104,11 @@ def feed(seed: int = 0, spread: float = 4.0):
     return normal((2, 3, 8, 8), seed, spread)
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), spread=st.floats(0.01, 30.0))
 def test_the_product_computes_the_same(seed: int, spread: float) -> None:
     check(hard_swish_to_product, net(CHAIN, seed=seed), feed(seed, spread), "Conv Add Clip Mul Conv")
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), alpha=st.floats(0.05, 2.0), beta=st.floats(-0.5, 1.5), first=st.booleans())
 def test_a_product_with_its_own_gate(seed: int, alpha: float, beta: float, first: bool) -> None:
     gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) h = Mul ({'c, g' if first else 'g, c'})"
@@ -147,7 +144,6 @@ def gated(body: str, seed: int = 0):
     return parse(f"(float[2,8,6,6] x) => (y) {declared} {{ {body} }}", seed=seed)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**16),
     alpha=st.floats(0.1, 3.0),  # of a gate that is all but closed next to nothing is left to compare

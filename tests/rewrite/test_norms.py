@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort.rewrite import collapse_affine_norm, collapse_layer_norm, residual_to_sum, spell_norm
 from tests import models
 from tests.graph.build import ready, run
-from tests.rewrite.forms import RTOL, Graph, check, normal, quantized_kernels, refused, rewritten
+from tests.models import Net
+from tests.rewrite.forms import RTOL, check, normal, quantized_kernels, refused, rewritten
 from tests.targets.qdq import kernels
 
 LAYER, RMS = "LayerNormalization", "RMSNormalization"
@@ -60,7 +61,6 @@ AFFINE = st.sampled_from([None, "full", "leading", "scalar", "partial"])
 LEAD = st.lists(st.integers(1, 3), min_size=1, max_size=2)
 
 
-@settings(deadline=None)
 @given(
     lead=LEAD,
     sizes=st.lists(st.integers(2 if PRECISE else 7, 9), min_size=1, max_size=2).map(tuple),
@@ -74,12 +74,12 @@ LEAD = st.lists(st.integers(1, 3), min_size=1, max_size=2)
     **FORMS,
 )
 def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale, shift, magnitude, opset, seed, **form):
-    g = Graph([*lead, *sizes], opset=opset, seed=seed)
+    g = Net.over([*lead, *sizes], opset=opset, seed=seed)
     axes = range(-len(sizes), 0) if negative else range(len(lead), len(lead) + len(sizes))
     factors = {"scale": affine(g.rng, sizes, scale), "shift": affine(g.rng, sizes, shift)}
     y = norm(g, axes=axes, twice=twice, **factors, **form)
     x = normal((*lead, *sizes), seed, magnitude)
-    result = check(collapse_layer_norm, g.model(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
+    result = check(collapse_layer_norm, g.of(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
     (node,) = result.proto.graph.node
     assert (node.name, helper.get_node_attr_value(node, "axis")) == (y, -len(sizes))
     assert set(result.nodes) == {n.name for n in g.nodes} - {y}
@@ -89,8 +89,8 @@ def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale,
 @pytest.mark.since("1.30")  # before, the runtime's operator squares before it subtracts the mean
 @pytest.mark.parametrize("shift", [0.0, 10.0, 1e3, 1e4])
 def test_a_mean_far_from_zero_is_no_less_accurate(shift):
-    g = Graph((4, 64))
-    proto, x = g.model(norm(g)), normal((4, 64)) + np.float32(shift)
+    g = Net.over((4, 64))
+    proto, x = g.of(norm(g)), normal((4, 64)) + np.float32(shift)
     (before,), (after,) = run(proto, {"x": x}), run(rewritten(collapse_layer_norm, proto).proto, {"x": x})
     d = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
     exact = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5)
@@ -98,7 +98,6 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
-@settings(deadline=None)
 @given(
     lead=LEAD,
     size=st.integers(2, 9),
@@ -108,22 +107,22 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
     **FORMS,
 )
 def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
-    g = Graph([*lead, size], opset=23, seed=seed)
+    g = Net.over([*lead, size], opset=23, seed=seed)
     y = norm(g, centred=False, scale=affine(g.rng, (size,), scale), **form)
-    result = check(collapse_layer_norm, g.model(y), normal((*lead, size), seed, magnitude), RMS)
+    result = check(collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
     assert result.proto.graph.node[0].name == y
 
 
 @pytest.mark.parametrize(("opset", "centred"), [(22, False), (16, True)])
 def test_a_norm_stays_before_its_operator_set(opset, centred):
-    g = Graph([2, SIZE], opset=opset)
-    refused(collapse_layer_norm, g.model(norm(g, centred=centred, scale=np.ones(SIZE))), None)
+    g = Net.over([2, SIZE], opset=opset)
+    refused(collapse_layer_norm, g.of(norm(g, centred=centred, scale=np.ones(SIZE))), None)
 
 
 def test_symbolic_leading_dimensions_stay_symbolic():
-    g = Graph(["batch", "tokens", SIZE])
+    g = Net.over(["batch", "tokens", SIZE])
     y = norm(g, scale=np.ones(SIZE), shift=np.zeros(SIZE))
-    result = check(collapse_layer_norm, g.model(y), normal((2, 5, SIZE)), LAYER)
+    result = check(collapse_layer_norm, g.of(y), normal((2, 5, SIZE)), LAYER)
     assert [d.dim_param for d in result.proto.graph.output[0].type.tensor_type.shape.dim] == ["batch", "tokens", ""]
 
 
@@ -138,15 +137,15 @@ def test_symbolic_leading_dimensions_stay_symbolic():
     ],
 )
 def test_a_scale_that_is_no_vector_of_it_alone_stays_behind(shape, behind, expected):
-    g = Graph(shape)
+    g = Net.over(shape)
     x = normal(shape) if len(shape) > 1 else np.ones(shape, np.float32)
-    check(collapse_layer_norm, g.model(*behind(g, norm(g))), x, f"{LAYER} {expected}")
+    check(collapse_layer_norm, g.of(*behind(g, norm(g))), x, f"{LAYER} {expected}")
 
 
 def test_the_kernel_after_quantization():
-    g = Graph([1, 6, 16])
+    g = Net.over([1, 6, 16])
     y = norm(g, g.linear("x", 16, 16, name="first"), scale=g.weight((16,)), shift=g.weight((16,)))
-    proto = g.model(g.linear(y, 16, 8, name="second"))
+    proto = g.of(g.linear(y, 16, 8, name="second"))
     after = quantized_kernels(proto, models.feeds(proto, 2), collapse_layer_norm)
     assert (after.count(LAYER), after.count("com.microsoft.QGemm")) == (1, 2)
     assert not {"ReduceMean", "Sub", "Pow", "Sqrt", "Div"} & set(after)
@@ -161,7 +160,6 @@ def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e
     return g.both("Add", g.both("Mul", "x", factor, flip), rest, flip)
 
 
-@settings(deadline=None)
 @given(
     lead=LEAD,
     symbolic=st.booleans(),
@@ -175,34 +173,33 @@ def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e
     seed=st.integers(0, 2**16),
 )
 def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, seed, **form):
-    g = Graph([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
+    g = Net.over([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
     y = affine_norm(g, **form)
-    result = check(collapse_affine_norm, g.model(y), normal((*lead, SIZE), seed, magnitude), LAYER)
+    result = check(collapse_affine_norm, g.of(y), normal((*lead, SIZE), seed, magnitude), LAYER)
     assert result.proto.graph.node[0].name == y
 
 
 def test_the_runtime_knows_the_result_only():
-    g = Graph((2, 3, SIZE))
-    proto = g.model(affine_norm(g))
+    g = Net.over((2, 3, SIZE))
+    proto = g.of(affine_norm(g))
     assert LAYER not in {k.op_type for k in kernels(proto)}
     assert [k.op_type for k in kernels(rewritten(collapse_affine_norm, proto).proto)] == [LAYER]
 
 
 def test_an_affine_norm_stays_before_its_operator_set():
-    g = Graph((2, 3, SIZE), opset=16)
-    refused(collapse_affine_norm, g.model(affine_norm(g)), None)
+    g = Net.over((2, 3, SIZE), opset=16)
+    refused(collapse_affine_norm, g.of(affine_norm(g)), None)
 
 
 OPERATORS = {True: LAYER, False: "SimplifiedLayerNormalization"}
 
 
 def scaled(opset, centred, **form):
-    g = Graph((2, 3, SIZE), opset=opset)
+    g = Net.over((2, 3, SIZE), opset=opset)
     shift = np.linspace(-1, 1, SIZE) if centred else None
-    return g.model(norm(g, g.op("Abs", ["x"]), centred=centred, scale=np.linspace(0.5, 1.5, SIZE), shift=shift, **form))
+    return g.of(norm(g, g.op("Abs", ["x"]), centred=centred, scale=np.linspace(0.5, 1.5, SIZE), shift=shift, **form))
 
 
-@settings(deadline=None)
 @given(
     form=st.sampled_from([(13, True), (16, True), (13, False), (17, False), (18, False), (21, False)]),
     magnitude=st.sampled_from([0.1, 1.0, 1e3]),
@@ -223,9 +220,9 @@ def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
 
 @pytest.mark.parametrize("inverse", ["div", "reciprocal"])
 def test_a_residual_in_front_of_a_norm_in_arithmetic_is_added_by_sum(inverse):
-    g = Graph((2, 3, SIZE), opset=13)
+    g = Net.over((2, 3, SIZE), opset=13)
     x = g.op("Add", [g.op("Relu", ["x"]), g.op("Neg", ["x"])])
-    proto = g.model(norm(g, x, inverse=inverse, scale=np.ones(SIZE), shift=np.zeros(SIZE)))
+    proto = g.of(norm(g, x, inverse=inverse, scale=np.ones(SIZE), shift=np.zeros(SIZE)))
     joined = "SkipLayerNormalization"
     assert joined in [k.op_type for k in kernels(ready(proto, rewrites=[spell_norm]).proto)]
     found = [k.op_type for k in kernels(ready(proto, rewrites=[spell_norm, residual_to_sum]).proto)]

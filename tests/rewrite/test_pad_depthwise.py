@@ -3,23 +3,21 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort.targets.ort_cpu.rewrites import pad_depthwise
 from kenosis_ort.verify import verify_fusion
+from tests.models import Net
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, check, normal, ops, refused, rewritten
+from tests.rewrite.forms import check, normal, ops, refused, rewritten
 
-X = normal((2, 4, 6, 7))
+X, SHAPE = normal((2, 4, 6, 7)), ("N", 4, 6, 7)
 
 
-class Net(Graph):
+class Layers(Net):
     """Convs over few channels that keep height and width."""
-
-    def __init__(self, seed=0):
-        super().__init__(["N", 4, 6, 7], seed=seed)
 
     def constant(self, *shape):
         return self.const(self.rng.normal(size=shape) * 0.5, f"k{len(self.initializers)}")
@@ -34,7 +32,7 @@ class Net(Graph):
 
 def inverted_bottleneck(count):
     """``x -> expand -> dw -> y``."""
-    net = Net()
+    net = Layers.over(SHAPE)
     net.layer(net.depthwise(net.layer("x", count, 4, name="expand"), count, name="dw"), 5, count, name="y")
     return net
 
@@ -50,7 +48,6 @@ def check_padded(proto, count, padded, **options):
 UNARY = ["Relu", "Sigmoid", "HardSwish", "HardSigmoid", "Neg", "Erf", "Tanh", "Softplus", "Clip"]
 
 
-@settings(deadline=None)
 @given(
     count=st.sampled_from([17, 24, 30, 36, 40, 47, 50]),
     steps=st.lists(
@@ -60,7 +57,7 @@ UNARY = ["Relu", "Sigmoid", "HardSwish", "HardSigmoid", "Neg", "Erf", "Tanh", "S
     seed=st.integers(0, 2**16),
 )
 def test_any_net_of_channels(count, steps, bias, seed):
-    net = Net(seed)
+    net = Layers.over(SHAPE, seed=seed)
     rng, first = net.rng, net.layer("x", count, 4, bias=bias)
     at = net.depthwise(first, count, bias=bias)
     for step in steps:
@@ -84,7 +81,7 @@ def test_any_net_of_channels(count, steps, bias, seed):
             at = net.layer(net.op("Relu", [at]), count, count, kernel=3, bias=bias)
         elif step == "mean":
             at = net.op("Mul", [at, net.op("Sigmoid", [net.op("ReduceMean", [at], axes=[2, -1])])])
-    proto = net.model(net.layer(at, 5, count, bias=bias, name="y"))
+    proto = net.of(net.layer(at, 5, count, bias=bias, name="y"))
     padded = -(-count // 16) * 16
     if padded / count > 4 / 3:
         refused(pad_depthwise, proto, f"{count} channels would become {padded}")
@@ -95,7 +92,7 @@ def test_any_net_of_channels(count, steps, bias, seed):
 def test_what_is_stored():
     net = inverted_bottleneck(24)
     before = [numpy_helper.to_array(tensor) for tensor in net.initializers]
-    prepared = check_padded(net.model("y"), 24, 32)
+    prepared = check_padded(net.of("y"), 24, 32)
     after = {i.name: numpy_helper.to_array(i) for i in prepared.proto.graph.initializer}
     assert sorted(after) == [*(f"k{i}_padded" for i in range(5)), "k5"], "a name goes with a shape"
     *rows, columns, columns_bias = (after[name] for name in sorted(after))
@@ -109,13 +106,13 @@ def test_what_is_stored():
 
 
 def test_two_depthwise_convs_of_one_set_are_padded_once():
-    net = Net()
+    net = Layers.over(SHAPE)
     at = net.depthwise(net.depthwise(net.layer("x", 24, 4), 24), 24)
-    assert check_padded(net.model(net.layer(at, 5, 24)), 24, 32).notes[-1].startswith("2 depthwise")
+    assert check_padded(net.of(net.layer(at, 5, 24)), 24, 32).notes[-1].startswith("2 depthwise")
 
 
 def test_every_node_that_changes_has_to_be_named():
-    proto = inverted_bottleneck(24).model("y")
+    proto = inverted_bottleneck(24).of("y")
     refused(pad_depthwise, proto, "'expand' carries its channels and is not to change", "dw", "y")
     refused(pad_depthwise, proto, None, "expand", "y")
     check(pad_depthwise, proto, X, ops(proto), "expand", "dw", "y")
@@ -125,16 +122,16 @@ def test_every_node_that_changes_has_to_be_named():
 def test_any_other_axis_of_a_constant_may_be_as_long_as_it_likes(shape):
     net = inverted_bottleneck(24)
     net.layer(net.op("Add", ["dw", net.constant(*shape)]), 5, 24, name="z")
-    check_padded(net.model("y", "z"), 24, 32)
+    check_padded(net.of("y", "z"), 24, 32)
 
 
 def test_the_runtime_runs_it_in_integer():
-    net = Net()
+    net = Layers.over(SHAPE)
     at = net.op("Relu", [net.layer("x", 16, 4, kernel=3, name="stem")])
     at = net.op("Relu", [net.layer(at, 16, 16, kernel=3, name="dense")])
     at = net.op("Relu", [net.layer(at, 24, 16, name="expand")])
     at = net.op("Relu", [net.depthwise(at, 24, name="dw")])
     net.layer(net.layer(at, 16, 24, name="project"), 5, 16, name="y")
-    outcome = quantize(rewritten(pad_depthwise, net.model("y")).proto)
+    outcome = quantize(rewritten(pad_depthwise, net.of("y")).proto)
     found = {k.node: k.kernel for k in verify_fusion(outcome.quantized, plan=outcome.plan).kernels}
     assert {found[name] for name in ("dense", "expand", "dw", "project")} == {"com.microsoft.QLinearConv"}

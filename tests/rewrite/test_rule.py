@@ -9,7 +9,8 @@ import onnx
 from kenosis_ort.rewrite import FLOAT_FORMS
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
 from tests.graph.build import ready
-from tests.rewrite.forms import Graph, ops
+from tests.models import Net
+from tests.rewrite.forms import ops
 
 
 @rule("Abs", "Neg", did="nodes became Relu", stays="nodes stay", least_opset=13)
@@ -21,9 +22,9 @@ def to_relu(editor: Editor, node: onnx.NodeProto) -> None:
 
 
 def net(opset: int = 17) -> onnx.ModelProto:
-    graph = Graph([2], opset=opset)
+    graph = Net.over([2], opset=opset)
     odd = graph.op("Neg", [graph.op("Abs", ["x"], name="first")], name="odd")
-    return graph.model(graph.op("Abs", [odd], name="last"))
+    return graph.of(graph.op("Abs", [odd], name="last"))
 
 
 def test_it_goes_by_the_name_and_docstring_of_the_function():
@@ -67,11 +68,11 @@ FORMS = ["com.microsoft.QuickGelu", "com.microsoft.Gelu", "HardSwish", "LayerNor
 
 def test_time_grows_with_the_number_of_nodes():
     def seconds(blocks):
-        graph = Graph([2, 8])
+        graph = Net.over([2, 8])
         y = "x"
         for _ in range(blocks):
             y = small_activations(graph, y)
-        proto = ready(graph.model(y)).proto
+        proto = ready(graph.of(y)).proto
         start = time.process_time()
         for rewrite in FLOAT_FORMS:
             rewrite(proto, keep_values=())

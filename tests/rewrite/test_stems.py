@@ -5,21 +5,21 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kenosis_ort.targets.ort_cpu import rewrites
 from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels, space_to_depth_stem
-from tests.rewrite.forms import Graph, check, normal, ops, refused, rewritten
+from tests.models import Net
+from tests.rewrite.forms import check, normal, ops, refused, rewritten
 
 
 def stem(kernel, size, *, channels=3, strides=(2, 2), bias=True, seed=0, **attributes):
-    g = Graph(["N", channels, *size], seed=seed)
+    g = Net.over(["N", channels, *size], seed=seed)
     weights = [g.const(g.rng.normal(size=(4, channels, *kernel)), "w"), *([g.rng.normal(size=4)] if bias else [])]
-    return g.model(g.op("Conv", ["x", *weights], name="stem", strides=strides, **attributes))
+    return g.of(g.op("Conv", ["x", *weights], name="stem", strides=strides, **attributes))
 
 
-@settings(deadline=None)
 @given(
     block=st.sampled_from([2, 2, 2, 3, 4]),
     kernel=st.tuples(st.integers(1, 8), st.integers(1, 8)),
@@ -73,7 +73,6 @@ def test_values_and_batch_are_kept():
     assert (dims[0].dim_param, [d.dim_value for d in dims[1:]]) == ("N", [12, 4, 4])
 
 
-@settings(deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)),
     strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import residual_to_sum, split_skip_norm, sum_to_add
 from tests import models
 from tests.graph.build import ready, session
+from tests.models import Net
 from tests.planning import quantize
-from tests.rewrite.forms import Graph, check, normal, ops, parse, refused, rewritten
+from tests.rewrite.forms import check, normal, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
 JOINED, LAYER = "SkipLayerNormalization", "LayerNormalization"
@@ -32,7 +33,6 @@ def compute(proto):
     return [k.op_type for k in kernels(proto)]
 
 
-@settings(deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     symbolic=st.booleans(),
@@ -82,7 +82,7 @@ def encoder():
         y = net.linear(x, 16, 16, name=f"linear{at}")
         x = net.op(LAYER, [net.op("Add", [y, x]), net.weight((16,)), net.weight((16,))], axis=-1)
     net.output(net.linear(x, 16, 4, name="head"))
-    return net.model()
+    return net.of()
 
 
 def test_the_kernels_after_quantization():
@@ -112,7 +112,7 @@ WIDTH = 8
 
 
 def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", WIDTH), epsilon=None, total=False):
-    g = Graph(["b", "s", WIDTH], opset=opset)
+    g = Net.over(["b", "s", WIDTH], opset=opset)
     g.input("skip", skip)
     gamma, offset, shift = g.rng.uniform(0.5, 1.5, (3, WIDTH))
     operands = ["x", "skip", gamma, *([offset if beta else ""] if op == JOINED else []), *([shift] if bias else [])]
@@ -122,10 +122,9 @@ def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", WIDTH),
         g.nodes[-1].output.extend(["", "", "sum"])
     for name in (y, *(["sum"] if total else [])):
         g.output(name, ["b", "s", WIDTH])
-    return g.model()
+    return g.of()
 
 
-@settings(deadline=None)
 @given(
     op=st.sampled_from([JOINED, SIMPLE]),
     opset=st.sampled_from([17, 18, 21]),
@@ -166,12 +165,11 @@ def test_the_runtime_does_not_join_them_again(op):
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
 
 
-@settings(deadline=None)
 @given(shapes=st.lists(st.sampled_from(SHAPES), min_size=2, max_size=5), seed=st.integers(0, 2**16))
 def test_any_sum_is_the_same_to_the_bit(shapes, seed):
-    g = Graph(shapes[0])
+    g = Net.over(shapes[0])
     others = [g.input(f"x{at}", shape) for at, shape in enumerate(shapes[1:])]
-    proto = g.model(g.op("Sum", ["x", *others], name="sum"))
+    proto = g.of(g.op("Sum", ["x", *others], name="sum"))
     feeds = {
         name: normal(shape, seed + at) for at, (name, shape) in enumerate(zip(["x", *others], shapes, strict=True))
     }
