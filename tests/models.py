@@ -168,6 +168,11 @@ class Net:
 # ---- data -----------------------------------------------------------------------------------------------------
 
 
+def normal(shape: Sequence[int], seed: int = 0, magnitude: float = 1.0) -> Array:
+    """Seeded normal float32 numbers."""
+    return np.asarray(np.random.default_rng(seed).normal(size=shape) * magnitude, np.float32)
+
+
 def feeds(model: onnx.ModelProto, count: int = 4, *, seed: int = 0, dims: Mapping[str, int] | None = None,
           high: int = 2) -> list[Feed]:  # fmt: skip
     """Returns ``count`` random feeds for a model: normal floats, ints in 0..high-1, random booleans.

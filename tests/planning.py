@@ -57,7 +57,7 @@ def parse(
     """Returns the model of an ONNX text graph.
 
     Args:
-        text: The graph; values declared in ``<...>`` that no node computes become initializers.
+        text: The graph, with or without a name; values declared in ``<...>`` that no node computes become initializers.
         weights: Contents of some of these, or of further ones; the rest is random (floats) or zero (integers).
         opset: Version of the ONNX operator set.
         ir_version: IR version.
@@ -69,7 +69,7 @@ def parse(
         f'"{domain}" : {version}' for domain, version in {"": opset, **dict.fromkeys(domains, 1)}.items()
     )
     head = f"<ir_version: {ir_version}, opset_import: [{imports}]>"
-    model = onnx.parser.parse_model(f"{head}\n{text}")
+    model = onnx.parser.parse_model(f"{head}\n{'' if text.lstrip()[0] != '(' else 'net '}{text}")
     graph = model.graph
     given = {name: np.asarray(value) for name, value in (weights or {}).items()}
     computed = {name for node in graph.node for name in node.output}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.opset import PreparedModel, Rewrite, prepare
 from kenosis_ort.runtime.limits import runtime_limits
+from tests.planning import parse
 
 
 def value(name, shape, elem_type=TensorProto.FLOAT):
@@ -33,6 +35,11 @@ def model(
     graph = helper.make_graph(list(nodes), "g", list(inputs), list(outputs), initializers)
     imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
     return helper.make_model(graph, opset_imports=imports, ir_version=ir, functions=list(functions))
+
+
+def net(text: str, weights: Mapping[str, np.ndarray] | None = None, **options) -> onnx.ModelProto:
+    """The model of an ONNX text, sound or not; see `tests.planning.parse`."""
+    return parse(text, weights, **{"checked": False, "ir_version": 8, **options})
 
 
 def ready(proto: onnx.ModelProto, *, min_opset: int = 13, rewrites: Sequence[Rewrite] = (), **options) -> PreparedModel:
@@ -70,3 +77,19 @@ def assert_same(before, after, feeds, *, rtol=1e-4):
 
 def ops(proto: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in proto.graph.node]
+
+
+def steps(call: Callable[[], object]) -> int:
+    """Functions, of Python and of C, that are called within a call: work that is the same on every machine."""
+    count = 0
+
+    def seen(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count

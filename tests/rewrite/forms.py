@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,10 @@ RTOL = 1e-5
 
 def parse(text: str, weights: Mapping[str, Any] | None = None, **options: Any) -> onnx.ModelProto:
     """Returns the model of a text, its nodes named after their first output."""
-    proto = planning.parse(f"net {text}", weights, **options)
+    proto = planning.parse(text, weights, **options)
     for node in proto.graph.node:
         node.name = node.output[0]
     return proto
-
-
-def normal(shape: Sequence[int], seed: int = 0, magnitude: float = 1.0) -> models.Array:
-    return np.asarray(np.random.default_rng(seed).normal(size=shape) * magnitude, np.float32)
 
 
 def ops(proto: onnx.ModelProto) -> list[str]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kenosis_ort.rewrite import collapse_clip, collapse_gelu, collapse_hard_swish, collapse_silu
 from tests import models
 from tests.graph.build import ready
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, quantized_kernels
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, quantized_kernels
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(

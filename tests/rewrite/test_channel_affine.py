@@ -11,8 +11,8 @@ from onnx import helper
 from kenosis_ort.rewrite import batch_norm_to_conv, fold_batch_norm, fold_scale
 from kenosis_ort.rewrite.channel_affine import affine_step
 from tests.graph.build import run
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, parse, refused, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, parse, refused, rewritten
 
 RNG = np.random.default_rng(0)
 STEPS = st.sampled_from(["Mul", "Div", "Add", "Sub"])

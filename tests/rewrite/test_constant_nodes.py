@@ -10,8 +10,8 @@ from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.rewrite import PREPARATION, drop_identity, fold_constants, inline_branch
 from tests.graph.build import assert_same, ready
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, parse, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, parse, rewritten
 
 X = normal((2, 3))
 

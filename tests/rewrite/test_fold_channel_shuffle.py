@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_channel_shuffle
-from tests.models import Net
+from tests.models import Net, normal
 from tests.planning import quantize
-from tests.rewrite.forms import check, normal, ops, parse, refused, rewritten
+from tests.rewrite.forms import check, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
 SIDE = 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import drop_identity, fuse_attention
 from tests.graph.build import run
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, parse, quantized_kernels, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, parse, quantized_kernels, rewritten
 
 LEAST = float(np.finfo(np.float32).min)
 ZERO_ROWS = tuple(int(part) for part in ort.__version__.split(".")[:2]) >= (1, 28)

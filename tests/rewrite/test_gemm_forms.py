@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_gemm_factors, linear_to_gemm
-from tests.models import Net
+from tests.models import Net, normal
 from tests.planning import quantize
-from tests.rewrite.forms import check, normal, refused, rewritten
+from tests.rewrite.forms import check, refused, rewritten
 from tests.targets.qdq import kernels
 
 ROWS, IN, OUT = 2, 3, 4

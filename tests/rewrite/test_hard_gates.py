@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort.rewrite import collapse_hard_swish, hard_sigmoid_to_clip, hard_swish_to_product
-from tests.models import Net
-from tests.rewrite.forms import check, normal, parse, refused, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, parse, refused, rewritten
 
 
 def clip_gate(g, x, *, slope=1.0, shift=3.0, high=6.0, order=(), divide=True, times_x=None):

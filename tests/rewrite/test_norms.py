@@ -12,8 +12,8 @@ from onnx import helper
 from kenosis_ort.rewrite import collapse_affine_norm, collapse_layer_norm, residual_to_sum, spell_norm
 from tests import models
 from tests.graph.build import ready, run
-from tests.models import Net
-from tests.rewrite.forms import RTOL, check, normal, quantized_kernels, refused, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import RTOL, check, quantized_kernels, refused, rewritten
 from tests.targets.qdq import kernels
 
 LAYER, RMS = "LayerNormalization", "RMSNormalization"

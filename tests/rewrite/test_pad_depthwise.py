@@ -9,9 +9,9 @@ from onnx import numpy_helper
 
 from kenosis_ort.targets.ort_cpu.rewrites import pad_depthwise
 from kenosis_ort.verify import verify_fusion
-from tests.models import Net
+from tests.models import Net, normal
 from tests.planning import quantize
-from tests.rewrite.forms import check, normal, ops, refused, rewritten
+from tests.rewrite.forms import check, ops, refused, rewritten
 
 X, SHAPE = normal((2, 4, 6, 7)), ("N", 4, 6, 7)
 

@@ -12,8 +12,8 @@ from onnx import numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv, lrn_to_pool, pool_from_mean
 from tests.graph.build import run
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, refused, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, refused, rewritten
 
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 MISCOUNTS = VERSION < (1, 25)  # the runtime's AveragePool of operator set 19 takes a wrong divisor where padding counts

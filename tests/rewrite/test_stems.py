@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kenosis_ort.targets.ort_cpu import rewrites
 from kenosis_ort.targets.ort_cpu.rewrites import pad_stem_channels, space_to_depth_stem
-from tests.models import Net
-from tests.rewrite.forms import check, normal, ops, refused, rewritten
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, refused, rewritten
 
 
 def stem(kernel, size, *, channels=3, strides=(2, 2), bias=True, seed=0, **attributes):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kenosis_ort.rewrite import residual_to_sum, split_skip_norm, sum_to_add
 from tests import models
 from tests.graph.build import ready, session
-from tests.models import Net
+from tests.models import Net, normal
 from tests.planning import quantize
-from tests.rewrite.forms import check, normal, ops, parse, refused, rewritten
+from tests.rewrite.forms import check, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
 JOINED, LAYER = "SkipLayerNormalization", "LayerNormalization"
