@@ -123,7 +123,7 @@ def run_ours(path: Path, samples: int, batch: int, threads: int, method: str, se
     """Collects with this package."""
     import onnx
 
-    from kenosis_ort.calibration import CalibrationConfig, collect
+    from kenosis_ort.calibration import CalibrationConfig, Points, collect
 
     model = onnx.load(path)
     tensors = ["input"]
@@ -134,7 +134,7 @@ def run_ours(path: Path, samples: int, batch: int, threads: int, method: str, se
     produced = [node.output[0] for node in model.graph.node]
     tensors += [name for name in produced if selection == "all" or consumers.get(name) != ["Relu"]]
     config = CalibrationConfig(method=method)
-    table = collect(model, feeds(samples, batch), tensors=tensors, config=config, threads=threads)
+    table = collect(model, feeds(samples, batch), Points(tensors, config=config, threads=threads))
     table.to_tensors_data()
 
 

@@ -23,7 +23,7 @@ import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.opset import prepare
@@ -179,7 +179,7 @@ def quantize(
     constants = {i.name for i in proto.graph.initializer}
     tensors = [value for value, _ in first.quantized_values() if value not in constants]
     config = CalibrationConfig.from_extra_options("MinMax", {})
-    table = collect(proto, FeedReader(samples), tensors=tensors, config=config)
+    table = collect(proto, FeedReader(samples), Points(tensors, config=config))
     plan = Planner(view, ORT_CPU, wishes).plan({name: table.range_of(name) for name in table.tensors})
     plan = revise(plan, view)
     quantizer = FusionAwareQDQQuantizer(

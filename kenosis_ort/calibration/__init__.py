@@ -1,7 +1,7 @@
 """Calibration: readers, collection of tensor statistics, and the calibration table."""
 
 from kenosis_ort.calibration.cached_samples import model_fingerprint
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
@@ -9,6 +9,7 @@ from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 __all__ = [
     "CalibrationConfig",
     "CalibrationTable",
+    "Points",
     "TensorStatistics",
     "collect",
     "model_fingerprint",

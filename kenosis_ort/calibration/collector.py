@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -49,20 +49,42 @@ _Bundle = tuple["list[Any] | Spool", list[tuple[int, bool]]]
 _OBSERVED_TYPES: dict[int, str] = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
 
 
+@dataclass(frozen=True)
+class Points:
+    """Points of a model to observe, and how a sweep over samples does so.
+
+    Attributes:
+        tensors: Names of the tensors to observe: node outputs, graph inputs or initializers of the main graph, in any
+            order. Those that are not float32 or float16 are left out of the table.
+        config: Method and settings; MinMax by default.
+        providers: The runtime's execution providers; the CPU by default.
+        custom_op_libraries: Shared libraries with custom operators to register.
+        threads: Number of threads; 0 leaves it to the runtime.
+        seen_as: By tensor name, what stands for its values in the statistics: a function of the array of one sample
+            that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
+            minus infinity in front of a Softmax. Such a tensor may be infinite. That of a gate's input is of each
+            element by itself.
+        channels: Axes of the channels by tensor name, of tensors whose range is collected by channel too.
+        keep: Number of samples that the table keeps; with 0 it says nothing about samples.
+    """
+
+    tensors: Sequence[str]
+    config: CalibrationConfig = field(default_factory=CalibrationConfig)
+    providers: Sequence[Any] = ()
+    custom_op_libraries: Sequence[str] = ()
+    threads: int = 0
+    seen_as: SeenAs = field(default_factory=dict)
+    channels: Mapping[str, int] = field(default_factory=dict)
+    keep: int = 0
+
+
 def collect(
     proto: onnx.ModelProto,
     reader: Any,
+    points: Points,
     *,
-    tensors: Sequence[str],
-    config: CalibrationConfig | None = None,
-    providers: Sequence[Any] | None = None,
-    custom_op_libraries: Sequence[str] = (),
-    progress: Progress | None = None,
-    threads: int = 0,
-    seen_as: SeenAs | None = None,
     part: Part = MappingProxyType({}),
-    channels: Mapping[str, int] = MappingProxyType({}),
-    keep: int = 0,
+    progress: Progress | None = None,
 ) -> CalibrationTable:
     """Runs the float model on calibration data and returns statistics of chosen tensors.
 
@@ -70,21 +92,10 @@ def collect(
         proto: The float model with its weights in memory, at an opset and IR version that the runtime reads. It is
             not changed.
         reader: A ``CalibrationDataReader`` or an iterable of feeds; read once.
-        tensors: Names of the tensors to observe: node outputs, graph inputs or initializers of the main graph, in any
-            order. Those that are not float32 or float16 are left out of the table.
-        config: Method and settings; MinMax by default.
-        providers: The runtime's execution providers; the CPU by default.
-        custom_op_libraries: Shared libraries with custom operators to register.
-        progress: Called with (samples done, samples in all or None) before the first and after each sample.
-        threads: Number of threads; 0 leaves it to the runtime.
-        seen_as: By tensor name, what stands for its values in the statistics: a function of the array of one sample
-            that puts a finite value in the place of those that all consumers take alike, such as an attention mask's
-            minus infinity in front of a Softmax. Such a tensor may be infinite. That of a gate's input is of each
-            element by itself.
+        points: What is observed, and how.
         part: Samples that get a table of their own too, in the same sweep; none with a moving average. Where it cuts
             one, whose rows have to be samples of their own, the model runs on the rows of each cut by themselves.
-        channels: Axes of the channels by tensor name, of tensors whose range is collected by channel too.
-        keep: Number of samples that the table keeps; with 0 it says nothing about samples.
+        progress: Called with (samples done, samples in all or None) before the first and after each sample.
 
     Returns:
         The table. A tensor that was empty in every sample has the range (0, 0).
@@ -93,27 +104,20 @@ def collect(
         CalibrationError: A tensor is unknown; the reader yields nothing, or feeds of wrong names, types or shapes;
             the model fails on a sample, or computes NaN or infinity.
     """
-    config = config or CalibrationConfig()
-    with Sweep(
-        proto,
-        tensors=tensors,
-        config=config,
-        providers=providers,
-        custom_op_libraries=custom_op_libraries,
-        threads=threads,
-        seen_as=seen_as,
-        part={} if config.moving_average else part,
-        channels=channels,
-        keep=keep,
-    ) as sweep:
+    with Sweep(proto, points, {} if points.config.moving_average else part) as sweep:
         sweep.read(reader, progress)
         return sweep.table(model_fingerprint(proto))
 
 
 class Sweep(Closing):
-    """Statistics of chosen tensors of one model, over as many readers as are read; memory flat in the samples.
+    """Statistics at points of one model, over as many readers as are read; memory flat in the samples.
 
-    A context manager; `close` it otherwise. Arguments as for `collect`.
+    A context manager; `close` it otherwise.
+
+    Args:
+        proto: As for `collect`.
+        points: What is observed, and how.
+        part: As for `collect`.
 
     Attributes:
         samples: Feeds read so far.
@@ -122,30 +126,16 @@ class Sweep(Closing):
         part_digest: Sum of the digests of these.
     """
 
-    def __init__(
-        self,
-        proto: onnx.ModelProto,
-        *,
-        tensors: Sequence[str],
-        config: CalibrationConfig,
-        providers: Sequence[Any] | None = None,
-        custom_op_libraries: Sequence[str] = (),
-        threads: int = 0,
-        seen_as: SeenAs | None = None,
-        part: Part = MappingProxyType({}),
-        channels: Mapping[str, int] = MappingProxyType({}),
-        keep: int = 0,
-    ) -> None:
-        self._tensors = tuple(dict.fromkeys(tensors))
-        self._config, self._keep = config, keep
+    def __init__(self, proto: onnx.ModelProto, points: Points, part: Part = MappingProxyType({})) -> None:
+        self._points = points
+        config, channels, seen_as = points.config, points.channels, points.seen_as
         self._inputs = input_specs(proto)
-        seen_as = seen_as or {}
         proto = in_order(proto)
-        groups = _classify(proto, tensors)
+        groups = _classify(proto, points.tensors)
         settings = part_session.SessionSettings(
-            providers=tuple(providers or ()),
-            custom_op_libraries=tuple(custom_op_libraries),
-            threads=threads,
+            providers=tuple(points.providers),
+            custom_op_libraries=tuple(points.custom_op_libraries),
+            threads=points.threads,
             optimize=not config.bit_exact,
         )
         self._model = part_session.ObservedModel(proto, settings)
@@ -173,7 +163,7 @@ class Sweep(Closing):
         kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
         self._fed = tuple(fed)
-        self._adder = _Adder(threads or machine().cores)
+        self._adder = _Adder(points.threads or machine().cores)
         self.start_again(part)
 
     def start_again(self, part: Part = MappingProxyType({}), cut: int | None = None) -> None:
@@ -190,7 +180,7 @@ class Sweep(Closing):
         self._cuts = dict(part)
         self._others = self._fresh()
         self._chosen = self._fresh() if self._cuts else None
-        self._cached = CachedSamples(self._keep)
+        self._cached = CachedSamples(self._points.keep)
         if cut is not None:
             self._cached.cut_at(cut)
 
@@ -215,11 +205,11 @@ class Sweep(Closing):
         if not required and not optional:
             feeds, total = iter([{}, None]), 1
         else:
-            total, strided = reader_length(reader), self._config.strided
+            total, config = reader_length(reader), self._points.config
             feeds = (
-                strided_feeds(reader, strided)
-                if strided
-                else mark_chunks(sample_feeds(reader), self._config.max_intermediate_outputs)
+                strided_feeds(reader, config.strided)
+                if config.strided
+                else mark_chunks(sample_feeds(reader), config.max_intermediate_outputs)
             )
         if progress is not None:
             progress(0, total)
@@ -243,7 +233,7 @@ class Sweep(Closing):
                     self.part_digest = (self.part_digest + of_piece) % 2**256
                 bundle[0].append(piece)
                 bundle[1].append((number, chosen))
-            if self._keep:
+            if self._points.keep:
                 self._cached.add(Sample(checked, getattr(feed, "index", None), digest))
             self.data_digest = (self.data_digest + digest) % 2**256
             self.samples += 1
@@ -303,13 +293,13 @@ class Sweep(Closing):
         Args:
             fingerprint: The model's, from `model_fingerprint`.
         """
-        own = self._cached if self._keep else None
+        own, config = self._cached if self._points.keep else None, self._points.config
         digest, of_part = f"{self.data_digest:064x}", f"{self.part_digest:064x}"
-        whole = CalibrationTable(self.statistics(), self._config, self.samples, fingerprint, digest, cached=own)
+        whole = CalibrationTable(self.statistics(), config, self.samples, fingerprint, digest, cached=own)
         if self._chosen is None:
             return whole
         found = self._named(self._chosen.statistics())
-        return replace(whole, part=CalibrationTable(found, self._config, self.part_samples, fingerprint, of_part))
+        return replace(whole, part=CalibrationTable(found, config, self.part_samples, fingerprint, of_part))
 
     def statistics(self) -> dict[str, TensorStatistics]:
         """The statistics so far, by tensor name, in the order asked for."""
@@ -320,7 +310,7 @@ class Sweep(Closing):
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
         found = united({**found, **self._constant}, self._unions)
-        return {name: found[name] for name in self._tensors if name in found}
+        return {name: found[name] for name in dict.fromkeys(self._points.tensors) if name in found}
 
 
 class _Adder:

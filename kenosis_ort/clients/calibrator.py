@@ -26,7 +26,7 @@ from onnxruntime.quantization.calibrate import (
 )
 from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
-from kenosis_ort.calibration.collector import Sweep
+from kenosis_ort.calibration.collector import Points, Sweep
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, warn_caller
@@ -161,13 +161,13 @@ class _Streaming(CalibraterBase):  # type: ignore[misc]
     def _open(self) -> None:
         tensors = sorted(self.select_tensors_to_calibrate(self._float)[0])
         try:
-            self._collection = Sweep(
-                self._float,
-                tensors=tensors,
-                config=self._config,
-                providers=self.execution_providers,
+            points = Points(
+                tensors,
+                self._config,
+                providers=self.execution_providers or (),
                 seen_as={name: _FinitePart(name) for name in tensors},
             )
+            self._collection = Sweep(self._float, points)
         except KenosisError as error:
             _log.debug("the calibrator falls back to stock's collection", exc_info=True)
             self._by_stock = True

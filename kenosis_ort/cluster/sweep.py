@@ -8,7 +8,7 @@ import importlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,8 +17,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.calibration.cached_samples import model_fingerprint
-from kenosis_ort.calibration.collector import Progress
-from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.collector import Points, Progress
 from kenosis_ort.calibration.feeds import Part, sample_feeds
 from kenosis_ort.calibration.readers import Shards
 from kenosis_ort.calibration.table import CalibrationTable
@@ -37,16 +36,10 @@ def collect_on(
     cluster: Cluster,
     proto: onnx.ModelProto,
     source: Any,
+    points: Points,
     *,
-    tensors: Sequence[str],
-    config: CalibrationConfig,
-    providers: Sequence[Any] = (),
-    custom_op_libraries: Sequence[str] = (),
-    progress: Progress | None = None,
-    seen_as: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
     part: Part = MappingProxyType({}),
-    channels: Mapping[str, int] = MappingProxyType({}),
-    keep: int = 0,
+    progress: Progress | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
     """Collects on the workers what `kenosis_ort.calibration.collect` collects here, to the bit.
@@ -55,15 +48,10 @@ def collect_on(
         cluster: Where to.
         proto: As for `collect`.
         source: `Shards`, which workers read; any other reader is read here, and its samples travel.
-        tensors: As for `collect`.
-        config: As for `collect`, without a moving average, which depends on all samples before.
-        providers: As for `collect`.
-        custom_op_libraries: As for `collect`; the same paths on every worker.
-        progress: As for `collect`.
-        seen_as: As for `collect`.
+        points: As for `collect`, without a moving average, which depends on all samples before; libraries lie at the
+            same paths on every worker.
         part: As for `collect`, not with `Shards`.
-        channels: As for `collect`.
-        keep: As for `collect`.
+        progress: As for `collect`.
         defaults: Values of inputs that a feed may leave out and that are to be in every feed.
 
     Raises:
@@ -71,23 +59,14 @@ def collect_on(
         ClusterError: The cluster cannot do the work.
         OptionError: A shard cannot be sent.
     """
-    cluster.check(custom_op_libraries)
+    cluster.check(points.custom_op_libraries)
     shards = source if isinstance(source, Shards) else None
     tasks = _chunks(source, part) if shards is None else _parts(shards)
     job = SweepJob(
         key=uuid.uuid4().hex,
         model=proto,
         fingerprint=model_fingerprint(proto),
-        settings={
-            "tensors": tuple(tensors),
-            "config": config,
-            "providers": tuple(providers),
-            "custom_op_libraries": tuple(custom_op_libraries),
-            "channels": dict(channels),
-            "keep": keep,
-            "threads": 0 if config.bit_exact else 1,
-        },
-        seen_as=_pickled(dict(seen_as), "what calibration takes values for"),
+        points=_pickled(replace(points, threads=0 if points.config.bit_exact else 1), "what calibration observes"),
         defaults=dict(defaults),
     )
     constants = {tensor.name for tensor in proto.graph.initializer}

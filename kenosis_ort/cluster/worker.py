@@ -181,16 +181,14 @@ class SweepJob:
         key: Unique.
         model: The model.
         fingerprint: Of the model.
-        settings: Further arguments of `Sweep`.
-        seen_as: One more, pickled: functions of the caller's.
+        points: What is observed, pickled: with functions of the caller's.
         defaults: Values of inputs that a feed may leave out.
     """
 
     key: str
     model: onnx.ModelProto
     fingerprint: str
-    settings: Mapping[str, Any]
-    seen_as: bytes
+    points: bytes
     defaults: Mapping[str, Any]
 
 
@@ -259,7 +257,7 @@ def _sweep_of(job: SweepJob) -> Iterator[Sweep]:
         sweep = known.pop() if known else None
     if sweep is None:
         remove_leftovers()  # of workers that were killed here
-        sweep = Sweep(job.model, seen_as=pickle.loads(job.seen_as), **job.settings)
+        sweep = Sweep(job.model, pickle.loads(job.points))
     try:
         yield sweep
     finally:

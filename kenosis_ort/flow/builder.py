@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
@@ -259,15 +259,14 @@ class Builder:
         channels: Mapping[str, int] = MappingProxyType({}),
     ) -> CalibrationTable:
         """The ranges of the model over further samples, as a table of that configuration has them."""
-        return collect(
-            self.prepared.proto,
-            feeds,
-            tensors=list(tensors),
-            config=replace(config, strided=None, max_intermediate_outputs=None),
+        points = Points(
+            list(tensors),
+            replace(config, strided=None, max_intermediate_outputs=None),
             custom_op_libraries=self.request.custom_op_libraries,
             seen_as=self.seen_as(),
             channels=channels,
         )
+        return collect(self.prepared.proto, feeds, points)
 
     def seen_as(self) -> dict[str, SeenAs]:
         """Limits of values in calibration: numbers that no consumer sees, as in masks, must not widen a range."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.calibration.cached_samples import model_fingerprint
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
@@ -44,32 +44,31 @@ def calibrate(
     keep: int = 0,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> CalibrationTable:
-    """The table of the samples; ``defaults`` as in `collect_on`, what comes before as in `collect`."""
+    """The table of the samples; ``part`` and ``defaults`` as in `collect_on`, the others as in `Points`."""
     if reader is None:
         raise CalibrationError(
             "neither calibration_data_reader nor an existing calibration_cache_path was given",
             fix="pass a reader (ArrayReader, ImageFolderReader, SyntheticReader or your own), or recipe='data-free'",
         )
-    run, executor, options = collect, builder.request.executor, _options(builder, channels)
-    if executor is not None and options["config"].depends_on_order:
+    run, executor, points = collect, builder.request.executor, _points(builder, channels, keep)
+    if executor is not None and points.config.depends_on_order:
         warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
     elif executor is not None:
         run = partial(collect_on, executor, defaults=defaults)
-    return run(builder.prepared.proto, reader, part=part, keep=keep, **options)
+    return run(builder.prepared.proto, reader, points, part=part, progress=builder.request.progress)
 
 
-def _options(builder: Builder, channels: Mapping[str, int]) -> dict[str, Any]:
-    """Options of `collect` that all ways to calibrate a model share."""
+def _points(builder: Builder, channels: Mapping[str, int], keep: int = 0) -> Points:
     request = builder.request
-    return {
-        "tensors": builder.tensors,
-        "config": calibration_config(request),
-        "providers": request.calibration_providers or (),
-        "custom_op_libraries": request.custom_op_libraries,
-        "progress": request.progress,
-        "seen_as": builder.seen_as(),
-        "channels": channels,
-    }
+    return Points(
+        builder.tensors,
+        calibration_config(request),
+        providers=request.calibration_providers or (),
+        custom_op_libraries=request.custom_op_libraries,
+        seen_as=builder.seen_as(),
+        channels=channels,
+        keep=keep,
+    )
 
 
 Net = tuple[onnx.ModelProto, onnx.ModelProto, Collection[str]]
@@ -291,10 +290,11 @@ def _collected(
     table, trust = collect_with_trust(
         builder.prepared.proto,
         data,
+        _points(builder, channels),
         provenance=reader.provenance,
         samples=len(reader),
         evidence=net_evidence(call.loaded.proto, probe_feeds(reader), custom_op_libraries=libraries),
-        **_options(builder, channels),
+        progress=builder.request.progress,
     )
     call.trust = trust_summary(trust)
     return replace(table, made_up=call.trust.source == "synthetic")

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.histogram import Histogram, HistogramBuilder, extremes
 
 Feed = dict[str, Any]
@@ -64,10 +64,13 @@ def stock(
 def swept(
     model: onnx.ModelProto, reader: Any, tensors: Sequence[str] | None = None, *, threads: int = 1, **options: Any
 ) -> CalibrationTable:
-    """The table of some tensors, all by default; options are those of `collect`, or else of its settings."""
-    ours = {k: options.pop(k) for k in ("part", "channels", "keep", "seen_as", "progress") if k in options}
+    """The table of some tensors, all by default; options are those of `collect`, of `Points`, or of its settings."""
+    of_call = {k: options.pop(k) for k in ("part", "progress") if k in options}
+    names = ("channels", "keep", "seen_as", "custom_op_libraries")
+    of_points = {k: options.pop(k) for k in names if k in options}
     config = options.pop("config", None) or CalibrationConfig(**options)
-    return collect(model, reader, tensors=tensors or node_outputs(model), config=config, threads=threads, **ours)
+    points = Points(tensors or node_outputs(model), config, threads=threads, **of_points)
+    return collect(model, reader, points, **of_call)
 
 
 def histogram_of(*parts: np.ndarray[Any, Any]) -> Histogram:

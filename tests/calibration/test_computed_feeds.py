@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from kenosis_ort.calibration import collect
+from kenosis_ort.calibration import Points, collect
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.bodies import Body, owners, places, state_pairs, take_out
@@ -51,7 +51,7 @@ def test_states_come_from_the_step_before() -> None:
 def test_ranges_of_closed_loop_runs(tmp_path: Any) -> None:
     path = tmp_path / "net.onnx"
     onnx.save(parse(INTEGRATOR), path)
-    table = collect(parse(INTEGRATOR), ClosedLoopReader(path, ones(6), threads=1), tensors=["h_in", "z"], threads=1)
+    table = collect(parse(INTEGRATOR), ClosedLoopReader(path, ones(6), threads=1), Points(["h_in", "z"], threads=1))
     assert (table.range_of("h_in"), table.range_of("z")) == ((0.0, 5.0), (-6.0, -1.0))
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect, collector, parts
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect, collector, parts
 from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.part_session import (
     ObservedModel,
@@ -156,7 +156,7 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch:
             assert opened.run([name], feed)[0].shape == (feed["x"].shape[0], 128)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="NaN"):
-        collect(model, [{"x": np.full((1, 16), np.nan, np.float32)}], tensors=[name])
+        collect(model, [{"x": np.full((1, 16), np.nan, np.float32)}], Points([name]))
     assert not list(tmp_path.iterdir())
 
 
@@ -167,10 +167,11 @@ def test_custom_operators_run_with_their_library_and_only_then(method: str) -> N
     model.graph.node[0].op_type, model.graph.node[0].domain = "Inverse", "ai.onnx.contrib"
     model.opset_import.add(domain="ai.onnx.contrib", version=1)
     samples = [{"x": np.array([[2, 0], [0, 4]], np.float32)}]
-    options: dict[str, Any] = {"tensors": ["y", "z"], "config": CalibrationConfig(method=method)}
+    config = CalibrationConfig(method)
     with pytest.raises(ValueError, match="custom_op_libraries"):
-        collect(model, samples, **options)
-    table = collect(model, samples, custom_op_libraries=[extensions.get_library_path()], **options)
+        collect(model, samples, Points(["y", "z"], config))
+    libraries = [extensions.get_library_path()]
+    table = collect(model, samples, Points(["y", "z"], config, custom_op_libraries=libraries))
     assert table.tensors["y"].high == 0.5
 
 

@@ -10,7 +10,7 @@ import pytest
 from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort import Shards, calibrate, compare, quantize_static
-from kenosis_ort.calibration import CalibrationConfig, collect, sample_feeds
+from kenosis_ort.calibration import CalibrationConfig, Points, collect, sample_feeds
 from kenosis_ort.calibration.archives import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.errors import CalibrationError
@@ -92,8 +92,8 @@ def test_strided_collection() -> None:
     model = models.mlp()
     rng = np.random.default_rng(0)
     arrays = {"x": rng.standard_normal((6, 16)).astype(np.float32)}
-    a = collect(model, ArrayReader(arrays), tensors=["x"], config=CalibrationConfig(strided=2))
-    b = collect(model, ArrayReader(arrays, batch_size=6), tensors=["x"])
+    a = collect(model, ArrayReader(arrays), Points(["x"], config=CalibrationConfig(strided=2)))
+    b = collect(model, ArrayReader(arrays, batch_size=6), Points(["x"]))
     assert a.range_of("x") == b.range_of("x")
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
@@ -81,10 +81,10 @@ def follows(
 ) -> None:
     """Checks that ranges carried over are those that a sweep of the changed model finds."""
     before = [name for node in model.graph.node for name in node.output]
-    table = collect(model, feeds, tensors=before, channels=axes, threads=1)
+    table = collect(model, feeds, Points(before, channels=axes, threads=1))
     asked = [name for node in changed.graph.node for name in node.output]
     carried = following_table(table, (model, model, before), (changed, changed, asked), rescaled, never, None)
-    seen = collect(changed, feeds, tensors=asked, threads=1)
+    seen = collect(changed, feeds, Points(asked, threads=1))
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:
         assert carried.range_of(name) == pytest.approx(seen.range_of(name), rel=1e-4, abs=1e-5), name
@@ -121,7 +121,7 @@ def table_of(places: list[int]) -> CalibrationTable:
     feeds = [POOL[place] for place in places]
     axes = scaled_by_equalization(SMALL)
     assert axes
-    return collect(SMALL, feeds, tensors=SWEPT, config=CalibrationConfig(sketch=True), channels=axes, threads=1)
+    return collect(SMALL, feeds, Points(SWEPT, config=CalibrationConfig(sketch=True), channels=axes, threads=1))
 
 
 @settings(max_examples=6)

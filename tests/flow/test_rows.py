@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration.accumulators import block_size
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
 from kenosis_ort.flow.samples import find_division
@@ -74,9 +74,9 @@ def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: 
     """What passes are fitted to comes from the one sweep over all, but for what a pass has scaled."""
     again: list[tuple[int, int]] = []
 
-    def recorded(model: onnx.ModelProto, feeds: Sequence[Any], **options: Any) -> CalibrationTable:
-        again.append((len(feeds), len(options["tensors"])))
-        return collect(model, feeds, **options)
+    def recorded(model: onnx.ModelProto, feeds: Sequence[Any], points: Points) -> CalibrationTable:
+        again.append((len(feeds), len(points.tensors)))
+        return collect(model, feeds, points)
 
     monkeypatch.setattr(builder, "collect", recorded)
     model = models.with_free_batch(models.residual_block(seed=5))

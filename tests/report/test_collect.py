@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort import quantize_static
-from kenosis_ort.calibration.collector import collect
+from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.report.gathering import BINS, profile_tensors, read_grids, sketch_graph
 from tests import models
@@ -78,7 +78,7 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
     model, quantized = pair
     config = CalibrationConfig(method="percentile")
     tensors = [n.output[0] for n in model.graph.node if n.op_type in ("Conv", "Relu", "Add")]
-    table = collect(model, FeedReader(feeds(model, 4)), tensors=tensors, config=config)
+    table = collect(model, FeedReader(feeds(model, 4)), Points(tensors, config=config))
     profiles = profile_tensors(model, quantized, table)
     activations = [p for p in profiles if p.kind == "activation"]
     weights = [p for p in profiles if p.kind == "weight"]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration.collector import Progress, collect
+from kenosis_ort.calibration.collector import Points, Progress, collect
 from kenosis_ort.calibration.feeds import Feed, Known, Provenance, sample_feeds
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.net_evidence import NetEvidence, Range, hard_bounds
@@ -375,23 +375,23 @@ def growth_between(real: Range, made_up: Growth, real_samples: int, samples: int
 def collect_with_trust(
     proto: onnx.ModelProto,
     reader: Any,
+    points: Points,
     *,
     provenance: Provenance,
     samples: int,
     evidence: NetEvidence | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> tuple[CalibrationTable, CalibrationTrust]:
     """Runs the float model on made-up samples, in groups, and returns ranges and how far they can be trusted.
 
     Args:
         proto: The float model to calibrate, as `collect` takes it.
         reader: Hands out the feeds, the real ones first; a `SyntheticReader`, or one that hands its feeds on.
+        points: As for `collect`.
         provenance: `SyntheticReader.provenance`.
         samples: Number of feeds in all.
         evidence: From `net_evidence`.
         progress: Called with (samples done, samples in all).
-        options: Further arguments of `collect`.
 
     Raises:
         CalibrationError: As `collect`; or the method depends on the order of the samples.
@@ -408,7 +408,7 @@ def collect_with_trust(
                 progress(before + now, samples)
 
         done += count
-        return collect(proto, _Some(feeds, count), progress=report, **options)
+        return collect(proto, _Some(feeds, count), points, progress=report)
 
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
     made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration import CalibrationConfig, collect
+from kenosis_ort.calibration import CalibrationConfig, Points, collect
 from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError
@@ -26,7 +26,7 @@ def test_every_shared_net_gets_data_that_it_takes(net: str) -> None:
     model = models.ALL[net]()
     reader = SyntheticReader(model, samples=3)
     assert isinstance(reader, CalibrationDataReader)
-    table = collect(model, reader, tensors=node_outputs(model), threads=1)
+    table = collect(model, reader, Points(node_outputs(model), threads=1))
     assert table.samples == 3
     assert len(reader.assumptions) == len(model.graph.input)
 
@@ -161,8 +161,6 @@ def test_zoo(name: str) -> None:
     table = collect(
         model,
         SyntheticReader(path, samples=2),
-        tensors=outputs,
-        config=CalibrationConfig(method="percentile"),
-        threads=1,
+        Points(outputs, CalibrationConfig(method="percentile"), threads=1),
     )
     assert all(table.tensors[name].count for name in outputs if name in table)

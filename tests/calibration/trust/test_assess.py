@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collect
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.feeds import Known, Provenance
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.trust.assess import (
@@ -71,7 +71,7 @@ def test_rules(changes: dict[str, Any], expected: TrustLevel, cause: str, supply
 
 def tables(model: onnx.ModelProto, feeds: list[Any], groups: int) -> list[CalibrationTable]:
     names, count = node_outputs(model), len(feeds) // groups
-    return [collect(model, feeds[i * count : (i + 1) * count], tensors=names, threads=1) for i in range(groups)]
+    return [collect(model, feeds[i * count : (i + 1) * count], Points(names, threads=1)) for i in range(groups)]
 
 
 def test_ranges_hold_what_was_measured_within_bounds() -> None:
@@ -119,13 +119,12 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     table, trust = collect_with_trust(
         model,
         reader,
+        Points(names, threads=1),
         provenance=reader.provenance,
         samples=len(reader),
-        tensors=names,
         progress=lambda *args: seen.append(args),
-        threads=1,
     )
-    plain = collect(model, SyntheticReader(model, samples=11, input_range=(-1, 1)), tensors=names, threads=1)
+    plain = collect(model, SyntheticReader(model, samples=11, input_range=(-1, 1)), Points(names, threads=1))
     assert table.samples == trust.samples == 11
     assert table.data_fingerprint == plain.data_fingerprint
     assert {n: t.measured for n, t in trust.tensors.items()} == {n: plain.range_of(n) for n in names}
@@ -135,7 +134,7 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     config = CalibrationConfig(moving_average=True, max_intermediate_outputs=2)
     told, again = reader.provenance, SyntheticReader(model, samples=11)
     with pytest.raises(CalibrationError, match="order of the samples"):
-        collect_with_trust(model, again, provenance=told, samples=11, tensors=names, config=config)
+        collect_with_trust(model, again, Points(names, config), provenance=told, samples=11)
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
@@ -155,11 +154,10 @@ def test_zoo(name: str, expected: set[TrustLevel]) -> None:
     _, trust = collect_with_trust(
         model,
         reader,
+        Points([v.name for v in model.graph.output], threads=1),
         provenance=reader.provenance,
         samples=16,
-        tensors=[v.name for v in model.graph.output],
         evidence=net_evidence(model, probe_feeds(reader)),
-        threads=1,
     )
     assert trust.verdict in expected
 

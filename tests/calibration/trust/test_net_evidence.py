@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
-from kenosis_ort.calibration import collect
+from kenosis_ort.calibration import Points, collect
 from kenosis_ort.calibration.trust.assess import depths
 from kenosis_ort.calibration.trust.net_evidence import fit_batch_norms, hard_bounds, predicted_ranges, silent_outputs
 from tests import models
@@ -48,7 +48,7 @@ def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | Non
     assert hard_bounds(model).get("z") == expected
     if expected is not None:
         feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
-        low, high = collect(model, [feed], tensors=["z"], threads=1).range_of("z")
+        low, high = collect(model, [feed], Points(["z"], threads=1)).range_of("z")
         assert expected[0] <= low <= high <= expected[1]
 
 
@@ -93,7 +93,7 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> Non
     model, data = normalized()
     (fit,) = fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
     assert fit.misfit < 0.01
-    real = collect(model, [{"x": data}], tensors=["y", "z"], threads=1)
+    real = collect(model, [{"x": data}], Points(["y", "z"], threads=1))
     weak = fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
     assert weak[0].misfit > 0.4
     predicted = predicted_ranges(model, weak, hard_bounds(model))
