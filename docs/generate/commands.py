@@ -7,9 +7,9 @@ import argparse
 import re
 from itertools import groupby
 
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli.parser import epilog
 
 from .markdown import code, fence, table
 
@@ -22,7 +22,7 @@ def command_list() -> str:
 
 def exit_codes() -> str:
     """Returns the exit codes that all commands share."""
-    rows = re.findall(r"^  (\d+) +((?:.*\n?)(?:^ {7}.*\n?)*)", exits.epilog(), re.MULTILINE)
+    rows = re.findall(r"^  (\d+) +((?:.*\n?)(?:^ {7}.*\n?)*)", epilog(), re.MULTILINE)
     return table(["Code", "Meaning"], [[number, text] for number, text in rows])
 
 

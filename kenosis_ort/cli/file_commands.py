@@ -10,8 +10,7 @@ from rich.text import Text
 
 from kenosis_ort import api
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.cli import exits
-from kenosis_ort.cli.screen import Screen, check_model
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_reader
 from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
@@ -20,18 +19,16 @@ from kenosis_ort.option_types import value_of
 from kenosis_ort.weights.block_model import quantize_weights
 
 
-def convert(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``convert``."""
-    check_model(arguments.model)
+def convert(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``convert``."""
     model: Path = arguments.model
     out = arguments.out or model.with_name(f"{model.stem}.{arguments.to}.onnx")
     conversion = api.convert(model, out, arguments.to, custom_op_libraries=tuple(arguments.custom_op_libraries))
     screen.result(conversion.to_dict, lambda: Text(str(conversion)))
-    return exits.SUCCESS
 
 
-def fuse_attention(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``fuse``."""
+def fuse_attention(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``fuse``."""
     fused = fuse(arguments.model, arguments.out)
     count = len(fused.attentions)
     layers = f"{count} attention layer{'' if count == 1 else 's'}"
@@ -39,12 +36,10 @@ def fuse_attention(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: {"model": str(arguments.out), "attentions": list(fused.attentions), "notes": list(fused.notes)},
         lambda: Text("\n".join([*fused.notes, f"{arguments.out}: {layers}"])),
     )
-    return exits.SUCCESS
 
 
-def calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``calibrate``."""
-    check_model(arguments.model)
+def calibrate(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``calibrate``."""
     reader = make_reader(arguments, arguments.model, required=True)
     method = arguments.calibrate_method
     settings = {} if method is None else {"calibrate_method": value_of("calibrate_method", method)}
@@ -70,11 +65,10 @@ def calibrate(arguments: argparse.Namespace, screen: Screen) -> int:
     cached = "" if table.cached is None else f"; it holds {len(table.cached)} of them"
     what = f"{table.method} ranges of {len(table.tensors)} tensors from {table.samples} samples"
     screen.result(lambda: facts, lambda: Text(f"{arguments.table}: {what}{cached}"))
-    return exits.SUCCESS
 
 
-def merge(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``merge``."""
+def merge(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``merge``."""
     out: Path = arguments.out
     if out.exists():
         raise OutputError("the calibration table exists already", where=str(out), fix="name another file or delete it")
@@ -85,12 +79,10 @@ def merge(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: {"table": str(out), "samples": merged.samples, "tensors": len(merged.tensors)},
         lambda: Text(f"{out}: {len(merged.tensors)} tensors from {merged.samples} samples"),
     )
-    return exits.SUCCESS
 
 
-def weights(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``weights``."""
-    check_model(arguments.model)
+def weights(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``weights``."""
     reader = make_reader(arguments, arguments.model)
     with screen.progress("rounding") as progress:
         report = quantize_weights(
@@ -119,18 +111,16 @@ def weights(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: facts,
         lambda: Text("\n".join([*report.notes, f"{arguments.out}: {len(report.layers)} layers, {sizes}{losses}"])),
     )
-    return exits.SUCCESS
 
 
-def completion(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``completion``."""
+def completion(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``completion``."""
     _complete_files(arguments.program, shtab.FILE)
     script = shtab.complete(arguments.program, shell=arguments.shell)
     if screen.as_json:
         screen.result(lambda: {"shell": arguments.shell, "script": script}, lambda: Text(script))
     else:  # a script is printed as it is, not wrapped to a width
         print(script)
-    return exits.SUCCESS
 
 
 def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:

@@ -16,10 +16,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import kenosis_ort.verify as proofs
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import WORST_LAYERS
 from kenosis_ort.cli.flags import in_shell_words
-from kenosis_ort.cli.screen import Screen, check_model
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.load import ModelSummary, load_model, summarize
@@ -41,13 +40,12 @@ _DIFFERENCES = 20
 # -- verify
 
 
-def verify(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``verify``."""
-    check_model(arguments.model)
+def verify(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``verify``."""
     if arguments.patterns is not None:
         report = proofs.verify_patterns(arguments.model, target=arguments.patterns)
         screen.result(report.to_dict, lambda: Text(str(report)))
-        return exits.NOT_INTEGER if arguments.strict and not report.conforms else exits.SUCCESS
+        return bool(arguments.strict and not report.conforms)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KenosisWarning)
         libraries = tuple(arguments.custom_op_libraries)
@@ -70,7 +68,7 @@ def verify(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: render_fusion(fusion, losses=losses, full=arguments.full),
     )
     is_short = fusion.clipping() or not all(k.integer for k in heavy_kernels(fusion))
-    return exits.NOT_INTEGER if arguments.strict and is_short else exits.SUCCESS
+    return bool(arguments.strict and is_short)
 
 
 def _reader(arguments: argparse.Namespace, model: Path, *, required: bool = False) -> Any:
@@ -85,11 +83,11 @@ def _reader(arguments: argparse.Namespace, model: Path, *, required: bool = Fals
 # -- explain
 
 
-def explain(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``explain``."""
-    check_model(arguments.model)
+def explain(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``explain``."""
     if arguments.times:
-        return _times(arguments, screen)
+        _times(arguments, screen)
+        return
     libraries = tuple(arguments.custom_op_libraries)
     if summarize(arguments.model).is_float:
         explained = explain_plan(_plan(arguments.model, libraries, arguments.target))
@@ -109,10 +107,9 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         return Text("\n".join([count, *(in_shell_words(str(replace(e, inputs=()))) for e in chosen)]))
 
     screen.result(lambda: [e.to_dict() for e in chosen], render)
-    return exits.SUCCESS
 
 
-def _times(arguments: argparse.Namespace, screen: Screen) -> int:
+def _times(arguments: argparse.Namespace, screen: Screen) -> None:
     from kenosis_ort.api import layer_times
 
     wanted = {"target": arguments.target, "host": arguments.for_host}
@@ -125,7 +122,6 @@ def _times(arguments: argparse.Namespace, screen: Screen) -> int:
     )
     layers = tuple(layer for layer in layers if arguments.node in (None, layer.node))
     screen.result(lambda: [layer.to_dict() for layer in layers], lambda: render_layers(layers))
-    return exits.SUCCESS
 
 
 def _plan(model: Path, libraries: tuple[str, ...], target: str | None) -> PlacementPlan:
@@ -162,12 +158,10 @@ def _chosen(explained: Sequence[Explanation], node: str | None, *, everything: b
 # -- inspect
 
 
-def inspect(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``inspect``."""
-    check_model(arguments.model)
+def inspect(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``inspect``."""
     summary = summarize(arguments.model)
     screen.result(summary.to_dict, lambda: _render_summary(summary, full=arguments.full))
-    return exits.SUCCESS
 
 
 def _render_summary(summary: ModelSummary, *, full: bool) -> RenderableType:
@@ -199,12 +193,10 @@ def _render_summary(summary: ModelSummary, *, full: bool) -> RenderableType:
 # -- compare
 
 
-def compare(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``compare``."""
+def compare(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``compare``."""
     from kenosis_ort.accuracy.compare import compare as compare_models
 
-    check_model(arguments.float_model)
-    check_model(arguments.quantized_model)
     found = compare_models(
         arguments.float_model,
         arguments.quantized_model,
@@ -219,7 +211,7 @@ def compare(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: {**found.to_dict(), "below": short, "made_up_data": made_up},
         lambda: _render_comparison(found, short, full=arguments.full, made_up=made_up),
     )
-    return exits.BELOW if short else exits.SUCCESS
+    return bool(short)
 
 
 def _falls_short(output: OutputComparison, agreement: float | None, sqnr_db: float | None) -> bool:
@@ -279,11 +271,10 @@ def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_
 # -- compare-targets
 
 
-def compare_targets(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``compare-targets``."""
+def compare_targets(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``compare-targets``."""
     from kenosis_ort.api import preview
 
-    check_model(arguments.model)
     names = [get_target(name).name for name in arguments.target or TARGETS]
     plans = {name: preview(arguments.model, target=name) for name in dict.fromkeys(names)}
     rows, differ = [_counted(plan) for plan in plans.values()], _differ(plans)
@@ -291,7 +282,6 @@ def compare_targets(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: {"model": str(arguments.model), "targets": rows, "differ": differ},
         lambda: _render_targets(rows, differ, full=arguments.full),
     )
-    return exits.SUCCESS
 
 
 def _counted(plan: PlacementPlan) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kenosis_ort.api import measure_host
 from kenosis_ort.bench import bench
 from kenosis_ort.bench.benchmark import render_bench
 from kenosis_ort.bench.doctor import Examination, KernelSpeed, examine
-from kenosis_ort.cli import exits, flags
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.graph.save import check_destination
@@ -29,14 +29,13 @@ _VERDICT_STYLES = {"fast": "green", "slow": "red", "refused": "dim"}
 # -- targets
 
 
-def targets(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``targets``."""
+def targets(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``targets``."""
     if arguments.target is None:
         screen.result(lambda: [summary(t) for t in TARGETS.values()], lambda: _list(TARGETS.values()))
     else:
         target = get_target(arguments.target)
         screen.result(lambda: {**summary(target), "rules": _rules(target)}, lambda: _details(target))
-    return exits.SUCCESS
 
 
 def summary(target: Target) -> dict[str, Any]:
@@ -100,8 +99,8 @@ def _details(target: Target) -> RenderableType:
 # -- bench
 
 
-def time_models(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``bench``."""
+def time_models(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``bench``."""
     if arguments.data is None and arguments.synthetic is None and flags.given_data(arguments).keys() - {"seed"}:
         arguments.synthetic = flags.DEFAULT_SYNTHETIC  # an option about made-up samples was given
     feeds = make_reader(arguments, arguments.models[0])
@@ -117,14 +116,14 @@ def time_models(arguments: argparse.Namespace, screen: Screen) -> int:
             progress=progress,
         )
     screen.result(report.to_dict, lambda: render_bench(report))
-    return exits.LEFT_OUT if report.left_out else exits.SUCCESS
+    return bool(report.left_out)
 
 
 # -- doctor
 
 
-def doctor(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``doctor``."""
+def doctor(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``doctor``."""
     here, cores = machine(), os.cpu_count() or 1
     with screen.progress("timing") as progress:
         found = examine(
@@ -137,7 +136,7 @@ def doctor(arguments: argparse.Namespace, screen: Screen) -> int:
         lambda: {"cpu": here.cpu, "cores": cores, **found.to_dict()},
         lambda: _render_examination(here.cpu, cores, found),
     )
-    return exits.PROBLEM if found.problems else exits.SUCCESS
+    return bool(found.problems)
 
 
 def _render_examination(cpu: str, cores: int, found: Examination) -> RenderableType:
@@ -180,8 +179,8 @@ def _speeds(speeds: Iterable[KernelSpeed], threads: int) -> Table:
 # -- profile
 
 
-def profile(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``profile``."""
+def profile(arguments: argparse.Namespace, screen: Screen) -> None:
+    """The command ``profile``."""
     if arguments.out is not None:
         check_destination(arguments.out)
     with screen.progress("timing") as progress:
@@ -196,7 +195,6 @@ def profile(arguments: argparse.Namespace, screen: Screen) -> int:
         measured.save(arguments.out)
         screen.note(f"profile: {arguments.out}")
     screen.result(measured.to_dict, lambda: _render_profile(measured))
-    return exits.SUCCESS
 
 
 def _render_profile(measured: HostProfile) -> RenderableType:
@@ -212,11 +210,11 @@ def _render_profile(measured: HostProfile) -> RenderableType:
 # -- demo
 
 
-def demo(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``demo``."""
+def demo(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``demo``."""
     with screen.progress("timing") as progress:
         found = demonstration.demonstrate(
             arguments.out, batch=arguments.batch, rounds=arguments.rounds, progress=progress
         )
     screen.result(found.to_dict, lambda: demonstration.render(found))
-    return exits.NOT_INTEGER if found.report.left_float() else exits.SUCCESS
+    return bool(found.report.left_float())

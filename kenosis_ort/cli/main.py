@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.cli.parser import Parser, add_output_arguments
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, add_output_arguments, epilog
+from kenosis_ort.cli.screen import Screen, check_model
 from kenosis_ort.errors import KenosisError, did_you_mean, last_gate
 from kenosis_ort.storage.writing import room_is_needed
+
+_MODELS = ("model", "float_model", "quantized_model")
+"""Arguments that name a model which has to be there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,29 +38,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None for the process's own.
 
     Returns:
-        The exit code, see `kenosis_ort.cli.exits`.
+        The exit code, see `kenosis_ort.cli.parser`.
     """
     arguments = build_parser().parse_args(argv)
     screen = Screen(as_json=arguments.json, quiet=arguments.quiet)
     try:
         with _logging(arguments.verbose), _terminable(), room_is_needed():
-            code: int = last_gate(arguments.command_data.run)(arguments, screen)
+            for path in (vars(arguments)[name] for name in _MODELS if name in arguments):
+                check_model(path)
+            code = SHORT if last_gate(arguments.command_data.run)(arguments, screen) else SUCCESS
     except KenosisError as error:
         screen.complain(error)
-        code = exits.ERROR
+        code = ERROR
     except BrokenPipeError:  # the reader of the output, head for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = exits.SUCCESS
+        code = SUCCESS
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, _Terminated)
         screen.complain("terminated" if terminated else "interrupted")
-        code = exits.TERMINATED if terminated else exits.INTERRUPTED
+        code = TERMINATED if terminated else INTERRUPTED
     return code
 
 
 def build_parser() -> Parser:
     """The parser of all commands."""
-    parser = Parser(prog="kenosis-ort", description=__doc__, epilog=exits.epilog())
+    parser = Parser(prog="kenosis-ort", description=__doc__, epilog=epilog())
     parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
     add_output_arguments(parser, top=True)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
@@ -68,7 +72,7 @@ def build_parser() -> Parser:
             usage=f"kenosis-ort {name} {command.usage}",
             help=command.summary,
             description=command.about,
-            epilog=exits.epilog(command.one),
+            epilog=epilog(command.one),
         )
         command.fill(subparser)
         add_output_arguments(subparser)
@@ -140,7 +144,7 @@ def run_script(argv: Sequence[str]) -> int:
         beside = [p.name for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
         hint = did_you_mean(script.name, beside)
         print(f"kenosis-ort: error: there is no script '{script}'.{hint} Fix: check the path", file=sys.stderr)
-        return exits.ERROR
+        return ERROR
     before, path = sys.argv, list(sys.path)
     sys.argv = list(argv if module is None else argv[1:])
     sys.path[0] = str(Path.cwd() if module is not None else script.resolve().parent)
@@ -148,10 +152,10 @@ def run_script(argv: Sequence[str]) -> int:
         _run(script if module is None else module)
     except KenosisError as error:
         print(f"kenosis-ort: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return exits.ERROR
+        return ERROR
     finally:
         sys.argv, sys.path[:] = before, path
-    return exits.SUCCESS
+    return SUCCESS
 
 
 def _run(script: Path | str) -> None:

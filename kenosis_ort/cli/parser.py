@@ -1,14 +1,31 @@
-"""argparse with short usage lines, errors that suggest what was meant, and the options that all commands share."""
+"""argparse with errors that suggest what was meant, exit codes, and values as the shell gives them."""
 
 import argparse
+import json
+import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+from kenosis_ort.checks import MOST_THREADS
 from kenosis_ort.errors import did_you_mean
 
+SUCCESS: Final = 0
+SHORT: Final = 1
+"""Done, but something that was wanted is not so, e.g. a node runs in float, or outputs agree too little."""
+ERROR: Final = 2
+"""Bad usage or a KenosisError; nothing was written."""
+INTERRUPTED: Final = 130
+TERMINATED: Final = 143
+
+_ANY: Final = "done, but something that was wanted is not so; the command's own --help says what"
+_ERROR: Final = (
+    "error: bad usage, bad model, bad data, output not writable; the reason and the fix are one line on stderr (with "
+    "--json also an object on stdout), and an existing output file is untouched"
+)
 _CHOICE = re.compile(
     r"(?:argument --(?P<option>\S+): )?invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)$", re.DOTALL
 )
@@ -79,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             choices = [choice.strip(" '") for choice in wrong["known"].split(",")]
             message += f".{did_you_mean(wrong['word'], choices, option=wrong['option'] or '')}"
         self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
+        self.exit(ERROR, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
 
 
 class _HelpAll(argparse.Action):
@@ -108,3 +125,123 @@ def add_output_arguments(parser: argparse.ArgumentParser, *, top: bool = False) 
     group.add_argument(
         "-v", "--verbose", action="count", default=default(0), help="log what is done to stderr; -vv: in detail"
     )
+
+
+def epilog(one: str = _ANY) -> str:
+    """The table of exit codes for the end of a ``--help``.
+
+    Args:
+        one: What exit code 1 says; empty for a command that does not use it.
+    """
+    codes = ((SUCCESS, "done"), (SHORT, one), (ERROR, _ERROR), (INTERRUPTED, "interrupted"), (TERMINATED, "terminated"))
+    lines = [textwrap.fill(f"  {code:<4} {text}", 79, subsequent_indent=" " * 7) for code, text in codes if text]
+    return "\n".join(["exit codes:", *lines])
+
+
+# -- values as the shell gives them
+
+
+def _require(holds: object, text: str, what: str) -> None:
+    if not holds:
+        raise argparse.ArgumentTypeError(f"'{text}' is {what}")
+
+
+def whole(text: str) -> int:
+    """Whole number from 0 up."""
+    _require(text.isdecimal(), text, "not a whole number from 0 up")
+    return int(text)
+
+
+def threads(text: str) -> int:
+    """Number of threads, 0 for all."""
+    count = whole(text)
+    _require(count <= MOST_THREADS, text, f"more than {MOST_THREADS} threads")
+    return count
+
+
+def positive(text: str) -> int:
+    """Whole number from 1 up."""
+    _require(text.isdecimal() and int(text), text, "not a whole number above 0")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """Whole numbers from 1 up, with commas between them."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def number(text: str) -> float:
+    """Finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    _require(math.isfinite(value), text, "not a number")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Time in seconds above 0."""
+    value = number(text)
+    _require(value > 0, text, "not a number of seconds above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Share from 0 to 1, or one in percent like ``0.5%``."""
+    value = number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    _require(0 <= value <= 1, text, "not a share from 0 to 1, e.g. 0.005 or 0.5%")
+    return value
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(number(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 0.485,0.456,0.406") from None
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Sizes with an x between them, e.g. ``1x3x224x224``."""
+    parts = text.lower().split("x")
+    _require(all(part.isdecimal() and int(part) for part in parts), text, "not a list of sizes like 1x3x224x224")
+    return tuple(int(part) for part in parts)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """Height and width, e.g. ``224x224``."""
+    found = sizes(text)
+    _require(len(found) == 2, text, "not HxW, e.g. 224x224")
+    return found[0], found[1]
+
+
+def named_word(text: str, example: str = "WORD") -> tuple[str, str]:
+    """Name and text of ``NAME=WORD``; a tensor's name may hold an equals sign."""
+    name, _, value = text.rpartition("=")
+    _require(name and value, text, f"not NAME={example}")
+    return name, value
+
+
+def named_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Name and sizes of ``NAME=1x3x224x224``."""
+    name, shape = named_word(text, "1x3x224x224")
+    return name, sizes(shape)
+
+
+def input_range(text: str) -> tuple[str | None, tuple[float, float]]:
+    """Name and bounds of ``NAME=LOW,HIGH``; the name is None in ``LOW,HIGH``."""
+    name, equals, bounds = text.rpartition("=")
+    found = numbers(bounds)
+    _require(len(found) == 2 and found[0] < found[-1], text, "not LOW,HIGH or NAME=LOW,HIGH, e.g. 0,255")
+    return name if equals else None, (found[0], found[1])
+
+
+def extra_option(text: str) -> tuple[str, Any]:
+    """Key and value of ``KEY=VALUE``; the value as JSON where it is JSON, else as text."""
+    key, equals, value = text.partition("=")
+    _require(key and equals, text, "not KEY=VALUE")
+    try:
+        return key, json.loads(value.lower() if value in ("True", "False") else value)
+    except json.JSONDecodeError:
+        return key, value

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from kenosis_ort import __version__
 from kenosis_ort.api import preview, quantize_static
-from kenosis_ort.cli import exits, flags
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Parser
-from kenosis_ort.cli.screen import Screen, check_model
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.finish import check_files
@@ -57,7 +57,7 @@ class Recalled:
         for name in arguments.recalled:
             setattr(arguments, name, self.data[name])
 
-    def same_output(self, model: Path, output: Path) -> bool | None:
+    def sameoutput_path(self, model: Path, output: Path) -> bool | None:
         """Whether an output is the recorded one to the byte; None if it was made from another model."""
         if self.made.get("model_sha256") != sha256(model):
             return None
@@ -72,11 +72,6 @@ def read(path: Path) -> Recalled:
     """
     file = RecipeFile.load(path)
     return Recalled(_data(file.data, str(path)), file.made)
-
-
-def beside(output: Path) -> Path:
-    """Where the recipe of an output is saved: ``model.int8.recipe.toml`` for ``model.int8.onnx``."""
-    return output.with_suffix(".recipe.toml")
 
 
 def write(
@@ -148,65 +143,63 @@ def _numbers(values: tuple[float, ...]) -> str:
 # -- quantize
 
 
-def quantize(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``quantize``."""
-    check_model(arguments.model)
-    saved = _saved_recipe(arguments)
+def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``quantize``."""
+    saved = read(Path(arguments.recipe)) if str(arguments.recipe).endswith(".toml") else None
+    if saved is not None:
+        saved.fill(arguments)
     words = flags.given(arguments)
     if arguments.dry_run:
-        return _dry_run(arguments, words, screen)
-    names = {"recipe": _recipe_path(arguments, _output(arguments)), "report": arguments.report}
+        _dry_run(arguments, words, screen)
+        return False
+    names = {"recipe": _recipe_path(arguments), "report": arguments.report}
     paths = {name: None if path is None else absolute(path) for name, path in names.items()}
-    model, output = absolute(arguments.model), absolute(_output(arguments))
+    model, output = absolute(arguments.model), absolute(output_path(arguments))
     called = flags.with_absolute_paths(flags.to_api(words))
     _check_files(arguments, output, paths)
-    _make_up_if_the_recipe_says_so(arguments, words)
+    synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
+    cache = arguments.calibration_cache_path
+    if synthetic and arguments.data is None and arguments.synthetic is None and cache is None:
+        arguments.synthetic = synthetic
     data_options = flags.given_data(arguments)
     reader = make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
-    cache = arguments.calibration_cache_path
     if reader is None and not (cache is not None and Path(cache).is_file()):
         raise no_data()
     called["eval_reader"] = make_eval_reader(arguments, arguments.model)
     if arguments.metric is not None:
         called["metric"] = named_metric(arguments.metric)
-    with executor(arguments, screen) as cluster:
-        called["executor"] = cluster
-        made = _call(model, output, reader, called, screen, pictured=paths["report"] is not None)
-    report = replace(made, model_input=str(arguments.model), model_output=str(_output(arguments)))
+    with (
+        executor(arguments, screen) as cluster,
+        screen.progress("calibrating") as progress,
+        warnings.catch_warnings(),
+        strict_names(),
+    ):
+        warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
+        evidence: Literal["full", "none"] = "none" if paths["report"] is None else "full"  # only the page shows it
+        made = quantize_static(model, output, reader, progress=progress, evidence=evidence, executor=cluster, **called)
+    report = replace(made, model_input=str(arguments.model), model_output=str(output_path(arguments)))
     if paths["recipe"] is not None:
         write(paths["recipe"], report, data_options=data_options, model=model, output=output)
     if paths["report"] is not None:
         report.save_html(paths["report"])
-    same = None if saved is None else saved.same_output(model, output)
+    same = None if saved is None else saved.sameoutput_path(model, output)
     _show(report, screen, full=arguments.full, files=names, same=same)
-    short = report.left_float() or (arguments.strict and report.is_float)
-    return exits.NOT_INTEGER if short else exits.SUCCESS
+    return bool(report.left_float() or (arguments.strict and report.is_float))
 
 
-def _output(arguments: argparse.Namespace) -> Path:
-    out: Path = arguments.out or default_output(arguments.model)
+def output_path(arguments: argparse.Namespace) -> Path:
+    """The file to write: ``model.int8.onnx`` beside ``model.onnx`` where none is named."""
+    model: Path = arguments.model
+    out: Path = arguments.out or model.with_name(f"{model.name.removesuffix('.onnx')}.int8.onnx")
     return out
 
 
-def default_output(model: Path) -> Path:
-    """The name of the output where none is given: ``model.int8.onnx`` beside ``model.onnx``."""
-    return model.with_name(f"{model.name.removesuffix('.onnx')}.int8.onnx")
-
-
-def _saved_recipe(arguments: argparse.Namespace) -> Recalled | None:
-    if arguments.recipe is None or not arguments.recipe.endswith(".toml"):
-        return None
-
-    saved = read(Path(arguments.recipe))
-    saved.fill(arguments)
-    return saved
-
-
-def _recipe_path(arguments: argparse.Namespace, output: Path) -> Path | None:
+def _recipe_path(arguments: argparse.Namespace) -> Path | None:
+    """Where the recipe is saved: ``model.int8.recipe.toml`` beside the output; None where that is the one used."""
     if arguments.no_save_recipe:
         return None
-    path: Path = arguments.save_recipe or beside(output)
+    path: Path = arguments.save_recipe or output_path(arguments).with_suffix(".recipe.toml")
     used = arguments.recipe is not None and path.exists() and Path(arguments.recipe).exists()
     return None if used and path.samefile(arguments.recipe) else path
 
@@ -241,22 +234,6 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     return files
 
 
-def _make_up_if_the_recipe_says_so(arguments: argparse.Namespace, words: Mapping[str, Any]) -> None:
-    synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
-    sources = (arguments.data, arguments.synthetic, arguments.calibration_cache_path)
-    if synthetic and all(source is None for source in sources):
-        arguments.synthetic = synthetic
-
-
-def _call(
-    model: Path, output: Path, reader: Any, called: Mapping[str, Any], screen: Screen, *, pictured: bool
-) -> QuantizationReport:
-    evidence: Literal["full", "none"] = "full" if pictured else "none"  # only the HTML report shows it
-    with screen.progress("calibrating") as progress, warnings.catch_warnings(), strict_names():
-        warnings.simplefilter("ignore", KenosisWarning)  # the report holds them
-        return quantize_static(model, output, reader, progress=progress, evidence=evidence, **called)
-
-
 def _show(
     report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
 ) -> None:
@@ -286,8 +263,8 @@ _NAMES = 3
 _STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
 
 
-def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> int:
-    """Exit code of ``quantize --dry-run``: the plan by rule, and what stays float and why."""
+def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> None:
+    """The command ``quantize --dry-run``: the plan by rule, and what stays float and why."""
     with strict_names():
         plan = preview(arguments.model, **flags.to_api(words))
     floats = [e for e in explain_plan(plan) if e.kind == Kind.FLOAT.value]
@@ -305,7 +282,6 @@ def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Sc
         },
         lambda: _render_plan(plan, arguments.model, floats, full=arguments.full),
     )
-    return exits.SUCCESS
 
 
 def _render_plan(plan: PlacementPlan, model: Path, floats: Sequence[Explanation], *, full: bool) -> RenderableType:

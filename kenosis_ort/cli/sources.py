@@ -14,17 +14,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import helper
 
 from kenosis_ort.calibration.archives import SUFFIXES as IMAGE_SUFFIXES
 from kenosis_ort.calibration.archives import ImageFolderReader
+from kenosis_ort.calibration.feeds import InputSpec, input_specs
 from kenosis_ort.calibration.readers import ArrayReader, Shards
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
@@ -94,7 +93,12 @@ def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
         return Shards(parts, batch_size=batch_size)
     if name is None and source.suffix.lower() == ".npy":
         name = only_input(model)
-    reader = ArrayReader(source, batch_size=batch_size, input_name=name, inputs=fed_inputs(model))
+    reader = ArrayReader(
+        source,
+        batch_size=batch_size,
+        input_name=name,
+        inputs=frozenset(spec.name for specs in _inputs(model) for spec in specs),
+    )
     if reader.left_aside:
         _log.warning("left aside, no input of %s: %s of %s", model, ", ".join(reader.left_aside), source)
     return reader
@@ -184,41 +188,10 @@ def holds_images(source: Path) -> bool:
     return images
 
 
-@dataclass(frozen=True)
-class TensorInput:
-    """A graph input: name, shape (None for a dynamic size) and numpy type."""
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: np.dtype[Any]
-
-
-def tensor_inputs(model: Path) -> list[TensorInput]:
-    """The inputs that a caller has to feed.
-
-    Raises:
-        ModelLoadError: The file is no readable model.
-    """
-    graph = load_model(model, ask_runtime=False).proto.graph
-    weights = {initializer.name for initializer in graph.initializer}
-    return [
-        TensorInput(
-            name=value.name,
-            shape=tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim),
-            dtype=helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type),
-        )
-        for value in graph.input
-        if value.name not in weights and value.type.HasField("tensor_type")
-    ]
-
-
-def fed_inputs(model: Path) -> frozenset[str]:
-    """Names of all inputs, those with a default value too.
-
-    Raises:
-        ModelLoadError: The file is no readable model.
-    """
-    return frozenset(value.name for value in load_model(model, ask_runtime=False).proto.graph.input)
+def _inputs(model: Path) -> tuple[list[InputSpec], list[InputSpec]]:
+    """The tensors that a caller has to feed, and the inputs with a default value; raises as `load_model`."""
+    required, optional = input_specs(load_model(model, ask_runtime=False).proto)
+    return [spec for spec in required if spec.dtype is not None], [*optional]
 
 
 def only_input(model: Path) -> str:
@@ -227,10 +200,10 @@ def only_input(model: Path) -> str:
     Raises:
         CalibrationError: There is no input, or more than one.
     """
-    return _only(tensor_inputs(model), "input", model).name
+    return _only(_inputs(model)[0], "input", model).name
 
 
-def image_input(model: Path, name: str | None) -> TensorInput:
+def image_input(model: Path, name: str | None) -> InputSpec:
     """The input that takes images.
 
     Args:
@@ -240,9 +213,9 @@ def image_input(model: Path, name: str | None) -> TensorInput:
     Raises:
         CalibrationError: There is no such input, or more than one.
     """
-    images = {entry.name: entry for entry in tensor_inputs(model) if len(entry.shape) == 4}
+    images = {entry.name: entry for entry in _inputs(model)[0] if len(entry.shape or ()) == 4}
     if name is None:
-        return _only(list(images.values()), "input that could take an image", model)
+        return _only([*images.values()], "input that could take an image", model)
     if name not in images:
         raise CalibrationError(
             f"'{name}' is no image input of the model.{did_you_mean(name, images)}",
@@ -252,7 +225,7 @@ def image_input(model: Path, name: str | None) -> TensorInput:
     return images[name]
 
 
-def _only(inputs: Sequence[TensorInput], kind: str, model: Path) -> TensorInput:
+def _only(inputs: Sequence[InputSpec], kind: str, model: Path) -> InputSpec:
     if len(inputs) != 1:
         raise CalibrationError(
             f"The model has not one {kind} but {len(inputs)}: {', '.join(i.name for i in inputs) or 'none'}.",
@@ -269,7 +242,7 @@ def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]
         CalibrationError: No image input, or one of dynamic size and no ``--size``.
     """
     entry = image_input(model, arguments.input)
-    batch, *rest = entry.shape
+    batch, *rest = (size if isinstance(size, int) else None for size in entry.shape or ())
     channels_last = rest[2] in CHANNELS and rest[0] not in CHANNELS
     layout = arguments.layout or ("NHWC" if channels_last else "NCHW")
     channels, sizes = (rest[0], rest[1:]) if layout == "NCHW" else (rest[2], rest[:2])
@@ -278,15 +251,8 @@ def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]
         raise CalibrationError(
             "The image input has no fixed height and width.", where=f"input '{entry.name}'", fix="Give --size HxW."
         )
-    spoken = {
-        "mean": arguments.mean,
-        "std": arguments.std,
-        "scale": arguments.scale,
-        "channel_order": arguments.channel_order or ("GRAY" if channels == 1 else None),
-        "resize": arguments.resize,
-        "fill": arguments.fill,
-        "limit": arguments.limit,
-    }
+    spoken = {name: getattr(arguments, name) for name in ("mean", "std", "scale", "resize", "fill", "limit")}
+    spoken["channel_order"] = arguments.channel_order or ("GRAY" if channels == 1 else None)
     return {
         "size": size,
         "input_name": entry.name,

@@ -25,7 +25,6 @@ from typing import Any, Final
 from rich.table import Table
 
 from kenosis_ort import __version__
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
@@ -394,8 +393,8 @@ def share_of(number: int, sharing: int) -> frozenset[int]:
 # -- the command
 
 
-def sweep(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Exit code of ``sweep``."""
+def sweep(arguments: argparse.Namespace, screen: Screen) -> bool:
+    """The command ``sweep``."""
     results = absolute(arguments.results or arguments.models.with_suffix(".sweep"))
     jobs = read_jobs(arguments.models, results)
     try:
@@ -417,7 +416,7 @@ def sweep(arguments: argparse.Namespace, screen: Screen) -> int:
     write_text(results / "sweep.json", json.dumps(data, indent=1), "the table")
     screen.result(lambda: data, lambda: render(rows))
     screen.note(f"table: {results / 'sweep.json'}")
-    return exits.LEFT_OUT if failed else exits.SUCCESS
+    return bool(failed)
 
 
 def render(rows: Sequence[Row]) -> Table:

@@ -12,9 +12,10 @@ from onnx import TensorProto, helper
 
 from kenosis_ort import SyntheticReader
 from kenosis_ort.calibration import sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.cli import sources
 from kenosis_ort.cli.main import build_parser, main
-from kenosis_ort.cli.sources import TensorInput, call_function, holds_images, image_input, names_function
+from kenosis_ort.cli.sources import call_function, holds_images, image_input, names_function
 from kenosis_ort.errors import CalibrationError
 from tests import models
 
@@ -110,9 +111,9 @@ def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
 
 def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
     one = image_model(tmp_path / "one.onnx", [1, 2], [1, 3, 4, 4])
-    assert image_input(one, None) == TensorInput("in1", (1, 3, 4, 4), np.dtype(np.float32))
+    assert image_input(one, None) == InputSpec("in1", np.dtype(np.float32), (1, 3, 4, 4))
     two = image_model(tmp_path / "two.onnx", [1, 3, 4, 4], ["n", 3, 8, 8])
-    assert image_input(two, "in1").shape == (None, 3, 8, 8)
+    assert image_input(two, "in1").shape == ("n", 3, 8, 8)
     with pytest.raises(CalibrationError, match="--input"):
         image_input(two, None)
     with pytest.raises(CalibrationError, match="in1"):

@@ -12,7 +12,6 @@ from pathlib import Path
 import onnx
 import pytest
 
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
 from tests.cli.conftest import PLAIN, Shell
 
@@ -74,11 +73,11 @@ def test_terminated_it_cleans_up_and_killed_the_next_run_does(folder: Path, monk
             child.send_signal(number)
             return child.wait(), child.communicate()[1]
 
-    assert stopped_by(signal.SIGTERM) == (exits.TERMINATED, "kenosis-ort: error: terminated\n")
+    assert stopped_by(signal.SIGTERM) == (143, "kenosis-ort: error: terminated\n")
     assert sorted(folder.iterdir()) == before
     assert left() == []
     assert stopped_by(signal.SIGKILL)[0] == -signal.SIGKILL
     assert left()
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
-    assert main(["quantize", "m.onnx", "--data", "samples.npz", *PLAIN.split()]) == exits.SUCCESS
+    assert main(["quantize", "m.onnx", "--data", "samples.npz", *PLAIN.split()]) == 0
     assert left() == []

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, OptionError, quantize_static
-from kenosis_ort.cli import flags
+from kenosis_ort.cli import flags, parser
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.option_types import OPTIONS, RecipeFile, resolve
 from kenosis_ort.options import KEYWORDS, Format
@@ -157,24 +157,24 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
 @pytest.mark.parametrize(
     ("read", "text", "expected"),
     [
-        (flags.whole, "0", 0),
-        (flags.positive, "3", 3),
-        (flags.number, "-1.5", -1.5),
-        (flags.seconds, "0.5", 0.5),
-        (flags.share, "0.005", 0.005),
-        (flags.share, "0.5%", 0.005),
-        (flags.share, "100%", 1.0),
-        (flags.numbers, "0.485,0.456", (0.485, 0.456)),
-        (flags.image_size, "224X320", (224, 320)),
-        (flags.named_shape, "ids=1x128", ("ids", (1, 128))),
-        (flags.named_shape, "a=b=2", ("a=b", (2,))),
-        (flags.named_word, "x=token ids", ("x", "token ids")),
-        (flags.input_range, "0,255", (None, (0.0, 255.0))),
-        (flags.input_range, "image=-1,1", ("image", (-1.0, 1.0))),
-        (flags.extra_option, "A=True", ("A", True)),
-        (flags.extra_option, 'A={"x": [1]}', ("A", {"x": [1]})),
-        (flags.extra_option, "A=b=c", ("A", "b=c")),
-        (flags.extra_option, "A=", ("A", "")),
+        (parser.whole, "0", 0),
+        (parser.positive, "3", 3),
+        (parser.number, "-1.5", -1.5),
+        (parser.seconds, "0.5", 0.5),
+        (parser.share, "0.005", 0.005),
+        (parser.share, "0.5%", 0.005),
+        (parser.share, "100%", 1.0),
+        (parser.numbers, "0.485,0.456", (0.485, 0.456)),
+        (parser.image_size, "224X320", (224, 320)),
+        (parser.named_shape, "ids=1x128", ("ids", (1, 128))),
+        (parser.named_shape, "a=b=2", ("a=b", (2,))),
+        (parser.named_word, "x=token ids", ("x", "token ids")),
+        (parser.input_range, "0,255", (None, (0.0, 255.0))),
+        (parser.input_range, "image=-1,1", ("image", (-1.0, 1.0))),
+        (parser.extra_option, "A=True", ("A", True)),
+        (parser.extra_option, 'A={"x": [1]}', ("A", {"x": [1]})),
+        (parser.extra_option, "A=b=c", ("A", "b=c")),
+        (parser.extra_option, "A=", ("A", "")),
     ],
 )
 def test_what_is_taken(read: Callable[[str], Any], text: str, expected: object):
@@ -184,17 +184,17 @@ def test_what_is_taken(read: Callable[[str], Any], text: str, expected: object):
 @pytest.mark.parametrize(
     ("read", "texts"),
     [
-        (flags.whole, ["-1", "1.5", "²"]),
-        (flags.positive, ["0"]),
-        (flags.number, ["nan", "inf"]),
-        (flags.seconds, ["0", "soon"]),
-        (flags.share, ["1.5", "101%", "-1%"]),
-        (flags.numbers, ["a,b", "1,,2"]),
-        (flags.image_size, ["224", "1x2x3", "0x3"]),
-        (flags.named_shape, ["1x2", "=1x2", "a=axb"]),
-        (flags.named_word, ["a="]),
-        (flags.input_range, ["1,0", "a=1"]),
-        (flags.extra_option, ["A", "=1"]),
+        (parser.whole, ["-1", "1.5", "²"]),
+        (parser.positive, ["0"]),
+        (parser.number, ["nan", "inf"]),
+        (parser.seconds, ["0", "soon"]),
+        (parser.share, ["1.5", "101%", "-1%"]),
+        (parser.numbers, ["a,b", "1,,2"]),
+        (parser.image_size, ["224", "1x2x3", "0x3"]),
+        (parser.named_shape, ["1x2", "=1x2", "a=axb"]),
+        (parser.named_word, ["a="]),
+        (parser.input_range, ["1,0", "a=1"]),
+        (parser.extra_option, ["A", "=1"]),
     ],
 )
 @given(data=st.data())

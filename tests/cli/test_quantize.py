@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort.cli.quantize_command import default_output
+from kenosis_ort.cli.quantize_command import output_path
 from kenosis_ort.demo import load_digits
 from kenosis_ort.report import QuantizationReport
 from tests import models
@@ -33,7 +34,7 @@ def test_writes_an_accurate_model_and_prints_the_proof(shell: Shell, trained_mod
     ("model", "expected"), [("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")]
 )
 def test_the_output_is_named_after_the_model(model: str, expected: str) -> None:
-    assert default_output(Path("x") / model) == Path("x") / expected
+    assert output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
 
 
 def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell: Shell) -> None:

@@ -9,7 +9,6 @@ import onnx
 import pytest
 
 from kenosis_ort import OptionError, layer_times
-from kenosis_ort.cli import exits
 from kenosis_ort.cli.main import main
 from tests.flow.support import quantized
 from tests.models import Net, feeds
@@ -56,9 +55,9 @@ def test_a_float_model_by_estimate_and_machine(tmp_path: Path) -> None:
 def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(two_convs(), tmp_path / "f.onnx")
     quantized(two_convs(), tmp_path / "q.onnx")
-    assert main(["explain", str(tmp_path / "f.onnx"), "--times", "--for-host", "vnni"]) == exits.SUCCESS
+    assert main(["explain", str(tmp_path / "f.onnx"), "--times", "--for-host", "vnni"]) == 0
     assert "estimated" in capsys.readouterr().out
-    assert main(["explain", str(tmp_path / "q.onnx"), "few", "--times", "--json"]) == exits.SUCCESS
+    assert main(["explain", str(tmp_path / "q.onnx"), "few", "--times", "--json"]) == 0
     (few,) = json.loads(capsys.readouterr().out)
     assert few["path"] == "matrix product"
     assert few["measured_us"] > 0

@@ -65,7 +65,7 @@ BREAKS = (
     Break("bench/harness.py", "if 1 - 2 * tail < confidence:", "if 1 - tail < confidence:", "bench"),
     Break("checks.py", "if number < least or (", "if (",
           "cli/test_mistakes.py test_recipe.py flow/test_bad_input.py"),
-    Break("cli/exits.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
+    Break("cli/parser.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
     Break("storage/writing.py", "    lock = lock_folder(path)\n    if lock is None:\n        return\n",
           "    lock = os.open(path, os.O_RDONLY)\n", "storage/test_scratch.py"),
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),
