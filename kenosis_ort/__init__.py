@@ -64,8 +64,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
     from kenosis_ort.targets.proof import PatternReport as PatternReport
-    from kenosis_ort.verify.fusion import verify_fusion as verify_fusion
-    from kenosis_ort.verify.fusion import verify_patterns as verify_patterns
+    from kenosis_ort.verify import verify_fusion as verify_fusion
+    from kenosis_ort.verify import verify_patterns as verify_patterns
     from kenosis_ort.weights.block_model import WeightReport as WeightReport
     from kenosis_ort.weights.block_model import quantize_weights as quantize_weights
 
@@ -97,7 +97,7 @@ _NAMES: Final = {
     "kenosis_ort.report.quantization_report": "QuantizationReport",
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport PatternReport",
-    "kenosis_ort.verify.fusion": "verify_fusion verify_patterns",
+    "kenosis_ort.verify": "verify_fusion verify_patterns",
     "kenosis_ort.weights.block_model": "WeightReport quantize_weights",
 }
 _HOMES: Final = tuple(name for names in _NAMES.values() for name in names.split())

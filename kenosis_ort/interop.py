@@ -40,7 +40,7 @@ from kenosis_ort.runtime.session import as_array, open_session, repeats
 from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.proof import FusionReport
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kenosis_ort.bench.harness import Schedule, time_interleaved
 from kenosis_ort.runtime.limits import RuntimeLimits, has_dot_products, runtime_limits, sums_of_products
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 
 Progress = Callable[[int, "int | None"], None]
 

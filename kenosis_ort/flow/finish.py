@@ -40,7 +40,7 @@ from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
-from kenosis_ort.verify.fusion import check_bias_alignment
+from kenosis_ort.verify import check_bias_alignment
 from kenosis_ort.verify.processors import clipping_loss
 
 _NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")

@@ -19,7 +19,7 @@ from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.verify.fusion import check_bias_alignment
+from kenosis_ort.verify import check_bias_alignment
 from tests import models
 from tests.flow.support import heavy, initializers, pairs, proof, quality, quantized, run, session
 from tests.models import Array, Feed, Net

@@ -10,7 +10,7 @@ import pytest
 from kenosis_ort.formats.integer_bias import carry_pairs
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.interop import read_model
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests.formats.qonnx import X86, Net
 from tests.formats.test_runtime_form import draw, run
 

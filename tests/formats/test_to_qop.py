@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests import models, planning
 from tests.formats.test_model import model_of
 from tests.quantizer.random_nets import nets

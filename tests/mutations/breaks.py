@@ -143,7 +143,7 @@ BREAKS = (
           "calibration/test_table.py flow/test_cache.py"),
     Break("runtime/limits.py", '    if not fits or facts.get("version") != onnxruntime.__version__:',
           "    if not fits:", "runtime"),
-    Break("verify/fusion.py", "    if params.zero_point is not None and np.any(params.zero_point != 0):",
+    Break("verify/__init__.py", "    if params.zero_point is not None and np.any(params.zero_point != 0):",
           "    if False:", "verify"),
     Break("weights/blocks.py", "    while block > LEAST_BLOCK and block > rows:", "    while False:", "weights"),
     Break("targets/ort_cpu/rules.py", "        single_reader=() if signed else (TensorProto.INT8,),",

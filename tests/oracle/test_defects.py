@@ -24,7 +24,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, OptionError, Unsu
 from kenosis_ort.graph.opset import prepare
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.targets.ort_cpu.rules import host_defaults
-from kenosis_ort.verify.fusion import check_bias_alignment, verify_fusion
+from kenosis_ort.verify import check_bias_alignment, verify_fusion
 from tests import models
 from tests.models import Feed, FeedReader, Net
 

@@ -19,7 +19,7 @@ from kenosis_ort.passes.float_search import default_cost, float_share, multiply_
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets.proof import Status
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests import models, planning
 from tests.passes.test_sensitivity import BAD, noise, spiky_chain
 

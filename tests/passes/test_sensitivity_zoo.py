@@ -16,7 +16,7 @@ from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests import planning
 
 ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"

@@ -18,7 +18,7 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests import models
 from tests.models import Feed
 from tests.planning import Outcome, quantize

@@ -6,7 +6,7 @@ import onnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.verify.fusion import verify_fusion
+from kenosis_ort.verify import verify_fusion
 from tests import planning
 from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets

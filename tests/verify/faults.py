@@ -8,7 +8,7 @@ import onnx
 
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
-from kenosis_ort.verify.fusion import Problem
+from kenosis_ort.verify import Problem
 
 
 def check_quantization(model: onnx.ModelProto) -> list[Problem]:

@@ -53,7 +53,7 @@ def test_the_runtime_of_the_files_own_target_is_asked(tmp_path: Path, monkeypatc
         return FusionReport((), "1", runtime="another")
 
     elsewhere = dataclasses.replace(get_target("ort-cpu"), name="elsewhere", hooks=Hooks(prove=prove))
-    monkeypatch.setattr("kenosis_ort.verify.fusion.TARGETS", {"elsewhere": elsewhere, "ort-cpu": get_target("ort-cpu")})
+    monkeypatch.setattr("kenosis_ort.verify.TARGETS", {"elsewhere": elsewhere, "ort-cpu": get_target("ort-cpu")})
     path = made(tmp_path / "out.onnx", elsewhere)
     asked.clear()
     with warnings.catch_warnings():
