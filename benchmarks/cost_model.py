@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="kenosis-cost-model-") as scratch:
             path, feeds, timed = subject.make(Path(scratch))
             found = laid_out(path, args.host, **({"tune": "off"} if args.nodes else {}))
-            if found is None or not found[1].is_complete:
+            if found is None or found[1].unknown:
                 why = "no plan" if found is None else f"{len(found[1].unknown)} nodes of unknown shape"
                 print(f"{subject.name:28s} {why}", flush=True)
                 continue

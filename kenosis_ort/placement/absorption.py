@@ -17,7 +17,7 @@ that is smaller than all data. `seen_as` tells calibration to take such values f
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,20 @@ from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role, Target
 
+Bounds = tuple[float | None, float | None]
+
 _PRODUCERS = (Role.ANCHOR, Role.BINARY, Role.CONCAT)
 _BY_TABLE = "unsupported-op"  # the rule of an operator that the table has no rule for
 
 
-@dataclass
 class Absorption:
-    """What kernels may take in.
+    """What kernels take in.
+
+    Args:
+        view: The prepared model.
+        target: The runtime's table.
+        constraints: The caller's wishes.
+        classes: What each node could become.
 
     Attributes:
         by_producer: Name of the node whose kernel it is to the last node that it takes in.
@@ -44,11 +51,24 @@ class Absorption:
         refused: Activation name to the reason why it cannot vanish.
     """
 
-    by_producer: dict[str, ir.Node] = field(default_factory=dict)
-    by_activation: dict[str, ir.Node] = field(default_factory=dict)
-    limits: dict[str, RangeLimit] = field(default_factory=dict)
-    shortcuts: dict[str, ir.Value] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self, view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
+    ) -> None:
+        self.view, self.target, self.constraints, self.classes = view, target, constraints, classes
+        self.by_producer: dict[str, ir.Node] = {}
+        self.by_activation: dict[str, ir.Node] = {}
+        self.limits: dict[str, RangeLimit] = {}
+        self.shortcuts: dict[str, ir.Value] = {}
+        for node in view.nodes:
+            role = classes[str(node.name)].role
+            produces = role in _PRODUCERS and not (target.whole and role is Role.CONCAT)
+            if produces and str(node.name) not in self.by_activation:
+                self._follow(node)
+        self.refused: dict[str, str] = {
+            str(node.name): self._why_not(node)
+            for node in view.nodes
+            if classes[str(node.name)].role is Role.ACTIVATION and str(node.name) not in self.by_activation
+        }
 
     def partner(self, node: ir.Node) -> ir.Node | None:
         """The node whose kernel may take a node in."""
@@ -58,65 +78,30 @@ class Absorption:
         """Whether a node that is taken in adds a value from outside its kernel."""
         return self.shortcuts.get(str(node.name)) is value
 
-
-def find_absorbable(
-    view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
-) -> Absorption:
-    """Everything that kernels may take in, with the range limits that make it so."""
-    finder = _Finder(view, target, constraints, classes)
-    for node in view.nodes:
-        role = classes[str(node.name)].role
-        produces = role in _PRODUCERS and not (target.whole and role is Role.CONCAT)
-        if produces and str(node.name) not in finder.found.by_activation:
-            finder.follow(node)
-    for node in view.nodes:
-        if classes[str(node.name)].role is Role.ACTIVATION and str(node.name) not in finder.found.by_activation:
-            finder.found.refused[str(node.name)] = finder.why_not(node)
-    return finder.found
-
-
-class _Finder:
-    """Follows the values behind kernels.
-
-    Args:
-        view: The prepared model.
-        target: The runtime's table.
-        constraints: The caller's wishes.
-        classes: What each node could become.
-    """
-
-    def __init__(
-        self, view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
-    ) -> None:
-        self.view, self.target, self.constraints, self.classes = view, target, constraints, classes
-        self.found = Absorption()
-
-    def follow(self, producer: ir.Node) -> None:
+    def _follow(self, producer: ir.Node) -> None:
         """Takes in what stands behind a node, as far as its kernel goes."""
-        found, value = self.found, producer.outputs[0]
+        value = producer.outputs[0]
         for _ in range(self.target.longest_epilogue):
             step = self._step(producer, value)
             if not step:
                 return
             last = step[-1]
-            found.limits.pop(str(value.name), None)
+            self.limits.pop(str(value.name), None)
             value = last.outputs[0]
-            found.by_producer[str(producer.name)] = last
-            found.by_activation.update({str(node.name): producer for node in step})
+            self.by_producer[str(producer.name)] = last
+            self.by_activation.update({str(node.name): producer for node in step})
             if last.op_type in self.target.clamps:
                 low, high = activation_bounds(self.view, last) or (None, None)
-                found.limits[str(value.name)] = RangeLimit(str(value.name), low, high)
+                self.limits[str(value.name)] = RangeLimit(str(value.name), low, high)
                 return  # it vanishes into the Q right behind it
 
-    def why_not(self, node: ir.Node) -> str:
+    def _why_not(self, node: ir.Node) -> str:
         """Reason why no kernel takes an activation in."""
         value = node.inputs[0] if node.inputs else None
         producer = None if value is None else value.producer()
         if producer is None or self.classes[str(producer.name)].role not in _PRODUCERS:
             return "what feeds it has no requantization to vanish into"
         return self._refusal(node, producer.outputs[0]) or "the kernel before it takes in no more"
-
-    # -- steps ----------------------------------------------------------------------------------------------------
 
     def _step(self, producer: ir.Node, value: ir.Value) -> tuple[ir.Node, ...]:
         """The nodes that do the next operation behind a value, empty where the kernel ends."""
@@ -127,19 +112,20 @@ class _Finder:
         if consumer is None:
             return () if is_copy else self._gate(value)
         node = consumer.node
-        if str(node.name) in self.found.by_activation or (is_copy and node.op_type not in self.target.clamps):
+        if str(node.name) in self.by_activation or (is_copy and node.op_type not in self.target.clamps):
             return ()  # another kernel has it already, or this one computes nothing
         if node.op_type in self.target.absorbs:
             is_step = consumer.index == 0 and self._is_free(node) and self._refusal(node, value) is None
             return (node,) if is_step else ()
-        others = [v for v in node.inputs if v is not value]
-        constant = len(node.inputs) == 2 and all(self.view.is_constant(v) for v in others)
-        if node.op_type in self.target.constant_steps and constant and self._is_free(node):
-            return (node,)
-        if self.target.residual == "shortcut" and self._adds_shortcut(producer, node, value):
-            self.found.shortcuts[str(node.name)] = next(v for v in others if v is not None)
-            return (node,)
-        return ()
+        others = [v for v in node.inputs if v is not None and v is not value]
+        if len(others) != 1 or not self._is_free(node):
+            return ()
+        if self.view.is_constant(others[0]):
+            return (node,) if node.op_type in self.target.constant_steps else ()
+        if self.target.residual != "shortcut" or not self._adds_shortcut(producer, node, others[0]):
+            return ()
+        self.shortcuts[str(node.name)] = others[0]
+        return (node,)
 
     def _gate(self, value: ir.Value) -> tuple[ir.Node, ...]:
         """F and the product of ``x * f(x)``, empty where that is not what reads a value."""
@@ -155,15 +141,11 @@ class _Finder:
                 return gate.node, product.node
         return ()
 
-    def _adds_shortcut(self, producer: ir.Node, node: ir.Node, value: ir.Value) -> bool:
+    def _adds_shortcut(self, producer: ir.Node, node: ir.Node, other: ir.Value) -> bool:
         """Whether a node adds a value from elsewhere, of the same shape, to what an anchor computes."""
-        other = next((v for v in node.inputs if v is not value), None)
-        if node.op_type != "Add" or other is None or self.view.is_constant(other) or not self._is_free(node):
-            return False
-        anchor = self.classes[str(producer.name)].role is Role.ANCHOR
-        dims = self.view.dims(other)
+        dims, anchor = self.view.dims(other), self.classes[str(producer.name)].role is Role.ANCHOR
         same = dims is not None and dims == self.view.dims(node.outputs[0])
-        return anchor and same and self.view.is_float32(other)
+        return node.op_type == "Add" and anchor and same and self.view.is_float32(other)
 
     def _is_free(self, node: ir.Node) -> bool:
         """Whether the table alone decides about a node: neither the caller nor protection keeps it float."""
@@ -187,9 +169,25 @@ class _Finder:
             return f"its bounds [{low}, {high}] leave out 0"
         if self.target.whole and self._is_on_wider_grid(node, (low, high)):
             return "it shares its grid, through a Concat, with values of other bounds"
-        return _refused_by_caller(self.constraints, str(value.name), str(node.outputs[0].name), low, high)
+        return self._refused_by_caller(str(value.name), str(node.outputs[0].name), low, high)
 
-    def _is_on_wider_grid(self, node: ir.Node, bounds: tuple[float | None, float | None]) -> bool:
+    def _refused_by_caller(self, value: str, out: str, low: float | None, high: float | None) -> str | None:
+        """Reason why an activation between two values stays although the runtime would absorb it."""
+        constraints, options = self.constraints, self.constraints.options
+        own = constraints.provider(out)
+        if value in constraints.values:
+            return f"'{value}' has parameters of the caller's own (TensorQuantOverrides)"
+        if out in constraints.free:
+            return f"'{out}' carries no Q (OpTypesToExcludeOutputQuantization)"
+        if own is not None and not constraints.overrides.absorb(own, low, high):
+            return f"the caller's own parameters of '{own}' do not absorb it (TensorQuantOverrides)"
+        if own is None and options.activation_symmetric:
+            return "symmetric activations cannot absorb it"
+        if None not in (low, high) and (high or 0.0) - (low or 0.0) < options.least_range:
+            return "its bounds are closer than the caller's MinimumRealRange"
+        return None
+
+    def _is_on_wider_grid(self, node: ir.Node, bounds: Bounds) -> bool:
         """Whether a Concat puts what an activation writes on one grid with values of other bounds."""
         view, joined = self.view, False
         stack, seen = [node.outputs[0]], {id(node.outputs[0])}
@@ -216,70 +214,34 @@ class _Finder:
         )
 
 
-def _refused_by_caller(
-    constraints: Constraints, value: str, out: str, low: float | None, high: float | None
-) -> str | None:
-    """Reason why an activation stays although the runtime would absorb it, None where the caller has nothing against.
-
-    Args:
-        constraints: The caller's words.
-        value: What the activation reads.
-        out: What it writes.
-        low: Its lower bound.
-        high: Its upper bound.
-    """
-    options, overrides = constraints.options, constraints.overrides
-    own = constraints.provider(out)
-    if value in constraints.values:
-        return f"'{value}' has parameters of the caller's own (TensorQuantOverrides)"
-    if out in constraints.free:
-        return f"'{out}' carries no Q (OpTypesToExcludeOutputQuantization)"
-    if own is not None and not overrides.absorb(own, low, high):
-        return f"the caller's own parameters of '{own}' do not absorb it (TensorQuantOverrides)"
-    if own is None and options.activation_symmetric:
-        return "symmetric activations cannot absorb it"
-    if None not in (low, high) and (high or 0.0) - (low or 0.0) < options.least_range:
-        return "its bounds are closer than the caller's MinimumRealRange"
-    return None
-
-
-def activation_bounds(view: GraphView, node: ir.Node) -> tuple[float | None, float | None] | None:
+def activation_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
     """The (low, high) bounds of a Relu or Clip, None for a missing one; None if not constant."""
     if node.op_type == "Relu":
         return 0.0, None
-    bounds: list[float | None] = []
-    for position, attribute in ((1, "min"), (2, "max")):
+    given = [v for v in node.inputs[1:3] if v is not None]
+    return _clip_ends(view, node) if all(map(view.is_constant, given)) else None
+
+
+def _clip_ends(view: GraphView, node: ir.Node) -> Bounds:
+    """The constant bounds of a Clip, None for one that is missing, computed, or the largest float."""
+
+    def end(position: int, attribute: str) -> float | None:
         value = node.inputs[position] if position < len(node.inputs) else None
-        if value is not None:
-            if not view.is_constant(value):
-                return None
-            bounds.append(float(view.array(value).reshape(-1)[0]))
-        elif attribute in node.attributes:
-            bounds.append(float(node.attributes[attribute].as_float()))
+        if value is None:
+            bound = view.attribute_float(node, attribute, _LARGEST)
         else:
-            bounds.append(None)
-    low, high = (None if b is not None and abs(b) >= 3.4e38 else b for b in bounds)
-    return low, high
+            bound = float(view.array(value).reshape(-1)[0]) if view.is_constant(value) else _LARGEST
+        return None if abs(bound) >= _LARGEST else bound
 
+    return end(1, "min"), end(2, "max")
 
-Bounds = tuple[float | None, float | None]
 
 _SATURATES: dict[str, Bounds] = {
-    "Sigmoid": (-8.0, 8.0),
-    "Tanh": (-4.0, 4.0),
-    "Erf": (-3.0, 3.0),
-    "HardSwish": (-3.0, None),
-    "Gelu": (-4.5, None),
-    "FastGelu": (-4.5, None),
-    "Mish": (-9.0, None),
-    "Softplus": (-8.0, None),
-    "Relu": (0.0, None),
-}
-_FLOORED: dict[str, tuple[float, float]] = {  # default alpha; below -7 these are within 0.001 alpha of their floor
-    "Elu": (1.0, -7.0),
-    "Celu": (1.0, -7.0),
-    "Selu": (1.67326, -7.0),
-}
+    "Sigmoid": (-8.0, 8.0), "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0), "HardSwish": (-3.0, None), "Gelu": (-4.5, None),
+    "FastGelu": (-4.5, None), "Mish": (-9.0, None), "Softplus": (-8.0, None), "Relu": (0.0, None),
+}  # fmt: skip
+_FLOORED = {"Elu": 1.0, "Celu": 1.0, "Selu": 1.67326}  # default alpha
+_FLOOR = -7.0  # below it these are within 0.001 alpha of their floor
 _SILU = {"QuickGelu": 1.702, "Swish": 1.0}  # default alpha
 _SILU_LOW = -8.0
 _LARGEST = 3.4e38
@@ -289,7 +251,7 @@ SOFTMAX_DEPTH = 16.0
 
 
 def saturation_limits(view: GraphView, values: Iterable[ir.Value]) -> tuple[RangeLimit, ...]:
-    """Returns, for each value all of whose consumers saturate, the bounds beyond which they see no difference."""
+    """Bounds beyond which no consumer sees a difference, of each value all of whose consumers saturate."""
     found = []
     for value in values:
         bounds = _bounds_of(view, value)
@@ -323,10 +285,9 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
         alpha = view.attribute_float(node, "alpha", _SILU[node.op_type])
         return (_SILU_LOW / alpha, None) if alpha > 0 else None
     if node.op_type in _FLOORED:
-        alpha, low = _FLOORED[node.op_type]
-        alpha = view.attribute_float(node, "alpha", alpha)
+        alpha = view.attribute_float(node, "alpha", _FLOORED[node.op_type])
         # Celu bends by x / alpha, the others scale by alpha.
-        return ((low * alpha if node.op_type == "Celu" else low), None) if 0 < alpha <= 3 else None
+        return ((_FLOOR * alpha if node.op_type == "Celu" else _FLOOR), None) if 0 < alpha <= 3 else None
     if node.op_type == "Clip":
         return _clip_bounds(view, node) if consumer.index == 0 else None
     if node.op_type == "Mul":
@@ -338,16 +299,19 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     return _SATURATES.get(node.op_type)
 
 
+def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds:
+    """The bounds beyond which a Clip sees no difference."""
+    low, high = _clip_ends(view, node)
+    return (None, None) if low is not None and high is not None and low > high else (low, high)
+
+
 def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
     """The bounds of a value to which a constant is added in front of a Clip."""
     shift = _scalar_operand(view, node)
     consumer = view.sole_consumer(node.outputs[0])
     if shift is None or consumer is None or consumer.node.op_type != "Clip" or consumer.index != 0:
         return None
-    bounds = _clip_bounds(view, consumer.node)
-    if bounds is None:
-        return None
-    low, high = (None if bound is None else bound - shift for bound in bounds)
+    low, high = (None if bound is None else bound - shift for bound in _clip_bounds(view, consumer.node))
     return low, high
 
 
@@ -362,45 +326,22 @@ def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
 def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds | None:
     """The bounds of ``x * gate(x)``, which vanishes where the gate does."""
     gates = [v.producer() for v in product.inputs if v is not None and v is not value]
-    if len(gates) == 1 and gates[0] is not None and gates[0].op_type == "Clip":
-        return _clipped_gate_bounds(view, value, gates[0])
-    if len(gates) != 1 or gates[0] is None or not gates[0].inputs or gates[0].inputs[0] is not value:
+    gate = gates[0] if len(gates) == 1 else None
+    read = gate.inputs[0] if gate is not None and gate.inputs else None
+    if gate is None or read is None:
         return None
-    if gates[0].op_type == "Sigmoid":
+    if gate.op_type == "Clip":  # x * Clip(x + k; 0, h) vanishes below -k
+        moved = read.producer()
+        if moved is None or moved.op_type != "Add" or not any(v is value for v in moved.inputs):
+            return None
+        shift = _scalar_operand(view, moved)
+        return (-shift, None) if shift is not None and _clip_bounds(view, gate)[0] == 0.0 else None
+    if read is value and gate.op_type == "Sigmoid":
         return _SILU_LOW, None
-    if gates[0].op_type == "HardSigmoid":
-        alpha = gates[0].attributes.get("alpha")
-        beta = gates[0].attributes.get("beta")
-        a = 0.2 if alpha is None else float(alpha.as_float())
-        b = 0.5 if beta is None else float(beta.as_float())
-        return (-b / a, None) if a > 0 and b >= 0 else None
+    if read is value and gate.op_type == "HardSigmoid":
+        alpha, beta = view.attribute_float(gate, "alpha", 0.2), view.attribute_float(gate, "beta", 0.5)
+        return (-beta / alpha, None) if alpha > 0 and beta >= 0 else None
     return None
-
-
-def _clipped_gate_bounds(view: GraphView, value: ir.Value, gate: ir.Node) -> Bounds | None:
-    """The bounds of ``x * Clip(x + k; 0, h)``, which vanishes below ``-k``."""
-    moved = gate.inputs[0].producer() if gate.inputs and gate.inputs[0] is not None else None
-    if moved is None or moved.op_type != "Add" or not any(v is value for v in moved.inputs):
-        return None
-    shift, bounds = _scalar_operand(view, moved), _clip_bounds(view, gate)
-    return (-shift, None) if shift is not None and bounds is not None and bounds[0] == 0.0 else None
-
-
-def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
-    """The constant bounds of a Clip, None if it has none."""
-    found: list[float | None] = []
-    for position, attribute in ((1, "min"), (2, "max")):
-        value = node.inputs[position] if position < len(node.inputs) else None
-        if value is not None and not view.is_constant(value):
-            found.append(None)
-        elif value is not None:
-            found.append(float(view.array(value).reshape(-1)[0]))
-        else:
-            found.append(float(node.attributes[attribute].as_float()) if attribute in node.attributes else None)
-    low, high = (None if bound is None or abs(bound) >= _LARGEST else bound for bound in found)
-    return (
-        None if (low is None and high is None) or (low is not None and high is not None and low > high) else (low, high)
-    )
 
 
 @dataclass(frozen=True)
@@ -450,7 +391,7 @@ def values_of_own_scale(view: GraphView, plan: PlacementPlan) -> list[ir.Value]:
 def seen_as(
     view: GraphView, values: Iterable[ir.Value], limits: Iterable[RangeLimit] | None = None
 ) -> dict[str, SeenAs]:
-    """Returns, for each value some of whose range no consumer sees, what calibration is to take it for.
+    """What calibration is to take a value for, by name of each value some of whose range no consumer sees.
 
     Args:
         view: The model.

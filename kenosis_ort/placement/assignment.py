@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.absorption import Absorption, find_absorbable
+from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints, constrain
-from kenosis_ort.placement.domain import Domain, integer_domain
+from kenosis_ort.placement.domain import Domain
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
 from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import NodeClass
@@ -32,38 +32,19 @@ _SECONDARY_NAME = re.compile(
 _SHAPE_SOURCES = frozenset({"Shape", "Size", "NonZero", "ConstantOfShape", "EyeLike", "Range"})
 # Inputs that steer an operator rather than feed it: what is computed for them alone stays float.
 _STEERING = {
-    "Resize": (1, 2, 3),
-    "Upsample": (1,),
-    "Pad": (1, 2, 3),
-    "Clip": (1, 2),
-    "Reshape": (1,),
-    "Slice": (1, 2, 3, 4),
-    "Expand": (1,),
-    "Tile": (1,),
-    "Range": (0, 1, 2),
-    "TopK": (1,),
-    "OneHot": (0, 1, 2),
-    "RoiAlign": (1, 2),
-    "GridSample": (1,),
-    "NonMaxSuppression": (0, 1, 2, 3, 4),
-    "Dropout": (1, 2),
-    "Gather": (1,),
-    "GatherElements": (1,),
-    "GatherND": (1,),
-    "ScatterND": (1,),
-    "ScatterElements": (1,),
-    "Squeeze": (1,),
-    "Unsqueeze": (1,),
-    "Split": (1,),
-    "Where": (0,),
-    "ReduceMean": (1,),
-    "ReduceMax": (1,),
-    "ReduceMin": (1,),
-    "ReduceSum": (1,),
-    "CumSum": (1,),
-    "Trilu": (1,),
-    "If": (0,),
-    "Loop": (0, 1),
+    operator: positions
+    for positions, operators in (
+        ((0,), "Where If"),
+        ((0, 1), "Loop"),
+        ((0, 1, 2), "OneHot Range"),
+        ((0, 1, 2, 3, 4), "NonMaxSuppression"),
+        ((1,), "CumSum Expand Gather GatherElements GatherND GridSample ReduceMax ReduceMean ReduceMin ReduceSum"),
+        ((1,), "Reshape ScatterElements ScatterND Split Squeeze Tile TopK Trilu Unsqueeze Upsample"),
+        ((1, 2), "Clip Dropout RoiAlign"),
+        ((1, 2, 3), "Pad Resize"),
+        ((1, 2, 3, 4), "Slice"),
+    )
+    for operator in operators.split()
 }
 
 
@@ -102,11 +83,8 @@ def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str
 def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
     """The nodes that must stay float because of where their data comes from, node name to reason."""
     protected: dict[str, str] = {}
-    origin: dict[int, str] = {}  # id of a protected value to why
     by_name = secondary_inputs(view, primary)
-    for value in view.inputs:
-        if str(value.name) in by_name:
-            origin[id(value)] = by_name[str(value.name)]
+    origin = {id(v): by_name[str(v.name)] for v in view.inputs if str(v.name) in by_name}  # why, by protected value
     for node in view.nodes:
         if node.op_type in _SHAPE_SOURCES:
             why = f"derives from a shape (by {node.op_type})"
@@ -122,31 +100,23 @@ def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
         protected[str(node.name)] = why
         for out in node.outputs:
             origin[id(out)] = why
-    _protect_steering(view, protected)
-    return protected
-
-
-def _protect_steering(view: GraphView, protected: dict[str, str]) -> None:
     steering: set[int] = set()
     for node in reversed(view.nodes):
         for out in node.outputs:
             uses = view.consumers(out)
-            if (
-                uses
-                and not view.is_output(out)
-                and all(
-                    c.index in _STEERING.get(c.node.op_type, ())
-                    or (c.index != CAPTURED and _all_steer(c.node, steering))
-                    for c in uses
-                )
-            ):
+            if uses and not view.is_output(out) and all(_steers(c, steering) for c in uses):
                 steering.add(id(out))
-        if node.outputs and _all_steer(node, steering):
+        if node.outputs and all(id(v) in steering for v in node.outputs):
             protected.setdefault(str(node.name), "computes a shape, a bound or an index, not data")
+    return protected
 
 
-def _all_steer(node: ir.Node, steering: set[int]) -> bool:
-    return bool(node.outputs) and all(id(v) in steering for v in node.outputs)
+def _steers(reader: Consumer, steering: set[int]) -> bool:
+    """Whether a value steers the node that reads it, or feeds what steers further ones."""
+    if reader.index in _STEERING.get(reader.node.op_type, ()):
+        return True
+    outputs = reader.node.outputs
+    return reader.index != CAPTURED and bool(outputs) and all(id(v) in steering for v in outputs)
 
 
 def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
@@ -182,9 +152,8 @@ class Assignment:
     def __init__(
         self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
     ) -> None:
-        self.view = view
-        self.target = target
-        self.options = options
+        self.view, self.target, self.options = view, target, options
+        # What each node could become by the rules, the caller's words and the data that reach it.
         if base is None:
             protects = options.protect_inputs and not target.whole
             self.protected: dict[str, str] = protect(view, options.primary_inputs) if protects else {}
@@ -194,11 +163,17 @@ class Assignment:
             self.protected, self.constraints = base.protected, replace(base.constraints, options=options)
             left = [node for node in view.nodes if str(node.name) in options.keep_float]
             self.by_rules = {**base.by_rules, **classify(view, target, self.constraints, self.protected, left)}
-        self.classes = self._classify()
-        self.absorption: Absorption = find_absorbable(view, target, self.constraints, self.classes)
+        named = {name: c for name, c in self.by_rules.items() if name in self.constraints.requested}
+        self.classes: dict[str, NodeClass] = {**target.hooks.reclass(view, self.by_rules), **named}
+        # What kernels take in, and which nodes run in integer then.
+        self.absorption = Absorption(view, target, self.constraints, self.classes)
         self._class_activations()
-        self.domain: Domain = integer_domain(view, target, self.constraints, self.classes, self.absorption)
-        self._class_by_integers()
+        self.domain = Domain(view, target, self.constraints, self.classes, self.absorption)
+        again = dict(target.hooks.reclass_integers(view, self.classes, self.domain.integer))
+        if again != self.classes:
+            self.classes = again
+            self.domain = Domain(view, target, self.constraints, again, self.absorption)
+        # What carries Q and DQ.
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
         self.requested = self._find_requested()
@@ -208,12 +183,6 @@ class Assignment:
             if str(node.name) in self.absorption.by_activation and str(node.name) not in self.absorbed:
                 self.absorption.limits.pop(str(node.outputs[0].name), None)
 
-    def _classify(self) -> dict[str, NodeClass]:
-        classes = self.by_rules
-        named = {name: c for name, c in classes.items() if name in self.constraints.requested}
-        placed = self.target.hooks.reclass(self.view, classes)
-        return {**placed, **named}
-
     def _class_activations(self) -> None:
         """Classes what kernels take in as activations; on a target of integers alone, the others as operators."""
         taken = {name: self.classes[name] for name in self.absorption.by_activation}
@@ -221,13 +190,6 @@ class Assignment:
         if self.target.whole:
             apart = {n: c for n, c in self.classes.items() if c.role is targets.Role.ACTIVATION and self._is_apart(c)}
             self.classes.update({name: replace(c, role=targets.Role.UNARY) for name, c in apart.items()})
-
-    def _class_by_integers(self) -> None:
-        """Classes anew what the target judges by the integer nodes around it."""
-        again = dict(self.target.hooks.reclass_integers(self.view, self.classes, self.domain.integer))
-        if again != self.classes:
-            self.classes = again
-            self.domain = integer_domain(self.view, self.target, self.constraints, again, self.absorption)
 
     def is_integer(self, node: ir.Node | None) -> bool:
         """Whether a node runs in integer."""
@@ -262,13 +224,13 @@ class Assignment:
     def owned_by_integer(self, value: ir.Value) -> bool:
         """Whether the value comes out of an integer kernel (through the activation it absorbs)."""
         producer = value.producer()
-        if producer is None:
+        if producer is None or str(value.name) in self.constraints.values:
             return str(value.name) in self.constraints.values
-        if str(value.name) in self.constraints.values:
-            return True
         if str(producer.name) in self.absorbed:
-            return str(self.absorption.by_activation[str(producer.name)].name) not in self.domain.float_output
-        return self.carries(producer) and str(producer.name) not in self.domain.float_output
+            producer = self.absorption.by_activation[str(producer.name)]
+        elif not self.carries(producer):
+            return False
+        return str(producer.name) not in self.domain.float_output
 
     def natural_axis(self, node: ir.Node) -> int | None:
         """The axis of output channels of a node's weight, None for a node without weights."""
@@ -318,21 +280,16 @@ class Assignment:
         }
 
     def _find_quantized(self) -> dict[str, ir.Value]:
-        found: dict[str, ir.Value] = {}
+        found: list[ir.Value | None] = []
         for node in self.view.nodes:
             if self.carries(node):
-                requested = str(node.name) in self.requested
-                written = [v for v in self.q_values(node) if not (requested and str(v.name) in self.constraints.free)]
-                for value in (*self.data(node), *written):
-                    found.setdefault(str(value.name), value)
+                free = self.constraints.free if str(node.name) in self.requested else ()
+                found += [*self.data(node), *(v for v in self.q_values(node) if str(v.name) not in free)]
             else:
-                shortcut = self.shortcut(node)
-                if shortcut is not None:
-                    found.setdefault(str(shortcut.name), shortcut)
-        for value in (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs)):
-            if str(value.name) in self.constraints.values:
-                found.setdefault(str(value.name), value)
-        return found
+                found.append(self.shortcut(node))
+        values = (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs))
+        found += [value for value in values if str(value.name) in self.constraints.values]
+        return {str(value.name): value for value in found if value is not None}
 
 
 def channel_axis(view: GraphView, node: ir.Node) -> int:

@@ -10,7 +10,7 @@ The quantizer computes the parameters with stock's arithmetic; what counts here 
 kernel, and whether an activation still vanishes, with the parameters that the caller wants.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,9 +43,6 @@ class Overrides:
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
-
-    def __iter__(self) -> Any:
-        return iter(self._entries)
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -190,17 +187,12 @@ class Constraints:
         name, expected = str(node.name), self.options.activation_type
         if name in self.torn:
             return "TensorQuantOverrides gives what it reads and what it writes different parameters"
-        if self.options.mixes_types:
-            kinds = {self.overrides.type_read(v, name) for v in _activations(view, node.inputs)}
-            kinds |= {self.overrides.type_of(v) for v in _activations(view, node.outputs)}
-            expected = kinds.pop() if len(kinds) == 1 else expected
-        for value in _activations(view, node.inputs):
-            if self.overrides.type_read(value, name) != expected:
-                return f"TensorQuantOverrides gives '{value}' a type that the other tensors do not have"
-        for value in _activations(view, node.outputs):
-            if self.overrides.type_of(value) != expected:
-                return f"TensorQuantOverrides gives '{value}' a type that the other tensors do not have"
-        return None
+        types = [(v, self.overrides.type_read(v, name)) for v in _activations(view, node.inputs)]
+        types += [(v, self.overrides.type_of(v)) for v in _activations(view, node.outputs)]
+        if self.options.mixes_types and len({kind for _, kind in types}) == 1:
+            return None
+        odd = next((value for value, kind in types if kind != expected), None)
+        return None if odd is None else f"TensorQuantOverrides gives '{odd}' a type that the other tensors do not have"
 
     def without_kernel(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> str | None:
         """Reason why a node that is quantized as the caller says runs in float, None if it may run in integer.
@@ -321,7 +313,7 @@ def _overridden(view: GraphView, options: PlacementOptions, overrides: Overrides
             yield str(value.name)
 
 
-def _activations(view: GraphView, values: object) -> Iterator[str]:
-    for value in values:  # type: ignore[attr-defined]
+def _activations(view: GraphView, values: Iterable[ir.Value | None]) -> Iterator[str]:
+    for value in values:
         if value is not None and value.name and view.is_float32(value) and not view.is_constant(value):
             yield str(value.name)

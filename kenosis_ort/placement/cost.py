@@ -184,11 +184,6 @@ class CostEstimate:
             return 0.0
         return sum(cost.macs for cost in self.nodes if cost.kind is Kind.FLOAT) / self.macs
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no node is left out."""
-        return not self.unknown
-
 
 def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEstimate:
     """Estimates a net as planned and in float, for a batch of one where the batch is free.
@@ -198,7 +193,10 @@ def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEsti
         plan: Its placement; an empty one stands for float.
         costs: The runtime's table.
     """
-    return _Estimator(view, plan, costs).estimate()
+    net = _Net(view, plan, costs)
+    nodes = tuple(net.cost_of(node, work) for node in view.nodes if (work := net.works[str(node.name)]) is not None)
+    unknown = tuple(name for name, work in net.works.items() if work is None)
+    return CostEstimate(nodes, dict(net.borders()), costs.run, unknown)
 
 
 def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
@@ -238,102 +236,93 @@ def cheapest_in_float(
         costs: The runtime's table.
         writes_float: Operators whose integer kernels write float without a DQ.
     """
-    return _Estimator(view, plan, costs).cheapest_in_float(writes_float)
+    net = _Net(view, plan, costs)
+    outside = ("outside", "")
+    cut: MinCut[tuple[str, str]] = MinCut()
+    cut.cost(outside, here=math.inf, there=0.0)
+    # Kernels: here is integer, there is float.
+    for node in view.nodes:
+        name, kind, work = ("node", str(node.name)), net.kind(node), net.works[str(node.name)]
+        in_integer = None if work is None else costs.integer_us(work, net.cold)
+        in_float = 0.0 if work is None or net.is_fused(node, work) else costs.float_us(work, net.cold)
+        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+        before = None if producer is None else ("node", str(producer.name))
+        if kind is Kind.ABSORBED and before is not None:
+            cut.cost(name, here=0.0, there=in_float)
+            cut.part(name, before, math.inf)
+            cut.part(before, name, math.inf)
+        elif kind in _INTEGER and in_integer is not None:
+            cut.cost(name, here=in_integer, there=in_float)
+            if work is not None and before is not None and not in_float:
+                cut.part(before, name, costs.float_us(work, net.cold))
+        else:
+            cut.cost(name, here=math.inf, there=0.0)
+    # Conversions of what is written on one side and read on the other.
+    for value in (*view.inputs, *(v for node in view.nodes for v in node.outputs)):
+        shape = None if view.is_constant(value) else view.shape_of_one(value)
+        if shape is None or not view.is_float32(value):
+            continue
+        read, producer = str(value.name), value.producer()
+        maker = outside if producer is None else ("node", str(producer.name))
+        free = producer is not None and producer.op_type in writes_float
+        cut.part(maker, ("dequantized", read), 0.0 if free else net.conversion("dequantize", value, shape, []))
+        cut.part(("quantized", read), maker, net.conversion("quantize", value, shape, []))
+        readers = {("node", str(c.node.name)) for c in view.consumers(value)}
+        for reader in (*readers, *([outside] if view.is_output(value) else [])):
+            cut.part(("dequantized", read), reader, math.inf)
+            cut.part(reader, ("quantized", read), math.inf)
+    return set(plan.integer_nodes()) - {name for what, name in cut.solve() if what == "node"}
 
 
-class _Estimator:
-    """One estimate.
+class _Net:
+    """What the nodes and borders of a planned net cost.
 
     Args:
         view: The prepared model.
         plan: Its placement.
         costs: The runtime's table.
+
+    Attributes:
+        works: What each node does, by name; None where shapes are not known.
+        cold: Share of the kernels' own costs that counts.
     """
 
     def __init__(self, view: GraphView, plan: PlacementPlan, costs: CostTable) -> None:
-        self.view = view
-        self.plan = plan
-        self.costs = costs
-        self.cold = 1.0
-        self.fused: dict[str, bool] = {}  # by node, in the order of the graph
-        self.shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
+        self.view, self.plan, self.costs = view, plan, costs
+        self.works = {str(node.name): costs.work(view, node) for node in view.nodes}
+        self.cold = costs.cold(work for work in self.works.values() if work is not None)
+        self._fused: dict[str, bool] = {}  # by node, in the order of the graph
+        self._shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
 
-    def estimate(self) -> CostEstimate:
-        """The estimate."""
-        works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
-        self.cold = self.costs.cold(work for work in works.values() if work is not None)
-        nodes = [self._node(node, work) for node in self.view.nodes if (work := works[str(node.name)]) is not None]
-        unknown = tuple(name for name, work in works.items() if work is None)
-        return CostEstimate(tuple(nodes), dict(self._borders()), self.costs.run, unknown)
-
-    def cheapest_in_float(self, writes_float: Collection[str]) -> set[str]:
-        """The integer nodes that had better be float."""
-        cut: MinCut[tuple[str, str]] = MinCut()
-        cut.cost(("outside", ""), here=math.inf, there=0.0)
-        works = {str(node.name): self.costs.work(self.view, node) for node in self.view.nodes}
-        self.cold = self.costs.cold(work for work in works.values() if work is not None)
-        for node in self.view.nodes:
-            name, kind, work = ("node", str(node.name)), self._kind(node), works[str(node.name)]
-            in_integer = None if work is None else self.costs.integer_us(work, self.cold)
-            in_float = 0.0 if work is None or self._is_fused(node, work) else self.costs.float_us(work, self.cold)
-            producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-            if kind is Kind.ABSORBED and producer is not None:
-                cut.cost(name, here=0.0, there=in_float)
-                cut.part(name, ("node", str(producer.name)), math.inf)
-                cut.part(("node", str(producer.name)), name, math.inf)
-            elif kind in _INTEGER and in_integer is not None:
-                cut.cost(name, here=in_integer, there=in_float)
-                if work is not None and producer is not None and not in_float:
-                    cut.part(("node", str(producer.name)), name, self.costs.float_us(work, self.cold))
-            else:
-                cut.cost(name, here=math.inf, there=0.0)
-        for value in [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]:
-            self._part(cut, value, writes_float)
-        integer = {name for what, name in cut.solve() if what == "node"}
-        return set(self.plan.integer_nodes()) - integer
-
-    def _part(self, cut: MinCut[tuple[str, str]], value: ir.Value, writes_float: Collection[str]) -> None:
-        """Says what it costs to have a value written on one side and read on the other."""
-        shape = None if self.view.is_constant(value) else self.view.shape_of_one(value)
-        if shape is None or not self.view.is_float32(value):
-            return
-        name, producer = str(value.name), value.producer()
-        maker = ("outside", "") if producer is None else ("node", str(producer.name))
-        readers = {("node", str(c.node.name)) for c in self.view.consumers(value)}
-        readers |= {("outside", "")} if self.view.is_output(value) else set()
-        free = producer is not None and producer.op_type in writes_float
-        elements = math.prod(shape)
-        cut.part(maker, ("dequantized", name), 0.0 if free else self._conversion("dequantize", value, elements, []))
-        cut.part(("quantized", name), maker, self._conversion("quantize", value, elements, []))
-        for reader in readers:
-            cut.part(("dequantized", name), reader, math.inf)
-            cut.part(reader, ("quantized", name), math.inf)
-
-    def _node(self, node: ir.Node, work: Work) -> NodeCost:
-        kind = self._kind(node)
-        in_float = 0.0 if self._is_fused(node, work) else self.costs.float_us(work, self.cold)
-        second = self.costs.shifted_us(work, self.cold) if str(node.name) in self.shifted else None
+    def cost_of(self, node: ir.Node, work: Work) -> NodeCost:
+        """The cost of a node of known work."""
+        kind = self.kind(node)
+        in_float = 0.0 if self.is_fused(node, work) else self.costs.float_us(work, self.cold)
+        second = self.costs.shifted_us(work, self.cold) if str(node.name) in self._shifted else None
         in_integer = self.costs.integer_us(work, self.cold) if second is None else second
         if kind in _INTEGER and in_integer is not None:
             planned = in_integer
         elif kind is Kind.ABSORBED:
             planned = 0.0
         else:
-            planned = self.costs.float_us(work, self.cold) if self._is_left_alone(node) else in_float
+            # A float activation behind an integer kernel cannot be one with it.
+            alone = any(self.kind(producer) in _INTEGER for producer in self._producers(node))
+            planned = self.costs.float_us(work, self.cold) if alone else in_float
         return NodeCost(str(node.name), node.op_type, kind, work.macs, in_float, in_integer, planned)
 
-    def _kind(self, node: ir.Node | None) -> Kind:
-        decision = None if node is None else self.plan.by_node.get(str(node.name))
+    def kind(self, node: ir.Node) -> Kind:
+        """What the plan makes of a node."""
+        decision = self.plan.by_node.get(str(node.name))
         return Kind.FLOAT if decision is None else decision.kind
 
-    def _is_fused(self, node: ir.Node, work: Work) -> bool:
+    def is_fused(self, node: ir.Node, work: Work) -> bool:
         """Whether a float session makes the node a part of a Conv before it, or of the node behind it."""
-        if str(node.name) not in self.fused:
+        if str(node.name) not in self._fused:
             behind = self.view.sole_consumer(node.outputs[0]) if node.op_type in self.costs.gates else None
             gates = behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs
             taken = work.shape_class in self.costs.fused and any(map(self._takes_in, self._producers(node)))
-            self.fused[str(node.name)] = gates or taken or self._is_bias(node)
-        return self.fused[str(node.name)]
+            self._fused[str(node.name)] = gates or taken or self._is_bias(node)
+        return self._fused[str(node.name)]
 
     def _is_bias(self, node: ir.Node) -> bool:
         """Whether an Add only puts a bias on constant weights' product: float sessions make both a Gemm."""
@@ -353,17 +342,13 @@ class _Estimator:
         if self.view.sole_consumer(producer.outputs[0]) is None:
             return False
         return producer.op_type in ("Conv", "Gemm") or (
-            self.fused.get(str(producer.name), False) and producer.op_type not in self.costs.gates
+            self._fused.get(str(producer.name), False) and producer.op_type not in self.costs.gates
         )
 
     def _producers(self, node: ir.Node) -> list[ir.Node]:
         return [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
 
-    def _is_left_alone(self, node: ir.Node) -> bool:
-        """Whether a float activation stands behind an integer kernel, with which it cannot be one."""
-        return any(self._kind(producer) in _INTEGER for producer in self._producers(node))
-
-    def _borders(self) -> Iterator[tuple[str, float]]:
+    def borders(self) -> Iterator[tuple[str, float]]:
         """Yields the conversions of each value that is read or written on both sides."""
         quantized = {value for value, _ in self.plan.quantized_values()}
         values = [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]
@@ -371,25 +356,23 @@ class _Estimator:
             name = str(value.name)
             if name not in quantized or self.view.is_constant(value):
                 continue
-            shape = self.view.shape_of_one(value)
+            shape, producer = self.view.shape_of_one(value), value.producer()
             if shape is None:
                 continue
-            elements = math.prod(shape)
             us = 0.0
-            if not self._is_written_as_integer(value):
-                us += self._conversion("quantize", value, elements, [value.producer()])
+            if producer is None or self.kind(producer) is Kind.FLOAT:
+                us += self.conversion("quantize", value, shape, [producer])
             floats = [d for d in self.plan.by_value[name] if d.how is How.DEQUANTIZED or d.role is EdgeRole.OUTPUT]
             if floats:  # read as float, or handed out
-                us += self._conversion("dequantize", value, elements, [self.view.node(d.edge.consumer) for d in floats])
+                us += self.conversion("dequantize", value, shape, [self.view.node(d.edge.consumer) for d in floats])
             if us:
                 yield name, us
 
-    def _is_written_as_integer(self, value: ir.Value) -> bool:
-        producer = value.producer()
-        return producer is not None and self._kind(producer) is not Kind.FLOAT
-
-    def _conversion(self, name: str, value: ir.Value, elements: int, neighbours: Sequence[ir.Node | None]) -> float:
+    def conversion(
+        self, name: str, value: ir.Value, shape: Sequence[int], neighbours: Sequence[ir.Node | None]
+    ) -> float:
         """The cost of one side of a border; ``neighbours`` are the float nodes there."""
+        elements = math.prod(shape)
         us = self.costs.float_us(Work(name, elements=elements), self.cold)
         if self.view.rank(value) == _PICTURE_RANK:
             us += self.costs.float_us(Work("channels-last", elements=elements), self.cold)
@@ -402,4 +385,4 @@ class _Estimator:
         if node.op_type in self.costs.blocked:
             return True
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        return producer is not None and producer.op_type in self.costs.blocked and self._kind(producer) is Kind.FLOAT
+        return producer is not None and producer.op_type in self.costs.blocked and self.kind(producer) is Kind.FLOAT

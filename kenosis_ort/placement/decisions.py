@@ -11,13 +11,13 @@ kernel and the int32 bias beside it compute on different grids.
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.placement.assignment import Assignment, channel_axis
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
-from kenosis_ort.targets import model as targets
 from kenosis_ort.targets.model import NodeClass, Role
 
 Range = tuple[float, float]
@@ -97,35 +97,10 @@ def share_scales(
         ranges: Calibrated (low, high) by value name; None or empty while planning before calibration.
         own_grids: Values whose kernels write on a grid of their own: they take no other's.
     """
-    target, caller_set = assignment.target, assignment.constraints.values
+    target, fixed, view = assignment.target, assignment.constraints.values, assignment.view
     groups = ScaleGroups(ranges or {}, assignment.absorption.limits, target.concat_share_limit)
-    for node in assignment.view.nodes:
-        c = assignment.classes[str(node.name)]
-        if not assignment.carries(node):
-            continue
-        for out in (str(v.name) for v in assignment.q_values(node)):
-            if c.role is Role.PASS_THROUGH:
-                _tie(groups, out, str(c.data[0].name), caller_set)
-            elif c.role is Role.CONCAT and groups.root(out) not in caller_set:
-                for value in dict.fromkeys(str(v.name) for v in c.data):
-                    if groups.root(value) in caller_set or groups.root(value) in own_grids:
-                        continue
-                    if target.whole or groups.may_share(value, out, _read_beside(assignment, node)) is None:
-                        groups.tie(value, out)
-    return groups
 
-
-def _tie(groups: ScaleGroups, value: str, provider: str, caller_set: Container[str]) -> None:
-    """Gives two values the same parameters: the caller's own where one of them has such."""
-    if groups.root(value) in caller_set:
-        value, provider = provider, value
-    groups.tie(value, provider)
-
-
-def _read_beside(assignment: Assignment, concat: ir.Node) -> Callable[[str], bool]:
-    view = assignment.view
-
-    def read_beside(name: str) -> bool:
+    def is_read_beside(concat: ir.Node, name: str) -> bool:
         value = assignment.quantized[name]
         return view.is_output(value) or any(
             c.node is not concat
@@ -133,7 +108,21 @@ def _read_beside(assignment: Assignment, concat: ir.Node) -> Callable[[str], boo
             for c in view.consumers(value)
         )
 
-    return read_beside
+    for node in view.nodes:
+        c = assignment.classes[str(node.name)]
+        if not assignment.carries(node):
+            continue
+        for out in (str(v.name) for v in assignment.q_values(node)):
+            if c.role is Role.PASS_THROUGH:
+                read = str(c.data[0].name)
+                groups.tie(*((read, out) if groups.root(out) in fixed else (out, read)))  # the caller's own provide
+            elif c.role is Role.CONCAT and groups.root(out) not in fixed:
+                for value in dict.fromkeys(str(v.name) for v in c.data):
+                    if groups.root(value) in fixed or groups.root(value) in own_grids:
+                        continue
+                    if target.whole or groups.may_share(value, out, partial(is_read_beside, node)) is None:
+                        groups.tie(value, out)
+    return groups
 
 
 _LEAST, _MOST = 1e-30, 1e35  # what is left of float32 when 8-bit steps, sums and a product of scales are taken off
@@ -175,6 +164,7 @@ def _fits(largest: float) -> bool:
     return largest == 0.0 or _LEAST <= largest <= _MOST
 
 
+_AS_INT32 = "int32 at input_scale * weight_scale"
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
 
@@ -192,16 +182,9 @@ class Decider:
     """
 
     def __init__(self, assignment: Assignment, groups: ScaleGroups, own_grids: Container[str]) -> None:
-        self.assignment = assignment
-        self.groups = groups
-        self.own_grids = own_grids
-        self.view = assignment.view
-        self.options = assignment.options
-        self.constraints = assignment.constraints
-        self.classes = assignment.classes
-        self.absorption = assignment.absorption
-        self.domain = assignment.domain
-        self.quantized = assignment.quantized
+        self.assignment, self.groups, self.own_grids = assignment, groups, own_grids
+        self.view, self.options, self.constraints = assignment.view, assignment.options, assignment.constraints
+        self.classes, self.absorption, self.quantized = assignment.classes, assignment.absorption, assignment.quantized
         self.nodes: list[NodeDecision] = []
         self.decisions: list[Decision] = []
 
@@ -209,103 +192,87 @@ class Decider:
         """Decides on a node and all that it reads."""
         name = str(node.name)
         c = self.classes[name]
-        if name in self.assignment.biased:
-            kind, rule, reason = Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
-        elif name in self.assignment.absorbed:
-            kind, rule = Kind.ABSORBED, c.rule
-            into = "requantization" if node.op_type in self.assignment.target.clamps else "kernel"
-            reason = f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
-        elif self.assignment.is_integer(node):
-            passes = c.role is targets.Role.PASS_THROUGH
-            kind, rule, reason = (Kind.PASS_THROUGH if passes else Kind.INTEGER), c.rule, c.reason
-            missing = self.constraints.without_kernel(self.view, node, self.assignment.natural_axis(node))
-            if missing is not None:
-                kind, rule, reason = Kind.FLOAT, "caller-types", missing
-        elif name in self.assignment.requested:
-            kind, rule, reason = (
-                Kind.FLOAT,
-                "caller-insists",
-                f"quantized all the same: {self.assignment.requested[name]}",
-            )
-        elif c.rule == WEIGHTS_ONLY:
-            kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
-            rule, reason = c.rule, self.options.keep_float.get(name, c.reason)
-        else:
-            kind, (rule, reason) = Kind.FLOAT, self._why_float(node, c)
-        self.nodes.append(NodeDecision(name, node.op_type, kind, rule, reason))
+        self.nodes.append(NodeDecision(name, node.op_type, *self._kind(node, c)))
         for index, value in enumerate(node.inputs):
             if value is not None and self.view.is_float32(value):
-                self._decide_edge(node, c, index, value)
+                self.decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
         for value in self.view.captured_by(node):
             if self.view.is_float32(value) and not self.view.is_constant(value):
                 edge = Edge(str(value.name), name, CAPTURED)
                 self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
-    def _why_float(self, node: ir.Node, c: NodeClass) -> tuple[str, str]:
-        name = str(node.name)
-        if c.role is targets.Role.ANCHOR and self.domain.heads.get(name):
-            return "output-protection", "computes a graph output; the output policy keeps it float"
-        if name in self.domain.refused:
-            return "caller-float-output", self.domain.refused[name]
-        if c.role is targets.Role.ACTIVATION and name in self.absorption.refused:
-            return c.rule, f"does not vanish: {self.absorption.refused[name]}"
-        if c.role in (targets.Role.ISLAND, targets.Role.FLOAT, targets.Role.ANCHOR):
-            return c.rule, c.reason
-        return "integer-domain", "it is not fed by integer kernels only, or nothing behind it runs in integer"
+    def _kind(self, node: ir.Node, c: NodeClass) -> tuple[Kind, str, str]:
+        """What a node becomes, with rule and reason."""
+        name, assigned, domain = str(node.name), self.assignment, self.assignment.domain
+        if name in assigned.biased:
+            return Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
+        if name in assigned.absorbed:
+            into = "requantization" if node.op_type in assigned.target.clamps else "kernel"
+            return Kind.ABSORBED, c.rule, f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
+        if assigned.is_integer(node):
+            missing = self.constraints.without_kernel(self.view, node, assigned.natural_axis(node))
+            if missing is not None:
+                return Kind.FLOAT, "caller-types", missing
+            return (Kind.PASS_THROUGH if c.role is Role.PASS_THROUGH else Kind.INTEGER), c.rule, c.reason
+        if name in assigned.requested:
+            return Kind.FLOAT, "caller-insists", f"quantized all the same: {assigned.requested[name]}"
+        if c.rule == WEIGHTS_ONLY:
+            kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
+            return kind, c.rule, self.options.keep_float.get(name, c.reason)
+        # Float, by whom?
+        if c.role is Role.ANCHOR and domain.heads.get(name):
+            return Kind.FLOAT, "output-protection", "computes a graph output; the output policy keeps it float"
+        if name in domain.refused:
+            return Kind.FLOAT, "caller-float-output", domain.refused[name]
+        if c.role is Role.ACTIVATION and name in self.absorption.refused:
+            return Kind.FLOAT, c.rule, f"does not vanish: {self.absorption.refused[name]}"
+        if c.role in (Role.ISLAND, Role.FLOAT, Role.ANCHOR):
+            return Kind.FLOAT, c.rule, c.reason
+        reason = "it is not fed by integer kernels only, or nothing behind it runs in integer"
+        return Kind.FLOAT, "integer-domain", reason
 
-    def _decide_edge(self, node: ir.Node, c: NodeClass, index: int, value: ir.Value) -> None:
-        name, edge = str(node.name), Edge(str(value.name), str(node.name), index)
-        carries = self.assignment.carries(node) and edge.value in self.quantized
+    def _read(self, node: ir.Node, c: NodeClass, edge: Edge, value: ir.Value) -> Decision:
+        """How a node reads one of its inputs."""
+        name, assigned = edge.consumer, self.assignment
         if self.view.is_constant(value):
-            self._decide_constant(node, c, edge)
-            return
-        if carries and any(value is v for v in self.assignment.data(node)):
-            self.decisions.append(self._quantized(edge, EdgeRole.ACTIVATION, c.rule, f"'{name}' reads integers"))
-            return
-        if value is self.assignment.shortcut(node):
+            return self._read_constant(node, c, edge)
+        carries = assigned.carries(node) and edge.value in self.quantized
+        if carries and any(value is v for v in assigned.data(node)):
+            return self._quantized(edge, EdgeRole.ACTIVATION, c.rule, f"'{name}' reads integers")
+        if value is assigned.shortcut(node):
             reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
-            self.decisions.append(self._quantized(edge, EdgeRole.ACTIVATION, c.rule, reason))
-            return
-        self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
+            return self._quantized(edge, EdgeRole.ACTIVATION, c.rule, reason)
+        return self._float_read(edge, value, EdgeRole.ACTIVATION)
 
-    def _decide_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> None:
-        integer, requested = self.assignment.is_integer(node), str(node.name) in self.assignment.requested
-        weighted = (integer and c.role is targets.Role.ANCHOR) or (requested and node.op_type in LAYERS)
-        how, role, rule, reason = How.FLOAT, EdgeRole.WEIGHT, c.rule, "belongs to a float node"
-        axis: int | None = None
-        scale_from: tuple[str, str] | None = None
-        beta = 1.0
-        name = str(node.name)
-        if name in self.assignment.biased and edge.index == self.assignment.biased[name][1]:
-            matmul = self.assignment.biased[name][0]
-            how, role, rule = How.DERIVED, EdgeRole.BIAS, "matmul-add-int32-bias"
-            reason, scale_from = "int32 at input_scale * weight_scale", _scale_from(matmul)
-        elif (weighted or c.rule == WEIGHTS_ONLY) and edge.index == 1:
-            how, reason, axis = How.OWN, "weights of an integer kernel", self._weight_axis(node)
-        elif edge.value in self.constraints.overrides and (integer or requested):
-            how, reason = How.OWN, "the caller's own parameters (TensorQuantOverrides)"
-            axis = self.constraints.overrides.axis(edge.value)
-        elif weighted and edge.index == 2 and self.assignment.bias_follows(node) and self._reads_quantized(node):
-            how, role, reason = How.DERIVED, EdgeRole.BIAS, "int32 at input_scale * weight_scale"
-            scale_from, beta = _scale_from(node), self.view.attribute_float(node, "beta", 1.0)
-        elif weighted and edge.index == 2:
-            role, reason = EdgeRole.BIAS, "the bias stays float"
-        elif (integer and c.role is targets.Role.BINARY) or (requested and self._is_binary(node)):
-            how, role, reason = How.OWN, EdgeRole.ACTIVATION, "exact operand of an integer kernel"
-        self.decisions.append(Decision(edge, role, how, rule, reason, None, axis, scale_from, beta))
-
-    def _reads_quantized(self, node: ir.Node) -> bool:
-        return node.inputs[0] is not None and str(node.inputs[0].name) in self.quantized
-
-    def _is_binary(self, node: ir.Node) -> bool:
-        rule = self.assignment.target.rule(node.op_type)
-        return rule is not None and rule.role is targets.Role.BINARY
+    def _read_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> Decision:
+        name, assigned, overrides = edge.consumer, self.assignment, self.constraints.overrides
+        integer, requested = assigned.is_integer(node), name in assigned.requested
+        weighted = (integer and c.role is Role.ANCHOR) or (requested and node.op_type in LAYERS)
+        if name in assigned.biased and edge.index == assigned.biased[name][1]:
+            rule, grids = "matmul-add-int32-bias", _grids(assigned.biased[name][0])
+            return Decision(edge, EdgeRole.BIAS, How.DERIVED, rule, _AS_INT32, scale_from=grids)
+        if (weighted or c.rule == WEIGHTS_ONLY) and edge.index == 1:
+            axis, reason = self._weight_axis(node), "weights of an integer kernel"
+            return Decision(edge, EdgeRole.WEIGHT, How.OWN, c.rule, reason, axis=axis)
+        if edge.value in overrides and (integer or requested):
+            axis, reason = overrides.axis(edge.value), "the caller's own parameters (TensorQuantOverrides)"
+            return Decision(edge, EdgeRole.WEIGHT, How.OWN, c.rule, reason, axis=axis)
+        if weighted and edge.index == 2:
+            data = node.inputs[0]
+            if not assigned.bias_follows(node) or data is None or str(data.name) not in self.quantized:
+                return Decision(edge, EdgeRole.BIAS, How.FLOAT, c.rule, "the bias stays float")
+            beta, grids = self.view.attribute_float(node, "beta", 1.0), _grids(node)
+            return Decision(edge, EdgeRole.BIAS, How.DERIVED, c.rule, _AS_INT32, scale_from=grids, beta=beta)
+        table = assigned.target.rule(node.op_type)
+        named = requested and table is not None and table.role is Role.BINARY
+        if (integer and c.role is Role.BINARY) or named:
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, "exact operand of an integer kernel")
+        return Decision(edge, EdgeRole.WEIGHT, How.FLOAT, c.rule, "belongs to a float node")
 
     def _weight_axis(self, node: ir.Node) -> int | None:
         """The axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
-        if (
-            self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY
-        ):  # along the axis that the kernel sums over
+        if self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY:
+            # Along the axis that the kernel sums over.
             return 1 - channel_axis(self.view, node) if node.op_type in ("Gemm", "MatMul") else 0
         weight = node.inputs[1]
         assert weight is not None
@@ -335,19 +302,15 @@ class Decider:
     def decide_outputs(self) -> None:
         """Decides how the graph's outputs are read."""
         for index, value in enumerate(self.view.outputs):
-            if self.view.is_float32(value):
-                edge = Edge(str(value.name), "", index)
-                producer = value.producer()
-                if (
-                    str(value.name) in self.quantized
-                    and producer is not None
-                    and self.assignment.owned_by_integer(value)
-                ):
-                    rule = self.classes[str(producer.name)].rule
-                    decision = self._quantized(edge, EdgeRole.OUTPUT, rule, "comes out of an integer kernel")
-                else:
-                    decision = self._float_read(edge, value, EdgeRole.OUTPUT)
-                self.decisions.append(decision)
+            edge, producer = Edge(str(value.name), "", index), value.producer()
+            owned = edge.value in self.quantized and self.assignment.owned_by_integer(value)
+            if not self.view.is_float32(value):
+                continue
+            if owned and producer is not None:
+                rule = self.classes[str(producer.name)].rule
+                self.decisions.append(self._quantized(edge, EdgeRole.OUTPUT, rule, "comes out of an integer kernel"))
+            else:
+                self.decisions.append(self._float_read(edge, value, EdgeRole.OUTPUT))
 
     def with_grid(self, decision: Decision) -> Decision:
         """A decision with the integer type and symmetry that its value is read in."""
@@ -369,7 +332,8 @@ class Decider:
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 
 
-def _scale_from(node: ir.Node) -> tuple[str, str]:
+def _grids(node: ir.Node) -> tuple[str, str]:
+    """The values whose scales make that of a layer's bias."""
     data, weight = node.inputs[0], node.inputs[1]
     assert data is not None
     assert weight is not None

@@ -9,9 +9,8 @@ the first Conv to the head.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.targets.model import NodeClass, Role, Target
@@ -21,38 +20,8 @@ _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
 _LIGHT = (Role.BINARY, Role.UNARY, Role.CONCAT, Role.PASS_THROUGH)
 
 
-@dataclass
 class Domain:
-    """The outcome of the sweeps.
-
-    Attributes:
-        integer: Names of the nodes that run in integer.
-        float_output: Names of the integer anchors whose output stays float.
-        heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
-        between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
-        refused: Names of anchors that the caller's words leave float, with the reason.
-    """
-
-    integer: set[str] = field(default_factory=set)
-    float_output: set[str] = field(default_factory=set)
-    heads: dict[str, bool] = field(default_factory=dict)
-    between: set[str] = field(default_factory=set)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-def integer_domain(
-    view: GraphView,
-    target: Target,
-    constraints: Constraints,
-    classes: Mapping[str, NodeClass],
-    absorption: Absorption,
-) -> Domain:
-    """Which nodes run in integer."""
-    return _Sweeps(view, target, constraints, classes, absorption).run()
-
-
-class _Sweeps:
-    """The sweeps over one model.
+    """Which nodes run in integer.
 
     Args:
         view: The prepared model.
@@ -60,6 +29,13 @@ class _Sweeps:
         constraints: The caller's words.
         classes: What each node could become.
         absorption: Which activations vanish.
+
+    Attributes:
+        integer: Names of the nodes that run in integer.
+        float_output: Names of the integer anchors whose output stays float.
+        heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
+        between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
+        refused: Names of anchors that the caller's words leave float, with the reason.
     """
 
     def __init__(
@@ -72,59 +48,56 @@ class _Sweeps:
     ) -> None:
         self.view, self.target, self.constraints = view, target, constraints
         self.classes, self.absorption, self.options = classes, absorption, constraints.options
-        self.domain = Domain()
-
-    def run(self) -> Domain:
-        """Which nodes run in integer."""
-        domain, classes = self.domain, self.classes
-        if self.target.whole:
-            domain.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
-            return domain
+        self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
+        self.float_output: set[str] = set()
+        self.heads: dict[str, bool] = {}
+        self.between: set[str] = set()
+        self.refused: dict[str, str] = {}
+        if target.whole:
+            self.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
+            return
         anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
-        domain.heads = self._heads(anchors)
-        requested = self.constraints.requested
-        anchors -= {name for name, stays_float in domain.heads.items() if stays_float and name not in requested}
-        self._settle(anchors, anchors)
+        self.heads = self._heads(anchors)
+        requested = constraints.requested
+        anchors -= {name for name, stays_float in self.heads.items() if stays_float and name not in requested}
+        self.integer = self._settled(anchors, anchors)
         for name in self._without_output_q():
             if self._may_write_float(classes[name].node):
-                domain.float_output.add(name)
+                self.float_output.add(name)
             else:
-                domain.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
-        if domain.refused or self.constraints.free:
-            readers, anchors = anchors, anchors - domain.refused.keys()
-            self._settle(anchors, readers)
-        domain.between = self._between(self._available(anchors), anchors)
-        return domain
+                self.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
+        if self.refused or constraints.free:
+            readers, anchors = anchors, anchors - self.refused.keys()
+            self.integer = self._settled(anchors, readers)
+        self.between = self._between(self._available(anchors), anchors)
 
-    def _settle(self, anchors: set[str], readers: set[str]) -> None:
-        """Finds out which nodes run in integer beside the given anchors, and which anchors write float.
+    def _settled(self, anchors: set[str], readers: set[str]) -> set[str]:
+        """The nodes that run in integer, the given anchors among them; notes which anchors write float.
 
         Args:
             anchors: The heavy nodes that run in integer.
             readers: Those for whose sake light nodes before them do; more, where the caller refuses some the Q of
                 their output.
         """
-        if self.target.float_where == "mixed":
-            feeds = self._feeds_integer_only(anchors)
-            for name in anchors:
-                node = self.classes[name].node
-                carries = any(str(v.name) in self.constraints.values for v in node.outputs)
-                feeding = carries or feeds.get(id(node.outputs[0]), False)
-                if not feeding and self._may_write_float(node):
-                    self.domain.float_output.add(name)
+        mixed = self.target.float_where == "mixed"
+        if mixed:
+            self._write_float(anchors, self._feeds_integer_only(anchors))
         available = self._available(anchors)
         demanded = self._demanded(readers, available)
-        if self.target.float_where == "unread":
-            for name in anchors:
-                node = self.classes[name].node
-                carries = any(str(v.name) in self.constraints.values for v in node.outputs)
-                if not carries and id(node.outputs[0]) not in demanded and self._may_write_float(node):
-                    self.domain.float_output.add(name)
-        self.domain.integer = anchors | {
+        if not mixed:
+            self._write_float(anchors, demanded)
+        return anchors | {
             name
             for name, c in self.classes.items()
             if c.role in _LIGHT and self._ready(c, available) and any(id(v) in demanded for v in c.node.outputs)
         }
+
+    def _write_float(self, anchors: set[str], read: set[int]) -> None:
+        """Notes the anchors that may write float and whose output is not among values that integer kernels read."""
+        for node in (self.classes[name].node for name in anchors):
+            carries = any(str(v.name) in self.constraints.values for v in node.outputs)
+            if not carries and id(node.outputs[0]) not in read and self._may_write_float(node):
+                self.float_output.add(str(node.name))
 
     def _between(self, available: set[int], anchors: set[str]) -> set[str]:
         """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
@@ -147,11 +120,11 @@ class _Sweeps:
     def _without_output_q(self) -> list[str]:
         """The integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
         found = []
-        for name in sorted(self.domain.integer - self.domain.float_output) if self.constraints.free else ():
+        for name in sorted(self.integer - self.float_output) if self.constraints.free else ():
             activation = self.absorption.by_producer.get(name)
             value = (self.classes[name].node if activation is None else activation).outputs[0]
             read = any(
-                (str(c.node.name) in self.domain.integer or c.node.op_type in _GATES) and c.index != CAPTURED
+                (str(c.node.name) in self.integer or c.node.op_type in _GATES) and c.index != CAPTURED
                 for c in self.view.consumers(value)
             )
             if self.classes[name].role is Role.ANCHOR and str(value.name) in self.constraints.free and not read:
@@ -160,9 +133,8 @@ class _Sweeps:
 
     def _may_write_float(self, node: ir.Node) -> bool:
         """Whether the integer kernel of an anchor may write float."""
-        return node.op_type in self.target.float_output and self.target.hooks.writes_float(
-            self.view, node, self.options
-        )
+        listed = node.op_type in self.target.float_output
+        return listed and self.target.hooks.writes_float(self.view, node, self.options)
 
     def _ready(self, c: NodeClass, available: set[int]) -> bool:
         """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
@@ -176,51 +148,46 @@ class _Sweeps:
 
     def _available(self, anchors: set[str]) -> set[int]:
         available: set[int] = set()
-        for value in self.view.inputs:
-            if self.view.is_float32(value) and any(
-                str(c.node.name) in anchors and c.index == 0 for c in self.view.consumers(value)
-            ):
+        writes = anchors - self.float_output
+        for value in filter(self.view.is_float32, self.view.inputs):
+            if any(str(c.node.name) in anchors and c.index == 0 for c in self.view.consumers(value)):
                 available.add(id(value))
         for node in self.view.nodes:
             c = self.classes[str(node.name)]
             if c.role is Role.ANCHOR:
-                reached = str(node.name) in anchors and str(node.name) not in self.domain.float_output
-            elif c.role is Role.FLOAT:
-                reached = False
+                reached = str(node.name) in writes
             elif c.role in _LIGHT:
                 reached = bool(c.data) and self._ready(c, available)
             else:
-                reached = bool(c.data) and all(id(v) in available for v in c.data)
+                reached = c.role is not Role.FLOAT and bool(c.data) and all(id(v) in available for v in c.data)
             if reached:
                 available.update(id(v) for v in node.outputs)
         return available
 
     def _demanded(self, anchors: set[str], available: set[int]) -> set[int]:
         demanded: set[int] = set()
+
+        def asks(reader: Consumer) -> bool:
+            c = self.classes[str(reader.node.name)]
+            if reader.index == CAPTURED:
+                return False
+            if reader.index == 0 and str(reader.node.name) in anchors:
+                return True
+            is_light = c.role in _LIGHT and self._ready(c, available)
+            onward = is_light or self.absorption.partner(reader.node) is not None
+            return onward and any(id(v) in demanded for v in reader.node.outputs)
+
         for node in reversed(self.view.nodes):
-            if node.op_type in self.target.eager and self._is_eager(self.classes[str(node.name)], anchors, available):
+            c = self.classes[str(node.name)]
+            passes = c.role is Role.PASS_THROUGH
+            if node.op_type in self.target.eager and self._is_eager(c, anchors, available):
                 demanded.update(id(v) for v in node.outputs)
             for value in node.outputs:
-                passes = self.classes[str(node.name)].role is Role.PASS_THROUGH
-                captured = any(c.index == CAPTURED for c in self.view.consumers(value))
+                readers, leaves = self.view.consumers(value), self.view.is_output(value)
                 # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads that.
-                if (self.view.is_output(value) and (passes or self.options.protect_outputs in (None, "int8"))) or (
-                    captured and passes
-                ):
+                moved = passes and (leaves or any(c.index == CAPTURED for c in readers))
+                if moved or (leaves and self._outputs_take_int8) or any(map(asks, readers)):
                     demanded.add(id(value))
-                    continue
-                for consumer in self.view.consumers(value):
-                    if consumer.index == CAPTURED:
-                        continue
-                    c = self.classes[str(consumer.node.name)]
-                    out_demanded = any(id(v) in demanded for v in consumer.node.outputs)
-                    if (
-                        (str(consumer.node.name) in anchors and consumer.index == 0)
-                        or (c.role in _LIGHT and out_demanded and self._ready(c, available))
-                        or (self.absorption.partner(consumer.node) is not None and out_demanded)
-                    ):
-                        demanded.add(id(value))
-                        break
         return demanded
 
     def _is_eager(self, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
@@ -230,24 +197,25 @@ class _Sweeps:
             return False
         return str(producer.name) in anchors or producer.op_type == "Add"
 
-    def _feeds_integer_only(self, anchors: set[str]) -> dict[int, bool]:
-        """By value, whether all that it feeds, through shapes and absorbed activations, are integer anchors."""
-        feeds: dict[int, bool] = {}
-        outputs_take_int8 = self.options.protect_outputs in (None, "int8")
+    def _feeds_integer_only(self, anchors: set[str]) -> set[int]:
+        """The values all of whose readers, through shapes and absorbed activations, are integer anchors."""
+        feeds: set[int] = set()
+
+        def is_integer(reader: Consumer, value: ir.Value) -> bool:
+            inside = reader.index != CAPTURED
+            if inside and self.absorption.is_shortcut(reader.node, value):
+                return True
+            taken = inside and self.absorption.partner(reader.node) is not None
+            through = taken or self.classes[str(reader.node.name)].role is Role.PASS_THROUGH
+            onward = through and all(id(v) in feeds for v in reader.node.outputs)
+            return (reader.index == 0 or taken) and (str(reader.node.name) in anchors or onward)
+
         for node in reversed(self.view.nodes):
             for value in node.outputs:
-                uses = self.view.consumers(value)
-                ok = bool(uses) or (self.view.is_output(value) and outputs_take_int8)
-                ok = ok and (outputs_take_int8 or not self.view.is_output(value))
-                for consumer in uses:
-                    if consumer.index != CAPTURED and self.absorption.is_shortcut(consumer.node, value):
-                        continue
-                    name = str(consumer.node.name)
-                    taken = self.absorption.partner(consumer.node) is not None and consumer.index != CAPTURED
-                    through = taken or self.classes[name].role is Role.PASS_THROUGH
-                    onward = through and all(feeds.get(id(v), False) for v in consumer.node.outputs)
-                    ok = ok and (consumer.index == 0 or taken) and (name in anchors or onward)
-                feeds[id(value)] = ok
+                readers = self.view.consumers(value)
+                ends_well = self._outputs_take_int8 if self.view.is_output(value) else bool(readers)
+                if ends_well and all(is_integer(reader, value) for reader in readers):
+                    feeds.add(id(value))
         return feeds
 
     def _heads(self, anchors: set[str]) -> dict[str, bool]:
@@ -263,14 +231,11 @@ class _Sweeps:
                 reaches.update(id(v) for v in node.inputs if v is not None)
                 reaches.update(id(v) for v in self.view.captured_by(node))
         convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
-        if self.options.protect_outputs == "float":
-            keep = True
-        elif self.options.protect_outputs == "auto":
+        keep = self.options.protect_outputs == "float"
+        if self.options.protect_outputs == "auto":
             work = {name: multiply_accumulates(self.view, self.classes[name].node) for name in anchors}
-            total = sum(work.values())
-            keep = len(convs) < len(anchors) and sum(work[n] for n in convs) <= self.target.head_float_share * total
-        else:
-            keep = False
+            most = self.target.head_float_share * sum(work.values())
+            keep = len(convs) < len(anchors) and sum(work[name] for name in convs) <= most
         return {name: keep and name in convs for name in heads}
 
 
@@ -282,11 +247,6 @@ def _elements(view: GraphView, value: ir.Value) -> int:
 
 def multiply_accumulates(view: GraphView, node: ir.Node) -> int:
     """The multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
-    weight = node.inputs[1]
-    if weight is None:
-        return 0
-    weights = _elements(view, weight)
-    dims = view.dims(node.outputs[0])
-    if node.op_type == "Conv":
-        return weights * math.prod(d or 1 for d in dims[2:]) if dims else weights
-    return weights * math.prod(d or 1 for d in dims[:-1]) if dims else weights
+    weight, dims = node.inputs[1], view.dims(node.outputs[0]) or ()
+    times = dims[2:] if node.op_type == "Conv" else dims[:-1]
+    return 0 if weight is None else _elements(view, weight) * math.prod(d or 1 for d in times)

@@ -15,6 +15,7 @@ from typing import Final
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
@@ -44,15 +45,10 @@ class Widths:
         given = [bits for pair in self.by_node.values() for bits in pair if bits is not None]
         return all(bits == BYTE for bits in (self.weights, self.activations, *given))
 
-    def of_weights(self, node: str) -> int:
-        """The bits of the weights that a node reads."""
-        given = self.by_node.get(node, (None, None))[0]
-        return self.weights if given is None else given
-
-    def of_output(self, node: str) -> int:
-        """The bits of what a node computes."""
-        given = self.by_node.get(node, (None, None))[1]
-        return self.activations if given is None else given
+    def of(self, node: str, *, weights: bool) -> int:
+        """The bits of the weights that a node reads, or of what it computes."""
+        given = self.by_node.get(node, (None, None))[0 if weights else 1]
+        return given or (self.weights if weights else self.activations)
 
 
 def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, explicit: Collection[str] = ()) -> PlacementPlan:
@@ -67,25 +63,22 @@ def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, explicit: 
     if widths.are_bytes:
         return plan
     makers = {value.name: node for node in view.nodes for value in node.outputs}
-    shared: dict[str, int] = {}
-    weights: dict[str, int] = {}
+    bits: dict[tuple[bool, str], int] = {}  # by whether it is a weight, and the value whose parameters it has
+    asked: list[tuple[Decision, tuple[bool, str] | None]] = []
     for d in plan.decisions:
-        value = d.edge.value
-        if d.role is EdgeRole.WEIGHT:
-            bits = BYTE if value in explicit else widths.of_weights(d.edge.consumer)
-            weights[value] = max(bits, weights.get(value, 0))
-        elif _is_quantized(d):
-            maker = makers.get(value)
-            bits = BYTE if maker is None or value in explicit else _of_output(maker, widths)
-            root = d.provider or value
-            shared[root] = max(bits, shared.get(root, 0))
-
-    def bits_of(d: Decision) -> int:
-        if d.role is EdgeRole.WEIGHT:
-            return weights[d.edge.value]
-        return shared.get(d.provider or d.edge.value, BYTE) if _is_quantized(d) else BYTE
-
-    return replace(plan, decisions=tuple(replace(d, bits=bits_of(d)) for d in plan.decisions))
+        weight, value = d.role is EdgeRole.WEIGHT, d.edge.value
+        quantized = d.role is not EdgeRole.BIAS and d.how in (How.OWN, How.SHARED, How.DEQUANTIZED)
+        key = (weight, value if weight else d.provider or value) if weight or quantized else None
+        asked.append((d, key))
+        if key is None:
+            continue
+        wanted = BYTE
+        if value not in explicit and weight:
+            wanted = widths.of(d.edge.consumer, weights=True)
+        elif value not in explicit and value in makers:
+            wanted = _of_output(makers[value], widths)
+        bits[key] = max(wanted, bits.get(key, 0))
+    return replace(plan, decisions=tuple(replace(d, bits=BYTE if key is None else bits[key]) for d, key in asked))
 
 
 def _of_output(node: ir.Node, widths: Widths) -> int:
@@ -97,14 +90,9 @@ def _of_output(node: ir.Node, widths: Widths) -> int:
     passes_through, name = node.op_type in _PASS_THROUGH, str(node.name)
     if (passes_through or node.op_type in ("Relu", "Clip")) and name not in widths.by_node:
         source = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        if source is not None:
-            return _of_output(source, widths)
-        return BYTE if passes_through else widths.of_output(name)
-    return widths.of_output(name)
-
-
-def _is_quantized(decision: Decision) -> bool:
-    return decision.role is not EdgeRole.BIAS and decision.how in (How.OWN, How.SHARED, How.DEQUANTIZED)
+        if source is not None or passes_through:
+            return BYTE if source is None else _of_output(source, widths)
+    return widths.of(name, weights=False)
 
 
 def unmet(view: GraphView, node: ir.Node, requirement: Requirement) -> str | None:
@@ -226,7 +214,6 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
 }
 
 
-_DEFAULT_DOMAINS = ("", "ai.onnx")
 _ATTENTION = "matmul-activations"
 WEIGHTS_ONLY = "caller-weights-only"
 """The rule by which a linear layer is quantized in its weights alone."""
@@ -248,16 +235,12 @@ def classify(
         protected: Node name to reason for nodes that must stay float.
         nodes: Those to class; None for all.
     """
-    asked = view.nodes if nodes is None else nodes
-    return {str(node.name): _classify(view, target, constraints, protected, node) for node in asked}
-
-
-def _classify(
-    view: GraphView, target: Target, constraints: Constraints, protected: Mapping[str, str], node: ir.Node
-) -> NodeClass:
-    rules = target.rules_of(node.op_type)
-    found = [_by_rule(view, target, constraints, protected, node, rule) for rule in rules or (None,)]
-    return next((c for c in found if c.role not in (Role.FLOAT, Role.ISLAND)), found[0])
+    classes = {}
+    for node in view.nodes if nodes is None else nodes:
+        rules = target.rules_of(node.op_type) or (None,)
+        found = [_by_rule(view, target, constraints, protected, node, rule) for rule in rules]
+        classes[str(node.name)] = next((c for c in found if c.role not in (Role.FLOAT, Role.ISLAND)), found[0])
+    return classes
 
 
 def _by_rule(
@@ -269,17 +252,22 @@ def _by_rule(
     rule: FusionRule | None,
 ) -> NodeClass:
     data = tuple(v for v in node.inputs if v is not None and view.is_float32(v) and not view.is_constant(v))
-    if rule is None or (node.domain not in _DEFAULT_DOMAINS and rule.role is not Role.ISLAND):
-        reason = f"{target.name} has no integer kernel for {_op(node)}"
+    if rule is None or (node.domain not in MAIN_DOMAINS and rule.role is not Role.ISLAND):
+        named = not node.domain or node.op_type.startswith(f"{node.domain}.")
+        reason = f"{target.name} has no integer kernel for {'' if named else f'{node.domain}.'}{node.op_type}"
         return NodeClass(node, Role.FLOAT, "unsupported-op", reason, data)
     # A cheap float operator stays transparent for the integer domain around it, whoever keeps it float.
     cheap = Role.FLOAT if rule.role in (Role.ANCHOR, Role.FLOAT) else Role.ISLAND
     wish = _stays_float(view, constraints, protected, node, rule)
-    if wish is not None and not (rule.role is Role.PASS_THROUGH and _read_by_body(view, node)):
+    if wish is not None:
         return NodeClass(node, cheap, *wish, data)
     if rule.role in (Role.ISLAND, Role.FLOAT):
         return NodeClass(node, rule.role, rule.id, rule.why, data)
-    data = _data_inputs(view, node, rule)
+    # What the integer kernel would read as quantized data.
+    read = (
+        node.inputs if rule.data_inputs is None else [node.inputs[i] for i in rule.data_inputs if i < len(node.inputs)]
+    )
+    data = tuple(v for v in read if v is not None and not (rule.role is Role.BINARY and view.is_constant(v)))
     if not data or not all(view.is_float32(v) for v in (*data, *node.outputs[:1])):
         return NodeClass(node, Role.FLOAT, "not-float32", "its data is not known to be float32", data)
     if any(view.is_constant(v) for v in data):
@@ -287,7 +275,7 @@ def _by_rule(
     if view.opset() < rule.min_opset:
         reason = f"needs opset {rule.min_opset}, the model has {view.opset()}"
         return NodeClass(node, cheap, rule.id, reason, data)
-    failed = _failed_requirement(view, target, node, rule) or _failed_constraint(view, constraints, node, rule)
+    failed = _unmet(view, target, constraints, node, rule)
     if failed is not None:
         return NodeClass(node, cheap, *failed, data)
     return NodeClass(node, rule.role, rule.id, rule.why, data)
@@ -296,61 +284,37 @@ def _by_rule(
 def _stays_float(
     view: GraphView, constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
-    """The rule and reason by which the caller, protection or verification keeps a node float."""
-    name = str(node.name)
-    wish = closed(constraints.options, node)
+    """The rule and reason by which the caller, protection or verification keeps a node float.
+
+    A shape operator whose output a body reads takes part even so: it changes no value, and in float, behind a DQ, the
+    session dies of it (rule pass-through-into-body-dies).
+    """
+    name, options = str(node.name), constraints.options
+    read_by_body = any(c.index == CAPTURED for value in node.outputs for c in view.consumers(value))
+    if rule.role is Role.PASS_THROUGH and read_by_body:
+        return None
+    wish = closed(options, node)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
-    if wish is not None and (name in constraints.options.nodes_to_exclude or not vanishes):
+    if wish is not None and (name in options.nodes_to_exclude or not vanishes):
         return wish
     if name in constraints.requested or constraints.weights_only(view, node) is not None:
         return None
     if name in protected:
         return "protected-input", protected[name]
-    if name in constraints.options.keep_float:
-        return "verified-float", constraints.options.keep_float[name]
-    return None
+    return ("verified-float", options.keep_float[name]) if name in options.keep_float else None
 
 
-def _failed_constraint(
-    view: GraphView, constraints: Constraints, node: ir.Node, rule: FusionRule
+def _unmet(
+    view: GraphView, target: Target, constraints: Constraints, node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
-    """The rule and reason by which no integer kernel fits what the caller says about a node's tensors."""
-    clash = constraints.clashing_types(view, node)
-    if clash is not None:
-        return "caller-tensor-types", clash
-    if rule.role is not Role.ANCHOR:
-        return None
-    weights_only = constraints.weights_only(view, node)
-    return None if weights_only is None else (WEIGHTS_ONLY, weights_only)
-
-
-def _read_by_body(view: GraphView, node: ir.Node) -> bool:
-    """Whether a body reads what a node writes.
-
-    A shape operator there takes part even against the caller's wish: it changes no value, and in float, behind a
-    DQ, the session dies of it (rule pass-through-into-body-dies).
-    """
-    return any(c.index == CAPTURED for value in node.outputs for c in view.consumers(value))
-
-
-def _data_inputs(view: GraphView, node: ir.Node, rule: FusionRule) -> tuple[ir.Value, ...]:
-    """The inputs that the integer kernel would read as quantized data."""
-    if rule.data_inputs is not None:
-        found = [node.inputs[i] for i in rule.data_inputs if i < len(node.inputs)]
-    else:
-        found = list(node.inputs)
-    return tuple(v for v in found if v is not None and not (rule.role is Role.BINARY and view.is_constant(v)))
-
-
-def _failed_requirement(view: GraphView, target: Target, node: ir.Node, rule: FusionRule) -> tuple[str, str] | None:
+    """The rule and reason by which no integer kernel fits a node, or what the caller says about its tensors."""
     for requirement in rule.requires:
         reason = unmet(view, node, requirement)
         if reason is not None:
             matmul = node.op_type == "MatMul" and requirement is Requirement.CONSTANT_WEIGHT
             return (_ATTENTION if matmul and _ATTENTION in dict(target.facts) else rule.id), reason
-    return None
-
-
-def _op(node: ir.Node) -> str:
-    named = not node.domain or node.op_type.startswith(f"{node.domain}.")
-    return node.op_type if named else f"{node.domain}.{node.op_type}"
+    clash = constraints.clashing_types(view, node)
+    if clash is not None:
+        return "caller-tensor-types", clash
+    weights_only = constraints.weights_only(view, node) if rule.role is Role.ANCHOR else None
+    return None if weights_only is None else (WEIGHTS_ONLY, weights_only)

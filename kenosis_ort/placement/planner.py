@@ -78,13 +78,16 @@ def choose_regions(
         The regions; none where shapes are not known, or no gain is clear.
     """
     base = estimate(view, plan, costs)
-    best = Regions(plan, base, base)
-    if not base.is_complete or not plan.integer_nodes():
-        return best
+    whole = Regions(plan, base, base)
+    if base.unknown or not plan.integer_nodes():
+        return whole
+    parted = _parted(view, whole, costs, replan, writes_float)
     if costs.anywhere:
-        return _anywhere(view, best, costs, replan, writes_float)
-    integer = set(plan.integer_nodes())
-    parted = _parted(view, best, costs, replan, writes_float)
+        if parted.plan.integer_nodes() and parted.cost.speed >= _WORTH_IT:
+            return parted
+        reason = f"int8 would be {parted.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
+        return replace(parted if parted.plan.integer_nodes() else whole, whole_net=True, reason=reason)
+    best, integer = whole, set(plan.integer_nodes())
     heavy = [node.node for node in plan.nodes if node.op_type in HEAVY and node.node in integer]
     for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
         names = heavy[:length]
@@ -99,28 +102,12 @@ def choose_regions(
         cost = estimate(view, changed, costs)
         if cost.planned_us * _PREFIX_GAIN < best.cost.planned_us:
             best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base, costs))
-    if (
-        parted.keep_float
-        and parted.plan.integer_nodes()
-        and parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
-    ):
+    gains = parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
+    if gains and parted.keep_float and parted.plan.integer_nodes():
         best = parted
     if best.cost.speed * costs.error < 1:
         reason = f"int8 is estimated at {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
-        return Regions(plan, base, base, whole_net=True, reason=reason)
-    return best
-
-
-def _anywhere(
-    view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]
-) -> Regions:
-    """The cheapest parting of a net, or that integer does not pay."""
-    base, plan = best.all_integer, best.plan
-    best = _parted(view, best, costs, replan, writes_float)
-    if not best.plan.integer_nodes() or best.cost.speed < _WORTH_IT:
-        reason = f"int8 would be {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
-        best = best if best.plan.integer_nodes() else Regions(plan, base, base)
-        return replace(best, whole_net=True, reason=reason)
+        return replace(whole, whole_net=True, reason=reason)
     return best
 
 
@@ -199,13 +186,9 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
         if not passes_through or not assignment.is_integer(node):
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
-        for value in assignment.q_values(node):
-            name = str(value.name)
-            if (
-                name in assignment.quantized
-                and name not in assignment.constraints.values
-                and read == {groups.root(name)}
-            ):
+        for name in (str(value.name) for value in assignment.q_values(node)):
+            free = name in assignment.quantized and name not in assignment.constraints.values
+            if free and read == {groups.root(name)}:
                 providers[name] = str(node.name)
     return providers
 
@@ -232,10 +215,7 @@ class Planner:
         options: PlacementOptions,
         finish: Callable[[PlacementPlan], PlacementPlan] | None = None,
     ) -> None:
-        self.view = view
-        self.target = target
-        self.options = options
-        self._finish = finish
+        self.view, self.target, self.options, self._finish = view, target, options, finish
         self._plans: dict[tuple[_Placement, bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
         self._base = _Placement(view, target, options)
         self._placements = {tuple(options.keep_float.items()): self._base}
@@ -262,7 +242,8 @@ class Planner:
         shared = placement, bool(ranges), groups.shared
         if shared in self._plans:
             return self._plans[shared]
-        plan = self._plan(placement, groups, ranges)
+        plan = placement.plan(groups, ranges)
+        plan = plan if self._finish is None else self._finish(plan)
         if not placement.own_grids:  # these follow the ranges
             self._plans[shared] = plan
         return plan
@@ -274,10 +255,6 @@ class Planner:
             known = None if self.options.keep_float else base.assignment
             self._placements[key] = _Placement(self.view, self.target, options, known)
         return self._placements[key]
-
-    def _plan(self, placement: _Placement, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
-        plan = placement.plan(groups, ranges)
-        return plan if self._finish is None else self._finish(plan)
 
 
 class _Placement:
@@ -293,17 +270,14 @@ class _Placement:
     def __init__(
         self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
     ) -> None:
-        self.view = view
-        self.target = target
-        self.options = options
-        self.assignment: Assignment = Assignment(view, target, options, base)
+        self.view, self.target, self.options = view, target, options
+        self.assignment = Assignment(view, target, options, base)
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
         self.own_grids = find_own_grids(self.assignment)
         self.limits = tuple(limit for name, limit in limits.items() if name in quantized)
         narrowed = saturation_limits(view, quantized.values())
-        self.saturations = narrowed
-        if target.clips_slowly:
-            self.saturations = tuple(filter(None, map(self._clipping_little, narrowed)))
+        few = filter(None, map(self._clipping_little, narrowed))
+        self.saturations = tuple(few) if target.clips_slowly else narrowed
         self.spared = tuple(limit.value for limit in narrowed if limit not in self.saturations)
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
@@ -330,7 +304,7 @@ class _Placement:
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if groups.members(s.value) == [s.value]),
             grids=grid_limits(self.assignment, self.own_grids, groups),
-            barriers=self._barriers(by_value),
+            barriers=self.target.hooks.barriers(self._placed(by_value)),
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),
             largest_pair=self.target.types.largest_weight_pair,
@@ -344,9 +318,9 @@ class _Placement:
             return ()
         return (f"ActivationSymmetric is not kept for {names}: kernels of {self.target.name} write zero point 0 there",)
 
-    def _barriers(self, decisions: Mapping[str, list[Decision]]) -> tuple[str, ...]:
+    def _placed(self, decisions: Mapping[str, list[Decision]]) -> targets.Placed:
         assigned = self.assignment
-        placed = targets.Placed(
+        return targets.Placed(
             view=self.view,
             integer=assigned.domain.integer,
             float_output=assigned.domain.float_output,
@@ -356,7 +330,6 @@ class _Placement:
             quantized=assigned.quantized,
             decisions=decisions,
         )
-        return self.target.hooks.barriers(placed)
 
     def _splits(self, decisions: Mapping[str, list[Decision]]) -> dict[str, bool]:
         """The quantized values with several readers, where the runtime wants one each.

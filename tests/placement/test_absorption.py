@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.absorption import Absorption, activation_bounds, find_absorbable
+from kenosis_ort.placement.absorption import Absorption, activation_bounds
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.plan import RangeLimit
@@ -19,7 +19,7 @@ from tests.placement.build import view_of
 def absorption(text: str, weights: dict[str, Any] | None = None, **options: Any) -> Absorption:
     view = view_of(text, weights)
     wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
-    return find_absorbable(view, ORT_CPU, wishes, classify(view, ORT_CPU, wishes, {}))
+    return Absorption(view, ORT_CPU, wishes, classify(view, ORT_CPU, wishes, {}))
 
 
 def conv_then(behind: str, outputs: str = "y") -> str:

@@ -66,7 +66,7 @@ def test_the_sum_of_all_kernels_and_borders():
     assert found.speed == pytest.approx(30 / 16)
     assert found.macs == 3 * 256 * 32 * 32 * 9
     assert found.float_share == 0
-    assert found.is_complete
+    assert not found.unknown
 
 
 def test_a_float_region_has_borders_on_both_sides():

@@ -9,9 +9,9 @@ import pytest
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.absorption import find_absorbable
+from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import constrain
-from kenosis_ort.placement.domain import Domain, integer_domain, multiply_accumulates
+from kenosis_ort.placement.domain import Domain, multiply_accumulates
 from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
@@ -23,7 +23,7 @@ def domain_of(model: Any, weights: dict[str, Any] | None = None, **options: Any)
     view = view_of(model, weights)
     wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
     classes = classify(view, ORT_CPU, wishes, {})
-    return integer_domain(view, ORT_CPU, wishes, classes, find_absorbable(view, ORT_CPU, wishes, classes))
+    return Domain(view, ORT_CPU, wishes, classes, Absorption(view, ORT_CPU, wishes, classes))
 
 
 def net(body: str, inputs: str = "float[1,4,8,8] x", outputs: str = "y") -> str:
@@ -184,5 +184,5 @@ def test_the_sweeps_do_not_change_the_view() -> None:
     view = GraphView(proto)
     wishes = constrain(view, ORT_CPU, PlacementOptions())
     classes = classify(view, ORT_CPU, wishes, {})
-    integer_domain(view, ORT_CPU, wishes, classes, find_absorbable(view, ORT_CPU, wishes, classes))
+    Domain(view, ORT_CPU, wishes, classes, Absorption(view, ORT_CPU, wishes, classes))
     assert proto.SerializeToString(deterministic=True) == before
