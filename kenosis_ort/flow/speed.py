@@ -338,7 +338,7 @@ class _Forms:
         if view is None or costs is None or not plan.integer_nodes():
             return None
         found, in_float = estimate(view, plan, costs), self._in_float
-        if not found.is_complete or in_float is None:
+        if found.unknown or in_float is None:
             return None
         return promise.Estimate(in_float / found.planned_us, costs.error)
 
@@ -349,7 +349,7 @@ class _Forms:
         assert request.target.costs is not None  # the caller has looked
         plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
         found = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), request.target.costs)
-        return found.float_us if found.is_complete else None
+        return None if found.unknown else found.float_us
 
     def by_table(self, why: str, notes: Sequence[str]) -> Delivery:
         """The planned form if the cost table tells that it is faster, else the float model.
