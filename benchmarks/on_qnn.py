@@ -50,13 +50,13 @@ Judge = Callable[[list[Any], list[Any]], float]
 """The task's metric of outputs beside the float net's, both a list a sample."""
 THERE = """
 import sys, numpy as np
-from kenosis_ort.targets.qnn.qnn_child import open_session
+from kenosis_ort.targets.other_process import open_on_htp
 with np.load(sys.argv[2], allow_pickle=False) as data:
     feeds = {}
     for key in data.files:
         number, name = key.split("|", 1)
         feeds.setdefault(int(number), {})[name] = data[key]
-session = open_session(sys.argv[1], sys.argv[3], fallback=False, log=False)
+session = open_on_htp(sys.argv[1], sys.argv[3], fallback=False, log=False)
 ran = {n: session.run(None, feed) for n, feed in feeds.items()}
 np.savez(sys.argv[1] + ".out.npz", **{f"{n}|{i}": o for n, outputs in ran.items() for i, o in enumerate(outputs)})
 """

@@ -1,7 +1,7 @@
 """A process that is asked questions: a line of JSON in, a line of JSON out, until its input ends.
 
 So are runtimes asked that end their process over some models, keep what they were first opened for, or tell in their
-log alone what they refuse.
+log alone what they refuse. One that is asked again and again is `kept`.
 """
 
 import atexit
@@ -88,3 +88,21 @@ class Child(Closing):
         with self._errors:
             self._errors.seek(0)
             self.log = self._errors.read().decode("utf-8", "replace")
+
+
+_lock = threading.Lock()
+_kept: Final[dict[tuple[str, ...], Child]] = {}
+
+
+def kept(command: Sequence[str], name: str) -> Child:
+    """The process of a command, kept for the next question and started where it does not run.
+
+    Args:
+        command: What it is started by.
+        name: What messages call it.
+    """
+    with _lock:
+        known = _kept.get(tuple(command))
+        if known is None or not known.runs:
+            known = _kept[tuple(command)] = Child(command, name)
+        return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph, can_clip, pair_orders
 from kenosis_ort.plan import Kind
 from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.targets import other_process
 from kenosis_ort.targets.onednn import openvino_proof as runtime
 from kenosis_ort.targets.onednn import openvino_rules as rules
 from kenosis_ort.targets.onednn.openvino_proof import Executed, prove, report_of
@@ -560,7 +562,7 @@ def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatc
     model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
     feeds = models.feeds(model, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_SCRIPT", script)
+        patch.setattr(other_process, "command", lambda _: [sys.executable, str(script)])
         with pytest.warns(KenosisWarning, match="OpenVINO .* ended its process, with code -6"):
             report = quantize_static(model, out, ArrayReader(feeds), target="onednn")
         assert report.fusion is None

@@ -3,14 +3,11 @@
 No runtime is asked: the model is held against the text. The pattern of a Conv is read outward from it:
 its inputs back through TypeCast, Dequantize and Quantize, its output on through the epilogue up to the Quantize.
 
-What oneDNN's developer guide says about quantized Convolutions, clause by clause.
-
 Source: oneDNN developer guide, Graph extension, "Quantized Convolution Fusion Patterns"; the operations of the epilogue
 are those of its "Binary Fusions" and "Unary Fusions", to which the text refers.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,71 +17,35 @@ from onnx import TensorProto
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.proof import BrokenClause, Clause, ConvPattern, PatternReport
 
-
-@dataclass(frozen=True)
-class ConvolutionPattern:
-    """A quantized Convolution with what stands before and behind it, as a document defines it.
-
-    Data types go by the names that the document gives them: ``u8``, ``s8``, ``f32``, ``bf16``, ``f16``.
-
-    Attributes:
-        document: Title of the document.
-        src: Types of the quantized source.
-        weights: Types of the weights, as they enter the pattern.
-        bias: Types of the bias, as it enters the pattern.
-        dst: Types of what the pattern writes.
-        binary: Operator of the model to the document's name of a binary operation of the epilogue.
-        unary: The same for unary operations.
-        most_operations: How many binary and unary operations the epilogue may hold, a BiasAdd at its start not counted.
-        cast_before_quantize: Pairs of types between which a TypeCast may stand in front of the Quantize that ends it.
-    """
-
-    document: str
-    src: tuple[str, ...]
-    weights: tuple[str, ...]
-    bias: tuple[str, ...]
-    dst: tuple[str, ...]
-    binary: Mapping[str, str]
-    unary: Mapping[str, str]
-    most_operations: int
-    cast_before_quantize: tuple[tuple[str, str], ...]
-
-
-QUANTIZED_CONVOLUTION: Final = ConvolutionPattern(
-    document="oneDNN, Quantized Convolution Fusion Patterns",
-    src=("u8", "s8"),
-    weights=("s8", "f32"),
-    bias=("f32", "bf16", "f16"),
-    dst=("u8", "s8", "bf16", "f16", "f32"),
-    binary={
-        "Add": "Add",
-        "Sub": "Subtract",
-        "Max": "Maximum",
-        "Min": "Minimum",
-        "Mul": "Multiply",
-        "Div": "Divide",
-    },
-    unary={
-        "Abs": "Abs",
-        "Clip": "Clamp",
-        "Elu": "Elu",
-        "Exp": "Exp",
-        "Gelu": "GELU",
-        "HardSigmoid": "HardSigmoid",
-        "HardSwish": "HardSwish",
-        "LeakyRelu": "LeakyReLU",
-        "Log": "Log",
-        "Mish": "Mish",
-        "Relu": "ReLU",
-        "Round": "Round",
-        "Sigmoid": "Sigmoid",
-        "Softplus": "SoftPlus",
-        "Sqrt": "Sqrt",
-        "Tanh": "Tanh",
-    },
-    most_operations=4,
-    cast_before_quantize=(("bf16", "f32"),),
-)
+_DOCUMENT: Final = "oneDNN, Quantized Convolution Fusion Patterns"
+# Data types, by the names that the document gives them, as they enter and leave the pattern.
+_SRC: Final = ("u8", "s8")
+_WEIGHTS: Final = ("s8", "f32")
+_BIAS: Final = ("f32", "bf16", "f16")
+_DST: Final = ("u8", "s8", "bf16", "f16", "f32")
+_CAST_BEFORE_QUANTIZE: Final = ("bf16", "f32")
+"""Types between which a TypeCast may stand in front of the Quantize that ends the pattern."""
+_BINARY: Final = {
+    "Add": "Add",
+    "Sub": "Subtract",
+    "Max": "Maximum",
+    "Min": "Minimum",
+    "Mul": "Multiply",
+    "Div": "Divide",
+}
+"""Operators of an epilogue with two operands, with the document's names of them."""
+_SAME: Final = "Abs Elu Exp HardSigmoid HardSwish Log Mish Round Sigmoid Sqrt Tanh"
+_UNARY: Final = {
+    **{name: name for name in _SAME.split()},
+    "Clip": "Clamp",
+    "Gelu": "GELU",
+    "LeakyRelu": "LeakyReLU",
+    "Relu": "ReLU",
+    "Softplus": "SoftPlus",
+}
+"""The same of those with one."""
+_NAMES: Final = {**_UNARY, **_BINARY}
+_MOST_OPERATIONS: Final = 4  # of an epilogue, a BiasAdd at its start not counted
 
 
 _TYPES: Final[dict[int, str]] = {
@@ -106,8 +67,8 @@ def conform(model: onnx.ModelProto, folder: Path | None, target: str) -> Pattern
     """
     graph = SourceGraph(model, folder)
     convs = (n for n in graph.nodes if n.op_type == "Conv" or n.proto.op_type in _OTHER_FORMS)
-    found = tuple(_Reading(graph, QUANTIZED_CONVOLUTION, node).result() for node in convs)
-    return PatternReport(target, QUANTIZED_CONVOLUTION.document, found)
+    found = tuple(_Reading(graph, node).result() for node in convs)
+    return PatternReport(target, _DOCUMENT, found)
 
 
 class _Reading:
@@ -115,12 +76,11 @@ class _Reading:
 
     Args:
         graph: The model.
-        pattern: What the document says.
         conv: The node.
     """
 
-    def __init__(self, graph: SourceGraph, pattern: ConvolutionPattern, conv: SourceNode) -> None:
-        self._graph, self._pattern, self._conv = graph, pattern, conv
+    def __init__(self, graph: SourceGraph, conv: SourceNode) -> None:
+        self._graph, self._conv = graph, conv
         self._broken: list[BrokenClause] = []
 
     def result(self) -> ConvPattern:
@@ -168,7 +128,7 @@ class _Reading:
             self._break(Clause.SRC_CONVERSION, f"the source comes from {by} without a DequantizeLinear in between")
             return self._type(value)
         found = self._type(maker.proto.input[0])
-        self._check_type(Clause.SRC_TYPE, "the source", found, self._pattern.src)
+        self._check_type(Clause.SRC_TYPE, "the source", found, _SRC)
         return found
 
     def _weights(self, value: str) -> str:
@@ -189,7 +149,7 @@ class _Reading:
         if before is not None and before.op_type != "Constant":
             why = f"{before.op_type} '{before.label}' stands inside the weights' conversion, none of the four forms"
             self._break(Clause.WEIGHTS_CONVERSION, why)
-        self._check_type(Clause.WEIGHTS_TYPE, "the quantized tensor of weights", found, self._pattern.weights)
+        self._check_type(Clause.WEIGHTS_TYPE, "the quantized tensor of weights", found, _WEIGHTS)
         return found
 
     def _bias(self, value: str) -> str:
@@ -201,7 +161,7 @@ class _Reading:
             self._break(Clause.BIAS_CONVERSION, why)
             return found
         found = self._type(value)
-        self._check_type(Clause.BIAS_TYPE, "the bias", found, self._pattern.bias)
+        self._check_type(Clause.BIAS_TYPE, "the bias", found, _BIAS)
         return found
 
     # ---- what stands behind it ----------------------------------------------------------------------------------
@@ -218,14 +178,12 @@ class _Reading:
             seen.update(node.index for node in step)
             for node in step:
                 bias_add = not names and not biased and self._adds_a_bias(node, value)
-                names.append("BiasAdd" if bias_add else self._name(node))
+                names.append("BiasAdd" if bias_add else _NAMES[node.op_type])
                 count += not bias_add
             value = step[-1].proto.output[0]
-        most = self._pattern.most_operations
-        if count > most:
-            self._break(
-                Clause.EPILOGUE, f"{count} binary and unary operations behind the Conv; the text allows 0 to {most}"
-            )
+        if count > _MOST_OPERATIONS:
+            why = f"{count} binary and unary operations behind the Conv; the text allows 0 to {_MOST_OPERATIONS}"
+            self._break(Clause.EPILOGUE, why)
         return tuple(names), value, stopped
 
     def _step(self, value: str) -> tuple[list[SourceNode] | None, str]:
@@ -250,30 +208,27 @@ class _Reading:
             return None
         for start, end in (readers, readers[::-1]):
             nodes, at, read = [start], start, value
-            while at.op_type in self._pattern.unary and at.proto.input[0] == read and len(nodes) < _LONGEST_GATE:
+            while at.op_type in _UNARY and at.proto.input[0] == read and len(nodes) < _LONGEST_GATE:
                 read = at.proto.output[0]
                 behind = self._graph.consumers.get(read, [])
                 if read in self._graph.outputs or len(behind) != 1:
                     break
                 at = behind[0]
                 nodes.append(at)
-                if at is end and set(at.proto.input) == {value, read} and at.op_type in self._pattern.binary:
+                if at is end and set(at.proto.input) == {value, read} and at.op_type in _BINARY:
                     return nodes
         return None
 
     def _is_operation(self, node: SourceNode, value: str) -> bool:
         """Whether a node is an operation of the epilogue, of which a value is the operand."""
-        if node.op_type in self._pattern.unary:
+        if node.op_type in _UNARY:
             return bool(node.proto.input[0] == value)
-        return node.op_type in self._pattern.binary and sum(1 for v in node.proto.input if v) == 2
+        return node.op_type in _BINARY and sum(1 for v in node.proto.input if v) == 2
 
     def _converts(self, node: SourceNode, value: str) -> bool:
         if node.proto.input[0] != value:
             return False
-        return node.op_type == Q or (node.op_type == "Cast" and self._to_float(node))
-
-    def _name(self, node: SourceNode) -> str:
-        return self._pattern.unary.get(node.op_type) or self._pattern.binary[node.op_type]
+        return node.op_type == Q or (node.op_type == "Cast" and self._graph.is_float(node.proto.output[0]))
 
     def _adds_a_bias(self, node: SourceNode, value: str) -> bool:
         """Whether an Add puts one constant a channel, axis 1, on what the Conv writes."""
@@ -299,9 +254,6 @@ class _Reading:
         tensor = self._graph.initializers.get(value)
         return None if tensor is None else list(tensor.dims)
 
-    def _to_float(self, cast: SourceNode) -> bool:
-        return self._graph.is_float(cast.proto.output[0])
-
     def _destination(self, value: str) -> str:
         """Checks the conversion of what the epilogue writes: none, TypeCast, Quantize, or TypeCast and Quantize."""
         found = self._type(value)
@@ -309,14 +261,12 @@ class _Reading:
             out = node.proto.output[0]
             if node.op_type == Q and (cast := self._graph.producer.get(node.proto.input[0])) and cast.op_type == "Cast":
                 pair = (self._type(cast.proto.input[0]), self._type(cast.proto.output[0]))
-                if pair not in self._pattern.cast_before_quantize:
-                    allowed = " or ".join(f"{a} to {b}" for a, b in self._pattern.cast_before_quantize)
-                    self._break(
-                        Clause.DST_CONVERSION,
-                        f"a TypeCast from {pair[0]} to {pair[1]} before the Quantize; supported is {allowed} only",
-                    )
+                if pair != _CAST_BEFORE_QUANTIZE:
+                    given, allowed = (f"{a} to {b}" for a, b in (pair, _CAST_BEFORE_QUANTIZE))
+                    why = f"a TypeCast from {given} before the Quantize; supported is {allowed} only"
+                    self._break(Clause.DST_CONVERSION, why)
             found = self._type(out)
-        self._check_type(Clause.DST_TYPE, "the destination", found, self._pattern.dst)
+        self._check_type(Clause.DST_TYPE, "the destination", found, _DST)
         return found
 
     def _conversion(self, value: str) -> Iterator[SourceNode]:

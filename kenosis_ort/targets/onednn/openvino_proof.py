@@ -14,8 +14,6 @@ constant that of the Mul. A node without a name is where its readers are, or els
 import importlib.util
 import logging
 import os
-import sys
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +26,14 @@ from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.load import tagged_file, token_of
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.runtime.child import Child
+from kenosis_ort.runtime.child import kept
 from kenosis_ort.storage.writing import Scratch
+from kenosis_ort.targets import other_process
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, why_planned_float
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
-_SCRIPT: Final = Path(__file__).with_name("openvino_child.py")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,8 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
         path = folder / "model.onnx" if isinstance(source, bytes) else Path(source)
         if isinstance(source, bytes):
             path.write_bytes(source)
-        answer = _child().ask({"model": str(path.absolute()), "properties": _properties(threads)})
+        child = kept(other_process.command("openvino"), f"OpenVINO {runtime_version()}")
+        answer = child.ask({"model": str(path.absolute()), "properties": _properties(threads)})
     if "failure" in answer:
         raise _refused(answer["failure"])
     return [
@@ -103,19 +102,6 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
         for one in answer["nodes"]
         if one["layerType"] not in _DATA
     ]
-
-
-_lock = threading.Lock()
-_children: dict[Path, Child] = {}
-
-
-def _child() -> Child:
-    """The process that is asked, kept for the next question."""
-    with _lock:
-        known = _children.get(_SCRIPT)
-        if known is None or not known.runs:
-            known = _children[_SCRIPT] = Child([sys.executable, str(_SCRIPT)], f"OpenVINO {runtime_version()}")
-        return known
 
 
 def _properties(threads: int) -> dict[str, Any]:
@@ -133,6 +119,13 @@ def _refused(message: str) -> VerificationError:
         f"OpenVINO {runtime_version()} does not load the model: {flat[-_MESSAGE_LIMIT:]}",
         fix="load the model in OpenVINO alone",
     )
+
+
+def _refuse_libraries(libraries: Sequence[str]) -> None:
+    if libraries:
+        raise VerificationError(
+            "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
+        )
 
 
 class _CompiledRunner:
@@ -155,10 +148,7 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
     Raises:
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    if custom_op_libraries:
-        raise VerificationError(
-            "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
-        )
+    _refuse_libraries(custom_op_libraries)
     executed(source, threads=threads)  # whose process may end over the model, ours may not
     import openvino
 
@@ -296,10 +286,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    if custom_op_libraries:
-        raise VerificationError(
-            "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
-        )
+    _refuse_libraries(custom_op_libraries)
     with tagged_file(model, _name_outputs) as (source, tagged, path):
         found = executed(path, threads=threads)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)

@@ -4,38 +4,24 @@ Every rule was measured on OpenVINO 2026.4.1 and is proved again by its test on 
 quoted are of whole nets or blocks against OpenVINO in float32, one thread.
 
 A Conv or linear layer may write float anywhere. Activations are parted from the kernel before them where that kernel is
-slow at them: oneDNN's kernels for matrix tiles (AMX) compute an exponential in the epilogue a vector at a time, each
-waiting for the one before; a pass of its own takes two thirds of the time, and works on the float sum just as exactly
-(3 Convs of 64 channels with SiLU: 4.6x of float32, for 3.2x in the kernel and 4.0x with Q in between). ``Max(x, least
-number) = x`` is no operation that those kernels take in, and costs the pass behind it nothing. Float sums that no
-longer fit the processor's second cache would cost more than that; there the kernel keeps its activation.
-
-The plan is that of one epilogue all the same: Q stands behind the activation alone. Processors without tiles compute
-the epilogue at full speed, and nothing is held apart there.
-
-Pointwise Convs with strides become a subsampling that all of them share, and Convs without:
-``Conv(x; 1x1, strides s) = Conv(MaxPool(x; 1x1, strides s); 1x1)``: both read every s-th position of each channel and
-nothing else. OpenVINO does the same to a float model, where all readers of a value are such Convs, but behind the
-DequantizeLinear, and then runs the Convs in float. Done before quantization the MaxPool moves bytes and the Convs are
-integer (ResNet-50 with strides in its pointwise Convs: 6 of 53 Convs float, 3.9x for 2.7x).
+slow at them (`hold_apart`); the plan is that of one epilogue all the same: Q stands behind the activation alone.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Final
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+import onnx.helper
 
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.graph.walk import reserve_name
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.rewrite.rule import Editor, rule
 from kenosis_ort.runtime.limits import has_matrix_tiles
-from kenosis_ort.targets.model import Requirement, Role, rule
+from kenosis_ort.targets import model
+from kenosis_ort.targets.model import Requirement, Role
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
@@ -43,86 +29,71 @@ _MOST_ELEMENTS: Final = 3 << 17
 """Of a sum that is written as float32: 1.5 MB. Beyond it a pass of its own was slower than the kernel."""
 
 
-def hold_apart(model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()) -> RewriteResult:
-    """Puts Max with the least number between each named Conv and an activation with an exponential, in place.
+@rule(
+    "Conv",
+    did="activations with an exponential are held apart from the kernel before them",
+    whole=True,
+)
+def hold_apart(editor: Editor) -> None:
+    """Max with the least number between a Conv and an activation with an exponential.
 
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
+    ``Max(x, least number) = x`` for every number. It is no operation that oneDNN's kernels for matrix tiles (AMX) take
+    in, so that the activation behind it is a pass of its own: those kernels compute an exponential in the epilogue a
+    vector at a time, each waiting for the one before. The pass takes two thirds of the time, and works on the float sum
+    just as exactly (3 Convs of 64 channels with SiLU: 4.6x of float32, for 3.2x in the kernel and 4.0x with Q in
+    between). The Max costs it nothing.
+
+    Not changed: anything on processors without tiles, which compute the epilogue at full speed; sums of more elements
+    than fit the processor's second cache as float32, whose pass would cost more; sums that others need as well.
     """
-    if not has_matrix_tiles():
-        return RewriteResult()
-    index = GraphIndex(model, keep_values)
-    names = {node.name for node in index.nodes}
-    sizes = {info.name: _elements(info) for info in model.graph.value_info}
     least = ""
-    ordered: list[onnx.NodeProto] = []
-    for node in index.nodes:
-        ordered.append(node)
-        readers = index.readers.get(node.output[0], []) if node.output else []
-        slow = any(reader.op_type in SLOW_IN_KERNEL for reader in readers)
-        if node.op_type != "Conv" or node.name not in nodes or not slow or index.is_pinned(node.output[0]):
+    for conv in editor.find("Conv") if has_matrix_tiles() else ():
+        value = conv.output[0]
+        readers, dims = list(editor.readers.get(value, ())), editor.dims(value)
+        if not any(reader.op_type in SLOW_IN_KERNEL for reader in readers) or dims is None or None in dims[1:]:
             continue
-        if not 0 < sizes.get(node.output[0], 0) <= _MOST_ELEMENTS:
+        elements = math.prod(size or 0 for size in dims[1:])  # of an image
+        if not editor.may_change(conv) or editor.is_pinned(value) or not 0 < elements <= _MOST_ELEMENTS:
             continue
-        if not least:
-            least = index.fresh_name("least_number")
-            array = np.array(np.finfo(np.float32).min, np.float32)
-            model.graph.initializer.append(numpy_helper.from_array(array, least))
-        value, apart = node.output[0], index.fresh_name(f"{node.output[0]}_apart")
-        name = reserve_name(f"{node.name}_apart", names)
-        for reader in readers:
-            for position, read in enumerate(reader.input):
-                reader.input[position] = apart if read == value else read
-        ordered.append(helper.make_node("Max", [value, least], [apart], name=name))
-    count = len(ordered) - len(index.nodes)
-    if not count:
-        return RewriteResult()
-    replace_nodes(model.graph, ordered)
-    return RewriteResult((f"{count} activations with an exponential are held apart from the kernel before them.",))
+        least = least or editor.add_constant(np.array(np.finfo(np.float32).min, np.float32), "least_number")
+        apart = editor.append_behind(conv, "Max", [value, least], output=editor.fresh_name(f"{value}_apart"))
+        _redirect(editor, readers, value, apart)
+        editor.done += 1
 
 
-def _elements(info: onnx.ValueInfoProto) -> int:
-    """Number of elements of a value by image, 0 where that is not known before a run."""
-    dims = info.type.tensor_type.shape.dim
-    known = [d.dim_value for d in dims[1:] if d.HasField("dim_value")]
-    return math.prod(known) if dims and len(known) == len(dims) - 1 else 0
+@rule("Conv", did="values are subsampled before the pointwise Convs that stride over them", whole=True)
+def share_subsampling(editor: Editor) -> None:
+    """One MaxPool of 1x1 in front of pointwise Convs of the same strides that alone read a value.
 
+    ``Conv(x; 1x1, strides s) = Conv(MaxPool(x; 1x1, strides s); 1x1)``: both read every s-th position of each channel
+    and nothing else. OpenVINO does the same to a float model, where all readers of a value are such Convs, but behind
+    the DequantizeLinear, and then runs the Convs in float. Done before quantization the MaxPool moves bytes and the
+    Convs are integer (ResNet-50 with strides in its pointwise Convs: 6 of 53 Convs float, 3.9x for 2.7x).
 
-def share_subsampling(
-    model: onnx.ModelProto, *, nodes: Collection[str], keep_values: Collection[str] = ()
-) -> RewriteResult:
-    """Puts one MaxPool of 1x1 in front of pointwise Convs of the same strides that alone read a value, in place.
-
-    Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        nodes: Names of the nodes that may change.
-        keep_values: Values that must keep existing with their meaning; all of them do.
+    Not changed: padded Convs, readers of other strides, values that others read too.
     """
-    index = GraphIndex(model, keep_values)
-    names = {node.name for node in index.nodes}
-    ordered: list[onnx.NodeProto] = []
-    for node in index.nodes:
-        ordered.append(node)
+    for node in editor.nodes:
         for value in node.output:
-            readers = index.readers.get(value, [])
-            strides = {_strides(reader, value) if reader.name in nodes else () for reader in readers}
-            step = next(iter(strides)) if len(strides) == 1 else ()
-            if not step or index.is_pinned(value):
+            readers = list(editor.readers.get(value, ()))
+            strides = {_strides(reader, value) if editor.may_change(reader) else () for reader in readers}
+            step = strides.pop() if len(strides) == 1 else ()
+            if not step or editor.is_pinned(value):
                 continue
-            apart = index.fresh_name(f"{value}_subsampled")
+            apart = editor.append_behind(node, "MaxPool", [value], output=editor.fresh_name(f"{value}_subsampled"))
+            window = {"kernel_shape": [1] * len(step), "strides": step}
+            pool = editor.producers[apart]
+            pool.attribute.extend(onnx.helper.make_attribute(name, sizes) for name, sizes in window.items())
+            _redirect(editor, readers, value, apart)
             for reader in readers:
-                reader.input[0] = apart
                 next(a for a in reader.attribute if a.name == "strides").ints[:] = [1] * len(step)
-            name = reserve_name(f"{readers[0].name}_subsampled", names)
-            pool = helper.make_node("MaxPool", [value], [apart], name=name, kernel_shape=[1] * len(step), strides=step)
-            ordered.append(pool)
-    count = len(ordered) - len(index.nodes)
-    if not count:
-        return RewriteResult()
-    replace_nodes(model.graph, ordered)
-    return RewriteResult((f"{count} values are subsampled before the pointwise Convs that stride over them.",))
+            editor.done += 1
+
+
+def _redirect(editor: Editor, readers: Iterable[onnx.NodeProto], value: str, to: str) -> None:
+    """Makes nodes read another value."""
+    for reader in {id(reader): reader for reader in readers}.values():
+        for position in [at for at, read in enumerate(reader.input) if read == value]:
+            editor.read(reader, position, to)
 
 
 def _strides(node: onnx.NodeProto, value: str) -> tuple[int, ...]:
@@ -139,7 +110,7 @@ def _strides(node: onnx.NodeProto, value: str) -> tuple[int, ...]:
 
 
 _WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
-_rule: Final = partial(rule, versions="openvino>=2025")
+_rule: Final = partial(model.rule, versions="openvino>=2025")
 
 EPILOGUE: Final = (
     *("Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "HardSwish", "Gelu", "Tanh", "Elu", "Mish"),

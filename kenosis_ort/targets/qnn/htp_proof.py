@@ -15,7 +15,6 @@ import importlib.util
 import logging
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,13 +33,13 @@ from kenosis_ort.graph.view import infer_shapes, value_types
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
+from kenosis_ort.targets import other_process
+from kenosis_ort.targets.other_process import PROVIDER
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, why_planned_float
 
-PROVIDER: Final = "QNNExecutionProvider"
 CHIP_VARIABLE: Final = "KENOSIS_ORT_QNN_CHIP"
 _USUAL_CHIP: Final = "60"
 """Qualcomm's number of the Snapdragon X Elite (HTP v73), the chip of most machines on which ONNX Runtime uses HTP."""
-_SCRIPT: Final = Path(__file__).with_name("qnn_child.py")
 _REFUSED: Final = re.compile(r"\{ name: (?P<name>[^,}]*), type: (?P<type>[^,}]*) \}")
 
 
@@ -103,7 +102,7 @@ def ask(models: Sequence[Path]) -> list[Answer]:
 def _asked(models: Sequence[Path]) -> list[Answer]:
     """Answers of one process for models, up to the one that ended it."""
     found: list[dict[str, Any]] = []
-    with Child([sys.executable, str(_SCRIPT)], "the QNN provider") as child:
+    with Child(other_process.command("onnxruntime_qnn"), "the QNN provider") as child:
         try:
             child.ask({})
         except RuntimeEndedError as error:  # it did not come as far as the first model
