@@ -1,3 +1,5 @@
+"""Models are written whole, or nothing changes."""
+
 from __future__ import annotations
 
 import os
@@ -10,13 +12,11 @@ from onnx import TensorProto, helper
 from kenosis_ort.errors import OutputError, VerificationError
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.save import check_destination, write_model
-from tests.graph.build import assert_same, model, run, value
+from tests.graph.build import assert_same, net, run
 
 
 def small() -> onnx.ModelProto:
-    weights = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32), "b": np.ones(64, np.float32)}
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"])]
-    return model(nodes, [value("x", [1, 64])], [value("y", [1, 64])], weights)
+    return net("(float[1,64] x) => (float[1,64] y) <float[64,64] w, float[64] b> { h = MatMul(x, w) y = Add(h, b) }")
 
 
 X = {"x": np.ones((1, 64), np.float32)}
@@ -35,7 +35,8 @@ def refuse(path):
 def test_what_is_written_is_the_model(tmp_path, external):
     proto = small()
     out = tmp_path / "out.onnx"
-    write_model(proto, out, external_data=external, check=accept)
+    for _ in range(2):  # the second time in the place of the first
+        write_model(proto, out, external_data=external, check=accept)
     assert sorted(p.name for p in tmp_path.iterdir()) == (["out.onnx", "out.onnx.data"] if external else ["out.onnx"])
     assert_same(proto, str(out), X, rtol=0)
     assert load_model(out).proto == proto
@@ -78,14 +79,6 @@ def test_a_failed_second_move_undoes_the_first(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_an_existing_output_is_replaced(tmp_path):
-    out = tmp_path / "out.onnx"
-    write_model(small(), out, external_data=True, check=accept)
-    write_model(small(), out, external_data=True, check=accept)
-    assert_same(small(), str(out), X, rtol=0)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "out.onnx")
@@ -113,13 +106,13 @@ def test_a_protected_folder_is_refused(tmp_path):
 
 def test_tensors_of_every_layout_survive_external_data(tmp_path):
     half = np.linspace(-2, 2, 4096).astype(np.float16)
-    proto = model([helper.make_node("Identity", ["x"], ["y"])], [value("x", [1, 64])], [value("y", [1, 64])])
-    proto.graph.initializer.append(helper.make_tensor("typed", TensorProto.FLOAT, [2048], np.arange(2048.0)))
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(half, "half"))
-    proto.graph.initializer.append(helper.make_tensor("text", TensorProto.STRING, [300], [b"word!"] * 300))
-    proto.graph.initializer.append(
-        helper.make_tensor("four", TensorProto.INT4, [4097], [i % 15 - 7 for i in range(4097)])
-    )
+    proto = net("(float[1,64] x) => (float[1,64] y) { y = Identity(x) }")
+    proto.graph.initializer.extend([
+        helper.make_tensor("typed", TensorProto.FLOAT, [2048], np.arange(2048.0)),
+        onnx.numpy_helper.from_array(half, "half"),
+        helper.make_tensor("text", TensorProto.STRING, [300], [b"word!"] * 300),
+        helper.make_tensor("four", TensorProto.INT4, [4097], [i % 15 - 7 for i in range(4097)]),
+    ])  # fmt: skip
     out = tmp_path / "out.onnx"
     write_model(proto, out, external_data=True, check=lambda _: None)
     stored = {t.name: onnx.numpy_helper.to_array(t) for t in load_model(out).proto.graph.initializer}

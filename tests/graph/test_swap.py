@@ -8,25 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from onnx import helper
 
 from kenosis_ort.errors import KenosisWarning, OutputError, warn_caller
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.save import write_model
-from tests.graph.build import model, value
+from tests.graph.build import net as parsed
 from tests.storage.killing import killed_at_every_step
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def net(seed: int, size: int = 64) -> onnx.ModelProto:
-    weights = {"w": np.random.default_rng(seed).normal(size=(size, size)).astype(np.float32)}
-    return model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])], [value("x", [1, size])], [value("y", [1, size])], weights
-    )
+    text = f"(float[1,{size}] x) => (float[1,{size}] y) <float[{size},{size}] w> {{ y = MatMul(x, w) }}"
+    return parsed(text, seed=seed)
 
 
 OLD, NEW = net(0), net(1, size=48)
