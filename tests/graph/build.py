@@ -9,32 +9,10 @@ import numpy as np
 import onnx
 import onnx.checker
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.opset import PreparedModel, Rewrite, prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.planning import parse
-
-
-def value(name, shape, elem_type=TensorProto.FLOAT):
-    return helper.make_tensor_value_info(name, elem_type, shape)
-
-
-def model(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: Sequence[onnx.ValueInfoProto],
-    weights: Mapping[str, np.ndarray] | None = None,
-    *,
-    opset: int = 17,
-    ir: int = 8,
-    domains: Mapping[str, int] | None = None,
-    functions: Sequence[onnx.FunctionProto] = (),
-) -> onnx.ModelProto:
-    initializers = [numpy_helper.from_array(np.asarray(a), n) for n, a in (weights or {}).items()]
-    graph = helper.make_graph(list(nodes), "g", list(inputs), list(outputs), initializers)
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
-    return helper.make_model(graph, opset_imports=imports, ir_version=ir, functions=list(functions))
 
 
 def net(text: str, weights: Mapping[str, np.ndarray] | None = None, **options) -> onnx.ModelProto:

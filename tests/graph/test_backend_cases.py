@@ -11,6 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.graph.build import ready, session
@@ -36,8 +37,7 @@ def cases():
 
 def outputs(proto, arrays):
     """The model's outputs, None where the runtime does not run it."""
-    lowered = onnx.ModelProto()
-    lowered.CopyFrom(proto)
+    lowered = copy_model(proto)
     lowered.ir_version = min(proto.ir_version, runtime_limits().max_ir)
     try:
         run = session(lowered)

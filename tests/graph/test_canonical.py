@@ -5,25 +5,15 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from kenosis_ort.graph.canonical import sort_nodes
 from kenosis_ort.rewrite import PREPARATION
-from tests.graph.build import assert_same, model, ops, ready, run, value
+from tests.graph.build import assert_same, net, ops, ready, run
+from tests.models import normal
 
-node = helper.make_node
 X = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
-
-
-def constant(*numbers, name=""):
-    return numpy_helper.from_array(np.float32(numbers), name)
-
-
-def of_opsets(*imports):
-    proto = model([node("Softmax", ["x"], ["y"])], [value("x", [2, 2, 2])], [value("y", [2, 2, 2])])
-    del proto.opset_import[:]
-    proto.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in imports)
-    return proto
+OWN = '<domain: "own", opset_import: ["" : {}, "own" : 1]>'
 
 
 @pytest.mark.parametrize(
@@ -38,7 +28,9 @@ def of_opsets(*imports):
     ],
 )
 def test_operator_sets_as_the_runtime_reads_them(imports):
-    proto = of_opsets(*imports)
+    proto = net("(float[2,2,2] x) => (float[2,2,2] y) { y = Softmax(x) }")
+    del proto.opset_import[:]
+    proto.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in imports)
     prepared = ready(proto).proto
     assert [entry.domain for entry in prepared.opset_import].count("") == 1
     assert_same(proto, prepared, {"x": X})
@@ -48,23 +40,21 @@ def test_operator_sets_as_the_runtime_reads_them(imports):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_of_several_constants_the_one_counts_that_the_runtime_reads(width, order):
     """It reads the last of small initializers and the first of large ones, and Constant nodes before both."""
-    rng = np.random.default_rng(0)
+    proto = net(f"""(float[{width}] x) => (float[{width}] y) {{ [first] c = Constant<value = float[1] {{1}}>()
+        [last] c = Constant<value = float[1] {{1}}>() z = Add(x, k) u = Add(z, c) y = Add(u, s) }}""")
 
-    def tensor(name=""):
-        return numpy_helper.from_array(rng.normal(size=width).astype(np.float32), name)
+    def tensor(seed: int, name: str = "") -> onnx.TensorProto:
+        return numpy_helper.from_array(normal((width,), seed), name)
 
-    nodes = [
-        node("Constant", [], ["c"], value=tensor(), name="first"),
-        node("Constant", [], ["c"], value=tensor(), name="last"),
-        *(node("Add", [a, b], [y]) for a, b, y in (("x", "k", "z"), ("z", "c", "u"), ("u", "s", "y"))),
-    ]
-    proto = model(nodes, [value("x", [width])], [value("y", [width])])
-    several = [tensor("k") for _ in order]
-    proto.graph.initializer.extend([*(several[at] for at in order), tensor("c"), tensor("s")])
-    five = helper.make_sparse_tensor(constant(5, name="s"), numpy_helper.from_array(np.int64([1])), [width])
-    proto.graph.sparse_initializer.append(five)
+    for at, node in enumerate(proto.graph.node[:2]):
+        node.attribute[0].t.CopyFrom(tensor(10 + at))
+    proto.graph.initializer.extend([*(tensor(at, "k") for at in order), tensor(3, "c"), tensor(4, "s")])
+    five = numpy_helper.from_array(np.float32([5]), "s")
+    proto.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(five, numpy_helper.from_array(np.int64([1])), [width])
+    )
     prepared = ready(proto)
-    assert_same(proto, prepared.proto, {"x": rng.normal(size=width).astype(np.float32)})
+    assert_same(proto, prepared.proto, {"x": normal((width,), 5)})
     assert sorted(t.name for t in prepared.proto.graph.initializer) == ["c", "k", "s"]
     assert any("5 constants in whose place" in note for note in prepared.notes)
 
@@ -76,9 +66,11 @@ def test_sparse_constants_become_dense(by_axis, as_node):
     indices = np.argwhere(dense) if by_axis else np.flatnonzero(dense)
     values = numpy_helper.from_array(dense[dense != 0], "w")
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(indices.astype(np.int64)), [2, 3])
-    nodes = [node("Constant", [], ["w"], sparse_value=sparse)] if as_node else []
-    proto = model([*nodes, node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 2])], [value("y", [1, 3])], ir=11)
-    if not as_node:
+    first = "w = Constant<value_int = 0>()" if as_node else ""
+    proto = net(f"(float[1,2] x) => (float[1,3] y) {{ {first} y = MatMul(x, w) }}", ir_version=11)
+    if as_node:
+        proto.graph.node[0].attribute[0].CopyFrom(helper.make_attribute("sparse_value", sparse))
+    else:
         proto.graph.sparse_initializer.append(sparse)
     prepared = ready(proto).proto
     assert [t.name for t in prepared.graph.initializer] == ["w"]
@@ -86,38 +78,26 @@ def test_sparse_constants_become_dense(by_axis, as_node):
 
 
 def test_nodes_come_after_what_they_read():
-    body = helper.make_graph(
-        [node("Add", ["n", "late"], ["out"]), node("Neg", ["x"], ["n"])], "b", [], [value("out", None)]
+    body = "() => (float[] {0}) {{ {0} = Add(n, late) n = Neg(x) }}"
+    proto = net(
+        f"""(float[2] x) => (float[2] y) {{
+        y = If(flag) <then_branch = t {body.format("t")}, else_branch = e {body.format("e")}>
+        late = Abs(mid) mid = Exp(x) flag = Less(zero, one) }}""",
+        {"zero": np.float32(0), "one": np.float32(1)},
     )
-    nodes = [
-        node("If", ["flag"], ["y"], then_branch=body, else_branch=body),
-        node("Abs", ["mid"], ["late"]),
-        node("Exp", ["x"], ["mid"]),
-        node("Less", ["zero", "one"], ["flag"]),
-    ]
-    proto = model(nodes, [value("x", [2])], [value("y", [2])], {"zero": np.float32(0), "one": np.float32(1)})
-    x = np.float32([1, 2])
-    prepared = ready(proto).proto
+    x, prepared = np.float32([1, 2]), ready(proto).proto
     assert ops(prepared) == ["Exp", "Abs", "Less", "If"]
     assert [n.op_type for n in prepared.graph.node[-1].attribute[0].g.node] == ["Neg", "Add"]
     np.testing.assert_allclose(run(prepared, {"x": x})[0], np.exp(x) - x, rtol=1e-6)
     assert not sort_nodes(prepared)
-
-
-def test_a_cycle_is_left_to_the_runtime():
-    proto = model([node("Neg", ["b"], ["a"]), node("Neg", ["a"], ["b"])], [value("x", [2])], [value("b", [2])])
-    assert not sort_nodes(proto)
+    assert not sort_nodes(net("(float[2] x) => (float[2] b) { a = Neg(b) b = Neg(a) }")), "a cycle is the runtime's"
 
 
 def test_optional_outputs_that_nothing_reads_are_dropped():
-    nodes = [
-        node("MaxPool", ["x"], ["p", "where"], kernel_shape=[2]),
-        node("Dropout", ["p"], ["d", "mask"]),
-        node("Dropout", ["d"], ["e", "read"]),
-        node("TopK", ["e", "k"], ["t", "index"]),
-        node("Where", ["read", "e", "e"], ["y"]),
-    ]
-    proto = model(nodes, [value("x", [1, 2, 4])], [value("y", [1, 2, 3]), value("t", [1, 2, 1])], {"k": np.int64([1])})
+    text = """(float[1,2,4] x) => (float[1,2,3] y, float[1,2,1] t) {
+    p, where = MaxPool<kernel_shape = [2]>(x) d, mask = Dropout(p) e, read = Dropout(d) t, index = TopK(e, k)
+    y = Where(read, e, e) }"""
+    proto = net(text, {"k": np.int64([1])})
     prepared = ready(proto).proto
     assert [len(n.output) for n in prepared.graph.node] == [1, 1, 2, 2, 1]
     assert_same(proto, prepared, {"x": np.float32([[[1, 5, 2, 3], [4, 0, 1, 2]]])})
@@ -126,99 +106,61 @@ def test_optional_outputs_that_nothing_reads_are_dropped():
 
 @pytest.mark.parametrize("opset", [9, 13])
 def test_a_batch_norm_with_statistics_declared_normalizes_by_the_batch(opset):
-    norm = node("BatchNormalization", ["x", *"abab"], ["y", "m", "v", "sm", "sv"])
-    weights = {"a": np.float32([1, 2, 3]), "b": np.float32([3, 2, 1])}
-    proto = model([norm], [value("x", [4, 3, 2])], [value("y", None)], weights, opset=opset)
-    x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
-    assert_same(proto, ready(proto, rewrites=PREPARATION).proto, {"x": x})
+    text = "(float[4,3,2] x) => (float[] y) { y, m, v, sm, sv = BatchNormalization(x, a, b, a, b) }"
+    proto = net(text, {"a": np.float32([1, 2, 3]), "b": np.float32([3, 2, 1])}, opset=opset)
+    assert_same(proto, ready(proto, rewrites=PREPARATION).proto, {"x": normal((4, 3, 2))})
 
 
-def function(name, inputs, outputs, nodes, *, opset=17):
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("own", 1)]
-    return helper.make_function("own", name, inputs, outputs, nodes, imports)
+# ---- functions ------------------------------------------------------------------------------------------------------
 
 
 def test_functions_are_read_by_the_models_operator_set_whatever_they_are_called():
     """A function may be called Conv; its body means what it says, in the model's operator set."""
-    conv = function(
-        "Conv", ["a", "b"], ["o"], [node("Softmax", ["a"], ["s"]), node("Mul", ["s", "b"], ["o"])], opset=12
-    )
-    outer = function("Relu", ["a"], ["o"], [node("Conv", ["a", "a"], ["c"], domain="own"), node("Neg", ["c"], ["o"])])
-    nodes = [
-        node("Relu", ["x"], ["r"], domain="own", name="call"),
-        node("Conv", ["r", "x"], ["y"], domain="own", name="other"),
-    ]
-    functions = [conv, outer]
-    proto = model(nodes, [value("x", [2, 2, 2])], [value("y", None)], opset=13, domains={"own": 1}, functions=functions)
+    text = f"""(float[2,2,2] x) => (float[] y) {{ [call] r = own.Relu(x) [other] y = own.Conv(r, x) }}
+    {OWN.format(12)} Conv (a, b) => (o) {{ s = Softmax(a) o = Mul(s, b) }}
+    {OWN.format(17)} Relu (a) => (o) {{ c = own.Conv(a, a) o = Neg(c) }}"""
+    proto = net(text, opset=13, domains=("own",))
     prepared = ready(proto)
     assert ops(prepared.proto) == ["Softmax", "Mul", "Neg", "Softmax", "Mul"]
     assert_same(proto, prepared.proto, {"x": X})
     names = [n.name for n in prepared.proto.graph.node]
-    assert prepared.nodes["call"] == tuple(names[:3])
-    assert prepared.nodes["other"] == tuple(names[3:])
+    assert (prepared.nodes["call"], prepared.nodes["other"]) == (tuple(names[:3]), tuple(names[3:]))
 
 
 def test_functions_in_bodies_and_with_bodies():
-    branch = helper.make_graph([node("Abs", ["h"], ["t"])], "t", [], [value("t", None)])
-    other = helper.make_graph([node("Neg", ["a"], ["e"])], "e", [], [value("e", None)])
-    choose = function(
-        "Choose",
-        ["a", "c"],
-        ["o"],
-        [node("Exp", ["a"], ["h"]), node("If", ["c"], ["o"], then_branch=branch, else_branch=other)],
-    )
-    call = helper.make_graph([node("Choose", ["h", "c"], ["t"], domain="own")], "t", [], [value("t", None)])
-    nodes = [
-        node("Choose", ["x", "c"], ["h"], domain="own"),
-        node("If", ["c"], ["y"], then_branch=call, else_branch=other_of("x")),
-    ]
-    inputs = [value("x", [2]), value("c", [], TensorProto.BOOL)]
-    proto = model(nodes, inputs, [value("y", None)], domains={"own": 1}, functions=[choose])
+    text = f"""(float[2] x, bool c) => (float[] y) {{ h = own.Choose(x, c)
+    y = If(c) <then_branch = u () => (float[] t) {{ t = own.Choose(h, c) }},
+               else_branch = w () => (float[] e) {{ e = Neg(x) }}> }}
+    {OWN.format(17)} Choose (a, c) => (o) {{ h = Exp(a) o = If(c) <
+        then_branch = t () => (float[] t) {{ t = Abs(h) }}, else_branch = e () => (float[] e) {{ e = Neg(a) }}> }}"""
+    proto = net(text, domains=("own",))
     prepared = ready(proto).proto
     assert not prepared.functions
     for flag in (True, False):
         assert_same(proto, prepared, {"x": np.float32([-1, 2]), "c": np.array(flag)})
 
 
-def other_of(name):
-    return helper.make_graph([node("Neg", [name], ["e"])], "e", [], [value("e", None)])
-
-
 def test_names_of_weights_are_not_taken_by_what_is_inlined():
-    twice = function("Twice", ["a"], ["o"], [node("Add", ["a", "a"], ["w"]), node("Neg", ["w"], ["o"])])
-    nodes = [node("Twice", ["x"], ["h"], domain="own"), node("Twice", ["h"], ["g"], domain="own")]
-    nodes.append(node("Add", ["g", "w__1"], ["y"]))
-    weights = {"w__1": np.float32([1, 2]), "w__2": np.float32([1, 2])}
-    proto = model(nodes, [value("x", [2])], [value("y", [2])], weights, domains={"own": 1}, functions=[twice])
+    text = f"""(float[2] x) => (float[2] y) {{ h = own.Twice(x) g = own.Twice(h) y = Add(g, w__1) }}
+    {OWN.format(17)} Twice (a) => (o) {{ w = Add(a, a) o = Neg(w) }}"""
+    proto = net(text, {f"w__{at}": np.float32([1, 2]) for at in (1, 2)}, domains=("own",))
     assert_same(proto, ready(proto).proto, {"x": np.float32([3, 4])})
 
 
+@pytest.mark.parametrize("given", ["", "<slope = 0.5>", "<slope = 0.5, bend = 0.2>", "<bend = 0.2>"])
+def test_attributes_of_functions_given_by_default_and_left_out(given):
+    branch = "() => (float[] t) { t = LeakyRelu<alpha: float = @slope>(a) }"
+    text = f"""(float[4] x, bool c) => (float[] y) {{ h = own.Act{given}(x) y = own.Choose(h, c) }}
+    {OWN.format(17)} Act <bend, slope: float = 0.3> (a) => (o)
+        {{ l = LeakyRelu<alpha: float = @slope>(a) o = Elu<alpha: float = @bend>(l) }}
+    {OWN.format(17)} Choose <slope: float = 0.7> (a, c) => (o)
+        {{ o = If(c) <then_branch = t {branch}, else_branch = e {branch}> }}"""
+    proto = net(text, domains=("own",))
+    assert_same(proto, ready(proto).proto, {"x": np.float32([-2, -1, 1, 2]), "c": np.array(True)})
+
+
 def test_outputs_of_open_size_get_no_made_up_names():
-    proto = model([node("NonZero", ["x"], ["y"])], [value("x", ["n", 3])], [onnx.ValueInfoProto(name="y")])
-    proto.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+    proto = net("(float[n,3] x) => (int64[] y) { y = NonZero(x) }")
     (dim, open_dim) = ready(proto).proto.graph.output[0].type.tensor_type.shape.dim
     assert dim.dim_value == 2
     assert not open_dim.WhichOneof("value")
-
-
-def referring(op_type, inputs, outputs, attribute):
-    """A node whose ``alpha`` is an attribute of the function around it."""
-    made = node(op_type, inputs, outputs)
-    made.attribute.add(name="alpha", type=onnx.AttributeProto.FLOAT, ref_attr_name=attribute)
-    return made
-
-
-@pytest.mark.parametrize("given", [{}, {"slope": 0.5}, {"slope": 0.5, "bend": 0.2}, {"bend": 0.2}])
-def test_attributes_of_functions_given_by_default_and_left_out(given):
-    act = function(
-        "Act", ["a"], ["o"], [referring("LeakyRelu", ["a"], ["l"], "slope"), referring("Elu", ["l"], ["o"], "bend")]
-    )
-    act.attribute.append("bend")
-    branch = helper.make_graph([referring("LeakyRelu", ["a"], ["t"], "slope")], "b", [], [value("t", None)])
-    choose = function("Choose", ["a", "c"], ["o"], [node("If", ["c"], ["o"], then_branch=branch, else_branch=branch)])
-    for owner, slope in ((act, 0.3), (choose, 0.7)):
-        owner.attribute_proto.append(helper.make_attribute("slope", slope))
-    nodes = [node("Act", ["x"], ["h"], domain="own", **given), node("Choose", ["h", "c"], ["y"], domain="own")]
-    inputs = [value("x", [4]), value("c", [], TensorProto.BOOL)]
-    proto = model(nodes, inputs, [value("y", None)], domains={"own": 1}, functions=[act, choose])
-    assert_same(proto, ready(proto).proto, {"x": np.float32([-2, -1, 1, 2]), "c": np.array(True)})

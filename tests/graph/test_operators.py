@@ -7,65 +7,42 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.constants import BOUNDS, HEAVY, LAYERS, OPERATORS, Is, having, what
-from tests.graph.build import run
+from tests.graph.build import net, run
+from tests.models import normal
 
-_CONSTANTS: dict[str, list[Any]] = {
-    "Reshape": [np.array([1, 4, -1])],
-    "Squeeze": [np.array([0])],
-    "Unsqueeze": [np.array([0])],
-    "Slice": [np.array([1]), np.array([4]), np.array([2])],
-    "Gather": [np.array([1, 3, 1])],
-    "Expand": [np.array([2, 4, 6, 6])],
-    "Split": [np.array([1, 1])],
-    "Tile": [np.array([1, 2, 1, 1])],
-    "PRelu": [np.float32([0.3])],
-    "Clip": [np.float32(-1), np.float32(2)],
-}
-_ATTRIBUTES: dict[str, dict[str, Any]] = {
-    "DepthToSpace": {"blocksize": 2},
-    "SpaceToDepth": {"blocksize": 2},
-    "MaxPool": {"kernel_shape": [2, 2]},
-    "AveragePool": {"kernel_shape": [2, 2]},
-    "Slice": {},
-    "Gather": {"axis": 1},
-    "Split": {"axis": 3, "num_outputs": 2},
-}
-_OWN = {"FastGelu", "QuickGelu"}
-_BINARY = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum", "Pow"}
-_UNKNOWN = {"Swish"}  # younger than the operator set here
-ONE_INPUT = sorted(
-    (having(Is.ELEMENTWISE) | having(Is.HOMOGENEOUS) | having(Is.MOVE) | having(Is.PICK) | BOUNDS.keys())
-    - _BINARY
-    - _UNKNOWN
-)
+CALLS = {
+    "Reshape": "(x, to)", "Squeeze": "(x, first)", "Unsqueeze": "(x, first)", "Slice": "(x, one, four, two)",
+    "Gather": "<axis = 1>(x, some)", "Expand": "(x, wide)", "Split": "<axis = 3, num_outputs = 2>(x)",
+    "Tile": "(x, twice)", "PRelu": "(x, slope)", "Clip": "(x, low, high)", "DepthToSpace": "<blocksize = 2>(x)",
+    "SpaceToDepth": "<blocksize = 2>(x)", "MaxPool": "<kernel_shape = [2, 2]>(x)",
+    "AveragePool": "<kernel_shape = [2, 2]>(x)",
+}  # fmt: skip
+"""Calls that are more than ``(x)``."""
+
+CONSTANTS: dict[str, Any] = {
+    "to": [1, 4, -1], "first": [0], "one": [1], "two": [2], "four": [4], "some": [1, 3, 1], "wide": [2, 4, 6, 6],
+    "twice": [1, 2, 1, 1], "slope": np.float32([0.3]), "low": np.float32(-1), "high": np.float32(2),
+}  # fmt: skip
+OWN = {"FastGelu", "QuickGelu"}
+BINARY = {"Add", "Sub", "Mul", "Div", "Max", "Min", "Mean", "Sum", "Pow"}
+UNKNOWN = {"Swish"}  # younger than the operator set here
+KINDS = (Is.ELEMENTWISE, Is.HOMOGENEOUS, Is.MOVE, Is.PICK)
+ONE_INPUT = sorted({*BOUNDS}.union(*map(having, KINDS)) - BINARY - UNKNOWN)
 
 
 def compute(op_type: str, x: np.ndarray) -> np.ndarray:
-    constants = [numpy_helper.from_array(a, f"c{i}") for i, a in enumerate(_CONSTANTS.get(op_type, ()))]
-    names = ["x", *(tensor.name for tensor in constants)]
-    if op_type == "Split":
-        constants, names = [], ["x"]
-    outputs = ["y", "z"] if op_type == "Split" else ["y"]
-    domain = "com.microsoft" if op_type in _OWN else ""
-    node = helper.make_node(op_type, names, outputs, domain=domain, **_ATTRIBUTES.get(op_type, {}))
-    assert what(node) is OPERATORS.get(op_type, Is(0))
-    graph = helper.make_graph(
-        [node],
-        "one",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
-    return run(helper.make_model(graph, opset_imports=opsets, ir_version=10), {"x": x})[0]
+    outputs = "y, z" if op_type == "Split" else "y"
+    call = ("com.microsoft." if op_type in OWN else "") + op_type + CALLS.get(op_type, "(x)")
+    proto = net(f"(float[1,4,6,6] x) => (float[] y) {{ {outputs} = {call} }}", CONSTANTS, opset=20)
+    assert what(proto.graph.node[0]) is OPERATORS.get(op_type, Is(0))
+    return run(proto, {"x": x})[0]
 
 
 @pytest.mark.parametrize("op_type", ONE_INPUT)
 def test_what_the_table_says_holds(op_type: str) -> None:
-    x = np.random.default_rng(1).normal(0, 2, (1, 4, 6, 6)).astype(np.float32)
+    x = normal((1, 4, 6, 6), 1, 2)
     x = np.abs(x) if op_type == "Sqrt" else x
     y, is_ = compute(op_type, x), OPERATORS.get(op_type, Is(0))
     assert np.allclose(compute(op_type, 3 * x), 3 * y, rtol=1e-4, atol=1e-6) == (Is.HOMOGENEOUS in is_)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,16 +15,6 @@ from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import load, outside
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import (
-    array_in,
-    copy_model,
-    is_outside,
-    put_outside,
-    refers_outside,
-    serialized,
-    weight_bytes,
-    weights_on_disk,
-)
 from kenosis_ort.runtime.session import open_session
 from tests import models
 from tests.weights.test_quantize import decoder, feeds
@@ -40,7 +32,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def split(model: onnx.ModelProto, folder: Path) -> Path:
     path = folder / "model.onnx"
-    copy = copy_model(model)  # which saving changes
+    copy = outside.copy_model(model)  # which saving changes
     onnx.save_model(copy, path, save_as_external_data=True, location="model.data", size_threshold=256)
     return path
 
@@ -49,18 +41,18 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
     whole = decoder()
     path = split(whole, tmp_path)
     lazy = load_model(path, lazily=True).proto
-    held = {t.name for t in lazy.graph.initializer if not is_outside(t)}
-    assert refers_outside(lazy)
+    held = {t.name for t in lazy.graph.initializer if not outside.is_outside(t)}
+    assert outside.refers_outside(lazy)
     assert not any(name.endswith("_w") for name in held)
-    assert not any(t.raw_data for t in lazy.graph.initializer if is_outside(t))
+    assert not any(t.raw_data for t in lazy.graph.initializer if outside.is_outside(t))
     for tensor, same in zip(lazy.graph.initializer, whole.graph.initializer, strict=True):
-        assert np.array_equal(array_in(tensor), array_in(same))
-    assert weight_bytes(lazy) == weight_bytes(whole)
+        assert np.array_equal(outside.array_in(tensor), outside.array_in(same))
+    assert outside.weight_bytes(lazy) == outside.weight_bytes(whole)
     assert model_fingerprint(lazy) == model_fingerprint(load_model(path).proto)
-    assert onnx.load_model_from_string(b"".join(serialized(lazy))).graph.node == whole.graph.node
+    assert onnx.load_model_from_string(b"".join(outside.serialized(lazy))).graph.node == whole.graph.node
     (feed,) = feeds(1)
     results = []
-    for model in (lazy, whole, onnx.load_model_from_string(b"".join(serialized(lazy)))):
+    for model in (lazy, whole, onnx.load_model_from_string(b"".join(outside.serialized(lazy)))):
         with open_session(model) as runner:
             results.append(runner.answer(feed))
     for found in results[:2]:
@@ -70,13 +62,13 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
 def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
     lazy = load_model(split(decoder(), tmp_path), lazily=True).proto
     tensor = onnx.numpy_helper.from_array(np.arange(1024, dtype=np.float32), "t")
-    assert put_outside(tensor) is tensor
-    with weights_on_disk(lazy):
-        first, second = put_outside(tensor), put_outside(tensor)
-        assert is_outside(first)
+    assert outside.put_outside(tensor) is tensor
+    with outside.weights_on_disk(lazy):
+        first, second = outside.put_outside(tensor), outside.put_outside(tensor)
+        assert outside.is_outside(first)
         assert not first.raw_data
         assert first == second
-        assert np.array_equal(array_in(first), array_in(tensor))
+        assert np.array_equal(outside.array_in(first), outside.array_in(tensor))
         file = Path("/", next(e.value for e in first.external_data if e.key == "location"))
         assert file.is_file()
     assert not file.exists()
@@ -89,7 +81,7 @@ def test_a_file_cannot_claim_to_be_checked(tmp_path: Path) -> None:
     del tensor.external_data[:]
     for key, value in (("location", "etc/passwd"), ("checksum", "kenosis-0")):
         tensor.external_data.add(key=key, value=value)
-    assert not is_outside(tensor)
+    assert not outside.is_outside(tensor)
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(ModelLoadError):
         load_model(path, lazily=True)
@@ -99,10 +91,21 @@ def parts(path: Path) -> tuple[object, ...]:
     """Returns all that a file says, wherever its weights lie."""
     model = onnx.load(path)
     return (
-        {t.name: (t.data_type, array_in(t).tobytes()) for t in model.graph.initializer},
+        {t.name: (t.data_type, outside.array_in(t).tobytes()) for t in model.graph.initializer},
         list(model.graph.node),
         list(model.graph.output),
     )
+
+
+def in_both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any]) -> list[Any]:
+    """Reports of two files, made with weights on disk and in memory, that say the same."""
+    reports = []
+    for name, limit in (("disk", 0), ("memory", 2**40)):
+        monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", limit)
+        reports.append(make(path.with_name(f"{name}.onnx")))
+        assert not [text for text in getattr(reports[-1], "warnings", ()) if "bug" in text]
+    assert parts(path.with_name("disk.onnx")) == parts(path.with_name("memory.onnx"))
+    return reports
 
 
 @pytest.mark.parametrize("samples", [0, 8])
@@ -110,12 +113,10 @@ def test_weights_alone_are_those_made_in_memory(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     path = split(decoder(), tmp_path)
-    reports = [kenosis_ort.quantize_weights(path, tmp_path / "disk.onnx", feeds(samples) or None)]
-    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
-    reports.append(kenosis_ort.quantize_weights(path, tmp_path / "memory.onnx", feeds(samples) or None))
-    assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
-    for name in ("disk", "memory"):
-        assert (tmp_path / f"{name}.onnx.data").exists()
+    reports = in_both_ways(
+        path, monkeypatch, lambda out: kenosis_ort.quantize_weights(path, out, feeds(samples) or None)
+    )
+    assert all((tmp_path / f"{name}.onnx.data").exists() for name in ("disk", "memory"))
     assert repr(reports[0].layers) == repr(reports[1].layers)  # NaN is not itself
     assert reports[0].outputs == reports[1].outputs
 
@@ -127,15 +128,10 @@ def test_a_static_call_makes_the_same_file(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, net: str, recipe: str
 ) -> None:
     model = models.transformer_block() if net == "transformer" else models.bn_net(channels=16)
-    path = split(model, tmp_path)
-    samples = models.feeds(model, 10)
-    for name in ("disk", "memory"):
-        monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0 if name == "disk" else 2**40)
-        report = kenosis_ort.quantize_static(
-            path, tmp_path / f"{name}.onnx", kenosis_ort.ArrayReader(samples), recipe=recipe, promise=False
-        )
-        assert not [text for text in report.warnings if "bug" in text], report.warnings
-    assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
+    path, given = split(model, tmp_path), {"recipe": recipe, "promise": False}
+    in_both_ways(
+        path, monkeypatch, lambda out: kenosis_ort.quantize_static(path, out, models.reader(model, 10), **given)
+    )
 
 
 def test_an_output_may_take_the_place_of_its_source(tmp_path: Path, on_disk: None) -> None:
@@ -164,7 +160,7 @@ def test_calibrating_and_planning_leave_weights_on_disk(
 
     def told(proto: onnx.ModelProto, *arguments: object, **options: object) -> None:
         read_external_data(proto, *arguments, **options)  # type: ignore[arg-type]
-        loaded.append(refers_outside(proto))
+        loaded.append(outside.refers_outside(proto))
 
     read_external_data = outside.read_external_data
     monkeypatch.setattr(load, "read_external_data", told)

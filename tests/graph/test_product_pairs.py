@@ -6,43 +6,36 @@ import itertools
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from kenosis_ort.graph.qdq import PairOrder, can_clip, pair_order, pair_orders, pair_sums
-from kenosis_ort.targets.ort_cpu.rules import products_saturate
+from tests.graph.build import net
+from tests.processor import SATURATES
 
 
-def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, **attributes: Any) -> np.ndarray:
+def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, group: int) -> tuple[np.ndarray, np.float32]:
     """Sums of a Conv with uint8 data of zero point 0, read by scales that leave 8 bits of them."""
-    node = helper.make_node("QLinearConv", ["x", "s", "xz", "w", "s", "wz", "out", "yz"], ["y"], **attributes)
     step = np.float32(2.0 ** max(0, int(np.ceil(np.log2(255 * 128 * w[0].size / 120)))))
     constants = {"w": w, "s": np.float32(1), "xz": np.uint8(0), "wz": np.array(zero_point, w.dtype), "out": step,
                  "yz": np.uint8(128)}  # fmt: skip
-    return _run(node, x, constants, TensorProto.UINT8), step
+    text = f"y = QLinearConv<group = {group}>(x, s, xz, w, s, wz, out, yz)"
+    return computed(f"uint8{list(x.shape)} x) => (uint8[] y", text, x, constants), step
 
 
 def run_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    return _run(helper.make_node("MatMulInteger", ["x", "w"], ["y"]), x, {"w": w}, TensorProto.INT32)
+    return computed(f"uint8{list(x.shape)} x) => (int32[] y", "y = MatMulInteger(x, w)", x, {"w": w})
 
 
-def _run(node: onnx.NodeProto, x: np.ndarray, constants: dict[str, np.ndarray], kind: int) -> np.ndarray:
-    graph = helper.make_graph(
-        [node],
-        "pairs",
-        [helper.make_tensor_value_info("x", helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)],
-        [helper.make_tensor_value_info("y", kind, None)],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+def computed(interface: str, body: str, x: np.ndarray, constants: dict[str, Any]) -> np.ndarray:
+    """What the runtime's own choice of kernels computes."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
+    model = net(f"({interface}) {{ {body} }}", constants).SerializeToString()
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
 
 
 def clipped(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -58,7 +51,7 @@ def exact(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
-    return clipped(columns, rows) if pairs and products_saturate() else exact(columns, rows)
+    return clipped(columns, rows) if pairs and SATURATES else exact(columns, rows)
 
 
 def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> np.ndarray:
@@ -94,7 +87,7 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(
     shape = (outputs, inputs // groups, *kernel)
     x = rng.integers(180, 256, (1, inputs, *(k + 3 for k in kernel)), np.uint8)
     w = rng.integers(-127, 128, shape, np.int8)
-    y, step = run_conv(x, w, zero_point, group=groups)
+    y, step = run_conv(x, w, zero_point, groups)
     order = pair_order(helper.make_node("Conv", ["x", "w"], ["y"], group=groups), shape)
     per_group = outputs // groups
     sums = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from onnx import TensorProto, helper
 
 from kenosis_ort.graph.bodies import state_pairs, state_stem
+from tests.graph.build import net
 
 
 @pytest.mark.parametrize(("past", "present"), [
@@ -25,22 +25,19 @@ def test_others_do_not(one: str, other: str):
     assert state_stem(one) != state_stem(other)
 
 
-def test_a_key_and_a_value_of_one_layer_are_paired():
-    def values(names: list[str], size: str) -> list:
-        return [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2, size, 8]) for name in names]
+def paired(inputs: list[str], outputs: list[str], body: str) -> dict[str, str]:
+    """State pairs of a net whose values have four dimensions."""
+    ins, outs = (", ".join(f"float[1,2,n,8] {name}" for name in names) for names in (inputs, outputs))
+    return state_pairs(net(f"({ins}) => ({outs}) {{ {body} }}"))
 
+
+def test_a_key_and_a_value_of_one_layer_are_paired():
     pasts, presents = ["past_key", "past_value"], ["present_key", "present_value"]
-    graph = helper.make_graph([], "g", values(pasts, "past"), values(presents, "all"))
-    assert state_pairs(helper.make_model(graph)) == dict(zip(presents, pasts, strict=True))
+    assert paired(pasts, presents, "") == dict(zip(presents, pasts, strict=True))
 
 
 def test_what_an_input_is_concatenated_to_is_its_next_value_whatever_it_is_called():
-    def values(names: list[str], size: str) -> list:
-        return [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2, size, 8]) for name in names]
-
-    nodes = [helper.make_node("Concat", [f"past_{i}", f"new_{i}"], [f"cat_{9 - i}"], axis=2) for i in range(2)]
-    nodes.append(helper.make_node("Concat", ["a", "b"], ["both"], axis=2))  # of two inputs it is no one's
-    nodes += [helper.make_node("Concat", ["c", "d"], [name], axis=2) for name in ("one", "other")]  # nor one of two
-    pasts = values(["past_0", "past_1", "a", "b", "c"], "past")
-    graph = helper.make_graph(nodes, "g", pasts, values(["cat_8", "cat_9", "both", "one", "other"], "all"))
-    assert state_pairs(helper.make_model(graph)) == {"cat_9": "past_0", "cat_8": "past_1"}
+    body = """cat_9 = Concat<axis = 2>(past_0, new_0) cat_8 = Concat<axis = 2>(past_1, new_1)
+    both = Concat<axis = 2>(a, b) one = Concat<axis = 2>(c, d) other = Concat<axis = 2>(c, d)"""
+    found = paired(["past_0", "past_1", *"abc"], ["cat_8", "cat_9", "both", "one", "other"], body)
+    assert found == {"cat_9": "past_0", "cat_8": "past_1"}  # of two inputs it is no one's, nor of one twice

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from kenosis_ort import quantize_static
@@ -15,39 +14,32 @@ from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.load import TensorSummary, summarize
 from kenosis_ort.quantizer.stock import QuantFormat
 from tests import models
+from tests.graph.build import net
 
 
-def value(name: str, shape: list[int | str | None] | None, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, shape)
-
-
-def small(weight: np.ndarray, *, kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Foo", ["y"], ["z"], domain="my.ops")],
-        "g",
-        [value("x", ["batch", None, 3], kind), value("w", list(weight.shape), kind)],
-        [value("z", None, kind)],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    imports = [helper.make_opsetid("", 17), helper.make_opsetid("my.ops", 2)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=8, producer_name="me", producer_version="3")
+def small(weight: np.ndarray, kind: str = "float") -> onnx.ModelProto:
+    dims = ",".join(map(str, weight.shape))
+    text = f"({kind}[batch,?,3] x, {kind}[{dims}] w) => ({kind}[] z) {{ y = MatMul(x, w) z = my.Foo(y) }}"
+    model = net(text, {"w": weight}, domains=("my",))
+    model.producer_name, model.producer_version = "me", "3"
+    return model
 
 
 def test_facts_of_a_small_model():
     found = summarize(small(np.zeros((3, 5), np.float32)))
     assert found.inputs == (TensorSummary("x", "float", ("batch", "?", 3)),)
     assert found.outputs == (TensorSummary("z", "float", None),)
-    assert found.operators == {"MatMul": 1, "my.ops.Foo": 1}
-    assert found.opsets == {"ai.onnx": 17, "my.ops": 2}
+    assert found.operators == {"MatMul": 1, "my.Foo": 1}
+    assert found.opsets == {"ai.onnx": 17, "my": 1}
     assert (found.parameters, found.weight_bytes, found.weight_types) == (15, 60, {"float": 60})
     assert (found.producer, found.ir_version, found.quantization) == ("me 3", 8, "float")
     assert found.is_float
-    assert found.path == "model 'g'"
+    assert found.path == "model 'net'"
     assert found.to_dict()["inputs"][0]["name"] == "x"
 
 
 def test_half_precision_is_float_still():
-    found = summarize(small(np.zeros((3, 5), np.float16), kind=TensorProto.FLOAT16))
+    found = summarize(small(np.zeros((3, 5), np.float16), "float16"))
     assert found.quantization == "float16"
     assert found.is_float
 
@@ -85,17 +77,8 @@ def test_dynamic_quantization_is_told(tmp_path: Path):
 
 
 def test_weights_only_is_told():
-    nodes = [
-        helper.make_node("DequantizeLinear", ["w", "s"], ["f"]),
-        helper.make_node("MatMul", ["x", "f"], ["y"]),
-    ]
-    weights = [
-        numpy_helper.from_array(np.ones((3, 5), np.int8), "w"),
-        numpy_helper.from_array(np.float32(0.1), "s"),
-    ]
-    graph = helper.make_graph(nodes, "g", [value("x", [1, 3])], [value("y", [1, 5])], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    found = summarize(model)
+    text = "(float[1,3] x) => (float[1,5] y) <int8[3,5] w, float s> { f = DequantizeLinear(w, s) y = MatMul(x, f) }"
+    found = summarize(net(text))
     assert found.quantization == "weights only"
     assert found.weight_types == {"int8": 15, "float": 4}
 
