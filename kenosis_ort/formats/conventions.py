@@ -15,7 +15,7 @@ nodes that stand there for one runtime's sake alone. Source: `qonnx` 1.0.0: `uti
 read ``kernel_shape``, `cleanup` asserts one entry a value; measured.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import QuantizedTensor, integer_bounds, quantizers_of
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
+from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
+from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.opset import fit_ir_version
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
@@ -35,7 +36,7 @@ _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
 _NEWEST_IR = 10
 
 
-class Export:
+class Export(Edits):
     """A canonical model on its way to another format.
 
     Args:
@@ -50,7 +51,7 @@ class Export:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.index = GraphIndex(copy_model(model))
+        super().__init__(model)
         found = quantizers_of(self.index.model)
         self.tensors = tuple(t for t in found if t.elem_type != TensorProto.INT32 or t.constant is None)
         for tensor in found:
@@ -62,12 +63,6 @@ class Export:
         self._one_dequantizer_a_tensor()
         self._before: dict[str, list[onnx.NodeProto]] = {}
 
-    def constant(self, array: npt.NDArray[Any], base: str) -> str:
-        """Adds a constant and returns its name."""
-        name = self.index.fresh_name(base)
-        self.index.replace_constant(name, numpy_helper.from_array(np.asarray(array, order="C"), name))
-        return name
-
     def store(self, tensor: QuantizedTensor, real: npt.NDArray[np.float32]) -> None:
         """Makes the value of a constant's DQ an initializer, and takes the DQ away."""
         value = str(tensor.dequantize.output[0])
@@ -76,21 +71,6 @@ class Export:
             self.index.replace_constant(value, numpy_helper.from_array(np.asarray(real, order="C"), value))
         else:
             self.index.redirect(value, self.constant(real, tensor.integers.removesuffix("_quantized")))
-
-    def put(self, node: onnx.NodeProto, op_type: str, inputs: Iterable[str], **attributes: Any) -> None:
-        """Makes a node another one that writes the same value."""
-        index = self.index
-        for value in node.input:
-            if value:
-                index.release(node, value)
-        node.op_type = op_type
-        for field in ("input", "attribute", "domain"):
-            node.ClearField(field)
-        node.input.extend(inputs)
-        for value in node.input:
-            index.readers.setdefault(value, []).append(node)
-        given = {name: value for name, value in attributes.items() if value is not None}
-        node.attribute.extend(helper.make_attribute(name, value) for name, value in given.items())
 
     def insert(self, node: onnx.NodeProto, nodes: Sequence[onnx.NodeProto]) -> None:
         """Puts nodes in front of one."""
@@ -223,7 +203,8 @@ def _spell_out(export: Export, tensor: QuantizedTensor) -> None:
         ends = [export.constant(np.asarray(end, container), f"{base}_bound") for end in (low, high)]
         nodes.append(helper.make_node("Clip", [integers, *ends], [clipped], f"{base}_Clip"))
         integers = clipped
-    export.put(dequantize, "DequantizeLinear", [integers, scale, zero_point], **axis)
+    export.put(dequantize, "DequantizeLinear", [integers, scale, zero_point], axis)
+    dequantize.ClearField("domain")  # no empty string, as in the nodes before it
     export.insert(dequantize, nodes)
 
 
@@ -266,15 +247,14 @@ def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | Non
     base = str(node.output[0]).removesuffix("_DequantizeLinear_Output")
     scale = export.constant(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
     if _is_bipolar(tensor):
-        export.put(node, "BipolarQuant", [source, scale])
+        export.put(node, "BipolarQuant", [source, scale], {}, domain=DOMAIN)
     else:
         zero_point = export.constant(
             tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
         )
         bits = export.constant(np.float32(q.bits), f"{base}_quant_bits")
         given = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
-        export.put(node, "Quant", [source, scale, zero_point, bits], **given)
-    node.domain = DOMAIN
+        export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=DOMAIN)
     for entry in list(export.index.graph.quantization_annotation):
         if entry.tensor_name == tensor.integers:
             export.index.graph.quantization_annotation.remove(entry)

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes, forget_types, integer_bounds, width_of
+from kenosis_ort.formats.tensors import Draft, forget_types
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.qdq import INTEGERS
+from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)

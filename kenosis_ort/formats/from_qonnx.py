@@ -38,6 +38,7 @@ from onnx import TensorProto
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
 from kenosis_ort.formats.from_qdq import is_dequantize
+from kenosis_ort.graph import qdq
 from kenosis_ort.graph.constants import LAYOUT
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 
@@ -185,7 +186,7 @@ class Reader(tensors.Draft):
         name = self.constant(whole.astype(container), f"{node.input[0]}_quantized")
         if grid.bits not in (8, 32):
             bits = max(grid.bits, 2)
-            tensors.annotate(self.graph, name, f"{'' if container is not np.uint8 else 'U'}INT{bits}")
+            qdq.annotate(self.graph, name, f"{'' if container is not np.uint8 else 'U'}INT{bits}")
         inputs = [
             name,
             self.constant(scale, f"{base}_scale"),
@@ -206,8 +207,8 @@ class Reader(tensors.Draft):
             self.constant(zero_point.astype(container), f"{base}_zero_point"),
         ]
         integers = self.add("QuantizeLinear", [x, *parameters], base, axis=axis)
-        bounds = tensors.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
-        if bounds != tensors.integer_bounds(8, signed=grid.signed):
+        bounds = qdq.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
+        if bounds != qdq.integer_bounds(8, signed=grid.signed):
             ends = [self.constant(np.asarray(end, container), f"{base}_bound") for end in bounds]
             integers = self.add("Clip", [integers, *ends], base)
         self.add("DequantizeLinear", [integers, *parameters], base, output=node.output[0], axis=axis)
@@ -311,7 +312,7 @@ class FloatReader(Reader):
         self.constant(real, node.output[0], named=True)
 
     def _quantize(self, x: str, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid) -> None:
-        bounds = tensors.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
+        bounds = qdq.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
         if grid.bits == 1 and grid.signed:
             bounds = (-1, 1)
         scale, zero_point = np.broadcast_arrays(grid.scale, grid.zero_point)
@@ -361,7 +362,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     draft = tensors.Draft(model)
     constants: dict[str, onnx.NodeProto] = {}  # what a DQ of a constant writes -> the DQ
-    declared = tensors.declared_datatypes(model.graph)
+    declared = qdq.declared_datatypes(model.graph)
     for node in model.graph.node:
         source = constants.get(node.input[0]) if node.input else None
         if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
@@ -373,7 +374,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
                 constants[node.output[0]] = node
                 if source.input[0] in declared:
                     declared[node.input[0]] = declared[source.input[0]]
-                    tensors.annotate(model.graph, node.input[0], declared[source.input[0]])
+                    qdq.annotate(model.graph, node.input[0], declared[source.input[0]])
         draft.nodes.append(node)
     return draft.finish(may_go=lambda node: node.output[0] in constants)
 

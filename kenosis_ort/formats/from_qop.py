@@ -7,7 +7,8 @@ integers behind an operator stays behind its Q: quantized operators with Clip ar
 Source: ONNX' and ONNX Runtime's operator documentation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,10 +16,63 @@ import onnx
 from onnx import TensorProto, helper
 
 from kenosis_ort.formats.from_qdq import is_quantize
-from kenosis_ort.formats.qonnx_nodes import base_name, refuse
-from kenosis_ort.formats.tensors import QLINEAR, Draft
+from kenosis_ort.formats.qonnx_nodes import refuse
+from kenosis_ort.formats.tensors import Draft
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int
+
+DATA, WEIGHT, BIAS, RESULT, OTHER = "data", "weight", "bias", "result", "other"
+_INPUTS: Final[Mapping[str, int]] = {DATA: 3, WEIGHT: 3, BIAS: 1, RESULT: 2, OTHER: 1}
+"""How many inputs stand for one of a kind: integers or reals, and scale and zero point beside those but for a bias."""
+
+
+@dataclass(frozen=True)
+class QOperator:
+    """How a quantized operator stands for one of float values, which both directions go by.
+
+    Attributes:
+        op_type: The float operator.
+        layout: What its inputs are, in order: `DATA` and `WEIGHT` are integers, scale and zero point, `RESULT` scale
+            and zero point of what it writes, `BIAS` int32 at the product of the scales of data and weight, `OTHER` is
+            not quantized. `DATA` at the end repeats. The float operator's inputs are the same without `RESULT`.
+        attributes: Those of the float operator that it knows too; None for all.
+        domain: Its own.
+    """
+
+    op_type: str
+    layout: tuple[str, ...]
+    attributes: tuple[str, ...] | None = None
+    domain: str = MICROSOFT
+
+    def kinds(self, data: int) -> tuple[str, ...]:
+        """The layout for a number of data inputs."""
+        more = data - self.layout.count(DATA) if self.layout[-1] == DATA else 0
+        return (*self.layout, *(DATA,) * more)
+
+
+_ONE, _TWO = (DATA, RESULT), (DATA, DATA, RESULT)
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+OPERATORS: Final[Mapping[str, QOperator]] = {
+    "QGemm": QOperator("Gemm", (DATA, WEIGHT, BIAS, RESULT)),
+    "QLinearAdd": QOperator("Add", _TWO),
+    "QLinearAveragePool": QOperator("AveragePool", _ONE, _POOL),
+    "QLinearConcat": QOperator("Concat", (RESULT, DATA), ("axis",)),
+    "QLinearConv": QOperator("Conv", (DATA, WEIGHT, RESULT, BIAS), domain=""),
+    "QLinearGlobalAveragePool": QOperator("GlobalAveragePool", _ONE, ()),
+    "QLinearLeakyRelu": QOperator("LeakyRelu", _ONE, ("alpha",)),
+    "QLinearMatMul": QOperator("MatMul", (DATA, WEIGHT, RESULT), domain=""),
+    "QLinearMul": QOperator("Mul", _TWO),
+    "QLinearSigmoid": QOperator("Sigmoid", _ONE, ()),
+    "QLinearSoftmax": QOperator("Softmax", _ONE, ("axis",)),
+    "QLinearWhere": QOperator("Where", (OTHER, DATA, DATA, RESULT)),
+}
+"""The quantized operators that have a form with QuantizeLinear."""
+
+
+def weight_axis(op_type: str, node: onnx.NodeProto, rank: int) -> int:
+    """The axis of a layer's weights along which its output channels lie; ``op_type`` is that of the float operator."""
+    return 0 if op_type == "Conv" or attribute_int(node, "transB", 0) else rank - 1
+
 
 _DATA_MOVEMENT: Final = (having(Is.MOVE) | having(Is.PICK)) - having(Is.POOL) - having(Is.REDUCTION) | {
     *("Concat", "MaxPool", "Pad", "ReduceMax", "ReduceMin", "Resize")
@@ -27,20 +81,9 @@ _DATA_MOVEMENT: Final = (having(Is.MOVE) | having(Is.PICK)) - having(Is.POOL) - 
 
 _DYNAMIC: Final = frozenset(
     {
-        "ConvInteger",
-        "DynamicQuantizeLSTM",
-        "DynamicQuantizeLinear",
-        "DynamicQuantizeMatMul",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QLinearConvTranspose",
-        "QMoE",
-        "QOrderedAttention",
-        "QOrderedGelu",
-        "QOrderedLayerNormalization",
-        "QOrderedLongformerAttention",
+        *("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger"),
+        *("MatMulIntegerToFloat", "QAttention", "QEmbedLayerNormalization", "QLinearConvTranspose", "QMoE"),
+        *("QOrderedAttention", "QOrderedGelu", "QOrderedLayerNormalization", "QOrderedLongformerAttention"),
         "QOrderedMatMul",
     }
 )
@@ -66,15 +109,12 @@ class _Reader(Draft):
         self._dequantized: dict[tuple[str, str, str, int | None], str] = {}
         self._scalars: dict[tuple[str, bool], str] = {}
         self._grids: dict[str, tuple[str, str]] = {}  # integers -> names of their scale and zero point
-        self.reduces_by_input = opset_of(model) >= 18
 
     def read(self) -> onnx.ModelProto:
         for node in self.graph.node:
-            handler = _HANDLERS.get(node.op_type) if node.domain in (*MAIN_DOMAINS, MICROSOFT) else None
-            if handler is not None:
-                if attribute_int(node, "channels_last", 0):
-                    refuse(node, "its data are channels-last, as only the runtime itself writes them")
-                handler(self, node)
+            row = OPERATORS.get(node.op_type) if node.domain in (*MAIN_DOMAINS, MICROSOFT) else None
+            if row is not None:
+                self._write(node, row)
             elif node.op_type in _DYNAMIC and node.domain in (*MAIN_DOMAINS, MICROSOFT):
                 refuse(
                     node,
@@ -94,11 +134,30 @@ class _Reader(Draft):
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def real(self, node: onnx.NodeProto, at: int, axis: int | None = None) -> str:
-        """The real value of the integers at input ``at``, whose scale and zero point follow them."""
-        integers, scale = node.input[at], node.input[at + 1]
-        zero_point = node.input[at + 2] if len(node.input) > at + 2 else ""
-        return self.dequantized(node, integers, scale, zero_point, axis)
+    def _write(self, node: onnx.NodeProto, row: QOperator) -> None:
+        """Writes a quantized operator as the float one between the DQ of what it reads and the Q of what it writes."""
+        if attribute_int(node, "channels_last", 0):
+            refuse(node, "its data are channels-last, as only the runtime itself writes them")
+        given = [*node.input, *[""] * (2 * len(_INPUTS))]
+        inputs, at, places = list[str](), 0, dict[str, int]()
+        for kind in row.kinds(len(node.input) // _INPUTS[DATA]):
+            places[kind] = at
+            if kind in (DATA, WEIGHT):
+                axis = weight_axis(row.op_type, node, self.rank(given[at]) or 0) if kind == WEIGHT else None
+                integers, scale, zero_point = given[at : at + 3]
+                inputs.append(self.dequantized(node, integers, scale, zero_point, axis))
+            elif kind == OTHER:
+                inputs.append(given[at])
+            at += _INPUTS[kind]
+        if BIAS in places and given[places[BIAS]]:
+            scales = (given[places[DATA] + 1], given[places[WEIGHT] + 1])
+            inputs.append(self._bias(node, given[places[BIAS]], scales, attribute_float(node, "alpha", 1.0)))
+        real = self._compute(node, row.op_type, inputs)
+        scale, zero_point = given[places[RESULT] : places[RESULT] + 2]
+        if scale:
+            self.requantized(node, real, node.output[0], scale, zero_point)
+        else:
+            self.nodes[-1].output[0] = node.output[0]
 
     def dequantized(
         self, node: onnx.NodeProto, integers: str, scale: str, zero_point: str, axis: int | None = None
@@ -114,11 +173,6 @@ class _Reader(Draft):
             self._dequantized[key] = self.add("DequantizeLinear", [integers, *names], integers, axis=along)
         return self._dequantized[key]
 
-    def quantized(self, node: onnx.NodeProto, real: str, at: int) -> None:
-        """Adds the Q that writes what the node writes, by the scale at input ``at``."""
-        zero_point = node.input[at + 1] if len(node.input) > at + 1 else ""
-        self.requantized(node, real, node.output[0], node.input[at], zero_point)
-
     def requantized(self, node: onnx.NodeProto, real: str, output: str, scale: str, zero_point: str) -> None:
         """Adds the Q that writes ``output``."""
         if self._constant(node, scale, "scale").size != 1:
@@ -127,20 +181,26 @@ class _Reader(Draft):
         self.add("QuantizeLinear", [real, *names], output, output=output)
         self._grids[output] = (names[0], names[1])
 
-    def compute(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str], **attributes: Any) -> str:
-        """Adds the float operator under the node's name, with the node's attributes and others; returns its output."""
+    def _compute(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str]) -> str:
+        """Adds the float operator under the node's name; returns what it writes."""
         value = self.fresh(f"{node.output[0]}_real")
+        given = {} if op_type != "Softmax" else {"axis": self._softmax_axis(node)}
         new = helper.make_node(op_type, list(inputs), [value], name=node.name)
-        given = {name: number for name, number in attributes.items() if number is not None}
-        new.attribute.extend(a for a in node.attribute if a.name not in (*attributes, "channels_last", "opset"))
+        new.attribute.extend(a for a in node.attribute if a.name not in (*given, "channels_last", "opset"))
         new.attribute.extend(helper.make_attribute(name, number) for name, number in given.items())
         self.nodes.append(new)
         return value
 
-    def bias(self, node: onnx.NodeProto, name: str, factors: Sequence[str], factor: float = 1.0) -> str:
+    def _softmax_axis(self, node: onnx.NodeProto) -> int:
+        opset = attribute_int(node, "opset", 13)
+        axis = attribute_int(node, "axis", -1 if opset >= 13 else 1)
+        rank = self.rank(node.input[0])
+        if opset < 13 and axis != -1 and (rank is None or axis % rank != rank - 1):
+            refuse(node, f"a Softmax of operator set {opset} over several axes has no form in later ones")
+        return -1 if opset < 13 else axis
+
+    def _bias(self, node: onnx.NodeProto, name: str, factors: Sequence[str], factor: float) -> str:
         """The real value of an int32 bias, whose scale is the product of two others."""
-        if not name:
-            return ""
         scale = np.asarray(factor, np.float32)
         for each in factors:
             scale = scale * self._constant(node, each, "scale").reshape(-1)
@@ -223,80 +283,6 @@ class _Reader(Draft):
                 self.requantized(node, value, name, scale, zero_point)
 
 
-# ---- the operators ------------------------------------------------------------------------------------------------
-
-
-def _conv(draft: _Reader, node: onnx.NodeProto) -> None:
-    inputs = [draft.real(node, 0), draft.real(node, 3, axis=0)]
-    if len(node.input) > 8 and node.input[8]:
-        inputs.append(draft.bias(node, node.input[8], (node.input[1], node.input[4])))
-    draft.quantized(node, draft.compute(node, "Conv", inputs), 6)
-
-
-def _matmul(draft: _Reader, node: onnx.NodeProto) -> None:
-    rank = draft.rank(node.input[3])
-    axis = -1 if rank is None else rank - 1
-    inputs = [draft.real(node, 0), draft.real(node, 3, axis=axis)]
-    draft.quantized(node, draft.compute(node, "MatMul", inputs), 6)
-
-
-def _gemm(draft: _Reader, node: onnx.NodeProto) -> None:
-    transposed = attribute_int(node, "transB", 0)
-    inputs = [draft.real(node, 0), draft.real(node, 3, axis=0 if transposed else 1)]
-    if len(node.input) > 6 and node.input[6]:
-        alpha = attribute_float(node, "alpha", 1.0)
-        inputs.append(draft.bias(node, node.input[6], (node.input[1], node.input[4]), alpha))
-    real = draft.compute(node, "Gemm", inputs)
-    if len(node.input) > 7 and node.input[7]:
-        draft.quantized(node, real, 7)
-    else:
-        draft.nodes[-1].output[0] = node.output[0]
-
-
-def _by_table(draft: _Reader, node: onnx.NodeProto) -> None:
-    row, at, inputs, result = QLINEAR[node.op_type], 0, list[str](), 0
-    for kind in row.kinds(len(node.input) // 3):
-        if kind == "result":
-            result, at = at, at + 2
-        elif kind == "data":
-            inputs.append(draft.real(node, at))
-            at += 3
-        else:
-            inputs.append(node.input[at])
-            at += 1
-    draft.quantized(node, draft.compute(node, row.op_type, inputs), result)
-
-
-def _softmax(draft: _Reader, node: onnx.NodeProto) -> None:
-    opset = attribute_int(node, "opset", 13)
-    axis = attribute_int(node, "axis", -1 if opset >= 13 else 1)
-    rank = draft.rank(node.input[0])
-    if opset < 13 and axis != -1 and (rank is None or axis % rank != rank - 1):
-        refuse(node, f"a Softmax of operator set {opset} over several axes has no form in later ones")
-    draft.quantized(node, draft.compute(node, "Softmax", [draft.real(node, 0)], axis=-1 if opset < 13 else axis), 3)
-
-
-def _reduce_mean(draft: _Reader, node: onnx.NodeProto) -> None:
-    axes = attribute(node, "axes")
-    base, inputs = base_name(node), [draft.real(node, 0)]
-    by_input = draft.reduces_by_input
-    if axes is not None and by_input:
-        inputs.append(draft.constant(np.asarray(axes.ints, np.int64), f"{base}_axes"))
-        node.attribute.remove(axes)
-    draft.quantized(node, draft.compute(node, "ReduceMean", inputs), 3)
-
-
-_HANDLERS: Final[Mapping[str, Callable[[_Reader, onnx.NodeProto], None]]] = {
-    **dict.fromkeys(QLINEAR, _by_table),
-    "QGemm": _gemm,
-    "QLinearConv": _conv,
-    "QLinearMatMul": _matmul,
-    "QLinearReduceMean": _reduce_mean,
-    "QLinearSoftmax": _softmax,
-}
-"""The quantized operators that have a form with QuantizeLinear, and how it is written."""
-
-
 def holds_quantized_operators(model: onnx.ModelProto) -> bool:
     """Whether the main graph holds quantized operators."""
-    return any(node.op_type in _HANDLERS and node.domain in (*MAIN_DOMAINS, MICROSOFT) for node in model.graph.node)
+    return any(node.op_type in OPERATORS and node.domain in (*MAIN_DOMAINS, MICROSOFT) for node in model.graph.node)

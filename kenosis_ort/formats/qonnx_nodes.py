@@ -16,9 +16,10 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import Draft, integer_bounds
+from kenosis_ort.formats.tensors import Draft
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.walk import all_graphs, all_nodes, attribute, opset_of, subgraphs
 
 QONNX: Final = "qonnx.custom_op.general"

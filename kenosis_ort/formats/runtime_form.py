@@ -27,7 +27,9 @@ from onnx import TensorProto
 
 from kenosis_ort.formats import integer_bias
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
-from kenosis_ort.formats.tensors import Draft, annotate, declared_datatypes
+from kenosis_ort.formats.from_qop import weight_axis
+from kenosis_ort.formats.tensors import Draft
+from kenosis_ort.graph.qdq import annotate, declared_datatypes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
 from kenosis_ort.targets.model import DataTypes
 
@@ -82,7 +84,8 @@ class _Layers(Draft):
             return None
         if node.op_type == "MatMul" and integers.ndim != 2:
             return None
-        if scale.size > 1 and attribute_int(maker, "axis", 1) % integers.ndim != _channel_axis(node):
+        rank = integers.ndim
+        if scale.size > 1 and attribute_int(maker, "axis", 1) % rank != weight_axis(node.op_type, node, rank):
             return None
         return maker
 
@@ -116,7 +119,7 @@ class _Layers(Draft):
         weight = self._weight(node)
         assert weight is not None
         integers, scale, zero_point = (np.asarray(self.array(name)) for name in weight.input[:3])
-        axis = _channel_axis(node)
+        axis = weight_axis(node.op_type, node, integers.ndim)
         channels = integers.shape[axis]
         bias = self._bias(node, channels)
         if bias is None:
@@ -358,11 +361,6 @@ class _Layers(Draft):
             new.attribute.append(onnx.helper.make_attribute("axis", axis))
         self._behind.setdefault(f"before {node.name}", []).append(new)
         return output
-
-
-def _channel_axis(node: onnx.NodeProto) -> int:
-    """The axis of a layer's weights along which its output channels lie."""
-    return 0 if node.op_type == "Conv" or (node.op_type == "Gemm" and attribute_int(node, "transB", 0)) else 1
 
 
 def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> integer_bias.Double | None:

@@ -25,49 +25,10 @@ import onnx.numpy_helper
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.constants import drop_unread, replace_nodes
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.graph.constants import GraphIndex, drop_unread, replace_nodes
+from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.qdq import INTEGERS, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute_int, captured_names, reserve_name
-
-_RESULT, _DATA, _OTHER = "result", "data", "other"
-Layout = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class QLinear:
-    """How a quantized operator of the runtime stands for one of float values.
-
-    Attributes:
-        op_type: The float operator.
-        layout: What its inputs are, in order: ``data`` three (integers, scale, zero point), ``result`` two (scale and
-            zero point of what it writes), ``other`` one that is not quantized; ``data`` at the end repeats.
-        attributes: Those of the float operator that it knows too; None for all.
-    """
-
-    op_type: str
-    layout: Layout
-    attributes: tuple[str, ...] | None = None
-
-    def kinds(self, data: int) -> Layout:
-        """The layout for a number of data inputs."""
-        more = data - self.layout.count(_DATA) if self.layout[-1] == _DATA else 0
-        return (*self.layout, *(_DATA,) * more)
-
-
-_ONE, _TWO = (_DATA, _RESULT), (_DATA, _DATA, _RESULT)
-_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
-QLINEAR: Final[Mapping[str, QLinear]] = {
-    "QLinearAdd": QLinear("Add", _TWO),
-    "QLinearAveragePool": QLinear("AveragePool", _ONE, _POOL),
-    "QLinearConcat": QLinear("Concat", (_RESULT, _DATA), ("axis",)),
-    "QLinearGlobalAveragePool": QLinear("GlobalAveragePool", _ONE, ()),
-    "QLinearLeakyRelu": QLinear("LeakyRelu", _ONE, ("alpha",)),
-    "QLinearMul": QLinear("Mul", _TWO),
-    "QLinearSigmoid": QLinear("Sigmoid", _ONE, ()),
-    "QLinearWhere": QLinear("Where", (_OTHER, _DATA, _DATA, _RESULT)),
-}
-"""The runtime's quantized operators that are written and read by one scheme; layers, Softmax and means are not."""
 
 _MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
@@ -158,12 +119,12 @@ class QuantizedTensor:
         assert self.quantizer.axis is not None
         return part.reshape([-1 if at == self.quantizer.axis % rank else 1 for at in range(rank)])
 
-    def real_values(self) -> npt.NDArray[np.float32]:
-        """A constant as DQ computes it, in float32."""
+    def real_values(self, dtype: type[np.floating[Any]] = np.float32) -> npt.NDArray[Any]:
+        """A constant as DQ computes it, in float32 or more finely."""
         assert self.constant is not None
         array = array_in(self.constant).astype(np.int64)
         scale, zero = (self.along(part, array.ndim) for part in (self.quantizer.scale, self.quantizer.zero_point))
-        return np.asarray((array - zero).astype(np.float32) * scale, np.float32)
+        return np.asarray((array - zero).astype(dtype) * scale.astype(dtype), dtype)
 
 
 def quantizers_of(model: onnx.ModelProto) -> tuple[QuantizedTensor, ...]:
@@ -298,17 +259,6 @@ def _axis(
     return axis
 
 
-__all__ = [
-    "QuantizationSpec",
-    "QuantizedTensor",
-    "annotate",
-    "declared_datatypes",
-    "integer_bounds",
-    "quantizers_of",
-    "width_of",
-]
-
-
 Array = npt.NDArray[Any]
 
 
@@ -437,6 +387,49 @@ class Draft:
         replace_nodes(self.graph, left)
         drop_unread(self.graph)
         return self.model
+
+
+class Edits:
+    """A canonical model whose nodes become others, in a private copy.
+
+    Args:
+        model: The canonical model. Not changed.
+
+    Attributes:
+        index: Of the copy.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.index = GraphIndex(copy_model(model))
+
+    def constant(self, array: npt.ArrayLike, base: str) -> str:
+        """Adds a constant and returns its name."""
+        name = self.index.fresh_name(base)
+        self.index.replace_constant(name, onnx.numpy_helper.from_array(np.asarray(array, order="C"), name))
+        return name
+
+    def put(
+        self,
+        node: onnx.NodeProto,
+        op_type: str,
+        inputs: Iterable[str],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        domain: str = "",
+    ) -> None:
+        """Makes a node another one that writes the same value; without ``attributes`` it keeps those that it has."""
+        for value in node.input:
+            if value:
+                self.index.release(node, value)
+        node.op_type, node.domain = op_type, domain
+        node.ClearField("input")
+        node.input.extend(inputs)
+        for value in node.input:
+            if value:
+                self.index.readers.setdefault(value, []).append(node)
+        if attributes is not None:
+            node.ClearField("attribute")
+            node.attribute.extend(onnx.helper.make_attribute(name, attributes[name]) for name in attributes)
 
 
 def forget_types(graph: onnx.GraphProto, names: Collection[str]) -> None:

@@ -8,24 +8,25 @@ Source: Pappalardo et al., "QONNX", 2022, sections III and IV; the operators' sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import QLINEAR, QuantizationSpec, QuantizedTensor, quantizers_of
-from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT, weight_axis
+from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import drop_stale_value_info, has_rank, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
+_INTEGERS: Final = (*_BYTES, TensorProto.INT32)
 _SAME_SCALE: Final = frozenset(
     {
         *("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "DepthToSpace", "Slice", "Expand", "Tile"),
@@ -80,21 +81,11 @@ class _Integers:
         )
 
 
-@dataclass(frozen=True)
-class _Written:
-    """An integer operator that takes a node's place."""
-
-    op_type: str
-    inputs: list[str]
-    domain: str = ""
-    attributes: Mapping[str, Any] | None = None
-
-
-class _Writer:
+class _Writer(Edits):
     """Writes one model."""
 
     def __init__(self, model: onnx.ModelProto, tensors: Sequence[QuantizedTensor]) -> None:
-        self.index = GraphIndex(copy_model(model))
+        super().__init__(model)
         self.opset = opset_of(model)
         self.types = value_types(model)
         self._dequantized = {t.dequantize.output[0]: t for t in tensors}
@@ -106,9 +97,7 @@ class _Writer:
                 continue
             if node.op_type in _SAME_SCALE:
                 self._move_integers(node)
-            elif node.op_type == "MatMul":
-                self._write_product(node)
-            elif node.op_type in _OPERATORS:
+            elif node.op_type in _ROWS and not (node.op_type == "MatMul" and self._add_bias(node)):
                 self._write(node)
         for node in reversed(self.index.nodes):
             if node.op_type == "DequantizeLinear" and not self._is_read(node.output[0]):
@@ -129,7 +118,7 @@ class _Writer:
     def integers(self, value: str) -> _Integers | None:
         """The integers behind the DQ that writes a value; None where no DQ of bytes writes it."""
         tensor = self._dequantized.get(value)
-        if tensor is None or tensor.elem_type not in (*_BYTES, TensorProto.INT32):
+        if tensor is None or tensor.elem_type not in _INTEGERS:
             return None
         return self._of(tensor, tensor.dequantize.input, tensor.integers)
 
@@ -137,7 +126,7 @@ class _Writer:
         zero_point = inputs_read[2] if len(inputs_read) > 2 else ""
         if not zero_point:
             array = np.zeros(tensor.quantizer.scale.shape, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-            zero_point = self.add(array, f"{inputs_read[1]}_zero_point")
+            zero_point = self.constant(array, f"{inputs_read[1]}_zero_point")
         return _Integers(value, inputs_read[1], zero_point, tensor.quantizer, tensor.elem_type, tensor.constant)
 
     def activation(self, value: str) -> _Integers | None:
@@ -182,22 +171,14 @@ class _Writer:
                 ends[position] = float(array_in(tensor).reshape(()))
         return ends[0], ends[1]
 
-    def constant(self, value: str) -> npt.NDArray[np.float64] | None:
+    def real(self, value: str) -> npt.NDArray[np.float64] | None:
         """A constant's real content, behind DQ or not."""
         tensor = self.index.constant(value)
         if tensor is not None:
             return np.asarray(array_in(tensor), np.float64)
-        found = self.integers(value)
-        if found is None or found.constant is None:
-            return None
-        q, array = found.quantizer, np.asarray(array_in(found.constant), np.float64)
-        shape = [1] * array.ndim
-        if q.axis is not None and array.ndim:
-            shape[q.axis] = -1
-        scale, zero = (
-            np.asarray(a, np.float64).reshape(shape if q.scale.ndim else ()) for a in (q.scale, q.zero_point)
-        )
-        return (array - zero) * scale
+        found = self._dequantized.get(value)
+        known = found is not None and found.constant is not None and found.elem_type in _INTEGERS
+        return found.real_values(np.float64) if found is not None and known else None
 
     def bias(self, value: str, data: _Integers, weight: _Integers, beta: float = 1.0) -> str | None:
         """The name of the int32 bias at ``data scale * weight scale``; None where it is not constant."""
@@ -207,54 +188,93 @@ class _Writer:
             same = np.array_equal(np.broadcast_to(known.quantizer.scale, scale.shape), scale)
             if same and known.constant is not None and not known.quantizer.zero_point.any():
                 return known.value
-        real = self.constant(value)
+        real = self.real(value)
         if real is None:
             return None
         limit = np.iinfo(np.int32)
         values = on_grid(real.reshape(-1) * beta, scale.astype(np.float64), 0, limit.min, limit.max)
-        return self.add(values.astype(np.int32), f"{value}_quantized")
-
-    def add(self, array: npt.NDArray[Any], base: str) -> str:
-        """Adds a constant and returns its name."""
-        name = self.index.fresh_name(base)
-        self.index.replace_constant(name, numpy_helper.from_array(np.asarray(array), name))
-        return name
+        return self.constant(values.astype(np.int32), f"{value}_quantized")
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    def put(
-        self, node: onnx.NodeProto, written: _Written, output: str | None, gone: Sequence[onnx.NodeProto] = ()
-    ) -> None:
-        """Makes a node another one; what it writes takes the place of what the nodes behind it wrote."""
-        for value in node.input:
-            if value:
-                self.index.release(node, value)
-        for value in written.inputs:
-            if value:
-                self.index.readers.setdefault(value, []).append(node)
-        node.op_type, node.domain = written.op_type, written.domain
-        node.ClearField("input")
-        node.input.extend(written.inputs)
-        if written.attributes is not None:
-            node.ClearField("attribute")
-            node.attribute.extend(
-                helper.make_attribute(name, value) for name, value in written.attributes.items() if value is not None
-            )
+    def _take_place(self, node: onnx.NodeProto, output: str, gone: Sequence[onnx.NodeProto]) -> None:
+        """Has a node write what the nodes behind it wrote."""
         for reader in gone:
             self.index.remove(reader)
-        if output is not None:
-            self.index.take_over_output(node, output)
+        self.index.take_over_output(node, output)
 
     def _write(self, node: onnx.NodeProto) -> None:
-        """Writes a node of one output for which there is an operator."""
+        """Writes a node of one output for which there is an operator; a layer with float output too."""
         behind = self.result(node.output[0])
-        written = None if behind is None else _OPERATORS[node.op_type](self, node, behind[0])
-        if behind is not None and written is not None:
-            self.put(node, written, behind[0].value, behind[1])
-        elif node.op_type == "Gemm":
-            floating = _gemm(self, node, None)
-            if floating is not None:
-                self.put(node, floating, None)
+        inputs = self._inputs(node, None if behind is None else behind[0])
+        if inputs is None:
+            return
+        name, row = _ROWS[node.op_type]
+        if behind is None and node.op_type == "MatMul":
+            name, row = "MatMulIntegerToFloat", _ROWS["Gemm"][1]
+            inputs = [inputs[at] for at in (0, 3, 1, 4, 2, 5)]
+        self.put(node, name, inputs, self._attributes(node), domain=row.domain)
+        if behind is not None:
+            self._take_place(node, behind[0].value, behind[1])
+
+    def _inputs(self, node: onnx.NodeProto, result: _Integers | None) -> list[str] | None:
+        """The inputs of the operator that stands for a node, None where none does."""
+        _, row = _ROWS[node.op_type]
+        known = row.attributes is None or {a.name for a in node.attribute} <= set(row.attributes)
+        if not known or (result is None and node.op_type not in ("Gemm", "MatMul")):
+            return None
+        if (attribute_float(node, "alpha", 1.0) != 1.0 and WEIGHT in row.layout) or attribute_int(node, "transA", 0):
+            return None
+        inputs, values = list[str](), iter(node.input)
+        read: dict[str, _Integers] = {}
+        for kind in row.kinds(len(node.input)):
+            value = next(values, "") if kind != RESULT else ""
+            if kind == RESULT:
+                inputs += ["", ""] if result is None else [result.scale, result.zero_point]
+            elif kind == OTHER:
+                inputs.append(value)
+            elif kind == BIAS:
+                bias = self._bias(node, value, read[DATA], read[WEIGHT]) if value else ""
+                if bias is None:
+                    return None
+                inputs.append(bias)
+            else:
+                found = self._weight(node, value) if kind == WEIGHT else self.activation(value)
+                if found is None or (result and WEIGHT not in row.layout and found.elem_type != result.elem_type):
+                    return None
+                read[kind] = found
+                inputs += found.ends
+        while not inputs[-1]:
+            inputs.pop()
+        return inputs
+
+    def _weight(self, node: onnx.NodeProto, value: str) -> _Integers | None:
+        """The bytes of a layer's weights, None where their scales are not those of its output channels."""
+        found = self.integers(value)
+        if found is None or found.elem_type not in _BYTES:
+            return None
+        rank = 0 if found.constant is None else len(found.constant.dims)
+        if node.op_type == "Gemm" and not rank:
+            return None
+        axis = found.quantizer.axis
+        fits = axis == weight_axis(node.op_type, node, rank) and (node.op_type != "MatMul" or rank == 2)
+        return found if axis is None or fits else None
+
+    def _bias(self, node: onnx.NodeProto, value: str, data: _Integers, weight: _Integers) -> str | None:
+        real = self.real(value)
+        axis = weight_axis(node.op_type, node, 2)
+        if real is None or (weight.constant is not None and real.size != weight.constant.dims[axis]):
+            return None
+        return self.bias(value, data, weight, attribute_float(node, "beta", 1.0))
+
+    def _attributes(self, node: onnx.NodeProto) -> dict[str, Any] | None:
+        """The attributes of the operator that stands for a node, None where they are the node's."""
+        if node.op_type == "Gemm":
+            return {"alpha": 1.0, "transB": attribute_int(node, "transB", 0)}
+        if node.op_type == "Softmax":
+            axis = attribute_int(node, "axis", -1 if self.opset >= 13 else 1)
+            return {"axis": axis, "opset": self.opset}
+        return None
 
     def _move_integers(self, node: onnx.NodeProto) -> None:
         """Moves a node of one scale in front of the DQs before it, where all that it writes is quantized so again."""
@@ -264,7 +284,7 @@ class _Writer:
         behind = [(position, self.result(value)) for position, value in enumerate(node.output) if value]
         if not all(found is not None and len(found[1]) == 1 and source.same_scale(found[0]) for _, found in behind):
             return
-        self.put(node, _Written(node.op_type, [source.value, *node.input[1:]]), None)
+        self.put(node, node.op_type, [source.value, *node.input[1:]])
         for position, found in behind:
             if found is not None:
                 self.index.remove(found[1][0])
@@ -278,39 +298,28 @@ class _Writer:
             return self.opset >= 13 and (mode is None or mode.s == b"nearest")
         return node.op_type != "DepthToSpace" or self.opset >= 13
 
-    def _write_product(self, node: onnx.NodeProto) -> None:
-        """Writes a MatMul: with a bias in two dimensions, with Q behind it, or with float output."""
-        data, weight = self.activation(node.input[0]), self.integers(node.input[1])
-        if data is None or weight is None or weight.elem_type not in _BYTES or _columns(weight) is None:
-            return
-        value = node.output[0]
-        if self._rank(node.input[0]) == 2 and weight.constant is not None and self.index.is_private(value):
-            (reader,) = self.index.readers[value]
-            if reader.op_type == "Add" and reader.domain in MAIN_DOMAINS and self._add_bias(node, reader, data, weight):
-                return
-        behind = self.result(value)
-        if behind is not None:
-            inputs = [*data.ends, *weight.ends, behind[0].scale, behind[0].zero_point]
-            self.put(node, _Written("QLinearMatMul", inputs), behind[0].value, behind[1])
-            return
-        ends = [data.value, weight.value, data.scale, weight.scale, data.zero_point, weight.zero_point]
-        self.put(node, _Written("MatMulIntegerToFloat", ends, MICROSOFT), None)
-
-    def _add_bias(self, node: onnx.NodeProto, add: onnx.NodeProto, data: _Integers, weight: _Integers) -> bool:
-        """Makes a MatMul and the Add behind it one QGemm, where the operand is a bias; tells whether it did."""
+    def _add_bias(self, node: onnx.NodeProto) -> bool:
+        """Makes a MatMul of matrices and the Add behind it one QGemm, where the operand is a bias; tells whether."""
+        data, weight = self.activation(node.input[0]), self._weight(node, node.input[1])
+        if data is None or weight is None or weight.constant is None or self._rank(node.input[0]) != 2:
+            return False
+        if not self.index.is_private(node.output[0]):
+            return False
+        (add,) = self.index.readers[node.output[0]]
+        if add.op_type != "Add" or add.domain not in MAIN_DOMAINS:
+            return False
         other = add.input[1] if add.input[0] == node.output[0] else add.input[0]
-        assert weight.constant is not None
-        real = self.constant(other)
+        real = self.real(other)
         if real is None or real.size != weight.constant.dims[1] or real.ndim > 2 or real.shape[-1] != real.size:
             return False
         behind = self.result(add.output[0])
         bias = self.bias(other, data, weight)
         if bias is None:
             return False
-        ends = ["", ""] if behind is None else [behind[0].scale, behind[0].zero_point]
-        written = _gemm_of(data, weight, bias, ends, transposed=False)
-        output = add.output[0] if behind is None else behind[0].value
-        self.put(node, written, output, [add, *(behind[1] if behind is not None else ())])
+        ends = [] if behind is None else [behind[0].scale, behind[0].zero_point]
+        attributes = {"alpha": 1.0, "transB": 0}
+        self.put(node, "QGemm", [*data.ends, *weight.ends, bias, *ends], attributes, domain=MICROSOFT)
+        self._take_place(node, *(add.output[0], [add]) if behind is None else (behind[0].value, [add, *behind[1]]))
         return True
 
     def _rank(self, value: str) -> int | None:
@@ -319,91 +328,5 @@ class _Writer:
         return len(kind.tensor_type.shape.dim) if kind is not None and has_rank(info) else None
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _conv(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    data, weight = writer.activation(node.input[0]), writer.integers(node.input[1])
-    if data is None or weight is None or weight.elem_type not in _BYTES or weight.quantizer.axis not in (None, 0):
-        return None
-    bias = None
-    if len(node.input) > 2 and node.input[2]:
-        bias = writer.bias(node.input[2], data, weight)
-        if bias is None:
-            return None
-    ends = [*data.ends, *weight.ends, result.scale, result.zero_point, *([bias] if bias is not None else [])]
-    return _Written("QLinearConv", ends)
-
-
-def _gemm(writer: _Writer, node: onnx.NodeProto, result: _Integers | None) -> _Written | None:
-    data, weight = writer.activation(node.input[0]), writer.integers(node.input[1])
-    transposed = attribute_int(node, "transB", 0)
-    if data is None or weight is None or weight.elem_type not in _BYTES or weight.constant is None:
-        return None
-    if attribute_float(node, "alpha", 1.0) != 1.0 or attribute_int(node, "transA", 0):
-        return None
-    if weight.quantizer.axis not in (None, 0 if transposed else 1):
-        return None
-    bias: str | None = ""
-    if len(node.input) > 2 and node.input[2]:
-        real = writer.constant(node.input[2])
-        if real is None or real.size != weight.constant.dims[0 if transposed else 1]:
-            return None
-        bias = writer.bias(node.input[2], data, weight, attribute_float(node, "beta", 1.0))
-    if bias is None:
-        return None
-    ends = ["", ""] if result is None else [result.scale, result.zero_point]
-    return _gemm_of(data, weight, bias, ends, transposed=bool(transposed))
-
-
-def _gemm_of(data: _Integers, weight: _Integers, bias: str, ends: list[str], *, transposed: bool) -> _Written:
-    inputs = [*data.ends, *weight.ends, bias, *ends]
-    while not inputs[-1]:
-        inputs.pop()
-    return _Written("QGemm", inputs, MICROSOFT, {"alpha": 1.0, "transB": int(transposed)})
-
-
-def _columns(weight: _Integers) -> int | None:
-    """A number where the scales of a matrix are one, or one for each of its columns."""
-    q = weight.quantizer
-    if q.axis is None:
-        return 1
-    rank = None if weight.constant is None else len(weight.constant.dims)
-    return q.scale.size if rank == 2 and q.axis == 1 else None
-
-
-def _by_table(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    name, row = _ROWS[node.op_type]
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    if row.attributes is not None and not attributes.keys() <= set(row.attributes):
-        return None
-    inputs, values = list[str](), iter(node.input)
-    for kind in row.kinds(len(node.input)):
-        if kind == "result":
-            inputs += [result.scale, result.zero_point]
-        elif kind == "other":
-            inputs.append(next(values))
-        else:
-            data = writer.activation(next(values))
-            if data is None or data.elem_type != result.elem_type:
-                return None
-            inputs += data.ends
-    return _Written(name, inputs, MICROSOFT, None if row.attributes is None else attributes)
-
-
-def _softmax(writer: _Writer, node: onnx.NodeProto, result: _Integers) -> _Written | None:
-    data = writer.activation(node.input[0])
-    if data is None or data.elem_type != result.elem_type:
-        return None
-    axis = attribute_int(node, "axis", -1 if writer.opset >= 13 else 1)
-    inputs = [*data.ends, result.scale, result.zero_point]
-    return _Written("QLinearSoftmax", inputs, MICROSOFT, {"axis": axis, "opset": writer.opset})
-
-
-_ROWS: Final = {row.op_type: (name, row) for name, row in QLINEAR.items()}
-_OPERATORS: Final[Mapping[str, Callable[[_Writer, onnx.NodeProto, _Integers], _Written | None]]] = {
-    **dict.fromkeys(_ROWS, _by_table),
-    "Conv": _conv,
-    "Gemm": _gemm,
-    "Softmax": _softmax,
-}
+_ROWS: Final = {row.op_type: (name, row) for name, row in OPERATORS.items()}
+"""The quantized operators by the float ones that they stand for."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import annotate, declared_datatypes, integer_bounds, quantizers_of, width_of
+from kenosis_ort.formats.tensors import quantizers_of
+from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, width_of
 
 
 def model_of(
