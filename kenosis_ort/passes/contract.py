@@ -273,6 +273,7 @@ class Pass(Settings, ABC):
             better without any single one of them.
         least_held_out: Samples to evaluate on without which it is not tried.
         fits_means: It is fitted to as many samples as possible.
+        off: Values of its first setting with which it does nothing.
     """
 
     name: ClassVar[str]
@@ -281,11 +282,12 @@ class Pass(Settings, ABC):
     must_beat: ClassVar[bool] = False
     least_held_out: ClassVar[int] = 1
     fits_means: ClassVar[bool] = False
+    off: ClassVar[tuple[Any, ...]] = (False,)
 
     @property
-    @abstractmethod
     def wanted(self) -> bool:
-        """Whether its configuration makes it do anything."""
+        """Whether its configuration makes it do anything: its first setting, if it has one, is not off."""
+        return all(getattr(self, entry.name) not in self.off for entry in fields(self)[:1])
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         """The values of the float model whose statistics by channel it needs, with the channel axis of each."""

@@ -520,10 +520,6 @@ class BiasCorrection(Pass):
 
     bias_correction: bool = True
 
-    @property
-    def wanted(self) -> bool:
-        return self.bias_correction
-
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         return Candidate(corrected(state, context))
 
