@@ -7,22 +7,28 @@ hangs, wrong results, outputs replaced by a call that fails, files left behind.
 
     python benchmarks/fuzz.py --cases 3000 [--seed 1] [--jobs 2] [--keep FOLDER]
 
-Exits with 1 if there is a defect. A case is made again by its seed and number, see `tests/fuzz`.
+Exits with 1 if there is a defect. Cases are drawn from the strategy of `tests/fuzz`; the same seed draws the same, and
+``--first`` leaves out those before one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.fuzz.case import ALLOWED  # noqa: E402
-from tests.fuzz.farm import run_all  # noqa: E402
+from tests.fuzz.case import ALLOWED, Case, cases  # noqa: E402
+from tests.fuzz.isolated import isolated  # noqa: E402
 
 
 def main() -> int:
@@ -36,18 +42,45 @@ def main() -> int:
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     defects: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    numbers = range(arguments.first, arguments.first + arguments.cases)
-    for done, result in enumerate(run_all(numbers, arguments.seed, jobs=arguments.jobs, keep=arguments.keep), 1):
+    running: list[Future[dict[str, Any]]] = []
+    drawn = 0
+
+    def run(number: int, case: Case) -> dict[str, Any]:
+        files = arguments.keep / f"{arguments.seed}-{number}"
+        result = {"case": number, "what": repr(case), **isolated(case, keep_defects=files)}
+        if files.exists():
+            (files / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        return result
+
+    def take(result: dict[str, Any]) -> None:
         counts[result["class"]] += 1
         if result["class"] not in ALLOWED or result["class"] == "step failed":
             defects[result["class"], _last_line(result)].append(result)
-        if done % 100 == 0:
-            print(f"{done} of {len(numbers)}: {_told(counts)}", file=sys.stderr)
-    print(f"{len(numbers)} cases of seed {arguments.seed}: {_told(counts)}")
+        if counts.total() % 100 == 0:
+            print(f"{counts.total()} of {arguments.cases}: {_told(counts)}", file=sys.stderr)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+
+        @seeded(arguments.seed)
+        @settings(
+            max_examples=arguments.first + arguments.cases, phases=[Phase.generate], database=None, deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=cases())
+        def draw(case: Case) -> None:
+            nonlocal drawn
+            drawn += 1
+            if drawn > arguments.first:
+                running.append(pool.submit(run, drawn - 1, case))
+            if len(running) > 2 * arguments.jobs:
+                take(running.pop(0).result())
+
+        draw()
+        for future in running:
+            take(future.result())
+    print(f"{counts.total()} cases of seed {arguments.seed}: {_told(counts)}")
     for (kind, line), results in sorted(defects.items(), key=lambda item: -len(item[1])):
-        first = results[0]
-        print(f"\n{len(results)} x {kind}: {line}\n  {first['case']}: {first.get('door')}, {first.get('net')}")
-        print("".join(f"  - {change[:160]}\n" for change in first.get("changes", [])), end="")
+        print(f"\n{len(results)} x {kind}: {line}\n  case {results[0]['case']}: {results[0]['what'][:600]}")
     wrong = sum(count for kind, count in counts.items() if kind not in ALLOWED)
     if wrong:
         print(f"\nfiles of the {wrong} defects: {arguments.keep}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from onnx import helper
 
 from kenosis_ort.accuracy.find_measures import find_measures
+from tests.downloaded import ZOO
 
 RNG = np.random.default_rng(0)
 
@@ -168,9 +168,6 @@ def test_features_beside_a_decision_are_not_the_measure() -> None:
     heads = {"features": ["Relu"], "logits": ["Gemm"]}
     samples = [{"features": f, "logits": y} for f, y in zip(normal(1, 32), normal(1, 10), strict=True)]
     assert _found(heads, samples) == "top-1"
-
-
-ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")

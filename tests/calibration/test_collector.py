@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 from tests import models, planning
 from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, stock, swept
+from tests.downloaded import ZOO
 
 NETS = ["residual_block", "mobile_block", "silu_net", "bn_net", "two_input_detector", "mlp", "concat_net"]
-ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"
 SMALL = ["ad01_bn", "cifar_resnet20_bn", "mlperf_ic_resnet8", "mlperf_kws_dscnn", "silero_vad_16k"]
 METHODS = (CalibrationConfig(), CalibrationConfig(moving_average=True), CalibrationConfig("percentile"))
 

@@ -1,4 +1,4 @@
-"""The array and image readers."""
+"""The array and image readers; what all readers hold is in `tests/contracts/test_readers.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort import Shards, calibrate, compare, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, Points, collect, sample_feeds
@@ -17,46 +16,10 @@ from kenosis_ort.errors import CalibrationError
 from tests import models
 
 X = np.arange(10 * 3, dtype=np.float32).reshape(10, 3)
-Y = np.arange(10, dtype=np.int64)
 
 
 def read(reader: Any, name: str = "x") -> list[np.ndarray]:
     return [feed[name] for feed in sample_feeds(reader)]
-
-
-def npz(folder: Path) -> Path:
-    np.savez(folder / "data.npz", x=X, y=Y)
-    return folder / "data.npz"
-
-
-def npy_folder(folder: Path) -> Path:
-    (folder / "arrays").mkdir()
-    np.save(folder / "arrays" / "x.npy", X)
-    np.save(folder / "arrays" / "y.npy", Y)
-    return folder / "arrays"
-
-
-@pytest.mark.parametrize("make", [npz, npy_folder, lambda _: {"x": X, "y": Y}])
-@pytest.mark.parametrize(("batch", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (64, [10])])
-def test_arrays_with_a_sample_axis(make: Any, batch: int, sizes: list[int], tmp_path: Path) -> None:
-    reader = ArrayReader(make(tmp_path), batch_size=batch)
-    assert isinstance(reader, CalibrationDataReader)
-    assert len(reader) == len(sizes)
-    parts = read(reader)
-    assert [len(p) for p in parts] == sizes
-    np.testing.assert_array_equal(np.concatenate(parts), X)
-    assert parts[0].dtype == np.float32
-    assert reader.get_next() is None
-    reader.rewind()
-    np.testing.assert_array_equal(np.concatenate(read(reader, "y")), Y)
-
-
-def test_a_folder_of_npz_is_one_feed_a_file(tmp_path: Path) -> None:
-    for i in range(3):
-        np.savez(tmp_path / f"{i}.npz", x=X[i : i + 2], y=Y[:1])
-    reader = ArrayReader(tmp_path, batch_size=7)
-    assert len(reader) == 3
-    np.testing.assert_array_equal(read(reader)[1], X[1:3])
 
 
 def test_a_single_npy(tmp_path: Path) -> None:
@@ -70,24 +33,6 @@ def test_a_sequence_of_feeds_is_used_as_it_is() -> None:
     assert [len(p) for p in read(reader)] == [2, 5]
 
 
-def test_range_as_stock_sets_it() -> None:
-    reader = ArrayReader({"x": X})
-    reader.set_range(start_index=4, end_index=6)
-    np.testing.assert_array_equal(np.concatenate(read(reader)), X[4:6])
-    assert len(reader) == 10
-    reader.set_range(8, 20)
-    assert len(read(reader)) == 2
-    with pytest.raises(CalibrationError, match="range"):
-        reader.set_range(3, 1)
-
-
-def test_source_arrays_are_not_shared() -> None:
-    source = X.copy()
-    feed = ArrayReader({"x": source}).feed(0)
-    feed["x"][:] = -1
-    np.testing.assert_array_equal(source, X)
-
-
 def test_strided_collection() -> None:
     model = models.mlp()
     rng = np.random.default_rng(0)
@@ -95,48 +40,6 @@ def test_strided_collection() -> None:
     a = collect(model, ArrayReader(arrays), Points(["x"], config=CalibrationConfig(strided=2)))
     b = collect(model, ArrayReader(arrays, batch_size=6), Points(["x"]))
     assert a.range_of("x") == b.range_of("x")
-
-
-def bad_sources(folder: Path) -> dict[str, Any]:
-    (folder / "text.npz").write_text("no archive")
-    (folder / "empty").mkdir()
-    (folder / "mixed").mkdir()
-    np.save(folder / "mixed" / "a.npy", X)
-    np.savez(folder / "mixed" / "b.npz", x=X)
-    np.save(folder / "objects.npy", np.array([{}, {}], dtype=object), allow_pickle=True)
-    np.savez(folder / "objects.npz", x=np.array([{}, {}], dtype=object))
-    whole = npz(folder).read_bytes()
-    (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    return {
-        "does not exist": folder / "none.npz",
-        "text.npz": folder / "text.npz",
-        "cut.npz": folder / "cut.npz",
-        "neither": folder / "empty",
-        "both": folder / "mixed",
-        "objects.npy": folder / "objects.npy",
-        "objects.npz": folder / "objects.npz",
-        "different numbers of samples": {"x": X, "y": Y[:3]},
-        "no sample": {"x": X[:0]},
-        "no leading axis": {"x": np.float32(3)},
-        "from a int": 3,
-        "holds no sample": [],
-    }
-
-
-BAD = """does not exist|text.npz|cut.npz|neither|both|objects.npy|objects.npz|different numbers of samples|no sample|no
-leading axis|from a int|holds no sample""".replace("\n", " ").split("|")
-
-
-@pytest.mark.parametrize("match", BAD)
-def test_bad_sources(match: str, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError) as caught:
-        ArrayReader(bad_sources(tmp_path)[match])
-    assert match in str(caught.value)
-
-
-def test_bad_batch_size() -> None:
-    with pytest.raises(CalibrationError, match="batch size"):
-        ArrayReader({"x": X}, batch_size=0)
 
 
 # ---- images ---------------------------------------------------------------------------------------------------
@@ -190,26 +93,10 @@ def test_images_batch_limit_type_and_grey(images: Path) -> None:
     assert grey.feed(2)["x"].shape == (1, 1, 4, 4)
 
 
-def test_images_errors(images: Path) -> None:
-    good: dict[str, Any] = {"input_name": "x", "size": (4, 4)}
-    for options, match in [
-        ({"layout": "CHW"}, "NCHW"),
-        ({"resize": "squash"}, "letterbox"),
-        ({"mean": [1, 2]}, "mean has 2 numbers"),
-        ({"std": 0.0}, "std"),
-        ({"size": (0, 4)}, "positive"),
-        ({"limit": 0}, "positive"),
-    ]:
-        with pytest.raises(CalibrationError, match=match):
-            ImageFolderReader(images, **{**good, **options})
-    with pytest.raises(CalibrationError, match="does not exist"):
-        ImageFolderReader(images / "none", **good)
-    (images / "nothing").mkdir()
-    with pytest.raises(CalibrationError, match="no image"):
-        ImageFolderReader(images / "nothing", **good)
+def test_an_image_that_cannot_be_read_is_named(images: Path) -> None:
     (images / "a.png").write_bytes(b"broken")
     with pytest.raises(CalibrationError, match="cannot be read") as caught:
-        ImageFolderReader(images, **good).feed(0)
+        ImageFolderReader(images, input_name="x", size=(4, 4)).feed(0)
     assert str(caught.value.where).endswith("a.png")
 
 

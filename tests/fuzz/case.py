@@ -1,34 +1,35 @@
 """One case: a mutated model goes through one of the public doors; what came of it is classified.
 
-Runs in a process of its own, which the model may crash, hang or fill; see `farm`.
+Runs in a process of its own, which the model may crash, hang or fill; see `isolated`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any, Final
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
-from onnx import helper
+from hypothesis import strategies as st
+from onnxruntime.quantization import StaticQuantConfig
 
 import kenosis_ort
 from kenosis_ort import KenosisError
 from kenosis_ort.cli.main import main as command
 from kenosis_ort.runtime.limits import runtime_limits
+from tests import models
 from tests.fuzz import seeds, structure
+from tests.fuzz.gentle import GENTLE
 from tests.models import Array, Feed, FeedReader
 
 OLD: Final = b"what stood here before"
@@ -39,17 +40,10 @@ _MUST_RESULT: Final = ("quantize_static", "in memory", "quantize")
 _CALLERS: Final = ("AlreadyQuantizedError", "OptionError", "ArgumentTypeError")
 """Errors about what the caller gave, whatever the runtime makes of the model."""
 
-_BYTES_SHARE: Final = 0.15
 _SANE_DB: Final = 10.0
 _TOLD_DB: Final = 6.0
 _LARGEST_FEED: Final = 2**20
 
-DOORS: Final = (
-    *["quantize_static"] * 14,
-    *("cli quantize", "cli quantize", "cli report", "preview", "preview", "calibrate", "calibrate", "quantize"),
-    *("verify_fusion", "compare", "compare", "bench", "cli verify", "cli explain", "cli inspect"),
-    *("cli compare", "synthetic", "closed loop", "in memory", "in memory"),
-)
 _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     *({}, {}, {}, {"promise": False}, {"promise": False}, {"promise": False}),
     *({"recipe": "plain", "promise": False}, {"recipe": "plain", "promise": False}),
@@ -61,54 +55,51 @@ _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
 
 @dataclass
 class Case:
-    """What is done, decided by the dice of its seed and number alone.
+    """What is done.
 
     Attributes:
-        seed: Seed of the series.
-        number: Number in it.
         net: Name of the seed model.
         door: The public call.
-        changes: What was done to the model.
         options: Options of the call.
+        changes: What was done to the model.
+        model: Its file.
+        data: Its file of weights, if it has one.
+        feeds: Samples.
+        old: A file stands at the output already; of two models, the changed one is the second.
     """
 
-    seed: int
-    number: int
-    net: str = ""
-    door: str = ""
+    net: str
+    door: str
+    options: dict[str, Any]
     changes: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
     model: bytes = b""
     data: bytes = b""
     feeds: list[Feed] = field(default_factory=list)
+    old: bool = False
 
-    def told(self) -> dict[str, Any]:
-        """Returns what identifies the case, for a log."""
-        return {
-            "case": f"{self.seed}/{self.number}",
-            "net": self.net,
-            "door": self.door,
-            "changes": self.changes,
-            "options": sorted(self.options),
-        }
+    def __repr__(self) -> str:
+        return f"{self.net} by {self.door} with {sorted(self.options)}: {'; '.join(self.changes)}"
 
 
-def make_case(seed: int, number: int) -> Case:
-    """Returns a case, the same for the same seed and number."""
-    dice = Random(f"{seed}/{number}")
-    case = Case(seed, number, net=dice.choice(sorted(seeds.SEEDS)), door=dice.choice(DOORS))
-    case.options = dict(dice.choice(_OPTIONS))
-    model = seeds.seed_model(case.net)
-    case.feeds = seeds.seed_feeds(case.net)
-    case.data = seeds.split_data(model)
-    if dice.random() < _BYTES_SHARE:
-        case.model, said = structure.damage(model.SerializeToString(), dice)
-        case.changes = [said]
-    else:
-        case.changes = structure.mutate(model, dice)
-        case.model = model.SerializeToString()
-        if dice.random() < 0.7:
-            case.feeds = _fitted(model, case.feeds)
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Cases: most changes leave a model that the runtime loads, some damage its bytes."""
+    doors = [name for name, (often, _) in DOORS.items() for _ in range(often)]
+    net = draw(st.sampled_from(sorted(seeds.SEEDS)))
+    case = Case(net, draw(st.sampled_from(doors)), dict(draw(st.sampled_from(_OPTIONS))), old=draw(st.booleans()))
+    dice = draw(st.randoms(use_true_random=False))
+    model = seeds.seed_model(net)
+    case.feeds, case.data = seeds.seed_feeds(net), seeds.split_data(model)
+    gentle = st.lists(st.sampled_from(GENTLE), min_size=1, max_size=6)
+    coarse = st.lists(st.sampled_from(structure.STRUCTURAL), min_size=1, max_size=4)
+    kinds = draw(st.one_of(gentle, gentle, gentle, coarse, st.just([])))
+    case.changes = [said for change in kinds if (said := change(model, dice)) is not None]
+    case.model = model.SerializeToString()
+    if not kinds:
+        case.model, said = structure.damage(case.model, dice)
+        case.changes.append(said)
+    elif dice.random() < 0.7:
+        case.feeds = _fitted(model, case.feeds)
     if case.data and dice.random() < 0.2:
         case.data, said = structure.damage(case.data, dice)
         case.changes.append(f"data file: {said}")
@@ -116,31 +107,14 @@ def make_case(seed: int, number: int) -> Case:
 
 
 def _fitted(model: onnx.ModelProto, feeds: list[Feed]) -> list[Feed]:
-    """Returns feeds for what the mutated model declares, so that more cases come through to the end."""
-    held = {tensor.name for tensor in model.graph.initializer}
-    rng = np.random.default_rng(0)
-    found: list[Feed] = []
-    for feed in feeds:
-        fitted: Feed = {}
-        for value in model.graph.input:
-            tensor = value.type.tensor_type
-            if value.name in held:
-                continue
-            shape = [d.dim_value if d.dim_value > 0 else 2 for d in tensor.shape.dim]
-            known = feed.get(value.name)
-            try:
-                dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-            except KeyError:
-                return feeds
-            if known is not None and known.dtype == dtype and list(known.shape) == shape:
-                fitted[value.name] = known
-            elif dtype.kind not in "fiub" or np.prod(shape, dtype=np.float64) > _LARGEST_FEED:
-                return feeds
-            else:
-                numbers = rng.normal(0, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
-                fitted[value.name] = np.asarray(numbers).astype(dtype)
-        found.append(fitted)
-    return found
+    """Feeds for what the mutated model declares, so that more cases come through to the end."""
+    shapes = [[d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input]
+    if any(np.prod(shape, dtype=np.float64) > _LARGEST_FEED for shape in shapes):
+        return feeds
+    try:
+        return models.feeds(model, len(feeds))
+    except (KeyError, ValueError, TypeError):  # no type or shape that there is
+        return feeds
 
 
 # ---- the doors --------------------------------------------------------------------------------------------------
@@ -148,17 +122,10 @@ def _fitted(model: onnx.ModelProto, feeds: list[Feed]) -> list[Feed]:
 
 @dataclass
 class Work:
-    """The folder of a case and what its doors need.
-
-    Attributes:
-        case: The case.
-        folder: An empty folder of its own.
-        old: Whether a file stands at the output already.
-    """
+    """The folder of a case and what its doors need."""
 
     case: Case
     folder: Path
-    old: bool
 
     @property
     def model(self) -> Path:
@@ -168,23 +135,30 @@ class Work:
     def out(self) -> Path:
         return self.folder / "out" / "out.onnx"
 
-    def lay_out(self) -> None:
-        """Writes the input files."""
+    @property
+    def reader(self) -> FeedReader:
+        return FeedReader(self.case.feeds)
+
+    def lay_out(self) -> dict[Path, bytes]:
+        """Writes the input files; their contents."""
         (self.folder / "out").mkdir()
         (self.folder / "tmp").mkdir()
         self.model.write_bytes(self.case.model)
         if self.case.data:
             (self.folder / seeds.DATA_NAME).write_bytes(self.case.data)
-        if self.old:
+        if self.case.old:
             self.out.write_bytes(OLD)
         if self.case.door.startswith("cli"):
             names = sorted({name for feed in self.case.feeds for name in feed if "/" not in name and "\0" not in name})
-            arrays = {name: np.stack([feed[name] for feed in self.case.feeds]) for name in names}
-            np.savez(self.folder / "feeds.npz", **{f"{name}": value for name, value in arrays.items()})
+            np.savez(self.folder / "feeds.npz", **{n: np.stack([f[n] for f in self.case.feeds]) for n in names})
+        if self.case.door == "compare":
+            (self.folder / "other.onnx").write_bytes(seeds.seed_bytes(self.case.net))
+        return {path: path.read_bytes() for path in sorted(self.folder.iterdir()) if path.is_file()}
 
 
-def _quantize_static(work: Work, source: Any = None) -> Any:
-    return kenosis_ort.quantize_static(source or work.model, work.out, FeedReader(work.case.feeds), **work.case.options)
+def _quantize_static(work: Work, source: Any = None, reader: Any = None, **options: Any) -> Any:
+    options = options or work.case.options
+    return kenosis_ort.quantize_static(source or work.model, work.out, reader or work.reader, **options)
 
 
 def _in_memory(work: Work) -> Any:
@@ -199,89 +173,61 @@ def _in_memory(work: Work) -> Any:
     return report
 
 
-def _quantize(work: Work) -> Any:
-    from onnxruntime.quantization import StaticQuantConfig
-
-    config = StaticQuantConfig(FeedReader(work.case.feeds))
-    return kenosis_ort.quantize(work.model, work.out, config, promise=False)
-
-
-def _calibrate(work: Work) -> Any:
-    return kenosis_ort.calibrate(work.model, work.out.with_suffix(".json"), FeedReader(work.case.feeds))
-
-
-def _synthetic(work: Work) -> Any:
-    reader = kenosis_ort.SyntheticReader(work.model, samples=4)
-    return kenosis_ort.quantize_static(work.model, work.out, reader, promise=False)
-
-
-def _closed_loop(work: Work) -> Any:
-    reader = kenosis_ort.ClosedLoopReader(work.model, FeedReader(work.case.feeds))
-    return kenosis_ort.quantize_static(work.model, work.out, reader, promise=False)
-
-
 def _compare(work: Work) -> Any:
-    other = work.folder / "other.onnx"
-    other.write_bytes(seeds.seed_bytes(work.case.net))
-    pair = (work.model, other) if work.case.number % 2 else (other, work.model)
-    return kenosis_ort.compare(*pair, FeedReader(work.case.feeds), samples=2)
+    pair = [work.model, work.folder / "other.onnx"]
+    return kenosis_ort.compare(*(pair[::-1] if work.case.old else pair), work.reader, samples=2)
 
 
-def _bench(work: Work) -> Any:
-    return kenosis_ort.bench(work.model, FeedReader(work.case.feeds), rounds=2, budget_s=0.3)
-
-
-def _cli(*words: str) -> Callable[[Work], Any]:
+def _cli(words: str) -> Callable[[Work], Any]:
     def run(work: Work) -> Any:
-        places = {
-            "MODEL": work.model,
-            "OUT": work.out,
-            "DATA": work.folder / "feeds.npz",
-            "REPORT": work.folder / "out" / "report.html",
-        }
+        places = {"MODEL": work.model, "OUT": work.out, "DATA": work.folder / "feeds.npz",
+                  "REPORT": work.folder / "out" / "report.html"}  # fmt: skip
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
-                code = command([str(places.get(word, word)) for word in words])
+                code = command([str(places.get(word, word)) for word in words.split()])
         except SystemExit as leaving:
             code = leaving.code
-        text = said.getvalue()
+        lines = said.getvalue().splitlines()
         if code == 2:
-            errors = [line for line in text.splitlines() if line.startswith("kenosis-ort: error")]
-            if len(errors) != 1 or text.splitlines()[-1] != errors[0]:
-                raise AssertionError(f"exit code 2 with {text[-500:]!r}")
-            raise KenosisError(text.splitlines()[-1])
+            errors = [line for line in lines if line.startswith("kenosis-ort: error")]
+            if len(errors) != 1 or lines[-1] != errors[0]:
+                raise AssertionError(f"exit code 2 with {lines[-5:]!r}")
+            raise KenosisError(lines[-1])
         if code not in (0, 1):
-            raise AssertionError(f"exit code {code!r}: {text[-500:]}")
-        return None
+            raise AssertionError(f"exit code {code!r}: {lines[-5:]!r}")
 
     return run
 
 
-_RUN: Final[dict[str, Callable[[Work], Any]]] = {
-    "quantize_static": _quantize_static,
-    "in memory": _in_memory,
-    "quantize": _quantize,
-    "calibrate": _calibrate,
-    "synthetic": _synthetic,
-    "closed loop": _closed_loop,
-    "preview": lambda work: kenosis_ort.preview(work.model),
-    "verify_fusion": lambda work: kenosis_ort.verify_fusion(work.model).to_dict(),
-    "compare": _compare,
-    "bench": _bench,
-    "cli quantize": _cli("quantize", "MODEL", "OUT", "--data", "DATA", "--no-promise"),
-    "cli report": _cli("quantize", "MODEL", "OUT", "--data", "DATA", "--no-promise", "--report", "REPORT"),
-    "cli verify": _cli("verify", "MODEL"),
-    "cli explain": _cli("explain", "MODEL"),
-    "cli inspect": _cli("inspect", "MODEL"),
-    "cli compare": _cli("compare", "MODEL", "MODEL", "--data", "DATA"),
-}
+DOORS: Final[dict[str, tuple[int, Callable[[Work], Any]]]] = {
+    "quantize_static": (14, _quantize_static),
+    "in memory": (2, _in_memory),
+    "quantize": (1, lambda work: kenosis_ort.quantize(work.model, work.out, StaticQuantConfig(work.reader),
+                                                      promise=False)),
+    "calibrate": (2, lambda work: kenosis_ort.calibrate(work.model, work.out.with_suffix(".json"), work.reader)),
+    "synthetic": (1, lambda work: _quantize_static(work, reader=kenosis_ort.SyntheticReader(work.model, samples=4),
+                                                   promise=False)),
+    "closed loop": (1, lambda work: _quantize_static(
+        work, reader=kenosis_ort.ClosedLoopReader(work.model, work.reader), promise=False)),
+    "preview": (2, lambda work: kenosis_ort.preview(work.model)),
+    "verify_fusion": (1, lambda work: kenosis_ort.verify_fusion(work.model).to_dict()),
+    "compare": (2, _compare),
+    "bench": (1, lambda work: kenosis_ort.bench(work.model, work.reader, rounds=2, budget_s=0.3)),
+    "cli quantize": (2, _cli("quantize MODEL OUT --data DATA --no-promise")),
+    "cli report": (1, _cli("quantize MODEL OUT --data DATA --no-promise --report REPORT")),
+    "cli verify": (1, _cli("verify MODEL")),
+    "cli explain": (1, _cli("explain MODEL")),
+    "cli inspect": (1, _cli("inspect MODEL")),
+    "cli compare": (1, _cli("compare MODEL MODEL --data DATA")),
+}  # fmt: skip
+"""The public calls, and how often each is tried."""
 
 
 # ---- what came of it --------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, str]:
     """Runs one case in an empty folder.
 
     Args:
@@ -290,64 +236,58 @@ def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, 
         say: Told the phase that begins, so that a crash can be placed.
 
     Returns:
-        What identifies the case, ``class`` and ``detail``.
+        ``class`` and ``detail``.
     """
-    work = Work(case, folder, old=Random(f"old {case.seed}/{case.number}").random() < 0.5)
-    work.lay_out()
+    work = Work(case, folder)
+    inputs = work.lay_out()
     os.chdir(folder)
-    tempfile.tempdir = str(folder / "tmp")
-    os.environ["TMPDIR"] = tempfile.tempdir
-    inputs = _contents(folder, work)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
     say(f"door {case.door}")
-    output = io.StringIO()
-    report: Any = None
+    output, report = io.StringIO(), None
     try:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output):
             warnings.simplefilter("always")
-            report = _RUN[case.door](work)
+            report = DOORS[case.door][1](work)
     except KenosisError as error:
         found = "raw exception" if "\n" in str(error) or _odd(str(error)) else "refused"
-        found = "internal error" if type(error).__name__ == "InternalError" else found
         detail = f"{type(error).__name__}: {error}"
-        if found == "internal error":
-            detail += "\n" + "".join(traceback.format_exception(error))
+        if type(error).__name__ == "InternalError":
+            found, detail = "internal error", detail + "\n" + "".join(traceback.format_exception(error))
     except Exception:  # the very thing that is looked for
         found, detail = "raw exception", traceback.format_exc()
     else:
-        strange = [w for w in caught if not issubclass(w.category, (kenosis_ort.KenosisWarning, DeprecationWarning))]
-        found, detail = (
-            ("raw warning", f"{strange[0].filename}:{strange[0].lineno}: {strange[0].message}")
-            if strange
-            else ("done", "")
-        )
+        found, detail = "done", ""
         texts = [output.getvalue(), *(str(w.message) for w in caught), *([str(report)] if report is not None else [])]
+        for warned in caught:
+            if not issubclass(warned.category, (kenosis_ort.KenosisWarning, DeprecationWarning)):
+                found, detail = "raw warning", f"{warned.filename}:{warned.lineno}: {warned.message}"
         if any(map(_odd, texts)):
             found, detail = "raw exception", f"control characters in {next(t for t in texts if _odd(t))!r}"
-    if found == "refused" and work.out.exists() != work.old:
-        found, detail = "output of a failing run", detail
-    if found == "refused" and work.old and work.out.read_bytes() != OLD:
-        found, detail = "output replaced", detail
-    if found in ("refused", "done"):
-        left = _leftovers(work, inputs)
-        if left:
-            found, detail = "leftovers", ", ".join(left)
-    if (
-        found == "refused"
-        and case.door in _MUST_RESULT
-        and not (case.door == "in memory" and case.data)
-        and "stages" not in case.options
-        and not detail.startswith(_CALLERS)
-    ):
+    stands = work.out.exists()
+    left = _leftovers(work, inputs)
+    if found == "refused" and stands != case.old:
+        found = "output of a failing run"
+    elif found == "refused" and case.old and work.out.read_bytes() != OLD:
+        found = "output replaced"
+    elif found in ("refused", "done") and left:
+        found, detail = "leftovers", ", ".join(left)
+    elif found == "refused" and _has_to_work(case, detail):
         say("judge")
         found = "needless refusal" if _runs(work) else found
-    if found == "done" and work.out.exists() and (not work.old or work.out.read_bytes() != OLD):
+    elif found == "done" and stands and (not case.old or work.out.read_bytes() != OLD):
         say("judge")
         found, detail = _judged(work, report)
-    return {**case.told(), "class": found, "detail": detail}
+    return {"class": found, "detail": detail}
+
+
+def _has_to_work(case: Case, detail: str) -> bool:
+    """Whether a refusal is right only where the runtime refuses the model too."""
+    apart = case.door == "in memory" and case.data
+    return case.door in _MUST_RESULT and not apart and "stages" not in case.options and not detail.startswith(_CALLERS)
 
 
 def _odd(text: str) -> bool:
-    """Tells whether a text holds control characters (but line breaks) or marks that change the reading order."""
+    """Whether a text holds control characters (but line breaks) or marks that change the reading order."""
     return any(
         (ord(c) < 32 and c != "\n")
         or ord(c) in (0x7F, *range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -355,13 +295,9 @@ def _odd(text: str) -> bool:
     )
 
 
-def _contents(folder: Path, work: Work) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-
-
 def _leftovers(work: Work, inputs: dict[Path, bytes]) -> list[str]:
-    """Returns files that are new or no longer what they were, but for the output and what belongs to it."""
-    found = [p.name for p in work.folder.iterdir() if p.is_file() and p not in inputs and p.name != "other.onnx"]
+    """Files that are new or no longer what they were, but for the output and what belongs to it."""
+    found = [p.name for p in work.folder.iterdir() if p.is_file() and p not in inputs]
     found += [f"{p.name} changed" for p, content in inputs.items() if not p.exists() or p.read_bytes() != content]
     beside = {"out.onnx", "out.onnx.data", "out.json", "report.html", "out.recipe.toml"}
     found += [
@@ -409,7 +345,7 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
 
 
 def _references(work: Work) -> tuple[dict[str, list[Array]], dict[str, list[Array]], bool]:
-    """Returns two runs of the float model, and whether the runtime's own fusions leave it fit to be run."""
+    """Two runs of the float model, and whether the runtime's own fusions leave it fit to be run."""
     path = _as_it_loads(work)
     try:
         return _outputs(path, work.case.feeds), _outputs(path, work.case.feeds), True
@@ -419,7 +355,7 @@ def _references(work: Work) -> tuple[dict[str, list[Array]], dict[str, list[Arra
 
 
 def _runs(work: Work) -> bool:
-    """Tells whether the runtime runs the float model as it came, to finite results."""
+    """Whether the runtime runs the float model as it came, to finite results."""
     try:
         outputs = _outputs(work.model, work.case.feeds)
     except Exception:  # any class of the runtime's
@@ -429,7 +365,7 @@ def _runs(work: Work) -> bool:
 
 
 def _as_it_loads(work: Work) -> Path:
-    """Returns the float model's path; of a copy with other node names and header where the runtime wants these."""
+    """The float model's path; of a copy with other node names and header where the runtime wants these."""
     copy = onnx.load_model(work.model, load_external_data=False)
     limits = runtime_limits()
     names = [node.name for node in copy.graph.node if node.name]
@@ -469,7 +405,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _sqnr_db(want: list[Any], got: list[Any]) -> float | None:
-    """Returns the signal against the error over all feeds, None where shape or type differ."""
+    """The signal against the error over all feeds, None where shape or type differ."""
     signal = noise = 0.0
     for a, b in zip(want, got, strict=True):
         if not isinstance(a, np.ndarray) or a.dtype.kind not in "fiub":
@@ -488,11 +424,3 @@ def _sqnr_db(want: list[Any], got: list[Any]) -> float | None:
     if noise <= 1e-12 * max(signal, 1e-30) or noise < 1e-30:
         return np.inf
     return float(10 * np.log10(signal / noise)) if signal else -np.inf
-
-
-def result_line(result: dict[str, Any]) -> str:
-    """Returns a result as one line of JSON."""
-    return json.dumps(result, default=str)
-
-
-__all__ = ["ALLOWED", "Case", "asdict", "make_case", "result_line", "run_case"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import resources
 from typing import Final
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper
 
-from tests import models
+from tests import models, planning
 from tests.models import Feed, Net
 
 DATA_NAME: Final = "weights.bin"
@@ -36,27 +35,16 @@ def _detector() -> onnx.ModelProto:
 
 def _loop() -> onnx.ModelProto:
     """A Loop whose body multiplies a carried state by an outer weight, behind and before a Gemm."""
-    net = Net()
-    h = net.op("Relu", [net.gemm(net.input("x", [1, 8]), 8, 8, name="first")], name="relu")
-    w = net.weight((8, 8), name="body_w")
-    info = helper.make_tensor_value_info
-    body = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["state", w], ["mixed"], name="mix"),
-            helper.make_node("Tanh", ["mixed"], ["next"], name="squash"),
-            helper.make_node("Identity", ["going"], ["still"], name="go_on"),
-        ],
-        "body",
-        [
-            info("step", TensorProto.INT64, []),
-            info("going", TensorProto.BOOL, []),
-            info("state", TensorProto.FLOAT, [1, 8]),
-        ],
-        [info("still", TensorProto.BOOL, []), info("next", TensorProto.FLOAT, [1, 8])],
+    return planning.parse(
+        """(float[1,8] x) => (float[1,4] y)
+        <float[8,8] w, float[8] b, float[8,8] body_w, int64 three, bool true, float[8,4] u, float[4] c> {
+        [first] f = Gemm(x, w, b) [relu] h = Relu(f)
+        [loop] s = Loop(three, true, h) <body = body (int64 step, bool going, float[1,8] state)
+            => (bool still, float[1,8] next)
+            { [mix] mixed = MatMul(state, body_w) [squash] next = Tanh(mixed) [go_on] still = Identity(going) }>
+        [last] y = Gemm(s, u, c) }""",
+        {"three": 3, "true": True},
     )
-    y = net.op("Loop", [net.const(3), net.const(True), h], name="loop", body=body)
-    net.output(net.gemm(y, 8, 4, name="last"), [1, 4])
-    return net.model("loop")
 
 
 def _lstm() -> onnx.ModelProto:
@@ -75,49 +63,40 @@ def _lstm() -> onnx.ModelProto:
 
 def _half() -> onnx.ModelProto:
     """A float16 net with a float16 interface."""
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8], TensorProto.FLOAT16)
-
-    def weight(name: str, *shape: int) -> str:
-        return net.const(net.rng.normal(0, 0.2, shape), name, dtype=np.float16)
-
-    y = net.op("Conv", [x, weight("w0", 8, 3, 3, 3)], name="conv0", pads=[1] * 4)
-    y = net.op("Conv", [net.op("Relu", [y], name="relu"), weight("w1", 4, 8, 1, 1)], name="conv1")
-    net.output(y, [1, 4, 8, 8], TensorProto.FLOAT16)
-    return net.model("half")
+    return planning.parse(
+        """(float16[1,3,8,8] x) => (float16[1,4,8,8] y) <float16[8,3,3,3] w0, float16[4,8,1,1] w1>
+        { [conv0] c = Conv<pads = [1, 1, 1, 1]>(x, w0) [relu] r = Relu(c) [conv1] y = Conv(r, w1) }"""
+    )
 
 
 def _functions() -> onnx.ModelProto:
     """Two model-local functions, one calling the other with an attribute."""
-    rng = np.random.default_rng(0)
-    one, two = (", ".join(f"{v:.3f}" for v in rng.normal(0, 0.5, n)) for n in (12, 16))
-    return parser.parse_model(f"""
-        <ir_version: 8, opset_import: ["": 17, "local": 1]>
-        g (float[1,3,8,8] x) => (float[1,4,8,8] y)
-          <float[4,3,1,1] w = {{{one}}}, float[4,4,1,1] w2 = {{{two}}}>
-        {{ a = Conv(x, w)  b = local.block<slope = 0.1>(a)  y = Conv(b, w2) }}
-        <domain: "local", opset_import: ["": 17]>
-        silu (u) => (v) {{ s = Sigmoid(u)  v = Mul(u, s) }}
-        <domain: "local", opset_import: ["": 17, "local": 1]>
-        block <slope> (p) => (q) {{ r = LeakyRelu<alpha: float = @slope>(p)  q = local.silu(r) }}
-    """)
+    return planning.parse(
+        """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w, float[4,4,1,1] w2>
+        { a = Conv(x, w) b = local.block<slope = 0.1>(a) y = Conv(b, w2) }
+        <domain: "local", opset_import: ["": 17]> silu (u) => (v) { s = Sigmoid(u) v = Mul(u, s) }
+        <domain: "local", opset_import: ["": 17, "local": 1]> block <slope> (p) => (q)
+        { r = LeakyRelu<alpha: float = @slope>(p) q = local.silu(r) }""",
+        domains=("local",),
+        ir_version=8,
+    )
 
 
 def _sparse() -> onnx.ModelProto:
-    """A Gemm chain that holds a sparse initializer, Constant nodes, and weights listed as inputs (IR 3)."""
-    net = Net(opset=13)
-    x = net.input("x", [1, 8])
-    y = net.op("MatMul", [x, net.weight((8, 8), name="listed")], name="mm")
-    net.inputs.append(helper.make_tensor_value_info("listed", TensorProto.FLOAT, [8, 8]))
-    value = numpy_helper.from_array(np.full((1, 8), 0.3, np.float32))
-    y = net.op("Add", [y, net.op("Constant", [], name="constant", value=value)], name="shift")
-    y = net.op("MatMul", [net.op("Relu", [y], name="relu"), "sparse_w"], name="mm2")
-    net.output(y, [1, 8])
-    graph = helper.make_graph(net.nodes, "sparse", net.inputs, net.outputs, net.initializers)
-    values = numpy_helper.from_array(net.rng.normal(0, 1, 10).astype(np.float32), "sparse_w")
+    """A MatMul chain that holds a sparse initializer, Constant nodes, and weights listed as inputs."""
+    model = planning.parse(
+        """(float[1,8] x, float[8,8] listed) => (float[1,8] y) { [mm] m = MatMul(x, listed)
+        [constant] c = Constant<value = float[1,1] {0.3}>() [shift] s = Add(m, c) [relu] r = Relu(s)
+        [mm2] y = MatMul(r, sparse_w) }""",
+        {"listed": models.normal((8, 8))},
+        opset=13,
+        ir_version=7,
+        checked=False,
+    )
+    values = numpy_helper.from_array(models.normal((10,), 1), "sparse_w")
     indices = numpy_helper.from_array(np.arange(0, 60, 6, dtype=np.int64), "sparse_w_indices")
-    graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [8, 8]))
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=7)
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [8, 8]))
+    return model
 
 
 def _external() -> onnx.ModelProto:
@@ -147,11 +126,6 @@ def _quantized() -> onnx.ModelProto:
     return net.model("quantized")
 
 
-def _digits() -> onnx.ModelProto:
-    with resources.as_file(resources.files("kenosis_ort.demo") / "digits_cnn.onnx") as path:
-        return onnx.load(path)
-
-
 SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
     "conv": lambda: models.conv_relu_chain(6),
     "residual": models.residual_block,
@@ -170,27 +144,24 @@ SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
     "sparse": _sparse,
     "external": _external,
     "quantized": _quantized,
-    "digits": _digits,
+    "digits": models.narrow_digits,
 }
 
 
 @cache
 def seed_bytes(name: str) -> bytes:
-    """Returns a seed model, serialized."""
+    """A seed model, serialized."""
     return SEEDS[name]().SerializeToString()
 
 
 def seed_model(name: str) -> onnx.ModelProto:
-    """Returns a fresh copy of a seed model."""
-    model = onnx.ModelProto()
-    model.ParseFromString(seed_bytes(name))
-    return model
+    """A fresh copy of a seed model."""
+    return onnx.load_model_from_string(seed_bytes(name))
 
 
 def seed_feeds(name: str) -> list[Feed]:
-    """Returns feeds that fit the seed model."""
-    model = seed_model(name)
-    return models.feeds(model, FEEDS, dims={"batch": 2})
+    """Feeds that fit the seed model."""
+    return models.feeds(seed_model(name), FEEDS, dims={"batch": 2})
 
 
 def split_data(model: onnx.ModelProto) -> bytes:

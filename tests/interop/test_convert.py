@@ -15,9 +15,8 @@ from kenosis_ort import OptionError, OutputError, UnsupportedModelError, Verific
 from kenosis_ort import interop as convert_module
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import read_model
+from tests.downloaded import QUANTIZED
 from tests.formats.qonnx import Net, conv_net, execute
-
-SHARED = Path(__file__).parents[3] / "shared" / "corpus" / "quantized"
 
 
 def run(path: Path, x: Any) -> Any:
@@ -103,13 +102,13 @@ def test_the_command_names_its_output_after_the_format(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "net.onnx"), "--to", "tflite"]) == 2
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/corpus/quantized")
+@pytest.mark.skipif(not QUANTIZED.is_dir(), reason="needs downloaded nets")
 @pytest.mark.parametrize("to", ["qdq", "qonnx"])
 @pytest.mark.parametrize(
     "name", ["bnn_fc_brevitas_domain", "espcn_subpixel_4bit", "micro_kws_qdq", "micro_kws_qoperator"]
 )
 def test_files_of_others_are_converted(tmp_path, name, to):
-    done = convert(SHARED / f"{name}.onnx", tmp_path / "out.onnx", to)
+    done = convert(QUANTIZED / f"{name}.onnx", tmp_path / "out.onnx", to)
     assert done.agreement
     assert all(entry.sqnr_db > 30 for entry in done.agreement), str(done)
 

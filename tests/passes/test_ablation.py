@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -16,8 +14,7 @@ from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
 from kenosis_ort.passes.round_weights import learn_rounding
 from kenosis_ort.runtime.session import open_session
 from tests import planning
-
-ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"
+from tests.downloaded import ZOO
 
 
 def keywords():

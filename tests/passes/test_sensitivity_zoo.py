@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.verify import verify_fusion
 from tests import planning
-
-ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"
+from tests.downloaded import ZOO
 
 
 def _picture(size: int, seed: int) -> np.ndarray:

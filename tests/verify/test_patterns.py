@@ -15,10 +15,9 @@ from onnx import TensorProto, helper
 import kenosis_ort
 from kenosis_ort.errors import ModelLoadError, OptionError
 from kenosis_ort.verify import Clause, ConvPattern, verify_patterns
+from tests.downloaded import QUANTIZED
 from tests.models import Net
 from tests.targets.onednn_nets import BINARY, SHAPE, UNARY, Quantized, chain, conv, silu
-
-QUANTIZED = Path(__file__).resolve().parents[2] / "../shared/corpus/quantized"
 
 
 def read(model: onnx.ModelProto) -> ConvPattern:

@@ -10,9 +10,9 @@ import pytest
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
 from kenosis_ort.verify import Cause, verify_fusion
+from tests.downloaded import ZOO
 from tests.verify.expect import check_complete
 
-ZOO = Path(__file__).resolve().parents[2] / "../shared/zoo"
 NETS = {
     "cifar_resnet20.onnx": 20,
     "mlperf_ic_resnet8.onnx": 10,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -17,8 +15,7 @@ from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs
 from tests.calibration.synthetic.support import model_of
-
-ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
+from tests.downloaded import ZOO
 
 
 @pytest.mark.parametrize("net", sorted(models.ALL.keys() - {"net_with_if"}))

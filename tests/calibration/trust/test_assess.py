@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,8 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models
 from tests.calibration.support import node_outputs, random_feeds
+from tests.downloaded import ZOO
 
-ZOO = Path(__file__).resolve().parents[3] / "../shared/zoo"
 STEADY = {"a": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
 SHAKY = {**STEADY, "b": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
 
