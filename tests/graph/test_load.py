@@ -1,14 +1,20 @@
-"""Files of models as they come: what is read, what is refused, and with what words."""
+"""Files of models as they come: what is read, what is refused before anything works on it, and with what words."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort import ArrayReader, compare, preview, quantize_static
 from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
-from kenosis_ort.graph.load import check_not_quantized, load_model
+from kenosis_ort.graph.canonical import unsound
+from kenosis_ort.graph.load import check_not_quantized, load_model, parse_model
+from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
+from kenosis_ort.graph.view import infer_shapes
+from kenosis_ort.runtime.limits import runtime_limits
+from tests import models
 from tests.graph.build import net, run
 
 WEIGHT = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -230,3 +236,249 @@ def test_quantized_activations_are_refused(text, named):
         return
     with pytest.raises(AlreadyQuantizedError, match=named):
         check_not_quantized(proto)
+
+
+# ---- what is checked before anything works on a model ---------------------------------------------------------------
+
+
+TINY = np.arange(16, dtype=np.float32).reshape(4, 4)
+
+
+def tiny() -> onnx.ModelProto:
+    return net("(float[1,4] x) => (float[1,4] y) { [mm] y = MatMul(x, w) }", {"w": TINY})
+
+
+def nested(levels: int) -> onnx.ModelProto:
+    """A model of nested bodies, built without a copy: protobuf's own limits are lower."""
+    proto = tiny()
+    owner = proto.graph
+    for _ in range(levels):
+        node = owner.node.add(op_type="If", input=["f"], output=["y"])
+        owner = node.attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH).g
+    return proto
+
+
+def with_functions(*bodies: str) -> onnx.ModelProto:
+    """A model whose function ``f0`` calls in a row what its body names, and so on."""
+    text = "(float[1,4] x) => (float[1,4] y) { y = d.f0(x) }"
+    for at, calls in enumerate(bodies):
+        names = ["p", *(f"v{i}" for i in range(calls.count(" "))), "q"]
+        rows = (f"{b} = {call}({a})" for call, a, b in zip(calls.split(), names[:-1], names[1:], strict=True))
+        text += f' <domain: "d", opset_import: ["" : 17, "d" : 1]> f{at} (p) => (q) {{ {" ".join(rows)} }}'
+    return net(text, domains=("d",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dims": [4, -4]}, "negative size"),
+        ({"dims": [4, 5]}, "64 bytes.*takes 80"),
+        ({"dims": [2**40, 2**40]}, "takes"),
+        ({"dims": [2**32, 2**32, 4]}, "takes"),
+        ({"raw_data": TINY.tobytes()[:-1]}, "63 bytes"),
+        ({"raw_data": TINY.tobytes() + b"\0"}, "65 bytes"),
+        ({"raw_data": b"", "float_data": [1.0] * 15}, "15 numbers"),
+        ({"raw_data": TINY.tobytes()[:8], "segment": TensorProto.Segment(begin=0, end=1)}, "segment"),
+        ({"data_type": 77}, "data type 77"),
+        ({"data_type": 0}, "data type 0"),
+        ({"data_type": TensorProto.STRING}, "strings"),
+    ],
+)
+def test_tensors_have_to_fill_their_shape(fields, message):
+    proto = tiny()
+    tensor = proto.graph.initializer[0]
+    for name, value in fields.items():
+        tensor.ClearField(name)
+        if value != b"":
+            tensor.MergeFrom(TensorProto(**{name: value}))
+    with pytest.raises(ModelLoadError, match=f"(?s)Tensor 'w' .*{message}"):
+        load_model(proto)
+
+
+SOUND = (
+    *(np.ones((2, 3), np.float16), np.ones(3, np.complex64), np.array(["a", "b"], object)),
+    *(np.ones((0, 4), np.float32), np.array(True), np.ones(3, np.uint64)),
+)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(numpy_helper.from_array(array, "unused") for array in SOUND),
+        *(helper.make_tensor("unused", helper.np_dtype_to_tensor_dtype(a.dtype), a.shape, a.ravel()) for a in SOUND),
+        *(helper.make_tensor("unused", kind, [3], [1, 2, 3]) for kind in (TensorProto.INT4, TensorProto.UINT4)),
+    ],
+)
+def test_sound_tensors_of_all_types_are_taken(tensor):
+    proto = tiny()
+    proto.graph.initializer.append(tensor)
+    assert len(load_model(proto).proto.graph.initializer) == 2
+
+
+def test_what_nothing_reads_and_nobody_could_read_is_left_out():
+    proto = tiny()
+    broken = proto.graph.initializer.add(name="unused", data_type=1, dims=[3], raw_data=b"x")
+    loaded = load_model(proto)
+    assert [t.name for t in loaded.proto.graph.initializer] == ["w"]
+    assert broken in proto.graph.initializer  # the caller's own is not changed
+
+
+@pytest.mark.parametrize("field", ["node", "input", "initializer", "function"])
+def test_names_that_are_no_text_are_refused(field):
+    proto = with_functions("Relu") if field == "function" else tiny()
+    old = {"node": b"mm", "input": b"\x01x", "initializer": b"\x01w", "function": b"\x02f0"}[field]
+    content = proto.SerializeToString()
+    assert old in content
+    with pytest.raises(ModelLoadError, match="not UTF-8"):
+        parse_model(content.replace(old, old[:-1] + b"\xff"))
+
+
+def test_a_doc_string_that_is_no_text_does_not_matter():
+    proto = tiny()
+    proto.producer_name = "somebody"
+    content = proto.SerializeToString().replace(b"somebody", b"some\xff\xfedy")
+    assert load_model(parse_model(content)).proto.graph.node
+
+
+def test_operators_have_their_inputs_and_outputs():
+    for names in ("input", "output"):
+        proto = tiny()
+        del getattr(proto.graph.node[0], names)[:]
+        with pytest.raises(ModelLoadError, match=r"'mm' \(MatMul\).*needs 2 and 1"):
+            load_model(proto, ask_runtime=False)
+
+
+def test_any_number_is_taken_for_a_version():
+    for version in (2**63 - 1, 2**31, -(2**63)):
+        proto = with_functions("Relu")
+        proto.opset_import[0].version = version
+        proto.functions[0].opset_import[0].version = version
+        with pytest.raises(ModelLoadError):
+            load_model(proto)
+        assert load_model(proto, ask_runtime=False).proto.opset_import[0].version == version
+
+
+def test_a_segment_that_is_whole_is_read():
+    proto = tiny()
+    proto.graph.initializer[0].segment.end = 16
+    assert not load_model(proto).proto.graph.initializer[0].HasField("segment")
+
+
+def test_a_reference_outside_functions_means_nothing():
+    proto = net("(float[1,4] x) => (float[1,4] y) { y = LeakyRelu<alpha = 0.5>(x) }")
+    proto.graph.node[0].attribute[0].ref_attr_name = "slope"
+    attribute = load_model(proto).proto.graph.node[0].attribute[0]
+    assert (attribute.ref_attr_name, attribute.f) == ("", 0.5)
+
+
+def test_nesting_has_an_end():
+    assert parse_model(nested(10).SerializeToString()).graph.node
+    with pytest.raises(ModelLoadError, match="levels deep"):
+        load_model(nested(60))
+
+
+def test_functions_that_call_themselves_or_unfold_without_end_are_refused():
+    with pytest.raises(ModelLoadError, match="calls itself"):
+        load_model(with_functions("d.f1", "Relu d.f0"))
+    with pytest.raises(ModelLoadError, match="unfolds to"):
+        load_model(with_functions(*(" ".join([f"d.f{i + 1}"] * 10) for i in range(8)), "Relu"))
+    assert load_model(with_functions("d.f1 d.f1", "Relu Relu")).proto.functions
+
+
+# ---- the runtime first ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_inference(monkeypatch):
+    """Fails the test where ONNX's C++ code sees a model."""
+
+    def seen(*_, **__):
+        raise AssertionError("ONNX saw the model before the runtime did")
+
+    monkeypatch.setattr("onnx.shape_inference.infer_shapes", seen)
+    monkeypatch.setattr("onnx.checker.check_model", seen)
+    monkeypatch.setattr("onnx.version_converter.convert_version", seen)
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_what_the_runtime_refuses_is_refused_first(no_inference, tmp_path, from_file):
+    proto = tiny()
+    proto.graph.node[0].op_type = "NoSuchOperator"
+    source = proto
+    if from_file:
+        source = tmp_path / "m.onnx"
+        source.write_bytes(proto.SerializeToString())
+    for call in (
+        lambda: preview(source),
+        lambda: quantize_static(source, tmp_path / "out.onnx", ArrayReader([{"x": np.ones((1, 4), np.float32)}])),
+        lambda: compare(source, tiny(), [{"x": np.ones((1, 4), np.float32)}]),
+    ):
+        with pytest.raises(ModelLoadError, match=r"The runtime refuses the model.*NoSuchOperator"):
+            call()
+
+
+def test_what_preparation_mends_is_no_reason_to_refuse(tmp_path):
+    limits = runtime_limits()
+    proto = tiny()
+    proto.ir_version = limits.max_ir + 1
+    assert load_model(proto).proto.ir_version == limits.max_ir + 1
+    proto = tiny()
+    proto.graph.node.add(op_type="Relu", input=["y"], output=["z"], name="mm")  # a name used twice
+    assert load_model(proto).proto.graph.node[1].name == "mm"
+    proto = tiny()
+    proto.opset_import[0].version = limits.max_opset + 1
+    assert load_model(proto).proto.opset_import[0].version == limits.max_opset + 1
+
+
+# ---- what a file says wrongly about values ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", ["float[7] mm", "int64[1,4] mm", "float[1,5] mm"], ids=["rank", "type", "size"])
+def test_value_info_that_inference_contradicts_is_corrected(said):
+    text = f"""(float[1,4] x) => (float[1,4] y) <float[4,4] w, float[N,9] z, float[N,4] mm, {said}>
+    {{ mm = MatMul(x, w) z = mine.Odd(mm) y = mine.Odd(z) }}"""
+    proto = net(text, domains=("mine",))
+    infer_shapes(proto, thorough=False)
+    dims = {v.name: [d.dim_value or d.dim_param for d in v.type.tensor_type.shape.dim] for v in proto.graph.value_info}
+    assert dims == {"z": ["N", 9], "mm": [1, 4]}
+
+
+def test_a_file_that_lies_about_a_value_quantizes_all_the_same(tmp_path):
+    net = models.residual_block()
+    for node in net.graph.node:
+        if node.op_type in ("Conv", "Relu"):
+            lie = helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, [1, 8, 9, 9])
+            net.graph.value_info.append(lie)
+    report = quantize_static(net, tmp_path / "o.onnx", models.reader(net, 8), promise=False)
+    assert [w for w in report.warnings if "failed" in w] == []
+    assert all(k.integer for k in report.fusion.kernels if k.op_type == "Conv")
+
+
+def test_a_call_that_leaves_out_what_the_function_needs_is_refused():
+    """The runtime crashes on it."""
+    proto = with_functions("d.f1", "Relu")
+    proto.graph.node[0].input[0] = ""
+    with pytest.raises(ModelLoadError, match="'f1' leaves out its input 'p'"):
+        load_model(proto)
+    proto = with_functions("Relu")
+    proto.functions[0].input.append("spare")
+    assert load_model(proto).proto.functions
+
+
+@pytest.mark.parametrize("kind", ["INT2", "UINT2", "INT4", "FLOAT4E2M1"])
+def test_packed_tensors_are_read(kind: str) -> None:
+    number = dict(TensorProto.DataType.items()).get(kind)
+    if number is None:
+        pytest.skip(f"the installed onnx knows no {kind}")
+    packed = helper.make_tensor("w", number, [5], [0, 1, 1, 0, 1])
+    size = 2 if kind.endswith("T2") else 3
+    assert unsound(packed) is None
+    assert tensor_bytes(packed) == size
+    whole = onnx.TensorProto()
+    whole.CopyFrom(packed)
+    whole.ClearField("int32_data")
+    whole.raw_data = raw_bytes(packed)
+    assert unsound(whole) is None
+    assert np.array_equal(numpy_helper.to_array(whole), numpy_helper.to_array(packed))
+    whole.raw_data += b"\0"
+    assert unsound(whole) is not None
