@@ -24,7 +24,8 @@ RULES: Final[Mapping[str, Rewrite]] = {
 KNOWN: Final[Mapping[str, Any]] = {
     "zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "small": 1e-3,
     "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "huge": 1e38, "yes": True,
-    "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6],
+    "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6], "cut": [0, 4, 8, 6, 6], "flat": [0, 32, 6, 6],
+    "heads": [0, 0, 2, 16], "whole": [0, 0, 32],
 }  # fmt: skip
 
 _RMS = "s = Mul(x, x) m = ReduceMean<axes = [-1]>(s) a = Add(m, small) r = Sqrt(a)"

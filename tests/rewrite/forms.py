@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
-import kenosis_ort
 from kenosis_ort.graph.opset import PreparedModel
-from tests import models, planning
+from tests import planning
 from tests.graph.build import ready, run
-from tests.targets.qdq import kernels
 
 RTOL = 1e-5
 
@@ -79,12 +75,3 @@ def refused(rule, proto: onnx.ModelProto, why: str | None, *nodes: str, **option
     assert list(result.proto.graph.node) == list(plain.proto.graph.node)
     added = [note for note in result.notes if note not in plain.notes]
     assert [why in note for note in added] == ([] if why is None else [True]), added
-
-
-def quantized_kernels(proto: onnx.ModelProto, feeds, rule) -> list[str]:
-    """Returns the kernels that the installed runtime runs after quantization with this rewrite only."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "q.onnx"
-        reader = models.FeedReader(feeds)
-        kenosis_ort.quantize_static(proto, path, reader, rewrites=[rule.__name__], tune="off")
-        return [f"{k.domain}.{k.op_type}".lstrip(".") for k in kernels(onnx.load(path))]

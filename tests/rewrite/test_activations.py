@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import collapse_clip, collapse_gelu, collapse_hard_swish, collapse_silu
-from tests import models
 from tests.graph.build import ready
 from tests.models import Net, normal
-from tests.rewrite.forms import check, ops, quantized_kernels
+from tests.rewrite.forms import check, ops
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(
@@ -203,10 +202,3 @@ def test_two_in_a_row_share_their_constants():
     y = AROUND["half first"](g, y, tanh_of(g, y, "pow"))
     result = check(collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
     assert not result.proto.graph.initializer
-
-
-def test_a_transformers_gelu():
-    block = models.transformer_block()
-    after = quantized_kernels(block, models.feeds(block, 1), collapse_gelu)
-    assert GELU in after
-    assert "Erf" not in after

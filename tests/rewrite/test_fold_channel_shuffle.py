@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_channel_shuffle
 from tests.models import Net, normal
-from tests.planning import quantize
-from tests.rewrite.forms import check, ops, parse, refused, rewritten
-from tests.targets.qdq import kernels
+from tests.rewrite.forms import check, ops, parse, refused
 
 SIDE = 4
 MOVED = ["Reshape", "Transpose", "Reshape"]
@@ -144,12 +142,3 @@ def test_a_shuffle_without_a_conv_to_take_it_becomes_a_gather_behind_named_convs
 def test_other_moves_are_no_shuffles(moves):
     text = f"(float[N,8,4,4] x) => (y) <float[8,8,1,1] w, int64[3] rows> {{ c = Conv(x, w) {moves} }}"
     refused(fold_channel_shuffle, parse(text, {"rows": [0, 0, -1]}), None)
-
-
-def test_the_runtime_runs_integer_convs_and_two_transposes():
-    net = Shuffled.of_channels(16)
-    y = net.op("Relu", [net.layer("x", 16, 32, group=4)])
-    y = net.layer(net.shuffle(y, 32, 4), 32, 32, group=32, k=3)
-    proto = net.of(net.op("Relu", [net.layer(y, 32, 32, group=4)]))
-    found = [k.op_type for k in kernels(quantize(rewritten(fold_channel_shuffle, proto).proto).quantized)]
-    assert (found.count("QLinearConv"), found.count("Transpose"), found.count("Reshape")) == (3, 2, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kenosis_ort.rewrite import drop_identity, fuse_attention
 from tests.graph.build import run
 from tests.models import Net, normal
-from tests.rewrite.forms import check, ops, parse, quantized_kernels, rewritten
+from tests.rewrite.forms import check, ops, parse, rewritten
 
 LEAST = float(np.finfo(np.float32).min)
 ZERO_ROWS = tuple(int(part) for part in ort.__version__.split(".")[:2]) >= (1, 28)
@@ -191,18 +191,6 @@ def test_an_idle_cast_does_not_hide_the_attention():
     g = Heads.over([1, 2, 3, 4])
     p = g.op("Cast", [g.op("Softmax", [g.scores()], axis=-1)], to=onnx.TensorProto.FLOAT)
     assert "Cast" not in ops(rewritten(drop_identity, g.of(g.op("MatMul", [p, "x"]))).proto)
-
-
-def test_linear_layers_around_it_are_integer():
-    b, s, n, h = 1, 8, 2, 16
-    g = Heads.over([b, s, n * h])
-    q, k, v = (g.turned(g.project("x", n * h, b, s, n, h), 0, 2, 1, 3) for _ in range(3))
-    y = g.joined(g.attend(g.scores(q, k), v), b, s, n * h)
-    proto = g.of(g.op("MatMul", [y, g.rng.normal(size=(n * h, n * h))]))
-    found = quantized_kernels(proto, [{"x": normal((b, s, n * h), seed)} for seed in range(4)], fuse_attention)
-    assert found.count("Attention") == 1
-    assert "MatMul" not in found
-    assert sum("MatMulIntegerToFloat" in kind or "QGemm" in kind or "QLinearMatMul" in kind for kind in found) == 4
 
 
 @given(b=st.integers(1, 2), s=st.integers(1, 4), groups=st.integers(1, 2), each=st.integers(2, 3), h=st.integers(1, 4))

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import fold_gemm_factors, linear_to_gemm
 from tests.models import Net, normal
-from tests.planning import quantize
-from tests.rewrite.forms import check, refused, rewritten
-from tests.targets.qdq import kernels
+from tests.rewrite.forms import check, refused
 
 ROWS, IN, OUT = 2, 3, 4
 FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
@@ -95,12 +93,3 @@ def test_what_is_no_layer_stays_without_a_word():
     g = Net.over(["b", 3, FEATURES])
     computed = g.op("Add", [g.op("MatMul", ["x", np.ones((FEATURES, COLUMNS))]), g.input("bias", [COLUMNS])])
     refused(linear_to_gemm, g.of(computed), None)
-
-
-def test_the_runtime_runs_it_with_an_int32_bias_and_one_quantization():
-    proto = layers(["b", "s"], outs=[COLUMNS] * 3)
-    before = [k.op_type for k in kernels(quantize(proto).quantized)]
-    assert before.count("MatMulIntegerToFloat") == before.count("Add") == 3
-    found = [k.op_type for k in kernels(quantize(rewritten(linear_to_gemm, proto).proto).quantized)]
-    assert (found.count("QGemm"), found.count("QuantizeLinear")) == (3, 1)
-    assert not {"Add", "DequantizeLinear", "MatMulIntegerToFloat"} & set(found)

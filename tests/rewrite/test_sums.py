@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import residual_to_sum, split_skip_norm, sum_to_add
-from tests import models
 from tests.graph.build import ready, session
 from tests.models import Net, normal
-from tests.planning import quantize
 from tests.rewrite.forms import check, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
@@ -73,29 +71,6 @@ def test_what_the_runtime_does_not_join_stays(proto):
 
 def test_unknown_dimensions_count_as_possibly_the_same():
     assert "Sum" in ops(rewritten(residual_to_sum, block("b,s,16", "c,t,16", outputs="float[u,v,16] y")).proto)
-
-
-def encoder():
-    net = models.Net()
-    x = net.input("x", [1, 6, 16])
-    for at in range(2):
-        y = net.linear(x, 16, 16, name=f"linear{at}")
-        x = net.op(LAYER, [net.op("Add", [y, x]), net.weight((16,)), net.weight((16,))], axis=-1)
-    net.output(net.linear(x, 16, 4, name="head"))
-    return net.of()
-
-
-def test_the_kernels_after_quantization():
-    """The integer rule for sums leaves them as they are."""
-    assert JOINED in compute(quantize(encoder()).quantized)
-    proto = rewritten(residual_to_sum, encoder()).proto
-    outcome = quantize(proto)
-    found = compute(outcome.quantized)
-    assert JOINED not in found
-    assert [found.count(kind) for kind in ("Sum", LAYER, "QGemm")] == [2, 2, 3]
-    sums = [node.name for node in proto.graph.node if node.op_type == "Sum"]
-    assert all(d.kind.value == "float" for d in outcome.plan.nodes if d.node in sums)
-    refused(sum_to_add, proto, None, "none of them")
 
 
 def test_a_norm_that_is_still_arithmetic():
