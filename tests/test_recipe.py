@@ -1,16 +1,24 @@
-"""Recipes: TOML in and out, checked."""
+"""Recipes: TOML in and out, checked; a file loses nothing, and the call of a report makes the same bytes."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnxruntime.quantization import CalibrationMethod, QuantType
 
-from kenosis_ort.errors import OptionError
-from kenosis_ort.recipe import RECIPES, Recipe, resolve_recipe
+from kenosis_ort import OptionError, Placement, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
+from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
+from kenosis_ort.recipe import RECIPES, Recipe, SpeedChoice, resolve_recipe
+from kenosis_ort.report.html.cards import python_call
+from tests import models
+from tests.models import FeedReader
 
 shares = st.floats(0, 1)
 recipes = st.builds(
@@ -50,6 +58,69 @@ def test_frozen() -> None:
         RECIPES["fast"].samples = 3  # type: ignore[misc]
 
 
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="Did you mean 'accurate'"):
+        resolve_recipe("acurate")
+    with pytest.raises(OptionError, match="cannot be read"):
+        resolve_recipe(tmp_path / "missing.toml")
+    (tmp_path / "big.toml").write_bytes(b"#" * (2**20 + 1))
+    with pytest.raises(OptionError, match="larger than"):
+        resolve_recipe(tmp_path / "big.toml")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+types = st.sampled_from([QuantType.QInt8, QuantType.QUInt8, QuantType.QInt16, QuantType.QUInt16, QuantType.QInt4])
+names = st.lists(st.text("abc/_.", min_size=1, max_size=6), min_size=1, max_size=3).map(tuple)
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "activation_type": types,
+        "weight_type": types,
+        "per_channel": st.booleans(),
+        "reduce_range": st.booleans(),
+        "calibrate_method": st.sampled_from(CalibrationMethod),
+        "nodes_to_exclude": names,
+        "op_types_to_quantize": names,
+        "primary_inputs": names,
+        "rewrites": st.booleans() | names,
+        "stages": st.builds(Stages, bias=st.booleans(), placement=st.booleans()),
+        "verify": st.booleans(),
+        "promise": st.booleans(),
+        "tune": st.sampled_from(["off", "model"]),
+        "threads": st.integers(0, 9),
+        "sequence_lengths": st.lists(st.integers(1, 999)).map(tuple),
+        "target": st.just("ort-cpu"),
+        "extra_options": st.fixed_dictionaries({}, optional={"ActivationSymmetric": st.booleans()}),
+    },
+)
+
+
+@given(said=options)
+def test_what_is_written_is_read(said: dict[str, Any]) -> None:
+    file = RecipeFile(RECIPES["accurate"], said, {"limit": 3}, {"samples": 2})
+    assert RecipeFile.from_toml(file.to_toml()) == file
+
+
+def test_overrides_of_tensors_survive() -> None:
+    scale, zero = np.array(0.1, np.float32), np.array(3, np.uint8)
+    entry = {"quant_type": QuantType.QUInt8, "scale": scale, "zero_point": zero, "convert": None}
+    convert = {"quant_type": QuantType.QUInt16, "recv_nodes": {"b", "a"}}
+    said = {"TensorQuantOverrides": {"x/0": [entry], "y": [{"axis": 0}, {"convert": convert}]}}
+    file = RecipeFile(Recipe(), {"extra_options": said})
+    first, (axis, converted) = (
+        RecipeFile.from_toml(file.to_toml()).options["extra_options"]["TensorQuantOverrides"].values()
+    )
+    assert axis == {"axis": 0}
+    assert converted == {"convert": convert}
+    assert first[0].keys() == {"quant_type", "scale", "zero_point"}
+    assert first[0]["quant_type"] is QuantType.QUInt8
+    for name, value in (("scale", scale), ("zero_point", zero)):
+        assert first[0][name].dtype == value.dtype
+        assert first[0][name].tobytes() == value.tobytes()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -61,20 +132,159 @@ def test_frozen() -> None:
         ("[recipe]\nequalize = 1\n", "true or false"),
         ('[recipe]\nranges = "maxmin"\n', "ranges='maxmin'"),
         ("[recipe]\nsamples = -1\n", "samples=-1"),
+        ("[recipe]\n[optoins]\nthreads = 1", "Did you mean 'options'"),
+        ("[recipe]\n[options]\nper_chanel = true", "Did you mean 'per_channel'"),
+        ("[recipe]\n[options]\nper_channel = 'yes'", "per_channel='yes'"),
+        ("[recipe]\n[options]\nactivation_type = 'uint9'", "Did you mean 'uint8'"),
+        ("[recipe]\n[options]\nactivation_type = 3", "activation_type = 3 is unknown"),
+        ("[recipe]\n[options.stages]\nbiass = false", "Did you mean 'bias'"),
+        ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
+        ("[recipe]\n[options]\nthreads = true", "threads=True"),
+        ("options = 3\n[recipe]\n", "is no table"),
     ],
 )
-def test_bad_files(text: str, says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(text)
-    with pytest.raises(OptionError, match=says):
-        resolve_recipe(path)
+    with pytest.raises(OptionError, match=says) as caught:
+        preview(models.bn_net(), recipe=path)
+    assert any(place in str(caught.value) for place in ("r.toml", "[at: recipe: "))
 
 
-def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="Did you mean 'accurate'"):
-        resolve_recipe("acurate")
-    with pytest.raises(OptionError, match="cannot be read"):
-        resolve_recipe(tmp_path / "missing.toml")
-    (tmp_path / "big.toml").write_bytes(b"#" * (2**20 + 1))
-    with pytest.raises(OptionError, match="larger than"):
-        resolve_recipe(tmp_path / "big.toml")
+def reported(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> QuantizationReport:
+    return quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), **{"promise": False, **options})
+
+
+def value(report: QuantizationReport, name: str) -> Any:
+    return report.options[name].value if name in report.options else None
+
+
+def test_the_call_goes_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
+    model, path = models.bn_net(), tmp_path / "r.toml"
+    held = {"activation_type": QuantType.QInt8, "threads": 3, "tune": "off", "protect_outputs": "int8"}
+    RecipeFile(RECIPES["plain"], held).save(path)
+
+    def chosen(**said: Any) -> list[Any]:
+        report = reported(tmp_path, model, recipe=path, **said)
+        return [value(report, name) for name in held]
+
+    assert chosen() == [*held.values()]
+    assert chosen(activation_type=QuantType.QUInt8, tune="model")[::2] == [QuantType.QUInt8, None]
+    assert chosen(speed=Speed(threads=2))[1:3] == [2, "off"]
+    assert chosen(speed=Speed(threads=2), threads=5)[1] == 5
+    assert chosen(placement=Placement(protect_outputs="float"))[3] == "float"
+    assert chosen(threads=1, protect_outputs="auto")[1::2] == [None, "auto"]
+
+
+def test_groups_are_the_keywords(tmp_path: Path) -> None:
+    model = models.bn_net()
+    said = {"protect_outputs": "int8", "rewrites": False, "primary_inputs": ["x"], "stages": Stages(bias=False)}
+    apart = reported(tmp_path, model, threads=2, **said)
+    first = (tmp_path / "out.onnx").read_bytes()
+    grouped = quantize_static(
+        model,
+        tmp_path / "out.onnx",
+        models.reader(model, 8),
+        speed=Speed(promise=False, threads=2),
+        placement=Placement(**said),
+    )
+    assert (tmp_path / "out.onnx").read_bytes() == first
+    assert grouped.options == apart.options
+    with pytest.raises(OptionError, match="threads=-1"):
+        Speed(threads=-1)
+    with pytest.raises(OptionError, match="Did you mean 'float'"):
+        Placement(protect_outputs="flaot")  # type: ignore[arg-type]
+
+
+def test_named_recipes_say_more_than_passes(tmp_path: Path) -> None:
+    report = quantize_static(models.bn_net(), tmp_path / "o.onnx", models.reader(models.bn_net(), 8), recipe="tiny")
+    assert (value(report, "promise"), value(report, "tune")) == (False, "off")
+    assert report.recipe == RECIPES["tiny"]
+    assert resolve("tiny").options == {"promise": False, "tune": "off"}
+    assert resolve(RECIPES["tiny"]).options == {}
+
+
+def test_settings_in_place_of_a_recipes_own() -> None:
+    file = RecipeFile(RECIPES["accurate"], {"threads": 2})
+    assert file.with_settings({}) is file
+    changed = file.with_settings({"smooth": 0.5, "equalize": False})
+    assert changed.options == file.options
+    assert changed.recipe == replace(RECIPES["accurate"], name="custom", smooth=0.5, equalize=False)
+    for said, says in (({"equalise": False}, "Did you mean 'equalize'"), ({"smooth.by": 1}, "smooth")):
+        with pytest.raises(OptionError, match=says):
+            file.with_settings(said)
+
+
+# ---- the same bytes -----------------------------------------------------------------------------------------------
+
+OVERRIDE = [{"quant_type": QuantType.QUInt8, "rmin": np.float32(-3.0), "rmax": np.float32(3.0)}]
+CALLS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "types": {"activation_type": QuantType.QInt8, "per_channel": False, "reduce_range": True},
+    "method": {"calibrate_method": CalibrationMethod.Percentile, "extra_options": {"CalibPercentile": 99.9}},
+    "overrides": {"extra_options": {"TensorQuantOverrides": {"x": OVERRIDE}, "ActivationSymmetric": True}},
+    "places": {"nodes_to_exclude": ["conv1"], "protect_outputs": "int8", "rewrites": False, "verify": False},
+    "stages": {"stages": Stages(bias=False, nudge=False), "recipe": "plain"},
+    "stock": {"stages": Stages.none()},
+    "accuracy": {"recipe": Recipe("mine", equalize=False, rounding="learned", samples=12), "accuracy_budget": 1e-6},
+    "speed": {"speed": Speed(promise=False, tune="off", threads=2), "op_types_to_quantize": ["Conv"]},
+    "named": {"recipe": "tiny"},
+    "bits": {"format": "qcdq", "weight_bits": 4},
+    "operators": {"format": "qop", "extra_options": {"ActivationSymmetric": True}},
+    "smooth": {"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 0.4}},
+}
+
+
+def of_lists(script: str) -> str:
+    """With lists for tuples, as they come back from JSON."""
+    return script.replace(",)", ")").translate(str.maketrans("()", "[]"))
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
+    model, source, out = models.bn_net(), tmp_path / "model.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    feeds = models.feeds(model, 12)
+    report = quantize_static(source, out, FeedReader(feeds), **CALLS[case])
+    first = out.read_bytes()
+    report.save_recipe(tmp_path / "again.toml")
+    script = python_call(QuantizationReport.from_json(report.to_json()))
+    assert of_lists(python_call(report)) == of_lists(script)
+    assert script.count("= ...") == 1
+    out.unlink()
+    script = script.replace("reader = ...", "")
+    exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
+    assert out.read_bytes() == first, script
+    out.unlink()
+    assert RecipeFile.load(tmp_path / "again.toml") == report.recipe_file()
+    again = quantize_static(source, out, FeedReader(feeds), recipe=tmp_path / "again.toml")
+    assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
+    assert again.recipe_file() == report.recipe_file()
+
+
+def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:
+    """A recorded form is made again without timing."""
+    model, out = models.residual_block(), tmp_path / "out.onnx"
+    onnx.save(model, tmp_path / "model.onnx")
+    from kenosis_ort.calibration.cached_samples import model_fingerprint
+
+    choice = SpeedChoice(model_fingerprint(model), "int8")
+    recipe = Recipe("timed", bias_correction=False, speed=choice)
+    report = quantize_static(tmp_path / "model.onnx", out, models.reader(model, 8), recipe=recipe)
+    assert report.recipe is not None
+    call = python_call(report)
+    assert "promise" not in call
+    assert "form='int8')" in call
+    report.save_recipe(tmp_path / "r.toml")
+    assert RecipeFile.load(tmp_path / "r.toml").recipe == report.recipe
+
+
+def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path: Path) -> None:
+    model = models.bn_net()
+    cache = tmp_path / "cache.json"
+    report = reported(tmp_path, model, metric=lambda outputs, reference: 1.0, calibration_cache_path=cache)
+    call = python_call(report)
+    for line in ("reader = ...  # ", "model = ...  # ", "metric = ...  # ", "    metric=metric,", repr(str(cache))):
+        assert line in call
+    compile(call, "call", "exec")
+    assert not {"metric", "calibration_cache_path"} & {*IN_FILE}
