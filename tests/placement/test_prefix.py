@@ -1,4 +1,4 @@
-"""The stem and the depthwise Conv behind it, which stay float together or not at all."""
+"""What a target leaves float where its table says integer: stems with the depthwise Conv behind them, and slow pools."""
 
 from __future__ import annotations
 
@@ -6,117 +6,106 @@ import dataclasses
 
 import pytest
 
-from kenosis_ort.plan import Kind
+from kenosis_ort.plan import How, Kind
 from kenosis_ort.targets import Hooks
 from kenosis_ort.targets.ort_cpu import ORT_CPU
-from tests.placement.build import CONV, nodes_of
+from tests.placement.build import CONV, how, nodes_of
 from tests.planning import plan_of
 
-
-def net(
-    stem_channels: int = 3, between: str = "r = Relu (c)", depthwise: str = "", behind: str = "", out: str = "y"
-) -> str:
-    depthwise = depthwise or f"d = Conv <{CONV}, group = 8> (r, v)"
-    return f"""net (float[1,{stem_channels},8,8] x) => ({out})
-    <float[8,{stem_channels},3,3] w, float[8,1,3,3] v, float[8,8,1,1] u, float[8,8,3,3] dense> {{
-      c = Conv <{CONV}> (x, w)
-      {between}
-      {depthwise}
-      a = Relu (d)
-      y = Conv (a, u)
-      {behind}
-    }}"""
+POOL = "MaxPool <kernel_shape = [3,3], pads = [1,1,1,1]>"
+DEPTHWISE = f"Conv <{CONV}, group = 8>"
 
 
-def float_convs(text: str, **options: object) -> list[str]:
+def net(body: str, channels: int = 3, outputs: str = "y", wide: int = 8) -> str:
+    weights = (
+        f"float[8,{channels},3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t, float[8,8,3,3] f, "
+        "float[8] one"
+    )
+    return f"net (float[1,{channels},8,8] x) => ({outputs}) <{weights}> {{ c = Conv <{CONV}> (x, w) {body} }}"
+
+
+def stem(between: str = "r = Relu (c)", depthwise: str = f"d = {DEPTHWISE} (r, v)", behind: str = "", **how: object) -> str:
+    return net(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)  # type: ignore[arg-type]
+
+
+def mobile(tail: str, project: str = "p = Conv (a, u)", wide: int = 8) -> str:
+    return net(f"r = HardSwish (c) d = {DEPTHWISE} (r, v) a = Relu (d) {project} {tail}", wide=wide)
+
+
+def float_convs(text: str, **options: object) -> str:
     plan = plan_of(text, **options)
     assert all(n.rule == "float-prefix" for n in plan.nodes if n.op_type == "Conv" and n.kind is Kind.FLOAT)
-    return [name for name in nodes_of(plan, Kind.FLOAT) if name.startswith("Conv")]
+    return "".join(name.removeprefix("Conv_") for name in nodes_of(plan, Kind.FLOAT) if name.startswith("Conv"))
+
+
+GATED = "g = GlobalAveragePool (a) e = Conv (g, t) h = Sigmoid (e) m = Mul (a, h) p = Conv (m, u)"
 
 
 @pytest.mark.parametrize(
-    "between",
-    ["r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)", "s = Sigmoid (c)\n r = Mul (c, s)", "r = LeakyRelu (c)"],
-)
-def test_stem_and_depthwise_stay_float(between: str) -> None:
-    assert float_convs(net(between=between)) == ["Conv_c", "Conv_d"]
+    ("text", "convs"),
+    [
+        # The stem and the depthwise Conv behind it, through light nodes.
+        *((stem(between), "cd") for between in ("r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)",
+                                                "s = Sigmoid (c) r = Mul (c, s)", "r = LeakyRelu (c)")),
+        # Others are no stem: of many channels, before a dense Conv, a pool, two Convs, an output, a second Conv.
+        (stem(channels=16), ""),
+        (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
+        (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""),
+        (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
+        (stem(outputs="y, r"), ""),
+        (net(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
+        # A net of nothing else is integer.
+        (net(f"y = {DEPTHWISE} (c, v)"), ""),
+        # The projection joins them where it does not widen; a residual around them takes all three.
+        (mobile("y = Conv (p, t)"), "cdp"),
+        (mobile("y = Conv (p, t)", wide=16), "cd"),
+        (mobile("s = Add (r, p) y = Conv (s, t)"), "cdp"),
+        # A sum with anything else takes none, and a gate between them leaves the projection integer.
+        (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
+        (mobile("y = Conv (p, t)", GATED), "cd"),
+    ],
+)  # fmt: skip
+def test_convs_left_float(text: str, convs: str) -> None:
+    assert float_convs(text) == convs
 
 
-def test_the_dense_conv_behind_them_is_integer_on_a_q_of_its_own() -> None:
-    plan = plan_of(net())
+def test_what_is_behind_them_is_integer_on_a_q_of_its_own() -> None:
+    plan = plan_of(stem())
     assert nodes_of(plan, Kind.INTEGER) == ["Conv_y"]
     assert [v for v, _ in plan.quantized_values()] == ["a", "y"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        net(stem_channels=16),
-        net(depthwise=f"d = Conv <{CONV}> (r, dense)"),
-        net(between="r = MaxPool <kernel_shape = [1,1]> (c)"),
-        net(behind="z = Conv (r, u)", out="y, z"),
-        net(out="y, r"),
-    ],
-    ids=["many channels", "dense next", "pool between", "two next", "an output"],
-)
-def test_any_other_stem_is_integer(text: str) -> None:
-    assert float_convs(text) == []
-
-
-def test_a_second_conv_of_few_channels_is_no_stem() -> None:
-    text = f"""net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8,8,1,1] u, float[8,1,3,3] v> {{
-      c = Conv <{CONV}> (x, w)
-      r = Relu (c)
-      e = Conv (r, u)
-      g = Relu (e)
-      y = Conv <{CONV}, group = 8> (g, v)
-    }}"""
-    assert float_convs(text) == []
-
-
-def test_a_net_of_nothing_else_is_integer() -> None:
-    text = f"""net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8,1,3,3] v> {{
-      c = Conv <{CONV}> (x, w)
-      y = Conv <{CONV}, group = 8> (c, v)
-    }}"""
-    assert float_convs(text) == []
+    summed = plan_of(mobile("s = Add (r, p) y = Conv (s, t)"))
+    assert [v for v, _ in summed.quantized_values()] == ["s", "y"]
 
 
 def test_a_target_may_switch_it_off() -> None:
-    assert float_convs(net(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == []
+    assert float_convs(stem(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == ""
 
 
-def mobile(tail: str, *, wide: int = 8) -> str:
-    return f"""net (float[1,3,8,8] x) => (y)
-    <float[8,3,3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t> {{
-      c = Conv <{CONV}> (x, w)
-      r = HardSwish (c)
-      d = Conv <{CONV}, group = 8> (r, v)
-      a = Relu (d)
-      p = Conv (a, u)
-      {tail}
-    }}"""
+# ---- pools on bytes, which are fast where an integer Conv made the layout channels-last ---------------------------
 
 
-def test_the_projection_joins_them_where_it_does_not_widen() -> None:
-    assert float_convs(mobile("y = Conv (p, t)")) == ["Conv_c", "Conv_d", "Conv_p"]
-    assert float_convs(mobile("y = Conv (p, t)", wide=16)) == ["Conv_c", "Conv_d"]
-
-
-def test_a_residual_around_them_takes_all_three() -> None:
-    """Its sum stays float too: what is quantized is its output."""
-    text = mobile("s = Add (r, p)\n y = Conv (s, t)")
-    assert float_convs(text) == ["Conv_c", "Conv_d", "Conv_p"]
-    assert [v for v, _ in plan_of(text).quantized_values()] == ["s", "y"]
-
-
-def test_a_sum_with_anything_else_takes_none() -> None:
-    assert float_convs(mobile("q = Conv (p, t)\n z = Relu (q)\n s = Add (r, z)\n y = Conv (s, t)")) == []
-
-
-def test_a_gate_between_them_leaves_the_projection_integer() -> None:
-    gated = mobile("y = Conv (p, t)").replace(
-        "p = Conv (a, u)",
-        "g = GlobalAveragePool (a)\n e = Conv (g, t)\n h = Sigmoid (e)\n m = Mul (a, h)\n p = Conv (m, u)",
-    )
-    assert float_convs(gated) == ["Conv_c", "Conv_d"]
+@pytest.mark.parametrize(
+    ("between", "fast"),
+    [
+        (f"p = {POOL} (c)", True),
+        (f"r = Relu (c) p = {POOL} (r)", True),
+        (f"s = Sigmoid (c) m = Mul (c, s) p = {POOL} (m)", True),
+        (f"h = HardSwish (c) p = {POOL} (h)", True),
+        (f"d = Conv <{CONV}> (c, f) a = Concat <axis = 1> (c, d) b = Slice (a, o, e, n) p = {POOL} (b)", True),
+        (f"q = {POOL} (c) p = {POOL} (q)", True),
+        (f"l = LRN <size = 3> (c) p = {POOL} (l)", False),
+        (f"l = InstanceNormalization (c, one, one) p = {POOL} (l)", False),
+        (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {POOL} (l)", False),
+        (f"i = {POOL} (x) p = Add (c, i)", False),  # a pool of the input
+    ],
+    ids=["conv", "relu", "silu", "island", "concat", "pool", "lrn", "norm", "average pool", "input"],
+)
+def test_behind_an_integer_conv_a_pool_moves_bytes(between: str, fast: bool) -> None:
+    """One that stays float is held back from the Q behind it, or the session would hoist that above the pool."""
+    weights = {"o": [0], "e": [8], "n": [1]} if "Slice" in between else None
+    plan = plan_of(net(f"{between} y = Conv <{CONV}> (p, f)", channels=8), weights=weights)
+    pool = "i" if "i = " in between else "p"
+    assert f"MaxPool_{pool}" in nodes_of(plan, Kind.PASS_THROUGH if fast else Kind.FLOAT)
+    if not fast:
+        assert pool in plan.barriers
+        assert pool == "i" or how(plan, "p", "Conv_y") is How.OWN

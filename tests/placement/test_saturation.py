@@ -26,6 +26,10 @@ def limits(
     return list(saturation_limits(view, view.nodes[0].outputs))
 
 
+HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
+ENDS = {"low": np.float32(-1.0), "high": np.float32(2.0), "three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
+
+
 @pytest.mark.parametrize(
     ("behind", "low", "high"),
     [
@@ -33,7 +37,7 @@ def limits(
         ("y = Tanh (c)", -4.0, 4.0),
         ("y = HardSwish (c)", -3.0, None),
         ("y = HardSigmoid (c)", -2.5, 2.5),
-        ("y = HardSigmoid <alpha = 0.1666667, beta = 0.5> (c)", -3.0, 3.0),
+        (f"y = {HARD} (c)", -3.0, 3.0),
         ("y = Relu (c)", 0.0, None),
         ("y = Softplus (c)", -8.0, None),
         ("y = Elu (c)", -7.0, None),
@@ -41,79 +45,79 @@ def limits(
         ("y = Celu <alpha = 2.0> (c)", -14.0, None),
         ("y = Clip (c, low, high)", -1.0, 2.0),
         ("y = Clip (c, low)", -1.0, None),
-        ("s = Sigmoid (c)\n y = Mul (c, s)", -8.0, None),
+        ("s = Sigmoid (c) y = Mul (c, s)", -8.0, None),
+        ("s = Sigmoid (c) y = Mul (s, c)", -8.0, None),
+        (f"s = {HARD} (c) y = Mul (c, s)", -3.0, None),
         ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", -8.0, None),
         ("y = com.microsoft.QuickGelu (c)", -8.0 / 1.702, None),
-        ("s = Sigmoid (c)\n y = Mul (s, c)", -8.0, None),
-        ("s = HardSigmoid <alpha = 0.1666667, beta = 0.5> (c)\n y = Mul (c, s)", -3.0, None),
+        ("j = Concat <axis = 1> (c, c) y = Relu (j)", 0.0, None),
+        # A bounded sum as a gate, HardSwish times 6: the product vanishes below -3, the sum sees nothing beyond 3.
+        ("a = Add (c, three) b = Clip (a, zero, six) y = Mul (c, b)", -3.0, None),
+        ("a = Add (c, three) y = Clip (a, zero, six)", -3.0, 3.0),
     ],
 )
 def test_each_function(behind: str, low: float | None, high: float | None) -> None:
-    bounds = {"low": np.float32(-1.0), "high": np.float32(2.0)} if "Clip" in behind else None
-    (limit,) = limits(behind, weights=bounds)
+    outputs = "y" if "Concat" in behind else "float[1,4,8,8] y"
+    (limit,) = limits(behind, outputs, weights={name: value for name, value in ENDS.items() if name in behind})
     assert limit.value == "c"
     assert limit.low == (None if low is None else pytest.approx(low, rel=1e-5))
     assert limit.high == (None if high is None else pytest.approx(high, rel=1e-5))
 
 
-def test_what_saturates_a_concat_saturates_its_parts() -> None:
-    assert limits("b = Abs (c)\n j = Concat <axis = 1> (b, c)\n y = Relu (j)", "float[1,8,8,8] y") == []
-    assert limits("j = Concat <axis = 1> (x, c)\n y = Relu (j)", "float[1,7,8,8] y") == [RangeLimit("c", 0.0, None)]
-    assert limits("j = Concat <axis = 1> (x, c)\n y = Relu (j)", "float[1,7,8,8] y, float[1,7,8,8] j") == []
-    assert limits("j = Concat <axis = 1> (x, c)\n r = Relu (j)\n y = Add (j, r)", "float[1,7,8,8] y") == []
-
-
-def test_several_consumers_take_the_wider_bound_on_each_side() -> None:
-    assert limits("y = Sigmoid (c)\n z = Tanh (c)", "y, z") == [RangeLimit("c", -8.0, 8.0)]
-    assert limits("y = Sigmoid (c)\n z = HardSwish (c)", "y, z") == [RangeLimit("c", -8.0, None)]
+BRANCH = "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"
 
 
 @pytest.mark.parametrize(
-    ("behind", "outputs"),
+    ("behind", "outputs", "found"),
     [
-        ("y = Sigmoid (c)\n z = Neg (c)", "y, z"),
-        ("y = Sigmoid (c)", "y, c"),
-        ("y = Neg (c)", "y"),
-        ("s = Sigmoid (x)\n r = ReduceMean (s)\n y = Mul (c, r)", "y"),
-        ("s = Tanh (c)\n y = Mul (c, s)", "y"),
-        ("y = HardSigmoid <alpha = -0.2> (c)", "y"),
-        ("y = Elu <alpha = 50.0> (c)", "y"),
-        ("b = ReduceMin <keepdims = 0> (x)\n y = Clip (c, b)", "y"),
+        # Several consumers take the wider bound on each side.
+        ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)),
+        ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
+        # What saturates a Concat saturates its parts.
+        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y", (0.0, None)),
+        ("b = Abs (c) j = Concat <axis = 1> (b, c) y = Relu (j)", "y", None),
+        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y, j", None),
+        ("j = Concat <axis = 1> (x, c) r = Relu (j) y = Add (j, r)", "y", None),
+        # A consumer sees the difference.
+        ("y = Sigmoid (c) z = Neg (c)", "y, z", None),
+        ("y = Sigmoid (c)", "y, c", None),
+        ("y = Neg (c)", "y", None),
+        ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None),
+        ("s = Tanh (c) y = Mul (c, s)", "y", None),
+        ("y = HardSigmoid <alpha = -0.2> (c)", "y", None),
+        ("y = Elu <alpha = 50.0> (c)", "y", None),
+        ("b = ReduceMin <keepdims = 0> (x) y = Clip (c, b)", "y", None),
+        ("y = Clip (c, high, low)", "y", None),  # no number lies between
+        (f"y = Sigmoid (c) f = Cast <to = 9> (k) z = If (f) <{BRANCH}>", "y, z", None),
     ],
 )
-def test_no_bound_where_a_consumer_sees_the_difference(behind: str, outputs: str) -> None:
-    assert limits(behind, outputs) == []
-
-
-def test_a_body_that_reads_the_value_sees_the_difference() -> None:
-    branch = """then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) },
-                else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"""
-    text = f"""net (float[1,3,8,8] x, bool f) => (y, z) <float[4,3,1,1] w> {{
-      c = Conv (x, w)
-      y = Sigmoid (c)
-      z = If (f) <{branch}>
-    }}"""
-    view = view_of(text)
-    assert saturation_limits(view, view.nodes[0].outputs) == ()
+def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple[float | None, float | None] | None) -> None:
+    weights = {**{name: value for name, value in ENDS.items() if name in behind}, **({"k": 1} if "If" in behind else {})}
+    assert limits(behind, outputs, weights=weights) == ([] if found is None else [RangeLimit("c", *found)])
 
 
 @pytest.mark.parametrize(
-    ("op", "bounds"),
-    [("Sigmoid", (-8, 8)), ("Tanh", (-4, 4)), ("HardSwish", (-3, None)), ("Softplus", (-8, None)), ("Relu", (0, None))],
+    ("behind", "found"), [("y = Swish <alpha = 2.0> (c)", -4.0), ("y = Swish (c)", -8.0), ("y = Swish <alpha = -1.0> (c)", None)]
 )
-def test_what_the_bounds_cost(op: str, bounds: tuple[float | None, float | None]) -> None:
+def test_swish_bends_with_its_alpha(behind: str, found: float | None) -> None:
+    assert limits(behind, opset=24) == ([] if found is None else [RangeLimit("c", found, None)])
+
+
+FUNCTIONS = {
+    "Sigmoid": (lambda v: 1 / (1 + np.exp(-v)), -8, 8),
+    "Tanh": (np.tanh, -4, 4),
+    "HardSwish": (lambda v: v * np.clip(v / 6 + 0.5, 0, 1), -3, None),
+    "Softplus": (lambda v: np.log1p(np.exp(v)), -8, None),
+    "Relu": (lambda v: np.maximum(v, 0), 0, None),
+}
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_what_the_bounds_cost(op: str) -> None:
     """At most 0.003 of the function's value."""
-    functions = {
-        "Sigmoid": lambda v: 1 / (1 + np.exp(-v)),
-        "Tanh": np.tanh,
-        "HardSwish": lambda v: v * np.clip(v / 6 + 0.5, 0, 1),
-        "Softplus": lambda v: np.log1p(np.exp(v)),
-        "Relu": lambda v: np.maximum(v, 0),
-    }
+    function, low, high = FUNCTIONS[op]
     v = np.linspace(-100, 100, 2001)
-    low, high = bounds
-    cut = np.clip(v, low, high)
-    assert np.abs(functions[op](v) - functions[op](cut)).max() <= 0.003
+    assert np.abs(function(v) - function(np.clip(v, low, high))).max() <= 0.003
 
 
 def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, shape: str = "1,4,8,8") -> SeenAs | None:
@@ -188,21 +192,3 @@ def test_only_values_of_their_own_scale() -> None:
     assert {"x", "d"} <= own
     assert own.isdisjoint({"m", "r"})
     assert seen_as(view, values_of_own_scale(view, plan)).get("d") == SeenAs(-8.0, None)
-
-
-def test_a_bounded_sum_as_a_gate() -> None:
-    """HardSwish times 6: the product vanishes below -3, and the bounded sum sees nothing beyond -3 and 3."""
-    weights = {"three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
-    gate = "a = Add (c, three)\n b = Clip (a, zero, six)"
-    text = "net (float[1,4,8,8] x) => ({}) {{ c = Neg (x)\n {}\n {} }}"
-    for out, more, bounds in (("y", "y = Mul (c, b)", (-3.0, None)), ("b", "", (-3.0, 3.0))):
-        view = view_of(parse(text.format(out, gate, more), weights))
-        found = {limit.value: (limit.low, limit.high) for limit in saturation_limits(view, view.nodes[0].outputs)}
-        assert found == {"c": bounds}
-
-
-def test_swish_bends_with_its_alpha() -> None:
-    found = limits("y = Swish <alpha = 2.0> (c)", opset=24)
-    assert found == [RangeLimit("c", -4.0, None)]
-    assert limits("y = Swish (c)", opset=24) == [RangeLimit("c", -8.0, None)]
-    assert limits("y = Swish <alpha = -1.0> (c)", opset=24) == []
