@@ -14,8 +14,8 @@ These times are of ONNX Runtime's CPU kernels. Another runtime that leaves the s
 accuracy alone, and says what it pays.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kenosis_ort.graph.view import CAPTURED, GraphView, ir
 from kenosis_ort.targets.model import NodeClass, Role
@@ -58,15 +58,8 @@ def leave_prefix_float(
 
 def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -> bool:
     """Whether a Conv reads few channels, with no anchor between it and the graph's input."""
-    weight = node.inputs[1]
-    dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
-    if (
-        dims is None
-        or len(dims) < 2
-        or dims[1] is None
-        or dims[1] > _STEM_CHANNELS
-        or view.attribute_int(node, "group", 1) != 1
-    ):
+    dims, group = _weight(view, node)
+    if len(dims) < 2 or dims[1] is None or dims[1] > _STEM_CHANNELS or group != 1:
         return False
     seen: set[int] = set()
     values = [node.inputs[0]]
@@ -84,40 +77,24 @@ def _is_stem(view: GraphView, node: ir.Node, classes: Mapping[str, NodeClass]) -
 
 def _block(view: GraphView, stem: ir.Node, classes: Mapping[str, NodeClass], longest: int) -> tuple[ir.Node, ...]:
     """The stem, the depthwise Conv behind it and perhaps a projection; empty if the rule does not hold."""
-    behind = _reach(view, stem, classes)
-    depthwise = None if behind is None else behind.sole_anchor()
-    if behind is None or depthwise is None or not _is_depthwise(view, depthwise):
+    anchors, joins = _reach(view, stem, classes) or ([], [])
+    if len(anchors) != 1 or not _is_depthwise(view, anchors[0]):
         return ()
-    further = _reach(view, depthwise, classes)
-    projection = None if further is None or further.joins else further.sole_anchor()
-    if projection is not None and (longest < 3 or not _is_projection(view, projection)):
-        projection = None
-    if behind.joins:
-        out = set() if projection is None else {id(c.node) for c in view.consumers(projection.outputs[0])}
-        if out != {id(node) for node in behind.joins} or projection is None:
-            return ()
-    return (stem, depthwise) if projection is None else (stem, depthwise, projection)
+    further, others = _reach(view, anchors[0], classes) or ([], [])
+    projects = longest >= 3 and not others and len(further) == 1 and _is_projection(view, further[0])
+    members = (stem, anchors[0], *(further if projects else ()))
+    out = {id(c.node) for c in view.consumers(further[0].outputs[0])} if projects else set()
+    return () if joins and out != {id(node) for node in joins} else members
 
 
-@dataclass
-class _Reach:
-    """Readers of a node's output, through light nodes.
+def _reach(
+    view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]
+) -> tuple[list[ir.Node], list[ir.Node]] | None:
+    """The anchors that read a node's output through light nodes, and sums of it with something else.
 
-    Attributes:
-        anchors: The anchors that do.
-        joins: Sums with something that does not come from the node.
+    None where others than anchors and light nodes do.
     """
-
-    anchors: list[ir.Node] = field(default_factory=list)
-    joins: list[ir.Node] = field(default_factory=list)
-
-    def sole_anchor(self) -> ir.Node | None:
-        return self.anchors[0] if len(self.anchors) == 1 else None
-
-
-def _reach(view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]) -> _Reach | None:
-    """Nodes that read a node's output; None where others than anchors and light nodes do."""
-    found = _Reach()
+    anchors: list[ir.Node] = []
     seen: set[int] = set()
     reached: set[int] = set()
     sums: dict[int, ir.Node] = {}
@@ -136,15 +113,14 @@ def _reach(view: GraphView, start: ir.Node, classes: Mapping[str, NodeClass]) ->
                 continue
             if c.role is Role.ANCHOR:
                 seen.add(id(node))
-                found.anchors.append(node)
+                anchors.append(node)
             elif node.op_type == "Add" and any(id(v) not in reached for v in c.data):
                 sums[id(node)] = node
             else:
                 seen.add(id(node))
                 sums.pop(id(node), None)
                 values += list(node.outputs)
-    found.joins = list(sums.values())
-    return found
+    return anchors, list(sums.values())
 
 
 def _is_light(c: NodeClass) -> bool:
@@ -153,16 +129,20 @@ def _is_light(c: NodeClass) -> bool:
 
 def _is_projection(view: GraphView, node: ir.Node) -> bool:
     """Whether a node is a 1x1 Conv without groups that makes no more channels than it reads."""
-    weight = node.inputs[1]
-    dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
-    if dims is None or len(dims) < 3 or None in dims or view.attribute_int(node, "group", 1) != 1:
+    dims, group = _weight(view, node)
+    if len(dims) < 3 or None in dims or group != 1:
         return False
     outputs, inputs, *window = (d or 0 for d in dims)
     return outputs <= inputs and all(d == 1 for d in window)
 
 
 def _is_depthwise(view: GraphView, node: ir.Node) -> bool:
-    weight = node.inputs[1]
-    dims = view.dims(weight) if node.op_type == "Conv" and weight is not None else None
-    group = view.attribute_int(node, "group", 1)
-    return dims is not None and group > 1 and dims[0] == group and dims[1] == 1
+    dims, group = _weight(view, node)
+    return len(dims) > 1 and group > 1 and dims[0] == group and dims[1] == 1
+
+
+def _weight(view: GraphView, node: ir.Node) -> tuple[Sequence[int | None], int]:
+    """Shape of a Conv's weight, empty where it is not known or the node no Conv, and the Conv's groups."""
+    weight = node.inputs[1] if node.op_type == "Conv" else None
+    dims = None if weight is None else view.dims(weight)
+    return dims or (), view.attribute_int(node, "group", 1)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from kenosis_ort.errors import printable
+from kenosis_ort.errors import VerificationError, printable
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.storage.data import of_data, to_data
@@ -109,6 +109,18 @@ class KernelReport:
         """The report of a node of an indexed model; where ``integer`` is not among ``more``, the status says it."""
         more = {"integer": status is Status.INTEGER, "reason": why[0], "cause": why[1], **more}
         return cls(node.label, node.op_type, kernel, status=status, graph=node.graph, **more)
+
+
+def refuse_libraries(libraries: Sequence[str], runtime: str) -> None:
+    """Raises where a model needs libraries of operators made for onnxruntime, which another runtime does not load.
+
+    Raises:
+        VerificationError: It does.
+    """
+    if libraries:
+        raise VerificationError(
+            f"{runtime} does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
+        )
 
 
 def why_planned_float(node: SourceNode, plan: PlacementPlan | None) -> Why | None:

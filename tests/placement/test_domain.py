@@ -43,7 +43,8 @@ INTEGER: dict[str, tuple[str, str, str]] = {
         "c = Conv (x, w) f = Softmax (c) a = Add (c, f) y = Conv (a, v)", "Conv_c Conv_y", "Add_a"
     ),
     "a small float gate, as of SE, is quantized for the product": (
-        "c = Conv (x, w) p = GlobalAveragePool (c) g = Softmax <axis = 1> (p) a = Mul (c, g) y = Conv (a, v)", "Mul_a", ""
+        "c = Conv (x, w) p = GlobalAveragePool (c) g = Softmax <axis = 1> (p) a = Mul (c, g) y = Conv (a, v)",
+        "Mul_a", "",
     ),
     "islands are transparent": ("c = Conv (x, w) t = Tanh (c) a = Add (c, t) y = Conv (a, v)", "Add_a", "Tanh_t"),
     "heavy float nodes are not": (
@@ -69,7 +70,9 @@ def test_shape_operators_at_an_output_move_bytes(policy: str | None) -> None:
 
 def test_shape_operators_before_a_body_move_bytes() -> None:
     """The runtime dies of a DQ in front of them (rule pass-through-into-body-dies)."""
-    branches = "then_branch = t () => (float[1,256] a) { a = Neg (r) }, else_branch = e () => (float[1,256] b) { b = Abs (r) }"
+    branches = (
+        "then_branch = t () => (float[1,256] a) { a = Neg (r) }, else_branch = e () => (float[1,256] b) { b = Abs (r) }"
+    )
     body = f"c = Conv (x, w) r = Flatten (c) y = If (f) <{branches}>"
     assert "Flatten_r" in domain_of(net(body, "float[1,4,8,8] x, bool f")).integer
 
@@ -98,9 +101,7 @@ def test_gemm_and_matmul_write_float_unless_only_integer_kernels_read_it(op: str
     assert (f"{op}_p" in found.float_output) == floats
 
 
-@pytest.mark.parametrize(
-    ("shape", "other", "merged"), [("2,4", "x", True), ("2,3,4", "x", False), ("2,4", "b", False)]
-)
+@pytest.mark.parametrize(("shape", "other", "merged"), [("2,4", "x", True), ("2,3,4", "x", False), ("2,4", "b", False)])
 def test_a_matmul_that_the_session_would_merge_into_a_float_gemm_writes_integers(
     shape: str, other: str, merged: bool
 ) -> None:

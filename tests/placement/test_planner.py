@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ def decision(plan: PlacementPlan, value: str, consumer: str) -> Any:
     return found
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """A net and what its plan says.
 
     Attributes:
@@ -49,13 +51,13 @@ class Block(NamedTuple):
     """
 
     text: str
-    of: dict[Kind, str] = {}
-    shared: dict[str, str] = {}
+    of: dict[Kind, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
     own: str = ""
-    reads: dict[tuple[str, str], How] = {}
+    reads: dict[tuple[str, str], How] = field(default_factory=dict)
     saturations: tuple[RangeLimit, ...] | None = None
     barriers: tuple[str, ...] = ()
-    weights: dict[str, Any] = {}
+    weights: dict[str, Any] = field(default_factory=dict)
 
 
 ISLANDS = ("HardSwish", "Tanh", "Elu", "Softplus", "com.microsoft.Gelu")

@@ -1,4 +1,4 @@
-"""What a target leaves float where its table says integer: stems with the depthwise Conv behind them, and slow pools."""
+"""What ort-cpu leaves float though its table says integer: stems of mobile nets, and slow pools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def net(body: str, channels: int = 3, outputs: str = "y", wide: int = 8) -> str:
     return f"net (float[1,{channels},8,8] x) => ({outputs}) <{weights}> {{ c = Conv <{CONV}> (x, w) {body} }}"
 
 
-def stem(between: str = "r = Relu (c)", depthwise: str = f"d = {DEPTHWISE} (r, v)", behind: str = "", **how: object) -> str:
+def stem(
+    between: str = "r = Relu (c)", depthwise: str = f"d = {DEPTHWISE} (r, v)", behind: str = "", **how: object
+) -> str:
     return net(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)  # type: ignore[arg-type]
 
 

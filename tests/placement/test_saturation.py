@@ -27,7 +27,13 @@ def limits(
 
 
 HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
-ENDS = {"low": np.float32(-1.0), "high": np.float32(2.0), "three": np.float32(3), "zero": np.float32(0), "six": np.float32(6)}
+ENDS = {
+    "low": np.float32(-1.0),
+    "high": np.float32(2.0),
+    "three": np.float32(3),
+    "zero": np.float32(0),
+    "six": np.float32(6),
+}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,9 @@ def test_each_function(behind: str, low: float | None, high: float | None) -> No
     assert limit.high == (None if high is None else pytest.approx(high, rel=1e-5))
 
 
-BRANCH = "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"
+BRANCH = (
+    "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"
+)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +99,19 @@ BRANCH = "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch 
         (f"y = Sigmoid (c) f = Cast <to = 9> (k) z = If (f) <{BRANCH}>", "y, z", None),
     ],
 )
-def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple[float | None, float | None] | None) -> None:
-    weights = {**{name: value for name, value in ENDS.items() if name in behind}, **({"k": 1} if "If" in behind else {})}
+def test_what_all_consumers_together_see(
+    behind: str, outputs: str, found: tuple[float | None, float | None] | None
+) -> None:
+    weights = {
+        **{name: value for name, value in ENDS.items() if name in behind},
+        **({"k": 1} if "If" in behind else {}),
+    }
     assert limits(behind, outputs, weights=weights) == ([] if found is None else [RangeLimit("c", *found)])
 
 
 @pytest.mark.parametrize(
-    ("behind", "found"), [("y = Swish <alpha = 2.0> (c)", -4.0), ("y = Swish (c)", -8.0), ("y = Swish <alpha = -1.0> (c)", None)]
+    ("behind", "found"),
+    [("y = Swish <alpha = 2.0> (c)", -4.0), ("y = Swish (c)", -8.0), ("y = Swish <alpha = -1.0> (c)", None)],
 )
 def test_swish_bends_with_its_alpha(behind: str, found: float | None) -> None:
     assert limits(behind, opset=24) == ([] if found is None else [RangeLimit("c", found, None)])

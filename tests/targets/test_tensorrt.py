@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from onnxruntime.quantization import QuantFormat, QuantType
 from kenosis_ort import OptionError, quantize_static
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import Net
+from tests.planning import parse
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 
@@ -33,138 +33,144 @@ class Written:
         self.constants = {t.name: numpy_helper.to_array(t) for t in self.model.graph.initializer}
 
     def readers(self, name: str) -> list[str]:
-        """Returns the operators behind a node."""
+        """The operators behind a node."""
         made = set(self.nodes[name].output)
-        return [n.op_type for n in self.model.graph.node if made & set(n.input)]
+        return sorted(n.op_type for n in self.model.graph.node if made & set(n.input))
 
-    def before(self, name: str) -> list[str | None]:
-        """Returns the operator before each input of a node, None for graph inputs and constants."""
+    def before(self, name: str) -> list[str]:
+        """The operator before each input of a node, "" for graph inputs and constants."""
         makers = [self.makers.get(v) for v in self.nodes[name].input]
-        return [None if maker is None else maker.op_type for maker in makers]
+        return ["" if maker is None else maker.op_type for maker in makers]
 
     def decibels(self) -> float:
         feeds = models.feeds(self.source, 4)
         return sqnr_db([o[0] for o in run(self.source, feeds)], [o[0] for o in run(self.path, feeds)])
 
 
-def convs(*between: Sequence[str], head: bool = True) -> onnx.ModelProto:
-    """Convs c0, c1, ... with operators between them."""
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c0")
-    for index, operators in enumerate(between):
-        for op_type in operators:
-            y = net.op("Mul", [y, net.op("Sigmoid", [y])]) if op_type == "SiLU" else net.op(op_type, [y])
-        y = net.conv(y, 8, 8, name=f"c{index + 1}")
-    net.output(net.op("Softmax", [y]) if head else y, [1, 8, 8, 8])
-    return net.model()
+@dataclass(frozen=True)
+class Case:
+    """A net over a picture of three channels, and what stands around its nodes in the file.
+
+    Attributes:
+        body: What follows ``c = Conv (x, w)``, a Softmax of ``z`` but for the output.
+        before: The operators before a node's inputs, apart by spaces, by the node.
+        behind: The operators that read a node, likewise.
+        decibels: The least that the file is worth.
+        weights: Contents of constants.
+        outputs: Of the net.
+        options: Of the call.
+    """
+
+    body: str
+    before: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, str] = field(default_factory=dict)
+    decibels: float = 0.0
+    weights: dict[str, Any] = field(default_factory=dict)
+    outputs: str = "y"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def net(self) -> onnx.ModelProto:
+        weights = "float[8,3,3,3] w, float[8,3,3,3] w2, float[8,8,3,3] v, float[4,16,1,1] wide, float[8,4,2,2] up"
+        more = "float[4,3,2,2] g, float[64,16] m, float[16] b, float[16,5] n, float[8] one"
+        head = f"net (float[1,3,8,8] x) => ({self.outputs}) <{weights}, {more}>"
+        conv = "c = Conv <pads = [1,1,1,1]> (x, w)"
+        return parse(f"{head} {{ {conv} {self.body} y = Softmax (z) }}", self.weights)
 
 
-def residual() -> onnx.ModelProto:
-    net = Net()
-    x = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")])
-    y = net.op("Relu", [net.conv(x, 8, 8, name="first")])
-    y = net.op("Add", [net.conv(y, 8, 8, name="second"), x], name="add")
-    y = net.conv(net.op("Relu", [y], name="behind"), 8, 4, name="last")
-    net.output(net.op("Softmax", [y]), [1, 4, 8, 8])
-    return net.model()
+NEXT = "z = Conv <pads = [1,1,1,1]> ({}, v)"
+POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
+ACTIVATIONS = ("Relu", "LeakyRelu", "Sigmoid", "HardSwish", "Tanh", "Softplus")
+EXAMPLES: dict[str, list[Case]] = {
+    "trt-weighted-inputs": [
+        Case(
+            "u = ConvTranspose <strides = [2,2]> (c, up) p = MaxPool <kernel_shape = [4,4], strides = [4,4]> (u) "
+            "f = Flatten (p) d = Gemm (f, m, b) z = MatMul (d, n)",
+            {"Conv_c": f"{DQ} {DQ}", "ConvTranspose_u": f"{DQ} {DQ}", "Gemm_d": f"{DQ} {DQ}", "MatMul_z": f"{DQ} {DQ}"},
+            decibels=15,
+        )
+    ],
+    "trt-add-all-int8": [
+        Case(
+            f"d = Conv <pads = [1,1,1,1]> (x, w2) p = {POOL} (c) q = {POOL} (d) j = {op} (p, q) {NEXT.format('j')}",
+            {f"{op}_j": f"{DQ} {DQ}"},
+            {f"{op}_j": Q},
+        )
+        for op in ("Add", "Mul")
+    ],
+    "trt-pool-int8": [
+        Case(f"r = Relu (c) p = {op} (r) z = Conv <pads = [1,1,1,1]> (p, v)", {f"{name}_p": DQ}, {f"{name}_p": Q})
+        for name, op in (("AveragePool", "AveragePool <kernel_shape = [2,2]>"), ("GlobalAveragePool",) * 2)
+    ],
+    "trt-concat-int8": [
+        Case(
+            "d = Conv <pads = [1,1,1,1]> (x, w2) r = Relu (c) s = Relu (d) j = Concat <axis = 1> (r, s) "
+            "z = Conv (j, wide)",
+            {"Concat_j": f"{DQ} {DQ}"},
+            {"Concat_j": Q},
+        )
+    ],
+    "trt-fused-activations": [
+        *(
+            Case(
+                f"a = {op} (c) d = Conv <pads = [1,1,1,1]> (a, v) e = {op} (d) {NEXT.format('e')}",
+                behind={"Conv_c": op, "Conv_d": op},
+                decibels=15,
+                options={"rewrites": False},
+            )
+            for op in ACTIVATIONS
+        ),
+        Case(
+            f"s = Sigmoid (c) a = Mul (c, s) {NEXT.format('a')}",
+            behind={"Conv_c": "Mul Sigmoid", "Mul_a": Q},
+            decibels=15,
+            options={"rewrites": False},
+        ),
+        Case(  # an output between them, so that it cannot be folded
+            f"n1 = BatchNormalization (c, one, one, one, one) a = Relu (n1) {NEXT.format('a')}",
+            behind={"Conv_c": "BatchNormalization"},
+            weights={"one": np.linspace(0.5, 1.5, 8, dtype=np.float32)},
+            outputs="y, c",
+        ),
+    ],
+    "trt-float-operators": [Case(f"r = Relu (c) {NEXT.format('r')}", {"Softmax_y": "Conv"})],
+    "trt-float-between": [
+        Case(f"r = Relu (c) a = Abs (r) {NEXT.format('a')}", {"Abs_a": "Relu"}, {"Abs_a": Q})
+    ],
+    "trt-no-output-q": [Case(f"r = Relu (c) {NEXT.format('r')}", behind={"Conv_z": "Softmax"})],
+    "trt-shortcut-alone": [
+        Case(
+            "r = Relu (c) d = Conv <pads = [1,1,1,1]> (r, v) e = Relu (d) s = Conv <pads = [1,1,1,1]> (e, v) "
+            f"a = Add (s, r) q = Relu (a) {NEXT.format('q')}",
+            {"Add_a": f"Conv {DQ}"},
+            {"Conv_s": "Add", "Add_a": "Relu", "Relu_q": Q},
+            decibels=20,
+        ),
+    ],
+}  # fmt: skip
 
 
-def test_rule_trt_weighted_inputs(tmp_path: Path) -> None:
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="conv")
-    up = net.op("ConvTranspose", [y, net.weight((8, 4, 2, 2), name="up_w")], name="up", strides=[2, 2])
-    flat = net.op("Flatten", [net.op("MaxPool", [up], kernel_shape=[4, 4], strides=[4, 4])])
-    y = net.gemm(flat, 64, 16, name="gemm")
-    net.output(net.op("MatMul", [y, net.weight((16, 5), name="m_w")], name="matmul"), [1, 5])
-    made = Written(net.model(), tmp_path)
-    for name in ("conv", "up", "gemm", "matmul"):
-        assert made.before(name)[:2] == [DQ, DQ], name
-    assert made.decibels() > 20
-
-
-@pytest.mark.parametrize("op_type", ["Add", "Mul"])
-def test_rule_trt_add_all_int8(tmp_path: Path, op_type: str) -> None:
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    pools = [net.op("MaxPool", [net.conv(x, 3, 8, name=n)], kernel_shape=[2, 2], strides=[2, 2]) for n in "ab"]
-    y = net.op(op_type, pools, name="joint")
-    net.output(net.op("Softmax", [net.conv(y, 8, 4, name="last")]), [1, 4, 4, 4])
-    made = Written(net.model(), tmp_path)
-    assert made.before("joint") == [DQ, DQ]
-    assert made.readers("joint") == [Q]
-
-
-@pytest.mark.parametrize("op_type", ["AveragePool", "GlobalAveragePool"])
-def test_rule_trt_pool_int8(tmp_path: Path, op_type: str) -> None:
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c")])
-    said = {"kernel_shape": [2, 2]} if op_type == "AveragePool" else {}
-    y = net.op(op_type, [y], name="pool", **said)
-    net.output(net.op("Softmax", [net.conv(y, 8, 4, name="last")]), None)
-    made = Written(net.model(), tmp_path)
-    assert made.before("pool") == [DQ]
-    assert made.readers("pool") == [Q]
-
-
-def test_rule_trt_concat_int8(tmp_path: Path) -> None:
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    y = net.op("Concat", [net.op("Relu", [net.conv(x, 3, 8, name=n)]) for n in "ab"], name="joint", axis=1)
-    net.output(net.op("Softmax", [net.conv(y, 16, 4, name="last")]), [1, 4, 8, 8])
-    made = Written(net.model(), tmp_path)
-    assert made.before("joint") == [DQ, DQ]
-    assert made.readers("joint") == [Q]
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
+)
+def test_rule(case: Case, tmp_path: Path) -> None:
+    made = Written(case.net(), tmp_path, **case.options)
+    for name, operators in case.before.items():
+        assert made.before(name)[: len(operators.split())] == operators.split(), name
+    for name, operators in case.behind.items():
+        assert made.readers(name) == operators.split(), name
+    assert made.decibels() > case.decibels
 
 
 def test_rule_trt_commuting(tmp_path: Path) -> None:
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c")])
-    y = net.op("MaxPool", [y], name="pool", kernel_shape=[2, 2])
-    y = net.op("Transpose", [y], name="turned", perm=[0, 1, 3, 2])
-    net.output(net.op("Softmax", [net.conv(y, 8, 4, name="last")]), None)
-    made = Written(net.model(), tmp_path)
-    scales = {tuple(n.input[1:]) for n in made.model.graph.node if n.op_type == Q and n.output[0] not in "x"}
-    for name in ("pool", "turned"):
+    """One grid before and behind what moves data."""
+    made = Written(
+        Case(f"r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,1,3,2]> (p) {NEXT.format('t')}").net(), tmp_path
+    )
+    for name in ("MaxPool_p", "Transpose_t"):
         (behind,) = [n for n in made.model.graph.node if n.op_type == Q and n.input[0] in made.nodes[name].output]
-        before = made.makers[made.nodes[name].input[0]]
-        assert list(behind.input[1:]) == list(before.input[1:])
+        assert list(behind.input[1:]) == list(made.makers[made.nodes[name].input[0]].input[1:])
+    scales = {tuple(n.input[1:]) for n in made.model.graph.node if n.op_type == Q}
     assert len(scales) == 2  # the input's and one for all behind the Conv
-
-
-@pytest.mark.parametrize("op_type", ["Relu", "LeakyRelu", "Sigmoid", "HardSwish", "Tanh", "SiLU", "Softplus"])
-def test_rule_trt_fused_activations(tmp_path: Path, op_type: str) -> None:
-    made = Written(convs([op_type], [op_type]), tmp_path, rewrites=False)
-    first = "Sigmoid" if op_type == "SiLU" else op_type
-    for name in ("c0", "c1"):
-        assert Q not in made.readers(name)
-        assert first in made.readers(name)
-    assert made.decibels() > 15
-
-
-def test_rule_trt_no_q_before_batch_normalization(tmp_path: Path) -> None:
-    net = Net()
-    c = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c")
-    parts = [net.const(np.linspace(0.5, 1.5, 8, dtype=np.float32)) for _ in range(4)]
-    y = net.op("Relu", [net.op("BatchNormalization", [c, *parts], name="bn")])
-    net.output(net.op("Softmax", [net.conv(y, 8, 4, name="last")]), [1, 4, 8, 8])
-    model = net.model()
-    model.graph.output.append(onnx.helper.make_tensor_value_info(c, onnx.TensorProto.FLOAT, [1, 8, 8, 8]))  # unfoldable
-    made = Written(model, tmp_path)
-    assert "BatchNormalization" in made.readers("c")
-    assert Q not in made.readers("c")
-
-
-def test_rule_trt_float_operators(tmp_path: Path) -> None:
-    made = Written(convs(["Relu"]), tmp_path)
-    (softmax,) = [n for n in made.model.graph.node if n.op_type == "Softmax"]
-    assert made.before(softmax.name) == ["Conv"]
-
-
-def test_rule_trt_float_between(tmp_path: Path) -> None:
-    made = Written(convs(["Relu", "Abs"]), tmp_path)
-    (node,) = [n for n in made.model.graph.node if n.op_type == "Abs"]
-    assert made.before(node.name) == ["Relu"]
-    assert made.readers(node.name) == [Q]
 
 
 def test_rule_trt_int8_zero_point_0(tmp_path: Path) -> None:
@@ -182,47 +188,25 @@ def test_rule_trt_int8_zero_point_0(tmp_path: Path) -> None:
 
 
 def test_rule_trt_weights_by_channel(tmp_path: Path) -> None:
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="conv")
-    y = net.op("ConvTranspose", [y, net.weight((8, 4, 2, 2), name="up_w")], name="up", strides=[2, 2])
-    y = net.op("ConvTranspose", [y, net.weight((4, 3, 2, 2), name="g_w")], name="grouped", group=2, strides=[2, 2])
-    net.output(net.op("Softmax", [y]), None)
-    made = Written(net.model(), tmp_path)
-    axes = {}
-    for name in ("conv", "up", "grouped"):
+    up, grouped = "ConvTranspose <strides = [2,2]>", "ConvTranspose <group = 2, strides = [2,2]>"
+    made = Written(Case(f"u = {up} (c, up) z = {grouped} (u, g)").net(), tmp_path)
+    for name, axis, count in (("Conv_c", 0, 8), ("ConvTranspose_u", 1, 4), ("ConvTranspose_z", 1, 3)):
         dq = made.makers[made.nodes[name].input[1]]
-        scale = made.constants[dq.input[1]]
-        axis = next((a.i for a in dq.attribute if a.name == "axis"), None)
-        axes[name] = (axis, scale.shape)
-    assert axes["conv"] == (0, (8,))
-    assert axes["up"] == (1, (4,))
-    assert axes["grouped"] == (1, (3,))
+        assert next((a.i for a in dq.attribute if a.name == "axis"), None) == axis
+        assert made.constants[dq.input[1]].shape == (count,)
 
 
-def test_rule_trt_no_output_q(tmp_path: Path) -> None:
-    made = Written(convs([], [], head=False), tmp_path, protect_outputs="int8")
-    assert made.readers("c2") in ([], [Q])  # an output that the caller wants in int8
-    made = Written(convs(["Relu"]), tmp_path)
-    assert made.readers("c1") == ["Softmax"]
-
-
-def test_rule_trt_shortcut_alone(tmp_path: Path) -> None:
-    made = Written(residual(), tmp_path)
-    assert sorted(made.before("add"), key=str) == ["Conv", DQ]
-    assert made.readers("second") == ["Add"]
-    assert made.readers("add") == ["Relu"]
-    assert made.readers("behind") == [Q]
-    assert made.decibels() > 20
+def test_an_output_that_the_caller_wants_in_int8_has_q(tmp_path: Path) -> None:
+    made = Written(models.conv_relu_chain(2), tmp_path, protect_outputs="int8")
+    assert set(made.readers(made.makers[made.source.graph.output[0].name].name)) <= {Q}
 
 
 def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -> None:
-    net = Net()
-    x, other = net.input("x", [1, 3, 8, 8]), net.input("other", [1, 8, 8, 8])
-    y = net.op("Add", [net.conv(x, 3, 8, name="c"), other], name="add")
-    net.output(net.op("Softmax", [y]), [1, 8, 8, 8])
-    made = Written(net.model(), tmp_path)
-    assert made.before("c")[0] == DQ
-    assert made.before("add") == ["Conv", None]
+    text = """net (float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w> {
+      c = Conv <pads = [1,1,1,1]> (x, w) a = Add (c, other) y = Softmax (a) }"""
+    made = Written(parse(text), tmp_path)
+    assert made.before("Conv_c")[0] == DQ
+    assert made.before("Add_a") == ["Conv", ""]
 
 
 def test_rule_trt_float_bias(tmp_path: Path) -> None:
@@ -233,8 +217,6 @@ def test_rule_trt_float_bias(tmp_path: Path) -> None:
 
 
 def test_rule_trt_no_integer_operators(tmp_path: Path) -> None:
-    made = Written(models.conv_relu_chain(2), tmp_path)
-    assert not [n for n in made.model.graph.node if n.op_type.startswith("QLinear") or n.op_type.endswith("Integer")]
     with pytest.raises(OptionError, match="does not read files in format 'qop'"):
         Written(models.conv_relu_chain(2), tmp_path, quant_format=QuantFormat.QOperator)
 
@@ -243,4 +225,5 @@ def test_rule_trt_no_integer_operators(tmp_path: Path) -> None:
 def test_rule_trt_standard_operators(tmp_path: Path, name: str) -> None:
     made = Written(models.ALL[name](), tmp_path)
     assert {n.domain for n in made.model.graph.node} <= {"", "ai.onnx"}
+    assert not [n for n in made.model.graph.node if n.op_type.startswith("QLinear") or n.op_type.endswith("Integer")]
     assert made.report.plan.integer_nodes()

@@ -34,44 +34,85 @@ def broken(model: onnx.ModelProto) -> list[Clause]:
 # ---- the pattern ------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_pattern():
+def bias_add(net: Quantized, y: str, shape: tuple[int, ...] = (1, 4, 1, 1)) -> str:
+    return net.op("Add", [net.const(np.zeros(shape, np.float32)), y])
+
+
+def mish(net: Quantized, y: str) -> str:
+    return net.op("Mul", [net.op("Tanh", [net.op("Softplus", [y])]), y])
+
+
+def residual(net: Quantized, y: str) -> str:
+    return net.op("Relu", [net.op("Add", [net.pair("x"), y])])
+
+
+def read_twice(net: Quantized, y: str) -> str:
+    y = net.op("Relu", [y])
+    net.output(net.op("Tanh", [y]))
+    return y
+
+
+def handed_out(net: Quantized, y: str) -> str:
+    net.output(y)
+    return net.op("Relu", [y])
+
+
+def as_bound(net: Quantized, y: str) -> str:
+    return net.op("Clip", [net.pair("x"), net.op("ReduceMin", [y], keepdims=0)])
+
+
+def cast(net: Quantized, value: str, to: int = TensorProto.BFLOAT16) -> str:
+    return net.op("Cast", [value], to=to)
+
+
+def float_bias(net: Quantized) -> str:
+    return net.const(np.zeros(4, np.float32))
+
+
+FOUR = chain("Relu", "Mul", "Tanh", "Abs")
+WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str, ...], str, str]] = {
+    "nothing": (conv(), (), "u8", ""),
+    **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},  # type: ignore[dict-item]
+    "SiLU is two": (conv(silu), ("Sigmoid", "Multiply"), "u8", ""),
+    "Mish spelled out is three": (conv(mish), ("SoftPlus", "Tanh", "Multiply"), "u8", ""),
+    "a residual Add is binary": (conv(residual), ("Add", "ReLU"), "u8", ""),
+    # A BiasAdd comes first, once, does not count, and holds one number a channel.
+    "BiasAdd": (conv(lambda net, y: FOUR(net, bias_add(net, y)), bias=None),
+                ("BiasAdd", "ReLU", "Multiply", "Tanh", "Abs"), "u8", ""),
+    "with a bias": (conv(lambda net, y: bias_add(net, bias_add(net, y))), ("Add", "Add"), "u8", ""),
+    "without": (conv(lambda net, y: bias_add(net, bias_add(net, y)), bias=None), ("BiasAdd", "Add"), "u8", ""),
+    **{
+        f"an Add of {shape}": (conv(lambda net, y, s=shape: bias_add(net, y, s), bias=None), ("Add",), "u8", "")
+        for shape in ((1, 1, 1, 1), (1, 1, 6, 6), (4,), (1, 4, 6, 6))
+    },
+    # Where it ends, in floating point or at a Quantize.
+    "a second reader": (conv(read_twice), ("ReLU",), "f32", "2 readers"),
+    "an output of the graph": (conv(handed_out), (), "f32", "output of the graph"),
+    "another operator": (conv(lambda net, y: net.op("Selu", [y])), (), "f32", "Selu"),
+    "an operand that is no data": (conv(as_bound), (), "f32", "ReduceMin"),
+    "a Quantize in between": (conv(lambda net, y: net.op("Relu", [net.pair(y)])), (), "u8", ""),
+    "float": (conv(dst=lambda net, y: y), (), "f32", ""),
+    "int8": (conv(dst=lambda net, y: net.pair(y, np.int8)), (), "s8", ""),
+    "a TypeCast": (conv(dst=lambda net, y: cast(net, y, TensorProto.FLOAT16)), (), "f16", ""),
+    "no bias": (conv(bias=None), (), "u8", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_instances_of_the_pattern(name: str):
+    model, epilogue, dst, ends = WHOLE[name]
+    found = read(model)
+    assert found.matches, str(found)
+    assert len(found.epilogue) == len(epilogue)
+    assert epilogue == (None,) or found.epilogue == epilogue
+    assert found.dst == dst
+    assert ends in found.ends
+    assert bool(ends) == bool(found.ends)
+
+
+def test_the_plain_pattern_in_words():
     found = read(conv())
-    assert found.matches
-    assert found.pattern == "u8 * s8 + f32 -> u8"
-    assert (found.node, found.epilogue, found.ends) == ("conv", (), "")
-
-
-@pytest.mark.parametrize("op", UNARY)
-def test_every_unary_operation_of_the_text(op: str):
-    found = read(conv(chain(op)))
-    assert (found.matches, len(found.epilogue), found.dst) == (True, 1, "u8")
-
-
-@pytest.mark.parametrize("op", BINARY)
-def test_every_binary_operation_of_the_text(op: str):
-    found = read(conv(chain(op)))
-    assert (found.matches, len(found.epilogue), found.dst) == (True, 1, "u8")
-
-
-def test_silu_is_two_operations():
-    found = read(conv(silu))
-    assert found.matches
-    assert (found.epilogue, found.dst) == (("Sigmoid", "Multiply"), "u8")
-
-
-def test_mish_spelled_out_is_three_operations():
-    def mish(net: Quantized, y: str) -> str:
-        return net.op("Mul", [net.op("Tanh", [net.op("Softplus", [y])]), y])
-
-    assert read(conv(mish)).epilogue == ("SoftPlus", "Tanh", "Multiply")
-
-
-def test_a_residual_add_is_a_binary_operation():
-    def add(net: Quantized, y: str) -> str:
-        return net.op("Relu", [net.op("Add", [net.pair("x"), y])])
-
-    found = read(conv(add))
-    assert (found.matches, found.epilogue, found.dst) == (True, ("Add", "ReLU"), "u8")
+    assert (found.node, found.pattern) == ("conv", "u8 * s8 + f32 -> u8")
 
 
 @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=7))
@@ -79,87 +120,6 @@ def test_nought_to_four_operations(ops: Sequence[str]):
     found = read(conv(chain(*ops)))
     assert len(found.epilogue) == len(ops)
     assert [b.clause for b in found.broken] == ([Clause.EPILOGUE] if len(ops) > 4 else [])
-
-
-# ---- BiasAdd ----------------------------------------------------------------------------------------------------
-
-
-def bias_add(net: Quantized, y: str) -> str:
-    return net.op("Add", [net.const(np.zeros((1, 4, 1, 1), np.float32)), y])
-
-
-def test_a_bias_add_comes_first_and_does_not_count():
-    found = read(conv(lambda net, y: chain("Relu", "Mul", "Tanh", "Abs")(net, bias_add(net, y)), bias=None))
-    assert found.matches
-    assert found.epilogue == ("BiasAdd", "ReLU", "Multiply", "Tanh", "Abs")
-
-
-def test_behind_another_operation_it_is_a_binary_add_and_counts():
-    def late(net: Quantized, y: str) -> str:
-        return bias_add(net, chain("Relu", "Mul", "Tanh", "Abs")(net, y))
-
-    found = read(conv(late, bias=None))
-    assert "BiasAdd" not in found.epilogue
-    assert [b.clause for b in found.broken] == [Clause.EPILOGUE]
-
-
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_bias_is_added_once(has_bias: bool):
-    def twice(net: Quantized, y: str) -> str:
-        return bias_add(net, bias_add(net, y))
-
-    bias = (lambda net: net.const(np.zeros(4, np.float32))) if has_bias else None
-    assert read(conv(twice, bias=bias)).epilogue == (("Add", "Add") if has_bias else ("BiasAdd", "Add"))
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 6, 6), (4,), (1, 4, 6, 6)])
-def test_an_add_of_another_shape_is_no_bias(shape: tuple[int, ...]):
-    def add(net: Quantized, y: str) -> str:
-        return net.op("Add", [y, net.const(np.zeros(shape, np.float32))])
-
-    assert read(conv(add, bias=None)).epilogue == ("Add",)
-
-
-# ---- where the epilogue ends ------------------------------------------------------------------------------------
-
-
-def test_a_second_reader_ends_it_in_floating_point():
-    def two(net: Quantized, y: str) -> str:
-        y = net.op("Relu", [y])
-        net.output(net.op("Tanh", [y]))
-        return y
-
-    found = read(conv(two))
-    assert (found.matches, found.epilogue, found.dst) == (True, ("ReLU",), "f32")
-    assert "2 readers" in found.ends
-
-
-def test_an_output_of_the_graph_ends_it():
-    def seen(net: Quantized, y: str) -> str:
-        net.output(y)
-        return net.op("Relu", [y])
-
-    found = read(conv(seen))
-    assert (found.epilogue, found.dst) == ((), "f32")
-    assert "output of the graph" in found.ends
-
-
-def test_another_operator_ends_it():
-    found = read(conv(lambda net, y: net.op("Selu", [y])))
-    assert (found.matches, found.epilogue, found.dst) == (True, (), "f32")
-    assert "Selu" in found.ends
-
-
-def test_an_operand_that_is_no_data_ends_it():
-    def as_bound(net: Quantized, y: str) -> str:
-        return net.op("Clip", [net.pair("x"), net.op("ReduceMin", [y], keepdims=0)])
-
-    assert read(conv(as_bound)).ends.startswith("ReduceMin")
-
-
-def test_a_quantize_between_conv_and_activation_ends_it_there():
-    found = read(conv(lambda net, y: net.op("Relu", [net.pair(y)])))
-    assert (found.matches, found.epilogue, found.dst) == (True, (), "u8")
 
 
 def test_a_circle_of_nodes_is_left():
@@ -174,93 +134,66 @@ def test_a_circle_of_nodes_is_left():
 # ---- the clauses, broken ----------------------------------------------------------------------------------------
 
 
-def test_the_source_has_to_be_dequantized():
-    assert broken(conv(src=lambda net, x: x)) == [Clause.SRC_CONVERSION]
-    assert broken(conv(src=lambda net, x: net.op("Relu", [net.pair(x)]))) == [Clause.SRC_CONVERSION]
+def int32_bias(net: Quantized) -> str:
+    return net.dq(net.const(np.zeros(4, np.int32), dtype=np.int32), np.int32)
 
 
-def test_types_of_the_source():
-    assert read(conv(src=lambda net, x: net.pair(x, np.int8))).src == "s8"
-    assert broken(conv(src=lambda net, x: net.pair(x, np.uint16))) == [Clause.SRC_TYPE]
-
-
-def test_the_weights_have_to_be_dequantized():
-    assert broken(conv(weight=lambda net: net.weight((4, 4, 3, 3)))) == [Clause.WEIGHTS_CONVERSION]
-
-
-def test_types_of_the_weights():
-    assert broken(conv(weight=lambda net: net.dq(net.int8_weight(np.uint8)))) == [Clause.WEIGHTS_TYPE]
-
-
-def test_float_weights_behind_a_quantize():
-    found = read(conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.int8)))
-    assert (found.matches, found.weights) == (True, "f32")
-    assert broken(conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.uint8))) == [Clause.WEIGHTS_TYPE]
-
-
-def test_a_clip_inside_the_weights_conversion():
-    def clipped(net: Quantized) -> str:
-        return net.dq(net.op("Clip", [net.int8_weight()]), np.int8)
-
-    assert broken(conv(weight=clipped)) == [Clause.WEIGHTS_CONVERSION]
-
-
-def test_type_casts_behind_a_dequantize():
-    def cast(net: Quantized, value: str) -> str:
-        return net.op("Cast", [value], to=TensorProto.BFLOAT16)
-
-    model = conv(
-        src=lambda net, x: cast(net, net.pair(x)),
-        weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8)),
-        bias=lambda net: cast(net, net.const(np.zeros(4, np.float32))),
-        dst=lambda net, y: y,
+def in_type(to: int) -> onnx.ModelProto:
+    """A Conv that computes in a type, with a TypeCast to float32 before its Quantize."""
+    return conv(
+        src=lambda net, x: cast(net, net.pair(x), to),
+        weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8), to),
+        bias=None,
+        dst=lambda net, y: net.pair(cast(net, y, TensorProto.FLOAT)),
     )
-    found = read(model)
-    assert found.matches
-    assert (found.src, found.weights, found.bias, found.dst) == ("u8", "s8", "f32", "bf16")
 
 
-def test_the_bias_is_floating_point():
-    def int32(net: Quantized) -> str:
-        return net.dq(net.const(np.zeros(4, np.int32), dtype=np.int32), np.int32)
-
-    assert broken(conv(bias=int32)) == [Clause.BIAS_CONVERSION]
-    assert broken(conv(bias=lambda net: net.const(np.zeros(4), dtype=np.float64))) == [Clause.BIAS_TYPE]
-    assert read(conv(bias=None)).matches
-
-
-def test_the_destination():
-    assert read(conv(dst=lambda net, y: y)).dst == "f32"
-    assert read(conv(dst=lambda net, y: net.pair(y, np.int8))).dst == "s8"
-    assert broken(conv(dst=lambda net, y: net.pair(y, np.uint16))) == [Clause.DST_TYPE]
-    assert read(conv(dst=lambda net, y: net.op("Cast", [y], to=TensorProto.FLOAT16))).dst == "f16"
-
-
-def test_a_type_cast_before_the_quantize_is_bf16_to_f32_only():
-    def cast_then_quantize(net: Quantized, y: str) -> str:
-        return net.pair(net.op("Cast", [y], to=TensorProto.FLOAT))
-
-    def in_type(to: int) -> onnx.ModelProto:
-        return conv(
-            src=lambda net, x: net.op("Cast", [net.pair(x)], to=to),
-            weight=lambda net: net.op("Cast", [net.dq(net.int8_weight(), np.int8)], to=to),
-            bias=None,
-            dst=cast_then_quantize,
-        )
-
-    found = read(in_type(TensorProto.BFLOAT16))
-    assert (found.matches, found.dst) == (True, "u8")
-    assert broken(in_type(TensorProto.FLOAT16)) == [Clause.DST_CONVERSION]
-
-
-def test_other_forms_of_a_quantized_conv():
+def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
     model = conv()
     node = next(n for n in model.graph.node if n.op_type == "Conv")
-    node.op_type = "QLinearConv"
-    assert broken(model) == [Clause.CONVOLUTION]
-    node.op_type = "Conv"
-    del node.input[1:]
-    assert broken(model) == [Clause.CONVOLUTION]
+    node.op_type = op_type
+    del node.input[inputs:]
+    return model
+
+
+BROKEN: list[tuple[onnx.ModelProto, Clause]] = [
+    (conv(src=lambda net, x: x), Clause.SRC_CONVERSION),
+    (conv(src=lambda net, x: net.op("Relu", [net.pair(x)])), Clause.SRC_CONVERSION),
+    (conv(src=lambda net, x: net.pair(x, np.uint16)), Clause.SRC_TYPE),
+    (conv(weight=lambda net: net.weight((4, 4, 3, 3))), Clause.WEIGHTS_CONVERSION),
+    (conv(weight=lambda net: net.dq(net.op("Clip", [net.int8_weight()]), np.int8)), Clause.WEIGHTS_CONVERSION),
+    (conv(weight=lambda net: net.dq(net.int8_weight(np.uint8))), Clause.WEIGHTS_TYPE),
+    (conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.uint8)), Clause.WEIGHTS_TYPE),
+    (conv(bias=int32_bias), Clause.BIAS_CONVERSION),
+    (conv(bias=lambda net: net.const(np.zeros(4), dtype=np.float64)), Clause.BIAS_TYPE),
+    (conv(lambda net, y: bias_add(net, FOUR(net, y)), bias=None), Clause.EPILOGUE),
+    (conv(dst=lambda net, y: net.pair(y, np.uint16)), Clause.DST_TYPE),
+    (in_type(TensorProto.FLOAT16), Clause.DST_CONVERSION),
+    (of_other_form(op_type="QLinearConv"), Clause.CONVOLUTION),
+    (of_other_form(inputs=1), Clause.CONVOLUTION),
+]
+
+
+@pytest.mark.parametrize(("model", "clause"), BROKEN)
+def test_broken_clauses(model: onnx.ModelProto, clause: Clause):
+    assert broken(model) == [clause]
+
+
+def test_types_that_the_text_has():
+    assert read(conv(src=lambda net, x: net.pair(x, np.int8))).src == "s8"
+    quantized = read(conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.int8)))
+    assert (quantized.matches, quantized.weights) == (True, "f32")
+    assert (read(in_type(TensorProto.BFLOAT16)).matches, read(in_type(TensorProto.BFLOAT16)).dst) == (True, "u8")
+    casts = read(
+        conv(
+            src=lambda net, x: cast(net, net.pair(x)),
+            weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8)),
+            bias=lambda net: cast(net, float_bias(net)),
+            dst=lambda net, y: y,
+        )
+    )
+    assert casts.matches
+    assert (casts.src, casts.weights, casts.bias, casts.dst) == ("u8", "s8", "f32", "bf16")
 
 
 # ---- the text as a whole ---------------------------------------------------------------------------------------

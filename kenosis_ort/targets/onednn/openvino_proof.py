@@ -30,7 +30,16 @@ from kenosis_ort.runtime.child import kept
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets import other_process
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.proof import UNEXPLAINED, Cause, FusionReport, KernelReport, Status, Why, why_planned_float
+from kenosis_ort.targets.proof import (
+    UNEXPLAINED,
+    Cause,
+    FusionReport,
+    KernelReport,
+    Status,
+    Why,
+    refuse_libraries,
+    why_planned_float,
+)
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
@@ -121,13 +130,6 @@ def _refused(message: str) -> VerificationError:
     )
 
 
-def _refuse_libraries(libraries: Sequence[str]) -> None:
-    if libraries:
-        raise VerificationError(
-            "OpenVINO does not load libraries of operators made for onnxruntime", fix="leave custom_op_libraries out"
-        )
-
-
 class _CompiledRunner:
     """A compiled model with the ``run`` of an ``onnxruntime.InferenceSession``."""
 
@@ -148,7 +150,7 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
     Raises:
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    _refuse_libraries(custom_op_libraries)
+    refuse_libraries(custom_op_libraries, "OpenVINO")
     executed(source, threads=threads)  # whose process may end over the model, ours may not
     import openvino
 
@@ -286,7 +288,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    _refuse_libraries(custom_op_libraries)
+    refuse_libraries(custom_op_libraries, "OpenVINO")
     with tagged_file(model, _name_outputs) as (source, tagged, path):
         found = executed(path, threads=threads)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)

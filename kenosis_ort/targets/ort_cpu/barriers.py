@@ -124,7 +124,8 @@ def find_barriers(placed: Placed) -> tuple[str, ...]:
     fail to match an integer Gemm or MatMul whose output feeds Q and float nodes alike, and then dequantize
     its weights on every run. Runtimes before 1.24 refuse a graph input, Clip and Q in a row.
     """
-    return tuple(_Finder(placed).find())
+    finder = _Finder(placed)
+    return tuple(name for name, value in placed.quantized.items() if finder.needs_barrier(name, value))
 
 
 class _Finder:
@@ -133,21 +134,16 @@ class _Finder:
     def __init__(self, placed: Placed) -> None:
         self.placed, self.view = placed, placed.view
 
-    def find(self) -> list[str]:
-        found = []
-        for name, value in self.placed.quantized.items():
-            if self._clips_an_input(value):
-                found.append(name)
-                continue
-            node = self._float_source(value)
-            if node is None:
-                continue
-            if self._is_integer(node) or (str(node.name) in self.placed.biased):
-                if self._branches(value, node) or any(d.how is How.FLOAT for d in self._reads(name)):
-                    found.append(name)
-            elif node.op_type == "MaxPool" or self._reads_dq(node):
-                found.append(name)
-        return found
+    def needs_barrier(self, name: str, value: ir.Value) -> bool:
+        """Whether the Q of a value must not touch the node before it."""
+        if self._clips_an_input(value):
+            return True
+        node = self._float_source(value)
+        if node is None:
+            return False
+        if self._is_integer(node) or str(node.name) in self.placed.biased:
+            return self._branches(value, node) or any(d.how is How.FLOAT for d in self._reads(name))
+        return node.op_type == "MaxPool" or self._reads_dq(node)
 
     def _clips_an_input(self, value: ir.Value) -> bool:
         """Whether a value is a float Clip of a graph input, perhaps behind operators that the session drops."""
@@ -182,7 +178,7 @@ class _Finder:
     def _float_source(self, value: ir.Value) -> ir.Node | None:
         """The heavy float node behind a value, looking through what the session merges into it."""
         node = value.producer()
-        while node is not None and str(node.name) not in self.placed.absorbed and self._merges_into_producer(node):
+        while node is not None and self._merges_into_producer(node):
             if str(node.name) in self.placed.biased:
                 return node
             data = [v for v in node.inputs if v is not None and not self.view.is_constant(v)]
@@ -197,7 +193,8 @@ class _Finder:
 
     def _merges_into_producer(self, node: ir.Node) -> bool:
         """Whether the session may merge a float node into the Conv, Gemm or MatMul before it."""
-        return not self._is_integer(node) and node.op_type in _MERGED
+        absorbed = str(node.name) in self.placed.absorbed
+        return not absorbed and not self._is_integer(node) and node.op_type in _MERGED
 
     def _is_integer(self, node: ir.Node) -> bool:
         return str(node.name) in self.placed.integer

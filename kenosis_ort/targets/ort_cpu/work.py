@@ -19,7 +19,7 @@ Source: benchmarks/conv_paths.py.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -145,7 +145,6 @@ _CLASSES: Final = {
     "Resize": "resize", "Upsample": "resize",
 }  # fmt: skip
 """Kernels by the operator where elements written are all that counts."""
-_ATTENTION: Final = frozenset({"Attention", "MultiHeadAttention"})
 _SEQUENCE: Final = 3
 _PICTURE: Final = 4
 DIRECT: Final = "direct"
@@ -153,9 +152,7 @@ PRODUCT: Final = "matrix product"
 """The kernels of an integer Conv, as reports call them."""
 _DEPTHWISE_TILE: Final = 16
 _CHANNELS_OF_FOUR: Final = 4
-_SOFTMAX: Final = frozenset({"Softmax", "LogSoftmax"})
 _POOLS: Final = {"MaxPool": "max-pool", "AveragePool": "average-pool"}
-_GLOBAL: Final = frozenset({"GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"})
 
 
 def work_of(view: GraphView, node: ir.Node) -> Work | None:
@@ -172,26 +169,13 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
     out = view.shape_of_one(node.outputs[0]) if node.outputs else None
     if out is None:
         return None
+    if node.op_type in _COUNTS:
+        return _COUNTS[node.op_type](view, node, out)
     elements = math.prod(out)
-    if node.op_type in ("Conv", "ConvTranspose"):
-        return _conv(view, node, out)
-    if node.op_type in ("Gemm", "MatMul"):
-        return _product(view, node, out)
-    if node.op_type in _ATTENTION:
-        return _attention(view, node, out)
-    if node.op_type in _GLOBAL:
-        read = view.shape_of_one(node.inputs[0])
-        return None if read is None else Work("global-pool", elements=math.prod(read))
-    if node.op_type in _POOLS:
-        return _pool(view, node, out)
-    if node.op_type in _SOFTMAX:
-        return softmax_work(out, view.attribute_int(node, "axis", -1))
     if node.op_type == "SpaceToDepth":
         return Work("transpose", elements=elements, reads=elements)
     if node.op_type == "DepthToSpace":
         return Work("transpose", elements=elements, pieces=elements)
-    if node.op_type in ("LSTM", "GRU", "RNN"):
-        return _recurrent(view, node)
     return Work(_CLASSES.get(node.op_type, "other"), elements=elements)
 
 
@@ -289,8 +273,14 @@ def _pool(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
     read = view.shape_of_one(node.inputs[0])
     if read is None:
         return None
+    if node.op_type not in _POOLS:  # over all of a picture
+        return Work("global-pool", elements=math.prod(read))
     taps = math.prod(_ints(node, "kernel_shape", ()))
     return replace(pool_work(out, taps=taps, reads=math.prod(read)), shape_class=_POOLS[node.op_type])
+
+
+def _softmax(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    return softmax_work(out, view.attribute_int(node, "axis", -1))
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
@@ -339,7 +329,7 @@ def _attention(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | N
     return Work("matmul", macs, macs, elements + 2 * scores)  # scores are written twice, the second time normalized
 
 
-def _recurrent(view: GraphView, node: ir.Node) -> Work | None:
+def _recurrent(view: GraphView, node: ir.Node, _: tuple[int, ...]) -> Work | None:
     data, weight = view.shape_of_one(node.inputs[0]), node.inputs[1]
     shape = view.shape_of_one(weight) if weight is not None else None
     if data is None or shape is None or len(data) != 3 or len(shape) != 3:
@@ -358,6 +348,17 @@ def _ints(node: ir.Node, name: str, default: tuple[int, ...]) -> tuple[int, ...]
 def _filled(channels: int) -> int:
     """The channels of full tiles."""
     return -(-channels // _TILE) * _TILE
+
+
+_COUNTS: Final[Mapping[str, Callable[[GraphView, ir.Node, tuple[int, ...]], Work | None]]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), _conv),
+    **dict.fromkeys(("Gemm", "MatMul"), _product),
+    **dict.fromkeys(("Attention", "MultiHeadAttention"), _attention),
+    **dict.fromkeys((*_POOLS, "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceSum", "ReduceMax"), _pool),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _softmax),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+}
+"""How a node is counted, by operator, where elements written are not all."""
 
 
 _FOLDER: Final = files(__package__) / "profiles"

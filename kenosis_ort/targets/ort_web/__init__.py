@@ -1,51 +1,38 @@
 """Target ``ort-web``: ONNX Runtime Web on WebAssembly, in the browser and in Node.
 
 Measured on onnxruntime-web 1.30.0 in Node 20 and proved again on whatever is installed; ``bridge.mjs`` is what runs
-there. Its graph optimizers are those of ``ort-cpu``, without the blocked layout of float Convs. Its
-kernels have SIMD where 8-bit numbers are multiplied, and hardly anywhere else.
+there. Its graph optimizers are those of ``ort-cpu``, without the blocked layout of float Convs. Its kernels have SIMD
+where 8-bit numbers are multiplied, and hardly anywhere else.
 
 Relu and Clip become a table look-up. ``Relu(x) = max(x, 0)``, and ``LeakyRelu(x)`` of slope 0 is ``x`` where ``x >= 0``
 and ``0 * x = 0`` elsewhere: the same for every finite number, and behind a DequantizeLinear there are no others.
 ``Clip(x, 0, b) = min(Relu(x), b)``, and the quantization behind it does the ``min`` where its largest value is no more
-than half a step above ``b``.
+than half a step above ``b``. As part of the requantization before it, as in stock ONNX Runtime, a Relu is a branch for
+each value, which goes either way where half of them are negative: 5 to 8 ns a value for 1, and 0.4 for the look-up
+(pointwise Convs, 24 to 144 channels of 56x56: 0.66x of float for 0.23x). In float, outside of a kernel, it is such a
+branch too (1.3 to 4 ns), so that the look-up stands in front of a float node as well.
 
-Between integer kernels stock ONNX Runtime lets a Relu vanish into the requantization of the kernel before it. In the
-WASM build that requantization clips by a branch for each value, which goes either way where about half of the values
-are negative: 5 to 8 ns a value for 1. So the values are quantized as they come, and the Relu is a table look-up of its
-own, for which the runtime has QLinearLeakyRelu (0.4 ns). Pointwise Convs, 24 to 144 channels of 56x56: 0.66x of float
-for 0.23x; dense ones, 64 channels of 28x28: 2.6x for 1.9x.
+Costs are of kernels with SIMD and one thread: begun with ``benchmarks/op_costs.py --target ort-web``, the least of 40
+runs by the runtime's own profile; Convs, and Relu, Clip and LeakyRelu on values of either sign, are fitted to their
+times within whole nets, which that command does not repeat. 8-bit products are three times as fast as float ones, and
+whatever else integer kernels do is not vectorized (to requantize 1.4 ns a value, to add two 0.8, in float 0.1): Convs
+that read many channels gain, those that read few or one by one lose. Work is counted as for ``ort-cpu``, but a Relu
+apart from a Clip, which is slower in float, and as pieces what float Convs multiply in vain: they take 16 pixels at
+once, so that 7x7 is computed as 64.
 
-In float, Relu, LeakyRelu and Clip outside of a kernel are such branches themselves (1.3 to 4 ns), so that the look-up
-stands in front of a float node too. Only what the plan calls integer is spelled that way.
-
-Costs are of kernels in WebAssembly with SIMD and one thread: begun with ``benchmarks/op_costs.py --target ort-web``,
-the least of 40 runs by the runtime's own profile; Convs, Relu and Clip are fitted to their times within whole nets,
-which that command does not repeat. 8-bit products are three times as fast as float ones, and whatever else integer
-kernels do is not vectorized: to requantize takes 1.4 ns a value, to add two of them 0.8, where float takes 0.1. So
-convolutions that read many channels gain, those that read few or one by one lose.
-
-Relu, Clip and LeakyRelu in float, outside of a Conv, cost a branch for each value: the times are those of values of
-either sign, where the command measures them on positive ones.
-
-Work is counted as for ``ort-cpu``, but for Relu and the pieces of Convs. A Relu counts apart from a Clip, which is
-slower in float. Float kernels there take 16 pixels at once, whatever is left of the last 16: what they multiply in vain
-counts as pieces, which small pictures are full of (7x7 is computed as 64).
-
-The runtime, in Node, on which this target is proved and timed is found from the folder that the environment variable
-``KENOSIS_ORT_WEB`` names, in which ``npm install onnxruntime-web`` was run; nothing is downloaded, and no other folder
-is looked into, since what is found is executed. One process of Node serves a Python process for each number of threads:
-to compile the runtime takes seconds. Runs of one thread are timed by the processor time of that process.
-
-The proof says which kernel of the WASM build runs each node of a model. Source: the optimized graph of the very build,
-as that of stock ONNX Runtime is read. The build has no file system to write it to; it is taken at the system call
-(``bridge.mjs``).
+The runtime is found from the folder that the environment variable ``KENOSIS_ORT_WEB`` names, in which ``npm install
+onnxruntime-web`` was run; nothing is downloaded, and no other folder is looked into, since what is found is executed.
+One process of Node serves a Python process for each number of threads, since to compile the runtime takes seconds; runs
+are timed by its processor time. The proof reads the optimized graph of the very build, as that of stock ONNX Runtime
+is read; having no file system to write it to, the build is asked at the system call (``bridge.mjs``).
 """
 
 import math
 import os
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -58,22 +45,22 @@ from onnx import TensorProto
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.load import LoadedSource, read_source
-from kenosis_ort.graph.outside import array_in, read_external_data
-from kenosis_ort.graph.qdq import Q
+from kenosis_ort.graph.outside import copy_model, read_external_data
+from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Runner, Target, TimedRuntime, rule
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by
+from kenosis_ort.targets.ort_cpu.reasons import clip_bounds
 from kenosis_ort.targets.ort_cpu.work import work_of as cpu_work_of
 from kenosis_ort.targets.profile import CostTable, Work
 from kenosis_ort.targets.profile import KernelCost as K
-from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.targets.proof import FusionReport, refuse_libraries
 
 VARIABLE: Final = "KENOSIS_ORT_WEB"
 _PACKAGE: Final = "onnxruntime-web"
@@ -116,7 +103,7 @@ class Node:
             raise VerificationError(why, fix=f"install both, and set {VARIABLE} to the folder")
         self.seconds = 0.0
         self.gone: list[int] = []  # sessions that are no longer in use: a finalizer may run in the midst of a command
-        self._ids = count()
+        self.ids = count()  # numbers for sessions and files
         self._scratch = Scratch("web")
         self.folder = self._scratch.path
         folder = str(Path(os.environ[VARIABLE]).expanduser())
@@ -135,10 +122,6 @@ class Node:
             text = " ".join(reply["error"].split())[-_MESSAGE_LIMIT:]
             raise VerificationError(f"onnxruntime-web refuses the model: {text}")
         return reply
-
-    def new_id(self) -> int:
-        """A number for a session or a file."""
-        return next(self._ids)
 
 
 _NODES: Final[dict[int, Node]] = {}
@@ -175,8 +158,8 @@ class WebRunner:
     def __init__(self, source: str | bytes | Path, *, threads: int = 1) -> None:
         self._node = node(threads)
         self._feed: Mapping[str, Any] | None = None
-        self._id = self._node.new_id()
-        with WholeFile(self._node, source) as file:
+        self._id = next(self._node.ids)
+        with whole_file(self._node, source) as file:
             self._node.ask("open", id=self._id, file=str(file))
         self.seconds = 0.0
         weakref.finalize(self, self._node.gone.append, self._id)
@@ -205,18 +188,8 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
     Raises:
         VerificationError: It is not there or refuses the model.
     """
-    refuse_libraries(custom_op_libraries)
+    refuse_libraries(custom_op_libraries, "onnxruntime-web")
     return WebRunner(source, threads=threads)
-
-
-def refuse_libraries(libraries: Sequence[str]) -> None:
-    """Raises where a model needs libraries of operators.
-
-    Raises:
-        VerificationError: It does.
-    """
-    if libraries:
-        raise VerificationError("onnxruntime-web loads no libraries of operators", fix="leave custom_op_libraries out")
 
 
 def stored(process: Node, feed: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,39 +209,36 @@ def stored(process: Node, feed: Mapping[str, Any]) -> dict[str, Any]:
         )
         parts.append(value.tobytes())
         at += value.nbytes
-    path = process.folder / f"{process.new_id()}.feed"
+    path = process.folder / f"{next(process.ids)}.feed"
     path.write_bytes(b"".join(parts))
     return {"inputs": inputs, "file": str(path)}
 
 
-class WholeFile:
+@contextmanager
+def whole_file(process: Node, source: str | bytes | Path | onnx.ModelProto) -> Iterator[Path]:
     """A model as one file, its external data inside: the runtime has no file system.
 
     Args:
         process: In whose folder it is written, where it is no such file yet.
         source: A path, a serialized model or a `ModelProto`.
     """
-
-    def __init__(self, process: Node, source: str | bytes | Path | onnx.ModelProto) -> None:
-        self._source, self._own = source, process.folder / f"{process.new_id()}.onnx"
-
-    def __enter__(self) -> Path:
-        source = self._source
+    own = process.folder / f"{next(process.ids)}.onnx"
+    try:
         if isinstance(source, bytes):
-            self._own.write_bytes(source)
-            return self._own
+            own.write_bytes(source)
+            yield own
+            return
         read = read_source(source)
         if read.folder is None and not isinstance(source, onnx.ModelProto):
-            return Path(source)
-        whole = onnx.ModelProto()
-        whole.CopyFrom(read.proto)
+            yield Path(source)
+            return
+        whole = copy_model(read.proto)
         if read.folder is not None:
             read_external_data(whole, read.folder / "model.onnx")
-        store_model(whole, self._own, external_data=False)
-        return self._own
-
-    def __exit__(self, *_: object) -> None:
-        self._own.unlink(missing_ok=True)
+        store_model(whole, own, external_data=False)
+        yield own
+    finally:
+        own.unlink(missing_ok=True)
 
 
 def prove(
@@ -293,7 +263,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: Node or onnxruntime-web is not there, does not tell, or refuses the model.
     """
-    refuse_libraries(custom_op_libraries)
+    refuse_libraries(custom_op_libraries, "onnxruntime-web")
     process = node(threads)
 
     def optimize(models: Sequence[onnx.ModelProto], source: LoadedSource, _: Sequence[str]) -> list[onnx.GraphProto]:
@@ -301,7 +271,7 @@ def prove(
         for piece in models:
             if source.folder is not None:
                 read_external_data(piece, source.folder / "model.onnx")
-            with WholeFile(process, piece) as file:
+            with whole_file(process, piece) as file:
                 to = file.with_suffix(".optimized")
                 try:
                     process.ask("optimized", file=str(file), to=str(to))
@@ -350,42 +320,31 @@ def spell_relus(quantized: onnx.ModelProto, plan: PlacementPlan) -> None:
         quantized: The quantized model.
         plan: Its placement.
     """
-    graph = quantized.graph
-    nodes = [
-        node
-        for node in graph.node
-        if node.op_type in _SPELLED
-        and node.domain in MAIN_DOMAINS
-        and (decision := plan.by_node.get(node.name)) is not None
-        and decision.kind is Kind.INTEGER
-    ]
-    constants = {tensor.name: tensor for tensor in graph.initializer} if nodes else {}
-    behind: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node if nodes else ():
-        for value in node.input:
-            behind.setdefault(value, []).append(node)
-    for node in nodes:
-        if node.op_type == "Clip" and not _ends_at(node, behind.get(node.output[0], []), constants):
-            continue
-        del node.input[1:], node.attribute[:]
-        node.op_type = "LeakyRelu"
-        node.attribute.append(onnx.helper.make_attribute("alpha", 0.0))
+    integer = set(plan.integer_nodes())
+    if not any(node.op_type in _SPELLED and node.name in integer for node in quantized.graph.node):
+        return
+    graph = SourceGraph(quantized)
+    for node in (n for n in graph.nodes if n.op_type in _SPELLED and n.proto.name in integer and not n.graph):
+        if node.op_type == "Relu" or _ends_at_its_bound(node, graph):
+            del node.proto.input[1:], node.proto.attribute[:]
+            node.proto.op_type = "LeakyRelu"
+            node.proto.attribute.append(onnx.helper.make_attribute("alpha", 0.0))
 
 
-def _ends_at(clip: onnx.NodeProto, readers: list[onnx.NodeProto], constants: Mapping[str, onnx.TensorProto]) -> bool:
+def _ends_at_its_bound(clip: SourceNode, graph: SourceGraph) -> bool:
     """Whether all that reads a Clip quantizes it up to its upper bound and no further."""
-    given = [a.f for a in clip.attribute if a.name == "max"]
-    if len(clip.input) > 2 and clip.input[2] in constants:
-        given = [float(array_in(constants[clip.input[2]]).reshape(-1)[0])]
-    if not given:
-        return len(clip.input) <= 2 or not clip.input[2]
+    bounds = clip_bounds(clip, graph)
+    if bounds is None or bounds[1] == math.inf:
+        return bounds is not None
+    readers = graph.consumers.get(clip.proto.output[0], [])
     for reader in readers:
-        if reader.op_type != Q or any(name not in constants for name in reader.input[1:]) or len(reader.input) < 3:
+        grid = graph.params(reader) if reader.op_type == Q else None
+        if grid is None or grid.scale is None or grid.zero_point is None or grid.elem_type is None:
             return False
-        scale, zero_point = (array_in(constants[name]) for name in reader.input[1:])
-        most = float(np.iinfo(zero_point.dtype).max) - float(zero_point.reshape(-1)[0])
-        step = float(scale.reshape(-1)[0])
-        if most * step > given[0] + 0.5 * step:
+        kind = onnx.helper.tensor_dtype_to_np_dtype(grid.elem_type)
+        most = float(np.iinfo(kind).max) - float(grid.zero_point.reshape(-1)[0])
+        step = float(grid.scale.reshape(-1)[0])
+        if most * step > bounds[1] + 0.5 * step:
             return False
     return bool(readers)
 
@@ -395,24 +354,13 @@ _BY_PIXELS: Final = frozenset({"conv-pointwise", "conv-dense", "conv-depthwise",
 
 
 def work_of(view: GraphView, node: ir.Node) -> Work | None:
-    """Work of a node, None where shapes that matter are not known; as for ``ort-cpu``."""
+    """Work of a node as for ``ort-cpu``, with what a Conv multiplies in vain as its pieces; None as there."""
     work = cpu_work_of(view, node)
     if work is not None and node.op_type == "Relu":
         return replace(work, shape_class="relu")
-    out = view.shape_of_one(node.outputs[0]) if work is not None and node.op_type == "Conv" else None
-    return work if work is None or out is None else conv_work(work, out[0] * math.prod(out[2:]))
-
-
-def conv_work(work: Work, pixels: int) -> Work:
-    """The work of a Conv with the products that are made in vain as its pieces.
-
-    Args:
-        work: Its work on ``ort-cpu``.
-        pixels: Positions written.
-    """
-    if work.shape_class not in _BY_PIXELS or not pixels:
-        return work
-    return replace(work, pieces=-pixels % _PIXELS * work.macs // pixels)
+    out = view.shape_of_one(node.outputs[0]) if work is not None and work.shape_class in _BY_PIXELS else None
+    pixels = 0 if out is None else out[0] * math.prod(out[2:])
+    return work if work is None or not pixels else replace(work, pieces=-pixels % _PIXELS * work.macs // pixels)
 
 
 ORT_WEB_COSTS: Final = CostTable(

@@ -35,7 +35,15 @@ from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets import other_process
 from kenosis_ort.targets.other_process import PROVIDER
-from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why, why_planned_float
+from kenosis_ort.targets.proof import (
+    Cause,
+    FusionReport,
+    KernelReport,
+    Status,
+    Why,
+    refuse_libraries,
+    why_planned_float,
+)
 
 CHIP_VARIABLE: Final = "KENOSIS_ORT_QNN_CHIP"
 _USUAL_CHIP: Final = "60"
@@ -253,8 +261,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The provider is not installed, or the model does not load with it.
     """
-    if custom_op_libraries:
-        raise VerificationError("HTP has no operators beside its own", fix="leave custom_op_libraries out")
+    refuse_libraries(custom_op_libraries, "HTP")
     with tagged_file(model) as (source, tagged, path):
         (answer,) = ask([path])
     if answer.failure and not _refused(answer):
