@@ -55,7 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 _METHODS = {
     "FusionAwareQDQQuantizer.quantize_model": "quantizations",
     "Planner.__init__": "planners",
-    "Planner._plan": "plans",
+    "_Placement.plan": "plans",
 }
 _LARGEST = 40_000_000  # bytes of a model of ../shared
 _SAMPLES = 4

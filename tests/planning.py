@@ -26,7 +26,6 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions, Stages
@@ -35,6 +34,7 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
 from kenosis_ort.rewrite import PREPARATION, fold_gemm_factors
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets import Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU

@@ -17,14 +17,13 @@ from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
-from kenosis_ort.flow import fit, preparation
+from kenosis_ort.flow import preparation, target_options
 from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import outside, walk
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
-from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.opset import PreparedModel
+from kenosis_ort.graph.load import LoadedModel, check_not_quantized
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
@@ -38,6 +37,7 @@ from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
 from kenosis_ort.quantizer.stock import QuantType, stock_tensors
+from kenosis_ort.rewrite.prepare import PreparedModel
 from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets import Hooks
 
@@ -417,22 +417,40 @@ def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache
     )
 
 
-def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:
+def draft(loaded: LoadedModel, request: Request, journal: Journal | None = None) -> Builder:
     """The builder of a model that is prepared and planned, before its weights and its form are changed for integers.
 
     Args:
-        proto: The model, or a body of one.
-        request: Fitted to it.
-        journal: Takes what gathers.
+        loaded: The model.
+        request: What the caller wants.
+        journal: Takes what gathers; None raises where a rewrite fails.
 
     Raises:
-        KenosisError: The model is not usable.
+        KenosisError: The model or the names in the request are not usable.
+        NothingToQuantizeError: No node can run in integer.
+    """
+    request = target_options.fit_names(loaded.proto, request)
+    if not request.is_stock:
+        check_not_quantized(loaded.proto)
+        if request.stock_reason is None and any(n.op_type == "DequantizeLinear" for n in loaded.proto.graph.node):
+            request = request.with_stock_placement("the model brings quantized weights of its own")
+    return draft_of(loaded.proto, request, journal or Journal())
+
+
+def draft_of(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:
+    """What `draft` returns, for a model that it has checked, or a body of one.
+
+    Raises:
         NothingToQuantizeError: No node can run in integer.
     """
     with journal.stage("prepare"):
         prepared = preparation.prepare_model(proto, request, journal)
-    excluded, named = (fit.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in fit.renamed([name], prepared)}
+    excluded, named = (
+        target_options.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize)
+    )
+    by_node = {
+        n: bits for name, bits in request.widths.by_node.items() for n in target_options.renamed([name], prepared)
+    }
     request = replace(request, widths=replace(request.widths, by_node=by_node))
     builder = Builder.of(prepared, request, excluded, named, journal)
     if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
@@ -447,7 +465,7 @@ def for_integers(loaded: LoadedModel, request: Request) -> Builder:
         KenosisError: As `draft` and `Builder.for_integers`; a rewrite that fails raises.
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
-    builder = draft(loaded.proto, fit.fitted(loaded.proto, request), Journal()).for_integers()
+    builder = draft(loaded, request).for_integers()
     if not builder.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
     return builder

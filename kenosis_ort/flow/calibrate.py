@@ -21,10 +21,12 @@ from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust.assess import CalibrationTrust, collect_with_trust
 from kenosis_ort.calibration.trust.net_evidence import net_evidence, probe_feeds
+from kenosis_ort.cluster.sweep import collect_on
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
+from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
 from kenosis_ort.passes.runner import PASSES
@@ -52,8 +54,6 @@ def calibrate(
     if executor is not None and points.config.depends_on_order:
         warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
     elif executor is not None:
-        from kenosis_ort.cluster.sweep import collect_on  # loads asyncio
-
         run = partial(collect_on, executor, defaults=defaults)
     return run(builder.prepared.proto, reader, points, part=part, progress=builder.request.progress)
 
@@ -228,18 +228,23 @@ def find_ranges(
     call: Call,
     drafted: Builder,
     builder: Builder,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
 ) -> CalibrationTable:
     """The ranges of the weights as they came: from the table where there is one, else they go there.
 
     Args:
-        call: What gathers on the way, samples and table among it; its samples are read.
+        call: What gathers on the way, the table among it.
         drafted: The net whose weights passes may change.
         builder: The same in forms for integers, whose ranges are needed.
+        reader: Where samples come from.
+        data: The reader around it, which is read.
 
     Raises:
         CalibrationError: There are neither samples nor a table, or they do not fit.
     """
-    cache, data, cached = call.cache, call.data, None
+    cache = call.cache
+    cached = None
     if cache is not None:
         config = calibration_config(builder.request)
         cached = cache.table_for(builder.prepared.proto, builder.tensors, config, data)
@@ -249,7 +254,7 @@ def find_ranges(
                 "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
             )
         return cached
-    table = _collected(call, drafted, builder)
+    table = _collected(call, drafted, builder, reader, data)
     if cache is None:
         return table
     if cache.table is not None:
@@ -267,14 +272,19 @@ def find_ranges(
     return table
 
 
-def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
+def _collected(
+    call: Call,
+    drafted: Builder,
+    builder: Builder,
+    reader: CalibrationDataReader | None,
+    data: KeepingReader | None,
+) -> CalibrationTable:
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
-    config, data = calibration_config(builder.request), call.data
-    reader = None if data is None else data.reader
+    config = calibration_config(builder.request)
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
     channels = {} if plain else channels_to_follow(drafted, builder, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
-        part = {} if plain else call.part_to_fit(builder.prepared.proto)
+        part = {} if plain or data is None else call.part_to_fit(builder.prepared.proto, data)
         return calibrate(builder, data, part=part, channels=channels)
     libraries = builder.request.custom_op_libraries
     table, trust = collect_with_trust(

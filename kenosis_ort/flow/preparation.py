@@ -13,12 +13,14 @@ from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import outside, view, walk
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.opset import PreparedModel, RewriteError, RewriteResult, fit_opset, prepare
+from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
+from kenosis_ort.rewrite.prepare import PreparedModel, RewriteError, applied, prepare
+from kenosis_ort.rewrite.rule import Editor, Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
@@ -281,29 +283,27 @@ def _rewrite_for_integers(
     prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
 ) -> PreparedModel | None:
     nodes = planner.integer_candidates() - set(excluded) - planner.constrained
-    model = outside.copy_model(prepared.proto)
+    editor = Editor(outside.copy_model(prepared.proto))
     notes: list[str] = []
     merged = dict(prepared.nodes)
-    before, changed = _outline(model), False
-    forms: tuple[Callable[..., RewriteResult], ...] = (*INTEGER_FORMS, *request.target.own_forms)
+    before, changed = _outline(editor.proto), False
+    forms: tuple[Rewrite, ...] = (*INTEGER_FORMS, *request.target.own_forms)
     for form in forms:
         written = WRITTEN_OPERATORS.get(form)
         unwanted = request.restricts_types and written is not None and written not in request.op_types
         if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:
-            try:
-                result = form(model, nodes=nodes, keep_values=())
-            except Exception as error:
-                raise RewriteError(form.__name__, error) from error
+            result = applied(form, editor, nodes=nodes)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-            after = _outline(model)
+            after = _outline(editor.write())
             if after != before:
-                view.drop_stale_value_info(model)
-                view.infer_shapes(model, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                view.drop_stale_value_info(editor.proto)
+                view.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                editor.reopen()
                 before, changed = after, True
     if not changed:
         return None
-    return PreparedModel(model, (*prepared.notes, *notes), merged)
+    return PreparedModel(editor.proto, (*prepared.notes, *notes), merged)
 
 
 def _outline(

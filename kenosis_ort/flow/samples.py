@@ -184,10 +184,10 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return self.cached.samples
 
     @property
-    def notes(self) -> list[str]:
-        """What stands in the data beside the model's inputs: of shards known once they are read."""
+    def left_aside(self) -> str:
+        """What stands in the data beside the model's inputs, one sentence; empty where nothing does."""
         names = self.reader.left_aside if isinstance(self.reader, (readers.ArrayReader, readers.Shards)) else ()
-        return [f"Left aside in the data, no input of the model: {', '.join(names)}."] if names else []
+        return f"Left aside in the data, no input of the model: {', '.join(names)}." if names else ""
 
     def some(self, count: int) -> list[Sample]:
         """At most so many of the cached feeds: those that would be kept where so many are to be."""
@@ -350,6 +350,15 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
     if for_all or request.cache_path is not None:
         return max(feeds_wanted(request), cached_samples.MOST_FOR_PASSES)
     return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)
+
+
+def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
+    """The request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
+    listed = constants.default_inputs(proto)
+    if not listed:
+        return request
+    fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
+    return replace(request, open_defaults=frozenset(listed) & {*constants.meant_as_defaults(proto), *fed})
 
 
 def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:

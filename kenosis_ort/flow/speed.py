@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -72,12 +72,15 @@ class Scenario:
     few_rows: bool
 
 
-_Axis = tuple[str, int]
-"""Input and axis, not the batch, that show the length of a feed."""
+@dataclass(frozen=True)
+class _Length:
+    """Axis of an input that is not the batch and shows the length of a feed."""
 
+    name: str
+    axis: int
 
-def _length(feed: Feed, where: _Axis) -> int:
-    return int(np.shape(feed[where[0]])[where[1]])
+    def of(self, feed: Feed) -> int:
+        return int(np.shape(feed[self.name])[self.axis])
 
 
 def scenarios(
@@ -100,19 +103,19 @@ def scenarios(
             if feed is None:
                 missing.append(f"no feed of length {length} could be made of the samples: not timed for it")
             else:
-                name = f"{open_lengths[0][0]} of length {length}"
+                name = f"{open_lengths[0].name} of length {length}"
                 found.append(Scenario(name, [feed], linear and _rows(feed) <= FEW_ROWS))
         if found:
             return found, missing
         return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], missing
     notes = ["no input of the model is of open length: timed as the samples are"] if lengths else []
     for where in open_lengths:
-        ordered = sorted(feeds, key=partial(_length, where=where))
-        short, long = _length(ordered[0], where), _length(ordered[-1], where)
+        ordered = sorted(feeds, key=where.of)
+        short, long = where.of(ordered[0]), where.of(ordered[-1])
         if long >= _APART * max(short, 1):
             ends = ((short, ordered[0]), (long, ordered[-1]))
             few = [linear and _rows(feed) <= FEW_ROWS for _, feed in ends]
-            return [Scenario(f"{where[0]} of length {n}", [f], w) for (n, f), w in zip(ends, few, strict=True)], notes
+            return [Scenario(f"{where.name} of length {n}", [f], w) for (n, f), w in zip(ends, few, strict=True)], notes
     return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], notes
 
 
@@ -127,25 +130,25 @@ def _rows(feed: Feed) -> int:
     return int(np.prod(first.shape if first.dtype.kind in "iu" else first.shape[:-1], dtype=np.int64))
 
 
-def _lengths(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[_Axis]:
+def _lengths(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[_Length]:
     """The open axes, but for the batch and those of caches, in the order of the inputs."""
     found = []
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
         if len(dims) == _CACHE_RANK or any(value.name not in feed for feed in feeds):
             continue
-        found += [(value.name, at) for at, d in enumerate(dims) if at and not d.HasField("dim_value")]
-    return [where for where in found if all(np.ndim(feed[where[0]]) > where[1] for feed in feeds)]
+        found += [_Length(value.name, at) for at, d in enumerate(dims) if at and not d.HasField("dim_value")]
+    return [where for where in found if all(np.ndim(feed[where.name]) > where.axis for feed in feeds)]
 
 
 def _of_length(
-    model: onnx.ModelProto, feeds: Sequence[Feed], where: _Axis, length: int, libraries: Sequence[str]
+    model: onnx.ModelProto, feeds: Sequence[Feed], where: _Length, length: int, libraries: Sequence[str]
 ) -> Feed | None:
     """A feed of a length: one that has it, or the nearest, cut or repeated; None if the model refuses it."""
-    nearest = min(feeds, key=lambda feed: abs(_length(feed, where) - length))
-    if _length(nearest, where) == length:
+    nearest = min(feeds, key=lambda feed: abs(where.of(feed) - length))
+    if where.of(nearest) == length:
         return nearest
-    made = _resized(model, nearest, _length(nearest, where), length)
+    made = _resized(model, nearest, where.of(nearest), length)
     try:
         open_session(model, custom_op_libraries=libraries).run(None, made)
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
@@ -186,8 +189,19 @@ DYNAMIC: Final = "dynamic"
 WEIGHT_ONLY: Final = "weight-only"
 
 
-Delivery = tuple[Build, SpeedSummary]
-"""The build to write, its plan empty where another form than planned int8 is delivered; and the report's record."""
+@dataclass(frozen=True)
+class Delivery:
+    """The build to write, and the record of its choice.
+
+    Attributes:
+        build: The build; its plan is empty where another form than planned int8 is delivered.
+        speed: For the report.
+        is_int8: The planned int8 form, or one with float regions, is delivered.
+    """
+
+    build: Build
+    speed: SpeedSummary
+    is_int8: bool = True
 
 
 def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, str], str]:
@@ -277,21 +291,18 @@ class _Forms:
         forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
         outcome = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
-        steps, ms = tuple(map(_candidate, outcome.steps)), outcome.float_milliseconds
-        basis, seconds = str(outcome.basis), outcome.seconds
-        speed = self._summary(steps, notes, basis=basis, float_milliseconds=ms, seconds=seconds)
-        return self._delivery(outcome.taken, outcome.model, speed)
+        return self.delivery(outcome.taken, outcome.model, summary(outcome, request, notes))
 
     def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
         """Speed of a form that the caller asked for: the float model does not take its place."""
         model = self._build.quantized
         found = races.race(self._original, model, self._setup(feeds), budget_s=budget_s, border=1 / MARGIN)
         if (c := found.comparison) is None:
-            return self._summary(())
+            return summary(None, self._request, ())
         reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-        speed = c.ratio, c.low, c.high, str(c.verdict), found.milliseconds
-        taken = SpeedCandidate(INT8, "int8 as asked for", "taken", reason, *speed)
-        return self._summary((taken,), basis="measured", float_milliseconds=found.reference_milliseconds)
+        step = promise.Step(INT8, "int8 as asked for", promise.FormStatus.TAKEN, reason, c, found.milliseconds)
+        outcome = promise.Outcome(model, INT8, (step,), promise.Basis.MEASURED, found.reference_milliseconds, 0.0)
+        return summary(outcome, self._request, ())
 
     def as_recorded(self, choice: SpeedChoice) -> Delivery | None:
         """The form that was delivered when the recipe was made, without timing; None where there is no such form."""
@@ -300,7 +311,7 @@ class _Forms:
         if form is None or model is None:
             return None
         recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
-        return self._delivery(form.name, model, self._summary((recorded,)))
+        return self.delivery(form.name, model, replace(summary(None, self._request, ()), candidates=(recorded,)))
 
     def _setup(self, feeds: Sequence[Feed]) -> races.RaceSetup:
         request, timed = self._request, self._request.target.hooks.time
@@ -359,27 +370,40 @@ class _Forms:
         taken, last = (planned, promise.FormStatus.SPARE) if is_faster else (stays, promise.FormStatus.TAKEN)
         besides = "not needed" if is_faster else "the float model stays as it is"
         steps = (
-            SpeedCandidate(planned.name, planned.description, str(status), reason),
-            SpeedCandidate(stays.name, stays.description, str(last), besides),
+            promise.Step(planned.name, planned.description, status, reason),
+            promise.Step(stays.name, stays.description, last, besides),
         )
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
-        return self._delivery(taken.name, model, self._summary(steps, notes, basis=str(basis)))
+        outcome = promise.Outcome(model, taken.name, steps, basis, None, 0.0)
+        return self.delivery(taken.name, model, summary(outcome, self._request, notes))
 
-    def _summary(self, steps: tuple[SpeedCandidate, ...], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
-        speed = self._request.speed
-        return SpeedSummary(steps, threads=speed.threads, tune=speed.tune, notes=tuple(notes), **more)
-
-    def _delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
+    def delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
         """The build to write once a candidate is chosen."""
         build, request = self._build, self._request
         if name in self._variants:
             taken = self._variants[name]
             proved = build if taken is build else self._builder.build(taken.table, taken.keep_float, taken.corrections)
-            return proved, speed
+            return Delivery(proved, speed)
         fusion = request.proof(model) if request.verify else None
         plan = PlacementPlan(request.target.name)
-        return replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed
+        return Delivery(replace(build, plan=plan, quantized=model, fusion=fusion, notes=()), speed, is_int8=False)
+
+
+def summary(outcome: promise.Outcome | None, request: Request, notes: Sequence[str]) -> SpeedSummary:
+    """The outcome as the report shows it; None where nothing was timed."""
+    if outcome is None:
+        return SpeedSummary(threads=request.speed.threads, tune=request.speed.tune, notes=tuple(notes))
+    candidates = tuple(_candidate(step) for step in outcome.steps)
+    return SpeedSummary(
+        candidates,
+        basis=str(outcome.basis),
+        float_milliseconds=outcome.float_milliseconds,
+        threads=request.speed.threads,
+        tune=request.speed.tune,
+        notes=tuple(notes),
+        seconds=outcome.seconds,
+    )
 
 
 def _least_us(model: onnx.ModelProto, setup: races.RaceSetup) -> float:
@@ -449,10 +473,8 @@ def _cut(
 
 _TIMING_SHARE: Final = 0.2
 """Of the call, for the promise."""
-_LEAST_TIMING_S: Final = 1.0
-"""For the promise in a short call, at most: a race ends as soon as it is clear."""
-_TIMING_S: Final = 2.0
-"""The same in a call that took as long before."""
+_LEAST_TIMING_S: Final = 2.0
+"""For the promise in a shorter call, at most; a race ends as soon as it is clear."""
 
 
 def delivered(
@@ -496,10 +518,8 @@ def delivered(
     original = call.loaded.proto if call.original is not None else builder.prepared.proto
     forms = _Forms(original, builder, build, worthless)
     with call.stage("speed"):
-        spent = time.process_time() - call.begun_cpu
-        apart = machine().timed(request.target.hooks.time).clock is not None  # none of this process' time
-        share, usual = _TIMING_SHARE / (1 - _TIMING_SHARE) * spent, _TIMING_S if apart else min(spent, _TIMING_S)
-        budget = max(share, usual, _LEAST_TIMING_S)
+        share = _TIMING_SHARE / (1 - _TIMING_SHARE) * (time.process_time() - call.begun_cpu)
+        budget = max(share, _LEAST_TIMING_S)
         if explicit is not None:
             call.speed = forms.as_requested(feeds, budget)
             taken = call.speed.taken
@@ -510,21 +530,23 @@ def delivered(
                 )
             return as_it_is
         delivery = None if recorded is None else forms.as_recorded(recorded)
-        made, call.speed = delivery or forms.keeping_the_promise(feeds, budget)
+        if delivery is None:
+            delivery = forms.keeping_the_promise(feeds, budget)
+    call.speed = delivery.speed
     # A note or a warning where another form is delivered.
-    first, taken, is_int8 = call.speed.candidates[0], call.speed.taken, bool(made.plan)
+    first, taken = delivery.speed.candidates[0], delivery.speed.taken
     call.choice = None if taken is None else SpeedChoice(model, taken.name)
-    if is_int8 or taken is None:
-        return made, worthless is None or not is_int8
-    if any(form.status == promise.FormStatus.OUTRUN for form in call.speed.candidates):
+    if delivery.is_int8 or taken is None:
+        return delivery.build, worthless is None or not delivery.is_int8
+    if any(form.status == promise.FormStatus.OUTRUN for form in delivery.speed.candidates):
         call.notes.append(f"Faster than static INT8 here, and delivered: {taken.description}.")
-        return made, True
-    pays = "is not known to pay here" if call.speed.basis == promise.Basis.UNDECIDED else "does not pay here"
+        return delivery.build, True
+    pays = "is not known to pay here" if delivery.speed.basis == promise.Basis.UNDECIDED else "does not pay here"
     call.warnings.append(
         f"INT8 {pays}: {first.reason}. The file holds: {taken.description}. "
         "Fix: nothing, or promise=False to get INT8 all the same."
     )
-    return made, True
+    return delivery.build, True
 
 
 def made_up(call: Call) -> list[Feed]:

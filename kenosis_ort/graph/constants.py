@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Flag, auto
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -259,7 +259,16 @@ BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
 """What the output of a function cannot exceed, whatever it is given."""
 
 
-def what(node: onnx.NodeProto) -> Is:
+class HasOperator(Protocol):
+    """A node, of ONNX or of `onnx_ir`."""
+
+    @property
+    def domain(self) -> str: ...
+    @property
+    def op_type(self) -> str: ...
+
+
+def what(node: HasOperator) -> Is:
     """Properties of a node's operator; ``Is(0)``, which is false, for one that is not listed."""
     return OPERATORS.get(walk.known_as(node.domain, node.op_type), Is(0))
 

@@ -1,8 +1,8 @@
-"""Preparation of an exported model for calibration, placement and quantization, and the operator set that fits.
+"""The operator set and the IR version that quantization and the installed runtime need.
 
-The main operator set is raised or lowered to what quantization and the installed runtime need. The conversion works
-node by node on the model as it is, so names, bodies, custom domains and weights of any size stay untouched. For each
-operator three cases are told apart by ONNX's own schemas:
+The main operator set is raised or lowered. The conversion works node by node on the model as it is, so names, bodies,
+custom domains and weights of any size stay untouched. For each operator three cases are told apart by ONNX's own
+schemas:
 
 - its definition is the same in both operator sets: nothing to do;
 - the later definition only allows more (types, optional inputs, attributes whose default is the old meaning):
@@ -12,16 +12,10 @@ operator three cases are told apart by ONNX's own schemas:
 ONNX's version converter is used only for models older than operator set 7.
 
 The IR version is lowered to what the installed runtime reads, or raised to what the operator sets need.
-
-The steps of preparation, in order, each in a module of its own: names, one spelling, constants, operator set, IR
-version, types and shapes, float32 for other floating types, then the float rewrites that the caller passes in. What the
-model computes stays the same throughout.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import onnx
 import onnx.defs
@@ -29,158 +23,10 @@ import onnx.helper
 import onnx.version_converter
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.canonical import make_canonical
-from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, replace_nodes
+from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.view import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
-
-PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
-"""The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""
-
-
-@dataclass(frozen=True)
-class RewriteResult:
-    """What a float rewrite did.
-
-    Attributes:
-        notes: Sentences for the report.
-        merged: For each node that is gone, the name of the node that now does its work ("" for none).
-    """
-
-    notes: tuple[str, ...] = ()
-    merged: dict[str, str] = field(default_factory=dict)
-
-
-class Rewrite(Protocol):
-    """A rewrite that leaves the float model's outputs unchanged; see the modules of ``rewrite/``."""
-
-    __name__: str
-
-    def __call__(self, model: onnx.ModelProto, *, keep_values: Collection[str]) -> RewriteResult:
-        """Changes ``model`` in place; values named in ``keep_values`` keep existing with their meaning."""
-        ...
-
-
-@dataclass(frozen=True)
-class PreparedModel:
-    """A model ready for calibration and placement.
-
-    Attributes:
-        proto: The model.
-        notes: What was done, in sentences, in order.
-        nodes: For each name that a node of the original model had and that is now gone or no longer alone:
-            the names of the nodes that do its work now (none where it was only a constant).
-    """
-
-    proto: onnx.ModelProto
-    notes: tuple[str, ...] = ()
-    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-class RewriteError(Exception):
-    """A rewrite failed; the model it was at is spoilt, a copy without it is not.
-
-    Attributes:
-        name: Of the rewrite.
-        cause: What it raised.
-    """
-
-    def __init__(self, name: str, cause: Exception) -> None:
-        super().__init__(f"{name}: {cause}")
-        self.name = name
-        self.cause = cause
-
-
-def is_marked_preprocessed(proto: onnx.ModelProto) -> bool:
-    """Whether the model's metadata say that it went through ``quant_pre_process``."""
-    mark = (PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE)
-    return any((entry.key, entry.value) == mark for entry in proto.metadata_props)
-
-
-def prepare(
-    proto: onnx.ModelProto,
-    *,
-    preprocessed: bool | None = None,
-    min_opset: int,
-    max_ir: int,
-    max_opset: int,
-    keep_values: Collection[str] = (),
-    keep_inputs: Collection[str] = (),
-    keep_types: bool = False,
-    rewrites: Sequence[Rewrite] = (),
-    custom_op_libraries: Sequence[str] = (),
-) -> PreparedModel:
-    """Prepares a model for quantization.
-
-    Graph inputs and outputs keep their names, nodes keep theirs.
-
-    Args:
-        proto: The model, complete in memory; not changed.
-        preprocessed: Whether the model went through pre-processing already and is not to be rewritten; None
-            reads it from the model's metadata.
-        min_opset: Lowest main operator set of the result.
-        max_ir: Highest IR version of the result, see `runtime_limits`.
-        max_opset: Highest main operator set of the result, see `runtime_limits`.
-        keep_values: Values that must keep existing under their names.
-        keep_inputs: Inputs with a default value that callers really feed, and that so stay inputs.
-        keep_types: Whether other floating types than float32 stay what they are.
-        rewrites: Float rewrites to apply, in order; skipped for pre-processed models.
-        custom_op_libraries: Libraries whose operators take part in shape inference.
-
-    Raises:
-        UnsupportedModelError: The model has a node that the needed operator set does not know.
-        RewriteError: One of the rewrites raised.
-    """
-    model = copy_model(proto)
-    notes: list[str | None] = []
-    nodes: dict[str, tuple[str, ...]] = {}
-    if preprocessed is None:
-        preprocessed = is_marked_preprocessed(model)
-
-    # Names and a canonical graph.
-    naming = name_nodes(model)
-    nodes.update(naming.duplicates)
-    if naming.unnamed:
-        notes.append(f"{naming.unnamed} nodes without a name were named after their first output.")
-    if naming.duplicates:
-        notes.append(f"{len(naming.duplicates)} names were shared by several nodes; all but the first got a suffix.")
-    canonical = make_canonical(model, keep_values=keep_values)
-    notes += canonical.notes
-    nodes.update(canonical.nodes)
-
-    # Constants as initializers.
-    detached = detach_initializers(model, keep=keep_inputs)
-    if detached:
-        notes.append(f"{len(detached)} initializers were also graph inputs and are constants now.")
-    constants = constants_to_initializers(model)
-    nodes.update(dict.fromkeys(constants, ()))
-    if constants:
-        notes.append(f"{len(constants)} Constant nodes became initializers.")
-    # Operator set, IR version and shapes.
-    notes.append(fit_opset(model, min_opset=min_opset, max_opset=max_opset))
-    notes.append(fit_ir_version(model, max_ir=max_ir))
-    unknown = infer_shapes(model, custom_op_libraries=custom_op_libraries)
-    inside, note = (None, None) if keep_types else compute_in_float32(model)
-    notes.append(note)
-    model = inside or model
-    rewritten = inside is not None
-    for rewrite in () if preprocessed else rewrites:
-        try:
-            result = rewrite(model, keep_values=frozenset(keep_values))
-        except Exception as error:
-            raise RewriteError(getattr(rewrite, "__name__", type(rewrite).__name__), error) from error
-        rewritten |= bool(result.notes)
-        notes.extend(result.notes)
-        nodes.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-    if rewritten:
-        drop_stale_value_info(model)
-        unknown = infer_shapes(model, thorough=False)
-    notes.append(unknown)
-    return PreparedModel(proto=model, notes=tuple(note for note in notes if note), nodes=nodes)
-
 
 _OLDEST = 7
 """The oldest operator set that the adapters start from; also the oldest that onnxruntime supports."""

@@ -97,8 +97,7 @@ class GraphView:
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        with _maps_untyped(proto):
-            self.model = ir.from_proto(proto)
+        self.model = read_model(proto)
         graph = self.model.graph
         self.nodes: tuple[ir.Node, ...] = tuple(graph)
         for node in self.nodes:
@@ -215,6 +214,12 @@ class GraphView:
     def attribute_str(self, node: ir.Node, name: str, default: str) -> str:
         attribute = node.attributes.get(name)
         return default if attribute is None else str(attribute.as_string())
+
+
+def read_model(proto: onnx.ModelProto) -> ir.Model:
+    """A model as `onnx_ir` has it; types of maps, which that does not read, are left out."""
+    with _maps_untyped(proto):
+        return ir.from_proto(proto)
 
 
 def _captured(node: ir.Node, outer: ir.Graph) -> Iterator[ir.Value]:

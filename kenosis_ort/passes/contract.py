@@ -23,10 +23,10 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
-from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.graph.outside import copy_with
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.rewrite.prepare import PreparedModel
 from kenosis_ort.runtime.session import HERE, Executor
 from kenosis_ort.targets.proof import FusionReport
 
@@ -273,7 +273,6 @@ class Pass(Settings, ABC):
             better without any single one of them.
         least_held_out: Samples to evaluate on without which it is not tried.
         fits_means: It is fitted to as many samples as possible.
-        off: Values of its first setting with which it does nothing.
     """
 
     name: ClassVar[str]
@@ -282,12 +281,11 @@ class Pass(Settings, ABC):
     must_beat: ClassVar[bool] = False
     least_held_out: ClassVar[int] = 1
     fits_means: ClassVar[bool] = False
-    off: ClassVar[tuple[Any, ...]] = (False,)
 
     @property
+    @abstractmethod
     def wanted(self) -> bool:
-        """Whether its configuration makes it do anything: its first setting, if it has one, is not off."""
-        return all(getattr(self, entry.name) not in self.off for entry in fields(self)[:1])
+        """Whether its configuration makes it do anything."""
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         """The values of the float model whose statistics by channel it needs, with the channel axis of each."""

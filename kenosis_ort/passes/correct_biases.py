@@ -520,6 +520,10 @@ class BiasCorrection(Pass):
 
     bias_correction: bool = True
 
+    @property
+    def wanted(self) -> bool:
+        return self.bias_correction
+
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         return Candidate(corrected(state, context))
 

@@ -333,6 +333,10 @@ class Equalization(WeightPass):
 
     equalize: bool = True
 
+    @property
+    def wanted(self) -> bool:
+        return self.equalize
+
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         return values_for_equalization(state.prepared.proto, nodes=set(context.nodes))
 

@@ -231,6 +231,10 @@ class MixedPrecision(Pass):
     accuracy_budget: float = between(0, 1, default=0.005)
     max_float_share: float = between(0, 1, default=0.05)
 
+    @property
+    def wanted(self) -> bool:
+        return self.mixed_precision
+
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         build = state.built
 

@@ -390,9 +390,12 @@ class LearnedRounding(Pass):
 
     name: ClassVar[str] = "rounding"
     title: ClassVar[str] = "Learned rounding"
-    off: ClassVar[tuple[str, ...]] = ("nearest",)
 
     rounding: Literal["nearest", "learned"] = "nearest"
+
+    @property
+    def wanted(self) -> bool:
+        return self.rounding == "learned"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         base = state.prepared.proto

@@ -272,6 +272,10 @@ class RowScales(contract.WeightPass):
 
     row_scales: bool = True
 
+    @property
+    def wanted(self) -> bool:
+        return self.row_scales
+
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         return SmoothQuant().points(state, context) if SmoothQuant.name in context.active else {}
 

@@ -306,9 +306,12 @@ class SmoothQuant(contract.WeightPass):
 
     name: ClassVar[str] = "smooth"
     title: ClassVar[str] = "SmoothQuant"
-    off: ClassVar[tuple[str, ...]] = ("off",)
 
     smooth: float | Literal["auto", "off"] = contract.between(0, 1, default="auto")
+
+    @property
+    def wanted(self) -> bool:
+        return self.smooth != "off"
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         nodes = set(context.nodes)

@@ -217,7 +217,7 @@ def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
         infer_shapes(model, thorough=False)
     found = estimate(GraphView(model), PlacementPlan(""), costs)
     editor = Editor(model)
-    norms = [norm for node in model.graph.node if node.op_type == "Sqrt" and (norm := norm_around(editor, node))]
+    norms = [norm for node in editor.find("Sqrt") if (norm := norm_around(editor, node))]
     parts = {node.name for norm in norms for node in norm.inner}
     return found.run_us + sum(min(c.float_us, c.integer_us or c.float_us) for c in found.nodes if c.node not in parts)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from kenosis_ort.graph.opset import RewriteResult
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
@@ -25,7 +24,7 @@ from kenosis_ort.rewrite.gemm_forms import (
     sum_to_add,
 )
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
-from kenosis_ort.rewrite.rule import Rule
+from kenosis_ort.rewrite.rule import RewriteResult, Rule
 
 PREPARATION: Final[tuple[Rule, ...]] = (
     drop_identity,

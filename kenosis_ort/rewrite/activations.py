@@ -12,11 +12,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx.helper
 
-from kenosis_ort.graph.walk import MICROSOFT, attribute_float
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MICROSOFT
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 
 Polynomial = npt.NDArray[np.float64]
 """Coefficients by the powers of two variables, up to ``x ** 3 * f``: ``[1, 1]`` is that of ``x * f``."""
@@ -33,19 +32,21 @@ class Expression:
 
     Args:
         editor: The graph.
-        x: Name of the first variable.
-        f: Name of the second variable, "" for none.
+        x: The first variable.
+        f: The second variable, None for none.
     """
 
-    def __init__(self, editor: Editor, x: str, f: str = "") -> None:
+    def __init__(self, editor: Editor, x: ir.Value, f: ir.Value | None = None) -> None:
         self._editor = editor
-        self._variables = {name: power for name, power in ((x, (1, 0)), (f, (0, 1))) if name}
-        self._known: dict[str, Polynomial | None] = {}
-        self.nodes: dict[int, onnx.NodeProto] = {}
-        self.constants: set[str] = set()
+        self._variables = {variable: power for variable, power in ((x, (1, 0)), (f, (0, 1))) if variable is not None}
+        self._known: dict[ir.Value, Polynomial | None] = {}
+        self.nodes: dict[int, ir.Node] = {}
+        self.constants: set[ir.Value] = set()
 
-    def of(self, value: str) -> Polynomial | None:
+    def of(self, value: ir.Value | None) -> Polynomial | None:
         """The polynomial that a value is, None if it is none, or of too high a degree or too many nodes."""
+        if value is None:
+            return None
         if value in self._variables:
             return _polynomial({self._variables[value]: 1.0})
         if value not in self._known:
@@ -53,7 +54,7 @@ class Expression:
             self._known[value] = self._read(value)
         return self._known[value]
 
-    def _read(self, value: str) -> Polynomial | None:
+    def _read(self, value: ir.Value) -> Polynomial | None:
         number = self._editor.scalar(value)
         if number is not None:
             self.constants.add(value)
@@ -62,8 +63,8 @@ class Expression:
         if node is None or len(self.nodes) >= _MOST_NODES:
             return None
         self.nodes[id(node)] = node
-        operands = [self.of(name) for name in node.input]
-        known = [operand for operand in operands if operand is not None]
+        operands = [self.of(read) for read in node.inputs]
+        known = [each for each in operands if each is not None]
         return None if len(known) < len(operands) else _APPLY[node.op_type](*known)
 
 
@@ -85,14 +86,14 @@ def _number(polynomial: Polynomial) -> float | None:
     return float(polynomial[0, 0]) if np.count_nonzero(polynomial) == 1 and polynomial[0, 0] else None
 
 
-def bases(editor: Editor, value: str) -> Sequence[str]:
+def bases(editor: Editor, value: ir.Value) -> Sequence[ir.Value]:
     """The values that an arithmetic value may be a polynomial of, the nearest first, itself not included."""
-    found: dict[str, None] = {}
+    found: dict[ir.Value, None] = {}
     level = [value]
     while level and len(found) < _MOST_NODES:
-        producers = [p for name in level if (p := editor.producer(name, *ARITHMETIC)) is not None]
-        names = dict.fromkeys(n for p in producers for n in p.input if n and editor.constant(n) is None)
-        level = [name for name in names if name not in found]
+        producers = [p for each in level if (p := editor.producer(each, *ARITHMETIC)) is not None]
+        read = dict.fromkeys(v for p in producers for v in p.inputs if v is not None and editor.constant(v) is None)
+        level = [each for each in read if each not in found]
         found.update(dict.fromkeys(level))
     return list(found)
 
@@ -142,7 +143,7 @@ _GELU_STEPS = 4  # from f to the result: times a half, plus a half or one, times
     did="GELU activations, written as arithmetic, became one node each",
     stays="GELU activations stay as arithmetic",
 )
-def collapse_gelu(editor: Editor, bend: onnx.NodeProto) -> None:
+def collapse_gelu(editor: Editor, bend: ir.Node) -> None:
     """GELU, written as arithmetic around Erf or Tanh, collapsed into one operator.
 
     The Gaussian error linear unit and its approximation by a hyperbolic tangent are::
@@ -168,16 +169,17 @@ def collapse_gelu(editor: Editor, bend: onnx.NodeProto) -> None:
         _collapse_gelu(editor, bend, *argument)
 
 
-def _argument(editor: Editor, bend: onnx.NodeProto) -> tuple[str, Expression] | None:
+def _argument(editor: Editor, bend: ir.Node) -> tuple[ir.Value, Expression] | None:
     """``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
-    for x in bases(editor, bend.input[0]):
+    value = operand(bend, 0)
+    for x in bases(editor, value):
         expression = Expression(editor, x)
-        if same(expression.of(bend.input[0]), _ARGUMENTS[bend.op_type]):
+        if same(expression.of(value), _ARGUMENTS[bend.op_type]):
             return x, expression
     return None
 
 
-def _collapse_gelu(editor: Editor, bend: onnx.NodeProto, x: str, argument: Expression) -> None:
+def _collapse_gelu(editor: Editor, bend: ir.Node, x: ir.Value, argument: Expression) -> None:
     last, result = _result(editor, bend, x)
     nodes = {**argument.nodes, **result.nodes, id(bend): bend}
     nodes.pop(id(last), None)
@@ -188,23 +190,21 @@ def _collapse_gelu(editor: Editor, bend: onnx.NodeProto, x: str, argument: Expre
     if editor.opset < _STANDARD_SINCE:
         editor.become(last, _OPERATORS[bend.op_type], [x], inner=inner, domain=MICROSOFT)
         return
-    editor.become(last, "Gelu", [x], inner=inner)
-    if bend.op_type == "Tanh":
-        last.attribute.append(onnx.helper.make_attribute("approximate", "tanh"))
+    editor.become(last, "Gelu", [x], {"approximate": "tanh"} if bend.op_type == "Tanh" else {}, inner=inner)
 
 
-def _result(editor: Editor, bend: onnx.NodeProto, x: str) -> tuple[onnx.NodeProto, Expression]:
+def _result(editor: Editor, bend: ir.Node, x: ir.Value) -> tuple[ir.Node, Expression]:
     """The node behind Erf or Tanh that computes GELU, and what was read to find that it does."""
-    value = bend.output[0]
+    value = bend.outputs[0]
     for _ in range(_GELU_STEPS):
-        if not editor.readers.get(value):
+        if not editor.readers(value):
             break
         editor.require_private(value)
         readers = editor.readers_of(value, *ARITHMETIC)
         if not readers:
             break
-        expression = Expression(editor, x, bend.output[0])
-        value = readers[0].output[0]
+        expression = Expression(editor, x, bend.outputs[0])
+        value = readers[0].outputs[0]
         if same(expression.of(value), _GELU):
             return readers[0], expression
     raise NotCollapsibleError(f"what follows its {bend.op_type} is not 0.5 * x * (1 + {bend.op_type})")
@@ -219,13 +219,13 @@ _HARD_SWISH_STEPS = 3  # behind the Clip: times x, divided by 6 in one or two no
 class _Gate:
     """``last`` computes ``HardSigmoid(x)``, times ``x`` if ``times_x``; ``inner`` are the nodes between."""
 
-    x: str
+    x: ir.Value
     alpha: float
     beta: float
     times_x: bool
-    last: onnx.NodeProto
-    inner: tuple[onnx.NodeProto, ...]
-    constants: frozenset[str]
+    last: ir.Node
+    inner: tuple[ir.Node, ...]
+    constants: frozenset[ir.Value]
 
 
 @rule(
@@ -234,7 +234,7 @@ class _Gate:
     did="hard sigmoid and hard swish activations, written as several nodes, became one node each",
     stays="hard sigmoid or hard swish activations stay as several nodes",
 )
-def collapse_hard_swish(editor: Editor, node: onnx.NodeProto) -> None:
+def collapse_hard_swish(editor: Editor, node: ir.Node) -> None:
     """Hard sigmoid and hard swish, written as Clip and arithmetic, collapsed into their operators.
 
     With ``HardSigmoid(x; alpha, beta) = max(0, min(1, alpha * x + beta))`` and ``a, k > 0``::
@@ -261,12 +261,12 @@ def collapse_hard_swish(editor: Editor, node: onnx.NodeProto) -> None:
         _collapse_product(editor, last)
 
 
-def _collapse_clip(editor: Editor, clip: onnx.NodeProto) -> onnx.NodeProto | None:
+def _collapse_clip(editor: Editor, clip: ir.Node) -> ir.Node | None:
     """Collapses the gate that a Clip is part of; returns its last node, None where there is no gate."""
     high = _height(editor, clip)
     if high is None:
         return None
-    found = [gate for x in bases(editor, clip.input[0]) for gate in _gates(editor, clip, x, high)]
+    found = [gate for x in bases(editor, operand(clip, 0)) for gate in _gates(editor, clip, x, high)]
     # A product with x says what x is. Without one, x is the value farthest back: the fewest nodes are left.
     found = [gate for gate in found if gate.times_x] + [gate for gate in found[::-1] if not gate.times_x]
     reasons = []
@@ -281,18 +281,18 @@ def _collapse_clip(editor: Editor, clip: onnx.NodeProto) -> onnx.NodeProto | Non
     return None
 
 
-def _height(editor: Editor, clip: onnx.NodeProto) -> float | None:
+def _height(editor: Editor, clip: ir.Node) -> float | None:
     """``h`` of a Clip to ``[0, h]``, None for any other."""
-    if len(clip.input) != 3 or editor.scalar(clip.input[1]) != 0.0:
+    if len(clip.inputs) != 3 or editor.scalar(clip.inputs[1]) != 0.0:
         return None
-    high = editor.scalar(clip.input[2])
+    high = editor.scalar(clip.inputs[2])
     return high if high is not None and high > 0.0 else None
 
 
-def _gates(editor: Editor, clip: onnx.NodeProto, x: str, high: float) -> list[_Gate]:
+def _gates(editor: Editor, clip: ir.Node, x: ir.Value, high: float) -> list[_Gate]:
     """The hard sigmoid and the hard swish of ``x`` that the Clip is part of, if it is."""
     argument = Expression(editor, x)
-    line = argument.of(clip.input[0])
+    line = argument.of(clip.inputs[0])
     if line is None or np.count_nonzero(line) != 2 or line[1, 0] <= 0.0 or line[0, 0] <= 0.0:
         return []
     slope, shift = float(line[1, 0]), float(line[0, 0])
@@ -301,13 +301,13 @@ def _gates(editor: Editor, clip: onnx.NodeProto, x: str, high: float) -> list[_G
     found = []
     if math.isclose(high, 1.0, rel_tol=_TOLERANCE):
         found.append(_Gate(x, alpha, beta, False, clip, tuple(argument.nodes.values()), constants))
-    value = clip.output[0]
+    value = clip.outputs[0]
     for _ in range(_HARD_SWISH_STEPS):
         readers = editor.readers_of(value, *ARITHMETIC)
         if len(readers) != 1:
             break
-        behind = Expression(editor, x, clip.output[0])
-        value = readers[0].output[0]
+        behind = Expression(editor, x, clip.outputs[0])
+        value = readers[0].outputs[0]
         polynomial = behind.of(value)
         times_x = same(polynomial, _polynomial({(1, 1): 1.0 / high}))
         if times_x or same(polynomial, _polynomial({(0, 1): 1.0 / high})):
@@ -329,7 +329,7 @@ def _obstacle(editor: Editor, gate: _Gate) -> NotCollapsibleError | None:
     return None
 
 
-def _write_gate(editor: Editor, clip: onnx.NodeProto, gate: _Gate) -> None:
+def _write_gate(editor: Editor, clip: ir.Node, gate: _Gate) -> None:
     attributes = {"alpha": gate.alpha, "beta": gate.beta}
     if not gate.times_x:
         editor.become(gate.last, "HardSigmoid", [gate.x], attributes, inner=gate.inner)
@@ -338,17 +338,17 @@ def _write_gate(editor: Editor, clip: onnx.NodeProto, gate: _Gate) -> None:
     else:
         inner = [node for node in gate.inner if node is not clip]
         editor.rewrite(clip, "HardSigmoid", [gate.x], attributes)
-        editor.become(gate.last, "Mul", [gate.x, clip.output[0]], inner=inner)
+        editor.become(gate.last, "Mul", [gate.x, clip.outputs[0]], inner=inner)
 
 
-def _collapse_product(editor: Editor, gate: onnx.NodeProto) -> None:
+def _collapse_product(editor: Editor, gate: ir.Node) -> None:
     """Merges a HardSigmoid with the Mul behind it, if that is a hard swish."""
-    x = gate.input[0]
-    for mul in editor.readers_of(gate.output[0], "Mul"):
-        if other_operand(mul, gate.output[0]) != x:
+    x = operand(gate, 0)
+    for mul in editor.readers_of(gate.outputs[0], "Mul"):
+        if other_operand(mul, gate.outputs[0]) is not x:
             continue
         try:
-            alpha, beta = attribute_float(gate, "alpha", 0.2), attribute_float(gate, "beta", 0.5)
+            alpha, beta = gate.attributes.get_float("alpha", 0.2), gate.attributes.get_float("beta", 0.5)
             if not _is_hard_swish(alpha, beta):
                 raise NotCollapsibleError(f"alpha {alpha:.6g} and beta {beta:.6g} are not those of HardSwish")
             editor.require_float32(x)
@@ -367,7 +367,7 @@ def _is_hard_swish(alpha: float, beta: float) -> bool:
     did="SiLU activations, written as Sigmoid and Mul, became one QuickGelu each",
     stays="SiLU activations stay as Sigmoid and Mul",
 )
-def collapse_silu(editor: Editor, product: onnx.NodeProto) -> None:
+def collapse_silu(editor: Editor, product: ir.Node) -> None:
     """SiLU, written as Sigmoid and Mul, collapsed into one operator.
 
     ``QuickGelu`` of ``com.microsoft`` is, by its definition::
@@ -387,7 +387,7 @@ def collapse_silu(editor: Editor, product: onnx.NodeProto) -> None:
     Not collapsed: a type other than float32, an ``alpha`` that is not one constant number, an inner value that another
     node, a body of control flow, the graph's outputs or the caller need.
     """
-    for value in product.input:
+    for value in product.inputs:
         gate, x = editor.producer(value, "Sigmoid"), other_operand(product, value)
         inner = () if gate is None or x is None else _silu_gate(editor, gate, x)
         if inner and x is not None:
@@ -398,21 +398,27 @@ def collapse_silu(editor: Editor, product: onnx.NodeProto) -> None:
             return
 
 
-def _silu_gate(editor: Editor, gate: onnx.NodeProto, x: str) -> tuple[onnx.NodeProto, ...]:
+def _silu_gate(editor: Editor, gate: ir.Node, x: ir.Value) -> tuple[ir.Node, ...]:
     """The nodes that compute a gate of ``x`` by itself, none where it is another value's gate."""
-    if gate.input[0] == x:
+    if gate.inputs[0] is x:
         return (gate,)
-    scaling = editor.producer(gate.input[0], "Mul", "Div")
-    if scaling is None or other_operand(scaling, x) is None or (scaling.op_type == "Div" and scaling.input[0] != x):
+    scaling = editor.producer(gate.inputs[0], "Mul", "Div")
+    if (
+        scaling is None
+        or other_operand(scaling, x) is None
+        or (scaling.op_type == "Div" and scaling.inputs[0] is not x)
+    ):
         return ()
     return scaling, gate
 
 
-def _silu_factor(editor: Editor, scaling: onnx.NodeProto, x: str) -> float:
+def _silu_factor(editor: Editor, scaling: ir.Node, x: ir.Value) -> float:
     """``alpha`` of a Sigmoid, by the node in front of it."""
-    factor = other_operand(scaling, x) or ""
+    factor = other_operand(scaling, x)
     number = editor.scalar(factor)
-    if number is None or number == 0.0:
-        raise NotCollapsibleError(f"the factor '{factor}' in the Sigmoid is not one constant number")
+    if factor is None or number is None or number == 0.0:
+        raise NotCollapsibleError(
+            f"the factor '{factor.name if factor else ''}' in the Sigmoid is not one constant number"
+        )
     editor.require_no_growth(x, [factor])
     return number if scaling.op_type == "Mul" else 1.0 / number

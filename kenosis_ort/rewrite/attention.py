@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
-from kenosis_ort.graph.walk import attribute, attribute_int
+from kenosis_ort.graph.view import infer_shapes, ir
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
 from kenosis_ort.runtime.limits import runtime_limits
 
 _MASKED = np.float32(-1e30)
@@ -33,9 +31,8 @@ def require_known_ranks(editor: Editor, found: FoundAttention) -> None:
 
 def _rank(editor: Editor, found: FoundAttention) -> int | None:
     """The most dimensions of a mask, 0 without masks; None if they are not known."""
-    constants = editor.constants
-    entries = [(term.value, editor.rank(term.value), term.windows) for term in found.scores.masks]
-    ranks = [4 if w else len(constants[value].dims) if value in constants else rank for value, rank, w in entries]
+    stored = [(term, editor.constant(term.value)) for term in found.scores.masks]
+    ranks = [4 if m.windows else editor.rank(m.value) if t is None else len(t.dims) for m, t in stored]
     known = [rank for rank in ranks if rank is not None]
     return max(known, default=0) if len(known) == len(ranks) else None
 
@@ -45,9 +42,9 @@ class Masks:
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
-        self._made: dict[tuple[object, ...], str] = {}
+        self._made: dict[tuple[object, ...], ir.Value] = {}
 
-    def of(self, found: FoundAttention, split: tuple[str, str] | None) -> str:
+    def of(self, found: FoundAttention, split: tuple[ir.Value, ir.Value] | None) -> ir.Value:
         """One float mask of the scores' last two dimensions.
 
         Args:
@@ -73,10 +70,10 @@ class Masks:
     def _expanded(
         self,
         found: FoundAttention,
-        mask: str,
+        mask: ir.Value,
         dims: tuple[int | str | None, ...] | None,
-        split: tuple[str, str] | None,
-    ) -> str:
+        split: tuple[ir.Value, ir.Value] | None,
+    ) -> ir.Value:
         editor, scores, rank = self._editor, found.scores, found.rank
         asked = [(scores.q, rank - 2), (scores.k, scores.key_axis(rank))] if split is None else [(x, 1) for x in split]
         shapes = [(editor.symbols(value), axis) for value, axis in asked]
@@ -94,7 +91,7 @@ class Masks:
             self._made[key] = editor.insert_before(found.last, "Expand", [mask, shape])
         return self._made[key]
 
-    def _float(self, term: MaskTerm, found: FoundAttention) -> str:
+    def _float(self, term: MaskTerm, found: FoundAttention) -> ir.Value:
         """Float mask to add to the scores for one mask."""
         if term.windows:
             return self._by_window(term, self._without_least(term.value, found), found)
@@ -106,7 +103,7 @@ class Masks:
         choices = [zero, masked] if term.keep_if else [masked, zero]
         return self._once(found, "Where", [term.value, *choices], (term.value, term.keep_if, float(filler)))
 
-    def _by_window(self, term: MaskTerm, mask: str, found: FoundAttention) -> str:
+    def _by_window(self, term: MaskTerm, mask: ir.Value, found: FoundAttention) -> ir.Value:
         """A mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
         key = ("windows", mask, found.scores.q)
         if key not in self._made:
@@ -123,7 +120,7 @@ class Masks:
             self._made[key] = put(last, "Reshape", [wide, shape])
         return self._made[key]
 
-    def _without_least(self, mask: str, found: FoundAttention) -> str:
+    def _without_least(self, mask: ir.Value, found: FoundAttention) -> ir.Value:
         """A mask whose least finite float32, which the kernel takes for -inf, is only very small."""
         stored = self._editor.array(mask)
         if stored is not None and not (stored == _LEAST).any():
@@ -134,14 +131,14 @@ class Masks:
         least = self._once(found, "Equal", [mask, self.constant(_LEAST, "least")], (mask, "least"))
         return self._once(found, "Where", [least, masked, mask], (mask, "finite"))
 
-    def constant(self, array: npt.NDArray[np.generic] | np.generic, what: str) -> str:
+    def constant(self, array: npt.NDArray[np.generic] | np.generic, what: str) -> ir.Value:
         array = np.asarray(array)
         key = (what, array.tobytes())
         if key not in self._made:
             self._made[key] = self._editor.add_constant(array, f"attention_{what}")
         return self._made[key]
 
-    def _once(self, found: FoundAttention, op_type: str, inputs: list[str], key: tuple[object, ...]) -> str:
+    def _once(self, found: FoundAttention, op_type: str, inputs: list[ir.Value], key: tuple[object, ...]) -> ir.Value:
         key = (op_type, *key)
         if key not in self._made:
             self._made[key] = self._editor.insert_before(found.last, op_type, inputs)
@@ -167,14 +164,14 @@ class FlatHeads:
         join: The Transpose behind the attention.
     """
 
-    q: str
-    k: str
-    v: str
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
     heads: int
     kv_heads: int
     width: int
-    split: tuple[str, str]
-    join: onnx.NodeProto
+    split: tuple[ir.Value, ir.Value]
+    join: ir.Node
 
 
 class Heads:
@@ -182,13 +179,13 @@ class Heads:
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
-        self._packed: dict[str, list[str]] = {}
+        self._packed: dict[ir.Value, list[ir.Value]] = {}
 
     def flat(self, found: FoundAttention) -> FlatHeads | None:
         """The inputs with their heads side by side; None if other operators lie between."""
         editor, scores, last = self._editor, found.scores, found.last
-        joins = editor.readers_of(last.output[0], "Transpose")
-        if found.rank != 4 or scores.k_factors or len(joins) != 1 or not editor.is_private(last.output[0]):
+        joins = editor.readers_of(last.outputs[0], "Transpose")
+        if found.rank != 4 or scores.k_factors or len(joins) != 1 or not editor.is_private(last.outputs[0]):
             return None
         if _perm(joins[0]) != _SPLIT:
             return None
@@ -202,38 +199,38 @@ class Heads:
         q_joined, k_joined, v_joined = (self._joined(part, last) for part in (q, k, v))
         return FlatHeads(q_joined, k_joined, v_joined, q.heads, k.heads, v.width, (q.value, k.value), joins[0])
 
-    def unfold(self, attention: onnx.NodeProto, flat: FlatHeads) -> None:
+    def unfold(self, attention: ir.Node, flat: FlatHeads) -> None:
         """Makes the Transpose behind an attention of flat heads the Reshape that is all that is left of it."""
         shape = self._editor.add_constant(np.array([0, 0, flat.heads, flat.width], np.int64), f"{attention.name}_heads")
-        self._editor.rewrite(flat.join, "Reshape", [flat.join.input[0], shape])
+        self._editor.rewrite(flat.join, "Reshape", [flat.join.inputs[0], shape])
 
-    def _before_split(self, value: str, perm: tuple[int, ...] | None) -> _Split | None:
+    def _before_split(self, value: ir.Value, perm: tuple[int, ...] | None) -> _Split | None:
         """Value before the Transpose that splits heads."""
         editor = self._editor
         if perm is None:
             turn = editor.producer(value, "Transpose")
             if turn is None:
                 return self._packed_part(value)
-            value, perm = turn.input[0], _perm(turn)
+            value, perm = operand(turn, 0), _perm(turn)
         dims = editor.dims(value)
         if perm != _SPLIT or dims is None or not dims[2] or not dims[3]:
             return None
         return _Split(value, dims[2], dims[3])
 
-    def _packed_part(self, value: str) -> _Split | None:
+    def _packed_part(self, value: ir.Value) -> _Split | None:
         """One of the three parts of a packed layer."""
         editor = self._editor
         take = editor.producer(value, "Gather")
-        turn = None if take is None else editor.producer(take.input[0], "Transpose")
-        if take is None or turn is None or attribute_int(take, "axis", 0) != 0 or _perm(turn) != _SPLIT_PACKED:
+        turn = None if take is None else editor.producer(take.inputs[0], "Transpose")
+        if take is None or turn is None or take.attributes.get_int("axis", 0) != 0 or _perm(turn) != _SPLIT_PACKED:
             return None
-        index, dims = editor.array(take.input[1]), editor.dims(turn.input[0])
+        index, dims = editor.array(take.inputs[1]), editor.dims(turn.inputs[0])
         if index is None or index.ndim or dims is None or not all(dims[2:]):
             return None
         count, heads, width = (dim or 0 for dim in dims[2:])
-        return _Split(turn.input[0], heads, width, (int(index) % count, count))
+        return _Split(operand(turn, 0), heads, width, (int(index) % count, count))
 
-    def _joined(self, part: _Split, before: onnx.NodeProto) -> str:
+    def _joined(self, part: _Split, before: ir.Node) -> ir.Value:
         """The value with its heads side by side."""
         editor, size = self._editor, part.heads * part.width
         if part.packed is None:
@@ -244,13 +241,13 @@ class Heads:
             self._packed[part.value] = editor.insert_split(before, whole, count)
         return self._packed[part.value][position]
 
-    def _flattened(self, value: str, size: int, before: onnx.NodeProto) -> str:
+    def _flattened(self, value: ir.Value, size: int, before: ir.Node) -> ir.Value:
         """A value with its last dimensions made one: what was reshaped to it, or a Reshape, which is free."""
         editor = self._editor
         reshape = editor.producer(value, "Reshape")
-        source = "" if reshape is None else reshape.input[0]
+        source = None if reshape is None else reshape.inputs[0]
         was, now = editor.symbols(source), editor.symbols(value)
-        if was and now and len(was) == 3 and was[-1] == size and was[:2] == now[:2] and None not in was[:2]:
+        if source and was and now and len(was) == 3 and was[-1] == size and was[:2] == now[:2] and None not in was[:2]:
             return source
         shape = editor.add_constant(np.array([0, 0, size], np.int64), f"{before.name}_joined")
         return editor.insert_before(before, "Reshape", [value, shape])
@@ -258,15 +255,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class _Split:
-    value: str  # [B, S, heads, width], or packed [B, S, count, heads, width]
+    value: ir.Value  # [B, S, heads, width], or packed [B, S, count, heads, width]
     heads: int
     width: int
     packed: tuple[int, int] | None = None  # which part, of how many
 
 
-def _perm(transpose: onnx.NodeProto) -> tuple[int, ...]:
-    stored = attribute(transpose, "perm")
-    return () if stored is None else tuple(stored.ints)
+def _perm(transpose: ir.Node) -> tuple[int, ...]:
+    return tuple(transpose.attributes.get_ints("perm", ()))
 
 
 ATTENTION_OPSET = 23
@@ -298,17 +294,17 @@ def fuse_attention(editor: Editor) -> None:
     layers that share it. Not fused: scores or weights that are needed elsewhere (but for their shape), other types than
     float32, unknown ranks, and models of operators that the runtime runs on 8-bit data in earlier operator sets only.
     """
-    model = editor.model
+    model = editor.proto
     if not _found(editor):
         return
     if editor.opset < ATTENTION_OPSET:
         limits = runtime_limits()
-        best = limits.best_opset({node.op_type for node in model.graph.node})
+        best = limits.best_opset({node.op_type for node in editor.graph})
         if best < ATTENTION_OPSET:
             reason = f"the runtime runs this model's operators on 8-bit data up to operator set {best} only"
             editor.notes.append(f"Attentions stay as products and Softmax: {reason}.")
             return
-        note = fit_opset(model, min_opset=ATTENTION_OPSET, max_opset=best)
+        note = fit_opset(editor.write(), min_opset=ATTENTION_OPSET, max_opset=best)
         editor.notes += [note] if note else []
         fit_ir_version(model, max_ir=limits.max_ir)
         infer_shapes(model, thorough=False)
@@ -316,7 +312,6 @@ def fuse_attention(editor: Editor) -> None:
     writer = _Writer(editor)
     for found in _found(editor):
         writer.fuse(found)
-    drop_stale_value_info(model, writer.reshaped)
 
 
 def _found(editor: Editor) -> list[FoundAttention]:
@@ -325,7 +320,7 @@ def _found(editor: Editor) -> list[FoundAttention]:
     return [attention for attention in found if attention is not None]
 
 
-def _closed(editor: Editor, softmax: onnx.NodeProto) -> FoundAttention | None:
+def _closed(editor: Editor, softmax: ir.Node) -> FoundAttention | None:
     """The attention around a Softmax if there is one that can become one operator."""
     try:
         found = find_attention(editor, softmax)
@@ -351,10 +346,10 @@ def _require_one_batch(editor: Editor, found: FoundAttention) -> None:
             raise NotCollapsibleError("queries, keys and values are broadcast to each other")
 
 
-def _shape_readers(editor: Editor, found: FoundAttention) -> list[onnx.NodeProto]:
+def _shape_readers(editor: Editor, found: FoundAttention) -> list[ir.Node]:
     """The Shape nodes of scores or weights, to whose shape masks are expanded."""
-    inner = [value for node in found.inner for value in node.output]
-    return [r for value in inner for r in editor.readers_of(value, "Shape") if not r.attribute]
+    inner = [value for node in found.inner for value in node.outputs]
+    return [r for value in inner for r in editor.readers_of(value, "Shape") if not r.attributes]
 
 
 class _Writer:
@@ -364,7 +359,6 @@ class _Writer:
         self._editor = editor
         self._masks = Masks(editor)
         self._heads = Heads(editor)
-        self.reshaped: set[str] = set()  # values that have other dimensions now
 
     def fuse(self, found: FoundAttention) -> None:
         """Writes one attention."""
@@ -385,26 +379,26 @@ class _Writer:
             self._ask_others(reader, found, flat)
         if scores.masks:
             inputs.append(self._masks.of(found, None if flat is None else flat.split))
-        before = [name for node in found.inner for name in node.input]
+        before = [value for node in found.inner for value in node.inputs]
         editor.become(last, "Attention", inputs, {"scale": float(scores.scale), **heads}, inner=found.inner)
         is_open = found.guarded and any(np.isinf(term.filler) for term in scores.masks)
         if is_open and not runtime_limits().is_at_least(*_ZERO_ROWS_SINCE):
             self._guard(last)
         if flat is not None:
-            self.reshaped.add(str(last.output[0]))
+            editor.forget_shape(last.outputs[0])
             self._heads.unfold(last, flat)
         editor.drop_unread([*before, scores.q, scores.k, found.v], last.name)
 
-    def _unrepeated(self, found: FoundAttention) -> tuple[str, str]:
+    def _unrepeated(self, found: FoundAttention) -> tuple[ir.Value, ir.Value]:
         """Keys and values, each head once where both are repeated for groups of queries."""
         scores = found.scores
         if found.rank == 4 and scores.k_perm is None:
             k, v = before_repeat(self._editor, scores.k), before_repeat(self._editor, found.v)
-            if k and v:
+            if k is not None and v is not None:
                 return k, v
         return scores.k, found.v
 
-    def _ask_others(self, reader: onnx.NodeProto, found: FoundAttention, flat: FlatHeads | None) -> None:
+    def _ask_others(self, reader: ir.Node, found: FoundAttention, flat: FlatHeads | None) -> None:
         """Makes a Shape node of the scores read the shapes of the queries and the keys."""
         editor, scores, rank = self._editor, found.scores, found.rank
         if flat is None:
@@ -419,9 +413,9 @@ class _Writer:
             parts = [batch, self._masks.constant(np.array([flat.heads], np.int64), "heads"), s, t]
         editor.rewrite(reader, "Concat", parts, {"axis": 0})
 
-    def _guard(self, attention: onnx.NodeProto) -> None:
+    def _guard(self, attention: ir.Node) -> None:
         """Makes rows of which everything is masked zero, where the kernel makes them NaN."""
-        editor, zero = self._editor, self._masks.constant(np.float32(0.0), "zero")
-        value, output = editor.take_output(attention)
+        editor, zero, value = self._editor, self._masks.constant(np.float32(0.0), "zero"), attention.outputs[0]
+        output = editor.hand_over(value)
         test = editor.append_behind(attention, "IsNaN", [value])
         editor.append_behind(attention, "Where", [test, zero, value], output=output)

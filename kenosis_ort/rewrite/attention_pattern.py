@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
 
-from kenosis_ort.graph.walk import attribute, attribute_float, attribute_int
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
+from kenosis_ort.graph.view import ir
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand
 
 _RANKS = (3, 4)
 _MASKED = -1e9
@@ -34,7 +33,7 @@ class MaskTerm:
             pictures and windows, as Swin does, or its symbol; 0 for a mask of the scores as they are.
     """
 
-    value: str
+    value: ir.Value
     keep_if: bool | None = None
     filler: float = -np.inf
     windows: int | str = 0
@@ -54,13 +53,13 @@ class Scores:
         inner: The nodes from the product to the Softmax.
     """
 
-    q: str
-    k: str
+    q: ir.Value
+    k: ir.Value
     k_perm: tuple[int, ...] | None = None
-    k_factors: list[str] = field(default_factory=list)
+    k_factors: list[ir.Value] = field(default_factory=list)
     scale: float = 1.0
     masks: list[MaskTerm] = field(default_factory=list)
-    inner: list[onnx.NodeProto] = field(default_factory=list)
+    inner: list[ir.Node] = field(default_factory=list)
 
     def key_axis(self, rank: int) -> int:
         """The dimension of `k` that counts keys."""
@@ -81,14 +80,14 @@ class FoundAttention:
     """
 
     scores: Scores
-    v: str
-    inner: tuple[onnx.NodeProto, ...]
-    last: onnx.NodeProto
+    v: ir.Value
+    inner: tuple[ir.Node, ...]
+    last: ir.Node
     guarded: bool
     rank: int
 
 
-def find_attention(editor: Editor, softmax: onnx.NodeProto) -> FoundAttention | None:
+def find_attention(editor: Editor, softmax: ir.Node) -> FoundAttention | None:
     """The attention around a Softmax, None if there is none.
 
     Args:
@@ -102,35 +101,36 @@ def find_attention(editor: Editor, softmax: onnx.NodeProto) -> FoundAttention | 
     if weighted is None:
         return None
     guard, product = weighted
-    scores = _scores(editor, softmax.input[0], 0)
+    scores, v = _scores(editor, operand(softmax, 0), 0), operand(product, 1)
     if scores is None:
         return None
     rank = editor.rank(scores.q)
-    if rank not in _RANKS or any(editor.rank(x) != rank for x in (scores.k, product.input[1])):
+    if rank not in _RANKS or any(editor.rank(x) != rank for x in (scores.k, v)):
         raise NotCollapsibleError("queries, keys and values are not known to have three or four dimensions each")
-    if attribute_int(softmax, "axis", -1) not in (-1, rank - 1):
+    if softmax.attributes.get_int("axis", -1) not in (-1, rank - 1):
         raise NotCollapsibleError("its Softmax is not over the last dimension")
     if not (np.isfinite(scores.scale) and scores.scale > 0):
         raise NotCollapsibleError(f"its scale is {scores.scale}")
-    for value in (scores.q, scores.k, product.input[1]):
+    for value in (scores.q, scores.k, v):
         editor.require_float32(value)
-    return FoundAttention(scores, product.input[1], (*scores.inner, softmax, *guard), product, bool(guard), rank)
+    return FoundAttention(scores, v, (*scores.inner, softmax, *guard), product, bool(guard), rank)
 
 
-def _behind(editor: Editor, softmax: onnx.NodeProto) -> tuple[tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
+def _behind(editor: Editor, softmax: ir.Node) -> tuple[tuple[ir.Node, ...], ir.Node] | None:
     """The guard against NaN, if there is one, and the product with the values."""
-    value = softmax.output[0]
-    guard: tuple[onnx.NodeProto, ...] = ()
+    value = softmax.outputs[0]
+    guard: tuple[ir.Node, ...] = ()
     for where in editor.readers_of(value, "Where"):
-        test = editor.producer(where.input[0], "IsNaN")
-        if test is None or test.input[0] != value or where.input[2] != value or editor.scalar(where.input[1]) != 0.0:
+        test = editor.producer(where.inputs[0], "IsNaN")
+        is_guard = test is not None and test.inputs[0] is value is where.inputs[2]
+        if test is None or not is_guard or editor.scalar(where.inputs[1]) != 0.0:
             return None
-        value, guard = where.output[0], (test, where)
-    products = [p for p in editor.readers_of(value, "MatMul") if p.input[0] == value != p.input[1]]
+        value, guard = where.outputs[0], (test, where)
+    products = [p for p in editor.readers_of(value, "MatMul") if p.inputs[0] is value is not p.inputs[1]]
     return (guard, products[0]) if len(products) == 1 else None
 
 
-def _scores(editor: Editor, value: str, depth: int) -> Scores | None:
+def _scores(editor: Editor, value: ir.Value, depth: int) -> Scores | None:
     """Attention scores that a value holds; None if it does not come from a product of two values."""
     node = editor.producer(value, "MatMul", "FusedMatMul", "Add", "Where", "Mul", "Div", "Reshape")
     if node is not None and node.op_type == "FusedMatMul":
@@ -143,8 +143,8 @@ def _scores(editor: Editor, value: str, depth: int) -> Scores | None:
         return _windowed(editor, node, depth)
     if node.op_type == "Add":
         for position in (0, 1):
-            other = node.input[1 - position]
-            found = None if editor.constant(node.input[position]) else _scores(editor, node.input[position], depth + 1)
+            value, other = operand(node, position), operand(node, 1 - position)
+            found = None if editor.constant(value) else _scores(editor, value, depth + 1)
             if found is not None:
                 found.masks.append(MaskTerm(other))
                 found.inner.append(node)
@@ -155,8 +155,8 @@ def _scores(editor: Editor, value: str, depth: int) -> Scores | None:
     return _scaled(editor, node, depth)
 
 
-def _selected(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None:
-    condition, yes, no = node.input
+def _selected(editor: Editor, node: ir.Node, depth: int) -> Scores | None:
+    condition, yes, no = (operand(node, position) for position in range(3))
     for position, (chosen, filled) in enumerate(((yes, no), (no, yes))):
         filler = _number(editor, filled)
         found = None if filler is None else _scores(editor, chosen, depth + 1)
@@ -170,19 +170,20 @@ def _selected(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None
     return None
 
 
-def _windowed(editor: Editor, join: onnx.NodeProto, depth: int) -> Scores | None:
+def _windowed(editor: Editor, join: ir.Node, depth: int) -> Scores | None:
     """Scores that are cut into windows, masked by window, and joined again."""
-    add = editor.producer(join.input[0], "Add")
+    add = editor.producer(join.inputs[0], "Add")
     if add is None:
         return None
-    for cut_value, mask in ((add.input[0], add.input[1]), (add.input[1], add.input[0])):
+    left, right = operand(add, 0), operand(add, 1)
+    for cut_value, mask in ((left, right), (right, left)):
         cut = editor.producer(cut_value, "Reshape")
-        whole, inside, masked = (editor.symbols(v) for v in (join.output[0], cut_value, mask))
+        whole, inside, masked = (editor.symbols(v) for v in (join.outputs[0], cut_value, mask))
         tensor = editor.constant(mask)
         masked = masked if tensor is None else tuple(tensor.dims)
         if cut is None or not whole or not inside or not masked or (len(whole), len(inside), len(masked)) != (4, 5, 5):
             continue
-        before = editor.symbols(cut.input[0])
+        before = editor.symbols(cut.inputs[0])
         windows, tail = masked[1], inside[2:]
         counted = inside[1] == windows or (isinstance(windows, int) and not isinstance(inside[1], int))
         fits = windows and masked == (1, windows, 1, *inside[3:]) and counted
@@ -194,7 +195,7 @@ def _windowed(editor: Editor, join: onnx.NodeProto, depth: int) -> Scores | None
             or before[1:] != tail
         ):
             continue
-        found = _scores(editor, cut.input[0], depth + 1)
+        found = _scores(editor, operand(cut, 0), depth + 1)
         if found is not None:
             found.masks.append(MaskTerm(mask, windows=windows or 0))
             found.inner += [cut, add, join]
@@ -202,7 +203,7 @@ def _windowed(editor: Editor, join: onnx.NodeProto, depth: int) -> Scores | None
     return None
 
 
-def _scaled(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None:
+def _scaled(editor: Editor, node: ir.Node, depth: int) -> Scores | None:
     for value, other in _factors(node):
         factor = editor.scalar(other)
         if factor is None:
@@ -218,36 +219,36 @@ def _scaled(editor: Editor, node: onnx.NodeProto, depth: int) -> Scores | None:
     return None
 
 
-def _product(editor: Editor, node: onnx.NodeProto) -> Scores | None:
-    left, right = node.input
+def _product(editor: Editor, node: ir.Node) -> Scores | None:
+    left, right = operand(node, 0), operand(node, 1)
     if any(editor.constant(value) is not None for value in (left, right)):
         return None  # a linear layer
     q, q_scale = _unscaled(editor, left)
-    k_transposed, k_scale, factors = right, 1.0, []
+    k_transposed, k_scale, factors = right, 1.0, list[ir.Value]()
     while (stripped := _one_factor(editor, k_transposed)) is not None:
-        k_transposed, factor, name = stripped
+        k_transposed, factor, variable = stripped
         k_scale *= factor
-        factors += [name] if name else []
+        factors += [] if variable is None else [variable]
     keys = _keys(editor, k_transposed)
     if keys is None:
-        raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed}' are not known")
+        raise NotCollapsibleError(f"the dimensions of its keys '{k_transposed.name}' are not known")
     k, perm, inner_scale = keys
     return Scores(q, k, perm, factors, q_scale * k_scale * inner_scale, inner=[node])
 
 
-def _fused_product(editor: Editor, node: onnx.NodeProto) -> Scores | None:
+def _fused_product(editor: Editor, node: ir.Node) -> Scores | None:
     """The scores of the runtime's own product, which has a factor and transposes."""
-    flags = {name: attribute_int(node, name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
+    flags = {name: node.attributes.get_int(name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")}
     if flags.pop("transB") != 1:
         return None
     if any(flags.values()):
         raise NotCollapsibleError("its FusedMatMul transposes more than the keys")
-    q, q_scale = _unscaled(editor, node.input[0])
-    k, k_scale = _unscaled(editor, node.input[1])
-    return Scores(q, k, scale=q_scale * k_scale * attribute_float(node, "alpha", 1.0), inner=[node])
+    q, q_scale = _unscaled(editor, operand(node, 0))
+    k, k_scale = _unscaled(editor, operand(node, 1))
+    return Scores(q, k, scale=q_scale * k_scale * node.attributes.get_float("alpha", 1.0), inner=[node])
 
 
-def _keys(editor: Editor, transposed: str) -> tuple[str, tuple[int, ...] | None, float] | None:
+def _keys(editor: Editor, transposed: ir.Value) -> tuple[ir.Value, tuple[int, ...] | None, float] | None:
     """Source of keys, its permutation, and a factor taken off; None if their rank is not known."""
     rank = editor.rank(transposed)
     if rank is None:
@@ -255,81 +256,80 @@ def _keys(editor: Editor, transposed: str) -> tuple[str, tuple[int, ...] | None,
     swap = (*range(rank - 2), rank - 1, rank - 2)
     node = editor.producer(transposed, "Transpose")
     if node is not None:
-        stored = attribute(node, "perm")
-        order = tuple(range(rank))[::-1] if stored is None else tuple(stored.ints)
+        order = tuple(node.attributes.get_ints("perm", range(rank)[::-1]))
         perm = tuple(order[axis] for axis in swap)
-        value, scale = _unscaled(editor, node.input[0])
+        value, scale = _unscaled(editor, operand(node, 0))
         return value, None if perm == tuple(range(rank)) else perm, scale
     before = _before_folded_turn(editor, transposed)
-    if before:
+    if before is not None:
         value, scale = _unscaled(editor, before)
         return value, None, scale
     return transposed, swap, 1.0
 
 
-def _before_folded_turn(editor: Editor, transposed: str) -> str:
-    """Value that was folded to three dimensions, transposed, and unfolded; "" if there is none."""
+def _before_folded_turn(editor: Editor, transposed: ir.Value) -> ir.Value | None:
+    """Value that was folded to three dimensions, transposed, and unfolded; None if there is none."""
     outer = editor.producer(transposed, "Reshape")
-    turn = None if outer is None else editor.producer(outer.input[0], "Transpose")
-    inner = None if turn is None else editor.producer(turn.input[0], "Reshape")
-    perm = None if turn is None else attribute(turn, "perm")
-    if inner is None or perm is None or list(perm.ints) != [0, 2, 1]:
-        return ""
-    keys = str(inner.input[0])
+    turn = None if outer is None else editor.producer(outer.inputs[0], "Transpose")
+    inner = None if turn is None else editor.producer(turn.inputs[0], "Reshape")
+    if inner is None or turn is None or list(turn.attributes.get_ints("perm", ())) != [0, 2, 1]:
+        return None
+    keys = operand(inner, 0)
     dims, turned = editor.symbols(keys), editor.symbols(transposed)
     if not dims or not turned or None in dims or dims != (*turned[:-2], turned[-1], turned[-2]):
-        return ""
+        return None
     return keys
 
 
-def _unscaled(editor: Editor, value: str) -> tuple[str, float]:
+def _unscaled(editor: Editor, value: ir.Value) -> tuple[ir.Value, float]:
     """A value without the constant factors at its end, and their product."""
     scale = 1.0
-    while (stripped := _one_factor(editor, value)) is not None and not stripped[2]:
+    while (stripped := _one_factor(editor, value)) is not None and stripped[2] is None:
         value, factor, _ = stripped
         scale *= factor
     return value, scale
 
 
-def _one_factor(editor: Editor, value: str) -> tuple[str, float, str] | None:
-    """A value without its last factor of one number, the factor, and its name where it is not constant."""
+def _one_factor(editor: Editor, value: ir.Value) -> tuple[ir.Value, float, ir.Value | None] | None:
+    """A value without its last factor of one number, the factor, and what holds it where it is not constant."""
     node = editor.producer(value, "Mul", "Div")
     if node is None:
         return None
     for left, other in _factors(node):
         factor = editor.scalar(other)
         if factor is not None:
-            return left, factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf, ""
+            return left, factor if node.op_type == "Mul" else 1.0 / factor if factor else np.inf, None
         if node.op_type == "Mul" and editor.dims(other) in ((), (1,)):
             return left, 1.0, other
     return None
 
 
-def before_repeat(editor: Editor, value: str) -> str:
-    """Keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; "" if none are."""
+def before_repeat(editor: Editor, value: ir.Value) -> ir.Value | None:
+    """Keys or values [B, M, T, H] of which each head is repeated to [B, N, T, H]; None if none are."""
     fold = editor.producer(value, "Reshape")
-    expand = None if fold is None else editor.producer(fold.input[0], "Expand")
-    lift = None if expand is None else editor.producer(expand.input[0], "Unsqueeze")
+    expand = None if fold is None else editor.producer(fold.inputs[0], "Expand")
+    lift = None if expand is None else editor.producer(expand.inputs[0], "Unsqueeze")
     if fold is None or lift is None:
-        return ""
-    axes, wide, lifted = editor.array(lift.input[1]), editor.dims(fold.input[0]), editor.dims(lift.output[0])
+        return None
+    axes, wide, lifted = editor.array(lift.inputs[1]), editor.dims(fold.inputs[0]), editor.dims(lift.outputs[0])
     repeated = editor.dims(value)
     if axes is None or axes.tolist() != [2] or not wide or not lifted or not repeated:
-        return ""
+        return None
     if (len(wide), len(lifted), len(repeated)) != (5, 5, 4) or not wide[1] or not wide[2]:
-        return ""
+        return None
     others = all(lifted[axis] in (wide[axis], None) for axis in (0, 3, 4))  # nothing else is repeated
     same = repeated[1] == wide[1] * wide[2] and repeated[3] == wide[4] is not None and lifted[1] in (wide[1], None)
-    return str(lift.input[0]) if others and same else ""
+    return lift.inputs[0] if others and same else None
 
 
-def _factors(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
-    yield node.input[0], node.input[1]
+def _factors(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    left, right = operand(node, 0), operand(node, 1)
+    yield left, right
     if node.op_type == "Mul":
-        yield node.input[1], node.input[0]
+        yield right, left
 
 
-def _number(editor: Editor, value: str) -> float | None:
+def _number(editor: Editor, value: ir.Value) -> float | None:
     """The one number of a constant, infinite or not."""
     array = editor.array(value)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None

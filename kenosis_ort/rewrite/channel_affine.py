@@ -4,36 +4,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx.numpy_helper
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.walk import attribute_float, attribute_int
-from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, other_operand, rule
+from kenosis_ort.graph.live import further_outputs, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, operand, other_operand, rule
 
 
 def affine_step(
-    node: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray, constant: FloatArray
+    op_type: str, scale: FloatArray, shift: FloatArray, constant: FloatArray, *, swapped: bool
 ) -> tuple[FloatArray, FloatArray] | None:
     """Scale and shift with one more Mul, Add, Sub or Div behind them.
 
     Args:
-        node: The operator, of two operands.
-        value: Its operand that holds ``x * scale + shift``.
+        op_type: The operator.
         scale: Factor so far, by channel.
         shift: Summand so far, by channel.
         constant: Its other operand, by channel. Overflow gives infinity, which is for the caller to refuse.
+        swapped: Whether the constant is the first operand, and ``x * scale + shift`` the second.
 
     Returns:
         The new pair; None where the constant is divided by the value, which is not affine.
     """
-    swapped = node.input[0] != value
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        if node.op_type == "Mul":
+        if op_type == "Mul":
             return scale * constant, shift * constant
-        if node.op_type == "Add":
+        if op_type == "Add":
             return scale, shift + constant
-        if node.op_type == "Sub":
+        if op_type == "Sub":
             return (-scale, constant - shift) if swapped else (scale, shift - constant)
         return None if swapped else (scale / constant, shift / constant)
 
@@ -44,7 +42,7 @@ def affine_step(
     did="scales and shifts by channel were folded into the weights in front of them",
     stays="Conv or Gemm nodes have a scale or shift behind them that stays",
 )
-def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
+def fold_scale(editor: Editor, layer: ir.Node) -> None:
     """Scales and shifts by channel behind a Conv or Gemm, folded into its weights.
 
     With ``y[c] = x * W[c] + d[c]`` and constants ``k`` and ``t`` by channel (or one number for all)::
@@ -59,27 +57,29 @@ def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
     than float32, an inner value that another node, a body of control flow, the graph's outputs or the caller need,
     results that are not finite.
     """
-    weights = editor.array(layer.input[1])
+    weights = editor.array(layer.inputs[1])
     if weights is None or weights.ndim < 2:
         return
-    axis = 1 if layer.op_type == "Gemm" and not attribute_int(layer, "transB", 0) else 0
+    axis = 1 if layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0) else 0
     channels = weights.shape[axis]
     spatial = 0 if layer.op_type == "Gemm" else weights.ndim - 2
     scale, shift = np.ones(channels), np.zeros(channels)
-    value, steps = layer.output[0], []
+    value, steps = layer.outputs[0], []
     while editor.is_private(value) and (readers := editor.readers_of(value, *_STEPS)):
-        array = editor.array(other_operand(readers[0], value) or "")
+        array = editor.array(other_operand(readers[0], value))
         usable = array is not None and array.dtype == np.float32
         constant = _by_channel(array, channels, 2 + spatial) if usable else None
-        applied = None if constant is None else affine_step(readers[0], value, scale, shift, constant)
+        swapped = readers[0].inputs[0] is not value
+        op_type = readers[0].op_type
+        applied = None if constant is None else affine_step(op_type, scale, shift, constant, swapped=swapped)
         if applied is None:
             break
         scale, shift = applied
         steps.append(readers[0])
-        value = readers[0].output[0]
+        value = readers[0].outputs[0]
     if not steps:
         return
-    if any(attribute_float(layer, name, 1.0) != 1.0 for name in ("alpha", "beta")):
+    if any(layer.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         raise NotCollapsibleError("its alpha or beta is not 1")
     bias = _bias(editor, layer, channels)
     if weights.dtype != np.float32:
@@ -90,22 +90,22 @@ def fold_scale(editor: Editor, layer: onnx.NodeProto) -> None:
         new_bias = (bias * scale + shift).astype(np.float32)
     if not (np.isfinite(new_weights).all() and np.isfinite(new_bias).all()):
         raise NotCollapsibleError("the folded weights would not be finite")
-    base = layer.input[1]
-    editor.store_constant(layer, 1, onnx.numpy_helper.from_array(new_weights), f"{base}_scaled")
-    editor.store_constant(layer, 2, onnx.numpy_helper.from_array(new_bias), f"{base}_bias")
+    base = operand(layer, 1).name
+    editor.store_array(layer, 1, new_weights, f"{base}_scaled")
+    editor.store_array(layer, 2, new_bias, f"{base}_bias")
     editor.drop(steps, layer.name)
-    editor.take_over_output(layer, steps[-1].output[0])
+    editor.take_over_output(layer, steps[-1].outputs[0])
     editor.done += len(steps)
 
 
-def _bias(editor: Editor, layer: onnx.NodeProto, channels: int) -> FloatArray:
+def _bias(editor: Editor, layer: ir.Node, channels: int) -> FloatArray:
     """The bias of a layer as one number a channel, zeros without one."""
-    name = layer.input[2] if layer.op_type != "MatMul" and len(layer.input) > 2 else ""
-    if not name:
+    bias = optional(layer, 2) if layer.op_type != "MatMul" else None
+    if bias is None:
         return np.zeros(channels)
-    found = _by_channel(editor.array(name), channels, 2 if layer.op_type == "Gemm" else 1)
+    found = _by_channel(editor.array(bias), channels, 2 if layer.op_type == "Gemm" else 1)
     if found is None:
-        raise NotCollapsibleError(f"its bias '{name}' is not one number a channel, or not constant")
+        raise NotCollapsibleError(f"its bias '{bias.name}' is not one number a channel, or not constant")
     return found
 
 
@@ -131,7 +131,7 @@ _STEPS = ("Mul", "Div", "Add", "Sub")
     did="scales and shifts by channel became depthwise 1x1 Convs",
     stays="scales and shifts by channel stay as they are",
 )
-def batch_norm_to_conv(editor: Editor, node: onnx.NodeProto) -> None:
+def batch_norm_to_conv(editor: Editor, node: ir.Node) -> None:
     """A scale and shift by channel, standing alone, as a depthwise 1x1 Conv.
 
     A BatchNormalization that no weights in front of it can take up (pre-activation nets, DenseNet) computes, with scale
@@ -156,7 +156,7 @@ def batch_norm_to_conv(editor: Editor, node: onnx.NodeProto) -> None:
     integer kernels for these), results that are not finite.
     """
     if node.op_type == "BatchNormalization":
-        channels = editor.picture(node.input[0]).channels
+        channels = editor.picture(operand(node, 0)).channels
         scale, shift = _of_norm(editor, node)
         if channels not in (None, len(scale)):
             raise NotCollapsibleError("its parameters are not one number a channel")
@@ -167,35 +167,36 @@ def batch_norm_to_conv(editor: Editor, node: onnx.NodeProto) -> None:
         _convert(editor, chain, scale, shift)
 
 
-def _of_norm(editor: Editor, norm: onnx.NodeProto) -> tuple[FloatArray, FloatArray]:
+def _of_norm(editor: Editor, norm: ir.Node) -> tuple[FloatArray, FloatArray]:
     """Scale and shift of a BatchNormalization in inference."""
-    if editor.opset < _INFERENCE_BY_DEFAULT or attribute_int(norm, "training_mode", 0):
+    if editor.opset < _INFERENCE_BY_DEFAULT or norm.attributes.get_int("training_mode", 0) != 0:
         raise NotCollapsibleError("it is in training mode")
-    if not attribute_int(norm, "spatial", 1):
+    if not norm.attributes.get_int("spatial", 1):
         raise NotCollapsibleError("it normalizes each element (spatial=0)")
-    if any(norm.output[1:]):
+    if further_outputs(norm):
         raise NotCollapsibleError("its statistics are outputs")
-    arrays = [array.astype(np.float64) for name in norm.input[1:5] if (array := editor.array(name)) is not None]
+    arrays = [array.astype(np.float64) for value in norm.inputs[1:5] if (array := editor.array(value)) is not None]
     if len(arrays) != 4:
         raise NotCollapsibleError("its parameters are not constant")
     gamma, beta, mean, variance = arrays
     if any(array.ndim != 1 or array.shape != gamma.shape for array in arrays):
         raise NotCollapsibleError("its parameters are not one number a channel")
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scale = gamma / np.sqrt(variance + attribute_float(norm, "epsilon", 1e-5))
+        scale = gamma / np.sqrt(variance + norm.attributes.get_float("epsilon", 1e-5))
         return scale, beta - scale * mean
 
 
-def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatArray, list[onnx.NodeProto]]:
+def _of_chain(editor: Editor, first: ir.Node) -> tuple[FloatArray, FloatArray, list[ir.Node]]:
     """Scale and shift of the longest chain of named nodes that starts here; an empty one of scalars only."""
-    value = next((name for name in first.input if editor.constant(name) is None), "")
-    if len(first.input) != 2 or all(editor.constant(name) is None for name in first.input):
+    variable = [value for value in first.inputs if value is not None and editor.constant(value) is None]
+    if len(first.inputs) != 2 or len(variable) != 1:
         return np.empty(0), np.empty(0), []
+    value = variable[0]
     channels = editor.picture(value).channels
     if channels is None:
-        raise NotCollapsibleError(f"the channel count of '{value}' is not known")
+        raise NotCollapsibleError(f"the channel count of '{value.name}' is not known")
     scale, shift = np.ones(channels), np.zeros(channels)
-    chain: list[onnx.NodeProto] = []
+    chain: list[ir.Node] = []
     by_channel = False
     node = first
     while True:
@@ -207,8 +208,8 @@ def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatA
             break
         chain.append(node)
         by_channel |= differs
-        value = node.output[0]
-        readers = editor.readers.get(value, [])
+        value = node.outputs[0]
+        readers = editor.readers(value)
         if not editor.is_private(value) or not editor.may_change(readers[0]) or readers[0].op_type not in _STEPS:
             break
         node = readers[0]
@@ -216,30 +217,30 @@ def _of_chain(editor: Editor, first: onnx.NodeProto) -> tuple[FloatArray, FloatA
 
 
 def _applied(
-    editor: Editor, node: onnx.NodeProto, value: str, scale: FloatArray, shift: FloatArray
+    editor: Editor, node: ir.Node, value: ir.Value, scale: FloatArray, shift: FloatArray
 ) -> tuple[FloatArray, FloatArray, bool]:
     """Scale and shift with one more node of a chain, and whether its constant may differ by channel."""
     other = other_operand(node, value)
-    array = None if other is None else editor.array(other)
-    if array is None:
+    array = editor.array(other)
+    if other is None or array is None:
         raise NotCollapsibleError("none of its operands is constant")
     constant = _by_channel(array, len(scale), 4)
     if constant is None:
-        raise NotCollapsibleError(f"its constant '{other}' of shape {array.shape} is not one number a channel")
-    step = affine_step(node, value, scale, shift, constant)
+        raise NotCollapsibleError(f"its constant '{other.name}' of shape {array.shape} is not one number a channel")
+    step = affine_step(node.op_type, scale, shift, constant, swapped=node.inputs[0] is not value)
     if step is None:
         raise NotCollapsibleError("it divides by its input")
     return *step, array.size > 1
 
 
-def _convert(editor: Editor, chain: list[onnx.NodeProto], scale: FloatArray, shift: FloatArray) -> None:
+def _convert(editor: Editor, chain: list[ir.Node], scale: FloatArray, shift: FloatArray) -> None:
     with np.errstate(over="ignore"):
         weights, bias = scale.astype(np.float32), shift.astype(np.float32)
     if not (np.isfinite(weights).all() and np.isfinite(bias).all()):
         raise NotCollapsibleError("its scale and shift are not finite")
     first, last = chain[0], chain[-1]
     inputs = [
-        next(name for name in first.input if editor.constant(name) is None),
+        next(value for value in first.inputs if editor.constant(value) is None),
         editor.add_constant(weights.reshape(-1, 1, 1, 1), f"{last.name}_weight"),
         editor.add_constant(bias, f"{last.name}_bias"),
     ]
@@ -253,9 +254,9 @@ _FOLDABLE = ("Add", *sorted(LAYERS))
 class _Pattern:
     """``affine [-> add] -> norm``, with every intermediate value read by the next node only."""
 
-    affine: onnx.NodeProto
-    add: onnx.NodeProto | None
-    norm: onnx.NodeProto
+    affine: ir.Node
+    add: ir.Node | None
+    norm: ir.Node
     weights: npt.NDArray[np.generic]
 
 
@@ -265,7 +266,7 @@ class _Pattern:
     stays="BatchNormalization nodes stay: nothing in front of them can take them up",
     least_opset=_INFERENCE_BY_DEFAULT,
 )
-def fold_batch_norm(editor: Editor, norm: onnx.NodeProto) -> None:
+def fold_batch_norm(editor: Editor, norm: ir.Node) -> None:
     """BatchNormalization folded into the Conv, ConvTranspose, Gemm or MatMul in front of it.
 
     In inference, with scale ``g``, shift ``b``, mean ``m`` and variance ``v`` per channel ``c``::
@@ -294,95 +295,95 @@ def fold_batch_norm(editor: Editor, norm: onnx.NodeProto) -> None:
     editor.done += 1
 
 
-def _pattern(editor: Editor, norm: onnx.NodeProto) -> _Pattern:
+def _pattern(editor: Editor, norm: ir.Node) -> _Pattern:
     """The nodes in front of a BatchNormalization."""
-    affine, add = _affine_before(editor, norm.input[0]), None
+    affine, add = _affine_before(editor, operand(norm, 0)), None
     if affine.op_type == "Add":
         add = affine
-        variable = [name for name in add.input if editor.constant(name) is None]
+        variable = [value for value in add.inputs if value is not None and editor.constant(value) is None]
         if len(variable) != 1:
             raise NotCollapsibleError("the Add in front of it adds no constant")
         affine = _affine_before(editor, variable[0])
         if affine.op_type == "Add":
             raise NotCollapsibleError("it follows an Add")
-    weights = editor.array(affine.input[1])
+    weights = editor.array(affine.inputs[1])
     if weights is None:
         raise NotCollapsibleError(f"the weights of '{affine.name}' are not constant")
     if affine.op_type == "MatMul":
-        values = (affine.input[0], affine.output[0], norm.output[0])
+        values = (affine.inputs[0], affine.outputs[0], norm.outputs[0])
         ranks = [rank for value in values if (rank := editor.rank(value)) is not None]
         if weights.ndim != 2 or ranks[:1] != [2]:
             raise NotCollapsibleError(f"'{affine.name}' is not known to give a matrix")
     return _Pattern(affine, add, norm, weights)
 
 
-def _affine_before(editor: Editor, value: str) -> onnx.NodeProto:
+def _affine_before(editor: Editor, value: ir.Value) -> ir.Node:
     """The layer or Add that makes a value for one reader."""
-    if value not in editor.producers:
+    node = value.producer()
+    if node is None:
         raise NotCollapsibleError("it follows no node")
     editor.require_private(value)
     found = editor.producer(value, *_FOLDABLE)
     if found is None:
-        raise NotCollapsibleError(f"it follows a {editor.producers[value].op_type}")
+        raise NotCollapsibleError(f"it follows a {node.op_type}")
     return found
 
 
 def _folded(
     editor: Editor, pattern: _Pattern, scale: FloatArray, shift: FloatArray
-) -> tuple[onnx.TensorProto, onnx.TensorProto]:
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
     """The new weights and the new bias, in the type of the old weights."""
     affine, weights = pattern.affine, pattern.weights
     factor = _weight_factor(affine, weights.shape, scale)
-    bias = _bias(editor, affine, len(scale)) * attribute_float(affine, "beta", 1.0)
+    bias = _bias(editor, affine, len(scale)) * affine.attributes.get_float("beta", 1.0)
     if pattern.add is not None:
-        constant = next(name for name in pattern.add.input if editor.constant(name) is not None)
+        constant = next(value for value in pattern.add.inputs if editor.constant(value) is not None)
         rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
         addend = _by_channel(editor.array(constant), len(scale), rank)
         if addend is None:
-            raise NotCollapsibleError(f"'{constant}' is not one number a channel")
+            raise NotCollapsibleError(f"'{constant.name if constant else ''}' is not one number a channel")
         bias = bias + addend
     with np.errstate(over="ignore", invalid="ignore"):
         new_weights = (weights.astype(np.float64) * factor).astype(weights.dtype)
         new_bias = (bias * scale + shift).astype(weights.dtype)
     if not all(np.isfinite(array.astype(np.float64)).all() for array in (new_weights, new_bias)):
         raise NotCollapsibleError("the folded weights are not finite")
-    return onnx.numpy_helper.from_array(new_weights), onnx.numpy_helper.from_array(new_bias)
+    return new_weights, new_bias
 
 
-def _weight_factor(affine: onnx.NodeProto, shape: tuple[int, ...], scale: FloatArray) -> FloatArray:
+def _weight_factor(affine: ir.Node, shape: tuple[int, ...], scale: FloatArray) -> FloatArray:
     """``scale`` in a shape that multiplies weights of ``shape`` along their output channels."""
     channels = len(scale)
     if affine.op_type == "ConvTranspose":
-        groups = attribute_int(affine, "group", 1)
+        groups = affine.attributes.get_int("group", 1)
         if shape[1] * groups != channels or shape[0] % groups:
             raise NotCollapsibleError("the channel counts differ")
         per_input = np.repeat(scale.reshape(groups, shape[1]), shape[0] // groups, axis=0)
         return per_input.reshape(shape[0], shape[1], *([1] * (len(shape) - 2)))
-    axis = 0 if affine.op_type == "Conv" or attribute_int(affine, "transB", 0) else 1
+    axis = 0 if affine.op_type == "Conv" or affine.attributes.get_int("transB", 0) != 0 else 1
     if shape[axis] != channels:
         raise NotCollapsibleError("the channel counts differ")
     return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
 
 
-def _put_in(editor: Editor, pattern: _Pattern, weights: onnx.TensorProto, bias: onnx.TensorProto) -> None:
+def _put_in(editor: Editor, pattern: _Pattern, weights: npt.NDArray[np.generic], bias: npt.NDArray[np.generic]) -> None:
     """Gives the layer its new weights; the last of the nodes that stay takes over the output."""
     affine, add, norm = pattern.affine, pattern.add, pattern.norm
-    base, output = affine.input[1], norm.output[0]
-    editor.store_constant(affine, 1, weights, f"{base}_folded")
+    base, output = operand(affine, 1).name, norm.outputs[0]
+    editor.store_array(affine, 1, weights, f"{base}_folded")
     if affine.op_type == "MatMul" and add is None:
-        editor.rewrite(norm, "Add", [norm.input[0]])
-        editor.store_constant(norm, 1, bias, f"{base}_bias")
+        editor.rewrite(norm, "Add", [norm.inputs[0]])
+        editor.store_array(norm, 1, bias, f"{base}_bias")
         return
     editor.drop([norm], affine.name)
     if affine.op_type == "MatMul" and add is not None:
-        at = next(at for at, name in enumerate(add.input) if editor.constant(name) is not None)
-        editor.store_constant(add, at, bias, f"{base}_bias")
+        at = next(at for at, value in enumerate(add.inputs) if editor.constant(value) is not None)
+        editor.store_array(add, at, bias, f"{base}_bias")
         editor.take_over_output(add, output)
         return
-    editor.store_constant(affine, 2, bias, f"{base}_bias")
-    for attribute in list(affine.attribute):
-        if affine.op_type == "Gemm" and attribute.name == "beta":
-            affine.attribute.remove(attribute)
+    editor.store_array(affine, 2, bias, f"{base}_bias")
+    if affine.op_type == "Gemm":
+        editor.set_attribute(affine, "beta", None)
     if add is not None:
         editor.drop([add], affine.name)
     editor.take_over_output(affine, output)

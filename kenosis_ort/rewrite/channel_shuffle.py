@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import attribute, attribute_int
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
+from kenosis_ort.graph.live import further_outputs, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
 
 Indices = npt.NDArray[np.int64]
 
@@ -37,11 +36,11 @@ class Selection:
         path: The nodes in between, from the source to the value.
     """
 
-    source: str
-    value: str
+    source: ir.Value
+    value: ir.Value
     chosen: Indices
     channels: int
-    path: tuple[onnx.NodeProto, ...]
+    path: tuple[ir.Node, ...]
 
     @property
     def is_permutation(self) -> bool:
@@ -49,14 +48,14 @@ class Selection:
         return len(self.chosen) == self.channels and len(np.unique(self.chosen)) == self.channels
 
 
-def find_selection(editor: Editor, value: str) -> Selection | None:
+def find_selection(editor: Editor, value: ir.Value) -> Selection | None:
     """Channels that a value of four dimensions selects from the farthest value that it can be traced to, if any."""
-    path: list[onnx.NodeProto] = []
+    path: list[ir.Node] = []
     found = None
     at = value
     while len(path) < _LONGEST and (node := editor.producer(at, *SHAPE_OPS)) is not None:
         path.insert(0, node)
-        at = node.input[0]
+        at = operand(node, 0)
         try:
             chosen = _chosen(editor, at, value, path)
         except (NotCollapsibleError, ValueError, IndexError):  # numpy: a shape or an index that does not fit
@@ -66,7 +65,7 @@ def find_selection(editor: Editor, value: str) -> Selection | None:
     return found
 
 
-def _chosen(editor: Editor, source: str, value: str, path: Sequence[onnx.NodeProto]) -> Indices | None:
+def _chosen(editor: Editor, source: ir.Value, value: ir.Value, path: Sequence[ir.Node]) -> Indices | None:
     editor.picture(source)
     dims = editor.dims(source)
     if dims is None or not dims[1]:
@@ -76,36 +75,35 @@ def _chosen(editor: Editor, source: str, value: str, path: Sequence[onnx.NodePro
         return None
     picture: Indices = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
     moved = picture
-    for node, after in zip(path, (*(n.input[0] for n in path[1:]), value), strict=True):
-        moved = _apply(editor, node, moved, list(node.output).index(after))
+    for node, after in zip(path, (*(operand(n, 0) for n in path[1:]), value), strict=True):
+        moved = _apply(editor, node, moved, list(node.outputs).index(after))
     if moved.ndim != _RANK or moved.shape[0] != shape[0] or moved.shape[2:] != tuple(shape[2:]):
         return None
     chosen: Indices = moved[0, :, 0, 0] // (shape[2] * shape[3])
     return chosen if np.array_equal(picture[:, chosen], moved) else None
 
 
-def _apply(editor: Editor, node: onnx.NodeProto, x: Indices, output: int) -> Indices:
+def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
     if node.op_type == "Transpose":
-        perm = attribute(node, "perm")
-        turned: Indices = x.transpose(None if perm is None else list(perm.ints))
+        turned: Indices = x.transpose(node.attributes.get_ints("perm", None))
         return turned
     if node.op_type == "Reshape":
-        return _reshape(x, _constant(editor, node, 1), zero_is_empty=bool(attribute_int(node, "allowzero", 0)))
+        return _reshape(x, _constant(editor, node, 1), zero_is_empty=bool(node.attributes.get_int("allowzero", 0)))
     if node.op_type == "Gather":
-        picked: Indices = np.take(x, _constant(editor, node, 1), axis=attribute_int(node, "axis", 0))
+        picked: Indices = np.take(x, _constant(editor, node, 1), axis=node.attributes.get_int("axis", 0))
         return picked
     if node.op_type == "Slice":
         starts, ends = _constant(editor, node, 1), _constant(editor, node, 2)
-        axes = _constant(editor, node, 3) if _has(node, 3) else np.arange(len(starts))
-        steps = _constant(editor, node, 4) if _has(node, 4) else np.ones_like(starts)
+        axes = _constant(editor, node, 3) if optional(node, 3) else np.arange(len(starts))
+        steps = _constant(editor, node, 4) if optional(node, 4) else np.ones_like(starts)
         window = [slice(None)] * x.ndim
         for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
             window[axis] = slice(int(start), int(end), int(step))
         return x[tuple(window)]
     if node.op_type == "Split":
-        axis = attribute_int(node, "axis", 0)
-        count = len(node.output)
-        given = _constant(editor, node, 1) if _has(node, 1) else None
+        axis = node.attributes.get_int("axis", 0)
+        count = len(node.outputs)
+        given = _constant(editor, node, 1) if optional(node, 1) else None
         if given is None and x.shape[axis] % count:
             raise NotCollapsibleError(f"'{node.name}' splits unevenly")
         sizes = given if given is not None else np.full(count, x.shape[axis] // count)
@@ -122,12 +120,8 @@ def _reshape(x: Indices, shape: npt.NDArray[np.generic], *, zero_is_empty: bool)
     return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
 
 
-def _has(node: onnx.NodeProto, position: int) -> bool:
-    return position < len(node.input) and bool(node.input[position])
-
-
-def _constant(editor: Editor, node: onnx.NodeProto, position: int) -> Indices:
-    array = editor.array(node.input[position]) if _has(node, position) else None
+def _constant(editor: Editor, node: ir.Node, position: int) -> Indices:
+    array = editor.array(optional(node, position))
     if array is None:
         raise NotCollapsibleError(f"'{node.name}' moves by what is computed")
     return array.astype(np.int64)
@@ -148,8 +142,8 @@ class _Fold:
     """
 
     behind: bool
-    dense: list[onnx.NodeProto] = field(default_factory=list)
-    depthwise: list[onnx.NodeProto] = field(default_factory=list)
+    dense: list[ir.Node] = field(default_factory=list)
+    depthwise: list[ir.Node] = field(default_factory=list)
 
 
 @rule(
@@ -197,37 +191,38 @@ def fold_channel_shuffle(editor: Editor) -> None:
         editor.done += 1
 
 
-def _ends(editor: Editor) -> list[str]:
+def _ends(editor: Editor) -> list[ir.Value]:
     """The values behind Transposes and Gathers that more than moving operators read, the last first."""
-    found: dict[str, None] = {}
-    stack = [node.output[0] for node in editor.find("Transpose", "Gather")]
+    found: dict[ir.Value, None] = {}
+    stack = [node.outputs[0] for node in editor.find("Transpose", "Gather")]
     while stack:
         value = stack.pop()
         if value not in found:
             found[value] = None
-            stack += [name for node in editor.readers_of(value, *SHAPE_OPS) for name in node.output]
+            stack += [output for node in editor.readers_of(value, *SHAPE_OPS) for output in node.outputs]
     return [
         value for value in list(found)[::-1] if len(editor.readers_of(value, *SHAPE_OPS)) < _reader_count(editor, value)
     ]
 
 
-def _is_behind_named(editor: Editor, value: str) -> bool:
+def _is_behind_named(editor: Editor, value: ir.Value) -> bool:
     """Whether one of the nearest Convs in front of a value is named."""
-    stack, seen = [value], {""}
+    stack: list[ir.Value | None] = [value]
+    seen: set[ir.Value | None] = {None}
     while stack and len(seen) < _FARTHEST:
         at = stack.pop()
-        node = editor.producers.get(at)
+        node = None if at is None else at.producer()
         if at in seen or node is None:
             continue
         seen.add(at)
         if node.op_type == "Conv":
             return editor.may_change(node)
-        stack += node.input
+        stack += node.inputs
     return False
 
 
-def _reader_count(editor: Editor, value: str) -> int:
-    return len({id(node) for node in editor.readers.get(value, ())})
+def _reader_count(editor: Editor, value: ir.Value) -> int:
+    return len({id(node) for node in editor.readers(value)})
 
 
 # -- where it can go ----------------------------------------------------------------------------------------------
@@ -266,8 +261,8 @@ def _attempt(
 
 def _cost(editor: Editor, fold: _Fold) -> int:
     """The most input channels a group of a Conv that would lose its groups, 0 if none would."""
-    grouped = [conv for conv in fold.dense if attribute_int(conv, "group", 1) > 1]
-    return max((editor.constants[conv.input[1]].dims[1] for conv in grouped), default=0)
+    grouped = [conv for conv in fold.dense if conv.attributes.get_int("group", 1) > 1]
+    return max((_weights(editor, conv).shape[1] for conv in grouped), default=0)
 
 
 def _behind(editor: Editor, selection: Selection) -> _Fold:
@@ -277,8 +272,8 @@ def _behind(editor: Editor, selection: Selection) -> _Fold:
     while stack:
         value = stack.pop()
         if editor.is_pinned(value):
-            raise NotCollapsibleError(f"the order of channels of '{value}' is needed")
-        for node in editor.readers.get(value, ()):
+            raise NotCollapsibleError(f"the order of channels of '{value.name}' is needed")
+        for node in editor.readers(value):
             if id(node) in seen:
                 continue
             seen.add(id(node))
@@ -290,7 +285,7 @@ def _behind(editor: Editor, selection: Selection) -> _Fold:
                 fold.depthwise.append(node)
             elif not _treats_channels_alike(editor, node):
                 raise NotCollapsibleError(f"'{node.name}' ({node.op_type}) needs the order of channels")
-            stack.append(node.output[0])
+            stack.append(node.outputs[0])
     if not fold.dense:
         raise NotCollapsibleError("no Conv is behind it")
     return fold
@@ -301,45 +296,46 @@ def _before(editor: Editor, selection: Selection) -> _Fold:
     fold = _Fold(behind=False)
     value = selection.source
     if editor.is_pinned(selection.value):
-        raise NotCollapsibleError(f"'{selection.value}' is needed under its name")
+        raise NotCollapsibleError(f"'{selection.value.name}' is needed under its name")
     while not fold.dense:
         if not editor.is_private(value):
-            raise NotCollapsibleError(f"the order of channels of '{value}' is needed elsewhere")
-        node = editor.producers.get(value)
-        if node is None or not (_is_conv(editor, node, node.input[0]) or _treats_channels_alike(editor, node)):
-            raise NotCollapsibleError(f"no Conv makes '{value}'")
+            raise NotCollapsibleError(f"the order of channels of '{value.name}' is needed elsewhere")
+        node = value.producer()
+        if node is None or not (_is_conv(editor, node, operand(node, 0)) or _treats_channels_alike(editor, node)):
+            raise NotCollapsibleError(f"no Conv makes '{value.name}'")
         if node.op_type != "Conv":
-            value = node.input[0]
+            value = operand(node, 0)
         elif _is_depthwise(editor, node):
             fold.depthwise.append(node)
-            value = node.input[0]
+            value = operand(node, 0)
         else:
             _check_dense(node)
             fold.dense.append(node)
     return fold
 
 
-def _is_conv(editor: Editor, node: onnx.NodeProto, value: str) -> bool:
+def _is_conv(editor: Editor, node: ir.Node, value: ir.Value) -> bool:
     """Whether a node is a named Conv of constant weights with ``value`` as its data only."""
-    if node.op_type != "Conv" or not editor.may_change(node) or list(node.input).count(value) != 1:
+    if node.op_type != "Conv" or not editor.may_change(node) or node.inputs.count(value) != 1:
         return False
-    return node.input[0] == value and all(editor.constant(name) is not None for name in node.input[1:] if name)
+    given = [read for read in node.inputs[1:] if read is not None]
+    return node.inputs[0] is value and all(editor.constant(read) is not None for read in given)
 
 
-def _is_depthwise(editor: Editor, conv: onnx.NodeProto) -> bool:
-    group = attribute_int(conv, "group", 1)
-    return group > 1 and list(editor.constants[conv.input[1]].dims[:2]) == [group, 1]
+def _is_depthwise(editor: Editor, conv: ir.Node) -> bool:
+    group = conv.attributes.get_int("group", 1)
+    return group > 1 and _weights(editor, conv).shape[:2] == (group, 1)
 
 
-def _check_dense(conv: onnx.NodeProto) -> None:
-    group = attribute_int(conv, "group", 1)
+def _check_dense(conv: ir.Node) -> None:
+    group = conv.attributes.get_int("group", 1)
     if group > _MOST_GROUPS:
         raise NotCollapsibleError(f"'{conv.name}' has {group} groups")
 
 
-def _treats_channels_alike(editor: Editor, node: onnx.NodeProto) -> bool:
-    constants = [editor.constant(name) for name in node.input[1:] if name]
-    if any(node.output[1:]) or any(tensor is None or any(d != 1 for d in tensor.dims) for tensor in constants):
+def _treats_channels_alike(editor: Editor, node: ir.Node) -> bool:
+    constants = [editor.constant(read) for read in node.inputs[1:] if read is not None]
+    if further_outputs(node) or any(tensor is None or any(d != 1 for d in tensor.dims) for tensor in constants):
         return False
     return bool(what(node) & (Is.ACTIVATION | Is.POOL))
 
@@ -347,35 +343,42 @@ def _treats_channels_alike(editor: Editor, node: onnx.NodeProto) -> bool:
 # -- the edits ----------------------------------------------------------------------------------------------------
 
 
-def _without_groups(editor: Editor, conv: onnx.NodeProto) -> npt.NDArray[np.generic]:
+def _weights(editor: Editor, conv: ir.Node) -> npt.NDArray[np.generic]:
+    """The weights of a Conv for which `_is_conv` holds."""
+    weights = editor.array(operand(conv, 1))
+    assert weights is not None
+    return weights
+
+
+def _without_groups(editor: Editor, conv: ir.Node) -> npt.NDArray[np.generic]:
     """Weights of a Conv for all input channels; its groups are removed."""
-    weights = array_in(editor.constants[conv.input[1]])
-    group = attribute_int(conv, "group", 1)
+    weights = _weights(editor, conv)
+    group = conv.attributes.get_int("group", 1)
     outputs, width = len(weights) // group, weights.shape[1]
     dense = np.zeros((len(weights), width * group, *weights.shape[2:]), weights.dtype)
     for at in range(group):
         rows = slice(at * outputs, (at + 1) * outputs)
         dense[rows, at * width : (at + 1) * width] = weights[rows]
-    for stored in conv.attribute:
-        if stored.name == "group":
-            stored.i = 1
+    if "group" in conv.attributes:
+        editor.set_attribute(conv, "group", 1)
     return dense
 
 
-def _reorder(editor: Editor, conv: onnx.NodeProto, order: Indices) -> None:
+def _reorder(editor: Editor, conv: ir.Node, order: Indices) -> None:
     """Puts the output channels of a Conv in an order."""
-    for position, name in enumerate(conv.input):
-        if position and name:
-            _store(editor, conv, position, array_in(editor.constants[name])[order])
+    for position, value in enumerate(conv.inputs):
+        array = editor.array(value) if position else None
+        if array is not None:
+            _store(editor, conv, position, array[order])
 
 
-def _store(editor: Editor, conv: onnx.NodeProto, position: int, array: npt.NDArray[np.generic]) -> None:
-    editor.store_array(conv, position, array, "_shuffled")
+def _store(editor: Editor, conv: ir.Node, position: int, array: npt.NDArray[np.generic]) -> None:
+    editor.store_array(conv, position, array, f"{operand(conv, position).name}_shuffled")
 
 
 def _gather(editor: Editor, selection: Selection) -> None:
     """Writes a shuffle as one Gather in front of the first node that reads its result."""
-    reading = {id(node) for node in editor.readers[selection.value]}
+    reading = {id(node) for node in editor.readers(selection.value)}
     reader = next(node for node in editor.nodes if id(node) in reading)
     chosen = editor.add_constant(selection.chosen, f"{selection.path[-1].name}_channels")
     picked = editor.insert_before(reader, "Gather", [selection.source, chosen], axis=1)

@@ -11,12 +11,13 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import onnx
+import numpy.typing as npt
 
 from kenosis_ort.graph.constants import HEAVY, Is, what
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_float, attribute_int
-from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, other_operand, rule
+from kenosis_ort.graph.live import optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, operand, other_operand, rule
 
 _BOUNDS = ("Min", "Max", "Relu", "Clip")
 _OPEN = (-math.inf, math.inf)
@@ -25,7 +26,7 @@ _OPEN = (-math.inf, math.inf)
 class _Bounds(NamedTuple):
     """``low <= high`` around a value."""
 
-    value: str
+    value: ir.Value
     low: float
     high: float
 
@@ -36,7 +37,7 @@ class _Bounds(NamedTuple):
     stays="rows of Min and Max stay",
     backwards=True,
 )
-def collapse_clip(editor: Editor, last: onnx.NodeProto) -> None:
+def collapse_clip(editor: Editor, last: ir.Node) -> None:
     """Bounds, written as Min, Max, Relu and Clip in a row, collapsed into one Clip or Relu.
 
     With ``Clip(x; l, h) = min(max(x, l), h)`` and ``l <= h``, all of them are Clips::
@@ -55,7 +56,7 @@ def collapse_clip(editor: Editor, last: onnx.NodeProto) -> None:
     bounds = _bounds(editor, last)
     if bounds is None:
         return
-    inner: list[onnx.NodeProto] = []
+    inner: list[ir.Node] = []
     while (node := editor.producer(bounds.value, *_BOUNDS)) is not None and editor.is_private(bounds.value):
         before = _bounds(editor, node)
         if before is None:
@@ -66,42 +67,40 @@ def collapse_clip(editor: Editor, last: onnx.NodeProto) -> None:
     if not inner and last.op_type in ("Relu", "Clip"):
         return
     editor.require_float32(bounds.value)
-    constants = [name for node in (*inner, last) for name in node.input if editor.constant(name)]
-    editor.require_no_growth(bounds.value, constants)
+    editor.require_no_growth(bounds.value, [value for node in (*inner, last) for value in node.inputs])
     _write(editor, last, bounds, inner)
 
 
-def _bounds(editor: Editor, node: onnx.NodeProto) -> _Bounds | None:
+def _bounds(editor: Editor, node: ir.Node) -> _Bounds | None:
     """Value and bounds of a clipping node, None if its bounds are not constant numbers in order."""
     if node.op_type == "Relu":
-        return _Bounds(node.input[0], 0.0, math.inf)
+        return _Bounds(operand(node, 0), 0.0, math.inf)
     if node.op_type == "Clip":
-        given = [node.input[at] if at < len(node.input) else "" for at in (1, 2)]
-        numbers = [editor.scalar(name) if name else infinity for name, infinity in zip(given, _OPEN, strict=True)]
-        low, high = numbers
+        given = [(optional(node, at), infinity) for at, infinity in enumerate(_OPEN, 1)]
+        low, high = (infinity if value is None else editor.scalar(value) for value, infinity in given)
         if low is None or high is None or low > high:
             return None
-        return _Bounds(node.input[0], low, high)
-    for value in node.input:
-        bound = editor.scalar(other_operand(node, value) or "")
-        if bound is not None and editor.constant(value) is None:
+        return _Bounds(operand(node, 0), low, high)
+    for value in node.inputs:
+        bound = editor.scalar(other_operand(node, value))
+        if value is not None and bound is not None and editor.constant(value) is None:
             return _Bounds(value, bound, math.inf) if node.op_type == "Max" else _Bounds(value, -math.inf, bound)
     return None
 
 
-def _write(editor: Editor, last: onnx.NodeProto, bounds: _Bounds, inner: Collection[onnx.NodeProto]) -> None:
+def _write(editor: Editor, last: ir.Node, bounds: _Bounds, inner: Collection[ir.Node]) -> None:
     if bounds.low == 0.0 and math.isinf(bounds.high):
         editor.become(last, "Relu", [bounds.value], inner=inner)
         return
-    names = [
-        "" if math.isinf(bound) else editor.add_constant(np.array(bound, np.float32), f"{last.name}_{side}")
+    stored = [
+        None if math.isinf(bound) else editor.add_constant(np.array(bound, np.float32), f"{last.name}_{side}")
         for side, bound in (("min", bounds.low), ("max", bounds.high))
     ]
-    editor.become(last, "Clip", [bounds.value, *(names if names[1] else names[:1])], inner=inner)
+    editor.become(last, "Clip", [bounds.value, *(stored if stored[1] else stored[:1])], inner=inner)
 
 
 @rule("HardSigmoid", did="HardSigmoid gates became Clips", stays="HardSigmoid gates stay float between integer kernels")
-def hard_sigmoid_to_clip(editor: Editor, gate: onnx.NodeProto) -> None:
+def hard_sigmoid_to_clip(editor: Editor, gate: ir.Node) -> None:
     """HardSigmoid behind a Conv or Gemm as Clip, its slope and shift moved into the weights.
 
     With ``y[c] = x * W[c] + d[c]`` and a slope ``a > 0``::
@@ -115,29 +114,30 @@ def hard_sigmoid_to_clip(editor: Editor, gate: onnx.NodeProto) -> None:
     Not changed: a value that anything else needs, weights that are not constant, ``alpha`` and ``beta`` of Gemm other
     than 1, a slope that is not positive, types other than float32.
     """
-    value = gate.input[0]
+    value = operand(gate, 0)
     layer = editor.producer(value, "Conv", "Gemm")
     if layer is None or not editor.may_change(layer):
         return
     editor.require_float32(value)
     editor.require_private(value)
-    slope, shift = attribute_float(gate, "alpha", 0.2), attribute_float(gate, "beta", 0.5)
+    slope, shift = gate.attributes.get_float("alpha", 0.2), gate.attributes.get_float("beta", 0.5)
     if slope <= 0.0:
         raise NotCollapsibleError("its slope is not positive")
-    weights = editor.array(layer.input[1])
-    given = layer.input[2] if len(layer.input) > 2 else ""
+    weights = editor.array(layer.inputs[1])
+    given = optional(layer, 2)
     bias = editor.array(given) if given else np.zeros(1)
     if weights is None or bias is None or weights.dtype != np.float32:
         raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
-    columns = layer.op_type == "Gemm" and not attribute_int(layer, "transB", 0)
-    if any(attribute_float(layer, name, 1.0) != 1.0 for name in ("alpha", "beta")):
+    columns = layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0)
+    if any(layer.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
         raise NotCollapsibleError(f"'{layer.name}' has factors of its own")
     channels = weights.shape[1 if columns else 0]
     if bias.size not in (1, channels):
         raise NotCollapsibleError(f"the bias of '{layer.name}' is not one number a channel")
     moved = np.broadcast_to(bias.astype(np.float64).reshape(-1) * slope + shift, channels)
-    editor.store_array(layer, 1, (weights.astype(np.float64) * slope).astype(np.float32), "_gate")
-    editor.store_array(layer, 2, moved.astype(np.float32), "_gate" if given else f"{layer.name}_bias_gate")
+    scaled = (weights.astype(np.float64) * slope).astype(np.float32)
+    editor.store_array(layer, 1, scaled, f"{operand(layer, 1).name}_gate")
+    editor.store_array(layer, 2, moved.astype(np.float32), f"{given.name if given else f'{layer.name}_bias'}_gate")
     low, high = (editor.add_constant(np.float32(number), f"{gate.name}_{number:g}") for number in (0, 1))
     editor.become(gate, "Clip", [value, low, high])
 
@@ -148,7 +148,7 @@ def hard_sigmoid_to_clip(editor: Editor, gate: onnx.NodeProto) -> None:
     did="HardSwish activations became integer products, their factor moved into the weights behind them",
     stays="HardSwish activations stay float between integer kernels",
 )
-def hard_swish_to_product(editor: Editor, node: onnx.NodeProto) -> None:
+def hard_swish_to_product(editor: Editor, node: ir.Node) -> None:
     """HardSwish between integer kernels as a bounded sum and a product, its factor moved into the weights behind it.
 
     With a slope ``a > 0`` and ``c = Clip(x + b / a; 0, 1 / a)``::
@@ -172,9 +172,9 @@ def hard_swish_to_product(editor: Editor, node: onnx.NodeProto) -> None:
     if swish is None:
         return
     editor.require_float32(swish.x)
-    for layer in _layers_behind(editor, swish.last):
-        weights = array_in(editor.constants[layer.input[1]])
-        editor.store_array(layer, 1, (weights.astype(np.float64) * swish.slope).astype(np.float32), "_scaled")
+    for layer, weights in _layers_behind(editor, swish.last):
+        scaled = (weights.astype(np.float64) * swish.slope).astype(np.float32)
+        editor.store_array(layer, 1, scaled, f"{operand(layer, 1).name}_scaled")
     last = swish.last
     numbers = (("shift", swish.shift / swish.slope), ("low", 0.0), ("high", 1 / swish.slope))
     shift, low, high = (editor.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
@@ -186,62 +186,65 @@ def hard_swish_to_product(editor: Editor, node: onnx.NodeProto) -> None:
 class _Swish(NamedTuple):
     """``x * HardSigmoid(x; slope, shift)``, which ``last`` computes."""
 
-    x: str
+    x: ir.Value
     slope: float
     shift: float
-    inner: tuple[onnx.NodeProto, ...]
-    last: onnx.NodeProto
+    inner: tuple[ir.Node, ...]
+    last: ir.Node
 
 
-def _swish(editor: Editor, node: onnx.NodeProto) -> _Swish | None:
+def _swish(editor: Editor, node: ir.Node) -> _Swish | None:
     """The activation that a node is, or is the gate of; None for another gate."""
-    x = node.input[0]
+    x = operand(node, 0)
     if node.op_type == "HardSwish":
         return _Swish(x, 1 / 6, 0.5, (), node)
-    gate = node.output[0]
+    gate = node.outputs[0]
     products = editor.readers_of(gate, "Mul")
-    slope, shift = attribute_float(node, "alpha", 0.2), attribute_float(node, "beta", 0.5)
-    if not editor.is_private(gate) or not products or sorted(products[0].input) != sorted((gate, x)) or slope <= 0:
+    slope, shift = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
+    is_gated = editor.is_private(gate) and bool(products) and other_operand(products[0], gate) is x
+    if not is_gated or slope <= 0:
         return None
     return _Swish(x, slope, shift, (node,), products[0])
 
 
-def _layers_behind(editor: Editor, swish: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The layers whose weights can take a factor of the value, through homogeneous operators."""
-    layers: dict[str, onnx.NodeProto] = {}
-    products: dict[str, onnx.NodeProto] = {}
-    scaled: set[str] = set()
-    stack = [swish.output[0]]
+def _layers_behind(editor: Editor, swish: ir.Node) -> list[tuple[ir.Node, npt.NDArray[np.generic]]]:
+    """The layers whose weights can take a factor of the value, through homogeneous operators, and these weights."""
+    layers: dict[str, ir.Node] = {}
+    products: dict[str, ir.Node] = {}
+    scaled: set[ir.Value] = set()
+    stack = [swish.outputs[0]]
     while stack:
         value = stack.pop()
         if value in scaled:
             continue
         scaled.add(value)
-        readers = editor.readers.get(value, [])
+        readers = editor.readers(value)
         if editor.is_pinned(value) or not readers:
-            raise NotCollapsibleError(f"'{value}' is needed as it is")
+            raise NotCollapsibleError(f"'{value.name}' is needed as it is")
         for reader in readers:
-            if reader.domain not in MAIN_DOMAINS or list(reader.input).count(value) != 1:
+            if reader.domain not in MAIN_DOMAINS or list(reader.inputs).count(value) != 1:
                 raise NotCollapsibleError(f"'{reader.name}' ({reader.op_type}) does not keep a factor")
-            if reader.op_type in HEAVY and reader.input[0] == value:
-                layers[reader.name] = reader
-            elif reader.op_type == "Mul" or (Is.HOMOGENEOUS in what(reader) and reader.input[0] == value):
-                products[reader.name] = reader
-                stack += [name for name in reader.output if name]
+            if reader.op_type in HEAVY and reader.inputs[0] is value:
+                layers[reader.name or ""] = reader
+            elif reader.op_type == "Mul" or (Is.HOMOGENEOUS in what(reader) and reader.inputs[0] is value):
+                products[reader.name or ""] = reader
+                stack += [output for output in reader.outputs if output.name]
             else:
                 raise NotCollapsibleError(f"'{reader.name}' ({reader.op_type}) does not keep a factor")
     for node in products.values():
-        if sum(name in scaled for name in node.input) != 1:
+        if sum(read in scaled for read in node.inputs) != 1:
             raise NotCollapsibleError(f"'{node.name}' multiplies it with what comes from it")
+    found = []
     for layer in layers.values():
-        weights = editor.constant(layer.input[1])
-        if weights is None or weights.data_type != onnx.TensorProto.FLOAT:
+        weights = editor.array(layer.inputs[1])
+        if weights is None or weights.dtype != np.float32:
             raise NotCollapsibleError(f"the weights of '{layer.name}' are not constant")
         if not editor.may_change(layer):
             raise NotCollapsibleError(f"'{layer.name}' is not to change")
-        if any(name in scaled for name in layer.input[1:]):
+        if any(read in scaled for read in layer.inputs[1:]):
             raise NotCollapsibleError(f"'{layer.name}' takes it for weights")
-    return list(layers.values())
+        found.append((layer, weights))
+    return found
 
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
@@ -254,7 +257,7 @@ _RANK = 4
     stays="LRN nodes stay",
     least_opset=_OPSET,
 )
-def lrn_to_pool(editor: Editor, norm: onnx.NodeProto) -> None:
+def lrn_to_pool(editor: Editor, norm: ir.Node) -> None:
     """Local response normalization as a moving average over the squares.
 
     Over the channels ``c - l ... c + l`` around each one, with ``size = 2 l + 1`` and zeros beyond the first and the
@@ -282,23 +285,24 @@ def lrn_to_pool(editor: Editor, norm: onnx.NodeProto) -> None:
     _write_norm(editor, norm)
 
 
-def _check(editor: Editor, norm: onnx.NodeProto) -> None:
-    editor.require_float32(norm.input[0])
-    if editor.rank(norm.input[0]) != _RANK:
-        raise NotCollapsibleError(f"'{norm.input[0]}' is not known to have {_RANK} dimensions")
-    if attribute_int(norm, "size", 0) % 2 != 1:
+def _check(editor: Editor, norm: ir.Node) -> None:
+    x = operand(norm, 0)
+    editor.require_float32(x)
+    if editor.rank(x) != _RANK:
+        raise NotCollapsibleError(f"'{x.name}' is not known to have {_RANK} dimensions")
+    if norm.attributes.get_int("size", 0) % 2 != 1:
         raise NotCollapsibleError("its size is even")
-    if attribute_float(norm, "bias", 1.0) <= 0.0 or attribute_float(norm, "alpha", 1e-4) <= 0.0:
+    if norm.attributes.get_float("bias", 1.0) <= 0.0 or norm.attributes.get_float("alpha", 1e-4) <= 0.0:
         raise NotCollapsibleError("its bias or its alpha is not positive")
 
 
-def _write_norm(editor: Editor, norm: onnx.NodeProto) -> None:
-    x, size = norm.input[0], attribute_int(norm, "size", 0)
+def _write_norm(editor: Editor, norm: ir.Node) -> None:
+    x, size = operand(norm, 0), norm.attributes.get_int("size", 0)
     alpha, beta, bias = (
-        attribute_float(norm, name, default) for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
+        norm.attributes.get_float(name, default) for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
     )
 
-    def constant(number: float, name: str) -> str:
+    def constant(number: float, name: str) -> ir.Value:
         return editor.add_constant(np.array(number, np.float32), f"{norm.name}_{name}")
 
     axis = editor.add_constant(np.array([1], np.int64), f"{norm.name}_axis")
@@ -318,7 +322,7 @@ def _write_norm(editor: Editor, norm: onnx.NodeProto) -> None:
     editor.become(norm, "Div", [x, _power(editor, norm, shifted, beta)])
 
 
-def _power(editor: Editor, norm: onnx.NodeProto, base: str, exponent: float) -> str:
+def _power(editor: Editor, norm: ir.Node, base: ir.Value, exponent: float) -> ir.Value:
     """The value of ``base ^ exponent``, by square roots where they do."""
     if math.isclose(exponent, 1.0):
         return base
@@ -342,7 +346,7 @@ _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})
     did="ReduceMean nodes over height and width became GlobalAveragePool",
     stays="ReduceMean nodes over the last two dimensions stay",
 )
-def pool_from_mean(editor: Editor, mean: onnx.NodeProto) -> None:
+def pool_from_mean(editor: Editor, mean: ir.Node) -> None:
     """ReduceMean over height and width as GlobalAveragePool.
 
     For ``x`` of shape ``[N, C, H, W]``::
@@ -358,42 +362,42 @@ def pool_from_mean(editor: Editor, mean: onnx.NodeProto) -> None:
     """
     if not _is_over_picture(editor, mean):
         return
-    keepdims = attribute_int(mean, "keepdims", 1)
-    editor.become(mean, "GlobalAveragePool", [mean.input[0]])
+    keepdims = mean.attributes.get_int("keepdims", 1)
+    editor.become(mean, "GlobalAveragePool", [mean.inputs[0]])
     if not keepdims:
         editor.insert_behind(mean, "Flatten")
 
 
-def _is_over_picture(editor: Editor, mean: onnx.NodeProto) -> bool:
+def _is_over_picture(editor: Editor, mean: ir.Node) -> bool:
     """Whether the mean is over height and width; raises where it may be, and cannot be changed."""
     axes = _axes(editor, mean)
     if axes not in _LAST_TWO:
         return False
-    x = mean.input[0]
+    x = operand(mean, 0)
     rank = editor.rank(x)
     if rank is None:
-        raise NotCollapsibleError(f"the rank of '{x}' is not known")
+        raise NotCollapsibleError(f"the rank of '{x.name}' is not known")
     if rank != _PICTURE_RANK:
         return False
     editor.require_float32(x)
     if 0 in (editor.dims(x) or ())[2:]:
-        raise NotCollapsibleError(f"'{x}' is empty")
+        raise NotCollapsibleError(f"'{x.name}' is empty")
     return True
 
 
-def _axes(editor: Editor, mean: onnx.NodeProto) -> set[int] | None:
+def _axes(editor: Editor, mean: ir.Node) -> set[int] | None:
     """The axes, an input from operator set 18 and an attribute before; None if there are none."""
-    if len(mean.input) > 1 and mean.input[1]:
-        axes = editor.array(mean.input[1])
-        if axes is None and editor.rank(mean.input[0]) == _PICTURE_RANK:
-            raise NotCollapsibleError(f"its axes '{mean.input[1]}' are computed")
-        return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
-    stored = attribute(mean, "axes")
-    return None if stored is None else set(stored.ints)
+    given = optional(mean, 1)
+    if given is None:
+        return set(mean.attributes.get_ints("axes", ())) or None
+    axes = editor.array(given)
+    if axes is None and editor.rank(mean.inputs[0]) == _PICTURE_RANK:
+        raise NotCollapsibleError(f"its axes '{given.name}' are computed")
+    return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
 
 
 @rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay")
-def average_pool_to_conv(editor: Editor, pool: onnx.NodeProto) -> None:
+def average_pool_to_conv(editor: Editor, pool: ir.Node) -> None:
     """AveragePool over parts of the picture as a depthwise Conv.
 
     With a window of ``k = kh * kw`` elements and ``x = 0`` in the padding, where the padding is counted or absent::
@@ -417,26 +421,26 @@ def average_pool_to_conv(editor: Editor, pool: onnx.NodeProto) -> None:
     might, a window in the padding alone, a rank other than 4, a type other than float32, an unknown channel count, an
     unknown height or width where the padding depends on them.
     """
-    picture = editor.picture(pool.input[0])
+    picture = editor.picture(operand(pool, 0))
     height, width = _windows(pool, picture)
     borders = _border_map(pool, picture, height, width)
     channels, size = picture.channels or 0, height.kernel * width.kernel
     weights = np.full((channels, 1, height.kernel, width.kernel), 1.0 / size, np.float32)
-    inputs = [pool.input[0], editor.add_constant(weights, f"{pool.name}_weight")]
+    inputs = [pool.inputs[0], editor.add_constant(weights, f"{pool.name}_weight")]
     editor.become(pool, "Conv", inputs, {"group": channels, **window_attributes(height, width)})
     if borders is not None:
         editor.insert_behind(pool, "Mul", editor.add_constant(borders.astype(np.float32), f"{pool.name}_borders"))
 
 
-def _windows(pool: onnx.NodeProto, picture: Picture) -> tuple[Axis, Axis]:
-    kernel = attribute(pool, "kernel_shape")
-    if kernel is None or len(kernel.ints) != 2:
+def _windows(pool: ir.Node, picture: Picture) -> tuple[Axis, Axis]:
+    kernel = pool.attributes.get_ints("kernel_shape", ())
+    if len(kernel) != 2:
         raise NotCollapsibleError("its kernel has no height and width")
     if picture.channels is None:
-        raise NotCollapsibleError(f"the channel count of '{pool.input[0]}' is not known")
-    height, width = window_axes(pool, kernel.ints, picture)
+        raise NotCollapsibleError(f"the channel count of '{operand(pool, 0).name}' is not known")
+    height, width = window_axes(pool, kernel, picture)
     for axis, length in zip((height, width), picture[1:], strict=True):
-        if attribute_int(pool, "ceil_mode", 0) and axis.stride > 1:
+        if pool.attributes.get_int("ceil_mode", 0) and axis.stride > 1:
             if length is None:
                 raise NotCollapsibleError("ceil_mode may add a window: height or width are not known")
             if (length + axis.begin + axis.end - axis.extent) % axis.stride:
@@ -453,9 +457,9 @@ def _windows_along(axis: Axis, length: int) -> int:
     return (length + axis.begin + axis.end - axis.extent) // axis.stride + 1
 
 
-def _border_map(pool: onnx.NodeProto, picture: Picture, height: Axis, width: Axis) -> FloatArray | None:
+def _border_map(pool: ir.Node, picture: Picture, height: Axis, width: Axis) -> FloatArray | None:
     """``[1, 1, OH, OW]``: by how much the Conv is too small at each place; None if it is right everywhere."""
-    if attribute_int(pool, "count_include_pad", 0) or not any((*height[3:], *width[3:])):
+    if pool.attributes.get_int("count_include_pad", 0) or not any((*height[3:], *width[3:])):
         return None
     factors = []
     for axis, length in ((height, picture.height), (width, picture.width)):
@@ -489,7 +493,7 @@ class Axis(NamedTuple):
         return (self.kernel - 1) * self.dilation + 1
 
 
-def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
+def window_axes(node: ir.Node, kernel: Sequence[int], picture: Picture) -> tuple[Axis, Axis]:
     """Window of a Conv or pool along height and width, with ``auto_pad`` resolved.
 
     With ``SAME_UPPER`` and ``SAME_LOWER`` an axis of length ``L`` gives ``ceil(L / stride)`` windows; the zeros that
@@ -498,9 +502,8 @@ def window_axes(node: onnx.NodeProto, kernel: Sequence[int], picture: Picture) -
     Raises:
         NotCollapsibleError: The padding depends on a height or width that is not known, or is negative.
     """
-    strides, dilations, pads = (_integers(node, name) for name in ("strides", "dilations", "pads"))
-    found = attribute(node, "auto_pad")
-    mode = found.s.decode() if found is not None else "NOTSET"
+    strides, dilations, pads = (node.attributes.get_ints(name, ()) for name in ("strides", "dilations", "pads"))
+    mode = node.attributes.get_string("auto_pad", "NOTSET")
     axes = []
     for at in range(2):
         stride, dilation = (given[at] if given else 1 for given in (strides, dilations))
@@ -532,8 +535,3 @@ def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
     if any((height.begin, width.begin, height.end, width.end)):
         attributes["pads"] = (height.begin, width.begin, height.end, width.end)
     return attributes
-
-
-def _integers(node: onnx.NodeProto, name: str) -> list[int]:
-    found = attribute(node, name)
-    return [] if found is None else list(found.ints)

@@ -12,10 +12,11 @@ import onnx.numpy_helper
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import Is, constants_to_initializers, having, replace_nodes
+from kenosis_ort.graph.live import further_outputs, optional
 from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
-from kenosis_ort.graph.view import infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, attribute_int, reserve_name, subgraphs
-from kenosis_ort.rewrite.rule import Editor, rule
+from kenosis_ort.graph.view import infer_shapes, ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, reserve_name
+from kenosis_ort.rewrite.rule import Editor, operand, rule
 from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
@@ -50,98 +51,85 @@ def fold_constants(editor: Editor) -> None:
     stored quantized stay so), values that the caller names, and results that are much
     larger than their inputs (a ConstantOfShape or an Expand is smaller as a node).
     """
-    sizes = {name: tensor_bytes(tensor) or 0 for name, tensor in editor.constants.items()}
-    types = _tensor_types(editor.graph)
-    known = set(editor.constants)
-    candidates: list[onnx.NodeProto] = []
-    statics: dict[str, onnx.TensorProto] = {}
+    known: dict[ir.Value, int] = {}  # the bytes of values that are, or can be, constant
+    candidates: list[ir.Node] = []
+    statics: dict[ir.Value, onnx.TensorProto] = {}
     total = 0
     for node in editor.nodes:
         if not (editor.may_change(node) and _may_fold(node, editor)):
             continue
-        tensor = _static(node, types, editor)
+        read = [value for value in dict.fromkeys(node.inputs) if value is not None]
+        for value in read:
+            stored = editor.constant(value)
+            if stored is not None:
+                known[value] = tensor_bytes(stored) or 0
+        tensor = _static(node, editor)
         if tensor is not None:
-            statics[node.output[0]] = tensor
-            sizes[node.output[0]] = tensor_bytes(tensor) or 0
-        elif not all(name in known for name in node.input if name):
+            statics[node.outputs[0]] = tensor
+            known[node.outputs[0]] = tensor_bytes(tensor) or 0
+        elif not all(value in known for value in read):
             continue
-        given = sum(sizes[name] for name in set(node.input) if name in sizes)
-        grown = _output_bytes(node, types)
-        if grown is None and node.op_type in _NEVER_LARGER and _is_plain(node, types):
+        given = sum(known[value] for value in read if value in known)
+        outputs = [output for output in node.outputs if output.name]
+        grown = _output_bytes(outputs, editor)
+        if grown is None and node.op_type in _NEVER_LARGER and all(_is_plain(output, editor) for output in outputs):
             grown = given
         if grown is None or grown > _GROWTH_FACTOR * given + _GROWTH_BYTES or total + given + grown > _SIZE_LIMIT:
             continue
         total += given + grown
-        for name in node.output:
-            if name:
-                known.add(name)
-                sizes[name] = grown
+        known.update(dict.fromkeys(outputs, grown))
         candidates.append(node)
-    computed = _compute(candidates, editor, types, statics)
+    computed = _compute(candidates, editor, statics)
     if computed is not None:
         editor.drop(candidates)
-        editor.graph.initializer.extend(computed.values())
+        for output, tensor in computed.items():
+            editor.add_initializer(tensor, output)
         editor.done = len(candidates)
 
 
-def _may_fold(node: onnx.NodeProto, editor: Editor) -> bool:
-    if node.domain not in MAIN_DOMAINS or node.op_type in _NEVER or next(subgraphs(node), None) is not None:
+def _may_fold(node: ir.Node, editor: Editor) -> bool:
+    if node.domain not in MAIN_DOMAINS or node.op_type in _NEVER or editor.has_body(node):
         return False
-    return not any(name in editor.outputs or name in editor.keep_values for name in node.output)
+    return not any(output.is_graph_output() or output.name in editor.keep_values for output in node.outputs)
 
 
-def _static(
-    node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor], editor: Editor
-) -> onnx.TensorProto | None:
+def _static(node: ir.Node, editor: Editor) -> onnx.TensorProto | None:
     """Result of a node that depends on a shape alone, as far as that is known; None where it is not."""
-    dims: list[int | None] | None
+    name = node.outputs[0].name
     if node.op_type in ("Shape", "Size"):
-        dims = _dims(types.get(node.input[0]))
+        dims = editor.dims(node.inputs[0])
         if dims is not None and node.op_type == "Shape":
-            bounds = {attribute.name: attribute.i for attribute in node.attribute}
-            dims = dims[slice(bounds.get("start", 0), bounds.get("end"))]
+            dims = dims[slice(node.attributes.get_int("start", 0), node.attributes.get_int("end", None))]
         if dims is None or None in dims:
             return None
         numbers = [dim for dim in dims if dim is not None]
         array = np.array(numbers if node.op_type == "Shape" else math.prod(numbers), np.int64)
-        return onnx.numpy_helper.from_array(array, node.output[0])
-    shape = editor.producers.get(node.input[0]) if node.op_type == "Gather" else None
-    chosen = editor.constant(node.input[1]) if shape is not None else None
-    if shape is None or chosen is None or shape.op_type != "Shape" or shape.attribute:
+        return onnx.numpy_helper.from_array(array, name)
+    shape = editor.producer(node.inputs[0], "Shape") if node.op_type == "Gather" else None
+    at = editor.array(node.inputs[1]) if shape is not None else None
+    if shape is None or at is None or shape.attributes:
         return None
-    dims = _dims(types.get(shape.input[0]))
-    at = array_in(chosen)
+    dims = editor.dims(shape.inputs[0])
     if dims is None or any(not -len(dims) <= i < len(dims) or dims[i] is None for i in at.reshape(-1).tolist()):
         return None
     found = np.array([dims[i] for i in at.reshape(-1).tolist()], np.int64).reshape(at.shape)
-    return onnx.numpy_helper.from_array(found, node.output[0])
+    return onnx.numpy_helper.from_array(found, name)
 
 
-def _dims(found: onnx.TypeProto.Tensor | None) -> list[int | None] | None:
-    """The shape with None for dimensions that are not known; None where the rank is not."""
-    if found is None or not found.HasField("shape"):
-        return None
-    return [dim.dim_value if dim.HasField("dim_value") else None for dim in found.shape.dim]
-
-
-def _output_bytes(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> int | None:
-    """The bytes of a node's largest output, None where type or size are not known or not plain numbers."""
+def _output_bytes(outputs: Iterable[ir.Value], editor: Editor) -> int | None:
+    """The bytes of the largest of a node's outputs, None where type or size are not known or not plain numbers."""
     largest = 0
-    for name in node.output:
-        if not name:
-            continue
-        found = types.get(name)
-        if found is None or found.elem_type not in _PLAIN_TYPES or not found.HasField("shape"):
+    for output in outputs:
+        elem_type, dims = editor.element_type(output), editor.dims(output)
+        if elem_type not in _PLAIN_TYPES or dims is None or None in dims:
             return None
-        if not all(d.HasField("dim_value") for d in found.shape.dim):
-            return None
-        itemsize = onnx.helper.tensor_dtype_to_np_dtype(found.elem_type).itemsize
-        largest = max(largest, itemsize * math.prod(d.dim_value for d in found.shape.dim))
+        itemsize = onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize
+        largest = max(largest, itemsize * math.prod(dim for dim in dims if dim is not None))
     return largest
 
 
-def _is_plain(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto.Tensor]) -> bool:
-    return all(name in types and types[name].elem_type in _PLAIN_TYPES for name in node.output if name)
+def _is_plain(output: ir.Value, editor: Editor) -> bool:
+    return editor.element_type(output) in _PLAIN_TYPES
 
 
 _PLAIN_TYPES = frozenset(
@@ -162,52 +150,42 @@ _PLAIN_TYPES = frozenset(
 )
 
 
-def _tensor_types(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto.Tensor]:
-    values = (*graph.input, *graph.output, *graph.value_info)
-    return {value.name: value.type.tensor_type for value in values if value.type.HasField("tensor_type")}
-
-
 def _compute(
-    candidates: Iterable[onnx.NodeProto],
-    editor: Editor,
-    types: Mapping[str, onnx.TypeProto.Tensor],
-    statics: Mapping[str, onnx.TensorProto],
-) -> dict[str, onnx.TensorProto] | None:
+    candidates: Iterable[ir.Node], editor: Editor, statics: Mapping[ir.Value, onnx.TensorProto]
+) -> dict[ir.Value, onnx.TensorProto] | None:
     """Runs the candidates alone; returns the tensors that other nodes need, None where the runtime refuses."""
-    model = editor.model
+    model = editor.proto
     inner = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     inner.graph.name = "constants"
     folded = {id(node) for node in candidates}
     stored: set[str] = set()
-    results: dict[str, onnx.TensorProto] = {}
-    wanted: list[str] = []
+    results: dict[ir.Value, onnx.TensorProto] = {}
+    wanted: list[ir.Value] = []
     for node in candidates:
-        outputs = [name for name in node.output if name]
-        needed = [
-            n for n in outputs if n in editor.captured or any(id(r) not in folded for r in editor.readers.get(n, ()))
-        ]
-        tensor = statics.get(node.output[0])
+        outputs = [output for output in node.outputs if output.name]
+        needed = [o for o in outputs if any(id(reader) not in folded for reader, _ in o.uses())]
+        tensor = statics.get(node.outputs[0])
         if tensor is not None:
             inner.graph.initializer.append(tensor)
             results.update(dict.fromkeys(needed, tensor))
             continue
-        for name in node.input:
-            constant = editor.constant(name)
-            if constant is not None and name not in stored:
-                stored.add(name)
+        for value in node.inputs:
+            constant = editor.constant(value)
+            if constant is not None and constant.name not in stored:
+                stored.add(constant.name)
                 inner.graph.initializer.append(constant)
-        inner.graph.node.append(node)
+        inner.graph.node.append(ir.to_proto(node))
         wanted += needed
     if not wanted:
         return results
-    for name in wanted:
-        inner.graph.output.add(name=name).type.tensor_type.elem_type = types[name].elem_type
+    for value in wanted:
+        inner.graph.output.add(name=value.name).type.tensor_type.elem_type = editor.element_type(value) or 0
     try:
-        arrays = open_session(inner, optimize=False).run(wanted, {})
+        arrays = open_session(inner, optimize=False).run([value.name or "" for value in wanted], {})
     except Exception as error:  # the binding raises its own classes, all of them direct children of Exception
         _log.info("constants were not folded, the runtime refused: %s", str(error).splitlines()[0])
         return None
-    results.update({n: onnx.numpy_helper.from_array(a, n) for n, a in zip(wanted, arrays, strict=True)})
+    results.update({v: onnx.numpy_helper.from_array(a, v.name) for v, a in zip(wanted, arrays, strict=True)})
     return results
 
 
@@ -223,9 +201,9 @@ def inline_branch(editor: Editor) -> None:
     Left alone: conditions that are not constant, and a model that the runtime refuses afterwards: it is stricter about
     constants than about values that it does not know (a Range to one number of rank 1).
     """
-    model = editor.model
     if not _settled(editor):
         return
+    model = editor.write()
     before = copy_model(model)
     while found := _inline(editor):
         editor.done += len(found)
@@ -246,7 +224,7 @@ def inline_branch(editor: Editor) -> None:
 
 def _inline(editor: Editor) -> list[str]:
     """Inlines the nodes whose condition is a constant now; returns their names."""
-    model = editor.model
+    model = editor.proto
     graph = model.graph
     settled = _settled(editor)
     if not settled:
@@ -274,10 +252,10 @@ def _inline(editor: Editor) -> list[str]:
 
 def _settled(editor: Editor) -> list[onnx.NodeProto]:
     """The If nodes of the main graph whose condition is a constant that callers cannot override."""
-    graph = editor.model.graph
+    graph = editor.write().graph
     constants = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
     found = (n for n in graph.node if n.op_type == "If" and n.domain in MAIN_DOMAINS and n.input[0] in constants)
-    return list(filter(editor.may_change, found))
+    return [node for node in found if editor.lets_change(node.name)]
 
 
 def _opens(model: onnx.ModelProto) -> bool:
@@ -305,7 +283,7 @@ _COPIES = ("Identity", "Dropout", "Cast", *_ALONE)
 
 
 @rule(*_COPIES, did="nodes that only copy their input (Identity, Dropout, Cast, Concat) were removed")
-def drop_identity(editor: Editor, node: onnx.NodeProto) -> None:
+def drop_identity(editor: Editor, node: ir.Node) -> None:
     """Nodes that copy their input: Identity, Dropout in inference, Cast to the type that a value has, Concat of one
     value.
 
@@ -324,34 +302,34 @@ def drop_identity(editor: Editor, node: onnx.NodeProto) -> None:
         editor.done += 1
 
 
-def _keeps_type(editor: Editor, cast: onnx.NodeProto) -> bool:
-    known = editor.element_type(cast.input[0])
-    return known is not None and known == attribute_int(cast, "to", 0)
+def _keeps_type(editor: Editor, cast: ir.Node) -> bool:
+    known = editor.element_type(cast.inputs[0])
+    return known is not None and known == cast.attributes.get_int("to", 0)
 
 
-def _copies(editor: Editor, node: onnx.NodeProto) -> bool:
+def _copies(editor: Editor, node: ir.Node) -> bool:
     if node.op_type == "Identity":
         return True
     if node.op_type in _ALONE:
-        return len(node.input) == 1
-    if any(node.output[1:]):
+        return len(node.inputs) == 1
+    if further_outputs(node):
         return False
-    if len(node.input) < 3 or not node.input[2]:
+    if optional(node, 2) is None:
         return True
-    mode = editor.constant(node.input[2])
-    return mode is not None and not array_in(mode).any()
+    mode = editor.array(node.inputs[2])
+    return mode is not None and not mode.any()
 
 
-def _bypass(editor: Editor, node: onnx.NodeProto) -> bool:
+def _bypass(editor: Editor, node: ir.Node) -> bool:
     """Takes the node out of the way if names allow; returns whether it did."""
-    source, target = node.input[0], node.output[0]
+    source, target = operand(node, 0), node.outputs[0]
     if not editor.is_pinned(target):
         editor.drop([node])
         editor.redirect(target, source)
         return True
-    producer = editor.producers.get(source)
+    producer = source.producer()
     if producer is None or not editor.is_private(source):
         return False
     editor.drop([node])
-    editor.take_over_output(producer, target, position=list(producer.output).index(source))
+    editor.take_over_output(producer, target, position=source.index() or 0)
     return True

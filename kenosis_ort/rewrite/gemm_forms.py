@@ -5,12 +5,11 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.numpy_helper
 
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import attribute_float, attribute_int
+from kenosis_ort.graph.live import optional
+from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.norms import norm_around
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 
 Array = npt.NDArray[np.generic]
 
@@ -20,7 +19,7 @@ Array = npt.NDArray[np.generic]
     did="Gemm nodes had their factors folded into their constants",
     stays="Gemm nodes keep a factor that is not 1",
 )
-def fold_gemm_factors(editor: Editor, node: onnx.NodeProto) -> None:
+def fold_gemm_factors(editor: Editor, node: ir.Node) -> None:
     """The factors of a Gemm, folded into its constants, and its transposed first operand as a Transpose.
 
     With constants ``B`` and ``C``, by the definition of the operator::
@@ -36,45 +35,44 @@ def fold_gemm_factors(editor: Editor, node: onnx.NodeProto) -> None:
     Not folded: weights that are not constant, a ``beta`` in front of a ``C`` that is not constant, types other than
     float32, results that are not finite.
     """
-    weights = editor.array(node.input[1])
+    weights = editor.array(node.inputs[1])
     if weights is None or weights.dtype != np.float32 or weights.ndim != 2:
         return
-    alpha, beta = attribute_float(node, "alpha", 1.0), attribute_float(node, "beta", 1.0)
-    name = node.input[2] if len(node.input) > 2 else ""
-    bias = editor.array(name) if name else None
-    columns = weights.shape[0 if attribute_int(node, "transB", 0) else 1]
-    dropped = bool(name) and beta == 0.0
+    alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
+    addend = optional(node, 2)
+    bias = editor.array(addend)
+    columns = weights.shape[0 if node.attributes.get_int("transB", 0) else 1]
+    dropped = addend is not None and beta == 0.0
     widened = bias is not None and bias.size == 1 and columns > 1
-    transposed = bool(attribute_int(node, "transA", 0))
-    if alpha == 1.0 and (beta == 1.0 or not name) and not (widened or transposed):
+    transposed = bool(node.attributes.get_int("transA", 0))
+    if alpha == 1.0 and (beta == 1.0 or addend is None) and not (widened or transposed):
         return
-    if name and beta not in (0.0, 1.0) and bias is None:
-        raise NotCollapsibleError(f"beta multiplies '{name}', which is not a constant")
+    if addend is not None and beta not in (0.0, 1.0) and bias is None:
+        raise NotCollapsibleError(f"beta multiplies '{addend.name}', which is not a constant")
     new_weights = _scaled(weights, alpha) if alpha != 1.0 else None
     new_bias = None
     if bias is not None and not dropped and (widened or beta != 1.0):
         new_bias = _scaled(np.broadcast_to(bias.reshape(-1), (columns,)) if widened else bias, beta)
     if new_weights is not None:
-        editor.store_constant(node, 1, new_weights, f"{node.input[1]}_scaled")
-    if new_bias is not None:
-        editor.store_constant(node, 2, new_bias, f"{name}_scaled")
+        editor.store_array(node, 1, new_weights, f"{operand(node, 1).name}_scaled")
+    if addend is not None and new_bias is not None:
+        editor.store_array(node, 2, new_bias, f"{addend.name}_scaled")
     if dropped:
-        editor.release(node, name)
-        del node.input[2:]
+        editor.read(node, 2, None)
+        node.resize_inputs(2)
     if transposed:
-        editor.read(node, 0, editor.insert_before(node, "Transpose", [node.input[0]], perm=[1, 0]))
-    attributes = [a for a in node.attribute if a.name == "transB"]
-    del node.attribute[:]
-    node.attribute.extend(attributes)
+        editor.read(node, 0, editor.insert_before(node, "Transpose", [node.inputs[0]], perm=[1, 0]))
+    for name in [name for name in node.attributes if name != "transB"]:
+        editor.set_attribute(node, name, None)
     editor.done += 1
 
 
-def _scaled(array: Array, factor: float) -> onnx.TensorProto:
+def _scaled(array: Array, factor: float) -> Array:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         scaled = (array.astype(np.float64) * factor).astype(np.float32)
     if not np.isfinite(scaled).all():
         raise NotCollapsibleError("the folded constants would not be finite")
-    return onnx.numpy_helper.from_array(scaled)
+    return scaled
 
 
 _PART_OF_SHAPE_OPSET = 15
@@ -108,8 +106,8 @@ def linear_to_gemm(editor: Editor) -> None:
     """
     layers = _Layers(editor)
     for product in filter(editor.may_change, editor.find("MatMul")):
-        weights = editor.constant(product.input[1])
-        dims = editor.dims(product.input[0])
+        weights = editor.constant(product.inputs[1])
+        dims = editor.dims(product.inputs[0])
         if weights is None or len(weights.dims) != 2 or dims is None or len(dims) < 3 or None not in dims[:-1]:
             continue
         try:
@@ -121,19 +119,19 @@ def linear_to_gemm(editor: Editor) -> None:
             layers.change(product, *bias)
 
 
-def _bias(editor: Editor, product: onnx.NodeProto, columns: int) -> tuple[onnx.NodeProto, str] | None:
+def _bias(editor: Editor, product: ir.Node, columns: int) -> tuple[ir.Node, ir.Value] | None:
     """The Add of a constant behind a product, and the constant; None if there is none."""
-    adds = editor.readers_of(product.output[0], "Add")
-    constant = other_operand(adds[0], product.output[0]) if len(adds) == 1 else None
-    tensor = editor.constant(constant or "")
+    adds = editor.readers_of(product.outputs[0], "Add")
+    constant = other_operand(adds[0], product.outputs[0]) if len(adds) == 1 else None
+    tensor = editor.constant(constant)
     if constant is None or tensor is None:
         return None
     editor.require_closed([product], adds[0])
-    editor.require_float32(product.input[0])
+    editor.require_float32(operand(product, 0))
     if tensor.dims[-1:] != [columns] or any(dim != 1 for dim in tensor.dims[:-1]):
-        raise NotCollapsibleError(f"its bias '{constant}' is not one number a column")
-    if len(tensor.dims) > (editor.rank(product.input[0]) or 0):
-        raise NotCollapsibleError(f"its bias '{constant}' adds dimensions")
+        raise NotCollapsibleError(f"its bias '{constant.name}' is not one number a column")
+    if len(tensor.dims) > (editor.rank(product.inputs[0]) or 0):
+        raise NotCollapsibleError(f"its bias '{constant.name}' adds dimensions")
     return adds[0], constant
 
 
@@ -142,31 +140,32 @@ class _Layers:
 
     def __init__(self, editor: Editor) -> None:
         self.editor = editor
-        self._rows: dict[str, str] = {}
-        self._leading: dict[str, str] = {}
-        self._shapes: dict[tuple[str, int], str] = {}
+        self._rows: dict[ir.Value, ir.Value] = {}
+        self._leading: dict[ir.Value, ir.Value] = {}
+        self._shapes: dict[tuple[ir.Value, int], ir.Value] = {}
 
-    def change(self, product: onnx.NodeProto, add: onnx.NodeProto, bias: str) -> None:
-        editor, x, output = self.editor, product.input[0], add.output[0]
-        height, columns = editor.constants[product.input[1]].dims
+    def change(self, product: ir.Node, add: ir.Node, bias: ir.Value) -> None:
+        editor, x, output = self.editor, operand(product, 0), add.outputs[0]
+        weights, vector = editor.array(product.inputs[1]), editor.array(bias)
+        assert weights is not None, "`linear_to_gemm` read them"
+        assert vector is not None, "`_bias` found it"
+        height, columns = weights.shape
         rows, shape = self._as_rows(product, x, height), self._shape(product, x, columns)
-        vector = editor.constants[bias]
         editor.drop([add], product.name)
         editor.take_over_output(product, output)
-        editor.become(product, "Gemm", [rows, product.input[1], bias])
-        if len(vector.dims) != 1:
-            flat = array_in(vector).reshape(-1)
-            editor.store_constant(product, 2, onnx.numpy_helper.from_array(flat), f"{product.name}_bias")
+        editor.become(product, "Gemm", [rows, product.inputs[1], bias])
+        if vector.ndim != 1:
+            editor.store_array(product, 2, vector.reshape(-1), f"{product.name}_bias")
         editor.insert_behind(product, "Reshape", shape)
 
-    def _as_rows(self, product: onnx.NodeProto, x: str, height: int) -> str:
+    def _as_rows(self, product: ir.Node, x: ir.Value, height: int) -> ir.Value:
         """``x`` as a matrix."""
         if x not in self._rows:
             shape = self.editor.add_constant(np.array([-1, height], np.int64), f"{product.name}_rows")
             self._rows[x] = self.editor.insert_before(product, "Reshape", [x, shape])
         return self._rows[x]
 
-    def _shape(self, product: onnx.NodeProto, x: str, columns: int) -> str:
+    def _shape(self, product: ir.Node, x: ir.Value, columns: int) -> ir.Value:
         """The shape of the product, computed only where several dimensions are unknown."""
         if (x, columns) not in self._shapes:
             dims = (self.editor.dims(x) or ())[:-1]
@@ -179,7 +178,7 @@ class _Layers:
             self._shapes[x, columns] = shape
         return self._shapes[x, columns]
 
-    def _leading_of(self, product: onnx.NodeProto, x: str) -> str:
+    def _leading_of(self, product: ir.Node, x: ir.Value) -> ir.Value:
         if x not in self._leading:
             self._leading[x] = self.editor.insert_before(product, "Shape", [x], end=-1)
         return self._leading[x]
@@ -194,7 +193,7 @@ _RANK = 3
     did="residuals in front of a LayerNormalization are added by Sum, which the runtime does not join with it",
     stays="residuals in front of a LayerNormalization stay",
 )
-def residual_to_sum(editor: Editor, node: onnx.NodeProto) -> None:
+def residual_to_sum(editor: Editor, node: ir.Node) -> None:
     """The Add of a residual in front of a LayerNormalization as Sum.
 
     ``Add(a, b) = a + b`` is ``Sum(a, b)``, to the bit. The runtime joins an Add and the LayerNormalization behind it
@@ -211,40 +210,40 @@ def residual_to_sum(editor: Editor, node: onnx.NodeProto) -> None:
     """
     value, readers = _normalized(editor, node)
     residual = editor.producer(value, "Add")
-    if residual is None or not _is_joined(editor, residual, readers):
+    if value is None or residual is None or not _is_joined(editor, residual, readers):
         return
     if editor.element_type(value) != onnx.TensorProto.FLOAT:
-        editor.refuse(residual, f"'{value}' is not known to be float32")
+        editor.refuse(residual, f"'{value.name}' is not known to be float32")
         return
-    editor.become(residual, "Sum", list(residual.input))
+    editor.become(residual, "Sum", list(residual.inputs))
 
 
-def _normalized(editor: Editor, node: onnx.NodeProto) -> tuple[str, Collection[onnx.NodeProto]]:
-    """The input of the norm that a node is, or is part of, with the nodes that read it there; "" for none.
+def _normalized(editor: Editor, node: ir.Node) -> tuple[ir.Value | None, Collection[ir.Node]]:
+    """The input of the norm that a node is, or is part of, with the nodes that read it there; None for none.
 
     Before operator set 17 the norms are still arithmetic, of which the runtime makes the operator at load.
     """
     if node.op_type == "LayerNormalization":
-        return node.input[0], (node,)
+        return node.inputs[0], (node,)
     norm = norm_around(editor, node)
-    return (norm.x, norm.inner) if norm is not None and norm.centred else ("", ())
+    return (norm.x, norm.inner) if norm is not None and norm.centred else (None, ())
 
 
-def _is_joined(editor: Editor, residual: onnx.NodeProto, readers: Collection[onnx.NodeProto]) -> bool:
+def _is_joined(editor: Editor, residual: ir.Node, readers: Collection[ir.Node]) -> bool:
     """Whether the runtime may join the Add with the only norm that reads it."""
-    output = residual.output[0]
+    output = residual.outputs[0]
     members = {id(node) for node in readers}
-    elsewhere = any(id(node) not in members for node in editor.readers[output])
-    if elsewhere or output in editor.outputs or output in editor.captured:
+    elsewhere = any(id(node) not in members for node in editor.readers(output))
+    if elsewhere or output.is_graph_output() or editor.is_captured(output):
         return False
-    left, right = (_shape(editor, name) for name in residual.input)
+    left, right = (_shape(editor, value) for value in residual.inputs)
     if left is None or right is None:
         return all(shape is None or len(shape) == _RANK for shape in (left, right))
     same = all(a == b or a is None or b is None for a, b in zip(left, right, strict=False))
     return len(left) == len(right) == _RANK and same
 
 
-def _shape(editor: Editor, value: str) -> tuple[int | None, ...] | None:
+def _shape(editor: Editor, value: ir.Value | None) -> tuple[int | None, ...] | None:
     constant = editor.constant(value)
     return editor.dims(value) if constant is None else tuple(constant.dims)
 
@@ -260,7 +259,7 @@ _EPSILON = 1e-12  # the default of both operators
     did="joined residuals and norms (SkipLayerNormalization) became Sum and norm, which are faster",
     stays="joined residuals and norms (SkipLayerNormalization) stay",
 )
-def split_skip_norm(editor: Editor, joined: onnx.NodeProto) -> None:
+def split_skip_norm(editor: Editor, joined: ir.Node) -> None:
     """The runtime's operators of a residual and the norm behind it, split in two.
 
     ``SkipLayerNormalization`` and ``SkipSimplifiedLayerNormalization`` of ``com.microsoft``, which offline tools for
@@ -283,25 +282,26 @@ def split_skip_norm(editor: Editor, joined: onnx.NodeProto) -> None:
     _split(editor, joined, editor.opset)
 
 
-def _check(editor: Editor, joined: onnx.NodeProto, opset: int) -> None:
+def _check(editor: Editor, joined: ir.Node, opset: int) -> None:
     if joined.op_type == _LAYER_NORM and opset < _LAYER_NORM_OPSET:
         raise NotCollapsibleError(f"LayerNormalization needs operator set {_LAYER_NORM_OPSET}, the model has {opset}")
-    for statistic in joined.output[1:3]:
-        if statistic and (editor.readers.get(statistic) or editor.is_pinned(statistic)):
-            raise NotCollapsibleError(f"its statistic '{statistic}' is needed")
-    gamma = editor.constant(joined.input[2])  # of the type of all the rest
+    for statistic in joined.outputs[1:3]:
+        if statistic.name and (editor.readers(statistic) or editor.is_pinned(statistic)):
+            raise NotCollapsibleError(f"its statistic '{statistic.name}' is needed")
+    gamma = editor.constant(joined.inputs[2])  # of the type of all the rest
     if gamma is None or gamma.data_type != onnx.TensorProto.FLOAT:
-        editor.require_float32(joined.input[2])
+        editor.require_float32(operand(joined, 2))
 
 
-def _split(editor: Editor, joined: onnx.NodeProto, opset: int) -> None:
-    gamma = joined.input[2]
+def _split(editor: Editor, joined: ir.Node, opset: int) -> None:
+    gamma = operand(joined, 2)
     beta = _input(joined, 3) if joined.op_type == _LAYER_NORM else []
     bias = _input(joined, 4 if joined.op_type == _LAYER_NORM else 3)
-    total = joined.output[3] if len(joined.output) > 3 else ""
-    epsilon = attribute_float(joined, "epsilon", _EPSILON)
-    del joined.output[1:]
-    total = editor.insert_before(joined, "Sum", [*joined.input[:2], *bias], output=total)
+    total = joined.outputs[3] if len(joined.outputs) > 3 and joined.outputs[3].name else None
+    total = None if total is None else editor.hand_over(total)
+    epsilon = joined.attributes.get_float("epsilon", _EPSILON)
+    joined.resize_outputs(1)
+    total = editor.insert_before(joined, "Sum", [*joined.inputs[:2], *bias], output=total)
     if joined.op_type == _LAYER_NORM:
         editor.become(joined, "LayerNormalization", [total, gamma, *beta], {"axis": -1, "epsilon": epsilon})
     elif opset >= _RMS_NORM_OPSET:
@@ -310,15 +310,15 @@ def _split(editor: Editor, joined: onnx.NodeProto, opset: int) -> None:
         editor.become(joined, "Mul", [write_rms_quotient(editor, joined, total, epsilon, opset), gamma])
 
 
-def _input(node: onnx.NodeProto, position: int) -> list[str]:
+def _input(node: ir.Node, position: int) -> list[ir.Value]:
     """An optional input in a list, an empty one without it."""
-    return [name for name in node.input[position : position + 1] if name]
+    return [value for value in node.inputs[position : position + 1] if value is not None]
 
 
 _AXES_INPUT_OPSET = 18
 
 
-def write_rms_quotient(editor: Editor, node: onnx.NodeProto, x: str, epsilon: float, opset: int) -> str:
+def write_rms_quotient(editor: Editor, node: ir.Node, x: ir.Value, epsilon: float, opset: int) -> ir.Value:
     """Puts the quotient of an RMS norm in front of a node that does not read it yet.
 
     ``x / sqrt(mean(x^2) + epsilon)`` over the last dimension is written as Pow, ReduceMean, Add, Sqrt and Div. With a
@@ -334,7 +334,7 @@ def write_rms_quotient(editor: Editor, node: onnx.NodeProto, x: str, epsilon: fl
         opset: The version of the main operator set.
 
     Returns:
-        The quotient's name.
+        The quotient.
     """
     two = editor.add_constant(np.array(2.0, np.float32), f"{node.name}_two")
     small = editor.add_constant(np.array(epsilon, np.float32), f"{node.name}_epsilon")
@@ -349,7 +349,7 @@ def write_rms_quotient(editor: Editor, node: onnx.NodeProto, x: str, epsilon: fl
 
 
 @rule("Sum", did="Sum nodes became Add", stays="Sum nodes stay")
-def sum_to_add(editor: Editor, node: onnx.NodeProto) -> None:
+def sum_to_add(editor: Editor, node: ir.Node) -> None:
     """Sum as Add.
 
     ``Sum(a, b) = a + b`` is ``Add(a, b)``, and ``Sum(a, b, c, ...)`` is ``Add(Add(Add(a, b), c), ...)``: the runtime's
@@ -361,12 +361,12 @@ def sum_to_add(editor: Editor, node: onnx.NodeProto) -> None:
 
     Not changed: a Sum of one value, types other than float32.
     """
-    inputs = list(node.input)
+    inputs = list(node.inputs)
     if len(inputs) < 2:
         raise NotCollapsibleError("it has one operand only")
-    for name in inputs:
-        editor.require_float32(name)
+    for position in range(len(inputs)):
+        editor.require_float32(operand(node, position))
     total = inputs[0]
-    for name in inputs[1:-1]:
-        total = editor.insert_before(node, "Add", [total, name])
+    for value in inputs[1:-1]:
+        total = editor.insert_before(node, "Add", [total, value])
     editor.become(node, "Add", [total, inputs[-1]])

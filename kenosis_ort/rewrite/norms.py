@@ -6,11 +6,10 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-import onnx.numpy_helper
 
-from kenosis_ort.graph.walk import attribute, attribute_int
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, other_operand, rule
+from kenosis_ort.graph.live import optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
@@ -22,12 +21,12 @@ class Norm:
     ``d`` is ``x`` or, if centred, what is left of it without its mean.
     """
 
-    x: str
+    x: ir.Value
     centred: bool
     epsilon: float
     axes: tuple[int, ...]
-    inner: tuple[onnx.NodeProto, ...]
-    last: onnx.NodeProto
+    inner: tuple[ir.Node, ...]
+    last: ir.Node
 
 
 @rule(
@@ -36,7 +35,7 @@ class Norm:
     stays="norms over the last dimensions stay as arithmetic",
     least_opset=LAYER_NORM_OPSET,
 )
-def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
+def collapse_layer_norm(editor: Editor, root: ir.Node) -> None:
     """Normalization over the last dimensions, written as arithmetic, collapsed into one operator.
 
     With the mean over the last dimensions of ``x``, ``LayerNormalization`` (operator set 17) is by definition::
@@ -69,7 +68,7 @@ def collapse_layer_norm(editor: Editor, root: onnx.NodeProto) -> None:
 # -- the pattern --------------------------------------------------------------------------------------------------
 
 
-def norm_around(editor: Editor, root: onnx.NodeProto) -> Norm | None:
+def norm_around(editor: Editor, root: ir.Node) -> Norm | None:
     """The norm around a Sqrt, None if there is none."""
     spread = _mean_square(editor, root)
     quotient = None if spread is None else _quotient(editor, root)
@@ -78,10 +77,10 @@ def norm_around(editor: Editor, root: onnx.NodeProto) -> Norm | None:
     divided, inverse, last = quotient
     inner = [root, *spread.nodes, *inverse]
     left, right = (_difference(editor, value, spread.axes) for value in (spread.value, divided))
-    if left is not None and right is not None and left[0] == right[0]:
+    if left is not None and right is not None and left[0] is right[0]:
         distinct = {id(node): node for node in (*inner, *left[1], *right[1])}
         return Norm(left[0], True, spread.epsilon, spread.axes, tuple(distinct.values()), last)
-    is_rms = spread.value == divided
+    is_rms = spread.value is divided
     return Norm(divided, False, spread.epsilon, spread.axes, tuple(inner), last) if is_rms else None
 
 
@@ -89,62 +88,59 @@ def norm_around(editor: Editor, root: onnx.NodeProto) -> Norm | None:
 class _MeanSquare:
     """The nodes of ``mean(value ^ 2) + epsilon``, the last first."""
 
-    value: str
+    value: ir.Value
     epsilon: float
     axes: tuple[int, ...]
-    nodes: tuple[onnx.NodeProto, ...]
+    nodes: tuple[ir.Node, ...]
 
 
-def _mean_square(editor: Editor, root: onnx.NodeProto) -> _MeanSquare | None:
+def _mean_square(editor: Editor, root: ir.Node) -> _MeanSquare | None:
     """What a Sqrt reads, None if it is not the mean of a square and a number."""
-    add = editor.producer(root.input[0], "Add")
-    summands = () if add is None else add.input
-    shift = _only([number for name in summands if (number := editor.scalar(name)) is not None])
-    mean = _only([node for name in summands if (node := editor.producer(name, "ReduceMean")) is not None])
-    square = None if mean is None else editor.producer(mean.input[0], "Pow", "Mul")
+    add = editor.producer(root.inputs[0], "Add")
+    summands = () if add is None else add.inputs
+    shift = _only([number for value in summands if (number := editor.scalar(value)) is not None])
+    mean = _only([node for value in summands if (node := editor.producer(value, "ReduceMean")) is not None])
+    square = None if mean is None else editor.producer(mean.inputs[0], "Pow", "Mul")
     axes = None if mean is None else mean_axes(editor, mean)
     if add is None or shift is None or shift < 0.0 or mean is None or square is None or axes is None:
         return None
-    is_square = editor.scalar(square.input[1]) == 2.0 if square.op_type == "Pow" else len(set(square.input)) == 1
-    return _MeanSquare(square.input[0], shift, axes, (add, mean, square)) if is_square else None
+    is_square = editor.scalar(square.inputs[1]) == 2.0 if square.op_type == "Pow" else len(set(square.inputs)) == 1
+    return _MeanSquare(operand(square, 0), shift, axes, (add, mean, square)) if is_square else None
 
 
-def _quotient(editor: Editor, root: onnx.NodeProto) -> tuple[str, tuple[onnx.NodeProto, ...], onnx.NodeProto] | None:
+def _quotient(editor: Editor, root: ir.Node) -> tuple[ir.Value, tuple[ir.Node, ...], ir.Node] | None:
     """Value divided by the root, the nodes that invert the root, and the node that divides."""
-    value = root.output[0]
+    value = root.outputs[0]
     for reader in editor.readers_of(value, "Div", "Reciprocal"):
-        if reader.op_type == "Div" and editor.scalar(reader.input[0]) is None:
-            return (reader.input[0], (), reader) if reader.input[1] == value != reader.input[0] else None
-        if reader.op_type == "Div" and editor.scalar(reader.input[0]) != 1.0:
+        if reader.op_type == "Div" and editor.scalar(reader.inputs[0]) is None:
+            return (operand(reader, 0), (), reader) if other_operand(reader, value) is reader.inputs[0] else None
+        if reader.op_type == "Div" and editor.scalar(reader.inputs[0]) != 1.0:
             return None
-        for product in editor.readers_of(reader.output[0], "Mul"):
-            divided = other_operand(product, reader.output[0])
+        for product in editor.readers_of(reader.outputs[0], "Mul"):
+            divided = other_operand(product, reader.outputs[0])
             if divided is not None:
                 return divided, (reader,), product
     return None
 
 
 def _difference(
-    editor: Editor, value: str, axes: tuple[int, ...]
-) -> tuple[str, tuple[onnx.NodeProto, onnx.NodeProto]] | None:
+    editor: Editor, value: ir.Value, axes: tuple[int, ...]
+) -> tuple[ir.Value, tuple[ir.Node, ir.Node]] | None:
     """``x`` and the nodes of ``x - mean(x)``, None if the value is something else."""
     minus = editor.producer(value, "Sub")
-    mean = None if minus is None else editor.producer(minus.input[1], "ReduceMean")
-    if minus is None or mean is None or mean.input[0] != minus.input[0] or mean_axes(editor, mean) != axes:
+    mean = None if minus is None else editor.producer(minus.inputs[1], "ReduceMean")
+    if minus is None or mean is None or mean.inputs[0] is not minus.inputs[0] or mean_axes(editor, mean) != axes:
         return None
-    return str(mean.input[0]), (mean, minus)
+    return operand(mean, 0), (mean, minus)
 
 
-def mean_axes(editor: Editor, mean: onnx.NodeProto) -> tuple[int, ...] | None:
+def mean_axes(editor: Editor, mean: ir.Node) -> tuple[int, ...] | None:
     """The axes of a mean that keeps dimensions, counted from the last one as -1 and sorted."""
-    if len(mean.input) > 1 and mean.input[1]:
-        array = editor.array(mean.input[1])
-        axes = None if array is None else [int(axis) for axis in array.reshape(-1)]
-    else:
-        stored = attribute(mean, "axes")
-        axes = None if stored is None else list(stored.ints)
-    rank = editor.rank(mean.input[0])
-    if not axes or not attribute_int(mean, "keepdims", 1) or (rank is None and max(axes) >= 0):
+    given = optional(mean, 1)
+    array = editor.array(given)
+    axes = mean.attributes.get_ints("axes") if given is None else None if array is None else array.reshape(-1).tolist()
+    rank = editor.rank(mean.inputs[0])
+    if not axes or not mean.attributes.get_int("keepdims", 1) or (rank is None and max(axes) >= 0):
         return None
     return tuple(sorted(axis if axis < 0 else axis - (rank or 0) for axis in axes))
 
@@ -161,11 +157,11 @@ def _collapse(editor: Editor, norm: Norm) -> None:
     shape = () if dims is None else dims[-count:]
     sizes = tuple(size for size in shape if size)
     if rank is None or len(sizes) < count:
-        raise NotCollapsibleError(f"the last dimensions of '{norm.x}' are not known")
+        raise NotCollapsibleError(f"the last dimensions of '{norm.x.name}' are not known")
     if math.prod(sizes) == 1:  # which runtimes before 1.24 do not run
         raise NotCollapsibleError("it is over a single element")
-    constants = [name for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for name in node.input]
-    editor.require_no_growth(norm.x, [name for name in constants if editor.constant(name) is not None])
+    constants = [value for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for value in node.inputs]
+    editor.require_no_growth(norm.x, constants)
     editor.require_closed(norm.inner, norm.last)
 
     inner, last = list(norm.inner), norm.last
@@ -181,19 +177,18 @@ def _collapse(editor: Editor, norm: Norm) -> None:
     editor.become(last, operator, [norm.x], attributes, inner=inner)
     for position, array in ((1, scale), (2, shift)):
         if array is not None:
-            base = f"{last.name}_{'scale' if position == 1 else 'bias'}"
-            editor.store_constant(last, position, onnx.numpy_helper.from_array(array), base)
+            editor.store_array(last, position, array, f"{last.name}_{'scale' if position == 1 else 'bias'}")
 
 
 def _affine(
-    editor: Editor, node: onnx.NodeProto, op_type: str, rank: int, sizes: tuple[int, ...]
-) -> tuple[onnx.NodeProto, npt.NDArray[np.float32]] | None:
+    editor: Editor, node: ir.Node, op_type: str, rank: int, sizes: tuple[int, ...]
+) -> tuple[ir.Node, npt.NDArray[np.float32]] | None:
     """The only node behind another, and its constant in the normalized shape, if it is of that operator."""
-    value = node.output[0]
+    value = node.outputs[0]
     readers = editor.readers_of(value, op_type)
     if len(readers) != 1 or not editor.is_private(value):
         return None
-    array = editor.array(other_operand(readers[0], value) or "")
+    array = editor.array(other_operand(readers[0], value))
     if array is None or array.dtype != np.float32 or array.ndim > rank:
         return None
     last = array.shape[-len(sizes) :]
@@ -210,12 +205,12 @@ T = TypeVar("T")
 class _Norm:
     """The nodes of a norm of ``x``, the last of which is ``last``."""
 
-    x: str
-    scale: str
-    shift: str
+    x: ir.Value
+    scale: ir.Value
+    shift: ir.Value
     epsilon: float
-    inner: tuple[onnx.NodeProto, ...]
-    last: onnx.NodeProto
+    inner: tuple[ir.Node, ...]
+    last: ir.Node
 
 
 @rule(
@@ -224,7 +219,7 @@ class _Norm:
     stays="norms stay as a computed scale and shift",
     least_opset=LAYER_NORM_OPSET,
 )
-def collapse_affine_norm(editor: Editor, root: onnx.NodeProto) -> None:
+def collapse_affine_norm(editor: Editor, root: ir.Node) -> None:
     """LayerNormalization as TensorFlow writes it, collapsed into one operator.
 
     With ``m = mean(x)``, ``v = mean((x - m)^2)`` over the last dimension and ``k = g / sqrt(v + epsilon)``::
@@ -247,42 +242,45 @@ def collapse_affine_norm(editor: Editor, root: onnx.NodeProto) -> None:
     editor.become(norm.last, "LayerNormalization", inputs, attributes, inner=norm.inner)
 
 
-def _match(editor: Editor, root: onnx.NodeProto) -> _Norm | None:
+def _match(editor: Editor, root: ir.Node) -> _Norm | None:
     """The norm around a Sqrt, None if there is none."""
     spread = _spread(editor, root)
-    inverse = _only(editor.readers_of(root.output[0], "Reciprocal", "Div"))
-    if spread is None or inverse is None or (inverse.op_type == "Div" and editor.scalar(inverse.input[0]) != 1.0):
+    inverse = _only(editor.readers_of(root.outputs[0], "Reciprocal", "Div"))
+    if spread is None or inverse is None or (inverse.op_type == "Div" and editor.scalar(inverse.inputs[0]) != 1.0):
         return None
     x, mean, epsilon, inner = spread
-    factor = _only(editor.readers_of(inverse.output[0], "Mul"))
-    scale = None if factor is None else other_operand(factor, inverse.output[0])
+    factor = _only(editor.readers_of(inverse.outputs[0], "Mul"))
+    scale = None if factor is None else other_operand(factor, inverse.outputs[0])
     if factor is None or scale is None:
         return None
-    products = {other_operand(node, factor.output[0]): node for node in editor.readers_of(factor.output[0], "Mul")}
-    scaled, moved = products.get(x), products.get(mean.output[0])
+    products = {other_operand(node, factor.outputs[0]): node for node in editor.readers_of(factor.outputs[0], "Mul")}
+    scaled, moved = products.get(x), products.get(mean.outputs[0])
     if len(products) != 2 or scaled is None or moved is None:
         return None
-    rest = _only(editor.readers_of(moved.output[0], "Sub"))
-    last = _only(editor.readers_of(scaled.output[0], "Add"))
-    if rest is None or last is None or rest.input[1] != moved.output[0]:
+    rest = _only(editor.readers_of(moved.outputs[0], "Sub"))
+    last = _only(editor.readers_of(scaled.outputs[0], "Add"))
+    if rest is None or last is None or rest.inputs[1] is not moved.outputs[0]:
         return None
-    if other_operand(last, scaled.output[0]) != rest.output[0]:
+    if other_operand(last, scaled.outputs[0]) is not rest.outputs[0]:
         return None
     nodes = (*inner, root, inverse, factor, scaled, moved, rest)
-    return _Norm(x, scale, rest.input[0], epsilon, nodes, last)
+    return _Norm(x, scale, operand(rest, 0), epsilon, nodes, last)
 
 
-def _spread(
-    editor: Editor, root: onnx.NodeProto
-) -> tuple[str, onnx.NodeProto, float, tuple[onnx.NodeProto, ...]] | None:
+def _spread(editor: Editor, root: ir.Node) -> tuple[ir.Value, ir.Node, float, tuple[ir.Node, ...]] | None:
     """``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
     spread = _mean_square(editor, root)
     minus = None if spread is None else editor.producer(spread.value, "Sub")
     if spread is None or minus is None:
         return None
-    for x, centre in (tuple(minus.input), tuple(minus.input)[::-1]):
+    for x, centre in (tuple(minus.inputs), tuple(minus.inputs)[::-1]):
         mean = editor.producer(centre, "ReduceMean")
-        if mean is not None and mean.input[0] == x and mean_axes(editor, mean) == spread.axes == (-1,):
+        if (
+            x is not None
+            and mean is not None
+            and mean.inputs[0] is x
+            and mean_axes(editor, mean) == spread.axes == (-1,)
+        ):
             return x, mean, spread.epsilon, (mean, minus, *spread.nodes)
     return None
 
@@ -290,10 +288,10 @@ def _spread(
 def _check(editor: Editor, norm: _Norm) -> None:
     editor.require_float32(norm.x)
     width = (editor.dims(norm.x) or (None,))[-1]
-    for name in (norm.scale, norm.shift):
-        tensor = editor.constant(name)
+    for value in (norm.scale, norm.shift):
+        tensor = editor.constant(value)
         if tensor is None or width is None or list(tensor.dims) != [width]:
-            raise NotCollapsibleError(f"'{name}' is not a constant vector of the last dimension")
+            raise NotCollapsibleError(f"'{value.name}' is not a constant vector of the last dimension")
     if width == 1:  # which runtimes before 1.24 do not run
         raise NotCollapsibleError("it is over a single element")
     editor.require_closed(norm.inner, norm.last)
@@ -308,7 +306,7 @@ def _only(found: list[T]) -> T | None:
     did="norms in arithmetic are spelled as the runtime knows them",
     stays="norms stay in a spelling that it does not know",
 )
-def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
+def spell_norm(editor: Editor, root: ir.Node) -> None:
     """A norm in arithmetic, in the spelling that the runtime makes an operator from.
 
     Where the operator set has no operator for a norm (before 17 for LayerNormalization, before 23 for
@@ -336,17 +334,17 @@ def spell_norm(editor: Editor, root: onnx.NodeProto) -> None:
     editor.require_closed(norm.inner, norm.last)
     for product in products:
         two = editor.add_constant(np.array(2.0, np.float32), f"{product.name}_two")
-        editor.rewrite(product, "Pow", [product.input[0], two])
+        editor.rewrite(product, "Pow", [product.inputs[0], two])
     for inverse in inverses:
-        divided = other_operand(norm.last, inverse.output[0])
+        divided = other_operand(norm.last, inverse.outputs[0])
         editor.drop([inverse], norm.last.name)
-        editor.rewrite(norm.last, "Div", [divided or norm.x, root.output[0]])
+        editor.rewrite(norm.last, "Div", [divided or norm.x, root.outputs[0]])
     editor.done += 1
 
 
 def _is_scaled(editor: Editor, norm: Norm) -> bool:
     """Whether the norm is over the last dimension, with a constant vector as its scale."""
-    output = norm.last.output[0]
+    output = norm.last.outputs[0]
     scales = editor.readers_of(output, "Mul") if editor.is_private(output) else []
-    scale = editor.constant(other_operand(scales[0], output) or "") if scales else None
+    scale = editor.constant(other_operand(scales[0], output)) if scales else None
     return norm.axes == (-1,) and scale is not None and len(scale.dims) == 1

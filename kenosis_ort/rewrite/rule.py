@@ -11,24 +11,20 @@ flow, no graph output, no value that the caller names. Only then may the inner n
 pattern stays in its place, under its name and with the name of its output, and becomes the new operator.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.opset import RewriteResult
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of, reserve_name
+from kenosis_ort.graph.constants import HasOperator
+from kenosis_ort.graph.live import Attributes, LiveGraph, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of
 
 FloatArray = npt.NDArray[np.float64]
-Attribute = int | float | Sequence[int]
-Attributes = Mapping[str, Attribute]
 
 PADDED: Final = "_padded"
 """Stands behind the names of values and weights that a rewrite gives another shape."""
@@ -36,6 +32,29 @@ PADDED: Final = "_padded"
 _SHOWN = 3
 _PICTURE_RANK = 4
 _FLOAT32 = onnx.TensorProto.FLOAT
+
+
+@dataclass(frozen=True)
+class RewriteResult:
+    """What a float rewrite did.
+
+    Attributes:
+        notes: Sentences for the report.
+        merged: For each node that is gone, the name of the node that now does its work ("" for none).
+    """
+
+    notes: tuple[str, ...] = ()
+    merged: dict[str, str] = field(default_factory=dict)
+
+
+class Rewrite(Protocol):
+    """A rewrite that leaves the float model's outputs unchanged; see the modules of ``rewrite/``."""
+
+    __name__: str
+
+    def __call__(self, model: onnx.ModelProto, *, keep_values: Collection[str]) -> RewriteResult:
+        """Changes ``model`` in place; values named in ``keep_values`` keep existing with their meaning."""
+        ...
 
 
 class NotCollapsibleError(Exception):
@@ -86,20 +105,27 @@ class Rule:
             setattr(self, name, getattr(change, name))
 
     def __call__(
-        self, model: onnx.ModelProto, *, keep_values: Collection[str] = (), nodes: Collection[str] | None = None
+        self,
+        model: "onnx.ModelProto | Editor",
+        *,
+        keep_values: Collection[str] = (),
+        nodes: Collection[str] | None = None,
     ) -> RewriteResult:
         """Applies the rule to a model, in place.
 
         Args:
-            model: The model, its nodes named, its types and shapes inferred.
+            model: The model, its nodes named, its types and shapes inferred; or the editor of one, for a row of rules,
+                behind which `LiveGraph.write` is to be called.
             keep_values: Values that must keep existing with their meaning.
             nodes: Names of the nodes that may change; None for all of them.
         """
         named = None if nodes is None else frozenset(nodes)
-        found = (named is None or n.name in named for n in model.graph.node if _is_one_of(n, self.operators))
-        if (self.operators and not any(found)) or (self.least_opset and opset_of(model) < self.least_opset):
+        proto, present = (model.proto, model.graph) if isinstance(model, Editor) else (model, model.graph.node)
+        found = (named is None or n.name in named for n in present if _is_one_of(n, self.operators))
+        if (self.operators and not any(found)) or (self.least_opset and opset_of(proto) < self.least_opset):
             return RewriteResult()
-        editor = Editor(model, keep_values, named)
+        editor = model if isinstance(model, Editor) else Editor(model)
+        editor.open_book(keep_values, named)
         if self.whole:
             self.change(editor)
         else:
@@ -110,7 +136,10 @@ class Rule:
                         self.change(editor, node)
                     except NotCollapsibleError as reason:
                         editor.refuse(node, reason)
-        return editor.finish(self.did, self.stays)
+        result = editor.close_book(self.did, self.stays)
+        if editor is not model:
+            editor.write()
+        return result
 
 
 def rule(
@@ -120,142 +149,107 @@ def rule(
     return lambda change: Rule(change, operators, did, stays, least_opset=least_opset, whole=whole, backwards=backwards)
 
 
-def _is_one_of(node: onnx.NodeProto, operators: Collection[str]) -> bool:
+def _is_one_of(node: HasOperator, operators: Collection[str]) -> bool:
     return node.op_type in operators and (
         node.domain in MAIN_DOMAINS or known_as(node.domain, node.op_type) in operators
     )
 
 
-class Editor(GraphIndex):
-    """One rule's view of a model: the index of its nodes, types and shapes, edits, and the book of what was done.
+class Editor(LiveGraph):
+    """A model under rules: look-ups, edits, checks, and the book of what the present rule did.
 
     Args:
-        model: The model to change, its nodes named, its types and shapes inferred.
-        keep_values: Values that must keep existing with their meaning.
-        named: Names of the nodes that may change; None for all of them.
+        proto: The model, its nodes named, its types and shapes inferred.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, keep_values: Collection[str] = (), named: Collection[str] | None = None
-    ) -> None:
-        super().__init__(model, keep_values)
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        super().__init__(proto)
+        self.open_book((), None)
+
+    def open_book(self, keep_values: Collection[str], named: Collection[str] | None) -> None:
+        """Begins a rule.
+
+        Args:
+            keep_values: Values that must keep existing with their meaning.
+            named: Names of the nodes that may change; None for all of them.
+        """
+        self.begin(keep_values)
         self.merged: dict[str, str] = {}
         self.notes: list[str] = []
         self.done = 0
         self._named = named
         self._refused: dict[str, str] = {}
-        self._open()
-
-    def _open(self) -> None:
-        graph = self.graph
-        self._types = {v.name: v.type.tensor_type for v in (*graph.input, *graph.value_info, *graph.output)}
-        self._taken = {node.name for node in self.nodes}
-        self._own = {id(node) for node in self.nodes}  # which the index holds
-        self._before: dict[str, list[onnx.NodeProto]] = {}
-        self._behind: dict[str, list[onnx.NodeProto]] = {}
 
     def reopen(self) -> None:
-        """Indexes the model again, after something else than the editor changed it."""
-        self._refused.clear()
-        self.__dict__.pop("opset", None)
-        super().__init__(self.model, self.keep_values)
-        self._open()
+        """Reads the protobuf again, after something else than the editor changed it."""
+        super().reopen()
+        self._refused = {}
 
     # -- look-ups -----------------------------------------------------------------------------------------------
 
-    @cached_property
-    def opset(self) -> int:
-        """The version of the main operator set."""
-        return opset_of(self.model)
-
-    def find(self, *operators: str) -> list[onnx.NodeProto]:
+    def find(self, *operators: str) -> list[ir.Node]:
         """The main graph's nodes of these operators, in order."""
         return [node for node in self.nodes if _is_one_of(node, operators)]
 
-    def may_change(self, node: onnx.NodeProto) -> bool:
+    def may_change(self, node: ir.Node) -> bool:
         """Whether the caller lets the node change."""
-        return self._named is None or node.name in self._named
+        return self.lets_change(node.name)
 
-    def is_gone(self, node: onnx.NodeProto) -> bool:
+    def lets_change(self, name: str | None) -> bool:
+        """Whether the caller lets the node of a name change."""
+        return self._named is None or name in self._named
+
+    def is_gone(self, node: ir.Node) -> bool:
         """Whether the node went into another one."""
-        return node.name in self.merged
+        return node.graph is not self.graph
 
-    def producer(self, value: str, *operators: str) -> onnx.NodeProto | None:
+    def producer(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
         """The node that computes the value, if it is one of these operators."""
-        node = self.producers.get(value)
+        node = None if value is None else value.producer()
         return node if node is not None and _is_one_of(node, operators) else None
 
-    def readers_of(self, value: str, *operators: str) -> list[onnx.NodeProto]:
+    def readers_of(self, value: ir.Value, *operators: str) -> list[ir.Node]:
         """The nodes of these operators that read the value, each once."""
-        found = {id(n): n for n in self.readers.get(value, ())}
+        found = {id(node): node for node in self.readers(value)}
         return [node for node in found.values() if _is_one_of(node, operators)]
 
-    def array(self, value: str) -> npt.NDArray[np.generic] | None:
-        """The content of a constant, None if the value is not constant."""
-        tensor = self.constant(value)
-        return None if tensor is None else array_in(tensor)
-
-    def scalar(self, value: str) -> float | None:
+    def scalar(self, value: ir.Value | None) -> float | None:
         """The one finite number that a constant holds, whatever its rank; None if it is something else."""
         tensor = self.constant(value)
-        if tensor is None or any(dim != 1 for dim in tensor.dims):
-            return None
-        number = float(array_in(tensor).reshape(-1)[0])
-        return number if np.isfinite(number) else None
-
-    def rank(self, value: str) -> int | None:
-        """The rank of a value, None if it is not known."""
-        shape = self.symbols(value)
-        return None if shape is None else len(shape)
-
-    def dims(self, value: str) -> tuple[int | None, ...] | None:
-        """The shape of a value with None for dimensions that are not known, None without a rank."""
-        shape = self.symbols(value)
-        return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
-
-    def symbols(self, value: str) -> tuple[int | str | None, ...] | None:
-        """The shape of a value with names for open dimensions, None for those that are not known at all."""
-        tensor = self._types.get(value)
-        if tensor is None or not tensor.HasField("shape"):
-            return None
-        return tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
-
-    def element_type(self, value: str) -> int | None:
-        """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
-        tensor = self._types.get(value)
-        return tensor.elem_type if tensor is not None and tensor.elem_type else None
+        array = self.array(value) if tensor is not None and all(dim == 1 for dim in tensor.dims) else None
+        number = None if array is None else float(array.reshape(-1)[0])
+        return number if number is not None and np.isfinite(number) else None
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def require_float32(self, value: str) -> None:
+    def require_float32(self, value: ir.Value) -> None:
         """Raises where the value is not known to be float32, the type that the collapsed operators are fast in."""
         if self.element_type(value) != _FLOAT32:
-            raise NotCollapsibleError(f"'{value}' is not known to be float32")
+            raise NotCollapsibleError(f"'{value.name}' is not known to be float32")
 
-    def require_private(self, value: str) -> None:
+    def require_private(self, value: ir.Value) -> None:
         """Raises where more than one node of the main graph needs the value."""
         if not self.is_private(value):
-            raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+            raise NotCollapsibleError(f"'{value.name}' is needed elsewhere")
 
-    def require_closed(
-        self, inner: Collection[onnx.NodeProto], last: onnx.NodeProto, *, save: Collection[onnx.NodeProto] = ()
-    ) -> None:
+    def require_closed(self, inner: Collection[ir.Node], last: ir.Node, *, save: Collection[ir.Node] = ()) -> None:
         """Raises where something outside the pattern, ``save`` some nodes, needs what an inner node computes."""
         members = {id(node) for node in (*inner, last, *save)}
         for node in inner:
-            for value in node.output:
-                outside = any(id(reader) not in members for reader in self.readers.get(value, ()))
-                if value and (outside or self.is_pinned(value)):
-                    raise NotCollapsibleError(f"'{value}' is needed elsewhere")
+            for value in node.outputs:
+                outside = any(id(reader) not in members for reader in self.readers(value))
+                if value.name and (outside or self.is_pinned(value)):
+                    raise NotCollapsibleError(f"'{value.name}' is needed elsewhere")
 
-    def require_no_growth(self, value: str, constants: Collection[str]) -> None:
+    def require_no_growth(self, value: ir.Value, constants: Iterable[ir.Value | None]) -> None:
         """Raises where a constant operand may give the result more dimensions than ``value`` has."""
-        most = max((len(self.constants[name].dims) for name in constants), default=0)
+        tensors = [self.constant(operand) for operand in constants]
+        most = max((len(tensor.dims) for tensor in tensors if tensor is not None), default=0)
         rank = self.rank(value)
         if most and (rank is None or rank < most):
-            raise NotCollapsibleError(f"a constant has more dimensions than '{value}' is known to have")
+            raise NotCollapsibleError(f"a constant has more dimensions than '{value.name}' is known to have")
 
-    def picture(self, value: str) -> Picture:
+    def picture(self, value: ir.Value) -> Picture:
         """The shape of a float32 value of four dimensions.
 
         Raises:
@@ -264,140 +258,37 @@ class Editor(GraphIndex):
         self.require_float32(value)
         dims = self.dims(value)
         if dims is None:
-            raise NotCollapsibleError(f"the rank of '{value}' is not known")
+            raise NotCollapsibleError(f"the rank of '{value.name}' is not known")
         if len(dims) != _PICTURE_RANK:
-            raise NotCollapsibleError(f"'{value}' has {len(dims)} dimensions, not {_PICTURE_RANK}")
+            raise NotCollapsibleError(f"'{value.name}' has {len(dims)} dimensions, not {_PICTURE_RANK}")
         if 0 in dims[1:]:
-            raise NotCollapsibleError(f"'{value}' is empty")
+            raise NotCollapsibleError(f"'{value.name}' is empty")
         return Picture(*dims[1:])
 
     # -- edits --------------------------------------------------------------------------------------------------
 
     def become(
         self,
-        node: onnx.NodeProto,
+        node: ir.Node,
         operator: str,
-        inputs: Sequence[str],
+        inputs: Sequence[ir.Value | None],
         attributes: Attributes | None = None,
         *,
-        inner: Iterable[onnx.NodeProto] = (),
+        inner: Iterable[ir.Node] = (),
         domain: str = "",
     ) -> None:
         """Turns the last node of a pattern into ``operator``, in its place; ``inner`` goes. Counts as one change."""
-        self.drop(inner, node.name)
+        self.drop(inner, node.name or "")
         self.rewrite(node, operator, inputs, attributes, domain=domain)
         self.done += 1
 
-    def drop(self, nodes: Iterable[onnx.NodeProto], survivor: str = "") -> None:
+    def drop(self, nodes: Iterable[ir.Node], survivor: str | None = "") -> None:
         """Takes nodes out whose work another node does now, "" for none."""
         for node in nodes:
             self.remove(node)
-            self.merged[node.name] = survivor
+            self.merged[node.name or ""] = survivor or ""
 
-    def rewrite(
-        self,
-        node: onnx.NodeProto,
-        operator: str,
-        inputs: Sequence[str],
-        attributes: Attributes | None = None,
-        *,
-        domain: str = "",
-    ) -> None:
-        """Makes a node another operator that reads ``inputs`` and writes the same value."""
-        for value in node.input:
-            if value:
-                self.release(node, value)
-        del node.input[:]
-        node.input.extend(inputs)
-        for value in inputs:
-            self.readers.setdefault(value, []).append(node)
-        del node.attribute[:]
-        node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in (attributes or {}).items())
-        node.op_type, node.domain = operator, domain
-        if domain and domain not in {entry.domain for entry in self.model.opset_import}:
-            self.model.opset_import.add(domain=domain, version=1)
-
-    def read(self, node: onnx.NodeProto, position: int, value: str) -> None:
-        """Makes a node read another value in the place of one that it reads."""
-        old, node.input[position] = node.input[position], value
-        self.readers.setdefault(value, []).append(node)
-        self.release(node, old)
-
-    def add_constant(self, array: npt.ArrayLike, base: str) -> str:
-        """Stores a new constant; returns its name."""
-        name = self.fresh_name(base)
-        self.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
-        self.constants[name] = self.graph.initializer[-1]
-        return name
-
-    def store_array(self, node: onnx.NodeProto, position: int, array: npt.NDArray[np.generic], suffix: str) -> None:
-        """Makes an array the node's constant input at ``position``, see `store_constant`.
-
-        Args:
-            node: The node.
-            position: Of the input, which it may not have yet.
-            array: The content.
-            suffix: Stands behind the name of the present constant where the new one needs a name of its own.
-        """
-        base = node.input[position] if position < len(node.input) else ""
-        self.store_constant(node, position, onnx.numpy_helper.from_array(np.ascontiguousarray(array)), base + suffix)
-
-    def insert_before(
-        self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], *, output: str = "", **attributes: Attribute
-    ) -> str:
-        """Puts a new node in front of a node, which does not read it yet; returns the value that it writes.
-
-        Args:
-            node: The node; of several new ones in front of it, the last is the nearest.
-            operator: The operator, of the default domain.
-            inputs: What it reads.
-            output: What it writes; a new value by default.
-            attributes: Its attributes.
-        """
-        new = self._new(node, operator, inputs, output)
-        new.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
-        self._before.setdefault(node.name, []).append(new)
-        return str(new.output[0])
-
-    def insert_split(self, node: onnx.NodeProto, value: str, count: int) -> list[str]:
-        """Puts a Split of a value's last dimension into equal parts in front of a node; returns the parts."""
-        first = self.insert_before(node, "Split", [value], axis=-1, num_outputs=count)
-        split = self.producers[first]
-        for _ in range(count - 1):
-            split.output.append(self.fresh_name(f"{split.name}_output"))
-            self.producers[split.output[-1]] = split
-        return list(split.output)
-
-    def insert_behind(self, node: onnx.NodeProto, operator: str, *operands: str) -> None:
-        """Gives the output of a node to a new node, which reads what the node computes now and the operands."""
-        value, output = self.take_output(node)
-        self.append_behind(node, operator, [value, *operands], output=output)
-
-    def take_output(self, node: onnx.NodeProto) -> tuple[str, str]:
-        """Makes a node write a new value; returns that and the one it wrote, which another node has to write now."""
-        output, value = node.output[0], self.fresh_name(f"{node.name}_output")
-        node.output[0] = value
-        self.producers.pop(output)
-        self.producers[value] = node
-        return value, output
-
-    def append_behind(self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], *, output: str = "") -> str:
-        """Puts a new node behind a node and those already put there; returns the value that it writes."""
-        new = self._new(node, operator, inputs, output)
-        self._behind.setdefault(node.name, []).append(new)
-        return str(new.output[0])
-
-    def _new(self, node: onnx.NodeProto, operator: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
-        """A new node, known to the index and called after another one."""
-        output = output or self.fresh_name(f"{node.name}_{operator}_output")
-        name = reserve_name(f"{node.name}_{operator}", self._taken)
-        new = onnx.helper.make_node(operator, inputs, [output], name=name)
-        for value in inputs:
-            self.readers.setdefault(value, []).append(new)
-        self.producers[output] = new
-        return new
-
-    def drop_unread(self, values: Collection[str], survivor: str) -> None:
+    def drop_unread(self, values: Iterable[ir.Value | None], survivor: str | None) -> None:
         """Removes the nodes of which nothing is read any more, from some values upwards.
 
         Args:
@@ -406,28 +297,24 @@ class Editor(GraphIndex):
         """
         waiting = list(values)
         while waiting:
-            node = self.producers.get(waiting.pop())
-            if node is None or node.name in self.merged or id(node) not in self._own:
+            value = waiting.pop()
+            node = None if value is None else value.producer()
+            if node is None or node.graph is not self.graph or self.is_new(node):
                 continue
-            if any(self.readers.get(value) or self.is_pinned(value) for value in node.output if value):
+            if any(output.uses() or self.is_pinned(output) for output in node.outputs if output.name):
                 continue
-            waiting += [name for name in node.input if name]
+            waiting += node.inputs
             self.drop([node], survivor)
 
     # -- the book -----------------------------------------------------------------------------------------------
 
-    def refuse(self, node: onnx.NodeProto, reason: str | NotCollapsibleError) -> None:
+    def refuse(self, node: ir.Node, reason: str | NotCollapsibleError) -> None:
         """Notes that a near match ending or beginning at ``node`` stays, and why."""
-        self._refused.setdefault(node.name, str(reason))
+        self._refused.setdefault(node.name or "", str(reason))
 
-    def finish(self, did: str, stays: str) -> RewriteResult:
-        """Commits the edits and returns the result, see `Rule` for the two texts."""
-        self.commit()
-        if self._before or self._behind:
-            ordered: list[onnx.NodeProto] = []
-            for node in self.graph.node:
-                ordered += [*self._before.get(node.name, ()), node, *self._behind.get(node.name, ())]
-            replace_nodes(self.graph, ordered)
+    def close_book(self, did: str, stays: str) -> RewriteResult:
+        """Ends a rule and returns its result, see `Rule` for the two texts."""
+        self.settle()
         notes = [*self.notes, *([f"{self.done} {did}."] if self.done else [])]
         refused = {name: reason for name, reason in self._refused.items() if name not in self.merged}
         if refused:
@@ -442,8 +329,20 @@ class Editor(GraphIndex):
         return name
 
 
-def other_operand(node: onnx.NodeProto, value: str) -> str | None:
+def other_operand(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
     """The operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
-    if len(node.input) != 2 or (node.input[0] == value) == (node.input[1] == value):
+    if len(node.inputs) != 2 or (node.inputs[0] is value) == (node.inputs[1] is value):
         return None
-    return str(node.input[1] if node.input[0] == value else node.input[0])
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+def operand(node: ir.Node, position: int) -> ir.Value:
+    """An input that the operator cannot do without.
+
+    Raises:
+        NotCollapsibleError: The node has none there.
+    """
+    value = optional(node, position)
+    if value is None:
+        raise NotCollapsibleError(f"it lacks its input {position}")
+    return value

@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.opset import Rewrite, prepare
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
+from kenosis_ort.rewrite.prepare import prepare
+from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import planning

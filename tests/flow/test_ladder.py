@@ -164,7 +164,7 @@ def test_a_rewrite_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_rewrite_that_is_wrong_is_not_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rewritten model is compared with the model as it came, not with itself."""
-    from kenosis_ort.graph.opset import RewriteResult
+    from kenosis_ort.rewrite.rule import RewriteResult
 
     def collapse_clip(proto: onnx.ModelProto, **_: Any) -> RewriteResult:
         for node in proto.graph.node:

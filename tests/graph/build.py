@@ -10,7 +10,8 @@ import onnx
 import onnx.checker
 import onnxruntime
 
-from kenosis_ort.graph.opset import PreparedModel, Rewrite, prepare
+from kenosis_ort.rewrite.prepare import PreparedModel, prepare
+from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.planning import parse
 

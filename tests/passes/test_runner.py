@@ -11,10 +11,10 @@ import pytest
 
 from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.opset import PreparedModel
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import PassRunner
+from kenosis_ort.rewrite.prepare import PreparedModel
 from tests import models
 
 MODEL = models.bn_net()

@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import Planner, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.profile import CostTable, KernelCost, Work
 from tests import models

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.graph.opset import prepare
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.work import _CLASSES, conv_work, linear_work, work_of
 from kenosis_ort.targets.profile import Work

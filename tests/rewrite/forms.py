@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.graph.opset import PreparedModel
+from kenosis_ort.rewrite.prepare import PreparedModel
 from tests import planning
 from tests.graph.build import ready, run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx
 
+from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite import FLOAT_FORMS
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
 from tests.graph.build import ready, steps
@@ -12,11 +13,11 @@ from tests.rewrite.forms import ops
 
 
 @rule("Abs", "Neg", did="nodes became Relu", stays="nodes stay", least_opset=13)
-def to_relu(editor: Editor, node: onnx.NodeProto) -> None:
+def to_relu(editor: Editor, node: ir.Node) -> None:
     """Turns what is not called odd into Relu."""
     if node.name == "odd":
         raise NotCollapsibleError("it is odd")
-    editor.become(node, "Relu", list(node.input))
+    editor.become(node, "Relu", list(node.inputs))
 
 
 def net(opset: int = 17) -> onnx.ModelProto:

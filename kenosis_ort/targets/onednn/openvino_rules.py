@@ -13,8 +13,6 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-import onnx
-import onnx.helper
 
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
@@ -46,18 +44,18 @@ def hold_apart(editor: Editor) -> None:
     Not changed: anything on processors without tiles, which compute the epilogue at full speed; sums of more elements
     than fit the processor's second cache as float32, whose pass would cost more; sums that others need as well.
     """
-    least = ""
+    least: ir.Value | None = None
     for conv in editor.find("Conv") if has_matrix_tiles() else ():
-        value = conv.output[0]
-        readers, dims = list(editor.readers.get(value, ())), editor.dims(value)
+        value = conv.outputs[0]
+        readers, dims = editor.readers(value), editor.dims(value)
         if not any(reader.op_type in SLOW_IN_KERNEL for reader in readers) or dims is None or None in dims[1:]:
             continue
         elements = math.prod(size or 0 for size in dims[1:])  # of an image
         if not editor.may_change(conv) or editor.is_pinned(value) or not 0 < elements <= _MOST_ELEMENTS:
             continue
         least = least or editor.add_constant(np.array(np.finfo(np.float32).min, np.float32), "least_number")
-        apart = editor.append_behind(conv, "Max", [value, least], output=editor.fresh_name(f"{value}_apart"))
-        _redirect(editor, readers, value, apart)
+        apart = ir.Value(name=editor.fresh_name(f"{value.name}_apart"))
+        _redirect(editor, readers, value, editor.append_behind(conv, "Max", [value, least], output=apart))
         editor.done += 1
 
 
@@ -73,40 +71,37 @@ def share_subsampling(editor: Editor) -> None:
     Not changed: padded Convs, readers of other strides, values that others read too.
     """
     for node in editor.nodes:
-        for value in node.output:
-            readers = list(editor.readers.get(value, ()))
+        for value in node.outputs:
+            readers = editor.readers(value)
             strides = {_strides(reader, value) if editor.may_change(reader) else () for reader in readers}
             step = strides.pop() if len(strides) == 1 else ()
             if not step or editor.is_pinned(value):
                 continue
-            apart = editor.append_behind(node, "MaxPool", [value], output=editor.fresh_name(f"{value}_subsampled"))
-            window = {"kernel_shape": [1] * len(step), "strides": step}
-            pool = editor.producers[apart]
-            pool.attribute.extend(onnx.helper.make_attribute(name, sizes) for name, sizes in window.items())
+            apart = ir.Value(name=editor.fresh_name(f"{value.name}_subsampled"))
+            ones = (1,) * len(step)
+            editor.append_behind(node, "MaxPool", [value], output=apart, kernel_shape=ones, strides=step)
             _redirect(editor, readers, value, apart)
             for reader in readers:
-                next(a for a in reader.attribute if a.name == "strides").ints[:] = [1] * len(step)
+                editor.set_attribute(reader, "strides", ones)
             editor.done += 1
 
 
-def _redirect(editor: Editor, readers: Iterable[onnx.NodeProto], value: str, to: str) -> None:
+def _redirect(editor: Editor, readers: Iterable[ir.Node], value: ir.Value, to: ir.Value) -> None:
     """Makes nodes read another value."""
-    for reader in {id(reader): reader for reader in readers}.values():
-        for position in [at for at, read in enumerate(reader.input) if read == value]:
+    for reader in readers:
+        for position in [at for at, read in enumerate(reader.inputs) if read is value]:
             editor.read(reader, position, to)
 
 
-def _strides(node: onnx.NodeProto, value: str) -> tuple[int, ...]:
+def _strides(node: ir.Node, value: ir.Value) -> tuple[int, ...]:
     """The strides of a pointwise Conv over a value, empty for another node and for one without strides."""
-    found = {a.name: a for a in node.attribute}
-    if node.op_type != "Conv" or list(node.input).count(value) != 1 or node.input[0] != value:
+    if node.op_type != "Conv" or node.inputs.count(value) != 1 or node.inputs[0] is not value:
         return ()
-    kernel, strides = found.get("kernel_shape"), found.get("strides")
-    if kernel is None or strides is None or any(k != 1 for k in kernel.ints) or all(s == 1 for s in strides.ints):
+    kernel, strides, pads = (node.attributes.get_ints(name, ()) for name in ("kernel_shape", "strides", "pads"))
+    if not kernel or any(size != 1 for size in kernel) or all(step == 1 for step in strides):
         return ()
-    padded = "pads" in found and any(found["pads"].ints)
-    automatic = found["auto_pad"].s not in (b"", b"NOTSET", b"VALID") if "auto_pad" in found else False
-    return () if padded or automatic else tuple(strides.ints)
+    automatic = node.attributes.get_string("auto_pad", "") not in ("", "NOTSET", "VALID")
+    return () if any(pads) or automatic else tuple(strides)
 
 
 _WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)

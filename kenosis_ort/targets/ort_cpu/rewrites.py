@@ -1,17 +1,16 @@
 """Rewrites for the tiles of ONNX Runtime's integer kernels on x86-64."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
+from kenosis_ort.graph.live import further_outputs, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.clips import Axis, window_attributes, window_axes
-from kenosis_ort.rewrite.rule import PADDED, Editor, NotCollapsibleError, rule
+from kenosis_ort.rewrite.rule import PADDED, Editor, NotCollapsibleError, operand, rule
 
 _LARGEST_WINDOW = 25
 
@@ -21,7 +20,7 @@ _LARGEST_WINDOW = 25
     did="Convs over few channels read a multiple of 4 of them",
     stays="Convs over few channels keep their odd channel count",
 )
-def pad_stem_channels(editor: Editor, conv: onnx.NodeProto) -> None:
+def pad_stem_channels(editor: Editor, conv: ir.Node) -> None:
     """Channels of a picture rounded up to a multiple of 4 in front of a stem Conv.
 
     A Conv does not see channels of zeros, and weights of zero do not see what they read. With ``C'`` the next multiple
@@ -41,18 +40,18 @@ def pad_stem_channels(editor: Editor, conv: onnx.NodeProto) -> None:
     """
     if not is_over_few_channels(editor, conv):
         return
-    weights = editor.array(conv.input[1])
+    weights = editor.array(conv.inputs[1])
     if weights is None:
         raise NotCollapsibleError("its weights are not constant")
-    editor.picture(conv.input[0])
+    editor.picture(operand(conv, 0))
     window = int(np.prod(weights.shape[2:]))
     if not 1 < window <= _LARGEST_WINDOW:
         raise NotCollapsibleError(f"its window has {window} elements")
     extra = -weights.shape[1] % MULTIPLE_OF_STEM
     zeros = np.zeros((weights.shape[0], extra, *weights.shape[2:]), weights.dtype)
-    editor.store_array(conv, 1, np.concatenate((weights, zeros), axis=1), PADDED)
+    _store(editor, conv, 1, np.concatenate((weights, zeros), axis=1), PADDED)
     pads = editor.add_constant(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), f"{conv.name}_pads")
-    editor.read(conv, 0, editor.insert_before(conv, "Pad", [conv.input[0], pads]))
+    editor.read(conv, 0, editor.insert_before(conv, "Pad", [conv.inputs[0], pads]))
     editor.done += 1
 
 
@@ -70,7 +69,7 @@ _LARGEST_GROWTH = 2
     did="strided Convs over few channels became SpaceToDepth and a Conv of stride 1",
     stays="strided Convs over few channels stay",
 )
-def space_to_depth_stem(editor: Editor, conv: onnx.NodeProto) -> None:
+def space_to_depth_stem(editor: Editor, conv: ir.Node) -> None:
     """A strided stem Conv over few channels as SpaceToDepth and a Conv of stride 1.
 
     Let the Conv have stride ``b`` along height and width, kernel ``kh x kw``, ``p`` rows of zeros above the picture and
@@ -102,31 +101,31 @@ def space_to_depth_stem(editor: Editor, conv: onnx.NodeProto) -> None:
     double, a type other than float32, heights or widths that are unknown or no multiple of ``b``. Convs over a multiple
     of 4 or over 8 channels and more are no stems.
     """
-    strides = attribute(conv, "strides")
-    if strides is None or max(strides.ints) == 1 or not is_over_few_channels(editor, conv):
+    strides = conv.attributes.get_ints("strides", ())
+    if max(strides, default=1) == 1 or not is_over_few_channels(editor, conv):
         return
     weights, height, width = _check(editor, conv)
     _apply(editor, conv, weights, height, width)
 
 
-def is_over_few_channels(editor: Editor, conv: onnx.NodeProto) -> bool:
+def is_over_few_channels(editor: Editor, conv: ir.Node) -> bool:
     """Whether a Conv without groups reads so few channels, and such a number of them, that int8 is slow.
 
     One whose weights are not constant counts as such.
     """
-    weights = editor.constant(conv.input[1])
-    if attribute_int(conv, "group", 1) != 1:
+    weights = editor.constant(conv.inputs[1])
+    if conv.attributes.get_int("group", 1) != 1:
         return False
     if weights is None or len(weights.dims) != _PICTURE_RANK:
         return weights is None
     return bool(weights.dims[1] < _STEM_CHANNELS and weights.dims[1] % MULTIPLE_OF_STEM)
 
 
-def _check(editor: Editor, conv: onnx.NodeProto) -> tuple[npt.NDArray[np.generic], Axis, Axis]:
-    weights = editor.array(conv.input[1])
+def _check(editor: Editor, conv: ir.Node) -> tuple[npt.NDArray[np.generic], Axis, Axis]:
+    weights = editor.array(conv.inputs[1])
     if weights is None:
         raise NotCollapsibleError("its weights are not constant")
-    picture = editor.picture(conv.input[0])
+    picture = editor.picture(operand(conv, 0))
     height, width = window_axes(conv, weights.shape[2:], picture)
     block = height.stride
     if block != width.stride or block not in _BLOCKS:
@@ -134,7 +133,7 @@ def _check(editor: Editor, conv: onnx.NodeProto) -> tuple[npt.NDArray[np.generic
     if any(axis.dilation != 1 and axis.kernel > 1 for axis in (height, width)):
         raise NotCollapsibleError("it is dilated")
     if picture.height is None or picture.width is None:
-        raise NotCollapsibleError(f"height and width of '{conv.input[0]}' are not known")
+        raise NotCollapsibleError(f"height and width of '{operand(conv, 0).name}' are not known")
     if picture.height % block or picture.width % block:
         raise NotCollapsibleError(f"{picture.height} x {picture.width} is no multiple of its stride")
     new_size = _phases(height)[0].kernel * _phases(width)[0].kernel * block * block
@@ -143,7 +142,7 @@ def _check(editor: Editor, conv: onnx.NodeProto) -> tuple[npt.NDArray[np.generic
     return weights, height, width
 
 
-def _apply(editor: Editor, conv: onnx.NodeProto, weights: npt.NDArray[np.generic], height: Axis, width: Axis) -> None:
+def _apply(editor: Editor, conv: ir.Node, weights: npt.NDArray[np.generic], height: Axis, width: Axis) -> None:
     block = height.stride
     outputs, channels = weights.shape[:2]
     new_height, rows, row_taps = _phases(height)
@@ -153,9 +152,9 @@ def _apply(editor: Editor, conv: onnx.NodeProto, weights: npt.NDArray[np.generic
         for v in range(width.kernel):
             spread[:, rows[u], columns[v], :, row_taps[u], column_taps[v]] = weights[:, :, u, v]
     merged = spread.reshape(outputs, block * block * channels, new_height.kernel, new_width.kernel)
-    editor.store_array(conv, 1, merged, "_blocks")
-    blocks = editor.insert_before(conv, "SpaceToDepth", [conv.input[0]], blocksize=block)
-    editor.become(conv, "Conv", [blocks, *conv.input[1:]], window_attributes(new_height, new_width))
+    _store(editor, conv, 1, merged, "_blocks")
+    blocks = editor.insert_before(conv, "SpaceToDepth", [conv.inputs[0]], blocksize=block)
+    editor.become(conv, "Conv", [blocks, *conv.inputs[1:]], window_attributes(new_height, new_width))
 
 
 def _phases(axis: Axis) -> tuple[Axis, list[int], list[int]]:
@@ -186,11 +185,11 @@ class _Channels:
     """
 
     count: int
-    values: set[str] = field(default_factory=set)
-    rows: dict[str, onnx.NodeProto] = field(default_factory=dict)
-    columns: dict[str, onnx.NodeProto] = field(default_factory=dict)
-    depthwise: dict[str, onnx.NodeProto] = field(default_factory=dict)
-    operands: list[tuple[onnx.NodeProto, int, int]] = field(default_factory=list)
+    values: set[ir.Value] = field(default_factory=set)
+    rows: dict[str, ir.Node] = field(default_factory=dict)
+    columns: dict[str, ir.Node] = field(default_factory=dict)
+    depthwise: dict[str, ir.Node] = field(default_factory=dict)
+    operands: list[tuple[ir.Node, int, int]] = field(default_factory=list)
     reason: str | None = None
 
     def refuse(self, reason: str) -> None:
@@ -227,13 +226,13 @@ def pad_depthwise(editor: Editor) -> None:
     node that is not named or an operator that may mix or count channels; weights that are not constant; fewer channels
     than 16; channels that would grow by more than a third.
     """
-    seen: dict[str, _Channels] = {}
-    grown: dict[str, int] = {}
+    seen: dict[ir.Value, _Channels] = {}
+    grown: dict[ir.Value, int] = {}
     for conv in filter(editor.may_change, editor.find("Conv")):
         count = _depthwise_channels(editor, conv)
         if count is None or count % _MULTIPLE == 0 or count < _MULTIPLE:
             continue
-        found = seen.get(conv.input[0])
+        found = seen.get(operand(conv, 0))
         if found is None:
             found = _collect(editor, conv, count)
             seen.update(dict.fromkeys(found.values, found))
@@ -243,32 +242,20 @@ def pad_depthwise(editor: Editor) -> None:
                 grown.update(dict.fromkeys(found.values, _padded(count)))
         if found.reason is not None:
             editor.refuse(conv, found.reason)
-    _rename(editor, {value: editor.fresh_name(f"{value}{PADDED}") for value in sorted(grown)}, grown)
-
-
-def _rename(editor: Editor, new: Mapping[str, str], grown: Mapping[str, int]) -> None:
-    """Gives values their new names and channels; bodies of control flow read none of them."""
-    for node in editor.nodes if new else ():
-        for names in (node.input, node.output):
-            for index, name in enumerate(names):
-                if name in new:
-                    names[index] = new[name]
-    for value in editor.graph.value_info:
-        if value.name in new:
-            value.type.tensor_type.shape.dim[1].dim_value = grown[value.name]
-            value.name = new[value.name]
+    for value in sorted(grown, key=lambda each: each.name or ""):
+        editor.rename_grown(value, f"{value.name}{PADDED}", axis=1, size=grown[value])
 
 
 def _padded(count: int) -> int:
     return -(-count // _MULTIPLE) * _MULTIPLE
 
 
-def _depthwise_channels(editor: Editor, conv: onnx.NodeProto) -> int | None:
+def _depthwise_channels(editor: Editor, conv: ir.Node) -> int | None:
     """The channel count of a depthwise Conv with as many outputs, None for another node."""
     if conv.op_type != "Conv" or conv.domain not in MAIN_DOMAINS:
         return None
-    weights = editor.constant(conv.input[1])
-    group = attribute_int(conv, "group", 1)
+    weights = editor.constant(conv.inputs[1])
+    group = conv.attributes.get_int("group", 1)
     if weights is None or group == 1 or list(weights.dims[:2]) != [group, 1]:
         return None
     return group
@@ -277,25 +264,25 @@ def _depthwise_channels(editor: Editor, conv: onnx.NodeProto) -> int | None:
 # -- finding what belongs together --------------------------------------------------------------------------------
 
 
-def _collect(editor: Editor, conv: onnx.NodeProto, count: int) -> _Channels:
+def _collect(editor: Editor, conv: ir.Node, count: int) -> _Channels:
     """All that carries the channels of a depthwise Conv; every value is visited, so each set only once."""
     found = _Channels(count)
     if _padded(count) > _LARGEST_PADDING * count:
         found.refuse(f"{count} channels would become {_padded(count)}")
-    visited: set[str] = set()
-    stack = [conv.input[0]]
+    visited: set[ir.Node] = set()
+    stack = [operand(conv, 0)]
     while stack:
         value = stack.pop()
         if value in found.values:
             continue
         found.values.add(value)
         _check_value(editor, found, value)
-        producer = editor.producers.get(value)
-        for node in ([producer] if producer is not None else []) + editor.readers.get(value, []):
+        producer = value.producer()
+        for node in ([producer] if producer is not None else []) + editor.readers(value):
             if node.op_type == "Conv" and node.domain in MAIN_DOMAINS:
                 stack += _visit_conv(editor, found, node, makes=node is producer)
-            elif node.name not in visited:
-                visited.add(node.name)
+            elif node not in visited:
+                visited.add(node)
                 stack += _visit(editor, found, node)
     for node in (
         *found.rows.values(),
@@ -308,68 +295,67 @@ def _collect(editor: Editor, conv: onnx.NodeProto, count: int) -> _Channels:
     return found
 
 
-def _check_value(editor: Editor, found: _Channels, value: str) -> None:
+def _check_value(editor: Editor, found: _Channels, value: ir.Value) -> None:
     try:
         if editor.picture(value).channels != found.count:
-            raise NotCollapsibleError(f"'{value}' is not known to have {found.count} channels")
+            raise NotCollapsibleError(f"'{value.name}' is not known to have {found.count} channels")
     except NotCollapsibleError as reason:
         found.refuse(str(reason))
-    if editor.producers.get(value) is None or editor.is_pinned(value):
-        found.refuse(f"its channels reach '{value}', which is needed as it is")
+    if value.producer() is None or editor.is_pinned(value):
+        found.refuse(f"its channels reach '{value.name}', which is needed as it is")
 
 
-def _visit(editor: Editor, found: _Channels, node: onnx.NodeProto) -> list[str]:
+def _visit(editor: Editor, found: _Channels, node: ir.Node) -> list[ir.Value]:
     """Notes what has to change at a node that makes or reads some of the values; returns further such values."""
     if not _treats_channels_alike(editor, node):
         found.refuse(f"'{node.name}' ({node.op_type}) may need its channels as they are")
         return []
-    more = [node.output[0]]
-    for position, name in enumerate(node.input):
-        if not name:
+    more = [node.outputs[0]]
+    for position, value in enumerate(node.inputs):
+        if value is None:
             continue
-        constant = editor.constant(name)
-        dims = editor.dims(name) if constant is None else tuple(constant.dims)
+        constant = editor.constant(value)
+        dims = editor.dims(value) if constant is None else tuple(constant.dims)
         if dims is None:
-            found.refuse(f"the rank of '{name}' is not known")
+            found.refuse(f"the rank of '{value.name}' is not known")
         elif len(dims) < 3 or dims[-3] == 1:
             continue  # one for all channels
         elif constant is None:
-            more.append(name)
+            more.append(value)
         elif dims[-3] == found.count:
             found.operands.append((node, position, len(dims) - 3))
         else:
-            found.refuse(f"'{name}' is not one number a channel")
+            found.refuse(f"'{value.name}' is not one number a channel")
     return more
 
 
-def _visit_conv(editor: Editor, found: _Channels, conv: onnx.NodeProto, *, makes: bool) -> list[str]:
+def _visit_conv(editor: Editor, found: _Channels, conv: ir.Node, *, makes: bool) -> list[ir.Value]:
     """As `_visit`, for a Conv that makes some of the values or (visited once more if both) reads them."""
-    if any(name in found.values for name in conv.input[1:]):
+    if any(value in found.values for value in conv.inputs[1:]):
         found.refuse(f"'{conv.name}' takes its channels for weights")
         return []
-    weights = editor.constant(conv.input[1])
-    bias = conv.input[2] if len(conv.input) > 2 else ""
+    weights = editor.constant(conv.inputs[1])
+    bias = optional(conv, 2)
     if weights is None or len(weights.dims) != 4 or (bias and editor.constant(bias) is None):
         found.refuse(f"the weights of '{conv.name}' are not constant")
         return []
     if _depthwise_channels(editor, conv) == found.count:
-        found.depthwise[conv.name] = conv
-        return [conv.input[0], conv.output[0]]
-    if attribute_int(conv, "group", 1) != 1:
+        found.depthwise[conv.name or ""] = conv
+        return [operand(conv, 0), conv.outputs[0]]
+    if conv.attributes.get_int("group", 1) != 1:
         found.refuse(f"'{conv.name}' splits its channels into groups")
         return []
-    (found.rows if makes else found.columns)[conv.name] = conv
+    (found.rows if makes else found.columns)[conv.name or ""] = conv
     return []
 
 
-def _treats_channels_alike(editor: Editor, node: onnx.NodeProto) -> bool:
-    if any(node.output[1:]):
+def _treats_channels_alike(editor: Editor, node: ir.Node) -> bool:
+    if further_outputs(node):
         return False
     if node.op_type == "ReduceMean" and node.domain in MAIN_DOMAINS:
-        stored = attribute(node, "axes")
-        given = editor.array(node.input[1]) if len(node.input) > 1 else None
-        axes = list(stored.ints) if stored is not None else [] if given is None else given.reshape(-1).tolist()
-        return sorted(axis % 4 for axis in axes) == [2, 3] and attribute_int(node, "keepdims", 1) == 1
+        given = editor.array(optional(node, 1))
+        axes = node.attributes.get_ints("axes", ()) if given is None else given.reshape(-1).tolist()
+        return sorted(axis % 4 for axis in axes) == [2, 3] and node.attributes.get_int("keepdims", 1) == 1
     return bool(what(node) & (Is.ELEMENTWISE | Is.POOL))
 
 
@@ -384,24 +370,27 @@ def _pad(editor: Editor, found: _Channels) -> None:
     for conv in found.depthwise.values():
         _repeat(editor, conv, 1, 0, extra)
         _repeat(editor, conv, 2, 0, extra)
-        for group in conv.attribute:
-            if group.name == "group":
-                group.i = found.count + extra
+        editor.set_attribute(conv, "group", found.count + extra)
     for conv in found.columns.values():
-        weights = array_in(editor.constants[conv.input[1]])
+        weights = editor.array(operand(conv, 1))
+        assert weights is not None  # as `_visit_conv` found it
         zeros = np.zeros((weights.shape[0], extra, *weights.shape[2:]), weights.dtype)
-        editor.store_array(conv, 1, np.concatenate((weights, zeros), axis=1), PADDED)
+        _store(editor, conv, 1, np.concatenate((weights, zeros), axis=1), PADDED)
     for node, position, axis in found.operands:
         _repeat(editor, node, position, axis, extra)
 
 
-def _repeat(editor: Editor, node: onnx.NodeProto, position: int, axis: int, extra: int) -> None:
+def _repeat(editor: Editor, node: ir.Node, position: int, axis: int, extra: int) -> None:
     """Repeats the first channel of a node's constant input along an axis; an absent input stays absent."""
-    if position >= len(node.input) or not node.input[position]:
+    array = editor.array(optional(node, position))
+    if array is None:
         return
-    array = array_in(editor.constants[node.input[position]])
     first = np.repeat(array.take([0], axis=axis), extra, axis=axis)
-    editor.store_array(node, position, np.concatenate((array, first), axis=axis), PADDED)
+    _store(editor, node, position, np.concatenate((array, first), axis=axis), PADDED)
+
+
+def _store(editor: Editor, node: ir.Node, position: int, array: npt.NDArray[np.generic], suffix: str) -> None:
+    editor.store_array(node, position, array, f"{operand(node, position).name}{suffix}")
 
 
 OWN_FORMS = (space_to_depth_stem, pad_stem_channels, pad_depthwise)

@@ -1,0 +1,423 @@
+"""The main graph of a model for changes in linear time: `onnx_ir` objects, written back to the protobuf they came from.
+
+Nodes and values are those of `onnx_ir`: ``value.producer()``, ``node.inputs``, ``node.attributes``. What ONNX leaves
+open is settled here once: which values bodies of control flow or the caller need, which constants callers may
+override, which names are free, and that a constant goes with its last reader.
+
+The content of constants stays in tensors of ONNX, wherever their bytes lie (`graph.outside`). Nothing reaches the
+protobuf before `write`: protobuf frees nothing that is overwritten, so that a weight changed twice in place would be
+held three times.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.outside import array_in, put_outside
+from kenosis_ort.graph.view import drop_stale_value_info, ir, read_model
+from kenosis_ort.graph.walk import opset_of, reserve_name
+
+Attribute = int | float | str | Sequence[int]
+Attributes = Mapping[str, Attribute]
+
+
+class LiveGraph:
+    """Look-ups and edits of a main graph.
+
+    Args:
+        proto: The model, its nodes named, its types and shapes inferred. It changes when `write` is called.
+
+    Attributes:
+        graph: The main graph.
+        nodes: Its nodes as they were when `begin` was called; those removed since are among them.
+        keep_values: Names of values that must keep existing with their meaning.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.proto = proto
+        self.keep_values: frozenset[str] = frozenset()
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Reads the protobuf again, after something else than this object changed it."""
+        self.graph = read_model(self.proto).graph
+        self._stored_nodes: dict[int, onnx.NodeProto] = dict(
+            zip(map(id, self.graph), self.proto.graph.node, strict=True)
+        )
+        self._rewritten: set[int] = set()
+        self._bodies = {id(n) for n in self.graph if any(_has_body(a) for a in n.attributes.values())}
+        inner = self.graph.all_nodes() if self._bodies else ()
+        self._body_names = {output.name or "" for node in inner for output in node.outputs}
+        self._tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        self._changed: set[str] = set()
+        self._stale: set[str] = set()
+        self._renamed: dict[str, ir.Value] = {}
+        self._is_written = True
+        self.begin(self.keep_values)
+
+    def begin(self, keep_values: Collection[str]) -> None:
+        """Begins a row of edits: names that are in use now are not given to anything new before the next one."""
+        self.keep_values = frozenset(keep_values)
+        self.nodes = list(self.graph)
+        graph = self.graph
+        self._names = {value.name or "" for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+        self._names |= {output.name or "" for node in self.nodes for output in node.outputs} | self._body_names
+        self._node_names = {node.name or "" for node in self.nodes}
+        self._own = {id(node) for node in self.nodes}
+        self._last_behind: dict[int, ir.Node] = {}
+        self._stored: dict[str, None] = {}  # new constants of `store_constant`, which come last
+        self._released: dict[str, ir.Value] = {}
+
+    # -- look-ups -----------------------------------------------------------------------------------------------
+
+    @property
+    def opset(self) -> int:
+        """The version of the main operator set."""
+        return opset_of(self.proto)
+
+    def readers(self, value: ir.Value | None) -> list[ir.Node]:
+        """The main graph's nodes that read a value, each as often as it does."""
+        return [] if value is None else [node for node, _ in value.uses() if node.graph is self.graph]
+
+    def has_body(self, node: ir.Node) -> bool:
+        """Whether the node carries bodies of control flow."""
+        return id(node) in self._bodies
+
+    def is_captured(self, value: ir.Value) -> bool:
+        """Whether a body of control flow reads the value."""
+        return any(node.graph is not self.graph for node, _ in value.uses()) if self._bodies else False
+
+    def is_output(self, value: ir.Value) -> bool:
+        """Whether the value is an output of the main graph, or of a body."""
+        return value.is_graph_output()
+
+    def is_private(self, value: ir.Value) -> bool:
+        """Whether exactly one node of the main graph reads the value and nothing else depends on it."""
+        return len(self.readers(value)) == 1 and not self.is_pinned(value)
+
+    def is_pinned(self, value: ir.Value) -> bool:
+        """Whether the value's name and meaning are needed outside the main graph's nodes."""
+        return value.is_graph_output() or value.name in self.keep_values or self.is_captured(value)
+
+    def constant(self, value: ir.Value | None) -> onnx.TensorProto | None:
+        """The initializer that a value is unless callers can override it."""
+        if value is None or not value.is_initializer() or value.is_graph_input():
+            return None
+        return self._tensors.get(value.name or "")
+
+    def array(self, value: ir.Value | None) -> npt.NDArray[np.generic] | None:
+        """The content of a constant, None if the value is not constant."""
+        tensor = self.constant(value)
+        return None if tensor is None else array_in(tensor)
+
+    def rank(self, value: ir.Value | None) -> int | None:
+        """The rank of a value, None if it is not known."""
+        shape = self.symbols(value)
+        return None if shape is None else len(shape)
+
+    def dims(self, value: ir.Value | None) -> tuple[int | None, ...] | None:
+        """The shape of a value with None for dimensions that are not known, None without a rank."""
+        shape = self.symbols(value)
+        return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
+
+    def symbols(self, value: ir.Value | None) -> tuple[int | str | None, ...] | None:
+        """The shape of a value with names for open dimensions, None for those that are not known at all."""
+        if value is None or value.shape is None or not _is_typed(value):
+            return None
+        return tuple(size if isinstance(size, int) else size.value or None for size in value.shape)
+
+    def element_type(self, value: ir.Value | None) -> int | None:
+        """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
+        return int(value.dtype) if value is not None and value.dtype and _is_typed(value) else None
+
+    # -- edits --------------------------------------------------------------------------------------------------
+
+    def fresh_name(self, base: str) -> str:
+        """A value name that the model does not use yet, and reserves it."""
+        return reserve_name(base, self._names)
+
+    def add_constant(self, array: npt.ArrayLike, base: str) -> ir.Value:
+        """Stores a new constant."""
+        return self._register(onnx.numpy_helper.from_array(np.ascontiguousarray(array), self.fresh_name(base)))
+
+    def store_array(self, node: ir.Node, position: int, array: npt.NDArray[np.generic], base: str) -> None:
+        """Makes an array the node's constant input at ``position``.
+
+        A constant that only this input reads is replaced, under its own name where its shape stays: tools that compare
+        a quantized model with the float one pair weights by name. One that others read as well is left to them, and
+        the node gets a private one named after ``base``, as does one of another shape.
+        """
+        tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array))
+        old = optional(node, position)
+        present = self.constant(old)
+        pinned = old is not None and (old.is_graph_output() or self.is_captured(old))
+        alone = present is not None and not pinned and self.readers(old) == [node]
+        if present is not None and alone and list(present.dims) == list(tensor.dims):
+            tensor.name = present.name
+            self._tensors[tensor.name] = put_outside(tensor)
+            self._changed.add(tensor.name)
+            self._is_written = False
+            return
+        tensor.name = self.fresh_name(base)
+        self._stored[tensor.name] = None
+        value = self._register(put_outside(tensor))
+        if len(node.inputs) <= position:
+            node.resize_inputs(position + 1)
+        node.replace_input_with(position, value)
+        self._release(old)
+
+    def _register(self, tensor: onnx.TensorProto) -> ir.Value:
+        value = ir.Value(name=tensor.name, const_value=ir.serde.deserialize_tensor(tensor))
+        self.graph.register_initializer(value)
+        self._tensors[tensor.name] = tensor
+        self._changed.add(tensor.name)
+        self._is_written = False
+        return value
+
+    def add_initializer(self, tensor: onnx.TensorProto, instead_of: ir.Value) -> None:
+        """Makes a tensor the constant that stands in the place of a removed node's output, under its name."""
+        value = self._register(tensor)
+        instead_of.replace_all_uses_with(value)
+
+    def read(self, node: ir.Node, position: int, value: ir.Value | None) -> None:
+        """Makes a node read another value, None for nothing, in the place of one that it reads."""
+        old = node.inputs[position]
+        node.replace_input_with(position, value)
+        self._release(old)
+        self._is_written = False
+
+    def remove(self, node: ir.Node) -> None:
+        """Removes a node; its outputs must have been taken over by another one, or be read no more."""
+        for position in range(len(node.inputs)):
+            self.read(node, position, None)
+        self.graph.remove(node)
+        self._is_written = False
+
+    def redirect(self, old: ir.Value, new: ir.Value) -> None:
+        """Makes every node of the main graph that reads ``old`` read ``new`` instead."""
+        for node, position in old.uses():
+            if node.graph is self.graph:
+                node.replace_input_with(position, new)
+        self._release(old)
+        self._is_written = False
+
+    def hand_over(self, value: ir.Value) -> ir.Value:
+        """The name, type and readers of a value as one that no node makes yet; the value itself gets a fresh name."""
+        taken = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        value.replace_all_uses_with(taken, replace_graph_outputs=True)
+        base = value.producer()
+        value.name = self.fresh_name(f"{'' if base is None else base.name}_output")
+        value.type = value.shape = None
+        return taken
+
+    def take_over_output(self, node: ir.Node, output: ir.Value, *, position: int = 0) -> None:
+        """Makes an output of ``node`` the value that a removed node made: under its name, for its readers."""
+        own = node.outputs[position]
+        output.replace_all_uses_with(own, replace_graph_outputs=True)
+        own.name, own.type, own.shape = output.name, output.type, output.shape
+        self._is_written = False
+
+    def rename_grown(self, value: ir.Value, base: str, *, axis: int, size: int) -> None:
+        """Gives a value, which is not pinned, a fresh name and another size along an axis."""
+        old, value.name = value.name, self.fresh_name(base)
+        if value.shape is not None:
+            value.shape = ir.Shape([size if at == axis else dim for at, dim in enumerate(value.shape)])
+        self._renamed[old or ""] = value
+
+    def forget_shape(self, value: ir.Value) -> None:
+        """Has a value's shape inferred anew."""
+        value.shape = None
+        self._stale.add(value.name or "")
+
+    def rewrite(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Attributes | None = None,
+        *,
+        domain: str = "",
+    ) -> None:
+        """Makes a node another operator that reads ``inputs`` and writes the same value."""
+        for position in range(len(node.inputs)):
+            self.read(node, position, None)
+        node.resize_inputs(len(inputs))
+        for position, value in enumerate(inputs):
+            node.replace_input_with(position, value)
+        node.attributes.clear()
+        for name, value_of in (attributes or {}).items():
+            node.attributes.add(ir.convenience.convert_attribute(name, value_of))
+        node.op_type, node.domain = operator, domain
+        self.graph.opset_imports.setdefault(domain, 1)
+        self._rewritten.add(id(node))
+        self._is_written = False
+
+    def set_attribute(self, node: ir.Node, name: str, value: Attribute | None) -> None:
+        """Gives a node an attribute, or takes it away; None for the latter."""
+        if value is None:
+            node.attributes.pop(name, None)
+        else:
+            node.attributes.add(ir.convenience.convert_attribute(name, value))
+        self._rewritten.add(id(node))
+        self._is_written = False
+
+    def insert_before(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        output: ir.Value | None = None,
+        **attributes: Attribute,
+    ) -> ir.Value:
+        """Puts a new node in front of a node, which does not read it yet; returns the value that it writes.
+
+        Args:
+            node: The node; of several new ones in front of it, the last is the nearest.
+            operator: The operator, of the default domain.
+            inputs: What it reads.
+            output: What it writes, see `hand_over`; a new value by default.
+            attributes: Its attributes.
+        """
+        new = self._new(node, operator, inputs, output, attributes)
+        self.graph.insert_before(node, new)
+        return new.outputs[0]
+
+    def insert_split(self, node: ir.Node, value: ir.Value, count: int) -> list[ir.Value]:
+        """Puts a Split of a value's last dimension into equal parts in front of a node; returns the parts."""
+        split = self.insert_before(node, "Split", [value], axis=-1, num_outputs=count).producer()
+        assert split is not None
+        split.resize_outputs(count)
+        for output in split.outputs[1:]:
+            output.name = self.fresh_name(f"{split.name}_output")
+        return list(split.outputs)
+
+    def insert_behind(self, node: ir.Node, operator: str, *operands: ir.Value) -> None:
+        """Gives the output of a node to a new node, which reads what the node computes now and the operands."""
+        value = node.outputs[0]
+        output = self.hand_over(value)
+        self.append_behind(node, operator, [value, *operands], output=output)
+
+    def append_behind(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        output: ir.Value | None = None,
+        **attributes: Attribute,
+    ) -> ir.Value:
+        """Puts a new node behind a node and those already put there; returns the value that it writes."""
+        new = self._new(node, operator, inputs, output, attributes)
+        self.graph.insert_after(self._last_behind.get(id(node), node), new)
+        self._last_behind[id(node)] = new
+        return new.outputs[0]
+
+    def _new(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        output: ir.Value | None,
+        attributes: Attributes,
+    ) -> ir.Node:
+        """A new node, called after another one."""
+        written = output or ir.Value(name=self.fresh_name(f"{node.name}_{operator}_output"))
+        name = reserve_name(f"{node.name}_{operator}", self._node_names)
+        made = [ir.convenience.convert_attribute(key, value) for key, value in attributes.items()]
+        self._is_written = False
+        return ir.Node("", operator, inputs, made, outputs=[written], name=name)
+
+    def is_new(self, node: ir.Node) -> bool:
+        """Whether the node was made since `begin`."""
+        return id(node) not in self._own
+
+    def _release(self, value: ir.Value | None) -> None:
+        """Notes that a constant may have lost its last reader."""
+        if value is not None and value.is_initializer():
+            self._released[value.name or ""] = value
+
+    # -- the protobuf -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Ends a row of edits: constants that lost their last reader go, new ones stand in order."""
+        stored = self.graph.initializers
+        for name, value in self._released.items():
+            if name in stored and not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+                del stored[name]
+                self._is_written = False
+        for name in self._stored:
+            if name in stored:
+                stored[name] = stored.pop(name)
+        self._released.clear()
+        self._stored.clear()
+
+    def write(self) -> onnx.ModelProto:
+        """Brings the protobuf up to date and returns it."""
+        if self._is_written:
+            return self.proto
+        self.settle()
+        graph, stored = self.proto.graph, self.graph.initializers
+        replace_nodes(graph, [self._as_proto(node) for node in self.graph])
+        self._stored_nodes = dict(zip(map(id, self.graph), graph.node, strict=True))
+        self._rewritten.clear()
+        known = {tensor.name: at for at, tensor in enumerate(graph.initializer)}
+        for name in stored:
+            if name in self._changed:
+                tensor = graph.initializer[known[name]] if name in known else graph.initializer.add()
+                tensor.CopyFrom(self._tensors[name])
+        for name in sorted(known.keys() - stored.keys(), key=known.__getitem__, reverse=True):
+            del graph.initializer[known[name]]
+        present = {entry.domain for entry in self.proto.opset_import}
+        for domain, version in self.graph.opset_imports.items():
+            if domain and domain not in present:
+                self.proto.opset_import.add(domain=domain, version=version)
+        for info in graph.value_info if self._renamed else ():
+            if info.name in self._renamed:
+                info.CopyFrom(ir.to_proto(self._renamed[info.name]))
+        if self._stale:
+            drop_stale_value_info(self.proto, self._stale)
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self._changed.clear()
+        self._stale.clear()
+        self._renamed.clear()
+        self._is_written = True
+        return self.proto
+
+    def _as_proto(self, node: ir.Node) -> onnx.NodeProto:
+        """A node as ONNX stores it; of one that was there, what nothing changed is as it was."""
+        stored = self._stored_nodes.get(id(node))
+        if stored is None:
+            return ir.serde.serialize_node(node)
+        for names, values in ((stored.input, node.inputs), (stored.output, node.outputs)):
+            now = ["" if value is None else value.name or "" for value in values]
+            if now != list(names):
+                names[:] = now
+        if id(node) in self._rewritten:
+            stored.op_type, stored.domain = node.op_type, node.domain
+            del stored.attribute[:]
+            stored.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
+        return stored
+
+
+def optional(node: ir.Node, position: int) -> ir.Value | None:
+    """The input at a position, None where the node has none there."""
+    return node.inputs[position] if position < len(node.inputs) else None
+
+
+def further_outputs(node: ir.Node) -> list[ir.Value]:
+    """The outputs behind the first one that have a name."""
+    return [output for output in node.outputs[1:] if output.name]
+
+
+def _has_body(attribute: ir.Attr) -> bool:
+    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def _is_typed(value: ir.Value) -> bool:
+    """Whether the graph states the value as a tensor: inputs, outputs, and what nodes make."""
+    stated = not value.is_initializer() or value.is_graph_input() or value.is_graph_output()
+    return stated and type(value.type) is ir.TensorType
