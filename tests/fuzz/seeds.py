@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tests import models, planning
-from tests.models import Feed, Net
+from tests.models import Feed
 
 DATA_NAME: Final = "weights.bin"
 FEEDS: Final = 6
@@ -19,18 +19,18 @@ FEEDS: Final = 6
 
 def _detector() -> onnx.ModelProto:
     """A conv head whose number of boxes depends on the data: NonMaxSuppression, and Gather by what it chose."""
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")], name="stem_relu")
-    boxes = net.op("Reshape", [net.conv(y, 8, 4, k=1, name="box_head"), net.const([1, 4, 64])], name="box_reshape")
-    boxes = net.op("Transpose", [boxes], name="box_transpose", perm=[0, 2, 1])
-    scores = net.op("Sigmoid", [net.conv(y, 8, 2, k=1, name="score_head")], name="score_sigmoid")
-    scores = net.op("Reshape", [scores, net.const([1, 2, 64])], name="score_reshape")
-    limits = [net.const(3), net.const(0.5), net.const(0.3)]
-    chosen = net.op("NonMaxSuppression", [boxes, scores, *limits], name="nms")
-    rows = net.op("Gather", [chosen, net.const(2)], name="rows", axis=1)
-    net.output(net.op("Gather", [boxes, rows], name="kept", axis=1), [1, "n", 4])
-    net.output(chosen, ["n", 3], TensorProto.INT64)
-    return net.model("detector")
+    return planning.parse(
+        """(float[1,3,8,8] x) => (float[1,n,4] kept, int64[n,3] chosen) <float[8,3,3,3] w, float[8] b, float[4,8,1,1] u,
+        float[2,8,1,1] v, int64[3] flat, int64[3] pair, int64 three, float half, float third, int64 two> {
+        [stem] c = Conv<pads = [1, 1, 1, 1]>(x, w, b) [stem_relu] r = Relu(c)
+        [box_head] p = Conv(r, u) [box_reshape] q = Reshape(p, flat)
+        [box_transpose] boxes = Transpose<perm = [0, 2, 1]>(q)
+        [score_head] s = Conv(r, v) [score_sigmoid] g = Sigmoid(s) [score_reshape] scores = Reshape(g, pair)
+        [nms] chosen = NonMaxSuppression(boxes, scores, three, half, third)
+        [rows] rows = Gather<axis = 1>(chosen, two) [kept] kept = Gather<axis = 1>(boxes, rows) }""",
+        {"flat": [1, 4, 64], "pair": [1, 2, 64], "three": 3, "half": 0.5, "third": 0.3, "two": 2},
+        checked=False,
+    )
 
 
 def _loop() -> onnx.ModelProto:
@@ -49,16 +49,14 @@ def _loop() -> onnx.ModelProto:
 
 def _lstm() -> onnx.ModelProto:
     """A net with states: an LSTM fed and read by linear layers."""
-    net = Net()
-    x = net.linear(net.input("x", [5, 1, 8]), 8, 8, name="before")
-    h, c = net.input("h_in", [1, 1, 6]), net.input("c_in", [1, 1, 6])
-    w, r = net.weight((1, 24, 8), name="w"), net.weight((1, 24, 6), name="r")
-    y = net.op("LSTM", [x, w, r, net.const(np.zeros((1, 48)), "b"), "", h, c], name="lstm", outputs=3, hidden_size=6)
-    y2 = net.op("Squeeze", [y, net.const([1])], name="squeeze")
-    net.output(net.linear(y2, 6, 4, name="after"), [5, 1, 4])
-    net.output(f"{y}_1", [1, 1, 6])
-    net.output(f"{y}_2", [1, 1, 6])
-    return net.model("lstm")
+    return planning.parse(
+        """(float[5,1,8] x, float[1,1,6] h_in, float[1,1,6] c_in) => (float[5,1,4] y, float[1,1,6] h, float[1,1,6] c)
+        <float[8,8] u, float[8] a, float[1,24,8] w, float[1,24,6] r, float[1,48] b, float[6,4] v, float[4] d,
+        int64[1] one> { [before] m = MatMul(x, u) [before_bias] n = Add(m, a)
+        [lstm] s, h, c = LSTM<hidden_size = 6>(n, w, r, b, "", h_in, c_in) [squeeze] t = Squeeze(s, one)
+        [after] o = MatMul(t, v) [after_bias] y = Add(o, d) }""",
+        {"one": [1]},
+    )
 
 
 def _half() -> onnx.ModelProto:
@@ -113,17 +111,13 @@ def _external() -> onnx.ModelProto:
 
 def _quantized() -> onnx.ModelProto:
     """A net that is quantized already, as other quantizers write it."""
-    net = Net()
-    scale, point = net.const(0.02, "s"), net.const(128, "z", dtype=np.uint8)
-    weight = net.const(net.rng.integers(-90, 90, (4, 3, 3, 3)), "w_q", dtype=np.int8)
-    w_scale, w_point = net.const(np.full(4, 0.01), "w_s"), net.const(np.zeros(4), "w_z", dtype=np.int8)
-    x = net.op("QuantizeLinear", [net.input("x", [1, 3, 8, 8]), scale, point], name="q_x")
-    x = net.op("DequantizeLinear", [x, scale, point], name="dq_x")
-    w = net.op("DequantizeLinear", [weight, w_scale, w_point], name="dq_w", axis=0)
-    y = net.op("Relu", [net.op("Conv", [x, w], name="conv", pads=[1] * 4)], name="relu")
-    y = net.op("QuantizeLinear", [y, scale, point], name="q_y")
-    net.output(net.op("DequantizeLinear", [y, scale, point], name="dq_y"), [1, 4, 8, 8])
-    return net.model("quantized")
+    return planning.parse(
+        """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float s, uint8 z, int8[4,3,3,3] w_q, float[4] w_s, int8[4] w_z> {
+        [q_x] a = QuantizeLinear(x, s, z) [dq_x] b = DequantizeLinear(a, s, z)
+        [dq_w] w = DequantizeLinear<axis = 0>(w_q, w_s, w_z) [conv] c = Conv<pads = [1, 1, 1, 1]>(b, w)
+        [relu] r = Relu(c) [q_y] q = QuantizeLinear(r, s, z) [dq_y] y = DequantizeLinear(q, s, z) }""",
+        {"s": 0.02, "z": 128, "w_s": [0.01] * 4, "w_q": np.clip(40 * models.normal((4, 3, 3, 3)), -90, 90)},
+    )
 
 
 SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
