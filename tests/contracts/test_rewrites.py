@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import numpy as np
 import onnx
 import onnx.compose
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -68,21 +69,18 @@ def with_output(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
 
 def read_by_node(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
     copy = copy_model(model)
-    copy.graph.node.append(helper.make_node("Abs", [value], ["also"], name="also"))
+    copy.graph.node.append(onnx.parser.parse_node(f"[also] also = Abs({value})"))
     return with_output(copy, "also")
 
 
 def read_by_body(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
     """Returns a copy of a model in which the body of an If reads a value."""
     copy = copy_model(model)
-    body = helper.make_graph(
-        [helper.make_node("Abs", [value], ["in_body"], name="in_body")],
-        "body",
-        [],
-        [helper.make_tensor_value_info("in_body", TensorProto.FLOAT, None)],
-    )
+    body = f"() => (float[] in_body) {{ [in_body] in_body = Abs({value}) }}"
     copy.graph.input.append(helper.make_tensor_value_info("open", TensorProto.BOOL, []))
-    copy.graph.node.append(helper.make_node("If", ["open"], ["also"], name="also", then_branch=body, else_branch=body))
+    copy.graph.node.append(
+        onnx.parser.parse_node(f"[also] also = If(open) <then_branch = t {body}, else_branch = e {body}>")
+    )
     return with_output(copy, "also")
 
 

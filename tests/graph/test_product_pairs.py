@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import helper
+from onnx.parser import parse_node
 
 from kenosis_ort.graph.qdq import PairOrder, can_clip, exact_grid, pair_order, pair_orders, pair_sums
 from tests.graph.build import net
@@ -88,7 +88,7 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(
     x = rng.integers(180, 256, (1, inputs, *(k + 3 for k in kernel)), np.uint8)
     w = rng.integers(-127, 128, shape, np.int8)
     y, step = run_conv(x, w, zero_point, groups)
-    order = pair_order(helper.make_node("Conv", ["x", "w"], ["y"], group=groups), shape)
+    order = pair_order(parse_node(f"y = Conv<group = {groups}>(x, w)"), shape)
     per_group = outputs // groups
     sums = []
     for group in range(groups):
@@ -126,7 +126,7 @@ def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: 
 def test_of_odd_channels_filled_up_both_orders_count(
     op: str, shape: tuple[int, ...], groups: int, pairs: set[tuple[int, int]]
 ):
-    node = helper.make_node(op, ["x", "w"], ["y"], **({"group": groups} if op == "Conv" else {}))
+    node = parse_node(f"y = {op}{f'<group = {groups}>' if op == 'Conv' else ''}(x, w)")
     size = int(np.prod(shape[1:])) if op == "Conv" else shape[0]
     found = set()
     for pair in itertools.combinations(range(size), 2):
@@ -143,19 +143,19 @@ def test_of_odd_channels_filled_up_both_orders_count(
 
 
 def test_a_pair_can_clip_above_128_and_below_minus_128():
-    order = pair_order(helper.make_node("MatMul", ["x", "w"], ["y"]), (2, 6))
+    order = pair_order(parse_node("y = MatMul(x, w)"), (2, 6))
     w = np.array([[64, 65, 127, -64, -65, -128], [64, 64, -128, -64, -64, -1]], np.int8)
     np.testing.assert_array_equal(can_clip(w, order)[:, 0], [False, True, False, False, True, True])
 
 
-@pytest.mark.parametrize(("op", "shape", "attributes", "axes"), [
-    ("MatMul", (7,), {}, (0,)), ("MatMul", (4, 6), {}, (1, 0)), ("MatMul", (2, 4, 6), {}, (0, 2, 1)),
-    ("Gemm", (4, 6), {}, (1, 0)), ("Gemm", (6, 4), {"transB": 1}, (0, 1)), ("Conv", (8, 4, 3, 3), {}, (0, 2, 3, 1)),
-    ("Conv", (8, 1, 3, 3), {"group": 8}, None), ("Conv", (16, 1, 3, 3), {"group": 8}, (0, 2, 3, 1)),
-    ("ConvTranspose", (8, 4, 3, 3), {}, None), ("Gather", (8, 4), {}, None),
+@pytest.mark.parametrize(("call", "shape", "axes"), [
+    ("MatMul", (7,), (0,)), ("MatMul", (4, 6), (1, 0)), ("MatMul", (2, 4, 6), (0, 2, 1)), ("Gemm", (4, 6), (1, 0)),
+    ("Gemm<transB = 1>", (6, 4), (0, 1)), ("Conv", (8, 4, 3, 3), (0, 2, 3, 1)),
+    ("Conv<group = 8>", (8, 1, 3, 3), None), ("Conv<group = 8>", (16, 1, 3, 3), (0, 2, 3, 1)),
+    ("ConvTranspose", (8, 4, 3, 3), None), ("Gather", (8, 4), None),
 ])  # fmt: skip
-def test_order_by_operator(op: str, shape: tuple[int, ...], attributes: dict[str, int], axes: tuple[int, ...] | None):
-    order = pair_order(helper.make_node(op, ["x", "w"], ["y"], **attributes), shape)
+def test_order_by_operator(call: str, shape: tuple[int, ...], axes: tuple[int, ...] | None):
+    order = pair_order(parse_node(f"y = {call}(x, w)"), shape)
     assert (order.axes if order else None) == axes
 
 
