@@ -65,25 +65,6 @@ def test_on_refusal_nothing_changes(tmp_path, external):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_second_move_undoes_the_first(tmp_path, monkeypatch):
-    out, data = tmp_path / "out.onnx", tmp_path / "out.onnx.data"
-    out.write_bytes(b"before")
-    data.write_bytes(b"data before")
-    real = os.replace
-
-    def failing(source, target):
-        if str(target) == str(out):
-            raise OSError(28, "No space left on device")
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OutputError, match="No space left"):
-        write_model(small(), out, external_data=True, check=accept)
-    assert out.read_bytes() == b"before"
-    assert data.read_bytes() == b"data before"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "out.onnx")
@@ -99,14 +80,6 @@ def test_bad_destinations_are_named_with_a_fix(tmp_path):
         assert caught.value.fix
     with pytest.raises(OutputError, match="regular file"):
         write_model(small(), "/dev/null", external_data=False, check=accept)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_protected_folder_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(OutputError, match="not writable"):
-        write_model(small(), tmp_path / "out.onnx", external_data=False, check=accept)
-    tmp_path.chmod(0o700)
 
 
 def test_tensors_of_every_layout_survive_external_data(tmp_path):
@@ -278,28 +251,37 @@ def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path: Path, monkeypa
     assert (tmp_path / "out.onnx.data").read_bytes() == b"somebody's"
 
 
+@pytest.mark.parametrize("old", ["a pair", "no model"])
 @pytest.mark.parametrize("failing", [os.replace, os.link], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("call", range(4))
 def test_a_step_that_fails_leaves_the_old_pair_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., None], call: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., None], call: int, old: str
 ) -> None:
-    out = tmp_path / "out.onnx"
-    write(OLD, out, external=True)
-    left = call
+    out, data, left = tmp_path / "out.onnx", tmp_path / "out.onnx.data", call
+    if old == "a pair":
+        write(OLD, out, external=True)
+    else:
+        out.write_bytes(b"before")
+        data.write_bytes(b"data before")
+    before = {path: path.read_bytes() for path in (out, data)}
 
     def fail(*arguments: object, **keywords: object) -> None:
         nonlocal left
         left -= 1
-        if left < 0:
+        if left == -1 or (left < 0 and old == "a pair"):  # what is undone has to work
             raise OSError(28, "No space left on device")
         failing(*arguments, **keywords)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, failing.__name__, fail)
-        expected = NEW
+        failed = ""
         try:
             write(NEW, out, external=True)
-        except OutputError:
-            expected = OLD
-    assert load_model(out).proto == expected
+        except OutputError as error:
+            failed = str(error)
+    if failed:
+        assert "No space left" in failed
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        return
+    assert load_model(out).proto == NEW
     assert len(list(tmp_path.iterdir())) == 2
