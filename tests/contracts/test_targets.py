@@ -5,22 +5,33 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tests.targets
-from kenosis_ort.errors import OptionError
+from kenosis_ort import InternalError, KenosisWarning, preview, quantize_static
+from kenosis_ort.errors import OptionError, RuntimeEndedError
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement import eligibility
+from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
+from kenosis_ort.runtime.limits import Machine
 from kenosis_ort.targets import TARGETS, Requirement, Target, get_target
+from kenosis_ort.targets.model import FusionRule
 from kenosis_ort.targets.model import Role as TargetRole
 from tests import models
-from tests.planning import prepared
+from tests.planning import parse, prepared
+from tests.processor import ARM, NO_VNNI, VNNI, Pretend
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+each_rule = pytest.mark.parametrize(("target", "rule"), [
+    pytest.param(target, rule, id=f"{target.name}-{rule.id}") for target in TARGETS.values() for rule in target.rules
+])  # fmt: skip
 each_model = pytest.mark.parametrize("name", models.ALL)
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -94,6 +105,44 @@ def test_targets_are_found_by_name_and_wrong_names_are_errors(target: Target) ->
         get_target(f"{target.name}x")
 
 
+POOL = "kernel_shape = [2,2]"
+STATEMENTS: dict[str, str] = {
+    "Conv": "Conv (x, w)", "ConvTranspose": "ConvTranspose (x, w)", "Gemm": "Gemm (m, v)", "MatMul": "MatMul (m, v)",
+    **{op: f"{op} (x, z)" for op in ("Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Sum", "Mean", "PRelu")},
+    "Einsum": 'Einsum <equation = "ij,kj->ik"> (m, m)', "Where": "Where (b, x, z)",
+    "Concat": "Concat <axis = 1> (x, z)",
+    "MaxPool": f"MaxPool <{POOL}> (x)", "AveragePool": "AveragePool <kernel_shape = [8,8]> (x)",
+    "Split": "Split <axis = 1> (x, s)", "Gather": "Gather (x, i)", "Resize": 'Resize <mode = "nearest"> (x, , f)',
+    "Clip": "Clip (x, lo, hi)", "Reshape": "Reshape (x, r)", "Pad": "Pad (x, p)",
+    "LRN": "LRN <size = 3> (x)", "LayerNormalization": "LayerNormalization (x, g)",
+}  # fmt: skip
+"""A node of each operator whose form is not ``Operator (x)``; what its rule asks for is there."""
+CONSTANTS = {
+    "r": [1, 256],
+    "p": [0] * 8,
+    "i": [0, 1],
+    "s": [2, 2],
+    "f": np.float32([1, 1, 2, 2]),
+    "lo": np.float32(0),
+    "hi": np.float32(6),
+}
+FORMS = {"qnn-matmul-activations": "MatMul (m, n)", "qnn-resample": 'Resize <mode = "linear"> (x, , f)'}
+"""Of rules about a further form of an operator."""
+
+
+@each_rule
+def test_a_rule_decides_about_its_operator(target: Target, rule: FusionRule) -> None:
+    """One node of its first operator, of the form that it asks for, is classed by it; a float form of such never is."""
+    statement = FORMS.get(rule.id) or STATEMENTS.get(rule.op_types[0], f"{rule.op_types[0]} (x)")
+    inputs = "float[1,4,8,8] x, float[1,4,8,8] z, float[2,8] m, float[8,2] n, bool[1,4,8,8] b"
+    text = f"net ({inputs}) => (y) <float[4,4,1,1] w, float[8,8] v, float[8] g> {{ y = {statement} }}"
+    constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", statement)}
+    view = GraphView(parse(text, constants, checked=False))
+    constraints = constrain(view, target, PlacementOptions())
+    (found,) = eligibility.classify(view, target, constraints, {}).values()
+    assert (found.role, found.rule, found.reason) == (rule.role, rule.id, rule.why)
+
+
 # ---- what planning makes of it --------------------------------------------------------------------------------------
 
 
@@ -136,6 +185,8 @@ def test_plans_are_consistent(target: Target, name: str) -> None:
                  "unsupported-op", "not-float32", "constant-operand", "float-prefix",
                  "integer-producer"}  # fmt: skip
     assert set(plan.by_node) == set(nodes)
+    assert (len(plan.by_edge), len(plan.by_node)) == (len(plan.decisions), len(plan.nodes)), "each is decided once"
+    assert all(each.reason and each.rule for each in (*plan.decisions, *plan.nodes))
     assert {n.rule for n in plan.nodes} | {d.rule for d in plan.decisions} <= known | own_words
     for d in plan.decisions:
         if d.edge.consumer and d.edge.index >= 0:
@@ -185,3 +236,52 @@ def test_an_empty_plan_is_false() -> None:
     plan = plan_for(TARGETS["ort-cpu"], "mlp")
     assert plan
     assert {n.kind for n in plan.nodes} == {Kind.INTEGER, Kind.ABSORBED}
+
+
+# ---- the runtime and the machine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [VNNI, NO_VNNI, ARM], ids=["vnni", "no vnni", "arm"])
+@each_target
+def test_on_another_processor_plans_are_of_types_that_kernels_take(
+    target: Target, machine: Machine, pretend: Pretend
+) -> None:
+    pretend(machine)
+    assert target.data_types().activation in target.types.activations
+    plan = preview(models.ALL["residual_block"](), target=target)
+    assert plan.integer_nodes()
+    assert PlacementPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("told", [True, False])
+@each_target
+def test_a_runtime_that_ends_is_told_and_a_proof_that_breaks_is_a_defect(
+    target: Target, told: bool, tmp_path: Path
+) -> None:
+    def prove(*_: object, **__: object) -> None:
+        raise RuntimeEndedError("it fell over") if told else RuntimeError("it fell over")
+
+    broken = replace(target, hooks=replace(target.hooks, prove=prove, time=None))  # type: ignore[arg-type]
+    model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
+    settled = {"target": broken, "recipe": "plain", "promise": False}
+    if told:
+        with pytest.warns(KenosisWarning, match="it fell over"):
+            report = quantize_static(model, out, models.reader(model, 2), **settled)
+        assert report.fusion is None
+        assert "without a fusion proof" in report.verdict()
+    else:
+        with pytest.raises(InternalError, match="it fell over"):
+            quantize_static(model, out, models.reader(model, 2), **settled)
+    assert out.exists() is told
+
+
+@each_target
+def test_the_proof_agrees_with_the_plan(target: Target, tmp_path: Path) -> None:
+    if target.hooks.prove is None:
+        pytest.skip(target.unasked)
+    for name in ("residual_block", "silu_net", "mlp"):
+        model, out = models.ALL[name](), tmp_path / f"{name}.onnx"
+        report = quantize_static(model, out, models.reader(model, 4), target=target, recipe="plain", promise=False)
+        assert report.fusion is not None
+        assert report.fusion.avoidable(report.plan) == ()
+        assert {k.node for k in report.fusion.kernels} == {n.node for n in report.plan.nodes}
