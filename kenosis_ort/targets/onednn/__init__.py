@@ -11,29 +11,19 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.qdq import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
+from kenosis_ort.targets.onednn import openvino_rules as rules
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.openvino_proof import missing, open_runner, prove
-from kenosis_ort.targets.onednn.openvino_rules import (
-    CONSTANT_STEPS,
-    EPILOGUE,
-    FACTS,
-    GATES,
-    RULES,
-    STEM,
-    hold_apart,
-    share_subsampling,
-    writes_float,
-)
 from kenosis_ort.targets.prefix import leave_prefix_float
 
 _WHY_NOT: Final = missing()
 
 ONEDNN: Final = Target(
     name="onednn",
-    rules=RULES,
-    absorbs=EPILOGUE,
-    gates=GATES,
-    constant_steps=CONSTANT_STEPS,
+    rules=rules.RULES,
+    absorbs=rules.EPILOGUE,
+    gates=rules.GATES,
+    constant_steps=rules.CONSTANT_STEPS,
     longest_epilogue=4,
     residual="both",
     float_output=("Conv", "Gemm", "MatMul"),
@@ -53,19 +43,19 @@ ONEDNN: Final = Target(
     ),
     kernel_forms=(*("sum_to_add", "batch_norm_to_conv", "hard_sigmoid_to_clip", "fold_channel_shuffle"),),
     # No stem as SpaceToDepth: few channels are no slower there (without it 0.97 to 1.06 of the speed, median 1.01).
-    own_forms=(share_subsampling, hold_apart),
+    own_forms=(rules.share_subsampling, rules.hold_apart),
     min_opset=14,  # HardSwish
     keeps_grid=True,
     formats=("qdq", "qop"),
     operators_per_tensor=True,
-    facts=FACTS,
+    facts=rules.FACTS,
     hooks=Hooks(
         prove=None if _WHY_NOT else prove,
         time=None if _WHY_NOT else TimedRuntime(open_runner, in_calling_thread=True),
         why_unasked=_WHY_NOT,
         conform=conform,
-        reclass=partial(leave_prefix_float, reason=STEM),
-        writes_float=writes_float,
+        reclass=partial(leave_prefix_float, reason=rules.STEM),
+        writes_float=rules.writes_float,
     ),
 )
 

@@ -28,18 +28,8 @@ from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import kept
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets import other_process
+from kenosis_ort.targets import other_process, proof
 from kenosis_ort.targets.model import Runner
-from kenosis_ort.targets.proof import (
-    UNEXPLAINED,
-    Cause,
-    FusionReport,
-    KernelReport,
-    Status,
-    Why,
-    refuse_libraries,
-    why_planned_float,
-)
 
 _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
@@ -150,7 +140,7 @@ def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Seque
     Raises:
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    refuse_libraries(custom_op_libraries, "OpenVINO")
+    proof.refuse_libraries(custom_op_libraries, "OpenVINO")
     executed(source, threads=threads)  # whose process may end over the model, ours may not
     import openvino
 
@@ -270,7 +260,7 @@ def prove(
     plan: PlacementPlan | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
-) -> FusionReport:
+) -> proof.FusionReport:
     """Compiles a model with OpenVINO for the CPU and reports what executes each of its nodes.
 
     The model is not run, nothing is left on disk.
@@ -288,7 +278,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: OpenVINO is not installed or refuses the model.
     """
-    refuse_libraries(custom_op_libraries, "OpenVINO")
+    proof.refuse_libraries(custom_op_libraries, "OpenVINO")
     with tagged_file(model, _name_outputs) as (source, tagged, path):
         found = executed(path, threads=threads)
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
@@ -297,7 +287,9 @@ def prove(
     return report
 
 
-def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan | None, version: str) -> FusionReport:
+def report_of(
+    graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan | None, version: str
+) -> proof.FusionReport:
     """The report.
 
     Args:
@@ -312,7 +304,7 @@ def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan
         owner = assignment.owner_of(node)
         if owner is not None and owner is not node and node.is_compute:
             within.setdefault(owner.index, []).append(node.label)
-    return FusionReport(
+    return proof.FusionReport(
         kernels=tuple(
             _report(node, graph, assignment, plan, tuple(within.get(node.index, ())))
             for node in graph.nodes
@@ -326,23 +318,23 @@ def report_of(graph: SourceGraph, found: Sequence[Executed], plan: PlacementPlan
 
 def _report(
     node: SourceNode, graph: SourceGraph, assignment: KernelMap, plan: PlacementPlan | None, absorbed: tuple[str, ...]
-) -> KernelReport:
+) -> proof.KernelReport:
     kernel, owner = assignment.executed(node), assignment.owner_of(node)
-    why, into = UNEXPLAINED, None
+    why, into = proof.UNEXPLAINED, None
     integer = kernel is not None and _is_integer(kernel)
     if not graph.computes_float(node):
-        status, integer = Status.OTHER, False
+        status, integer = proof.Status.OTHER, False
     elif kernel is None:
-        status = Status.OTHER if node.graph else Status.REMOVED
-        why = _UNSEEN if node.graph else "computed at load, or no operation left", Cause.NONE
+        status = proof.Status.OTHER if node.graph else proof.Status.REMOVED
+        why = _UNSEEN if node.graph else "computed at load, or no operation left", proof.Cause.NONE
     elif owner is not None and owner is not node:
-        status, into, why = Status.ABSORBED, owner.label, (f"part of '{owner.label}'", Cause.NONE)
+        status, into, why = proof.Status.ABSORBED, owner.label, (f"part of '{owner.label}'", proof.Cause.NONE)
     elif integer:
-        status = Status.INTEGER
+        status = proof.Status.INTEGER
     else:
-        status, why = Status.FLOAT, _why_float(node, graph, plan)
+        status, why = proof.Status.FLOAT, _why_float(node, graph, plan)
     name = "" if kernel is None else f"{kernel.layer} {kernel.primitive}"
-    return KernelReport.of(node, name, status, why, integer=integer, absorbed=absorbed, absorbed_into=into)
+    return proof.KernelReport.of(node, name, status, why, integer=integer, absorbed=absorbed, absorbed_into=into)
 
 
 def _is_integer(kernel: Executed) -> bool:
@@ -351,28 +343,28 @@ def _is_integer(kernel: Executed) -> bool:
     return kernel.precision in _BYTES or (not heavy and kernel.output in _BYTES)
 
 
-def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> Why:
-    why = why_planned_float(node, plan)
+def _why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> proof.Why:
+    why = proof.why_planned_float(node, plan)
     if why is not None:
         return why
     if node.op_type not in HEAVY_LAYERS:
-        return f"{node.op_type} has no kernel on quantized data here", Cause.UNSUPPORTED_OP
+        return f"{node.op_type} has no kernel on quantized data here", proof.Cause.UNSUPPORTED_OP
     inputs = node.proto.input
     for index, what in ((0, "input"), (1, "weights")):
         value = inputs[index] if len(inputs) > index else ""
         dq = graph.dq_of(value)
         if dq is None:
-            cause = Cause.FLOAT_INPUT if index == 0 else Cause.FLOAT_WEIGHT
+            cause = proof.Cause.FLOAT_INPUT if index == 0 else proof.Cause.FLOAT_WEIGHT
             return f"its {what} '{value}' is not dequantized from 8 bits", cause
         kind = onnx.TensorProto.DataType.Name(graph.params(dq).elem_type or 0)
         allowed = ("UINT8", "INT8") if index == 0 else ("INT8",)
         if kind not in allowed:
-            cause = Cause.TYPE_MISMATCH if index == 0 else Cause.WEIGHT_TYPE
+            cause = proof.Cause.TYPE_MISMATCH if index == 0 else proof.Cause.WEIGHT_TYPE
             return f"its {what} is {kind.lower()}; oneDNN takes {' or '.join(allowed).lower()}", cause
         before = graph.producer.get(dq.proto.input[0])
         if index == 1 and before is not None and before.op_type not in (Q, DQ, "Constant"):
-            return f"{before.op_type} stands between the weights and their DequantizeLinear", Cause.WEIGHT_TYPE
-    return "OpenVINO gives no reason, and no known rule explains it", Cause.UNKNOWN
+            return f"{before.op_type} stands between the weights and their DequantizeLinear", proof.Cause.WEIGHT_TYPE
+    return "OpenVINO gives no reason, and no known rule explains it", proof.Cause.UNKNOWN
 
 
 def _name_outputs(model: onnx.ModelProto) -> None:

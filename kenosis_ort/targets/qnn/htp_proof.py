@@ -33,17 +33,8 @@ from kenosis_ort.graph.view import infer_shapes, value_types
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets import other_process
+from kenosis_ort.targets import other_process, proof
 from kenosis_ort.targets.other_process import PROVIDER
-from kenosis_ort.targets.proof import (
-    Cause,
-    FusionReport,
-    KernelReport,
-    Status,
-    Why,
-    refuse_libraries,
-    why_planned_float,
-)
 
 CHIP_VARIABLE: Final = "KENOSIS_ORT_QNN_CHIP"
 _USUAL_CHIP: Final = "60"
@@ -234,7 +225,7 @@ def _kind(node: SourceNode, graph: SourceGraph) -> str:
 _log = logging.getLogger(__name__)
 
 _MESSAGE_LIMIT: Final = 400
-_UNKNOWN: Final[Why] = "not known: with a node that HTP refuses the model does not load", Cause.NONE
+_UNKNOWN: Final[proof.Why] = "not known: with a node that HTP refuses the model does not load", proof.Cause.NONE
 
 
 def prove(
@@ -243,7 +234,7 @@ def prove(
     plan: PlacementPlan | None = None,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,  # noqa: ARG001 - of the protocol
-) -> FusionReport:
+) -> proof.FusionReport:
     """Loads a model with the QNN provider and reports which nodes HTP takes.
 
     The model is not run, nothing is left on disk.
@@ -261,7 +252,7 @@ def prove(
         ModelLoadError: The file is missing or is not an ONNX model.
         VerificationError: The provider is not installed, or the model does not load with it.
     """
-    refuse_libraries(custom_op_libraries, "HTP")
+    proof.refuse_libraries(custom_op_libraries, "HTP")
     with tagged_file(model) as (source, tagged, path):
         (answer,) = ask([path])
     if answer.failure and not _refused(answer):
@@ -290,7 +281,7 @@ def _refused(answer: Answer) -> set[int]:
     return {token for text in (*answer.refused, answer.failure) if (token := token_of(text)) is not None}
 
 
-def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
+def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> proof.FusionReport:
     """The report.
 
     Args:
@@ -316,41 +307,47 @@ def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, ve
     return _fusion_report(kernels, version, dict(overhead.most_common()))
 
 
-def _fusion_report(kernels: tuple[KernelReport, ...], version: str, overhead: Mapping[str, int]) -> FusionReport:
-    return FusionReport(kernels, f"{version}, chip {chip()}", overhead, runtime="QNN HTP")
+def _fusion_report(
+    kernels: tuple[proof.KernelReport, ...], version: str, overhead: Mapping[str, int]
+) -> proof.FusionReport:
+    return proof.FusionReport(kernels, f"{version}, chip {chip()}", overhead, runtime="QNN HTP")
 
 
-def _of_unloaded(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> FusionReport:
+def _of_unloaded(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> proof.FusionReport:
     """The report of a model that does not load: the nodes that are refused, of the others nothing."""
     refused, kernels = _refused(answer), []
     for node in (node for node in graph.nodes if node.is_compute):
         if node.index in refused:
             reason, cause = _why_refused(node, graph, plan)
             why = f"with it the model does not load: {reason}", cause
-            kernels.append(KernelReport.of(node, "", Status.FLOAT, why))
+            kernels.append(proof.KernelReport.of(node, "", proof.Status.FLOAT, why))
         else:
-            kernels.append(KernelReport.of(node, "", Status.OTHER, _UNKNOWN))
+            kernels.append(proof.KernelReport.of(node, "", proof.Status.OTHER, _UNKNOWN))
     return _fusion_report(tuple(kernels), version, {})
 
 
-def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: PlacementPlan | None) -> KernelReport:
+def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: PlacementPlan | None) -> proof.KernelReport:
     kernel = "" if taker is None else f"{'HTP' if taker == PROVIDER else taker} {node.op_type}"
     absorber = _absorber(node, graph)
     if node.graph:
-        why = "inside a body of control flow, which HTP does not run", Cause.NONE
-        return KernelReport.of(node, kernel, Status.OTHER, why)
+        why = "inside a body of control flow, which HTP does not run", proof.Cause.NONE
+        return proof.KernelReport.of(node, kernel, proof.Status.OTHER, why)
     if taker is None:
-        return KernelReport.of(node, kernel, Status.REMOVED, ("computed at load, or no operation left", Cause.NONE))
+        return proof.KernelReport.of(
+            node, kernel, proof.Status.REMOVED, ("computed at load, or no operation left", proof.Cause.NONE)
+        )
     if not graph.computes_float(node):
-        return KernelReport.of(node, kernel, Status.OTHER)
+        return proof.KernelReport.of(node, kernel, proof.Status.OTHER)
     if taker != PROVIDER:
-        return KernelReport.of(node, kernel, Status.FLOAT, _why_refused(node, graph, plan))
+        return proof.KernelReport.of(node, kernel, proof.Status.FLOAT, _why_refused(node, graph, plan))
     if absorber is not None and _is_quantized(absorber, graph):
-        part = f"part of '{absorber.label}'", Cause.NONE
-        return KernelReport.of(node, kernel, Status.ABSORBED, part, integer=True, absorbed_into=absorber.label)
+        part = f"part of '{absorber.label}'", proof.Cause.NONE
+        return proof.KernelReport.of(
+            node, kernel, proof.Status.ABSORBED, part, integer=True, absorbed_into=absorber.label
+        )
     if _is_quantized(node, graph):
-        return KernelReport.of(node, kernel, Status.INTEGER)
-    return KernelReport.of(node, kernel, Status.FLOAT, _why_float(node, plan))
+        return proof.KernelReport.of(node, kernel, proof.Status.INTEGER)
+    return proof.KernelReport.of(node, kernel, proof.Status.FLOAT, _why_float(node, plan))
 
 
 def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
@@ -378,20 +375,20 @@ def _is_written(node: SourceNode, graph: SourceGraph) -> bool:
     return True
 
 
-def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> Why:
+def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> proof.Why:
     """Reason why HTP does not take a node, and its class."""
     opened = [name for name, shape in graph.shapes.items() if any(not dim.dim_value for dim in shape.dim)]
     inputs = [name for name in opened if name not in graph.producer and not graph.is_initializer(name)]
     if inputs:
-        return f"input '{inputs[0]}' has symbolic dimensions; HTP takes static shapes alone", Cause.UNSUPPORTED_OP
+        return f"input '{inputs[0]}' has symbolic dimensions; HTP takes static shapes alone", proof.Cause.UNSUPPORTED_OP
     if _is_quantized(node, graph):
-        return f"HTP has no {node.op_type} of these types and attributes", Cause.UNSUPPORTED_OP
+        return f"HTP has no {node.op_type} of these types and attributes", proof.Cause.UNSUPPORTED_OP
     reason, cause = _why_float(node, plan)
-    return f"{reason}; HTP refuses that", cause if cause is not Cause.NONE else Cause.UNSUPPORTED_OP
+    return f"{reason}; HTP refuses that", cause if cause is not proof.Cause.NONE else proof.Cause.UNSUPPORTED_OP
 
 
-def _why_float(node: SourceNode, plan: PlacementPlan | None) -> Why:
-    return why_planned_float(node, plan) or (
+def _why_float(node: SourceNode, plan: PlacementPlan | None) -> proof.Why:
+    return proof.why_planned_float(node, plan) or (
         "it reads or writes float, without Q and DQ on both sides",
-        Cause.FLOAT_OUTPUT,
+        proof.Cause.FLOAT_OUTPUT,
     )
