@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -42,11 +44,6 @@ def second(net: Quantized, y: str, *, weight: type = np.int8) -> str:
     return net.op("Conv", [y, net.dq(net.int8_weight(weight), weight)], name="second", pads=[1, 1, 1, 1])
 
 
-def between(build: Callable[[Quantized, str], str]) -> FusionReport:
-    """Returns the proof of two quantized Convs with something in between, Q behind the first and before the second."""
-    return prove(conv(dst=lambda net, y: second(net, build(net, y))))
-
-
 def is_part(report: FusionReport, op_type: str) -> bool:
     """Tells whether all nodes of an operator are part of the first Conv's kernel."""
     found = [k for k in report.kernels if k.op_type == op_type]
@@ -71,44 +68,17 @@ def stem() -> onnx.ModelProto:
 
 # ---- rules ------------------------------------------------------------------------------------------------------
 
-
-@openvino
-def test_rule_onednn_conv() -> None:
-    report = between(lambda net, y: net.pair(y))
-    assert report.integer_share() == 1.0
-    assert report.runtime == "OpenVINO"
+Build = Callable[[Quantized, str], str]
 
 
-@openvino
-def test_rule_onednn_linear() -> None:
+def linear_layers() -> onnx.ModelProto:
     net = Quantized(opset=20)
     x = net.pair(net.input("x", (1, 8, 16)))
     for name in ("first", "last"):
         weight = net.dq(net.const(net.rng.integers(-99, 99, (16, 16)), dtype=np.int8), np.int8)
         y = net.op("Add", [net.op("MatMul", [x, weight], name=name), net.const(np.zeros(16, np.float32))])
         x = net.pair(net.op("Gelu", [y])) if name == "first" else y
-    report = prove(net.finished(x))
-    assert report.integer_share() == 1.0
-    assert {k.absorbed_into for k in report.kernels if k.op_type == "Gelu"} == {"first"}
-
-
-@openvino
-def test_rule_onednn_residual() -> None:
-    for quantized in (True, False):
-        report = between(
-            lambda net, y, q=quantized: net.pair(
-                net.op("Relu", [net.op("Add", [net.pair(y) if q else y, net.pair("x")])])
-            )
-        )
-        add = next(k for k in report.kernels if k.op_type == "Add")
-        assert add.integer
-        assert report.by_node["relu_" + next(k.node for k in report.kernels if k.op_type == "Relu")[5:]].integer
-
-
-@openvino
-def test_rule_onednn_mul() -> None:
-    report = between(lambda net, y: net.pair(net.op("Mul", [net.pair(y), net.pair("x")])))
-    assert next(k for k in report.kernels if k.op_type == "Mul").integer
+    return net.finished(x)
 
 
 def joined(net: Quantized, y: str, *, behind: bool) -> str:
@@ -118,109 +88,146 @@ def joined(net: Quantized, y: str, *, behind: bool) -> str:
     return net.op("Conv", [net.pair(halves) if behind else halves, weight], name="second")
 
 
-@openvino
-def test_rule_onednn_concat() -> None:
-    report = prove(conv(dst=lambda net, y: joined(net, y, behind=False)))
-    assert report.by_node["concat"].integer
-    assert report.integer_share() == 1.0
-    more = prove(conv(dst=lambda net, y: joined(net, y, behind=True)))
-    assert more.overhead.get("Subgraph", 0) > report.overhead.get("Subgraph", 0)
+def pooled(net: Quantized, y: str) -> str:
+    return net.op("MaxPool", [net.pair(y)], kernel_shape=[2, 2])
 
 
-@openvino
-def test_rule_onednn_average_pool() -> None:
-    assert between(lambda net, y: net.pair(net.op("GlobalAveragePool", [net.pair(y)]))).integer_share() == 1.0
-    assert between(lambda net, y: net.op("GlobalAveragePool", [net.pair(y)])).integer_share() == 0.5
+def resized(net: Quantized, y: str) -> str:
+    scales = net.const(np.array([1, 1, 2, 2], np.float32))
+    how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    return net.op("Resize", [net.pair(y), "", scales], **how)
 
 
-@openvino
-def test_rule_onednn_moves() -> None:
-    def pooled(net: Quantized, y: str) -> str:
-        return net.op("MaxPool", [net.pair(y)], kernel_shape=[2, 2])
-
-    report = between(pooled)
-    assert report.integer_share() == 1.0
-    assert next(k for k in report.kernels if k.op_type == "MaxPool").integer
-    more = between(lambda net, y: net.pair(pooled(net, y)))
-    assert more.overhead.get("Subgraph", 0) > report.overhead.get("Subgraph", 0)
+def two(make: Build) -> Callable[[], onnx.ModelProto]:
+    """Two quantized Convs with something in between."""
+    return lambda: conv(dst=lambda net, y: second(net, make(net, y)))
 
 
-test_rule_moves_keep_grid = test_rule_onednn_moves
+def residual(net: Quantized, y: str, *, q: bool) -> str:
+    return net.pair(net.op("Relu", [net.op("Add", [net.pair(y) if q else y, net.pair("x")])]))
 
 
-@openvino
-def test_rule_onednn_resize() -> None:
-    def resized(net: Quantized, y: str) -> str:
-        scales = net.const(np.array([1, 1, 2, 2], np.float32))
-        how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        return net.op("Resize", [net.pair(y), "", scales], **how)
-
-    report = between(resized)
-    assert report.integer_share() == 1.0
-    assert next(k for k in report.kernels if k.op_type == "Resize").integer
+def alone(op: str, *inputs: Any, **attributes: Any) -> Build:
+    """An operator with a pair on both sides."""
+    return lambda net, y: net.pair(net.op(op, [net.pair(y), *inputs], **attributes))
 
 
-@openvino
-@pytest.mark.parametrize("op", [op for op in EPILOGUE if op != "PRelu"])
-def test_rule_onednn_epilogue(op: str) -> None:
-    report = between(lambda net, y: net.pair(chain(op)(net, y)))
-    assert is_part(report, op)
-    assert report.integer_share() == 1.0
-    apart_from_it = between(lambda net, y: net.pair(chain(op)(net, net.pair(y))))
-    if op not in ("Relu", "Clip"):  # these the session takes out of the way of a Q all the same
-        assert not is_part(apart_from_it, op)
-
-
-@openvino
-def test_rule_onednn_deferred_q() -> None:
-    report = between(lambda net, y: net.pair(silu(net, y)))
-    assert is_part(report, "Sigmoid")
-    assert is_part(report, "Mul")
-    both = between(lambda net, y: net.pair(silu(net, net.pair(y))))
-    assert not is_part(both, "Mul")
-    four = between(lambda net, y: net.pair(chain("Relu", "Mul", "Tanh", "Abs")(net, y)))
-    assert all(is_part(four, op) for op in ("Relu", "Mul", "Tanh", "Abs"))
-
-
-@openvino
-@pytest.mark.parametrize("op", ["HardSigmoid", "Exp", "Log", "Erf", "Selu", "Softsign", "Max", "Min"])
-def test_rule_onednn_float_activations(op: str) -> None:
-    report = between(lambda net, y: net.pair(chain(op)(net, y)))
-    assert not is_part(report, op)
-
-
-test_rule_onednn_hard_sigmoid_slow = test_rule_onednn_float_activations
-
-
-@openvino
-def test_rule_onednn_float_passes() -> None:
+def transposed() -> onnx.ModelProto:
     net = Quantized(opset=20)
     x = net.pair(net.input("x", (1, 4, 6, 6)))
-    y = net.op("ConvTranspose", [x, net.dq(net.int8_weight(), np.int8)], name="up")
-    assert not prove(net.finished(y)).by_node["up"].integer
+    return net.finished(net.op("ConvTranspose", [x, net.dq(net.int8_weight(), np.int8)], name="up"))
+
+
+class Case(NamedTuple):
+    """A graph and what OpenVINO makes of it.
+
+    Attributes:
+        make: Makes it.
+        integer: Operators whose nodes run on integers, apart by spaces.
+        floats: Those that do not.
+        part: Those that are part of the first Conv's kernel.
+        apart: Those that are not.
+        share: Of Conv and linear layers on integers.
+    """
+
+    make: Callable[[], onnx.ModelProto]
+    integer: str = ""
+    floats: str = ""
+    part: str = ""
+    apart: str = ""
+    share: float | None = None
+
+
+EXAMPLES: dict[str, list[Case]] = {
+    "onednn-conv": [Case(two(lambda net, y: net.pair(y)), share=1.0)],
+    "onednn-linear": [Case(linear_layers, share=1.0)],
+    "onednn-residual": [Case(two(partial(residual, q=q)), "Add Relu") for q in (True, False)],
+    "onednn-mul": [Case(two(lambda net, y: net.pair(net.op("Mul", [net.pair(y), net.pair("x")]))), "Mul")],
+    "onednn-concat": [Case(lambda: conv(dst=partial(joined, behind=False)), "Concat", share=1.0)],
+    "onednn-average-pool": [
+        Case(two(alone("GlobalAveragePool")), share=1.0),
+        Case(two(lambda net, y: net.op("GlobalAveragePool", [net.pair(y)])), share=0.5),
+    ],
+    "onednn-moves": [Case(two(pooled), "MaxPool", share=1.0)],
+    "onednn-resize": [Case(two(resized), "Resize", share=1.0)],
+    "onednn-epilogue": [
+        *(
+            Case(two(lambda net, y, o=op: net.pair(chain(o)(net, y))), part=op, share=1.0)
+            for op in EPILOGUE
+            if op != "PRelu"
+        ),
+        *(  # the session takes Relu and Clip out of the way of a Q all the same
+            Case(two(lambda net, y, o=op: net.pair(chain(o)(net, net.pair(y)))), apart=op)
+            for op in EPILOGUE
+            if op not in ("PRelu", "Relu", "Clip")
+        ),
+    ],
+    "onednn-deferred-q": [
+        Case(two(lambda net, y: net.pair(silu(net, y))), part="Sigmoid Mul"),
+        Case(two(lambda net, y: net.pair(silu(net, net.pair(y)))), apart="Mul"),
+        Case(two(lambda net, y: net.pair(chain("Relu", "Mul", "Tanh", "Abs")(net, y))), part="Relu Mul Tanh Abs"),
+    ],
+    "onednn-float-activations": [
+        Case(two(lambda net, y, o=op: net.pair(chain(o)(net, y))), apart=op)
+        for op in ("Exp", "Log", "Erf", "Selu", "Softsign", "Max", "Min")
+    ],
+    "onednn-hard-sigmoid-slow": [Case(two(lambda net, y: net.pair(chain("HardSigmoid")(net, y))), apart="HardSigmoid")],
+    "onednn-float-passes": [Case(transposed, floats="ConvTranspose")],
+    "onednn-float": [Case(two(alone("Softmax", axis=1)), floats="Softmax")],
+    "onednn-tiles-slow-exponential": [
+        Case(
+            two(lambda net, y: net.pair(silu(net, net.op("Max", [y, net.const(np.float32(-3.4e38))])))),
+            apart="Mul",
+            share=1.0,
+        )
+    ],
+}
 
 
 @openvino
-def test_rule_onednn_float() -> None:
-    report = between(lambda net, y: net.pair(net.op("Softmax", [net.pair(y)], axis=1)))
-    assert not next(k for k in report.kernels if k.op_type == "Softmax").integer
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
+)
+def test_rule(case: Case) -> None:
+    report = prove(case.make())
+    assert report.runtime == "OpenVINO"
+    assert case.share is None or report.integer_share() == case.share
+    for operators, is_integer in ((case.integer, True), (case.floats, False)):
+        for op in operators.split():
+            assert {k.integer for k in report.kernels if k.op_type == op} == {is_integer}, op
+    assert [op for op in case.part.split() if not is_part(report, op)] == []
+    assert [op for op in case.apart.split() if is_part(report, op)] == []
 
 
 @openvino
-def test_rule_onednn_uint8_weights_float() -> None:
-    kernel = prove(conv(weight=lambda net: net.dq(net.int8_weight(np.uint8)))).by_node["conv"]
+@pytest.mark.parametrize(
+    ("without", "with_q"),
+    [
+        (two(pooled), two(lambda net, y: net.pair(pooled(net, y)))),
+        (lambda: conv(dst=partial(joined, behind=False)), lambda: conv(dst=partial(joined, behind=True))),
+    ],
+)
+def test_rule_moves_keep_grid(without: Callable[[], onnx.ModelProto], with_q: Callable[[], onnx.ModelProto]) -> None:
+    """A Q behind what moves bytes is a pass of its own."""
+    assert prove(with_q()).overhead.get("Subgraph", 0) > prove(without()).overhead.get("Subgraph", 0)
+
+
+def clipped(net: Quantized) -> str:
+    bounds = (net.const(np.int8(-7), dtype=np.int8), net.const(np.int8(7), dtype=np.int8))
+    return net.dq(net.op("Clip", [net.int8_weight(), *bounds]), np.int8)
+
+
+@openvino
+@pytest.mark.parametrize(
+    ("weight", "words"), [(lambda net: net.dq(net.int8_weight(np.uint8)), "uint8"), (clipped, "Clip")]
+)
+def test_rule_onednn_uint8_weights_float(weight: Callable[[Quantized], str], words: str) -> None:
+    kernel = prove(conv(weight=weight)).by_node["conv"]
     assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
+    assert words in kernel.reason
 
 
-@openvino
-def test_rule_onednn_clip_on_weights_float() -> None:
-    def clipped(net: Quantized) -> str:
-        bounds = (net.const(np.int8(-7), dtype=np.int8), net.const(np.int8(7), dtype=np.int8))
-        return net.dq(net.op("Clip", [net.int8_weight(), *bounds]), np.int8)
-
-    kernel = prove(conv(weight=clipped)).by_node["conv"]
-    assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
-    assert "Clip" in kernel.reason
+test_rule_onednn_clip_on_weights_float = test_rule_onednn_uint8_weights_float
 
 
 def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
@@ -249,14 +256,6 @@ def test_rule_onednn_float_stem() -> None:
     assert chosen["last"].kind is Kind.INTEGER
     assert "accuracy" in chosen["stem"].reason
     assert "slower" not in chosen["stem"].reason
-
-
-@openvino
-def test_rule_onednn_tiles_slow_exponential() -> None:
-    report = between(lambda net, y: net.pair(silu(net, net.op("Max", [y, net.const(np.float32(-3.4e38))]))))
-    assert report.integer_share() == 1.0
-    assert not is_part(report, "Mul")
-    assert next(k for k in report.kernels if k.op_type == "Max").absorbed_into is not None
 
 
 # ---- how the account of a compiled model is read ------------------------------------------------------------------
