@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.targets.ort_cpu.rules import host_defaults
 from kenosis_ort.verify import check_bias_alignment, verify_fusion
 from tests import models
+from tests.graph.build import steps
 from tests.models import Feed, FeedReader, Net
 
 needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="a defect of the x86-64 kernels")
@@ -116,14 +116,12 @@ def integer_kernels(path: Path) -> dict[str, bool]:
 def test_long_chain_is_linear(tmp_path: Path) -> None:
     """Stock: 26 s for 2,000 nodes of Conv and Relu, 117 s for 4,000: quadratic. Four times the nodes cost 16 times."""
 
-    def cpu_seconds(pairs: int) -> float:
+    def calls(pairs: int) -> int:
         model = models.conv_relu_chain(pairs, channels=2, size=2)
-        start = time.process_time()
-        quantized(model, tmp_path, models.feeds(model, 1), verify=False)
-        return time.process_time() - start
+        return steps(lambda: quantized(model, tmp_path, models.feeds(model, 1), verify=False))
 
-    cpu_seconds(20)  # imports and caches
-    assert cpu_seconds(320) < 10 * cpu_seconds(80)
+    calls(20)  # imports and caches
+    assert calls(160) < 4.5 * calls(40)
 
 
 @pytest.mark.parametrize("method", [CalibrationMethod.Percentile, CalibrationMethod.Entropy])

@@ -91,7 +91,7 @@ def halves(net, x, spelling, c):
         return [net.op("Slice", [y, [low], [high], [1]]) for low, high in ((0, h), (h, c))]
     y = net.op("Transpose", [net.op("Reshape", [x, [-1, 2, SIDE * SIDE]])], perm=[1, 0, 2])
     y = net.op("Reshape", [y, [2, -1, c // 2, SIDE, SIDE]])
-    return [net.op("Gather", [y, at], axis=0) for at in range(2)]
+    return [net.op("Gather", [y, at]) for at in range(2)]
 
 
 @pytest.mark.parametrize("spelling", ["split", "slice", "gather"])

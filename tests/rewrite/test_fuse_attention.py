@@ -162,6 +162,16 @@ def test_a_packed_layer_is_taken_apart_without_transposes(b, s, n, h, seed):
     assert "Transpose" not in ops(fused(g, g.joined(y, b, s, n * h), normal((b, s, 5), seed)))
 
 
+def test_a_packed_layer_that_is_cut_along_another_axis_is_no_such_layer():
+    g = Heads.over([3, 2, 5])
+    turned = g.turned(
+        g.op("Reshape", [g.op("MatMul", ["x", g.rng.normal(size=(5, 24))]), [3, 2, 3, 2, 4]]), 2, 0, 3, 1, 4
+    )
+    q, k, v = (g.op("Gather", [turned, i], axis=1) for i in range(3))
+    y = g.joined(g.attend(g.scores(q, k), v), 3, 2, 8)
+    check(fuse_attention, g.of(y), normal((3, 2, 5)), rtol=2e-5)
+
+
 def test_the_runtimes_own_product_is_one_too():
     text = """(float[1,2,3,4] x) => (float[1,2,3,4] y) {
     s = com.microsoft.FusedMatMul<transB = 1, alpha = 0.5>(x, x) p = Softmax<axis = -1>(s) y = MatMul(p, x) }"""
@@ -205,6 +215,15 @@ def test_repeated_heads_are_read_once(b, s, groups, each, h):
 
     q = g.turned(g.project("x", 5, b, s, groups * each, h), 0, 2, 1, 3)
     assert "Expand" not in ops(fused(g, g.attend(g.scores(q, repeated()), repeated()), normal((b, s, 5))))
+
+
+def test_heads_repeated_over_the_batch_too_are_no_repeated_heads():
+    g = Heads.over([2, 3, 5])
+    alone = g.op("Slice", [g.turned(g.project("x", 5, 2, 3, 2, 4), 0, 2, 1, 3), [0], [1], [0]])
+    wide = g.op("Expand", [g.op("Unsqueeze", [alone, [2]]), [2, 2, 2, 3, 4]])
+    kv = g.op("Reshape", [wide, [2, 4, 3, 4]])
+    q = g.turned(g.project("x", 5, 2, 3, 4, 4), 0, 2, 1, 3)
+    check(fuse_attention, g.of(g.attend(g.scores(q, kv), kv)), normal((2, 3, 5)), rtol=2e-5)
 
 
 @given(
