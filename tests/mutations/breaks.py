@@ -169,7 +169,7 @@ BREAKS = (
           "if True:", "graph/test_opset.py"),
     Break("graph/bodies.py", "    return {o: i for o, i in found.items() if taken.count(i) == 1}", "    return found",
           "graph/test_states.py"),
-    Break("graph/save.py", "        if had_data:\n            os.replace(previous, target)\n        raise", "        raise",
-          "graph/test_save.py"),
+    Break("graph/save.py", "        if had_data:\n            os.replace(previous, target)\n        raise",
+          "        raise", "graph/test_save.py"),
 )
 # fmt: on

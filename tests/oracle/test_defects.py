@@ -118,10 +118,11 @@ def test_long_chain_is_linear(tmp_path: Path) -> None:
 
     def calls(pairs: int) -> int:
         model = models.conv_relu_chain(pairs, channels=2, size=2)
-        return steps(lambda: quantized(model, tmp_path, models.feeds(model, 1), verify=False))
+        return steps(lambda: quantized(model, tmp_path, models.feeds(model, 1), verify=False, promise=False))
 
-    calls(20)  # imports and caches
-    assert calls(160) < 4.5 * calls(40)
+    calls(10)  # imports and caches
+    few, more, most = map(calls, (10, 30, 70))
+    assert most - more < 3 * (more - few)  # twice as many nodes more
 
 
 @pytest.mark.parametrize("method", [CalibrationMethod.Percentile, CalibrationMethod.Entropy])
