@@ -1,4 +1,4 @@
-"""Readers of QONNX, layouts of its constants, and the float model behind a quantized one.
+"""Readers of QONNX, and the float model behind a quantized one.
 
 QONNX of the qonnx package, Brevitas, QKeras and FINN comes into the canonical form:
 
@@ -16,22 +16,12 @@ The float model behind a quantized one has its ranges without its grids:
   the model computes (a quantizer that begins at zero is often the only Relu that is left), its rounding does not.
 - The sign that a BipolarQuant takes of data stays: without it there would be no net.
 - Trunc divides, without rounding.
-
-QKeras' weights pass a Transpose behind their quantizer, as do those of channels-last operators. The runtime takes a
-weight for its integer kernels only where DQ of an initializer is what the kernel's operator reads.
-
-``Conv``, ``MaxPool`` and ``BatchNormalization`` of the domain ``qonnx.custom_op.channels_last`` read and write values
-of shape (N, ..., C); Conv's weights are (O, ..., I). They become ONNX's own between two Transposes. All else about them
-is as in ONNX. When it loads the model the runtime moves the Transposes together and drops those that cancel out.
-Source: what the `qonnx` package 1.0.0 executes.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
@@ -39,8 +29,6 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
 from kenosis_ort.formats.from_qdq import is_dequantize
 from kenosis_ort.graph import qdq
-from kenosis_ort.graph.constants import LAYOUT
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
 
 _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
 _LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds
@@ -100,12 +88,8 @@ class Reader(tensors.Draft):
 
     def bipolar(self, node: onnx.NodeProto) -> None:
         """Writes a BipolarQuant."""
-        scale = qonnx_nodes.parameter(node, 1, "scale", self)
-        qonnx_nodes.check_scale(node, scale)
-        zero = np.zeros((), np.float32)
-        grid = qonnx_nodes.QuantGrid(
-            qonnx_nodes.label(node), scale, zero, bits=2, signed=True, narrow=True, rounding="ROUND"
-        )
+        scale = qonnx_nodes.parameters(node, self)["scale"]
+        grid = qonnx_nodes.QuantGrid(scale, np.zeros((), np.float32), 2, signed=True, narrow=True)
         constant = self._constant(node, grid.shape)
         if constant is not None:
             self._store(node, grid, np.where(constant >= 0, np.float32(1), np.float32(-1)))
@@ -115,25 +99,13 @@ class Reader(tensors.Draft):
 
     def trunc(self, node: onnx.NodeProto) -> None:
         """Writes a Trunc."""
-        second = len(node.input) == 6
-        names = ("scale", "zero point", "input bit width", "output scale" if second else "output bit width")
-        scale, zero_point, before, then = (
-            qonnx_nodes.parameter(node, at, name, self) for at, name in zip((1, 2, 3, 4), names, strict=True)
-        )
-        qonnx_nodes.check_scale(node, scale)
-        qonnx_nodes.check_bits(node, before)
-        if second:
-            qonnx_nodes.check_scale(node, then)
-        bits = qonnx_nodes.check_bits(
-            node, qonnx_nodes.parameter(node, 5, "output bit width", self) if second else then
-        )
-        out_scale = then if second else scale
-        if bits > 7 or zero_point.any() or out_scale.size != 1:
+        given = qonnx_nodes.parameters(node, self)
+        bits = qonnx_nodes.width(given["output bit width"])
+        scale = given.get("output scale", given["scale"])
+        if bits > 7 or given["zero point"].any() or scale.size != 1:
             self._spelling.trunc(node, node.output[0])
             return
-        grid = qonnx_nodes.QuantGrid(
-            qonnx_nodes.label(node), out_scale, np.zeros((), np.float32), 8, signed=True, narrow=False, rounding="ROUND"
-        )
+        grid = qonnx_nodes.QuantGrid(scale, np.zeros((), np.float32), 8, signed=True, narrow=False)
         self._quantize(self._spelling.trunc(node, ""), node, grid)  # int8 holds 7 bits, signed or not
 
     def _constant(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> qonnx_nodes.Float | None:
@@ -326,183 +298,24 @@ class FloatReader(Reader):
         if self.array(node.input[0]) is not None:
             super().bipolar(node)
             return
-        qonnx_nodes.check_scale(node, qonnx_nodes.parameter(node, 1, "scale", self))
+        qonnx_nodes.parameters(node, self)
         self._spelling.bipolar(node, node.output[0])
 
     def trunc(self, node: onnx.NodeProto) -> None:
         """Writes a Trunc as what it divides by."""
-        second = len(node.input) == 6
-        scale = qonnx_nodes.parameter(node, 1, "scale", self)
-        zero_point = qonnx_nodes.parameter(node, 2, "zero point", self)
-        qonnx_nodes.check_scale(node, scale)
-        base = qonnx_nodes.base_name(node)
-        if second:
-            out_scale = qonnx_nodes.parameter(node, 4, "output scale", self)
-            qonnx_nodes.check_scale(node, out_scale)
-            factor = out_scale / scale / np.exp2(np.round(np.log2(out_scale / scale)))
+        given = qonnx_nodes.parameters(node, self)
+        scale, base = given["scale"], qonnx_nodes.base_name(node)
+        if "output scale" in given:
+            ratio = given["output scale"] / scale
+            factor = ratio / np.exp2(np.round(np.log2(ratio)))
             shift = np.zeros((), np.float32)
         else:
-            before = qonnx_nodes.check_bits(node, qonnx_nodes.parameter(node, 3, "input bit width", self))
-            after = qonnx_nodes.check_bits(node, qonnx_nodes.parameter(node, 4, "output bit width", self))
+            before, after = (qonnx_nodes.width(given[f"{which} bit width"]) for which in ("input", "output"))
             factor = np.float32(2.0 ** (after - before))
-            shift = np.asarray(zero_point * scale * (factor - 1), np.float32)
+            shift = np.asarray(given["zero point"] * scale * (factor - 1), np.float32)
         scaled = self.constant(np.asarray(factor, np.float32), f"{base}_factor")
         if not shift.any():
             self.add("Mul", [node.input[0], scaled], base, output=node.output[0])
             return
         product = self.add("Mul", [node.input[0], scaled], base)
         self.add("Add", [product, self.constant(shift, f"{base}_shift")], base, output=node.output[0])
-
-
-def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with its quantized constants laid out as their readers want them.
-
-    Args:
-        model: A private model in the canonical spelling, its nodes in order; it is changed.
-    """
-    draft = tensors.Draft(model)
-    constants: dict[str, onnx.NodeProto] = {}  # what a DQ of a constant writes -> the DQ
-    declared = qdq.declared_datatypes(model.graph)
-    for node in model.graph.node:
-        source = constants.get(node.input[0]) if node.input else None
-        if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
-            constants[node.output[0]] = node
-        elif source is not None and node.op_type in LAYOUT and node.domain in MAIN_DOMAINS:
-            moved = _laid_out(node, source, draft)
-            if moved is not None:
-                node = _dequantized(node, source, *moved, draft)
-                constants[node.output[0]] = node
-                if source.input[0] in declared:
-                    declared[node.input[0]] = declared[source.input[0]]
-                    qdq.annotate(model.graph, node.input[0], declared[source.input[0]])
-        draft.nodes.append(node)
-    return draft.finish(may_go=lambda node: node.output[0] in constants)
-
-
-def _laid_out(
-    node: onnx.NodeProto, source: onnx.NodeProto, draft: tensors.Draft
-) -> tuple[npt.NDArray[Any], int | None] | None:
-    """The integers as the layout operator leaves them, and their channel axis; None where that is not known."""
-    integers, scale = draft.array(source.input[0]), draft.array(source.input[1])
-    if integers is None or scale is None:
-        return None
-    axis = None if scale.ndim == 0 else attribute_int(source, "axis", 1) % max(integers.ndim, 1)
-    if node.op_type == "Identity":
-        return integers, axis
-    if node.op_type == "Transpose":
-        given = attribute(node, "perm")
-        perm = list(given.ints) if given is not None else list(range(integers.ndim))[::-1]
-        if sorted(perm) != list(range(integers.ndim)):
-            return None
-        return integers.transpose(perm), None if axis is None else perm.index(axis)
-    shape = _shape(node, integers.shape, draft)
-    if shape is None:
-        return None
-    if axis is not None:
-        ahead = math.prod(integers.shape[:axis])
-        found = [at for at, size in enumerate(shape) if size == integers.shape[axis] and math.prod(shape[:at]) == ahead]
-        if not found:
-            return None
-        axis = found[0]
-    return integers.reshape(shape), axis
-
-
-def _shape(node: onnx.NodeProto, before: tuple[int, ...], draft: tensors.Draft) -> tuple[int, ...] | None:
-    """The shape that Reshape, Flatten, Squeeze or Unsqueeze gives a value."""
-    if node.op_type == "Flatten":
-        axis = attribute_int(node, "axis", 1)
-        axis += len(before) if axis < 0 else 0
-        return math.prod(before[:axis]), math.prod(before[axis:])
-    numbers = draft.array(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-    declared = None if numbers is None else [int(n) for n in numbers.reshape(-1)]
-    if node.op_type == "Reshape":
-        return None if declared is None or attribute_int(node, "allowzero", 0) else _reshaped(declared, before)
-    if node.op_type == "Squeeze":
-        axes = range(len(before)) if declared is None else [a % max(len(before), 1) for a in declared]
-        return tuple(size for at, size in enumerate(before) if not (at in axes and size == 1))
-    if declared is None:
-        return None
-    rank = len(before) + len(declared)
-    axes = [a % rank for a in declared]
-    rest = iter(before)
-    return tuple(1 if at in axes else next(rest) for at in range(rank))
-
-
-def _reshaped(declared: Sequence[int], before: tuple[int, ...]) -> tuple[int, ...] | None:
-    if any(n == 0 and at >= len(before) for at, n in enumerate(declared)) or declared.count(-1) > 1:
-        return None
-    sizes = [before[at] if n == 0 else n for at, n in enumerate(declared)]
-    known = math.prod(n for n in sizes if n != -1)
-    total = math.prod(before)
-    if -1 in sizes:
-        if known <= 0 or total % known:
-            return None
-        sizes[sizes.index(-1)] = total // known
-    return tuple(sizes) if math.prod(sizes) == total and min(sizes, default=1) >= 0 else None
-
-
-def _dequantized(
-    node: onnx.NodeProto, source: onnx.NodeProto, integers: npt.NDArray[Any], axis: int | None, draft: tensors.Draft
-) -> onnx.NodeProto:
-    name = draft.constant(np.ascontiguousarray(integers), f"{source.input[0]}_{node.op_type.lower()}")
-    new = onnx.helper.make_node("DequantizeLinear", [name, *source.input[1:]], [node.output[0]], name=node.name)
-    if axis is not None:
-        new.attribute.append(onnx.helper.make_attribute("axis", axis))
-    return new
-
-
-_OPERATORS = frozenset({"Conv", "MaxPool", "BatchNormalization"})
-
-
-def to_channels_first(model: onnx.ModelProto) -> None:
-    """Puts ONNX's operators and Transposes in the place of the channels-last ones, in place.
-
-    Nothing but Python looks at the model here.
-
-    Raises:
-        UnsupportedModelError: Another operator of the domain, or the rank of its data is not known.
-    """
-    if not any(node.domain == qonnx_nodes.CHANNELS_LAST for node in model.graph.node):
-        return
-    draft = tensors.Draft(model)
-    for node in model.graph.node:
-        if node.domain != qonnx_nodes.CHANNELS_LAST:
-            draft.nodes.append(node)
-            continue
-        if node.op_type not in _OPERATORS or len(node.output) != 1 or not node.input:
-            raise UnsupportedModelError(
-                f"The channels-last operator has no counterpart in other formats (known are "
-                f"{', '.join(sorted(_OPERATORS))}, with one output).",
-                where=qonnx_nodes.label(node),
-            )
-        _write(node, _rank(node, draft), draft)
-    draft.finish()
-    qonnx_nodes.drop_imports(model, (qonnx_nodes.CHANNELS_LAST,))
-
-
-def _write(node: onnx.NodeProto, rank: int, draft: tensors.Draft) -> None:
-    base = node.name or node.output[0]
-    first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
-    new = onnx.NodeProto()
-    new.CopyFrom(node)
-    new.domain = ""
-    for at in range(2 if node.op_type == "Conv" else 1):
-        new.input[at] = draft.add("Transpose", [node.input[at]], base, perm=first)
-    new.output[0] = draft.fresh(f"{base}_channels_first")
-    draft.nodes.append(new)
-    draft.add("Transpose", [new.output[0]], base, output=node.output[0], perm=last)
-
-
-def _rank(node: onnx.NodeProto, draft: tensors.Draft) -> int:
-    kernel = attribute(node, "kernel_shape")
-    if kernel is not None and kernel.ints:
-        return len(kernel.ints) + 2
-    for name in (node.input[0], node.output[0]):
-        rank = draft.rank(name)
-        if rank is not None and rank > 1:
-            return rank
-    raise UnsupportedModelError(
-        "The rank of the data of a channels-last operator is not known.",
-        where=qonnx_nodes.label(node),
-        fix="declare the shapes of the values, as qonnx' InferShapes does, or give kernel_shape",
-    )

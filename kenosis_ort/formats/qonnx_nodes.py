@@ -29,12 +29,18 @@ DOMAINS: Final = frozenset({QONNX, "onnx.brevitas", "finn.custom_op.general"})
 CHANNELS_LAST: Final = "qonnx.custom_op.channels_last"
 
 QUANT: Final = frozenset({"Quant", "IntQuant"})
-_INPUTS: Final[Mapping[str, tuple[int, ...]]] = {
-    "Quant": (4,),
-    "IntQuant": (4,),
-    "BipolarQuant": (2,),
-    "Trunc": (5, 6),
+_QUANT_INPUTS = ("x", "scale", "zero point", "bit width")
+INPUTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "Quant": (_QUANT_INPUTS,),
+    "IntQuant": (_QUANT_INPUTS,),
+    "BipolarQuant": (("x", "scale"),),
+    "Trunc": (
+        ("x", "scale", "zero point", "input bit width", "output bit width"),
+        ("x", "scale", "zero point", "input bit width", "output scale", "output bit width"),
+    ),
 }
+"""What the inputs of each operator are, in each form that it has."""
+
 _MOST_BITS: Final = 32
 _MAGIC: Final = np.float32(1.5 * 2**23)  # adding and subtracting it rounds a float32 below 2**22 half to even
 
@@ -60,7 +66,6 @@ class QuantGrid:
     """What a Quant node with constant parameters says.
 
     Attributes:
-        where: The node, for messages.
         scale: float32, of the shape that the file gives it.
         zero_point: float32, likewise.
         bits: Width of the integers, 1 to 32.
@@ -69,13 +74,12 @@ class QuantGrid:
         rounding: One of QONNX' names, in capitals.
     """
 
-    where: str
     scale: Float
     zero_point: Float
     bits: int
     signed: bool
     narrow: bool
-    rounding: str
+    rounding: str = "ROUND"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,18 +131,15 @@ def check_nodes(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         if not is_qonnx(node) or node.domain == CHANNELS_LAST:
             continue
-        if node.op_type not in _INPUTS:
-            known = ", ".join(sorted(_INPUTS))
+        if node.op_type not in INPUTS:
+            known = ", ".join(sorted(INPUTS))
             refuse(node, f"the operator has no counterpart in other formats (known are {known})")
-        given = len(node.input)
-        if given not in _INPUTS[node.op_type] or not all(node.input):
-            wanted = " or ".join(map(str, _INPUTS[node.op_type]))
-            names = {"Quant": "x, scale, zero_point, bit_width", "BipolarQuant": "x, scale"}
-            refuse(
-                node,
-                f"it has {sum(map(bool, node.input))} inputs; it takes {wanted}"
-                + (f" ({names[node.op_type]})" if node.op_type in names else ""),
+        forms = INPUTS[node.op_type]
+        if len(node.input) not in map(len, forms) or not all(node.input):
+            wanted = " or ".join(
+                f"{len(form)} ({', '.join(name.replace(' ', '_') for name in form)})" for form in forms
             )
+            refuse(node, f"it has {sum(map(bool, node.input))} inputs; it takes {wanted}")
         if len(node.output) != 1 or not node.output[0]:
             refuse(node, f"it has {len(node.output)} outputs, of which one has to have a name")
         if node.op_type in QUANT:
@@ -176,23 +177,35 @@ def grid_of(node: onnx.NodeProto, draft: Draft) -> QuantGrid:
     Raises:
         UnsupportedModelError: A parameter is computed from data, or is no scale, zero point or bit width.
     """
-    names = ("scale", "zero point", "bit width")
-    scale, zero_point, width = (parameter(node, at, name, draft) for at, name in zip((1, 2, 3), names, strict=True))
-    check_scale(node, scale)
-    if not np.isfinite(zero_point).all():
+    given = parameters(node, draft)
+    if not np.isfinite(given["zero point"]).all():
         refuse(node, "its zero point is not finite")
-    return QuantGrid(
-        label(node),
-        scale,
-        zero_point,
-        check_bits(node, width),
-        flag(node, "signed"),
-        flag(node, "narrow"),
-        rounding_of(node),
-    )
+    bits, signed, narrow = width(given["bit width"]), flag(node, "signed"), flag(node, "narrow")
+    return QuantGrid(given["scale"], given["zero point"], bits, signed, narrow, rounding_of(node))
 
 
-def parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> Float:
+def parameters(node: onnx.NodeProto, draft: Draft) -> dict[str, Float]:
+    """The constant inputs of a node in float32 by what they are, see `INPUTS`; scales and bit widths are checked.
+
+    Raises:
+        UnsupportedModelError: One is computed from data, or is no scale or bit width.
+    """
+    names = next(form for form in INPUTS[node.op_type] if len(form) == len(node.input))
+    found = {name: _parameter(node, at, name, draft) for at, name in enumerate(names) if at}
+    for name, values in found.items():
+        if name.endswith("scale"):
+            _check_scale(node, values)
+        elif name.endswith("width"):
+            _check_bits(node, values)
+    return found
+
+
+def width(values: Float) -> int:
+    """The bits that a checked bit width says."""
+    return int(values.reshape(-1)[0])
+
+
+def _parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> Float:
     """A constant input of a node in float32."""
     found = draft.array(node.input[position])
     if found is None:
@@ -206,16 +219,16 @@ def parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> F
     return np.asarray(found, np.float32)
 
 
-def check_scale(node: onnx.NodeProto, scale: Float) -> None:
+def _check_scale(node: onnx.NodeProto, scale: Float) -> None:
     """Checks that a scale is finite and above zero."""
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         worst = scale.reshape(-1)[int(np.argmin(np.where(np.isfinite(scale), scale, -np.inf)))]
         refuse(node, f"a scale has to be finite and above zero; one is {worst:g}")
 
 
-def check_bits(node: onnx.NodeProto, width: Float) -> int:
-    """A bit width: one whole number from 1 to 32."""
-    values = np.unique(width)
+def _check_bits(node: onnx.NodeProto, given: Float) -> None:
+    """Checks that a bit width is one whole number from 1 to 32."""
+    values = np.unique(given)
     if values.size != 1:
         refuse(node, f"its bit width differs by channel ({values.min():g} to {values.max():g})")
     bits = float(values[0])
@@ -223,7 +236,6 @@ def check_bits(node: onnx.NodeProto, width: Float) -> int:
         refuse(node, f"its bit width {bits:g} is no whole number")
     if not 1 <= bits <= _MOST_BITS:
         refuse(node, f"its bit width {bits:g} is not from 1 to {_MOST_BITS}")
-    return int(bits)
 
 
 def spell_out(model: onnx.ModelProto) -> onnx.ModelProto:

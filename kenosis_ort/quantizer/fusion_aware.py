@@ -18,9 +18,9 @@ from onnxruntime.quantization.quant_utils import add_infer_metadata
 from kenosis_ort.graph.walk import captured_names
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.constant_scales import Constants
 from kenosis_ort.quantizer.editor import QdqEditor, sort_nodes_as_stock
 from kenosis_ort.quantizer.pairs import Pairs
+from kenosis_ort.quantizer.placed_constants import Constants
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.view import drop_stale_value_info, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
-from kenosis_ort.quantizer.constant_scales import quantize_weight
+from kenosis_ort.quantizer.grids import quantize_weight
 
 CONTRIB: Final = "com.microsoft"
 _LEAST: Final = 16

@@ -20,7 +20,8 @@ from onnxruntime.quantization.quant_utils import (
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.qdq import INTEGERS, integer_bounds
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
-from kenosis_ort.quantizer.editor import QdqEditor, clamped, listed, nudged_parameters
+from kenosis_ort.quantizer.editor import QdqEditor, listed
+from kenosis_ort.quantizer.grids import clamped, nudged_parameters
 
 _BYTE = 8
 

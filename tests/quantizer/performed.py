@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from kenosis_ort.graph.walk import captured_names, subgraphs
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.quantizer.editor import absorbs
+from kenosis_ort.quantizer.grids import absorbs
 
 Array = npt.NDArray[Any]
 _THROUGH_DQ = (How.OWN, How.SHARED, How.DEQUANTIZED)

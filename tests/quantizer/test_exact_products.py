@@ -17,7 +17,7 @@ from onnxruntime.quantization import QuantFormat, QuantType
 import kenosis_ort
 from kenosis_ort import Recipe, convert
 from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, pair_order
-from kenosis_ort.quantizer.constant_scales import quantize_weight
+from kenosis_ort.quantizer.grids import quantize_weight
 from kenosis_ort.quantizer.linear_layers import dynamic
 from tests import models
 from tests.clients.test_quantizer import build, ranges

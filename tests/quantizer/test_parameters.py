@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.plan import RangeLimit
-from kenosis_ort.quantizer.editor import ActivationParameters, absorbs, clamped, nudged_parameters
+from kenosis_ort.quantizer.grids import ActivationParameters, absorbs, clamped, nudged_parameters
 
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 ANY = settings(deadline=None)

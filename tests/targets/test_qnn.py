@@ -520,7 +520,7 @@ def test_what_writes_float_is_told() -> None:
 def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low: float, high: float, wide: bool) -> None:
     """The provider refuses a Relu whose quantized range reaches below 0 by anything."""
     from kenosis_ort.plan import RangeLimit
-    from kenosis_ort.quantizer.editor import absorbs, nudged_parameters
+    from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
 
     bits = 16 if wide else 8
     limit = RangeLimit("v", 0.0, 6.0)
