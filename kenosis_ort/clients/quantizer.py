@@ -30,8 +30,7 @@ from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.plan import How
-from kenosis_ort.quantizer.editor import name_made_values
-from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies, name_made_values
 from kenosis_ort.rewrite.rule import PADDED
 from kenosis_ort.targets.proof import FusionReport
 

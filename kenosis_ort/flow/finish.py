@@ -21,9 +21,6 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.flow.target_options import elsewhere
-from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
-from kenosis_ort.formats.qonnx_nodes import spell_out
-from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph import bodies, load, outside, save, walk
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
@@ -32,7 +29,7 @@ from kenosis_ort.passes.evaluator import Feed, Reference
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
-from kenosis_ort.quantizer.editor import name_made_values
+from kenosis_ort.quantizer.fusion_aware import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
@@ -138,10 +135,14 @@ def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
         written: The format.
     """
     if written in OPERATOR_FORMATS:
+        from kenosis_ort.formats.to_qop import to_qop  # few calls need what it loads
+
         return to_qop(model, clip=written == "qop-clip")
-    if written == "qcdq-qonnx":
-        return to_qcdq(model)
-    return to_qonnx(model) if written == "qonnx" else model
+    if written not in EXPORT_FORMATS:
+        return model
+    from kenosis_ort.formats import conventions
+
+    return conventions.to_qonnx(model) if written == "qonnx" else conventions.to_qcdq(model)
 
 
 _log = logging.getLogger(__name__)
@@ -385,7 +386,11 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
         check_loads(path, request, pieces=pieces)
     if request.format in ("qdq", "qcdq") or not request.verify:
         return
-    found: onnx.ModelProto | Path = path if readable else spell_out(load.load_model(path, ask_runtime=False).proto)
+    found: onnx.ModelProto | Path = path
+    if not readable:
+        from kenosis_ort.formats.qonnx_nodes import spell_out
+
+        found = spell_out(load.load_model(path, ask_runtime=False).proto)
     libraries = request.custom_op_libraries
     for output in compare_outputs(build.quantized, found, feeds, custom_op_libraries=libraries):
         if output.floating and output.sqnr_db < _REWRITTEN_DB / 2 and output.max_abs > _REWRITTEN_ABSOLUTE:

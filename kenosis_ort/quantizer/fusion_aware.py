@@ -7,24 +7,59 @@ plan decides each edge, and what it decides is placed in time linear in the numb
 import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 import onnx
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from onnxruntime.quantization.quant_utils import add_infer_metadata
+from onnxruntime.quantization.quant_utils import DEQUANT_OUTPUT_SUFFIX, add_infer_metadata
 
-from kenosis_ort.graph.walk import captured_names
+from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.walk import all_graphs, captured_names, reserve_name
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.editor import QdqEditor, sort_nodes_as_stock
-from kenosis_ort.quantizer.pairs import Pairs
+from kenosis_ort.quantizer.pairs import Pairs, QdqEditor
 from kenosis_ort.quantizer.placed_constants import Constants
 
 _log = logging.getLogger(__name__)
 
 _PRODUCER = ("kenosis_ort", version("kenosis-ort"))
+
+
+def sort_nodes_as_stock(graph: onnx.GraphProto) -> None:
+    """Puts nodes in the order of stock's ``topological_sort``, which does not know what bodies read.
+
+    Raises:
+        ValueError: The graph has a cycle, or a node reads a value that nothing writes.
+    """
+    nodes = list(graph.node)
+    waiting: dict[str, list[int]] = {}
+    missing = []
+    order: list[int] = []
+    for position, node in enumerate(nodes):
+        names = [*(name for name in node.input if name), *captured_names(node)]
+        missing.append(len(names))
+        if not names:
+            order.append(position)
+        for name in names:
+            waiting.setdefault(name, []).append(position)
+
+    def arrive(name: str) -> None:
+        for position in waiting.get(name, ()):
+            missing[position] -= 1
+            if missing[position] == 0:
+                order.append(position)
+
+    for name in sorted({value.name for value in (*graph.initializer, *graph.input)}):
+        arrive(name)
+    for position in order:  # which grows
+        for output in nodes[position].output:
+            arrive(output)
+    if len(order) != len(nodes):
+        stuck = next(i for i in range(len(nodes)) if missing[i] > 0)
+        raise ValueError(f"the graph is not a DAG, or node '{nodes[stuck].name}' reads a value that nothing writes")
+    replace_nodes(graph, [nodes[position] for position in order])
 
 
 class ModelWithBodies(ONNXModel):  # type: ignore[misc]
@@ -172,3 +207,38 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         if self.qdq_op_domain:
             self.model.set_opset_import(self.qdq_op_domain, 1)
         self.model.model.producer_name, self.model.model.producer_version = _PRODUCER
+
+
+_SUFFIX: Final = "_dequantized"
+
+
+def name_made_values(quantized: onnx.ModelProto, original: onnx.ModelProto) -> None:
+    """Renames in place what dequantizes values and weights that ``original`` does not have.
+
+    ``onnxruntime.quantization.qdq_loss_debug`` takes ``X_DequantizeLinear_Output`` for the counterpart of the float
+    model's ``X``, and fails where there is no ``X``: a value that a rewrite made.
+    """
+    known = _names(original.graph)
+    taken = _names(quantized.graph)
+    new: dict[str, str] = {}
+    for node in quantized.graph.node:
+        name = node.output[0] if node.op_type == "DequantizeLinear" else ""
+        base = name.removesuffix(DEQUANT_OUTPUT_SUFFIX)
+        if base != name and base not in known:
+            new[name] = node.output[0] = reserve_name(f"{base}{_SUFFIX}", taken)
+    if not new:
+        return
+    for graph in all_graphs(quantized.graph):
+        for node in graph.node:
+            for index, name in enumerate(node.input):
+                if name in new:
+                    node.input[index] = new[name]
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    """The names of all values of a graph and its bodies."""
+    names: set[str] = set()
+    for inner in all_graphs(graph):
+        names.update(value.name for value in (*inner.input, *inner.output, *inner.initializer))
+        names.update(name for node in inner.node for name in node.output)
+    return names

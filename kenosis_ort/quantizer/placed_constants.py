@@ -23,8 +23,7 @@ from kenosis_ort.graph.outside import array_in, brought_in, put_outside
 from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, on_grid, pair_orders
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer import grids
-from kenosis_ort.quantizer.editor import Array, QdqEditor, listed
-from kenosis_ort.quantizer.pairs import Pairs
+from kenosis_ort.quantizer.pairs import Array, Pairs, QdqEditor, listed
 from kenosis_ort.quantizer.stock import four_bit_types
 
 _BYTE = 8

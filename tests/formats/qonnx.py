@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnxruntime as ort
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from kenosis_ort.targets.model import DataTypes
+from tests import models
 
 DOMAIN = "qonnx.custom_op.general"
 X86 = DataTypes(single_reader=(TensorProto.INT8,), largest_pair=2**15 - 1)  # what ONNX Runtime's kernels take there
@@ -56,60 +60,62 @@ def execute(model: onnx.ModelProto, feed: Mapping[str, Any]) -> list[Any]:
     return ReferenceEvaluator(model, new_ops=[Quant, BipolarQuant, Trunc]).run(None, dict(feed))
 
 
-class Net:
-    """Builds a model node by node.
+class Net(models.Net):
+    """A net with operators of QONNX, which reads ``x``.
 
     Args:
-        shape: Of the input ``x``.
+        shape: Of ``x``.
         domain: Of the operators of QONNX.
+        opset: Version of the ONNX operator set.
     """
 
-    def __init__(self, shape: Sequence[int | str] = (2, 3, 6, 6), domain: str = DOMAIN, opset: int = 17) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.constants: list[TensorProto] = []
-        self.shape, self.domain, self.opset = shape, domain, opset
+    def __init__(self, shape: Sequence[int] = (2, 3, 6, 6), domain: str = DOMAIN, opset: int = 17) -> None:
+        super().__init__(opset=opset)
+        self.domain = domain
+        self.input("x", shape)
 
-    def constant(self, array: Any, name: str = "") -> str:
-        name = name or f"c{len(self.constants)}"
-        self.constants.append(numpy_helper.from_array(np.asarray(array), name))
-        return name
+    def quant(self, x: Any, scale: Any, zero_point: Any = 0.0, bits: Any = 4, **given: Any) -> str:
+        """Adds a Quant; its parameters and a constant ``x`` become float32."""
+        operands = (x, scale, zero_point, bits)
+        inputs = [each if isinstance(each, str) else np.asarray(each, np.float32) for each in operands]
+        said = {"signed": 1, "narrow": 0, "rounding_mode": "ROUND", **given}
+        return self.op("Quant", inputs, domain=self.domain, **said)
 
-    def add(self, op_type: str, *inputs: str, output: str = "", domain: str = "", **attributes: Any) -> str:
-        output = output or f"{op_type.lower()}{len(self.nodes)}"
-        self.nodes.append(
-            helper.make_node(
-                op_type, inputs, [output], name=f"{op_type}_{len(self.nodes)}", domain=domain, **attributes
-            )
-        )
-        return output
-
-    def quant(
-        self,
-        x: str,
-        scale: Any,
-        zero_point: Any = 0.0,
-        bits: float = 4,
-        *,
-        signed: int = 1,
-        narrow: int = 0,
-        rounding_mode: str = "ROUND",
-        op_type: str = "Quant",
-        output: str = "",
-    ) -> str:
-        parameters = [self.constant(np.asarray(p, np.float32)) for p in (scale, zero_point, bits)]
-        said = {"signed": signed, "narrow": narrow, "rounding_mode": rounding_mode}
-        return self.add(op_type, x, *parameters, domain=self.domain, output=output, **said)
-
-    def model(self, *outputs: str) -> onnx.ModelProto:
-        graph = helper.make_graph(
-            self.nodes,
-            "net",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(self.shape))],
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-            self.constants,
-        )
-        imports = [helper.make_opsetid("", self.opset), helper.make_opsetid(self.domain, 1)]
+    def of(self, *outputs: str) -> onnx.ModelProto:
+        """The finished model, which ONNX does not check: it may be a broken one."""
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+        graph = helper.make_graph(self.nodes, "net", self.inputs, values, self.initializers)
+        imports = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(d, 1) for d in sorted(self.domains))]
         return helper.make_model(graph, opset_imports=imports, ir_version=8)
+
+
+def draw(shape: Sequence[int] = (2, 3, 6, 6), seed: int = 1) -> Any:
+    """Normal float32 numbers of deviation 2."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 2
+
+
+def run(model: onnx.ModelProto | Path, feed: Any, *, optimize: bool = False) -> list[Any]:
+    """The outputs for a feed, or for an ``x``, of the nodes as they stand unless optimized."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feed if isinstance(feed, dict) else {"x": feed}))
+
+
+def same(found: onnx.ModelProto, wanted: onnx.ModelProto, x: Any = None) -> None:
+    """Two models compute the same to the bit; one of QONNX as numpy executes it."""
+    x = draw([d.dim_value for d in wanted.graph.input[0].type.tensor_type.shape.dim]) if x is None else x
+    numpy_alone = any(node.domain == DOMAIN for node in wanted.graph.node)
+    for a, b in zip(run(found, x), execute(wanted, {"x": x}) if numpy_alone else run(wanted, x), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def operators(model: onnx.ModelProto) -> Counter[str]:
+    """How many nodes of each type there are."""
+    return Counter(node.op_type for node in model.graph.node)
 
 
 def conv_net(
@@ -118,29 +124,22 @@ def conv_net(
     """Two convolutions between quantizers, as Brevitas exports them, with a residual sum of signed integers."""
     rng = np.random.default_rng(seed)
     net = Net(domain=domain)
-    x = net.quant("x", 1 / 16, bits=8)
-    channels, values, branches = 3, x, []
+    values, channels, branches = net.quant("x", 1 / 16, bits=8), 3, []
     for _ in range(2):
-        w = net.constant(rng.normal(size=(8, channels, 3, 3)).astype(np.float32) * 0.2)
-        scale = np.abs(rng.normal(size=(8, 1, 1, 1))).astype(np.float32) * 0.03 + 0.02
+        w = rng.normal(size=(8, channels, 3, 3)) * 0.2
+        scale = np.abs(rng.normal(size=(8, 1, 1, 1))) * 0.03 + 0.02
         inputs = [values, net.quant(w, scale, bits=bits, narrow=1)]
         if bias:
-            inputs.append(net.constant(rng.normal(size=8).astype(np.float32) * 0.3))
+            inputs.append(net.const(rng.normal(size=8) * 0.3))
         window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1], "dilations": [1, 1]}
-        y = net.add("Conv", *inputs, group=1, **window)
+        y = net.op("Conv", inputs, group=1, **window)
         if norm:
-            gamma, mean = (rng.normal(size=8).astype(np.float32) for _ in range(2))
-            spread = rng.uniform(0.5, 2, size=8).astype(np.float32)
-            y = net.add("BatchNormalization", y, *(net.constant(a) for a in (gamma, mean * 0.1, mean, spread)))
-        if not signed:
-            y = net.add("Relu", y)
-        values = net.quant(y, 0.11, bits=bits, signed=int(signed))
-        channels = 8
+            gamma, mean, spread = rng.normal(size=8), rng.normal(size=8), rng.uniform(0.5, 2, size=8)
+            y = net.op("BatchNormalization", [y, gamma, mean * 0.1, mean, spread])
+        y = y if signed else net.op("Relu", [y])
+        values, channels = net.quant(y, 0.11, bits=bits, signed=int(signed)), 8
         branches.append(values)
-    total = net.quant(net.add("Add", *branches), 0.17, bits=bits, signed=int(signed))
-    pooled = net.add("Flatten", net.add("GlobalAveragePool", total))
-    w = net.quant(net.constant(rng.normal(size=(5, 8)).astype(np.float32)), 0.2, bits=bits, narrow=1)
-    pooled = net.quant(pooled, 0.03, bits=8, signed=0)
-    return net.model(
-        net.quant(net.add("Gemm", pooled, w, net.constant(np.zeros(5, np.float32)), transB=1), 0.4, bits=8)
-    )
+    total = net.quant(net.op("Add", branches), 0.17, bits=bits, signed=int(signed))
+    pooled = net.quant(net.op("Flatten", [net.op("GlobalAveragePool", [total])]), 0.03, bits=8, signed=0)
+    w = net.quant(rng.normal(size=(5, 8)), 0.2, bits=bits, narrow=1)
+    return net.of(net.quant(net.op("Gemm", [pooled, w, np.zeros(5)], transB=1), 0.4, bits=8))

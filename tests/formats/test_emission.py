@@ -18,7 +18,8 @@ from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.gathering import read_grids
 from tests import models
-from tests.formats.test_to_qop import check_same, operators
+from tests.formats.qonnx import operators
+from tests.formats.test_to_qop import check_same
 
 FEEDS = 24
 pytestmark = pytest.mark.filterwarnings("ignore:output .* keeps only:kenosis_ort.errors.KenosisWarning")
@@ -143,7 +144,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
                 tensor.CopyFrom(onnx.numpy_helper.from_array(60 * onnx.numpy_helper.to_array(tensor), tensor.name))
         return made
 
-    monkeypatch.setattr("kenosis_ort.flow.finish.to_qonnx", broken)
+    monkeypatch.setattr("kenosis_ort.formats.conventions.to_qonnx", broken)
     reader = models.FeedReader(models.feeds(net(), 4))
     with pytest.raises(InternalError, match="in format 'qonnx' is off by"):
         quantize_static(net(), tmp_path / "out.onnx", reader, format="qonnx", recipe="plain")

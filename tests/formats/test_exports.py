@@ -17,21 +17,22 @@ from hypothesis import strategies as st
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.qonnx_nodes import spell_out
-from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import value_types
 from kenosis_ort.graph.walk import attribute
 from kenosis_ort.placement.eligibility import Widths, with_widths
 from tests import planning
+from tests.contracts.test_formats import grids
+from tests.formats.qonnx import run
 from tests.formats.test_model import model_of
-from tests.formats.test_to_qop import CONV_NET, run
+from tests.formats.test_to_qop import CONV_NET
 from tests.quantizer.random_nets import nets
 
 ANY = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def canonical(model: onnx.ModelProto | str, bits: int = 8) -> planning.Outcome:
-    """Returns a quantized model of so many bits."""
+    """A quantized model of so many bits."""
     widths = Widths(bits, bits)
     return planning.quantize(model, protect_outputs="int8", revise=lambda plan, view: with_widths(plan, view, widths))
 
@@ -69,38 +70,14 @@ def check_traps(model: onnx.ModelProto) -> None:
 
 @ANY
 @given(nets(), st.sampled_from([2, 3, 4, 8]))
-def test_any_net_is_the_same_in_every_export(model: onnx.ModelProto, bits: int) -> None:
+def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model: onnx.ModelProto, bits: int) -> None:
     done = canonical(model, bits)
-    before = done.quantized.SerializeToString()
-    expected = run(done.quantized, done.feeds[0], optimize=False)
+    expected = run(done.quantized, done.feeds[0])
     for made in (to_qcdq(done.quantized), to_qonnx(done.quantized)):
         check_traps(made)
-        for a, b in zip(expected, run(spell_out(made), done.feeds[0], optimize=False), strict=True):
+        for a, b in zip(expected, run(spell_out(made), done.feeds[0]), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
-    assert done.quantized.SerializeToString() == before
-
-
-@ANY
-@given(nets(), st.sampled_from([2, 4, 8]))
-def test_any_net_comes_back_from_qonnx_as_it_went(model: onnx.ModelProto, bits: int) -> None:
-    went = canonical(model, bits).quantized
-    written = to_qonnx(went)
-    back = Reader(copy_model(written), value_types(written)).read()
-    assert _quantizers(went) == _quantizers(back)
-
-
-def _quantizers(model: onnx.ModelProto) -> Counter[tuple[object, ...]]:
-    """Returns what is said of each tensor but biases, without names; what several DQs say of one tensor once."""
-    found: dict[str, tuple[object, ...]] = {}
-    for t in quantizers_of(model):
-        q = t.quantizer
-        if q.bits > 8:
-            continue
-        content = None if t.constant is None else onnx.numpy_helper.to_array(t.constant).tobytes()
-        narrow = q.narrow and t.constant is not None
-        said = (q.scale.tobytes(), q.zero_point.tolist().__repr__(), q.axis, q.signed, narrow, q.bits, content)
-        found[t.integers] = said
-    return Counter(found.values())
+    assert grids(done.quantized) == grids(Reader(copy_model(made), value_types(made)).read())
 
 
 def test_weights_of_one_step_are_bipolar() -> None:
@@ -112,7 +89,7 @@ def test_weights_of_one_step_are_bipolar() -> None:
     feed = {"x": np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)}
     made = to_qonnx(model)
     assert [n.op_type for n in made.graph.node] == ["Quant", "BipolarQuant", "Conv"]
-    np.testing.assert_allclose(run(spell_out(made), feed)[0], run(model, feed, optimize=False)[0], atol=1e-5)
+    np.testing.assert_allclose(run(spell_out(made), feed)[0], run(model, feed)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert
@@ -16,15 +15,7 @@ from kenosis_ort import interop as convert_module
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import read_model
 from tests.downloaded import QUANTIZED
-from tests.formats.qonnx import Net, conv_net, execute
-
-
-def run(path: Path, x: Any) -> Any:
-    return ort.InferenceSession(str(path)).run(None, {"x": x})[0]
-
-
-def draw(seed: int = 1) -> Any:
-    return np.random.default_rng(seed).normal(size=(2, 3, 6, 6)).astype(np.float32) * 2
+from tests.formats.qonnx import Net, conv_net, draw, execute, run
 
 
 @pytest.mark.parametrize(
@@ -37,7 +28,7 @@ def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     assert done.fusion is not None
     assert done.fusion.integer_share() == 1.0, str(done.fusion)
     assert all(k.integer for k in done.fusion.kernels if k.op_type == "Add"), str(done.fusion)
-    expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw())
+    expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw(), optimize=True)[0]
     if kind.get("bits", 4) < 8:
         np.testing.assert_array_equal(actual, expected)
     assert np.abs(expected - actual).max() <= 0.4 * 1.01
@@ -54,22 +45,9 @@ def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     assert [v.name for v in written.graph.output] == [v.name for v in model.graph.output]
     assert done.agreement[0].sqnr_db > 20
     assert done.size == (tmp_path / "out.onnx").stat().st_size
+    assert done.agreement[0].equal == 1.0 or to in ("qdq", "qop", "float")
     assert json.loads(json.dumps(done.to_dict()))["written_as"] == to
     assert model.SerializeToString() == before
-
-
-@pytest.mark.parametrize("to", ["qcdq", "qonnx"])
-@pytest.mark.parametrize("kind", [{"norm": True}, {"bits": 2, "signed": True}, {"bits": 8}])
-def test_there_and_back_is_the_same_model(tmp_path, kind, to):
-    model = conv_net(**kind)
-    there = convert(model, tmp_path / "there.onnx", to)
-    assert there.agreement[0].equal == 1.0
-    back = convert(tmp_path / "there.onnx", tmp_path / "back.onnx", "qonnx")
-    assert back.read_as == to
-    assert back.tensors == there.tensors
-    np.testing.assert_array_equal(
-        execute(onnx.load(tmp_path / "back.onnx"), {"x": draw()})[0], execute(model, {"x": draw()})[0]
-    )
 
 
 def test_tensors_are_counted_by_bits_and_by_what_they_are(tmp_path):
@@ -79,11 +57,11 @@ def test_tensors_are_counted_by_bits_and_by_what_they_are(tmp_path):
 
 def test_what_is_refused_leaves_no_file(tmp_path):
     net = Net()
-    model = net.model(net.quant("x", 0.1, bits=12))
+    model = net.of(net.quant("x", 0.1, bits=12))
     with pytest.raises(UnsupportedModelError, match="12 bits"):
         convert(model, tmp_path / "out.onnx")
     net = Net()
-    unquantized = net.model(net.add("Relu", "x"))
+    unquantized = net.of(net.op("Relu", ["x"]))
     with pytest.raises(UnsupportedModelError, match="Nothing in the model is quantized"):
         convert(unquantized, tmp_path / "out.onnx")
     with pytest.raises(OptionError, match="qonxn"):
@@ -122,7 +100,7 @@ def ties(monkeypatch: pytest.MonkeyPatch):
 
 def tied_net() -> onnx.ModelProto:
     net = Net()
-    return net.model(net.quant("x", 0.125, zero_point=101, bits=8))
+    return net.of(net.quant("x", 0.125, zero_point=101, bits=8))
 
 
 @pytest.mark.usefixtures("ties")

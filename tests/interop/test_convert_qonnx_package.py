@@ -9,11 +9,10 @@ import onnx
 import pytest
 
 from kenosis_ort import convert
-from tests.formats.qonnx import conv_net
+from tests.formats.qonnx import conv_net, draw, run
 
 pytest.importorskip("qonnx", reason="the extra 'interop' is not installed")
 
-import onnxruntime as ort
 from qonnx.core.modelwrapper import ModelWrapper
 from qonnx.transformation.channels_last import ConvertToChannelsLastAndClean
 from qonnx.util.cleanup import cleanup_model
@@ -26,14 +25,13 @@ pytestmark = [
         tuple(map(int, onnx.__version__.split(".")[:2])) >= (1, 22), reason="qonnx stamps its IR version"
     ),
 ]
-X = np.random.default_rng(1).normal(size=(2, 3, 6, 6)).astype(np.float32) * 2
+X = draw()
 
 
 def converted(path: Path, model: onnx.ModelProto, to: str, x: np.ndarray = X) -> np.ndarray:
     done = convert(model, path, to)
     assert done.fusion is None or done.fusion.integer_share() == 1.0, str(done)
-    (found,) = ort.InferenceSession(str(path)).run(None, {model.graph.input[0].name: x})
-    return np.asarray(found)
+    return np.asarray(run(path, {model.graph.input[0].name: x}, optimize=True)[0])
 
 
 @pytest.mark.parametrize("to", ["qdq", "qop"])
@@ -57,5 +55,5 @@ def test_the_package_s_own_channels_last_form_of_a_net_comes_back(tmp_path):
     name = wrapped.graph.input[0].name
     expected = executed(model, {"x": x})
     convert(wrapped.model, tmp_path / "out.onnx")
-    (found,) = ort.InferenceSession(str(tmp_path / "out.onnx")).run(None, {name: x})
+    (found,) = run(tmp_path / "out.onnx", {name: x}, optimize=True)
     np.testing.assert_array_equal(found, expected)

@@ -11,7 +11,7 @@ import pytest
 
 from kenosis_ort import quantize_static
 from tests import models
-from tests.formats.test_to_qop import run
+from tests.formats.qonnx import run
 
 pytest.importorskip("qonnx", reason="the extra 'interop' is not installed")
 
@@ -65,7 +65,7 @@ def executed(model: onnx.ModelProto | ModelWrapper, feed: models.Feed) -> np.nda
 def test_few_bits_are_the_package_s_to_the_bit(tmp_path: Path, bits: int) -> None:
     exported, ours = written(tmp_path, "qonnx", bits), written(tmp_path, "qcdq", bits)
     for feed in FEEDS:
-        np.testing.assert_array_equal(executed(exported, feed), run(ours, feed, optimize=False)[0])
+        np.testing.assert_array_equal(executed(exported, feed), run(ours, feed)[0])
 
 
 def test_eight_bits_differ_by_a_step_at_most_and_seldom(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_eight_bits_differ_by_a_step_at_most_and_seldom(tmp_path: Path) -> None:
     step = max(
         float(onnx.numpy_helper.to_array(t).max()) for t in exported.graph.initializer if "quant_scale" in t.name
     )
-    pairs = [(executed(exported, feed), run(ours, feed, optimize=False)[0]) for feed in FEEDS]
+    pairs = [(executed(exported, feed), run(ours, feed)[0]) for feed in FEEDS]
     assert max(float(np.abs(a - b).max()) for a, b in pairs) <= step
     assert np.mean([np.abs(a - b) > 1e-5 for a, b in pairs]) <= 0.005
 
@@ -84,7 +84,7 @@ def test_qcdq_is_converted_by_the_package(tmp_path: Path, bits: int) -> None:
     converted = ModelWrapper(spelled).transform(InferShapes()).transform(QCDQToQuant())
     assert {n.op_type for n in converted.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
     for feed in FEEDS[:2]:
-        np.testing.assert_allclose(executed(converted, feed), run(spelled, feed, optimize=False)[0], atol=1e-5)
+        np.testing.assert_allclose(executed(converted, feed), run(spelled, feed)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [2, 4])

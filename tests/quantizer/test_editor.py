@@ -16,8 +16,8 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.options import Stages
-from kenosis_ort.quantizer.editor import QdqEditor, sort_nodes_as_stock
-from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies
+from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies, sort_nodes_as_stock
+from kenosis_ort.quantizer.pairs import QdqEditor
 from kenosis_ort.quantizer.stock import QuantType
 from tests import models
 from tests.planning import prepared
