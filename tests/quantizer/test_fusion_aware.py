@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationMethod, QuantType
@@ -20,7 +19,8 @@ from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.verify import verify_fusion
 from tests import models
-from tests.models import Feed
+from tests.flow import support
+from tests.flow.support import run
 from tests.planning import Outcome, quantize
 from tests.quantizer.performed import Performed
 
@@ -31,23 +31,10 @@ def checked(model: onnx.ModelProto | str, **options: Any) -> Outcome:
     return done
 
 
-def run(model: onnx.ModelProto, feed: Feed) -> list[Any]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return list(session.run(None, feed))
-
-
 def sqnr_db(done: Outcome) -> float:
-    """Returns the quality of the worst output over the calibration data."""
-    worst = np.inf
-    for feed in done.feeds:
-        for want, got in zip(run(done.model, feed), run(done.quantized, feed), strict=True):
-            noise = float(((want.astype(np.float64) - got) ** 2).sum())
-            if noise > 0:
-                worst = min(worst, 10 * np.log10(float((want.astype(np.float64) ** 2).sum()) / noise))
-    return float(worst)
+    """The quality of the worst output over the calibration data."""
+    pairs = zip(run(done.model, done.feeds), run(done.quantized, done.feeds), strict=True)
+    return min(support.sqnr_db(*outputs) for wanted, found in pairs for outputs in zip(wanted, found, strict=True))
 
 
 def constant(done: Outcome, name: str) -> Any:
@@ -108,26 +95,22 @@ def test_outputs_keep_their_names_and_come_out_of_dq() -> None:
     assert [v.name for v in done.quantized.graph.output] == [v.name for v in done.model.graph.output]
 
 
-def test_an_output_that_an_integer_kernel_reads_too() -> None:
-    text = """net (float[1,16,8,8] x) => (c, y) <float[4,16,1,1] w, float[4,4,1,1] v> {
-      c = Conv (x, w)
-      y = Conv (c, v)
-    }"""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "net (float[1,16,8,8] x) => (c, y) <float[4,16,1,1] w, float[4,4,1,1] v> { c = Conv (x, w) y = Conv (c, v) }",
+        "net (float[2,3,4] x) => (p, y) <float[4,4] w, float[4,4] v> { p = MatMul (x, w) y = MatMul (p, v) }",
+    ],
+)
+def test_an_output_that_an_integer_kernel_reads_too(text: str) -> None:
     done = checked(text)
-    assert all(k.integer for k in verify_fusion(done.quantized).kernels)
+    assert done.plan.barriers == (("p",) if "MatMul" in text else ())
+    assert all(k.integer for k in verify_fusion(done.quantized).kernels if k.op_type in ("Conv", "MatMul"))
     assert sqnr_db(done) > 25
 
 
-def test_a_float_output_that_an_integer_kernel_reads_too() -> None:
-    text = "net (float[2,3,4] x) => (p, y) <float[4,4] w, float[4,4] v> { p = MatMul (x, w)\n y = MatMul (p, v) }"
-    done = checked(text)
-    assert done.plan.barriers == ("p",)
-    assert all(k.integer for k in verify_fusion(done.quantized).kernels if k.op_type == "MatMul")
-
-
 def test_a_graph_input_that_float_and_integer_nodes_read() -> None:
-    text = "net (float[1,16,8,8] x) => (y, z) <float[4,16,1,1] w> { y = Conv (x, w)\n z = Tanh (x) }"
-    done = checked(text)
+    done = checked("net (float[1,16,8,8] x) => (y, z) <float[4,16,1,1] w> { y = Conv (x, w) z = Tanh (x) }")
     (tanh,) = (n for n in done.quantized.graph.node if n.op_type == "Tanh")
     assert list(tanh.input) == ["x"]
 
@@ -169,13 +152,10 @@ def test_a_bias_whose_copy_s_name_is_taken() -> None:
 
 
 def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form() -> None:
-    text = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> {
-      y = Conv (x, w, b)
-      z = Tanh (b)
-    }"""
-    done = quantize(text)
-    assert constant(done, "b_quantized").dtype == np.int32
-    assert constant(done, "b").dtype == np.float32
+    done = quantize(
+        "net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> { y = Conv (x, w, b) z = Tanh (b) }"
+    )
+    assert (constant(done, "b_quantized").dtype, constant(done, "b").dtype) == (np.int32, np.float32)
 
 
 def test_a_weight_that_two_convs_share_is_stored_once() -> None:
@@ -184,20 +164,20 @@ def test_a_weight_that_two_convs_share_is_stored_once() -> None:
     assert [n.input[0] for n in done.quantized.graph.node if n.input[0].startswith("v")] == ["v_quantized"]
 
 
+LARGE_BIAS = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
+LARGE = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
+
+
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_a_bias_that_would_overflow_widens_the_weights(per_channel: bool) -> None:
-    weights = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
-    text = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
-    done = checked(text, weights=weights, per_channel=per_channel)
+    done = checked(LARGE_BIAS, weights=LARGE, per_channel=per_channel)
     np.testing.assert_allclose(constant(done, "b_quantized") * constant(done, "b_scale"), [3.0, 3.0], rtol=1e-4)
     assert np.abs(constant(done, "b_quantized")).max() <= 2**30
     assert sqnr_db(done) > 35
 
 
 def test_widening_is_switched_off_with_the_bias_stage() -> None:
-    weights = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
-    text = "net (float[1,1,4,4] x) => (y) <float[2,1,1,1] w, float[2] b> { y = Conv (x, w, b) }"
-    done = quantize(text, weights=weights, stages=Stages(bias=False))
+    done = quantize(LARGE_BIAS, weights=LARGE, stages=Stages(bias=False))
     assert abs(int(constant(done, "b_quantized")[0])) >= 2**31 - 1
 
 
@@ -222,27 +202,20 @@ def test_a_gemm_without_bias_and_with_an_empty_one() -> None:
 
 @pytest.mark.parametrize("real", [2.0, -2.0, 0.0, 0.5, 1e-6, 300.0])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)])
-def test_a_scalar_operand_is_exact_and_keeps_its_shape(real: float, shape: tuple[int, ...]) -> None:
-    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v> {
-      c = Conv (x, w)
-      m = Mul (c, k)
-      y = Conv (m, v)
-    }"""
-    done = checked(text, weights={"k": np.full(shape, real, np.float32)})
-    assert constant(done, "k_quantized").shape == shape
-    run(done.quantized, done.feeds[0])
-
-
-def test_a_scalar_that_integer_and_float_nodes_read() -> None:
+def test_a_scalar_operand_is_exact_keeps_its_shape_and_is_float_for_float_nodes(
+    real: float, shape: tuple[int, ...]
+) -> None:
     text = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1,1] v> {
       c = Conv (x, w)
       m = Mul (c, k)
       y = Conv (m, v)
       z = Sub (x, k)
     }"""
-    done = checked(text, weights={"k": np.float32(0.5)})
+    done = checked(text, weights={"k": np.full(shape, real, np.float32)})
+    assert constant(done, "k_quantized").shape == shape
     (sub,) = (n for n in done.quantized.graph.node if n.op_type == "Sub")
     assert sub.input[1] == "k"
+    run(done.quantized, done.feeds[:1])
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------

@@ -11,18 +11,10 @@ from tests import planning
 from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
-ANY = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
 
-
-@ANY
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(nets(), st.data())
 def test_every_edge_is_as_decided_and_the_model_loads(model: onnx.ModelProto, data: st.DataObject) -> None:
-    check(model, data)
-
-
-def check(model: onnx.ModelProto, data: st.DataObject) -> None:
     names = [node.name for node in planning.prepared(model).graph.node]
     done = planning.quantize(
         model,

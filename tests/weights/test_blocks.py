@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.weights.blocks import block_of, find_grid, pack, relative_error, round_in_blocks
+from kenosis_ort.weights.blocks import block_of, find_grid, fitted_steps, pack, relative_error, round_in_blocks
 
 SIZES = {"rows": st.integers(1, 70), "columns": st.integers(1, 5), "seed": st.integers(0, 999)}
 KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8]), "symmetric": st.booleans()}
@@ -65,14 +67,17 @@ def test_what_is_packed_is_what_was_meant(rows: int, columns: int, seed: int, bl
 def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
     rng = np.random.default_rng(seed)
     matrix = rng.normal(size=(rows, columns))
-    x = rng.normal(size=(4 * rows, rows)) @ rng.normal(size=(rows, rows))
+    x = rng.normal(size=(4 * rows, rows)) @ rng.normal(size=(rows, rows)) * np.exp(rng.normal(size=rows))
     moments = x.T @ x / len(x)
     found, grid = round_in_blocks(matrix, bits, block, moments, symmetric=symmetric)
-    assert found.min() >= 0
-    assert found.max() <= grid.top
+    assert ((found >= 0) & (found <= grid.top) & (found == np.rint(found))).all()
+    assert ((grid.scale > 0) & (grid.scale == grid.scale.astype(np.float32))).all()
     damped = moments + np.eye(rows) * 0.01 * np.trace(moments) / rows
     after, before = (relative_error(matrix, v, grid, damped) for v in (found, grid.nearest(matrix)))
     assert after <= before * (1 + 1e-9)
+    plain = find_grid(matrix, bits, block, symmetric=symmetric)
+    nearest = relative_error(matrix, plain.nearest(matrix), plain, moments)
+    assert relative_error(matrix, found, grid, moments) <= 1.05 * nearest
 
 
 def test_rounding_by_moments_gains_where_inputs_go_together():
@@ -93,3 +98,21 @@ def test_inputs_that_are_always_zero_round_to_nearest():
 @pytest.mark.parametrize(("rows", "block"), [(16, 16), (17, 16), (31, 16), (32, 32), (100, 64), (128, 128), (999, 128)])
 def test_blocks_are_powers_of_two_that_the_matrix_fills(rows: int, block: int):
     assert block_of(rows, 128) == block
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([16, 32]), st.integers(20, 70))
+def test_fitted_steps_are_the_best_for_their_integers(seed: int, block: int, rows: int):
+    rng = np.random.default_rng(seed)
+    matrix, data = rng.standard_normal((rows, 3)), rng.standard_normal((4 * rows, rows))
+    hessian = data.T @ data / len(data)
+    grid = find_grid(matrix, 4, block, symmetric=False)
+    integers = grid.nearest(matrix)
+    best = replace(grid, scale=fitted_steps(matrix, integers, hessian, grid))
+    assume((best.scale != grid.scale).any(axis=0).all())  # a column keeps its own steps where one were not positive
+    error = relative_error(matrix, integers, best, hessian)
+    assert error <= relative_error(matrix, integers, grid, hessian) * (1 + 1e-9)
+    for change in (0.999, 1.001):
+        moved = best.scale.copy()
+        moved[rng.integers(len(moved))] *= change
+        assert error <= relative_error(matrix, integers, replace(best, scale=moved), hessian) * (1 + 1e-5)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
 import kenosis_ort
 from tests import models
+from tests.flow.support import quality
 from tests.models import FeedReader
 
 
@@ -33,12 +33,8 @@ def feeds(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
 
 
 def noise_db(model: onnx.ModelProto, path: Path, fed: list[dict[str, np.ndarray]]) -> float:
-    """Returns the noise against the signal, from a session of one's own."""
-    sessions = [
-        ort.InferenceSession(source, providers=["CPUExecutionProvider"]) for source in (model.SerializeToString(), path)
-    ]
-    ys = [np.stack([session.run(None, feed)[0] for feed in fed]).astype(np.float64) for session in sessions]
-    return float(10 * np.log10(((ys[1] - ys[0]) ** 2).sum() / (ys[0] ** 2).sum()))
+    """Noise against signal, from sessions of one's own."""
+    return -quality(model, path, fed)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from onnx import numpy_helper
 
 from kenosis_ort import quantize_weights
 from kenosis_ort.weights.blocks import Weighed, relative_error, round_in_blocks, weigh_channels
+from tests.flow import support
 from tests.flow.support import sqnr_db
 from tests.models import FeedReader
 from tests.planning import parse
@@ -22,26 +22,19 @@ from tests.planning import parse
 ROWS, LARGE = 32, 4
 
 
-def net(gain: float = 30.0, seed: int = 0, behind: str = "") -> onnx.ModelProto:
+def net(gain: float = 30.0, seed: int = 0, behind: str = "gate") -> onnx.ModelProto:
     """Two layers behind a normalization, a few of whose channels are large where weights are small."""
-    model = parse(
-        f"""net (float[1,T,32] x) => (float[1,T,32] y, float[1,T,32] z) <float[32] gamma, float[32] beta,
-        float[32,32] up, float[32,32] gate> {{
-        n = LayerNormalization (x, gamma, beta)
-        y = MatMul (n, up)
-        z = MatMul (n, {behind or "gate"}) }}"""
-    )
     rng = np.random.default_rng(seed)
     sizes = np.ones(ROWS)
     sizes[rng.choice(ROWS, LARGE, replace=False)] = gain
-    arrays = {"gamma": sizes, "beta": np.zeros(ROWS), "up": None, "gate": None}
-    for tensor in model.graph.initializer:
-        array = arrays[tensor.name]
-        array = rng.normal(0, ROWS**-0.5, (ROWS, ROWS)) / sizes[:, None] if array is None else array
-        tensor.CopyFrom(numpy_helper.from_array(array.astype(np.float32), tensor.name))
-    for at, node in enumerate(model.graph.node):
-        node.name = f"node{at}"
-    return onnx.shape_inference.infer_shapes(model)
+    up, gate = rng.normal(0, ROWS**-0.5, (2, ROWS, ROWS)) / sizes[:, None]
+    arrays = {"gamma": sizes, "beta": np.zeros(ROWS), "up": up, "gate": gate}
+    text = f"""(float[1,T,32] x) => (float[1,T,32] y, float[1,T,32] z) {{
+        [node0] n = LayerNormalization (x, gamma, beta)
+        [node1] y = MatMul (n, up)
+        [node2] z = MatMul (n, {behind})
+    }}"""
+    return onnx.shape_inference.infer_shapes(parse(text, {n: a.astype(np.float32) for n, a in arrays.items()}))
 
 
 def feeds(count: int = 8, seed: int = 0) -> list[dict[str, Any]]:
@@ -50,9 +43,7 @@ def feeds(count: int = 8, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def run(model: onnx.ModelProto | Path, samples: list[dict[str, Any]]) -> Any:
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
-    return np.concatenate([value.ravel() for feed in samples for value in session.run(None, feed)])
+    return np.concatenate([value.ravel() for outputs in support.run(model, samples) for value in outputs])
 
 
 def moments(model: onnx.ModelProto) -> Any:
