@@ -94,9 +94,8 @@ def choose_regions(
         there = sum(cost.planned_us for cost in base.nodes if cost.node in names)
         if there < _LEAST_PREFIX * base.planned_us:
             continue
-        reason = (
-            f"float is estimated to be faster for the first {length} of {len(heavy)} heavy nodes{_in_us(there, costs)}"
-        )
+        first = f"the first {length} of {len(heavy)} heavy nodes{_in_us(there, costs)}"
+        reason = f"float is estimated to be faster for {first}"
         keep = dict.fromkeys(names, reason)
         changed = replan(keep)
         cost = estimate(view, changed, costs)
@@ -181,9 +180,8 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
     Before calibration nothing is known about which Concats share their grid: all values are observed then.
     """
     providers: dict[str, str] = {}
-    for node in assignment.view.nodes:
-        passes_through = assignment.classes[str(node.name)].role in (Role.PASS_THROUGH, Role.CONCAT)
-        if not passes_through or not assignment.is_integer(node):
+    for node in filter(assignment.is_integer, assignment.view.nodes):
+        if assignment.classes[str(node.name)].role not in (Role.PASS_THROUGH, Role.CONCAT):
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
         for name in (str(value.name) for value in assignment.q_values(node)):
@@ -251,8 +249,8 @@ class Planner:
     def _placement(self, keep_float: Mapping[str, str]) -> _Placement:
         key = tuple(keep_float.items())
         if key not in self._placements:
-            options, base = replace(self.options, keep_float=dict(keep_float)), self._base
-            known = None if self.options.keep_float else base.assignment
+            options = replace(self.options, keep_float=dict(keep_float))
+            known = None if self.options.keep_float else self._base.assignment
             self._placements[key] = _Placement(self.view, self.target, options, known)
         return self._placements[key]
 

@@ -94,7 +94,9 @@ def _inputs(node: SourceNode, graph: SourceGraph) -> Why | None:
                 return f"its weights '{value}' are float", Cause.FLOAT_WEIGHT
             if graph.is_initializer(value):
                 return f"its constant input {index} '{value}' is float, without DQ", Cause.FLOAT_INPUT
-            return f"its input {index} '{value}' is float: {_maker(value, graph)}", Cause.FLOAT_INPUT
+            maker = graph.producer.get(value)
+            by = "" if maker is None else f"{maker.op_type} '{maker.label}' makes it, and no Q stands between"
+            return f"its input {index} '{value}' is float: {by or 'a graph input without Q'}", Cause.FLOAT_INPUT
         params = graph.params(dq)
         if params.elem_type in _WIDE:
             return f"its input {index} '{value}' is quantized to 16 bit", Cause.SIXTEEN_BIT
@@ -112,23 +114,18 @@ def _inputs(node: SourceNode, graph: SourceGraph) -> Why | None:
     return None
 
 
-def _maker(value: str, graph: SourceGraph) -> str:
-    maker = graph.producer.get(value)
-    if maker is None:
-        return "a graph input without Q"
-    return f"{maker.op_type} '{maker.label}' makes it, and no Q stands between"
-
-
 def _attributes(node: SourceNode, _: SourceGraph) -> Why | None:
-    if node.op_type == "Gemm":
-        if node.attribute("transA", 0):
-            return "transA is set, which the integer kernel does not take", Cause.UNSUPPORTED_ATTRIBUTE
-        has_bias = len(node.proto.input) > 2 and bool(node.proto.input[2])
-        if has_bias and float(node.attribute("alpha", 1.0)) != 1.0:
-            return "alpha is not 1 and there is a bias", Cause.UNSUPPORTED_ATTRIBUTE
-        if has_bias and float(node.attribute("beta", 1.0)) != 1.0:
-            return "beta is not 1", Cause.UNSUPPORTED_ATTRIBUTE
-    return None
+    if node.op_type != "Gemm":
+        return None
+    has_bias = len(node.proto.input) > 2 and bool(node.proto.input[2])
+    why = ""
+    if node.attribute("transA", 0):
+        why = "transA is set, which the integer kernel does not take"
+    elif has_bias and float(node.attribute("alpha", 1.0)) != 1.0:
+        why = "alpha is not 1 and there is a bias"
+    elif has_bias and float(node.attribute("beta", 1.0)) != 1.0:
+        why = "beta is not 1"
+    return (why, Cause.UNSUPPORTED_ATTRIBUTE) if why else None
 
 
 def _bias(node: SourceNode, graph: SourceGraph) -> Why | None:
@@ -137,8 +134,8 @@ def _bias(node: SourceNode, graph: SourceGraph) -> Why | None:
     value = node.proto.input[2]
     dq = graph.dq_of(value)
     if dq is None:
-        quantized_output = _output(node, graph) is None
-        return None if quantized_output else (f"its bias '{value}' is float, and {_no_q(node, graph)}", Cause.BIAS_TYPE)
+        why = _output(node, graph)
+        return None if why is None else (f"its bias '{value}' is float, and {why[0]}", Cause.BIAS_TYPE)
     params = graph.params(dq)
     if params.elem_type != TensorProto.INT32:
         return f"its bias '{value}' is not int32", Cause.BIAS_TYPE
@@ -164,11 +161,6 @@ def _resize(node: SourceNode, _: SourceGraph) -> Why | None:
 
 
 # ---- outputs ------------------------------------------------------------------------------------------------------
-
-
-def _no_q(node: SourceNode, graph: SourceGraph) -> str:
-    why = _output(node, graph)
-    return why[0] if why is not None else "its output is quantized"
 
 
 def _output(node: SourceNode, graph: SourceGraph) -> Why | None:

@@ -290,8 +290,6 @@ def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, ve
         plan: The plan behind the model, if there is one.
         version: The provider's.
     """
-    if answer.failure:
-        return _of_unloaded(graph, answer, plan, version)
     taker: dict[int, str] = {}
     overhead: Counter[str] = Counter()
     for provider, names in answer.taken.items():
@@ -303,27 +301,27 @@ def report_of(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, ve
                 overhead[graph.nodes[token].op_type if provider == PROVIDER else f"{provider} Q, DQ"] += 1
             else:
                 overhead[f"{provider} layout"] += 1
-    kernels = tuple(_report(node, graph, taker.get(node.index), plan) for node in graph.nodes if node.is_compute)
-    return _fusion_report(kernels, version, dict(overhead.most_common()))
+    refused = _refused(answer)
+    kernels = tuple(
+        _of_unloaded(node, graph, refused, plan)
+        if answer.failure
+        else _report(node, graph, taker.get(node.index), plan)
+        for node in graph.nodes
+        if node.is_compute
+    )
+    found = dict(overhead.most_common())
+    return proof.FusionReport(kernels, f"{version}, chip {chip()}", found, runtime="QNN HTP")
 
 
-def _fusion_report(
-    kernels: tuple[proof.KernelReport, ...], version: str, overhead: Mapping[str, int]
-) -> proof.FusionReport:
-    return proof.FusionReport(kernels, f"{version}, chip {chip()}", overhead, runtime="QNN HTP")
-
-
-def _of_unloaded(graph: SourceGraph, answer: Answer, plan: PlacementPlan | None, version: str) -> proof.FusionReport:
-    """The report of a model that does not load: the nodes that are refused, of the others nothing."""
-    refused, kernels = _refused(answer), []
-    for node in (node for node in graph.nodes if node.is_compute):
-        if node.index in refused:
-            reason, cause = _why_refused(node, graph, plan)
-            why = f"with it the model does not load: {reason}", cause
-            kernels.append(proof.KernelReport.of(node, "", proof.Status.FLOAT, why))
-        else:
-            kernels.append(proof.KernelReport.of(node, "", proof.Status.OTHER, _UNKNOWN))
-    return _fusion_report(tuple(kernels), version, {})
+def _of_unloaded(
+    node: SourceNode, graph: SourceGraph, refused: set[int], plan: PlacementPlan | None
+) -> proof.KernelReport:
+    """The report on a node of a model that does not load: where it is refused why, else nothing."""
+    if node.index not in refused:
+        return proof.KernelReport.of(node, "", proof.Status.OTHER, _UNKNOWN)
+    reason, cause = _why_refused(node, graph, plan)
+    why = f"with it the model does not load: {reason}", cause
+    return proof.KernelReport.of(node, "", proof.Status.FLOAT, why)
 
 
 def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: PlacementPlan | None) -> proof.KernelReport:
