@@ -188,6 +188,8 @@ SIZE_LIMIT: Final = 1 << 16
 """Bytes of a file; what this package writes is a few thousand."""
 _MOST: Final = 1e9  # of any number: a kernel whose call alone takes a second is none
 _MOST_CLASSES: Final = 256
+_MOST_THREADS: Final = 4096
+_LONGEST_TEXT: Final = 200
 _COST: Final = tuple(f.name for f in fields(KernelCost))
 _FIX: Final = "measure one with kenosis-ort profile, or leave host out"
 
@@ -263,7 +265,10 @@ class HostProfile:
         Raises:
             OptionError: It is no profile of this schema, or holds a number that cannot be.
         """
-        return _Reader(where).profile(raw)
+        try:
+            return _profile(raw)
+        except ValueError as error:
+            raise OptionError(f"the host profile cannot be used: {error}", where=where, fix=_FIX) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON.
@@ -306,80 +311,62 @@ class HostProfile:
         return cls.from_dict(raw, where=where)
 
 
-class _Reader:
-    """Reads one profile.
+def _profile(raw: Any) -> HostProfile:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError("it is no host profile")
+    if raw.get("schema") != SCHEMA:
+        raise ValueError(f"it has schema {raw.get('schema')!r}, this version reads {SCHEMA}")
 
-    Args:
-        where: The file, for messages.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def profile(self, raw: Any) -> HostProfile:
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise self.wrong("it is no host profile")
-        if raw.get("schema") != SCHEMA:
-            raise self.wrong(f"it has schema {raw.get('schema')!r}, this version reads {SCHEMA}")
-        kernels = self.mapping(raw, "kernels")
-        if "other" not in kernels or len(kernels) > _MOST_CLASSES:
-            raise self.wrong("'kernels' lacks 'other', the class of all that it does not name, or names too many")
-        costs = {}
-        for name, both in kernels.items():
-            in_float = self.cost(both, "float", name)
-            if in_float is None:
-                raise self.wrong(f"kernel '{name}' has no cost in float")
-            costs[name] = (in_float, self.cost(both, "integer", name))
-        shifted = self.mapping(raw, "shifted")
-        threads, saturates = raw.get("threads"), raw.get("saturates")
-        if type(threads) is not int or not 0 <= threads <= 4096:
-            raise self.wrong(f"threads is {threads!r}")
-        if type(saturates) is not bool:
-            raise self.wrong(f"saturates is {saturates!r}")
-        features = raw.get("features")
-        if not isinstance(features, list) or not all(isinstance(flag, str) for flag in features):
-            raise self.wrong("'features' is no list of words")
-        return HostProfile(
-            **{key: self.text(raw, key) for key in ("name", "target", "cpu", "runtime")},
-            features=tuple(sorted(features)),
-            threads=threads,
-            run=self.number(raw.get("run"), "run"),
-            kernels=costs,
-            shifted={name: cost for name in shifted if (cost := self.cost(shifted, name, "shifted")) is not None},
-            error=self.number(raw.get("error"), "error", least=1.0),
-            warm=min(self.number(raw.get("warm"), "warm"), 1.0),
-            saturates=saturates,
-        )
-
-    def mapping(self, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    def checked(key: str, holds: Callable[[Any], bool], what: str) -> Any:
         found = raw.get(key)
-        if not isinstance(found, dict):
-            raise self.wrong(f"'{key}' is no table")
+        if not holds(found):
+            raise ValueError(f"'{key}' is no {what}")
         return found
 
-    def text(self, raw: Mapping[str, Any], key: str) -> str:
-        found = raw.get(key)
-        if not isinstance(found, str) or not found or len(found) > 200:
-            raise self.wrong(f"'{key}' is no short text")
-        return printable(found, keep="")
+    def is_short(found: Any) -> bool:
+        return isinstance(found, str) and 0 < len(found) <= _LONGEST_TEXT
 
-    def cost(self, raw: Any, key: str, kernel: str) -> KernelCost | None:
-        found = raw.get(key) if isinstance(raw, dict) else raw
-        if found is None and isinstance(raw, dict):
-            return None
-        if not isinstance(found, dict) or not set(found) <= set(_COST) or "fixed" not in found:
-            raise self.wrong(f"kernel '{kernel}', {key}: a table of {', '.join(_COST)} is expected")
-        return KernelCost(
-            **{name: self.number(value, f"kernel '{kernel}', {key}, {name}") for name, value in found.items()}
+    names = ("name", "target", "cpu", "runtime")
+    texts = {key: printable(checked(key, is_short, "short text"), keep="") for key in names}
+    kernels, shifted = (checked(key, lambda found: isinstance(found, dict), "table") for key in ("kernels", "shifted"))
+    if "other" not in kernels or len(kernels) > _MOST_CLASSES:
+        raise ValueError("'kernels' lacks 'other', the class of all that it does not name, or names too many")
+    costs = {}
+    for name, both in kernels.items():
+        forms = both if isinstance(both, dict) else {"float": both}
+        in_integer = forms.get("integer")
+        costs[name] = (
+            _cost(forms.get("float"), f"kernel '{name}', float"),
+            None if in_integer is None else _cost(in_integer, f"kernel '{name}', integer"),
         )
+    features = checked(
+        "features", lambda f: isinstance(f, list) and all(isinstance(w, str) for w in f), "list of words"
+    )
+    return HostProfile(
+        **texts,
+        features=tuple(sorted(features)),
+        threads=checked("threads", lambda n: type(n) is int and 0 <= n <= _MOST_THREADS, "number of threads"),
+        run=_number(raw.get("run"), "run"),
+        kernels=costs,
+        shifted={
+            name: _cost(found, f"kernel '{name}', shifted") for name, found in shifted.items() if found is not None
+        },
+        error=_number(raw.get("error"), "error", least=1.0),
+        warm=min(_number(raw.get("warm"), "warm"), 1.0),
+        saturates=checked("saturates", lambda found: type(found) is bool, "truth value"),
+    )
 
-    def number(self, value: Any, what: str, *, least: float = 0.0) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST:
-            raise self.wrong(f"{what} is {value!r}, not a number from {least:g} to {_MOST:g}")
-        return float(value)
 
-    def wrong(self, what: str) -> OptionError:
-        return OptionError(f"the host profile cannot be used: {what}", where=self.where, fix=_FIX)
+def _cost(raw: Any, what: str) -> KernelCost:
+    if not isinstance(raw, dict) or not set(raw) <= set(_COST) or "fixed" not in raw:
+        raise ValueError(f"{what}: a table of {', '.join(_COST)} is expected")
+    return KernelCost(**{name: _number(value, f"{what}, {name}") for name, value in raw.items()})
+
+
+def _number(raw: Any, what: str, *, least: float = 0.0) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not least <= raw <= _MOST:
+        raise ValueError(f"{what} is {raw!r}, not a number from {least:g} to {_MOST:g}")
+    return float(raw)
 
 
 def _plain(cost: KernelCost | None) -> dict[str, float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
-from kenosis_ort.runtime.limits import Machine
-from kenosis_ort.targets.ort_cpu.rules import host_defaults, is_arm
+from kenosis_ort.runtime.limits import Machine, at_hand
+from kenosis_ort.targets import DataTypes
+from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
 from tests import models
 from tests.flow.support import (
     chosen,
@@ -27,7 +29,7 @@ from tests.flow.support import (
 )
 from tests.processor import ARM, NO_VNNI, VNNI, Pretend
 
-needs_x64 = pytest.mark.skipif(host_defaults().activation_signed, reason="about the x86-64 kernels")
+needs_x64 = pytest.mark.skipif(is_arm(at_hand().family), reason="about the x86-64 kernels")
 
 
 @pytest.mark.parametrize(
@@ -197,18 +199,20 @@ def test_float8_goes_by_default_on_every_host(tmp_path: Path, pretend: Pretend, 
 @pytest.mark.parametrize(
     ("machine", "arm"), [("aarch64", True), ("arm64", True), ("ARM64", True), ("x86_64", False), ("AMD64", False)]
 )
-def test_processor_families(machine: str, arm: bool) -> None:
-    assert is_arm(machine) == arm
-    assert host_defaults(machine).activation_signed == arm
+def test_processor_families(pretend: Pretend, machine: str, arm: bool) -> None:
+    pretend(replace(VNNI, family=machine))
+    found = for_this_machine(DataTypes())
+    assert is_arm(machine) == arm == (found.activation == onnx.TensorProto.INT8) == (not found.single_reader)
 
 
 @pytest.mark.parametrize("saturates", [False, True])
 def test_the_reason_follows_the_probe(pretend: Pretend, saturates: bool) -> None:
     pretend(NO_VNNI if saturates else VNNI)
-    found = host_defaults("x86_64")
+    found = for_this_machine(DataTypes())
     assert found.saturates == saturates
     assert ("clipped there" in found.why) == saturates
-    assert host_defaults("aarch64").saturates is False
+    pretend(ARM)
+    assert for_this_machine(DataTypes()).saturates is False
 
 
 def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend) -> None:

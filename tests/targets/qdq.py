@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.load import base_op
@@ -31,6 +32,7 @@ IR_VERSION = 10
 MS = "com.microsoft"
 STEP = 8 / 255  # default step of an activation: 256 levels over -4..4
 RELU_STEP = 4 / 255  # the same for 0..4
+FLOAT_ONLY_DB = 100.0  # outputs that differ by float rounding only
 LAYOUT = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput"})
 
 
@@ -300,6 +302,60 @@ def build(make: Callable[[QdqGraph], str | list[str]], **options: Any) -> onnx.M
 def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) -> onnx.ModelProto:
     """Returns ``input -> Q/DQ -> Conv -> make(graph, conv output)``, the frame of most graphs here."""
     return build(lambda g: make(g, g.conv(g.act_input())), **options)
+
+
+# ---- examples -------------------------------------------------------------------------------------------------
+
+Make = Callable[[QdqGraph], str | list[str]]
+FLOAT_CONV = "a float Conv"
+BYTES = "Q and DQ around"
+
+
+class Case(NamedTuple):
+    """A graph, and what the installed runtime makes of it.
+
+    Attributes:
+        kernels: Operator types of the optimized graph but for Q, DQ and layout, apart by spaces; or `FLOAT_CONV`: no
+            Conv is integer; or `BYTES` behind the name of an operator: it stands alone between one Q and DQ.
+        make: Makes the graph, returns its outputs.
+        step: The most by which outputs may differ from the unoptimized model's: a step of the output, and rounding.
+        exact: They differ by float rounding at most.
+        marks: Of the test.
+        options: Of a `QdqGraph`.
+    """
+
+    kernels: str
+    make: Make
+    step: float | None = None
+    exact: bool = False
+    marks: Sequence[pytest.MarkDecorator] = ()
+    options: Mapping[str, Any] = {}
+
+    def check(self) -> None:
+        """Fails where the runtime makes something else of it."""
+        model = build(self.make, **self.options)
+        if self.kernels.endswith(BYTES):
+            assert runs_on_bytes(model, self.kernels.split()[0])
+        elif self.kernels == FLOAT_CONV:
+            found = compute_ops(model)
+            assert "QLinearConv" not in found
+            assert {"Conv", "FusedConv"} & set(found)
+        else:
+            assert compute_ops(model) == sorted(self.kernels.split())
+        if self.step is not None:
+            assert largest_difference(model) <= self.step * 1.01
+        if self.exact:
+            assert snr_db(model) > FLOAT_ONLY_DB
+
+
+def each_case(examples: Mapping[str, Sequence[Case]]) -> pytest.MarkDecorator:
+    """One test a graph, named after its rule."""
+    named = ((f"{rule}-{number}", case) for rule, found in examples.items() for number, case in enumerate(found))
+    return pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=case.marks) for name, case in named])
+
+
+def since(version: str) -> tuple[pytest.MarkDecorator]:
+    return (pytest.mark.since(version),)
 
 
 # ---- what the runtime makes of a model ------------------------------------------------------------------------

@@ -1,201 +1,189 @@
-"""Which activations vanish into the requantization of their producer, and under what conditions."""
+"""Activations behind an integer kernel: which vanish into its requantization, and what those do that do not."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from .qdq import RELU_STEP, STEP, QdqGraph, build, compute_ops, conv_then, largest_difference, op_types
+from .qdq import FLOAT_CONV, MS, RELU_STEP, STEP, Case, QdqGraph, build, conv_then, each_case, op_types, since
 
-FLOAT_CONV = {"Conv", "FusedConv"}
-
-
-def _absorbed(model: onnx.ModelProto, *expected: str) -> bool:
-    return compute_ops(model) == sorted(expected)
+Step = Callable[[QdqGraph, str], str]
+SIX = 6 / 255
 
 
-def _runs_float(model: onnx.ModelProto) -> bool:
-    ops = compute_ops(model)
-    return "QLinearConv" not in ops and bool(FLOAT_CONV & set(ops))
+def behind_conv(kernels: str, make: Callable[[QdqGraph, str], str | list[str]], **more: Any) -> Case:
+    """A Conv of a quantized input, and what stands behind it."""
+    options = {name: more.pop(name) for name in ("act", "opset") if name in more}
+    return Case(kernels, lambda g: make(g, g.conv(g.act_input())), options=options, **more)
 
 
-PRODUCERS: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
-    "Conv": ("QLinearConv", lambda g: g.conv(g.act_input())),
-    "Gemm": ("QGemm", lambda g: g.gemm(g.act_input((4, 32)))),
-    "MatMul": ("QLinearMatMul", lambda g: g.matmul(g.act_input((4, 32)))),
-    "Add": ("QLinearAdd", lambda g: g.op("Add", g.act_input(), g.act_input())),
-    "Mul": ("QLinearMul", lambda g: g.op("Mul", g.act_input(), g.act_input())),
-    "Concat": ("QLinearConcat", lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1)),
-    "AveragePool": ("QLinearAveragePool", lambda g: g.op("AveragePool", g.act_input(), kernel_shape=[2, 2])),
-    "GlobalAveragePool": ("QLinearGlobalAveragePool", lambda g: g.op("GlobalAveragePool", g.act_input())),
-    "Sigmoid": ("QLinearSigmoid", lambda g: g.op("Sigmoid", g.act_input())),
-    "LeakyRelu": ("QLinearLeakyRelu", lambda g: g.op("LeakyRelu", g.act_input(), alpha=0.1)),
+def clip_q(g: QdqGraph, value: str, low: float = 0.0, high: float = 6.0, scale: float = SIX, zero: int = 0) -> str:
+    return g.q(g.clip(value, low, high), scale, zero)
+
+
+def op(op_type: str, **attributes: Any) -> Step:
+    return lambda g, v: g.op(op_type, v, **attributes)
+
+
+def relu(g: QdqGraph, value: str) -> str:
+    return g.op("Relu", value)
+
+
+def product(g: QdqGraph, x: str, gate: str) -> str:
+    return g.op("Mul", x, gate)
+
+
+PRODUCERS: dict[str, Callable[[QdqGraph], str]] = {
+    "QLinearConv": lambda g: g.conv(g.act_input()),
+    "QGemm": lambda g: g.gemm(g.act_input((4, 32))),
+    "QLinearMatMul": lambda g: g.matmul(g.act_input((4, 32))),
+    "QLinearAdd": lambda g: g.op("Add", g.act_input(), g.act_input()),
+    "QLinearMul": lambda g: g.op("Mul", g.act_input(), g.act_input()),
+    "QLinearConcat": lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1),
+    "QLinearAveragePool": lambda g: g.op("AveragePool", g.act_input(), kernel_shape=[2, 2]),
+    "QLinearGlobalAveragePool": lambda g: g.op("GlobalAveragePool", g.act_input()),
+    "QLinearSigmoid": lambda g: g.op("Sigmoid", g.act_input()),
+    "QLinearLeakyRelu": lambda g: g.op("LeakyRelu", g.act_input(), alpha=0.1),
+}
+ACTIVATIONS: dict[str, tuple[Step, str]] = {
+    "LeakyRelu": (op("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
+    "Sigmoid": (op("Sigmoid"), "QLinearSigmoid"),
+    "Tanh": (op("Tanh"), "Tanh"),
+    "HardSigmoid": (op("HardSigmoid"), "HardSigmoid"),
+    "HardSwish": (op("HardSwish"), "HardSigmoid Mul"),
+    "Elu": (op("Elu"), "Elu"),
+    "Gelu": (op("Gelu"), "Gelu"),
+    "QuickGelu": (op("QuickGelu", domain=MS, alpha=1.0), "QuickGelu"),
+    "PRelu": (lambda g, v: g.op("PRelu", v, g.const(g.random(16, 1, 1))), "PRelu"),
+}
+"""With the kernels that they are between Q and DQ."""
+DEFERRED: list[Step] = [
+    *(step for step, _ in ACTIVATIONS.values()),
+    lambda g, v: product(g, v, g.op("Sigmoid", v)),
+    lambda g, v: product(g, v, g.op("HardSigmoid", v, alpha=1 / 6)),
+    *map(op, ("Softplus", "Mish", "Erf", "Selu", "Celu", "Softsign", "ThresholdedRelu")),
+]
+
+
+def siluish(g: QdqGraph, c: str, *, everywhere: bool) -> str:
+    q = g.q(c)
+    gate = g.op("Sigmoid", q)
+    return g.q(product(g, q, g.q(gate, 1 / 255, 0) if everywhere else gate))
+
+
+def two(g: QdqGraph, c: str, *, of: str) -> list[str]:
+    """Two readers of a Conv, of its Relu, or Q nodes of it or of its Relu."""
+    r = c if of in ("conv", "q of conv") else relu(g, c)
+    other = g.op("Neg", g.relu_q(r) if of.startswith("q of") else r)
+    return [g.relu_q(relu(g, c) if of == "conv" else r), other]
+
+
+def body(name: str, value: str) -> onnx.GraphProto:
+    out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, None)
+    return helper.make_graph([helper.make_node("Neg", [value], [out.name], name=f"{name}_neg")], name, [], [out])
+
+
+def chosen(g: QdqGraph, value: str) -> str:
+    """An If both of whose bodies read a value."""
+    return g.op("If", g.input((), TensorProto.BOOL), then_branch=body("t", value), else_branch=body("e", value))
+
+
+def captured(g: QdqGraph, c: str, *, what: str) -> list[str]:
+    r = relu(g, c)
+    q = g.relu_q(r)
+    return [q, chosen(g, {"conv": c, "relu": r, "dq": q}[what])]
+
+
+def shape_read(g: QdqGraph, dims: tuple[int | str, ...], of: str) -> list[str]:
+    c = g.conv(g.act_input(dims))
+    r = relu(g, c)
+    q = g.relu_q(r)
+    return [q, g.op("Cast", g.op("Shape", {"conv": c, "relu": r, "dq": q}[of]), to=TensorProto.FLOAT)]
+
+
+DYNAMIC, STATIC = ("N", 16, "H", "W"), (1, 16, 12, 12)
+EXAMPLES: dict[str, list[Case]] = {
+    "absorb-relu": [
+        *(Case(k, lambda g, m=make: g.relu_q(relu(g, m(g))), RELU_STEP) for k, make in PRODUCERS.items()),
+        *(behind_conv(FLOAT_CONV, lambda g, c, z=z: g.q(relu(g, c), RELU_STEP, z)) for z in (1, 3)),
+        behind_conv("QLinearConv", lambda g, c: g.relu_q(relu(g, c), rank=1)),
+    ],
+    "absorb-clip": [
+        *(Case(k, lambda g, m=make: clip_q(g, m(g)), SIX) for k, make in PRODUCERS.items()),
+        # rint(low / s) + zp <= qmin and rint(high / s) + zp >= qmax; before 1.31 without the half step of rounding
+        behind_conv("QLinearConv", partial(clip_q, scale=5.9 / 255)),
+        behind_conv("QLinearConv", partial(clip_q, scale=6.01 / 255), marks=since("1.31")),
+        behind_conv("QLinearConv", partial(clip_q, low=-1.0, high=1.0, scale=1 / 128, zero=128)),
+        *(behind_conv(FLOAT_CONV, partial(clip_q, scale=s)) for s in (6.02 / 255, 6.2 / 255)),
+        behind_conv(FLOAT_CONV, partial(clip_q, zero=1)),
+        *(behind_conv(FLOAT_CONV, partial(clip_q, low=-1.0, high=1.0, scale=s, zero=128)) for s in (2 / 255, 1 / 127)),
+        # One bound, the other, none.
+        behind_conv("QLinearConv", lambda g, c: g.q(g.op("Clip", c, g.const(0.0)), SIX, 0)),
+        behind_conv("QLinearConv", lambda g, c: g.q(g.op("Clip", c, "", g.const(4.0)), 4 / 128, 128)),
+        behind_conv("QLinearConv", lambda g, c: g.q(g.op("Clip", c))),
+    ],
+    "absorb-clip-needs-scalar-params": [
+        behind_conv(FLOAT_CONV, lambda g, c: g.q(g.clip(c, 0.0, 6.0), SIX, 0, rank=1)),
+    ],
+    "absorb-needs-single-consumer": [
+        *(behind_conv(FLOAT_CONV, partial(two, of=of)) for of in ("conv", "relu", "q of relu")),
+        behind_conv(FLOAT_CONV, lambda g, c: [g.q(c), g.op("Neg", g.q(c))]),
+        # Shape of a static value is folded; of a dynamic one it is a second consumer; behind DQ it is harmless.
+        *(Case("QLinearConv", lambda g, of=of: shape_read(g, STATIC, of)) for of in ("conv", "relu")),
+        *(Case(FLOAT_CONV, lambda g, of=of: shape_read(g, DYNAMIC, of)) for of in ("conv", "relu")),
+        Case("Cast QLinearConv Shape", lambda g: shape_read(g, DYNAMIC, "dq")),
+    ],
+    "subgraph-capture-counts-as-consumer": [
+        *(behind_conv(FLOAT_CONV, partial(captured, what=what)) for what in ("conv", "relu")),
+        behind_conv("If QLinearConv", partial(captured, what="dq")),
+    ],
+    "no-absorb-symmetric": [
+        behind_conv(FLOAT_CONV, lambda g, c: g.q(relu(g, c), STEP, 0), act=np.int8),
+        behind_conv(FLOAT_CONV, lambda g, c: g.q(relu(g, c), STEP, 128)),
+        behind_conv("QLinearConv", lambda g, c: g.relu_q(relu(g, c)), act=np.int8, marks=(pytest.mark.x86_only,)),
+    ],
+    "activation-q-on-both-sides": [
+        *(
+            behind_conv(f"QLinearConv {kernels}", lambda g, c, s=step: g.q(s(g, g.q(c))), step=STEP, opset=20)
+            for step, kernels in ACTIVATIONS.values()
+        ),
+        behind_conv("QLinearConv QLinearMul QLinearSigmoid", partial(siluish, everywhere=True)),
+        behind_conv("Mul QLinearConv Sigmoid", partial(siluish, everywhere=False)),
+        *(behind_conv(FLOAT_CONV, lambda g, c, s=step: g.q(s(g, c)), opset=20) for step in DEFERRED),
+    ],
 }
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_rule_absorb_relu(producer: str) -> None:
-    """A Relu vanishes when the zero point is the lowest quantized value."""
-    kernel, make = PRODUCERS[producer]
-    model = build(lambda g: g.relu_q(g.op("Relu", make(g))))
-    assert _absorbed(model, kernel)
-    assert largest_difference(model) <= RELU_STEP * 1.01
+@each_case(EXAMPLES)
+def test_rule(case: Case) -> None:
+    case.check()
 
 
-@pytest.mark.parametrize("zero_point", [1, 3])
-def test_rule_absorb_relu_needs_lowest_zero_point(zero_point: int) -> None:
-    assert _runs_float(conv_then(lambda g, c: g.q(g.op("Relu", c), RELU_STEP, zero_point)))
-
-
-def test_rule_absorb_relu_requantizes_where_the_producer_has_its_own_q() -> None:
-    """Q on both sides of a Relu costs a second DQ/Q pair, but for equal parameters, where it costs nothing."""
-    other = conv_then(lambda g, c: g.relu_q(g.op("Relu", g.q(c))))
-    same = conv_then(lambda g, c: g.relu_q(g.op("Relu", g.relu_q(c))))
-    assert _absorbed(other, "QLinearConv")
-    assert _absorbed(same, "QLinearConv")
-    assert op_types(other).count("QuantizeLinear") == 2
-    assert op_types(same).count("QuantizeLinear") == 1
-
-
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_rule_absorb_clip(producer: str) -> None:
-    """A Clip vanishes when the quantization range lies inside its bounds, to half a step."""
-    kernel, make = PRODUCERS[producer]
-    model = build(lambda g: g.q(g.clip(make(g), 0.0, 6.0), 6 / 255, 0))
-    assert _absorbed(model, kernel)
-    assert largest_difference(model) <= 6 / 255 * 1.01
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "scale", "zero_point", "absorbed"),
-    [
-        (0.0, 6.0, 5.9 / 255, 0, True),
-        pytest.param(0.0, 6.0, 6.01 / 255, 0, True, marks=pytest.mark.since("1.31")),
-        (0.0, 6.0, 6.02 / 255, 0, False),
-        (0.0, 6.0, 6.2 / 255, 0, False),
-        (0.0, 6.0, 6 / 255, 1, False),
-        (-1.0, 1.0, 1 / 128, 128, True),
-        (-1.0, 1.0, 2 / 255, 128, False),
-        (-1.0, 1.0, 1 / 127, 128, False),
-    ],
-)
-def test_rule_absorb_clip_bounds(low: float, high: float, scale: float, zero_point: int, absorbed: bool) -> None:
-    """The bounds of `absorb-clip`: rint(low/s)+zp <= qmin and rint(high/s)+zp >= qmax.
-
-    Before 1.31 the half step of rounding was not allowed, so a range is to lie inside the bounds exactly.
-    """
-    model = conv_then(lambda g, c: g.q(g.clip(c, low, high), scale, zero_point))
-    assert _absorbed(model, "QLinearConv") if absorbed else _runs_float(model)
-
-
-@pytest.mark.parametrize("bounds", ["low", "high", "none"])
-def test_rule_absorb_clip_one_sided(bounds: str) -> None:
-    def make(g: QdqGraph, c: str) -> str:
-        if bounds == "low":
-            return g.q(g.op("Clip", c, g.const(0.0)), 6 / 255, 0)
-        if bounds == "high":
-            return g.q(g.op("Clip", c, "", g.const(4.0)), 4 / 128, 128)
-        return g.q(g.op("Clip", c))
-
-    assert _absorbed(conv_then(make), "QLinearConv")
-
-
-def test_rule_absorb_needs_single_consumer() -> None:
-    """A second reader of the Conv or of the Relu makes the Conv float; so do two Q nodes on one value."""
-    reads_conv = conv_then(lambda g, c: [g.relu_q(g.op("Relu", c)), g.op("Neg", c)])
-
-    def two_readers(g: QdqGraph, c: str) -> list[str]:
-        r = g.op("Relu", c)
-        return [g.relu_q(r), g.op("Neg", r)]
-
-    def two_quantizers(g: QdqGraph, c: str) -> list[str]:
-        r = g.op("Relu", c)
-        return [g.relu_q(r), g.op("Neg", g.relu_q(r))]
-
-    assert _runs_float(reads_conv)
-    assert _runs_float(conv_then(two_readers))
-    assert _runs_float(conv_then(two_quantizers))
-
-
-def test_rule_two_q_nodes_float() -> None:
-    """Two Q nodes on the output of one Conv, even of equal parameters, make it float."""
-    assert _runs_float(conv_then(lambda g, c: [g.q(c), g.op("Neg", g.q(c))]))
-
-
-def test_rule_shape_reader_counts_when_dynamic() -> None:
-    """Shape of a static value is folded away; of a dynamic one it is a second consumer. Behind DQ it is harmless."""
-
-    def make(g: QdqGraph, dims: tuple[int | str, ...], where: str) -> list[str]:
-        c = g.conv(g.act_input(dims))
-        r = g.op("Relu", c)
-        q = g.relu_q(r)
-        return [q, g.op("Cast", g.op("Shape", {"conv": c, "relu": r, "dq": q}[where]), to=TensorProto.FLOAT)]
-
-    dynamic, static = ("N", 16, "H", "W"), (1, 16, 12, 12)
-    assert _absorbed(build(lambda g: make(g, static, "conv")), "QLinearConv")
-    assert _absorbed(build(lambda g: make(g, static, "relu")), "QLinearConv")
-    assert _runs_float(build(lambda g: make(g, dynamic, "conv")))
-    assert _runs_float(build(lambda g: make(g, dynamic, "relu")))
-    assert "QLinearConv" in compute_ops(build(lambda g: make(g, dynamic, "dq")))
-
-
-@pytest.mark.parametrize("captured", ["conv", "relu", "dq"])
-def test_rule_subgraph_capture_counts_as_consumer(captured: str) -> None:
-    """A value read by an If body has that body as one more consumer; reading the DQ output is harmless."""
-
-    def body(name: str, value: str) -> onnx.GraphProto:
-        out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, None)
-        return helper.make_graph([helper.make_node("Neg", [value], [out.name], name=f"{name}_neg")], name, [], [out])
-
-    def make(g: QdqGraph, c: str) -> list[str]:
-        r = g.op("Relu", c)
-        q = g.relu_q(r)
-        value = {"conv": c, "relu": r, "dq": q}[captured]
-        condition = g.input((), TensorProto.BOOL)
-        return [q, g.op("If", condition, then_branch=body("t", value), else_branch=body("e", value))]
-
-    model = conv_then(make)
-    assert _absorbed(model, "QLinearConv", "If") if captured == "dq" else _runs_float(model)
+def test_a_relu_with_q_on_both_sides_requantizes_unless_their_parameters_are_equal() -> None:
+    for inner, count in ((QdqGraph.q, 2), (QdqGraph.relu_q, 1)):
+        model = conv_then(lambda g, c, q=inner: g.relu_q(relu(g, q(g, c))))
+        assert op_types(model).count("QLinearConv") == 1
+        assert op_types(model).count("QuantizeLinear") == count
 
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_rule_pass_through_into_body_dies(quantized: bool, tmp_path: Path) -> None:
     """The session moves DQ over a shape operator, and the process dies if a body reads what that writes: Q it first."""
 
-    def body(name: str, value: str) -> onnx.GraphProto:
-        out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, None)
-        return helper.make_graph([helper.make_node("Neg", [value], [out.name], name=f"{name}_neg")], name, [], [out])
+    def make(g: QdqGraph) -> str:
+        moved = g.op("Reshape", g.q(g.conv(g.act_input())), g.ints(1, -1))
+        return chosen(g, g.q(moved) if quantized else moved)
 
-    def make(g: QdqGraph, c: str) -> str:
-        moved = g.op("Reshape", g.q(c), g.ints(1, -1))
-        value = g.q(moved) if quantized else moved
-        return g.op("If", g.input((), TensorProto.BOOL), then_branch=body("t", value), else_branch=body("e", value))
-
-    onnx.save(conv_then(make), tmp_path / "model.onnx")
+    onnx.save(build(make), tmp_path / "model.onnx")
     load = "import onnxruntime, sys; onnxruntime.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])"
     done = subprocess.run([sys.executable, "-c", load, tmp_path / "model.onnx"], capture_output=True, check=False)
     assert (done.returncode == 0) == quantized
-
-
-def test_rule_absorb_clip_needs_scalar_params() -> None:
-    """Scale and zero point of shape [1] break the absorption of Clip, not that of Relu."""
-    assert _runs_float(conv_then(lambda g, c: g.q(g.clip(c, 0.0, 6.0), 6 / 255, 0, rank=1)))
-    assert _absorbed(conv_then(lambda g, c: g.relu_q(g.op("Relu", c), rank=1)), "QLinearConv")
-
-
-@pytest.mark.parametrize(("act", "zero_point"), [(np.int8, 0), (np.uint8, 128)])
-def test_rule_no_absorb_symmetric(act: type, zero_point: int) -> None:
-    """Symmetric activations waste half their range on negative values, so a Relu is not redundant."""
-    assert _runs_float(conv_then(lambda g, c: g.q(g.op("Relu", c), STEP, zero_point), act=act))
-
-
-@pytest.mark.x86_only
-def test_rule_no_absorb_symmetric_but_asymmetric_int8() -> None:
-    assert _absorbed(conv_then(lambda g, c: g.relu_q(g.op("Relu", c)), act=np.int8), "QLinearConv")

@@ -3,144 +3,168 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from onnx import TensorProto
 
-from .qdq import QdqGraph, build, compute_ops, conv_then, largest_difference, op_types, runs_on_bytes
+from .qdq import BYTES, Case, QdqGraph, build, compute_ops, conv_then, each_case, largest_difference, op_types
 
-Shape = Callable[[QdqGraph, str], str]
+Move = Callable[[QdqGraph, str], str]
+OTHER = 6 / 255, 100
 
-PASS_THROUGH: dict[str, Shape] = {
-    "Reshape": lambda g, v: g.op("Reshape", v, g.ints(1, 16, -1)),
-    "Transpose": lambda g, v: g.op("Transpose", v, perm=[0, 2, 3, 1]),
-    "Flatten": lambda g, v: g.op("Flatten", v),
-    "Slice": lambda g, v: g.op("Slice", v, g.ints(0), g.ints(8), g.ints(1)),
-    "Gather": lambda g, v: g.op("Gather", v, g.ints(0, 2, 4), axis=1),
+
+def op(op_type: str, **attributes: Any) -> Move:
+    return lambda g, v: g.op(op_type, v, **attributes)
+
+
+def by_ints(op_type: str, *inputs: tuple[int, ...], **attributes: Any) -> Move:
+    return lambda g, v: g.op(op_type, v, *(g.ints(*each) for each in inputs), **attributes)
+
+
+PADS = (0, 0, 1, 1, 0, 0, 1, 1)
+POOL = op("MaxPool", kernel_shape=[2, 2])
+MOVES: dict[str, Move] = {
+    "Reshape": by_ints("Reshape", (1, 16, -1)),
+    "Transpose": op("Transpose", perm=[0, 2, 3, 1]),
+    "Flatten": op("Flatten"),
+    "Slice": by_ints("Slice", (0,), (8,), (1,)),
+    "Gather": by_ints("Gather", (0, 2, 4), axis=1),
     "GatherElements": lambda g, v: g.op("GatherElements", v, g.const(np.zeros((1, 16, 12, 12), np.int64)), axis=1),
-    "Squeeze": lambda g, v: g.op("Squeeze", v, g.ints(0)),
-    "Unsqueeze": lambda g, v: g.op("Unsqueeze", v, g.ints(0)),
-    "Expand": lambda g, v: g.op("Expand", v, g.ints(2, 16, 12, 12)),
-    "Tile": lambda g, v: g.op("Tile", v, g.ints(1, 1, 2, 2)),
-    "DepthToSpace": lambda g, v: g.op("DepthToSpace", v, blocksize=2),
-    "DepthToSpace CRD": lambda g, v: g.op("DepthToSpace", v, blocksize=2, mode="CRD"),
+    "Squeeze": by_ints("Squeeze", (0,)),
+    "Unsqueeze": by_ints("Unsqueeze", (0,)),
+    "Expand": by_ints("Expand", (2, 16, 12, 12)),
+    "Tile": by_ints("Tile", (1, 1, 2, 2)),
+    "DepthToSpace": op("DepthToSpace", blocksize=2),
+    "DepthToSpace CRD": op("DepthToSpace", blocksize=2, mode="CRD"),
 }
 REPAIRED = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "MaxPool")
-NOT_REPAIRED: dict[str, Shape] = {
-    **{k: v for k, v in PASS_THROUGH.items() if k not in REPAIRED},
+NOT_REPAIRED: dict[str, Move] = {
+    **{name: move for name, move in MOVES.items() if name not in REPAIRED},
     "Resize": lambda g, v: g.op("Resize", v, "", g.floats(1, 1, 2, 2), mode="nearest"),
-    "Pad": lambda g, v: g.op("Pad", v, g.ints(0, 0, 1, 1, 0, 0, 1, 1)),
+    "Pad": by_ints("Pad", PADS),
     "Split": lambda g, v: g.ops("Split", v, count=2, axis=1)[0],
-    "SpaceToDepth": lambda g, v: g.op("SpaceToDepth", v, blocksize=2),
-    "Concat": lambda g, v: g.op("Concat", v, axis=1),
-    "AveragePool": lambda g, v: g.op("AveragePool", v, kernel_shape=[2, 2]),
-    "GlobalAveragePool": lambda g, v: g.op("GlobalAveragePool", v),
-    "ReduceMax": lambda g, v: g.op("ReduceMax", v, axes=[2, 3]),
+    "SpaceToDepth": op("SpaceToDepth", blocksize=2),
+    "Concat": op("Concat", axis=1),
+    "AveragePool": op("AveragePool", kernel_shape=[2, 2]),
+    "GlobalAveragePool": op("GlobalAveragePool"),
+    "ReduceMax": op("ReduceMax", axes=[2, 3]),
 }
-FLOAT_MOVES: dict[str, Shape] = {
+ISLANDS: dict[str, Move] = {
     "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
     "GatherND": lambda g, v: g.op("GatherND", v, g.const(np.zeros((1, 2), np.int64))),
-    "Trilu": lambda g, v: g.op("Trilu", v),
+    "Trilu": op("Trilu"),
     "Compress": lambda g, v: g.op("Compress", v, g.const(np.array([True, False, True])), axis=1),
+    "Pad": NOT_REPAIRED["Pad"],
+    "Pad of a value": lambda g, v: g.op("Pad", v, g.ints(*PADS), g.const(0.0)),
+    "Pad of a dq value": lambda g, v: g.op("Pad", v, g.ints(*PADS), g.dq_constant(0.0)),
+    "Pad by reflection": by_ints("Pad", PADS, mode="reflect"),
+    "Pad by the edge": by_ints("Pad", PADS, mode="edge"),
 }
-PADS: dict[str, Shape] = {
-    "default": NOT_REPAIRED["Pad"],
-    "float value": lambda g, v: g.op("Pad", v, g.ints(0, 0, 1, 1, 0, 0, 1, 1), g.const(0.0)),
-    "dq value": lambda g, v: g.op("Pad", v, g.ints(0, 0, 1, 1, 0, 0, 1, 1), g.dq_constant(0.0)),
-    "reflect": lambda g, v: g.op("Pad", v, g.ints(0, 0, 1, 1, 0, 0, 1, 1), mode="reflect"),
-    "edge": lambda g, v: g.op("Pad", v, g.ints(0, 0, 1, 1, 0, 0, 1, 1), mode="edge"),
+"""Float even between equal parameters."""
+
+
+def gather(g: QdqGraph, v: str, rows: str) -> str:
+    indices: dict[str, Callable[[], str]] = {
+        "scalar": lambda: g.const(np.array(3, np.int64)),
+        "vector": lambda: g.ints(0, 2, 4),
+        "input": lambda: g.input((2,), TensorProto.INT64),
+    }
+    return g.op("Gather", v, indices[rows](), axis=1)
+
+
+def reduce(g: QdqGraph, v: str, op_type: str, opset: int) -> str:
+    return g.op(op_type, v, axes=[2, 3]) if opset < 18 else g.op(op_type, v, g.ints(2, 3))
+
+
+def resize(g: QdqGraph, v: str, form: str) -> str:
+    roi = g.floats() if form == "empty roi" else ""
+    sizes = ["", g.ints(1, 16, 24, 24)] if form == "sizes" else [g.floats(1, 1, 2, 2)]
+    return g.op("Resize", v, roi, *sizes, mode="nearest")
+
+
+BY_SCALE: dict[str, list[tuple[str, Move, int]]] = {
+    "pass-through-same-scale": [(name.split()[0], move, 17) for name, move in MOVES.items()],
+    "gather-same-scale": [("Gather", partial(gather, rows=rows), 17) for rows in ("scalar", "vector", "input")],
+    "reducemax-same-scale": [
+        (op_type, partial(reduce, op_type=op_type, opset=opset), opset)
+        for op_type in ("ReduceMax", "ReduceMin")
+        for opset in (13, 18)
+    ],
+    "resize-nearest-same-scale": [
+        ("Resize", partial(resize, form=form), opset) for form in ("scales", "sizes", "empty roi") for opset in (13, 19)
+    ],
+}
+"""Operators that run on bytes where the parameters are the same in and out, with the operator set."""
+EXAMPLES: dict[str, list[Case]] = {
+    **{
+        rule: [
+            Case(f"{name} {BYTES}", lambda g, m=move: g.q(m(g, g.act_input())), 0.0, options={"opset": opset})
+            for name, move, opset in found
+        ]
+        for rule, found in BY_SCALE.items()
+    },
+    "pad-float": [Case(n.split()[0], lambda g, m=m: g.q(m(g, g.act_input()))) for n, m in ISLANDS.items()],
 }
 
 
-@pytest.mark.parametrize("name", PASS_THROUGH)
-def test_rule_pass_through_same_scale(name: str) -> None:
-    """Equal parameters: the operator runs on bytes, one Q in front, one DQ behind."""
-    model = build(lambda g: g.q(PASS_THROUGH[name](g, g.act_input())))
-    assert runs_on_bytes(model, name.split()[0])
-    assert largest_difference(model) == 0
+@each_case(EXAMPLES)
+def test_rule(case: Case) -> None:
+    case.check()
 
 
-@pytest.mark.parametrize("name", PASS_THROUGH)
-def test_rule_pass_through_other_scale_float(name: str) -> None:
-    """Different parameters: the operator runs in float between DQ and Q."""
-    model = build(lambda g: g.q(PASS_THROUGH[name](g, g.act_input()), 6 / 255, 100))
-    pair = ["DequantizeLinear", name.split()[0], "QuantizeLinear"]
-    assert op_types(model) == ["QuantizeLinear", *pair, "DequantizeLinear"]
+def is_island(make: Callable[[QdqGraph], str], name: str, opset: int = 17) -> bool:
+    """Tells whether an operator runs in float between DQ and Q."""
+    around = ["QuantizeLinear", "DequantizeLinear", name, "QuantizeLinear", "DequantizeLinear"]
+    return op_types(build(make, opset=opset)) == around
 
 
-@pytest.mark.parametrize("indices", ["scalar", "vector", "input"])
-def test_rule_gather_same_scale(indices: str) -> None:
-    """Gather with constant or computed indices runs on bytes where the parameters are equal."""
-
-    def make(g: QdqGraph, scale: float) -> str:
-        x = g.act_input()
-        rows = {
-            "scalar": lambda: g.const(np.array(3, np.int64)),
-            "vector": lambda: g.ints(0, 2, 4),
-            "input": lambda: g.input((2,), TensorProto.INT64),
-        }[indices]()
-        return g.q(g.op("Gather", x, rows, axis=1), scale)
-
-    same, other = build(lambda g: make(g, 8 / 255)), build(lambda g: make(g, 6 / 255))
-    assert runs_on_bytes(same, "Gather")
-    assert op_types(other) == ["QuantizeLinear", "DequantizeLinear", "Gather", "QuantizeLinear", "DequantizeLinear"]
-    assert largest_difference(same) == 0
+@pytest.mark.parametrize(("name", "move", "opset"), [row for found in BY_SCALE.values() for row in found])
+def test_with_other_parameters_behind_it_runs_in_float(name: str, move: Move, opset: int) -> None:
+    assert is_island(lambda g: g.q(move(g, g.act_input()), *OTHER), name, opset)
 
 
-@pytest.mark.parametrize("name", FLOAT_MOVES)
-def test_rule_data_movement_float(name: str) -> None:
-    """Movers that the runtime does not run on bytes even with equal parameters."""
-    model = build(lambda g: g.q(FLOAT_MOVES[name](g, g.act_input())))
-    assert op_types(model) == ["QuantizeLinear", "DequantizeLinear", name, "QuantizeLinear", "DequantizeLinear"]
+@pytest.mark.parametrize("name", [name for name in ISLANDS if "dq" not in name])
+def test_movers_that_are_float_between_equal_parameters_too(name: str) -> None:
+    assert is_island(lambda g: g.q(ISLANDS[name](g, g.act_input())), name.split()[0])
 
 
-@pytest.mark.parametrize("name", REPAIRED)
-def test_rule_shape_op_deferral(name: str) -> None:
-    """Q only behind the operator: propagation moves it up to the Conv, which stays integer."""
+@pytest.mark.since("1.27")
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_resize_that_interpolates_is_float(mode: str) -> None:
+    def make(g: QdqGraph) -> str:
+        return g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=mode))
 
-    def make(g: QdqGraph, c: str) -> str:
-        return g.q(g.op("MaxPool", c, kernel_shape=[2, 2]) if name == "MaxPool" else PASS_THROUGH[name](g, c))
-
-    ops = compute_ops(conv_then(make))
-    assert "QLinearConv" in ops
-    assert largest_difference(conv_then(make)) <= 8 / 255 * 1.01
+    assert is_island(make, "Resize")
 
 
-@pytest.mark.parametrize("name", NOT_REPAIRED)
-def test_rule_shape_op_deferral_not_repaired(name: str) -> None:
-    """Q only behind the operator: the Conv runs in float."""
-    ops = compute_ops(conv_then(lambda g, c: g.q(NOT_REPAIRED[name](g, c))))
-    assert "Conv" in ops
-    assert "QLinearConv" not in ops
+@pytest.mark.parametrize(("name", "repaired"), [*((n, True) for n in REPAIRED), *((n, False) for n in NOT_REPAIRED)])
+def test_q_behind_a_mover_alone_moves_up_to_the_conv_or_leaves_it_float(name: str, repaired: bool) -> None:
+    move = POOL if name == "MaxPool" else {**NOT_REPAIRED, **MOVES}[name]
+    model = conv_then(lambda g, c: g.q(move(g, c)))
+    assert ("QLinearConv" in compute_ops(model)) is repaired
+    assert ("Conv" in compute_ops(model)) is not repaired
+    assert not repaired or largest_difference(model) <= 8 / 255 * 1.01
 
 
-@pytest.mark.parametrize("op_type", ["MaxPool", "Reshape"])
-def test_rule_shape_op_deferral_with_relu(op_type: str) -> None:
-    """Conv -> Relu -> mover -> Q is repaired; Conv -> mover -> Relu -> Q is not."""
-
-    def move(g: QdqGraph, v: str) -> str:
-        return g.op("MaxPool", v, kernel_shape=[2, 2]) if op_type == "MaxPool" else PASS_THROUGH[op_type](g, v)
-
-    relu_first = compute_ops(conv_then(lambda g, c: g.relu_q(move(g, g.op("Relu", c)))))
-    relu_last = compute_ops(conv_then(lambda g, c: g.relu_q(g.op("Relu", move(g, c)))))
-    assert "QLinearConv" in relu_first
-    assert "Relu" not in relu_first
-    assert "QLinearConv" not in relu_last
+@pytest.mark.parametrize("move", [POOL, MOVES["Reshape"]])
+def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move: Move) -> None:
+    first = compute_ops(conv_then(lambda g, c: g.relu_q(move(g, g.op("Relu", c)))))
+    last = compute_ops(conv_then(lambda g, c: g.relu_q(g.op("Relu", move(g, c)))))
+    assert "QLinearConv" in first
+    assert "Relu" not in first
+    assert "QLinearConv" not in last
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_rule_pass_through_chain(everywhere: bool) -> None:
-    """A channel shuffle between two Convs runs on bytes with Q/DQ around each step and with Q/DQ in front only."""
-
+def test_a_channel_shuffle_runs_on_bytes_with_pairs_around_each_step_or_in_front_only(everywhere: bool) -> None:
     def make(g: QdqGraph) -> str:
-        def pair(v: str) -> str:
-            return g.q(v) if everywhere else v
-
-        x = pair(g.op("Reshape", g.q(g.conv(g.act_input())), g.ints(1, 4, 4, 12, 12)))
-        x = pair(g.op("Transpose", x, perm=[0, 2, 1, 3, 4]))
-        x = pair(g.op("Reshape", x, g.ints(1, 16, 12, 12)))
+        x = g.q(g.conv(g.act_input()))
+        for step in (by_ints("Reshape", (1, 4, 4, 12, 12)), op("Transpose", perm=[0, 2, 1, 3, 4]),
+                     by_ints("Reshape", (1, 16, 12, 12))):  # fmt: skip
+            x = g.q(step(g, x)) if everywhere else step(g, x)
         return g.q(g.conv(x, bias="none"))
 
     model = build(make)
@@ -149,19 +173,12 @@ def test_rule_pass_through_chain(everywhere: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["Flatten", "Gather", "Tile", "Expand"])
-def test_rule_pass_through_needs_q_behind(name: str) -> None:
-    """What DQ is not pushed through needs a Q of its own behind it, or it and its reader run in float."""
-    with_q = build(lambda g: g.q(g.op("Sigmoid", g.q(PASS_THROUGH[name](g, g.act_input())))))
-    without = build(lambda g: g.q(g.op("Sigmoid", PASS_THROUGH[name](g, g.act_input()))))
+def test_what_dq_is_not_pushed_through_needs_a_q_behind_it(name: str) -> None:
+    """Or it and its reader run in float."""
+    with_q = build(lambda g: g.q(g.op("Sigmoid", g.q(MOVES[name](g, g.act_input())))))
+    without = build(lambda g: g.q(g.op("Sigmoid", MOVES[name](g, g.act_input()))))
     assert compute_ops(with_q) == sorted([name, "QLinearSigmoid"])
     assert compute_ops(without) == sorted([name, "Sigmoid"])
-
-
-@pytest.mark.parametrize("name", PADS)
-def test_rule_pad_float(name: str) -> None:
-    same = build(lambda g: g.q(PADS[name](g, g.act_input())))
-    assert compute_ops(same) == ["Pad"]
-    assert "DequantizeLinear" in op_types(same)[: op_types(same).index("Pad")]
 
 
 @pytest.mark.parametrize("opset", [13, 18])
@@ -175,41 +192,5 @@ def test_rule_split_same_scale(opset: int, sizes: bool) -> None:
         parts = g.ops("Split", *inputs, count=2, axis=1, **attributes)
         return [g.q(parts[0]), g.q(parts[1], last_scale)]
 
-    same = build(lambda g: make(g, 8 / 255), opset=opset)
-    other = build(lambda g: make(g, 6 / 255), opset=opset)
-    assert runs_on_bytes(same, "Split")
-    assert op_types(other).count("QuantizeLinear") == 3
-
-
-@pytest.mark.parametrize("opset", [13, 18])
-@pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceMin"])
-def test_rule_reducemax_same_scale(opset: int, op_type: str) -> None:
-    def make(g: QdqGraph, scale: float) -> str:
-        x = g.act_input()
-        return g.q(g.op(op_type, x, axes=[2, 3]) if opset < 18 else g.op(op_type, x, g.ints(2, 3)), scale)
-
-    same = build(lambda g: make(g, 8 / 255), opset=opset)
-    other = build(lambda g: make(g, 6 / 255), opset=opset)
-    assert runs_on_bytes(same, op_type)
-    assert op_types(other) == ["QuantizeLinear", "DequantizeLinear", op_type, "QuantizeLinear", "DequantizeLinear"]
-
-
-@pytest.mark.parametrize("opset", [13, 19])
-@pytest.mark.parametrize("form", ["scales", "sizes", "empty roi"])
-def test_rule_resize_nearest_same_scale(opset: int, form: str) -> None:
-    def make(g: QdqGraph, scale: float) -> str:
-        roi = g.floats() if form == "empty roi" else ""
-        inputs = ["", g.ints(1, 16, 24, 24)] if form == "sizes" else [g.floats(1, 1, 2, 2)]
-        return g.q(g.op("Resize", g.act_input(), roi, *inputs, mode="nearest"), scale)
-
-    same = build(lambda g: make(g, 8 / 255), opset=opset)
-    other = build(lambda g: make(g, 6 / 255), opset=opset)
-    assert runs_on_bytes(same, "Resize")
-    assert op_types(other) == ["QuantizeLinear", "DequantizeLinear", "Resize", "QuantizeLinear", "DequantizeLinear"]
-
-
-@pytest.mark.since("1.27")
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-def test_rule_resize_linear_float(mode: str) -> None:
-    model = build(lambda g: g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=mode)))
-    assert op_types(model) == ["QuantizeLinear", "DequantizeLinear", "Resize", "QuantizeLinear", "DequantizeLinear"]
+    Case(f"Split {BYTES}", partial(make, last_scale=8 / 255), options={"opset": opset}).check()
+    assert op_types(build(partial(make, last_scale=6 / 255), opset=opset)).count("QuantizeLinear") == 3

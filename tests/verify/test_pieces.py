@@ -10,7 +10,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.targets.ort_cpu import pieces
 from kenosis_ort.targets.ort_cpu.pieces import cut
 from kenosis_ort.verify import verify_fusion
 from tests.targets.qdq import QdqGraph, random_feeds, run
@@ -37,8 +36,8 @@ def _residual_net(*, signed: bool = False, shapes: bool = True, blocks: int = 6)
 
 
 def _small_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(pieces, "WHOLE_LIMIT", 0)
     module = "kenosis_ort.targets.ort_cpu.cpu_proof"
+    monkeypatch.setattr(f"{module}.WHOLE_LIMIT", 0)
     monkeypatch.setattr(f"{module}.cut", lambda model, graph: cut(model, graph, size=size))
 
 

@@ -20,10 +20,10 @@ from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.load import LoadedSource, base_op, mapped, read_source, tag, with_labels
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode, can_clip, data_zero_point, pair_order, stored_weights
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.runtime.session import open_session, session_options, write_optimized
+from kenosis_ort.runtime.session import WHOLE_LIMIT, open_session, session_options, write_optimized
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets.ort_cpu.mapping import Mapping, NodeMapping
-from kenosis_ort.targets.ort_cpu.pieces import KernelGraph, cut, is_large
+from kenosis_ort.targets.ort_cpu.pieces import KernelGraph, cut
 from kenosis_ort.targets.ort_cpu.reasons import why_float
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from kenosis_ort.targets.proof import Cause, FusionReport, KernelReport, Status, Why
@@ -133,7 +133,7 @@ def prove_by(
     """
     tagged = tag(source.proto)
     graph = SourceGraph(tagged.proto, source.folder, labels=tagged.labels, paths=tagged.paths)
-    pieces = cut(tagged.proto, graph) if is_large(graph) else [tagged.proto]
+    pieces = cut(tagged.proto, graph) if len(graph.nodes) > WHOLE_LIMIT else [tagged.proto]
     optimized = optimize(pieces, source, tagged.labels)
     kernels = KernelGraph(optimized, graph.names())
     mapping = Mapping(graph, kernels)

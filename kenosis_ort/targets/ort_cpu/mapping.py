@@ -14,20 +14,9 @@ from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.ort_cpu.pieces import LAYOUT_OPS, KernelGraph, KernelNode
 
 _NO_OPS: Final = frozenset(
-    {
-        "Identity",
-        "Dropout",
-        "Cast",
-        "CastLike",
-        "Reshape",
-        "Transpose",
-        "Flatten",
-        "Squeeze",
-        "Unsqueeze",
-        "Expand",
-        "Slice",
-    }
-)
+    {"Identity", "Dropout", "Cast", "CastLike", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Expand",
+     "Slice"}
+)  # fmt: skip
 _CLAMPS: Final = frozenset({"Relu", "Clip", "Min", "Max"})
 # Kernels of their own operator that take a node in front of them into themselves.
 _TAKEN_BY: Final = {"Conv": ("Pad",), "FusedConv": ("Pad",), "MaxPool": ("Pad",), "FusedMatMul": ("Mul", "Div")}

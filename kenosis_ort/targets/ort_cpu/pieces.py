@@ -6,32 +6,23 @@ the sum of the proofs of its pieces. A cut runs through quantized uint8 values o
 sides the same Q/DQ pairs stand around each node as before. A DequantizeLinear goes with its readers.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import onnx
 from onnx import TensorProto, helper
 
+from kenosis_ort.graph import qdq, walk
 from kenosis_ort.graph.load import base_op, token_of
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode, walk
-from kenosis_ort.runtime.session import WHOLE_LIMIT
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 
 _INTEGER_OPS: Final = frozenset(
-    {
-        "QGemm",
-        "ConvInteger",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "MatMulNBits",
-        "DynamicQuantizeMatMul",
-        "QAttention",
-        "DynamicQuantizeLSTM",
-        "NhwcMaxPool",
-    }
-)
+    {"QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul",
+     "QAttention", "DynamicQuantizeLSTM", "NhwcMaxPool"}
+)  # fmt: skip
 _FLOAT_OUTPUT: Final = frozenset(
     {"ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul", "QAttention",
      "DynamicQuantizeLSTM", "Shape", "Size", "ArgMax", "ArgMin", "NonZero"}
@@ -99,7 +90,7 @@ class KernelGraph:
             self._add_graph(graph)
 
     def _add_graph(self, graph: onnx.GraphProto) -> None:
-        for body, _, node in walk(graph):
+        for body, _, node in qdq.walk(graph):
             if node is None:
                 self.initializers.update((i.name, i) for i in body.initializer)
                 self._quantized.update(i.name for i in body.initializer if i.data_type in _QUANTIZED_TYPES)
@@ -130,7 +121,7 @@ class KernelGraph:
         if proto.op_type == DQ or proto.op_type in _FLOAT_OUTPUT:
             return False
         if proto.op_type == "Cast":
-            return next((a.i for a in proto.attribute if a.name == "to"), 0) in _QUANTIZED_TYPES
+            return walk.attribute_int(proto, "to", 0) in _QUANTIZED_TYPES
         return proto.op_type in (Q, "DynamicQuantizeLinear") or proto.op_type.startswith("QLinear") or reads_quantized
 
     def weight_dq(self, node: KernelNode) -> bool:
@@ -152,14 +143,14 @@ class KernelGraph:
         weight, zero = (self.initializers.get(node.proto.input[index]) for index in (_WEIGHT, _WEIGHT_ZERO))
         if weight is None or zero is None or zero.data_location == onnx.TensorProto.EXTERNAL:
             return ""
-        groups = next((a.i for a in node.proto.attribute if a.name == "group"), 1)
+        groups = walk.attribute_int(node.proto, "group", 1)
         is_plain = weight.data_type == TensorProto.INT8 and not array_in(zero).any()
         return DIRECT if is_plain and has_direct_kernel(weight.dims[1] * groups, weight.dims[0], groups) else PRODUCT
 
 
 def _separate(graph: onnx.GraphProto, known: Collection[str], suffix: str) -> None:
     """Makes the names that the runtime invented for one piece its own."""
-    for body, _, node in walk(graph):
+    for body, _, node in qdq.walk(graph):
         if node is None:
             for initializer in body.initializer:
                 if initializer.name not in known:
@@ -179,26 +170,6 @@ def _nchwc_value(proto: onnx.NodeProto) -> str | None:
 PIECE_NODES: Final = 150  # nodes of one piece; constants and DequantizeLinear come on top
 
 
-@dataclass
-class _Piece:
-    """Inputs and outputs of one piece among the others."""
-
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    made: set[str] = field(default_factory=set)
-    read: dict[str, None] = field(default_factory=dict)
-
-
-class _Known:
-    """The main graph's declarations by name."""
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        graph = model.graph
-        self.initializers = {i.name: i for i in graph.initializer}
-        self.inputs = {i.name: i for i in graph.input}
-        self.outputs = {o.name: o for o in graph.output}
-        self.types = {i.name: i for i in graph.value_info if i.name not in self.outputs}
-
-
 def cut(model: onnx.ModelProto, graph: SourceGraph, *, size: int = PIECE_NODES) -> list[onnx.ModelProto]:
     """Cuts a model into pieces of at least ``size`` nodes each, but for the last.
 
@@ -213,14 +184,45 @@ def cut(model: onnx.ModelProto, graph: SourceGraph, *, size: int = PIECE_NODES) 
     groups = _groups(graph, size)
     if len(groups) == 1 or model.graph.sparse_initializer:
         return [model]
-    known = _Known(model)
-    pieces = [_piece(group, graph, known) for group in groups]
-    wanted = [set[str]() for _ in pieces]
-    later: set[str] = set()
-    for number in range(len(pieces) - 1, -1, -1):
-        wanted[number] = pieces[number].made & later
-        later |= set(pieces[number].read) - pieces[number].made
-    return [_model(model, piece, graph, known, handed) for piece, handed in zip(pieces, wanted, strict=True)]
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    inputs = {info.name: info for info in model.graph.input}
+    outputs = {info.name: info for info in model.graph.output}
+    types = {info.name: info for info in model.graph.value_info if info.name not in outputs}
+    pieces: list[onnx.ModelProto] = []
+    later: set[str] = set()  # what pieces behind read
+    for group in reversed(groups):
+        nodes = _with_free(group, graph)
+        made = {value for node in nodes for value in node.output if value}
+        read = [value for value in dict.fromkeys(v for n in nodes for v in walk.read_names(n)) if value not in made]
+        handed = made & later
+        later.update(read)
+        piece = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+        piece.graph.name = model.graph.name or "piece"
+        piece.graph.node.extend(nodes)
+        piece.graph.initializer.extend(constants[v] for v in read if v in constants)
+        piece.graph.input.extend(inputs[v] if v in inputs else _quantized(v, graph) for v in read if v not in constants)
+        piece.graph.output.extend(_quantized(v, graph) for v in sorted(handed) if v not in outputs)
+        piece.graph.output.extend(info for name, info in outputs.items() if name in made)
+        inner = (v for n in nodes for v in n.output if v in types and v not in handed)
+        piece.graph.value_info.extend(types[v] for v in inner)
+        pieces.insert(0, piece)
+    return pieces
+
+
+def _with_free(group: Sequence[SourceNode], graph: SourceGraph) -> list[onnx.NodeProto]:
+    """Nodes, each behind the constants and DequantizeLinear nodes that it reads."""
+    nodes: dict[int, onnx.NodeProto] = {}
+
+    def bring(node: SourceNode) -> None:
+        for value in walk.read_names(node.proto):
+            maker = graph.producer.get(value)
+            if maker is not None and maker.index not in nodes and not maker.graph and _is_free(maker, graph):
+                bring(maker)
+        nodes[node.index] = node.proto
+
+    for node in group:
+        bring(node)
+    return list(nodes.values())
 
 
 def _groups(graph: SourceGraph, size: int) -> list[list[SourceNode]]:
@@ -279,7 +281,7 @@ def _is_free(node: SourceNode, graph: SourceGraph) -> bool:
 def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
     """The values that a node and its bodies read, with those behind a free DequantizeLinear in its place."""
     needed = []
-    for value in _inputs(node.proto):
+    for value in walk.read_names(node.proto):
         maker = graph.producer.get(value)
         while maker is not None and _is_free(maker, graph):
             value = maker.proto.input[0] if maker.op_type == DQ else ""
@@ -287,15 +289,6 @@ def _needs(node: SourceNode, graph: SourceGraph) -> list[str]:
         if maker is not None and not maker.graph:
             needed.append(value)
     return needed
-
-
-def _inputs(node: onnx.NodeProto) -> Iterable[str]:
-    yield from (v for v in node.input if v)
-    for attribute in node.attribute:
-        bodies = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
-        for body in bodies:
-            for inner, _, inside in walk(body):
-                yield from (o.name for o in inner.output) if inside is None else (v for v in inside.input if v)
 
 
 def _may_cross(value: str, graph: SourceGraph) -> bool:
@@ -312,59 +305,9 @@ def _shape_source(value: str, graph: SourceGraph) -> onnx.TensorShapeProto | Non
     return next((graph.shapes[v] for v in around if v in graph.shapes), None)
 
 
-def _piece(group: Sequence[SourceNode], graph: SourceGraph, known: _Known) -> _Piece:
-    piece = _Piece()
-    for node in group:
-        _bring(node, graph, known, piece)
-    return piece
-
-
-def _bring(node: SourceNode, graph: SourceGraph, known: _Known, piece: _Piece) -> None:
-    """Adds a node behind the constants and DequantizeLinear nodes that it reads."""
-    for value in _inputs(node.proto):
-        maker = graph.producer.get(value)
-        if maker is not None and value not in piece.made and not maker.graph and _is_free(maker, graph):
-            _bring(maker, graph, known, piece)
-        if value in known.initializers or value in known.inputs or (maker is not None and not maker.graph):
-            piece.read.setdefault(value)
-    piece.nodes.append(node.proto)
-    piece.made.update(v for v in node.proto.output if v)
-
-
-def _model(
-    whole: onnx.ModelProto, piece: _Piece, graph: SourceGraph, known: _Known, handed: set[str]
-) -> onnx.ModelProto:
-    model = onnx.ModelProto(ir_version=whole.ir_version)
-    model.opset_import.extend(whole.opset_import)
-    model.functions.extend(whole.functions)
-    target = model.graph
-    target.name = whole.graph.name or "piece"
-    target.node.extend(piece.nodes)
-    for value in piece.read:
-        if value in piece.made:
-            continue
-        if value in known.initializers:
-            target.initializer.append(known.initializers[value])
-        elif value in known.inputs:
-            target.input.append(known.inputs[value])
-        else:
-            target.input.append(_quantized(value, graph))
-    target.output.extend(_quantized(v, graph) for v in sorted(handed) if v not in known.outputs)
-    target.output.extend(info for name, info in known.outputs.items() if name in piece.made)
-    target.value_info.extend(
-        known.types[v] for n in piece.nodes for v in n.output if v in known.types and v not in handed
-    )
-    return model
-
-
 def _quantized(value: str, graph: SourceGraph) -> onnx.ValueInfoProto:
     info = helper.make_tensor_value_info(value, TensorProto.UINT8, None)
     shape = _shape_source(value, graph)
     if shape is not None:
         info.type.tensor_type.shape.CopyFrom(shape)
     return info
-
-
-def is_large(graph: SourceGraph) -> bool:
-    """Whether a model has so many nodes that it is proved in pieces."""
-    return len(graph.nodes) > WHOLE_LIMIT

@@ -25,23 +25,6 @@ from kenosis_ort.targets.model import DataTypes, Requirement, Role, rule
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HostDefaults:
-    """Data types that run fastest and exactly on this machine.
-
-    Attributes:
-        machine: Processor family as the operating system names it.
-        activation_signed: int8 (Arm) instead of uint8 (x86-64) activations.
-        saturates: 8-bit products saturate (x86-64 without VNNI).
-        why: The reason in one sentence.
-    """
-
-    machine: str
-    activation_signed: bool
-    saturates: bool
-    why: str
-
-
 def is_arm(machine: str) -> bool:
     """Whether a processor family, as the operating system names it, is Arm."""
     return machine.lower().startswith(("arm", "aarch"))
@@ -71,34 +54,17 @@ def _products_saturate() -> bool:
     return bool((np.asarray(y) != 255 * 127 * n).any())
 
 
-def host_defaults(family: str | None = None) -> HostDefaults:
-    """The defaults for this machine.
-
-    Args:
-        family: Processor family to answer for; None for the one this runs on.
-    """
+def for_this_machine(types: DataTypes) -> DataTypes:
+    """The data types of the target that run fastest and exactly on the machine at hand."""
     here = machine()
-    family = family or here.family
-    if is_arm(family):
-        return HostDefaults(family, True, False, "Arm kernels take int8 activations and weights")
+    if is_arm(here.family):
+        why = "Arm kernels take int8 activations and weights"
+        return replace(types, activation=TensorProto.INT8, saturates=False, single_reader=(), why=why)
     saturates = products_saturate() if here.saturates is None else here.saturates
     sums = "16 bits on this machine and clipped there" if saturates else "32 bits on this machine, in 16 on others"
     why = f"uint8 activations, int8 weights whose products cannot clip: they are added in {sums}"
-    _log.debug("host %s: %s", family, why)
-    return HostDefaults(family, False, saturates, why)
-
-
-def for_this_machine(types: DataTypes) -> DataTypes:
-    """The data types of the target as they are on the machine at hand."""
-    host = host_defaults()
-    signed = host.activation_signed
-    return replace(
-        types,
-        activation=TensorProto.INT8 if signed else TensorProto.UINT8,
-        saturates=host.saturates,
-        single_reader=() if signed else (TensorProto.INT8,),
-        why=host.why,
-    )
+    _log.debug("host %s: %s", here.family, why)
+    return replace(types, activation=TensorProto.UINT8, saturates=saturates, single_reader=(TensorProto.INT8,), why=why)
 
 
 _WEIGHTED = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)

@@ -202,8 +202,8 @@ def _chain(node: SourceNode, graph: SourceGraph) -> Iterator[SourceNode]:
 
 
 def _is_inner(node: SourceNode, graph: SourceGraph) -> bool:
-    maker = graph.producer.get(node.proto.input[0]) if node.op_type in _INNER and node.proto.input else None
-    return maker is not None and maker.is_compute and len(graph.consumers[node.proto.input[0]]) == 1
+    """Whether a node is part of the kernel before it, and the only one that reads what that computes."""
+    return _absorber(node, graph) is not None and len(graph.consumers[node.proto.input[0]]) == 1
 
 
 def _kind(node: SourceNode, graph: SourceGraph) -> str:
@@ -350,9 +350,7 @@ def _report(node: SourceNode, graph: SourceGraph, taker: str | None, plan: Place
 
 def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
     """The node of whose kernel a Relu or Clip without Q before it is part."""
-    if node.op_type not in ("Relu", "Clip"):
-        return None
-    producer = graph.producer.get(node.proto.input[0])
+    producer = graph.producer.get(node.proto.input[0]) if node.op_type in _INNER else None
     return producer if producer is not None and producer.is_compute else None
 
 

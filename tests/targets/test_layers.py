@@ -1,0 +1,344 @@
+"""Conv, Gemm and MatMul: integer kernels with quantized and with float output, which operands they take, and traps.
+
+ONNX Runtime's QLinearConv multiplies directly where all weights have zero point 0 and by im2col and the 8-bit matrix
+product where they have another one. Weights stored one lower with zero point -1 are the same weights: which kernel runs
+is a matter of speed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort.targets.ort_cpu.work import has_direct_kernel
+from tests.processor import LARGEST_WEIGHT
+
+from .qdq import (
+    RELU_STEP,
+    STEP,
+    Case,
+    QdqGraph,
+    build,
+    compute_ops,
+    each_case,
+    kernels,
+    largest_difference,
+    since,
+    snr_db,
+)
+
+LINES, BATCH, HEADS = (4, 32), (2, 4, 32), (2, 3, 4, 32)
+RANKS: list[Sequence[int]] = [LINES, BATCH, HEADS]
+
+
+def conv(g: QdqGraph, shape: Sequence[int | str] = (1, 16, 12, 12), *, q: bool = True, **how: Any) -> str:
+    y = g.conv(g.act_input(shape), **how)
+    return g.q(y) if q else y
+
+
+def gemm(g: QdqGraph, *, q: bool = True, **how: Any) -> str:
+    y = g.gemm(g.act_input(LINES), **how)
+    return g.q(y) if q else y
+
+
+def matmul(g: QdqGraph, shape: Sequence[int | str] = LINES, behind: str = "", **how: Any) -> str:
+    """A MatMul and steps behind it: operators, Q, or a Reshape."""
+    y = g.matmul(g.act_input(shape), **how)
+    for step in behind.split():
+        further = [g.ints(-1, 2, 8)] if step == "Reshape" else []
+        y = g.relu_q(y) if step == "Q" else g.op(step, y, *further)
+    return y
+
+
+def conv_of_rank(g: QdqGraph, rank: int) -> str:
+    kernel = [3] * (rank - 2)
+    weight = g.dq_weight(g.random(16, 16, *kernel, spread=0.1))
+    return g.q(g.op("Conv", g.act_input((1, 16, *[6] * (rank - 2))), weight, kernel_shape=kernel))
+
+
+def shared(g: QdqGraph, *, bias: bool) -> list[str]:
+    """Two Convs of one weight, and perhaps one bias, which fits the first alone."""
+    x, y = g.act_input(), g.act_input(scale=STEP / 2)
+    weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1))
+    more = [g.dq_bias(g.random(16), x, weight)] if bias else []
+    return [g.q(g.op("Conv", value, weight, *more)) for value in (x, y)]
+
+
+def one_bias_scale(g: QdqGraph) -> str:
+    weight, zero = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1)), g.const(np.array(0, np.int32))
+    bias = g.op("DequantizeLinear", g.const(np.zeros(16, np.int32)), g.const(1e-4), zero)
+    return g.q(g.op("Conv", g.act_input(), weight, bias))
+
+
+def affine(g: QdqGraph, op_type: str) -> str:
+    return g.q(g.op(op_type, conv(g, q=False), g.const(g.random(16, 1, 1))))
+
+
+def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
+    """A layer, Relu or Clip, and behind it one or two float nodes, a Q before one, or the graph's output."""
+    x = g.act_input(LINES)
+    y = g.gemm(x) if layer == "QGemm" else g.matmul(x)
+    y = g.op("Relu", y) if act == "Relu" else g.clip(y, 0.0, 6.0)
+    if behind == "output":
+        return y
+    read = g.q(y, 4 / 255, 0) if behind == "q" else y
+    return [g.op("Tanh", read), g.op("Neg", read)] if behind == "two" else g.op("Tanh", read)
+
+
+def residual(g: QdqGraph, shape: Sequence[int], *, q: bool) -> str:
+    y = g.matmul(g.act_input(shape))
+    return g.q(g.op("Add", g.q(y) if q else y, g.act_input((*shape[:-1], 16))))
+
+
+def shaped_bias(g: QdqGraph, shape: Sequence[int], lead: tuple[int, ...], kind: str) -> str:
+    product = g.matmul(g.act_input(shape), axis=None)
+    values = g.random(*lead, 16, spread=50)
+    scale, zero = g.const(np.float32(1e-3)), g.const(np.array(0, np.int32))
+    integers = g.op("DequantizeLinear", g.const(np.rint(values).astype(np.int32)), scale, zero)
+    return g.q(g.op("Add", product, integers if kind == "int32" else g.const(values)))
+
+
+def transposed_weight(g: QdqGraph, axis: int | None) -> str:
+    weight = g.op("Transpose", g.dq_weight(g.random(16, 32), axis=axis))
+    return g.q(g.op("MatMul", g.act_input(LINES), weight))
+
+
+def of_activations(g: QdqGraph, *, turned: bool = False) -> str:
+    left = g.act_input(BATCH)
+    right = g.op("Transpose", g.act_input(BATCH), perm=[0, 2, 1]) if turned else g.act_input((2, 32, 4))
+    return g.op("MatMul", left, right)
+
+
+OPSETS = ((13, ()), (17, ()), (21, ()), (23, since("1.24")))
+EXAMPLES: dict[str, list[Case]] = {
+    "conv-integer": [
+        *(
+            Case("QLinearConv", partial(conv, axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
+            for opset, marks in OPSETS
+            for axis, bias in ((0, "int32"), (None, "int32"), (0, "none"), (0, "float"))
+        ),
+        *(Case("QLinearConv", partial(conv_of_rank, rank=rank)) for rank in (3, 5)),
+        *(Case("QLinearConv", partial(conv, shape=("N", 16, *size))) for size in ((12, 12), ("H", "W"))),
+        *(Case("QLinearConv", partial(conv, group=group), STEP) for group in (4, 16)),
+        Case("QLinearConv QLinearConv", partial(shared, bias=False)),
+        Case("QLinearConv", conv, options={"weight": np.uint8}),
+        *(Case("QLinearConv", partial(conv, zero_point=zero), STEP) for zero in (5, -1)),
+        Case("QLinearConv", partial(conv, zero_point=-1, axis=None), STEP),
+        # An int32 bias has to have the product of the scales, or nearly so: then it counts as if it had.
+        *(Case("QLinearConv", partial(conv, bias_factor=factor)) for factor in (1.005, 1.015)),
+        *(
+            Case("Conv", partial(conv, bias_factor=factor), STEP, marks=since("1.27"))  # integer and wrong before
+            for factor in (0.5, 1.03, 1.05, 2.0, 4.0)
+        ),
+        Case("Conv", one_bias_scale, marks=since("1.27")),
+        Case("Conv QLinearConv", partial(shared, bias=True), marks=since("1.27")),
+    ],
+    "conv-needs-output-q": [
+        Case("Conv", partial(conv, q=False)),
+        Case("Conv", lambda g: [g.q(y := conv(g, q=False)), y]),
+        *(Case(f"Conv {op_type}", partial(affine, op_type=op_type)) for op_type in ("Mul", "Add")),
+    ],
+    "gemm-integer": [
+        *(
+            Case("QGemm", partial(gemm, transposed=transposed, axis=axis, bias=bias), STEP)
+            for transposed, axis in ((True, 0), (False, 1), (True, None))
+            for bias in ("int32", "float", "none")
+        ),
+        Case("QGemm", gemm, options={"weight": np.uint8}),
+        # alpha or beta other than 1 makes a Gemm with a bias float; without a bias both are fine.
+        *(
+            Case(kernel, partial(gemm, q=q, bias=bias, **{name: value}), marks=since("1.28") if name == "alpha" else ())
+            for kernel, bias in (("Gemm", "int32"), ("QGemm", "none"))
+            for name in ("alpha", "beta")
+            for value in (0.5, 2.0)
+            for q in (True, False)
+        ),
+    ],
+    "gemm-float-output": [
+        *(Case("QGemm", partial(gemm, q=False, bias=bias), exact=True) for bias in ("int32", "none")),
+        Case("QGemm Relu", lambda g: g.op("Relu", gemm(g, q=False))),
+    ],
+    "gemm-float-bias-needs-output-q": [
+        Case("Gemm", partial(gemm, q=False, bias="float"), exact=True),
+        Case("QGemm", partial(gemm, bias="float")),
+    ],
+    "matmul-integer": [
+        *(
+            Case("QLinearMatMul", lambda g, s=shape, a=axis: g.q(matmul(g, s, axis=a)), STEP)
+            for shape in RANKS
+            for axis in (1, None)
+        ),
+        *(Case("MatMulIntegerToFloat", partial(matmul, shape=shape), exact=True) for shape in RANKS),
+        # Behind DQ and Transpose: before 1.31 the form by channel aborted the process that loaded it.
+        Case("FusedMatMul", partial(transposed_weight, axis=0), marks=since("1.31")),
+        Case("QLinearMatMul", partial(transposed_weight, axis=None)),
+        # A float activation and an int8 weight, which a Gemm has to have untransposed.
+        *(Case("MatMulNBits", lambda g, a=a: g.matmul(g.input(LINES), axis=a), marks=since("1.25")) for a in (1, None)),
+        *(Case("MatMul", lambda g, a=a: g.q(g.matmul(g.input(LINES), axis=a)), marks=since("1.25")) for a in (1, None)),
+        Case("MatMulNBits", lambda g: g.gemm(g.input(LINES), transposed=False, axis=1), marks=since("1.25")),
+        Case("Gemm", lambda g: g.gemm(g.input(LINES)), marks=since("1.25")),
+    ],
+    "matmul-activations": [
+        Case("QLinearMatMul", lambda g: g.q(of_activations(g)), STEP),
+        Case("MatMulIntegerToFloat", of_activations, exact=True),
+        Case("MatMulIntegerToFloat", partial(of_activations, turned=True)),
+    ],
+    "matmul-add-float-bias-trap": [
+        Case("Gemm", partial(matmul, bias="float")),
+        *(Case("Gemm Reshape Reshape", partial(matmul, shape=shape, bias="float")) for shape in RANKS[1:]),
+    ],
+    "matmul-residual-float-gemm": [
+        Case("Gemm", partial(residual, shape=LINES, q=False)),
+        Case("QLinearAdd QLinearMatMul", partial(residual, shape=LINES, q=True)),
+        Case("Add MatMulIntegerToFloat", partial(residual, shape=BATCH, q=False)),
+    ],
+    # With three axes and a symbolic one, or a bias of further axes, MatMul and Add are not merged.
+    "matmul-add-int32-bias": [
+        *(
+            Case("Add MatMulIntegerToFloat", lambda g, b=bias: g.q(matmul(g, ("N", 4, 32), bias=b)))
+            for bias in ("int32", "float")
+        ),
+        Case("QGemm", partial(shaped_bias, shape=LINES, lead=(1,), kind="int32")),
+        Case("Gemm", partial(shaped_bias, shape=LINES, lead=(1,), kind="float")),
+        *(
+            Case("Add MatMulIntegerToFloat", partial(shaped_bias, shape=BATCH, lead=lead, kind=kind))
+            for lead in ((1,), (1, 1))
+            for kind in ("int32", "float")
+        ),
+    ],
+}
+
+
+@each_case(EXAMPLES)
+def test_rule(case: Case) -> None:
+    case.check()
+
+
+def test_a_conv_is_an_operator_of_the_runtimes_own_and_dequantizes_on_every_run_without_q() -> None:
+    assert [k.domain for k in kernels(build(conv)) if k.op_type == "QLinearConv"] == ["com.microsoft"]
+    without = kernels(build(partial(conv, q=False)))
+    assert [k.op_type for k in without].count("DequantizeLinear") == 3  # activation, weight, bias
+
+
+@pytest.mark.parametrize("layer", ["QGemm", "MatMulIntegerToFloat"])
+@pytest.mark.parametrize("act", ["Relu", "Clip"])
+def test_rule_activation_hides_float_output(layer: str, act: str) -> None:
+    """Behind a Relu or Clip that one float node reads there has to be a Q; two readers or a graph output are fine."""
+    integer = {"QGemm", "QLinearMatMul", "MatMulIntegerToFloat"}
+    found = {
+        b: compute_ops(build(partial(hidden, layer=layer, act=act, behind=b))) for b in ("one", "q", "two", "output")
+    }
+    assert {behind for behind, ops in found.items() if not integer & set(ops)} == {"one"}
+
+
+@pytest.mark.parametrize("q", [True, False])
+def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q: bool) -> None:
+    """The result is silently wrong."""
+    wrong, right = (build(partial(gemm, q=q, bias_factor=factor)) for factor in (4.0, 1.0))
+    assert compute_ops(wrong) == ["QGemm"]
+    assert snr_db(wrong) < 20 < 40 < snr_db(right)
+
+
+@pytest.mark.parametrize("shape", [*RANKS, ("N", 32)])
+@pytest.mark.parametrize("behind", ["", "Relu", "Sigmoid", "Q", "Relu Q", "Sigmoid Q", "Reshape"])
+def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> None:
+    """MatMul + Add of an int32 DQ bias becomes a QGemm, whatever stands behind it and with or without Q."""
+    model = build(partial(matmul, shape=shape, behind=behind, bias="int32"))
+    assert set(compute_ops(model)) - {"Reshape", "Relu", "Sigmoid"} == {"QGemm"}
+    assert largest_difference(model) <= RELU_STEP * 1.01
+
+
+@pytest.mark.parametrize(
+    ("shape", "behind", "integer"),
+    [(LINES, "Q", True), (BATCH, "Q", True), (LINES, "Relu Q", True), (BATCH, "Relu Q", False),
+     (LINES, "Sigmoid Q", False), (BATCH, "Sigmoid Q", False)],
+)  # fmt: skip
+def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(shape: Sequence[int], behind: str, integer: bool) -> None:
+    found = compute_ops(build(partial(matmul, shape=shape, behind=behind, bias="float")))
+    assert ("QGemm" in found) is integer
+
+
+# ---- the two kernels of a Conv ------------------------------------------------------------------------------------
+
+PLAIN = [(4, 16), (16, 20), (64, 64), (12, 72), (3, 16), (7, 5), (1, 1), (8, 130)]
+"""Channels read and written: by fours and more than fifteen, which the direct kernel asks for, and others."""
+GROUPED = [(16, 1, 1), (48, 1, 1), (10, 1, 1), (4, 1, 2), (2, 8, 16)]
+INTEGERS = {np.uint8: TensorProto.UINT8, np.int8: TensorProto.INT8}
+
+
+@st.composite
+def convs(draw: st.DrawFn) -> dict[str, Any]:
+    """A Conv of one or two axes, in one of the kernels' classes: plain, depthwise, grouped, of odd channels."""
+    axes = draw(st.sampled_from([1, 2, 2]))
+    window = [draw(st.integers(1, 5)) for _ in range(axes)]
+    dilations = [draw(st.integers(1, 2)) for _ in range(axes)]
+    pads = [draw(st.integers(0, 3)) for _ in range(2 * axes)]
+    size = [draw(st.integers(1, 13)) for _ in range(axes)]
+    for i in range(axes):
+        assume(size[i] + pads[i] + pads[i + axes] >= (window[i] - 1) * dilations[i] + 1)
+    groups, read, written = draw(st.sampled_from([*((1, *plain) for plain in PLAIN), *GROUPED]))
+    return {
+        "axes": axes, "window": window, "dilations": dilations, "pads": pads, "size": size, "groups": groups,
+        "read": read, "written": written, "strides": [draw(st.integers(1, 3)) for _ in range(axes)],
+        "batch": draw(st.integers(1, 2)), "signed": draw(st.booleans()), "per_channel": draw(st.booleans()),
+        "bias": draw(st.booleans()), "seed": draw(st.integers(0, 2**16)),
+        "zero": draw(st.sampled_from([0, 1, 110, 128, 254, 255])),
+        "out_zero": draw(st.sampled_from([0, 77, 128, 255])),
+    }  # fmt: skip
+
+
+def output(c: dict[str, Any], zero_point: int) -> Any:
+    """Runs the Conv with weights that are stored with a zero point."""
+    rng = np.random.default_rng(c["seed"])
+    kind, shift = (np.int8, 128) if c["signed"] else (np.uint8, 0)
+    outputs, inputs = c["written"] * c["groups"], c["read"] * c["groups"]
+    weights = rng.integers(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (outputs, c["read"], *c["window"])) + zero_point
+    scales = rng.uniform(1e-4, 1e-2, outputs if c["per_channel"] else 1).astype(np.float32)
+    steps = np.sqrt(c["read"] * np.prod(c["window"])) * float(scales.mean()) * 30
+    held = {
+        "xs": np.float32(0.04),
+        "xz": kind(c["zero"] - shift),
+        "w": weights.astype(np.int8),
+        "ws": scales if c["per_channel"] else scales[0],
+        "wz": np.full(scales.shape if c["per_channel"] else (), zero_point, np.int8),
+        "ys": np.float32(0.04 * steps),
+        "yz": kind(c["out_zero"] - shift),
+        **({"b": rng.integers(-5000, 5000, outputs).astype(np.int32)} if c["bias"] else {}),
+    }
+    how = {name: c[name] for name in ("strides", "pads", "dilations")} | {"group": c["groups"]}
+    node = helper.make_node("QLinearConv", ["x", *held], ["y"], kernel_shape=c["window"], **how)
+    x = helper.make_tensor_value_info("x", INTEGERS[kind], [c["batch"], inputs, *c["size"]])
+    y = helper.make_tensor_value_info("y", INTEGERS[kind], None)
+    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in held.items()]
+    graph = helper.make_graph([node], "conv", [x], [y], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    data = rng.integers(0, 256, (c["batch"], inputs, *c["size"])) - shift
+    return session.run(None, {"x": data.astype(kind)})[0]
+
+
+@given(convs())
+def test_rule_conv_matrix_product(c: dict[str, Any]) -> None:
+    """Both kernels compute the same bits."""
+    direct, product = output(c, 0), output(c, -1)
+    assert direct.dtype == product.dtype
+    assert np.array_equal(direct, product)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "groups", "direct"), [
+    (4, 16, 1, True), (64, 64, 1, True), (64, 20, 1, True), (3, 16, 1, False), (64, 12, 1, False), (64, 18, 1, False),
+    (6, 32, 1, False), (16, 16, 16, True), (48, 48, 48, True), (24, 24, 24, False), (64, 64, 2, False),
+    (16, 32, 16, False),
+])  # fmt: skip
+def test_which_convs_have_the_direct_kernel(inputs: int, outputs: int, groups: int, direct: bool) -> None:
+    assert has_direct_kernel(inputs, outputs, groups) is direct
