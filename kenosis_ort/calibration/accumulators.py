@@ -29,10 +29,9 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.histogram import Extremes, HistogramBuilder, blocks, ends, extremes
-from kenosis_ort.calibration.statistics import ChannelRange, Functions, TensorStatistics
-from kenosis_ort.graph.walk import read_names
+from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, Functions, TensorStatistics
+from kenosis_ort.graph.walk import attribute_int, read_names
 from kenosis_ort.runtime.limits import fact_of_processor
 from kenosis_ort.runtime.session import open_session
 
@@ -82,10 +81,9 @@ def without_reorders(optimized: onnx.ModelProto, names: Collection[str]) -> dict
     graph = optimized.graph
     found = {}
     for node in graph.node:
-        if node.op_type == _REORDER and node.domain == _DOMAIN and node.output[0] in names:
-            attributes = {attribute.name: attribute.i for attribute in node.attribute}
-            if not attributes.get("channels_last") and attributes.get("channels", 1) % block_size() == 0:
-                found[node.output[0]] = node.input[0]
+        reorders = node.op_type == _REORDER and node.domain == _DOMAIN and not attribute_int(node, "channels_last", 0)
+        if reorders and node.output[0] in names and attribute_int(node, "channels", 1) % block_size() == 0:
+            found[node.output[0]] = node.input[0]
     if found:
         uses = Counter(name for node in graph.node for name in set(read_names(node)))
         rest = [n for n in graph.node if n.op_type != _REORDER or n.output[0] not in found or uses[n.output[0]]]

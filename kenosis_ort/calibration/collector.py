@@ -15,7 +15,6 @@ import onnx
 from kenosis_ort.calibration import part_session
 from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import (
     Feed,
     Part,
@@ -28,7 +27,14 @@ from kenosis_ort.calibration.feeds import (
     strided_feeds,
 )
 from kenosis_ort.calibration.parts import StagedModel
-from kenosis_ort.calibration.statistics import Functions, TensorStatistics, functions_of, unions_of, united
+from kenosis_ort.calibration.statistics import (
+    CalibrationConfig,
+    Functions,
+    TensorStatistics,
+    functions_of,
+    unions_of,
+    united,
+)
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order

@@ -31,6 +31,39 @@ from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
 Array = npt.NDArray[Any]
 
 
+class StateLoop:
+    """A model whose states come back to it.
+
+    Args:
+        proto: The float model.
+        links: Output by name of the input that it replaces in the next step.
+        settings: How to run it.
+
+    Attributes:
+        states: By input name, as the model computed them last; none in front of a sequence.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, links: Mapping[str, str], settings: SessionSettings) -> None:
+        self._links = dict(links)
+        self._outputs = list(dict.fromkeys(links.values()))
+        with ObservedModel(proto, settings) as model:
+            self._session = model.session(self._outputs)
+        self.states: dict[str, Any] = {}
+
+    def advance(self, feed: Mapping[str, Any], number: int) -> None:
+        """Runs one step.
+
+        Args:
+            feed: All inputs, states among them.
+            number: What messages call the sample.
+
+        Raises:
+            CalibrationError: The model does not run.
+        """
+        found = dict(zip(self._outputs, run(self._session, self._outputs, dict(feed), number), strict=True))
+        self.states = {name: found[output] for name, output in self._links.items()}
+
+
 class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
     """Completes feeds with the states that the float model computed on the feed before.
 
@@ -75,9 +108,8 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
         self._steps = steps
         self._reader = reader
         self._left: Iterator[Mapping[str, Any]] | None = None
-        self._model = ObservedModel(proto, SessionSettings((), tuple(custom_op_libraries), threads))
-        self._session = self._model.session(list(self._states))
-        self._current: dict[str, Any] = {}
+        links = {name: output for output, name in self._states.items()}
+        self._loop = StateLoop(proto, links, SessionSettings((), tuple(custom_op_libraries), threads))
         self._count = 0
 
     def _check(self, outputs: set[str], given: bool) -> None:
@@ -103,17 +135,14 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
             self._left = iter(sample_feeds(self._reader))
         feed = next(self._left, None)
         if feed is None:
-            self._model.close()
             return None
-        names = list(self._states.values())
         if self._steps is not None and self._count % self._steps == 0:
-            self._current = {}
-        complete = dict(feed)
-        for name in names:
+            self._loop.states = {}
+        complete = {**self._loop.states, **feed}
+        for name in self._states.values():
             if name not in complete:
-                complete[name] = self._current[name] if name in self._current else self._first(name)
-        computed = run(self._session, list(self._states), complete, self._count)
-        self._current = dict(zip(names, computed, strict=True))
+                complete[name] = self._first(name)
+        self._loop.advance(complete, self._count)
         self._count += 1
         return complete
 

@@ -8,11 +8,7 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
 * the range with the smallest mean of ``|x - Q(x)|**p`` (``mse``, ``lp``): rounding inside weighed against clipping
   outside. ``p = 2`` is the mean squared error, the noise that a linear consumer adds up. A larger ``p`` counts what is
   clipped for more: outliers are few but carry the signal (``p = 2.4`` in "LAPQ: Loss Aware Post-training Quantization",
-  Nahshan et al., 2019, https://arxiv.org/abs/1911.07190, which finds the best ``p`` between 2 and 4);
-* the range whose quantized distribution diverges least from the real one (``entropy``): Kullback-Leibler divergence
-  between the distribution clipped to a candidate range and the same spread evenly over each level of the grid. Source:
-  S. Migacz, "8-bit Inference with TensorRT", GTC 2017; here with ranges on both sides of 0, and at the resolution of
-  the histogram. Stock's symmetric method is in `kenosis_ort.calibration.histogram`.
+  Nahshan et al., 2019, https://arxiv.org/abs/1911.07190, which finds the best ``p`` between 2 and 4).
 """
 
 import re
@@ -260,45 +256,6 @@ def _around(best: Doubles, full: Doubles, end: int, step: float) -> Doubles:
     return tried
 
 
-_SHARES = np.linspace(0.1, 1.0, 46)
-_TINY = 1e-9
-
-
-def least_divergence_range(values: Sketch, *, levels: int = 256) -> Range:
-    """The range with the smallest divergence; both ends are scaled together.
-
-    Args:
-        values: The distribution.
-        levels: Number of levels of the quantization grid.
-    """
-    if not values.mass.size or not values.high > values.low:
-        return values.low, values.high
-    centres = (values.left + values.right) / 2
-    nonzero = (values.left > 0.0) | (values.right < 0.0)  # exact zeros would outweigh all else, and cost nothing
-    if not nonzero.any():
-        return values.low, values.high
-    centres, mass = centres[nonzero], values.mass[nonzero]
-    ranges = [values.shrunk(float(share)) for share in _SHARES]
-    divergences = [_divergence(centres, mass, low, high, levels) for low, high in ranges]
-    return ranges[int(np.argmin(divergences))]
-
-
-def _divergence(centres: Doubles, mass: Doubles, low: float, high: float, levels: int) -> float:
-    inside = (centres >= low) & (centres <= high)
-    if not inside.any():
-        return float("inf")
-    counts_inside = mass[inside]
-    reference = counts_inside.copy()
-    reference[0] += mass[centres < low].sum()
-    reference[-1] += mass[centres > high].sum()
-    bottom, top = min(low, 0.0), max(high, 0.0)
-    level = np.rint((centres[inside] - bottom) / ((top - bottom) / (levels - 1))).astype(np.int64)
-    sums, holders = np.bincount(level, counts_inside), np.bincount(level)
-    spread = (sums / np.maximum(holders, 1))[level]
-    p, q = reference / reference.sum(), spread / max(float(spread.sum()), _TINY)
-    return float(np.sum(p * np.log(np.maximum(p, _TINY) / np.maximum(q, _TINY))))
-
-
 def quantile_range(values: Sketch, percentile: float) -> tuple[float, float]:
     """The range that holds a percentage of the values, half of the rest beyond either end.
 
@@ -328,7 +285,6 @@ _METHODS: Final[Mapping[str, _Method]] = {
     "lp": _Method(
         lambda values, power, levels: least_error_range(values, power=power, levels=levels), 2.4, (1.0, 16.0)
     ),
-    "entropy": _Method(lambda values, _, levels: least_divergence_range(values, levels=levels)),
 }
 
 
@@ -369,7 +325,7 @@ def estimate(
 
     Args:
         statistics: What was seen of it; all methods but ``"minmax"`` need a histogram.
-        method: ``"minmax"``, ``"mse"``, ``"entropy"``, or with a number ``"lp:2.4"``, ``"percentile:99.999"``.
+        method: ``"minmax"``, ``"mse"``, or with a number ``"lp:2.4"``, ``"percentile:99.999"``.
         low_limit: Nothing below matters to the consumers (an absorbed Relu or Clip, a saturating function): such
             values count as this one, and the range does not reach below.
         high_limit: The same above.

@@ -310,6 +310,20 @@ def run(session: Session, names: Sequence[str], feed: dict[str, Any], sample: in
         ) from error
 
 
+def outputs_of(
+    proto: onnx.ModelProto, names: Sequence[str], feeds: Iterable[Mapping[str, Any]], libraries: Iterable[str] = ()
+) -> Iterator[list[Any]]:
+    """Yields the values of tensors of a model for each feed, with libraries of custom operators.
+
+    Raises:
+        CalibrationError: The model cannot be opened, or fails on a feed.
+    """
+    with ObservedModel(proto, SessionSettings(custom_op_libraries=tuple(libraries))) as model:
+        session = model.session(names)
+        for number, feed in enumerate(feeds):
+            yield run(session, names, dict(feed), number)
+
+
 def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:
     """The declaration of an input that takes a value: its type and rank.
 

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -295,7 +296,7 @@ class Shards(StreamReader):
         elif isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
             if count is not None:
                 raise OptionError("count goes with a function that makes shards", where="count", fix="leave it out")
-            source = [_absolute(part) for part in source]
+            source = [absolute(part) if isinstance(part, (str, os.PathLike)) else part for part in source]
             count = len(source)
         else:
             raise ArgumentTypeError(
@@ -334,7 +335,7 @@ class Shards(StreamReader):
 
         It can be sent to another machine wherever what the caller gave can.
         """
-        return _Made(self._source, number) if callable(self._source) else self._source[number]
+        return partial(self._source, number) if callable(self._source) else self._source[number]
 
     def some(self, numbers: Sequence[int]) -> Shards:
         """Some of the parts, one behind the other, as shards of their own; messages call them what they did."""
@@ -366,16 +367,6 @@ class Shards(StreamReader):
         return (feed for number in range(self.count) for feed in self.opened(number))
 
 
-class _Made:
-    """A part that a function makes where it is read."""
-
-    def __init__(self, function: Callable[[int], Any], number: int) -> None:
-        self._function, self._number = function, number
-
-    def __call__(self) -> Any:
-        return self._function(self._number)
-
-
 def opened(
     part: Any, name: str, batch_size: int, inputs: frozenset[str] | None = None, left_aside: set[str] | None = None
 ) -> Iterator[Feed]:
@@ -392,7 +383,7 @@ def opened(
         CalibrationError: It cannot be read; the message names it.
     """
     try:
-        if isinstance(part, _Made):
+        if isinstance(part, partial):
             part = part()
         if isinstance(part, (str, os.PathLike, Mapping)):
             part = ArrayReader(part, batch_size=batch_size)
@@ -425,7 +416,3 @@ def for_model(source: Any, inputs: Iterable[InputSpec]) -> Any:
     """A source of feeds without the arrays that are no inputs of a model; readers of the caller's own as they are."""
     ours = isinstance(source, (ArrayReader, Shards))
     return source.for_inputs({spec.name for spec in inputs}) if ours else source
-
-
-def _absolute(part: Any) -> Any:
-    return absolute(part) if isinstance(part, (str, os.PathLike)) else part

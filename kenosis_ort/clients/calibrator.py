@@ -27,7 +27,7 @@ from onnxruntime.quantization.calibrate import (
 from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
 from kenosis_ort.calibration.collector import Points, Sweep
-from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, warn_caller
 from kenosis_ort.graph.outside import copy_model

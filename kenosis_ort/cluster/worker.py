@@ -30,6 +30,7 @@ from kenosis_ort.storage.writing import remove_leftovers
 _MOST_KEPT: Final = 2
 """Models whose sessions a worker keeps."""
 _KNOWN_MODELS: Final = 4
+_CHUNK_BYTES: Final = 2**22
 _PACKAGES: Final = ("kenosis_ort", "onnxruntime", "onnx", "numpy")
 
 _lock = threading.Lock()
@@ -215,14 +216,14 @@ class Task:
     inputs: frozenset[str] | None = None
 
 
-def chunked(feeds: Iterable[dict[str, Any]], most: int, most_bytes: int) -> Iterator[list[dict[str, Any]]]:
-    """Feeds in groups for a task each, which end where they have ``most`` of them or ``most_bytes``."""
+def chunked(feeds: Iterable[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
+    """Feeds in groups for a task each, which end where they have ``most`` of them or bytes enough."""
     chunk: list[dict[str, Any]] = []
     chunk_bytes = 0
     for feed in feeds:
         chunk.append(feed)
         chunk_bytes += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
-        if len(chunk) >= most or chunk_bytes >= most_bytes:
+        if len(chunk) >= most or chunk_bytes >= _CHUNK_BYTES:
             yield chunk
             chunk, chunk_bytes = [], 0
     if chunk:

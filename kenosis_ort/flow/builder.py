@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.computed_feeds import Feeds
-from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
 from kenosis_ort.flow import preparation, target_options

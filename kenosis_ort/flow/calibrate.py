@@ -19,9 +19,8 @@ from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust.assess import CalibrationTrust, collect_with_trust
-from kenosis_ort.calibration.trust.net_evidence import net_evidence, probe_feeds
-from kenosis_ort.cluster.sweep import collect_on
+from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, net_evidence, probe_feeds
+from kenosis_ort.cluster.executor import collect_on
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call

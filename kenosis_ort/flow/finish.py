@@ -171,14 +171,14 @@ def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
 def compared_to(
     reference: Reference, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], request: Request
 ) -> tuple[OutputComparison, ...]:
-    """A model's outputs beside the float model's.
+    """A model's outputs beside the float model's; of large models one is open at a time.
 
     Raises:
         VerificationError: One of them does not run.
     """
+    expected, random = reference.outputs(feeds), reference.random(feeds[0])
     with open_session(model, custom_op_libraries=request.custom_op_libraries) as runner:
-        pairs = zip(reference.outputs(feeds), map(runner.answer, feeds), strict=True)
-        return compare_pairs(reference.names, pairs, reference.random(feeds[0]))
+        return compare_pairs(list(expected[0]), zip(expected, map(runner.answer, feeds), strict=True), random)
 
 
 def worthless(compared: Sequence[OutputComparison]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from kenosis_ort.accuracy.metric import CheckedMetric
-from kenosis_ort.calibration.config import CalibrationConfig
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.options import EXPORT_FORMATS, Evidence, Failure, Format, OutputPolicy, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice

@@ -25,8 +25,8 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationCacheError, CalibrationError
 from kenosis_ort.flow.request import Request

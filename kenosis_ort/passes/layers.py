@@ -16,9 +16,9 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.calibration.config import CalibrationConfig
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.parts import StagedModel
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.graph.constants import LAYERS, GraphIndex
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int

@@ -20,7 +20,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.view import drop_stale_value_info, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
@@ -102,8 +102,7 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
         make: Called with a layer and a function that returns a free name near the one it is given, in graph order;
             where it returns None the layer stays.
     """
-    model = copy_model(proto)
-    index = GraphIndex(model)
+    index = GraphIndex.of_copy(proto)  # whose constants are copied when it is known which stay
     layers = list(_layers(index, value_types(proto)))
     if not layers:
         return None
@@ -129,13 +128,13 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
     for layer in exchanged:
         for node in {id(n): n for n in (layer.node, layer.last)}.values():
             index.remove(node)
-    index.commit()  # takes constants away that nothing reads any more
+    model = index.commit()
     replace_nodes(model.graph, nodes)
     model.graph.initializer.extend(constants)
     drop_stale_value_info(model)
     if not any(entry.domain == CONTRIB for entry in model.opset_import):
         model.opset_import.add(domain=CONTRIB, version=1)
-    return copy_model(model)  # what was taken out of a message is given back with the message alone
+    return model
 
 
 def _layers(index: GraphIndex, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:

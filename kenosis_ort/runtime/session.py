@@ -5,7 +5,7 @@ of the call that `at_stage` names; benchmarks print it and tests hold it below b
 
 A model in memory is not handed to the runtime as bytes where its weights are large: the bytes, the runtime's parsed
 message and its tensors would hold them three times over for a while. They go to a temporary file, from which the
-runtime maps them.
+runtime maps them. What was freed before goes back to the system first.
 
 Passes hand their work to an `Executor` and know nothing of machines. What comes back is in the order of what was
 handed over, whoever ended first, so that it does not depend on how many there are.
@@ -13,6 +13,7 @@ handed over, whoever ended first, so that it does not depend on how many there a
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -322,12 +323,24 @@ def open_session(
         ) from error
 
 
+@cache
+def _malloc_trim() -> Callable[[int], object]:
+    """The C library's function that gives freed memory back to the system; does nothing where it has none."""
+    try:
+        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # a C library other than glibc
+        return lambda _: None
+    return found
+
+
 def _opened(
     source: str | os.PathLike[str] | bytes | onnx.ModelProto,
     options: ort.SessionOptions,
     providers: list[Any],
     further: Collection[str],
 ) -> Session:
+    if _size(source) >= MAPPED_FROM:
+        _malloc_trim()(0)  # of weights let go before, much is still held between small objects
     if not isinstance(source, onnx.ModelProto):
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
     added = _returning(source, further)
@@ -349,6 +362,15 @@ def _opened(
     else:
         weakref.finalize(opened, scratch.close)
     return opened
+
+
+def _size(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
+    """The bytes of a model, at least."""
+    if isinstance(source, onnx.ModelProto):
+        return weight_bytes(source)
+    if isinstance(source, bytes):
+        return len(source)
+    return os.path.getsize(source) if os.path.isfile(source) else 0
 
 
 def _returning(model: onnx.ModelProto, further: Collection[str]) -> bytes:

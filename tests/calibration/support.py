@@ -18,6 +18,7 @@ from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.histogram import Histogram, HistogramBuilder, extremes
+from tests.planning import parse
 
 Feed = dict[str, Any]
 
@@ -91,13 +92,12 @@ def one_node_model(
     **attributes: Any,
 ) -> onnx.ModelProto:
     """``x -> op -> y -> Neg -> z``."""
-    nodes = [helper.make_node(op, ["x"], ["y"], name="first", **attributes), helper.make_node("Neg", ["y"], ["z"])]
-    x, z = (
-        helper.make_tensor_value_info("x", element_type, shape),
-        helper.make_tensor_value_info("z", element_type, None),
-    )
-    graph = helper.make_graph(nodes, "g", [x], [z])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    text = f"g (float[{','.join(map(str, shape))}] x) => (float z) {{ [first] y = {op} (x)  z = Neg (y) }}"
+    model = parse(text, checked=False)
+    model.graph.node[0].attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = element_type
+    model.graph.output[0].type.tensor_type.ClearField("shape")
     return onnx.shape_inference.infer_shapes(model) if annotate else model
 
 

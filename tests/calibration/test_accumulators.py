@@ -1,20 +1,27 @@
-"""What an accumulator keeps of a tensor: ranges by channel, and histograms of some elements beside exact ranges."""
+"""What is kept of a tensor: exact histograms and ranges by channel, also of values in blocks of channels."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some
-from kenosis_ort.calibration.histogram import BLOCK, extremes
+from kenosis_ort.calibration import part_session as session
+from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, Blocked, extremes_and_some, in_order, pick
+from kenosis_ort.calibration.histogram import BLOCK, HALF, Histogram, exponent_of, extremes, fold
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
 from kenosis_ort.errors import CalibrationError
 from tests import models
+from tests.calibration.support import histogram_of as build
 from tests.calibration.support import one_node_model, random_feeds, swept
+from tests.planning import parse
 
 PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)
 
@@ -111,3 +118,195 @@ def test_what_consumers_take_alike_may_be_infinite(options: dict[str, Any]) -> N
     statistics = swept(one_node_model(), samples, ["y"], seen_as=seen, **options).tensors["y"]
     assert statistics.low == -20.0
     assert 0.0 < statistics.high < 20.0
+
+
+# ---- histograms ------------------------------------------------------------------------------------------------------
+
+
+values = hnp.arrays(
+    np.float32,
+    st.integers(0, 300),
+    elements=st.sampled_from([-1.0, 0.0, 1.0]).flatmap(
+        lambda s: st.integers(-40, 60).map(lambda e: s * 1.375 * 2.0**e)
+    ),
+) | hnp.arrays(
+    np.float32, st.integers(0, 300), elements=st.floats(-8, 8, width=32).map(lambda v: v if abs(v) > 1e-6 else 0.0)
+)
+
+
+@given(values)
+@settings(deadline=None)
+def test_every_value_is_in_its_bin(data: np.ndarray) -> None:
+    histogram = build(data)
+    assert histogram.total == data.size
+    if not data.size:
+        return
+    exact = np.floor(np.ldexp(data.astype(np.float64), -histogram.exponent) * HALF).astype(int) + HALF
+    np.testing.assert_array_equal(histogram.counts, np.bincount(exact, minlength=2 * HALF))
+
+
+@given(values, values, values)
+@settings(deadline=None)
+def test_order_and_split_do_not_matter(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+    whole = build(np.concatenate([a, b, c]))
+    assert build(c, a, b) == whole
+    parts = [build(p) for p in (a, b, c)]
+    assert parts[0].merge(parts[1]).merge(parts[2]) == whole
+    assert parts[2].merge(parts[0].merge(parts[1])) == whole
+
+
+@given(values)
+@settings(deadline=None)
+def test_bins_are_narrow(data: np.ndarray) -> None:
+    top = float(np.abs(data).max(initial=0.0))
+    histogram = build(data)
+    if top > 1e-28:
+        assert histogram.width <= top / 2048
+        assert top < 2.0**histogram.exponent
+
+
+@given(st.floats(1e-20, 1e20), st.integers(0, 140))
+def test_fold_keeps_the_total(magnitude: float, steps: int) -> None:
+    rng = np.random.default_rng(int(magnitude) % 97)
+    histogram = build((rng.standard_normal(50) * magnitude).astype(np.float32))
+    folded = fold(histogram.counts, steps)
+    assert folded.sum() == 50
+    assert folded[HALF:].sum() == histogram.counts[HALF:].sum()  # nothing crosses zero
+
+
+def test_larger_than_a_block_and_of_any_shape() -> None:
+    data = np.random.default_rng(0).standard_normal((3, 50, 1000)).astype(np.float32)
+    assert build(data) == build(*data)
+    assert build(data[:, ::2]).total == data.size // 2
+
+
+def test_float16() -> None:
+    data = np.random.default_rng(0).standard_normal(1000).astype(np.float16)
+    assert build(data) == build(data.astype(np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_finite_is_refused(bad: float) -> None:
+    data = np.zeros(100_000, np.float32)
+    data[99_999] = bad
+    assert not extremes(data).is_finite
+
+
+def test_exponent_is_strict() -> None:
+    assert exponent_of(1.0) == 1
+    assert exponent_of(0.999) == 0
+    assert exponent_of(0.0) == -100
+
+
+def test_rebin_keeps_the_total_and_the_zero_edge() -> None:
+    data = np.concatenate([np.zeros(1000), np.linspace(-3, 3, 601)]).astype(np.float32)
+    histogram = build(data)
+    counts = histogram.rebin(np.linspace(-3, 3, 129))
+    assert counts.sum() == data.size
+    assert counts[64:].sum() == (data >= 0).sum()
+    assert histogram.rebin(np.linspace(0, 3, 65), magnitudes=True).sum() == data.size
+
+
+def test_counts_are_checked_and_frozen() -> None:
+    with pytest.raises(ValueError, match="8192 bins"):
+        Histogram(0, np.zeros(3, np.int64))
+    histogram = build(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        histogram.counts[0] = 1
+
+
+# ---- values in blocks of channels ------------------------------------------------------------------------------------
+
+
+CHANNELS = ("wide", "odd", "end")  # 32, 27 and 32, of 8 or 16 a block: full ones, and one that is not
+
+
+NET = """net (float[n,4,40,41] x) => (float[n,32,40,41] end)
+    <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
+    c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
+    c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
+    c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }"""
+
+
+def net() -> onnx.ModelProto:
+    """Three Convs, the second of channels that fill no whole number of blocks."""
+    return parse(NET, ir_version=8)
+
+
+def samples() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [{"x": rng.normal(0, 1, (2, 4, 40, 41)).astype(np.float32)} for _ in range(3)]
+
+
+@pytest.mark.parametrize("channels", [{}, {"wide": 1, "end": -3}])
+@pytest.mark.parametrize("budget", [2**29, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
+def test_statistics_are_those_of_values_in_order(
+    options: dict[str, Any], budget: int, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [*CHANNELS, *(f"c_{name}" for name in CHANNELS)]
+    found = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
+    monkeypatch.setattr(session, "without_reorders", lambda *_: {})
+    plain = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
+    assert found.tensors == plain.tensors
+
+
+def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
+    model = net()
+    part = Segment(0, len(model.graph.node), ("x",), CHANNELS, ())
+    feed = samples()[0]
+    with ObservedModel(model, SessionSettings(threads=1)) as observed:
+        blocked, held = observed.segment_in_blocks(part, part.observed, feed, ("wide", "odd"))
+        if not held:
+            pytest.skip("this processor has no blocks")
+        plain = observed.segment(part, part.observed, feed)
+        assert set(held) == {"wide"}
+        wanted = dict(zip(CHANNELS, plain.run(list(CHANNELS), feed), strict=True))
+        for name, array in wanted.items():
+            (got,) = blocked.run([held.get(name, name)], feed)
+            assert got.shape == array.shape
+            assert np.array_equal(got, array) == (name not in held)
+            np.testing.assert_array_equal(np.sort(got, axis=None), np.sort(array, axis=None))
+        assert blocked.inputs == plain.inputs
+
+
+def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = swept(net(), samples(), ["wide"])
+    calls = []
+
+    def lost(_: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
+        calls.append(names)
+        return {"wide": "no such value"}
+
+    monkeypatch.setattr(session, "without_reorders", lost)
+    monkeypatch.setattr(session.onnx, "load", lambda *_, **__: onnx.ModelProto())  # and cannot be opened
+    assert swept(net(), samples(), ["wide"]).tensors == wanted.tensors
+    assert calls == [frozenset({"wide"})]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Blocked:
+    shape = [draw(st.integers(1, most)) for most in (3, 4, 40, 40)]
+    block = draw(st.sampled_from([8, 16]))
+    return np.random.default_rng(sum(shape)).standard_normal((*shape, block)).astype(np.float32).view(Blocked)
+
+
+@settings(deadline=None)
+@given(array=arrays(), stride=st.sampled_from([2, 5, 7, 11, 13]))
+def test_the_elements_picked_are_those_picked_in_order(array: Blocked, stride: int) -> None:
+    wanted = np.sort(in_order(array).reshape(-1)[::stride])
+    seen, picked = extremes_and_some(array, stride)
+    assert seen == extremes(in_order(array))
+    np.testing.assert_array_equal(np.sort(picked), wanted)
+    np.testing.assert_array_equal(np.sort(pick(array, stride)), wanted)
+
+
+@settings(deadline=None)
+@given(array=arrays(), axis=st.sampled_from([1, -3]))
+def test_channels_are_told_apart(array: Blocked, axis: int) -> None:
+    def ranges(values: np.ndarray) -> object:
+        tensor = Accumulator("float32", CalibrationConfig(sketch=True), axis)
+        assert tensor.take(*tensor.look(values))
+        return tensor.statistics()
+
+    assert ranges(array) == ranges(in_order(array))

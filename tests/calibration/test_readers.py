@@ -1,19 +1,30 @@
-"""The array and image readers; what all readers hold is in `tests/contracts/test_readers.py`."""
+"""Readers of arrays, images, tar files and Parquet tables; what all readers hold: `tests/contracts/test_readers.py`."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kenosis_ort import Shards, calibrate, compare, quantize_static
+from kenosis_ort import (
+    CalibrationError,
+    ImageFolderReader,
+    ParquetReader,
+    Shards,
+    TarReader,
+    calibrate,
+    compare,
+    quantize_static,
+)
 from kenosis_ort.calibration import CalibrationConfig, Points, collect, sample_feeds
-from kenosis_ort.calibration.archives import ImageFolderReader
 from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.errors import CalibrationError
 from tests import models
+from tests.contracts.readers import npy, tar
+from tests.contracts.readers import read as feeds_of
 
 X = np.arange(10 * 3, dtype=np.float32).reshape(10, 3)
 
@@ -106,37 +117,100 @@ def test_images_without_pillow(images: Path, monkeypatch: Any) -> None:
         ImageFolderReader(images, input_name="x", size=(4, 4))
 
 
-@pytest.mark.parametrize("form", ["dictionary", "shards", "readers in shards"])
+@pytest.mark.parametrize("form", ["file", "dictionary", "shards", "readers in shards"])
 def test_labels_are_left_aside_in_every_form_of_arrays(form: str, tmp_path: Path) -> None:
-    model = models.mlp()
-    (name,) = [value.name for value in model.graph.input]
-    data = {name: np.stack([feed[name][0] for feed in models.feeds(model, 4)]), "label": np.arange(4)}
+    model, out = models.mlp(), tmp_path / "o.onnx"
+    data = {"x": np.concatenate([feed["x"] for feed in models.feeds(model, 4)]), "label": np.arange(4)}
     paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
     for path in paths:
         np.savez(path, **data)
-    forms = {"dictionary": lambda: ArrayReader(data), "shards": lambda: Shards(paths)}
-    forms["readers in shards"] = lambda: Shards([ArrayReader(data), ArrayReader(data)])
-    report = quantize_static(model, tmp_path / "o.onnx", forms[form](), recipe="plain", promise=False)
+    arrays = [ArrayReader(paths[0]), ArrayReader(data)]
+    forms = {"file": arrays[0], "dictionary": arrays[1], "shards": Shards(paths), "readers in shards": Shards(arrays)}
+    source: Any = forms[form]
+    report = quantize_static(model, out, source, recipe="plain", promise=False)
     assert "Left aside in the data, no input of the model: label." in report.notes
-    assert calibrate(model, forms[form]()).samples == (4 if form == "dictionary" else 8)
+    source.rewind()
+    assert calibrate(model, source).samples == (8 if "shards" in form else 4)
+    if isinstance(source, ArrayReader):
+        assert "label" in source.feed(0), "the caller's reader is as it was"
+        source.rewind()
+        assert compare(model, out, source, samples=2).samples == 2
 
 
-def test_what_is_no_input_of_the_model_is_left_aside(tmp_path: Path) -> None:
-    model, out = models.mlp(), tmp_path / "out.onnx"
-    stacked = {name: np.concatenate([feed[name] for feed in models.feeds(model)]) for name in models.feeds(model)[0]}
-    np.savez(tmp_path / "data.npz", **stacked, labels=np.arange(len(next(iter(stacked.values())))))
-    reader = ArrayReader(tmp_path / "data.npz")
-    report = quantize_static(model, out, reader, recipe="plain", promise=False)
-    assert "Left aside in the data, no input of the model: labels." in report.notes
-    assert compare(model, out, ArrayReader(tmp_path / "data.npz"), samples=2).samples == 2
-    assert "labels" in reader.feed(0)  # the caller's reader is as it was
-    np.savez(tmp_path / "more.npz", **stacked, names=np.arange(3), scale=np.float32(2))
-    told = ArrayReader(tmp_path / "more.npz", inputs=stacked)
+def test_arrays_that_are_no_inputs() -> None:
+    told = ArrayReader({"x": X, "names": np.arange(3), "scale": np.float32(2)}, inputs=["x"])
     assert told.left_aside == ("names", "scale")
-    assert told.feed(0).keys() == stacked.keys()
+    assert list(told.feed(0)) == ["x"]
 
 
 def test_a_name_that_leaves_an_input_unfed_is_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", wrong=np.zeros((4, 3), np.float32))
     with pytest.raises(CalibrationError, match="'wrong'"):
         quantize_static(models.mlp(), tmp_path / "out.onnx", ArrayReader(tmp_path / "data.npz"), recipe="plain")
+
+
+# ---- tar files and Parquet tables ------------------------------------------------------------------------------------
+
+
+RNG = np.random.default_rng(0)
+ARRAYS = [RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(5)]
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_arrays_of_a_tar_file(tmp_path: Path, mode: str, batch: int) -> None:
+    entries = [(f"train/{n}.{kind}", npy(a)) for n, a in enumerate(ARRAYS) for kind in ("npy", "cls")]
+    reader = TarReader(tar(tmp_path / "a.tar", dict(entries), mode), {"x": "npy"}, batch_size=batch)
+    found = feeds_of(reader)
+    assert [len(f["x"]) for f in found] == ([1] * 5 if batch == 1 else [2, 2, 1])
+    assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
+    assert reader.get_next() is None
+    copy = pickle.loads(pickle.dumps(reader))
+    assert len(feeds_of(copy)) == len(found), "a copy begins at the beginning, as one on a worker has to"
+    reader.rewind()
+    assert len(feeds_of(reader)) == len(found)
+
+
+def test_images_are_prepared_as_those_of_a_folder(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    entries = []
+    (tmp_path / "images").mkdir()
+    for n in range(3):
+        content = io.BytesIO()
+        picture = image.fromarray(RNG.integers(0, 255, (9, 7, 3), np.uint8))
+        picture.save(content, "png")
+        (tmp_path / "images" / f"{n}.png").write_bytes(content.getvalue())
+        entries.append((f"{n}.png", content.getvalue()))
+    how: dict[str, Any] = {"size": (8, 8), "mean": 0.5, "resize": "crop"}
+    expected = feeds_of(ImageFolderReader(tmp_path / "images", input_name="x", batch_size=2, **how))
+    found = feeds_of(TarReader(tar(tmp_path / "a.tar", dict(entries)), {"x": "png"}, images=how, batch_size=2))
+    for a, b in zip(expected, found, strict=True):
+        assert np.array_equal(a["x"], b["x"])
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"picture": [content for _, content in entries]}), tmp_path / "a.parquet")
+    found = feeds_of(ParquetReader(tmp_path / "a.parquet", {"x": "picture"}, images=how, batch_size=2))
+    for a, b in zip(expected, found, strict=True):
+        assert np.array_equal(a["x"], b["x"])
+
+
+def test_a_tar_file_that_is_cut_is_none(tmp_path: Path) -> None:
+    whole = tar(tmp_path / "b.tar.gz", {"a.npy": npy(np.zeros(5000))}, "w:gz").read_bytes()
+    (tmp_path / "b.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CalibrationError, match="tar file cannot be read"):
+        feeds_of(TarReader(tmp_path / "b.tar.gz", {"x": "npy"}))
+
+
+def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    flat = arrow.array([a.reshape(-1) for a in ARRAYS], arrow.list_(arrow.float32(), 12))
+    ids = arrow.array([[1, 2], [3], [4, 5], [6], [7]], arrow.list_(arrow.int64()))
+    columns = {"a": flat, "n": arrow.array(range(5), arrow.int32()), "ids": ids, "s": ["x"] * 4 + [None]}
+    parquet.write_table(arrow.table(columns), path, row_group_size=2)
+    found = feeds_of(ParquetReader(path, {"x": "a", "n": "n"}, shapes={"x": (3, 4)}, batch_size=2))
+    assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
+    assert np.array_equal(np.concatenate([f["n"] for f in found]), np.arange(5))
+    assert (found[0]["x"].dtype, found[0]["n"].dtype) == (np.float32, np.int32)
+    assert [f["i"][0].tolist() for f in feeds_of(ParquetReader(path, {"i": "ids"}))] == [[1, 2], [3], [4, 5], [6], [7]]

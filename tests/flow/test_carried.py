@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
-from kenosis_ort.calibration.config import CalibrationConfig
-from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
+from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.calibrate import following_table
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner

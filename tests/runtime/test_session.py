@@ -49,6 +49,22 @@ def test_mapped_weights_compute_the_same_and_leave_nothing(
     assert list(scratch.iterdir()) == []
 
 
+def test_freed_memory_goes_back_before_a_large_model_is_opened(
+    model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(session, "_malloc_trim", lambda: given.append)
+    sources = [model, model.SerializeToString(), scratch / "model.onnx"]
+    onnx.save(model, scratch / "model.onnx")
+    for source in sources:
+        open_session(source)
+    assert not given, "a small one"
+    monkeypatch.setattr(session, "MAPPED_FROM", 1000)
+    for source in sources:
+        open_session(source)
+    assert given == [0] * 3
+
+
 def test_a_full_disk_does_not_matter_where_bytes_do(
     model: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

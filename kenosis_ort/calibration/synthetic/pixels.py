@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,10 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.calibration.feeds import Known, input_specs
-from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.drawing import is_line, page, photograph
-from kenosis_ort.calibration.synthetic.draws import Doubles, Draws
+from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, outputs_of, run
+from kenosis_ort.calibration.synthetic.drawing import Doubles, Draws, is_line, page, photograph
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, Maker, SyntheticSample
-from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, misfit
+from kenosis_ort.calibration.synthetic.stem import ChannelMoments, Consumers, Stem, StemPoint, misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import LAYERS
 
@@ -475,19 +474,11 @@ def _excitement(
     layers = list(axes)[len(axes) * 2 // 3 :][-_MOST_EXCITED:]
     outputs = [v.name for v in proto.graph.output if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT]
     names = list(dict.fromkeys([*layers, *outputs]))
-    sums: dict[str, Any] = dict.fromkeys(names, 0.0)
-    with ObservedModel(proto, SessionSettings(custom_op_libraries=settings.custom_op_libraries)) as model:
-        session = model.session(names)
-        for index in range(_WRITING_TRIALS):
-            feed = {maker.info.name: maker.shown(SyntheticSample(0, index), writing=writing)}
-            for value, array in zip(names, run(session, names, feed, index), strict=True):
-                rows = np.moveaxis(array, axes[value], 0) if value in axes and array.ndim > 1 else array[None]
-                wide = rows.reshape(len(rows), -1).astype(np.float64)
-                sums[value] = sums[value] + np.stack(
-                    [np.full(len(wide), wide.shape[1]), wide.sum(1), (wide * wide).sum(1)]
-                )
-    spreads = {}
-    for value, (count, total, squares) in sums.items():
-        mean = total / count
-        spreads[value] = np.sqrt(np.maximum(squares / count - mean * mean, 0.0))
+    seen = {name: ChannelMoments() for name in names}
+    samples = (SyntheticSample(0, index) for index in range(_WRITING_TRIALS))
+    feeds = ({maker.info.name: maker.shown(sample, writing=writing)} for sample in samples)
+    for arrays in outputs_of(proto, names, feeds, settings.custom_op_libraries):
+        for value, array in zip(names, arrays, strict=True):
+            seen[value].add(np.moveaxis(array, axes[value], 0) if value in axes and array.ndim > 1 else array[None])
+    spreads = {value: moments.deviation for value, moments in seen.items()}
     return [float(np.median(spreads[v])) for v in layers], [float(spreads[v].max()) for v in outputs]

@@ -6,7 +6,7 @@ Recurrent states and past keys and values are outputs of the model that its next
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,22 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto
 
+from kenosis_ort.calibration.computed_feeds import StateLoop
 from kenosis_ort.calibration.feeds import Provenance, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.readers import IndexedReader
-from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
+from kenosis_ort.calibration.synthetic.kinds import (
+    Array,
+    InputInfo,
+    InputKind,
+    Maker,
+    SyntheticSample,
+    classify,
+    find_shapes,
+    shapes_of,
+)
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
-from kenosis_ort.calibration.synthetic.shapes import find_shapes, shapes_of
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -97,7 +106,8 @@ class SyntheticReader(IndexedReader):
         given = shapes_of(self._real[0], self._infos) if self._real else {}
         given.update({name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()})
         links = {name: out for name, out in find_links(proto, self._infos).items() if name not in ranges}
-        self._feedback: Feedback | None = None
+        self._loop: StateLoop | None = None
+        self._at: tuple[int, int] | None = None  # sequence and step that the loop stands in front of
 
         def make(shapes: dict[str, tuple[int, ...]]) -> dict[str, Maker]:
             return make_makers(Surroundings(proto, self._infos, shapes, ranges, pixels, links, self._real, settings))
@@ -110,8 +120,7 @@ class SyntheticReader(IndexedReader):
             if isinstance(maker, ImageMaker) and len(self._makers) == 1 and shows_writing(proto, maker, settings):
                 self._makers = {name: maker.with_writing()}
         if links:
-            warm = any(i.kind is InputKind.PAST for i in self._infos)
-            self._feedback = Feedback(proto, links, settings, warm=warm)
+            self._loop = StateLoop(proto, links, settings)
         for text in self.assumptions:
             _log.info("synthetic data: %s", text)
 
@@ -145,11 +154,33 @@ class SyntheticReader(IndexedReader):
         if index < len(self._real):
             return {name: np.array(value) for name, value in self._real[index].items()}
         index -= len(self._real)
-        if self._feedback is None:
+        if self._loop is None:
             return self._make(SyntheticSample(self._seed, index))
         sequence, step = divmod(index, SAMPLES_A_SEQUENCE)
         step *= STEPS_A_SAMPLE
-        return {**self._step(sequence, step), **self._feedback.states(sequence, step, self._step)}
+        return {**self._step(sequence, step), **self._states(self._loop, sequence, step)}
+
+    def _states(self, loop: StateLoop, sequence: int, step: int) -> Feed:
+        """The states in front of a step: those that the model computes over all steps of the sequence before."""
+        if self._at is None or self._at[0] != sequence or self._at[1] > step:
+            self._at, loop.states = (sequence, 0), {}
+            if any(info.kind is InputKind.PAST for info in self._infos):  # past keys and values are never empty
+                self._advance(loop, sequence, 0)
+        for number in range(self._at[1], step):
+            self._advance(loop, sequence, number)
+            self._at = sequence, number + 1
+        return dict(loop.states)
+
+    def _advance(self, loop: StateLoop, sequence: int, step: int) -> None:
+        feed = self._step(sequence, step)
+        loop.advance({**feed, **loop.states}, sequence)
+        loop.states = {name: _cut(np.asarray(state), feed[name].shape) for name, state in loop.states.items()}
+        if not all(np.isfinite(state).all() for state in loop.states.values()):
+            raise CalibrationError(
+                "The model's states grow beyond all bounds on made-up data.",
+                where=f"inputs {', '.join(loop.states)}",
+                fix="Give input_ranges for the states, or a reader of real data.",
+            )
 
     def _step(self, sequence: int, step: int) -> dict[str, Array]:
         return self._make(SyntheticSample(self._seed, sequence, step, SAMPLES_A_SEQUENCE * STEPS_A_SAMPLE))
@@ -294,60 +325,6 @@ def _fits(info: InputInfo, value: onnx.ValueInfoProto) -> bool:
         return False
     sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
     return all(a == b for a, b in zip(info.shape, sizes, strict=False) if isinstance(a, int) and b is not None)
-
-
-class Feedback:
-    """Runs a model step by step so that its states are its own.
-
-    Args:
-        proto: The model.
-        links: Output by name of the input that it replaces.
-        settings: How to run it.
-        warm: Whether a first, unseen step fills the states: for past keys and values, which are never empty.
-    """
-
-    def __init__(self, proto: onnx.ModelProto, links: dict[str, str], settings: SessionSettings, *, warm: bool) -> None:
-        self._links = links
-        self._outputs = tuple(dict.fromkeys(links.values()))
-        self._warm = warm
-        with ObservedModel(proto, settings) as model:
-            self._session = model.session(self._outputs)
-        self._at: tuple[int, int] | None = None
-        self._states: Feed = {}
-
-    def states(self, sequence: int, step: int, make: Callable[[int, int], Feed]) -> Feed:
-        """The states in front of a step.
-
-        Args:
-            sequence: Index of the sequence.
-            step: Index of the step.
-            make: Makes the feed of a sequence and step, with initial states.
-
-        Raises:
-            CalibrationError: The model does not run.
-        """
-        if self._at is None or self._at[0] != sequence or self._at[1] > step:
-            self._at, self._states = (sequence, 0), {}
-            if self._warm:
-                self._advance(make(sequence, 0))
-        while self._at[1] < step:
-            self._advance(make(sequence, self._at[1]))
-            self._at = (sequence, self._at[1] + 1)
-        return dict(self._states)
-
-    def _advance(self, feed: Feed) -> None:
-        feed = {**feed, **self._states}
-        found = dict(
-            zip(self._outputs, run(self._session, self._outputs, feed, self._at[0] if self._at else 0), strict=True)
-        )
-        states = {name: _cut(np.asarray(found[output]), feed[name].shape) for name, output in self._links.items()}
-        if not all(np.isfinite(state).all() for state in states.values()):
-            raise CalibrationError(
-                "The model's states grow beyond all bounds on made-up data.",
-                where=f"inputs {', '.join(self._links)}",
-                fix="Give input_ranges for the states, or a reader of real data.",
-            )
-        self._states = states
 
 
 def _cut(array: Array, shape: tuple[int, ...]) -> Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,10 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
-from kenosis_ort.calibration.synthetic.draws import Doubles, Draws, deviation, pink
+from kenosis_ort.calibration.synthetic.drawing import Doubles, Draws, deviation, pink
 from kenosis_ort.graph.constants import HEAVY, Is, constant_value, having
 from kenosis_ort.graph.outside import array_in, is_outside
+from kenosis_ort.graph.walk import attribute_int
 
 MOST_GROUPS = 2048
 _NOISE = 0.01  # of the stored means, as a share of the prior's variance
@@ -46,6 +48,34 @@ class ValueMoments:
     mean: Doubles
     spread: Doubles
     misfit: float
+
+
+class ChannelMoments:
+    """Mean, deviation and extremes by channel over samples."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._total: Any = 0.0
+        self._squares: Any = 0.0
+        self.low: Any = np.inf
+        self.high: Any = -np.inf
+
+    def add(self, rows: npt.NDArray[Any]) -> None:
+        """Adds the values of a sample, of shape (channels, ...)."""
+        values = rows.reshape(len(rows), -1).astype(np.float64)
+        self.count += values.shape[1]
+        self._total = self._total + values.sum(axis=1)
+        self._squares = self._squares + (values * values).sum(axis=1)
+        self.low = np.minimum(self.low, values.min(axis=1, initial=np.inf))
+        self.high = np.maximum(self.high, values.max(axis=1, initial=-np.inf))
+
+    @property
+    def mean(self) -> Doubles:
+        return np.asarray(self._total / self.count)
+
+    @property
+    def deviation(self) -> Doubles:
+        return np.asarray(np.sqrt(np.maximum(self._squares / self.count - self.mean * self.mean, 0.0)))
 
 
 def misfit(point: StemPoint, responses: list[Doubles]) -> float:
@@ -211,7 +241,7 @@ class Consumers:
             table, axis = None, 0
             if node.op_type in ("Gather", "GatherElements") and index == 1:
                 table = self.constants.get(node.input[0])
-                axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
+                axis = attribute_int(node, "axis", 0)
             elif node.op_type in _EMBEDDINGS and index in _EMBEDDINGS[node.op_type]:
                 position = _EMBEDDINGS[node.op_type][index]
                 table = self.constants.get(node.input[position]) if position < len(node.input) else None
@@ -224,8 +254,7 @@ class Consumers:
         for node, index in self.reached(name, _SCALING | {"BatchNormalization"}):
             weight = self.constants.get(node.input[1]) if node.op_type == "Conv" and index == 0 else None
             if weight is not None and len(weight.dims) == 4:
-                group = next((a.i for a in node.attribute if a.name == "group"), 1)
-                return int(weight.dims[1]) * int(group)
+                return int(weight.dims[1]) * attribute_int(node, "group", 1)
         return None
 
     def features(self, name: str) -> int | None:
@@ -235,8 +264,7 @@ class Consumers:
                 continue
             weight = self.constants.get(node.input[1])
             if weight is not None and len(weight.dims) == 2:
-                turned = node.op_type == "Gemm" and any(a.name == "transB" and a.i for a in node.attribute)
-                return int(weight.dims[1 if turned else 0])
+                return int(weight.dims[1 if attribute_int(node, "transB", 0) else 0])
         return None
 
     def is_added(self, name: str) -> bool:

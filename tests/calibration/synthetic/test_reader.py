@@ -1,6 +1,8 @@
-"""Made-up data: natural-looking, deterministic, and refused where an input is not understood."""
+"""Made-up data: what inputs are for, their scale and shapes, and states that come back from the model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx
@@ -10,12 +12,19 @@ from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration import CalibrationConfig, Points, collect
 from kenosis_ort.calibration.feeds import Known
-from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader
+from kenosis_ort.calibration.synthetic.drawing import Draws, photograph
+from kenosis_ort.calibration.synthetic.kinds import classify
+from kenosis_ort.calibration.synthetic.pixels import WAYS
+from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs
-from tests.calibration.synthetic.support import model_of
+from tests.calibration.synthetic.support import first_layer, model_of
 from tests.downloaded import ZOO
+from tests.planning import parse
+
+F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL
 
 
 @pytest.mark.parametrize("net", sorted(models.ALL.keys() - {"net_with_if"}))
@@ -41,27 +50,15 @@ def test_the_same_seed_gives_the_same_data() -> None:
 
 
 def test_scale_factors_and_image_sizes() -> None:
-    model = model_of(
-        ("image", TensorProto.FLOAT, [1, 3, 40, 60]),
-        ("scale_factor", TensorProto.FLOAT, [1, 2]),
-        ("im_shape", TensorProto.FLOAT, [1, 2]),
-    )
+    model = model_of(("image", F, [1, 3, 40, 60]), ("scale_factor", F, [1, 2]), ("im_shape", F, [1, 2]))
     feed = SyntheticReader(model, samples=1).feed(0)
     assert feed["scale_factor"].tolist() == [[1, 1]]
     assert feed["im_shape"].tolist() == [[40, 60]]
 
 
 def test_tokens_stay_within_the_table() -> None:
-    table = np.zeros((17, 4), np.float32)
-    nodes = [
-        helper.make_node("Cast", ["input_ids"], ["c"], to=TensorProto.INT64),
-        helper.make_node("Gather", ["table", "c"], ["out"]),
-    ]
-    names = [
-        ("input_ids", TensorProto.INT32, ["batch", "seq"]),
-        ("attention_mask", TensorProto.INT64, ["batch", "seq"]),
-    ]
-    model = model_of(*names, nodes=nodes, constants=[("table", table)])
+    model = parse("""g (int32[batch,seq] input_ids, int64[batch,seq] attention_mask) => (float[batch,seq,4] y)
+        <float[17,4] table> { wide = Cast <to = 7> (input_ids)  y = Gather (table, wide) }""")
     feed = SyntheticReader(model, samples=1).feed(0)
     ids = feed["input_ids"]
     assert (ids.dtype, ids.shape) == (np.int32, feed["attention_mask"].shape)
@@ -78,11 +75,11 @@ def test_tokens_stay_within_the_table() -> None:
 
 def test_positions_segments_rate_and_states() -> None:
     model = model_of(
-        ("position_ids", TensorProto.INT64, [1, 6]),
-        ("token_type_ids", TensorProto.INT64, [1, 6]),
-        ("sr", TensorProto.INT64, []),
-        ("state", TensorProto.FLOAT, [2, 1, 8]),
-        ("attention_mask", TensorProto.BOOL, [1, 6]),
+        ("position_ids", I64, [1, 6]),
+        ("token_type_ids", I64, [1, 6]),
+        ("sr", I64, []),
+        ("state", F, [2, 1, 8]),
+        ("attention_mask", BOOL, [1, 6]),
     )
     feed = SyntheticReader(model, samples=1).feed(0)
     assert feed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
@@ -99,9 +96,8 @@ def test_positions_segments_rate_and_states() -> None:
     [("Sub", 127.5, 255.0), ("Div", 255.0, 255.0), ("Mul", 1 / 255, 255.0), ("Sub", 0.5, 1.0)],
 )
 def test_the_range_follows_the_graph_own_normalization(op: str, constant: float, top: float) -> None:
-    nodes = [helper.make_node(op, ["image", "k"], ["out"])]
-    constants = [("k", np.float32(constant))]
-    model = model_of(("image", TensorProto.FLOAT, [1, 3, 32, 32]), nodes=nodes, constants=constants)
+    text = f"g (float[1,3,32,32] image) => (float[1,3,32,32] y) <float k> {{ y = {op} (image, k) }}"
+    model = parse(text, {"k": np.float32(constant)})
     reader = SyntheticReader(model, samples=1)
     image = reader.feed(0)["image"]
     assert image.min() >= 0
@@ -110,20 +106,20 @@ def test_the_range_follows_the_graph_own_normalization(op: str, constant: float,
 
 
 def test_pixels_in_bytes_channels_last_and_given_ranges() -> None:
-    model = model_of(("image", TensorProto.UINT8, [1, 30, 30, 3]))
+    model = model_of(("image", U8, [1, 30, 30, 3]))
     image = SyntheticReader(model, samples=1).feed(0)["image"]
     assert (image.dtype, image.shape, image.max() > 200) == (np.uint8, (1, 30, 30, 3), True)
-    model = model_of(("image", TensorProto.FLOAT, [1, 3, 30, 30]))
+    model = model_of(("image", F, [1, 3, 30, 30]))
     image = SyntheticReader(model, samples=1, input_ranges={"image": (-1, 1)}).feed(0)["image"]
     assert -1 <= image.min() < -0.5
     assert 0.5 < image.max() <= 1
 
 
 def test_a_range_makes_an_input_known() -> None:
-    model = model_of(("mystery", TensorProto.INT64, [1, 50]))
+    model = model_of(("mystery", I64, [1, 50]))
     ids = SyntheticReader(model, input_ranges={"mystery": (3, 9)}).feed(0)["mystery"]
     assert set(np.unique(ids)) <= set(range(3, 10))
-    flag = model_of(("flag", TensorProto.BOOL, []))
+    flag = model_of(("flag", BOOL, []))
     assert SyntheticReader(flag, input_ranges={"flag": (1, 1)}).feed(0)["flag"].item() is True
 
 
@@ -138,14 +134,13 @@ def test_bad_arguments() -> None:
 
 
 def test_dynamic_sizes_are_tried_until_the_model_runs() -> None:
-    nodes = [helper.make_node("Reshape", ["audio", "shape"], ["out"])]
-    constants = [("shape", np.array([1, 512], np.int64))]
-    model = model_of(("audio", TensorProto.FLOAT, [1, "n"]), nodes=nodes, constants=constants)
-    assert SyntheticReader(model, samples=1).feed(0)["audio"].shape == (1, 512)
-    constants = [("shape", np.array([1, 331], np.int64))]
-    model = model_of(("audio", TensorProto.FLOAT, [1, "n"]), nodes=nodes, constants=constants)
+    fixed, odd = (
+        parse(f"g (float[1,n] audio) => (float[1,m] y) <int64[2] to = {{1, {size}}}> {{ y = Reshape (audio, to) }}")
+        for size in (512, 331)
+    )
+    assert SyntheticReader(fixed, samples=1).feed(0)["audio"].shape == (1, 512)
     with pytest.raises(CalibrationError, match="input_shapes"):
-        SyntheticReader(model, samples=1)
+        SyntheticReader(odd, samples=1)
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
@@ -155,9 +150,304 @@ def test_zoo(name: str) -> None:
     model = onnx.load(path)
     model.ir_version = min(model.ir_version, 10)
     outputs = [v.name for v in model.graph.output]
-    table = collect(
-        model,
-        SyntheticReader(path, samples=2),
-        Points(outputs, CalibrationConfig(method="percentile"), threads=1),
-    )
+    points = Points(outputs, CalibrationConfig(method="percentile"), threads=1)
+    table = collect(model, SyntheticReader(path, samples=2), points)
     assert all(table.tensors[name].count for name in outputs if name in table)
+
+
+# ---- what inputs are for ---------------------------------------------------------------------------------------------
+
+
+CASES: list[tuple[str, int, list[Any], InputKind | None]] = [
+    ("data", F, [1, 3, 224, 224], InputKind.IMAGE),
+    ("data", F, ["N", 224, 224, 3], InputKind.IMAGE),
+    ("x", F, ["N", 1, 28, 28], InputKind.IMAGE),
+    ("lr", F, ["N", 1, "H", "W"], InputKind.IMAGE),
+    ("x", F, [3, 64, 64], InputKind.IMAGE),
+    ("x", U8, [1, 240, 320, 3], InputKind.IMAGE),
+    ("mfcc", F, ["N", 1, 49, 10], InputKind.FEATURES),
+    ("x", F, ["N", 640], InputKind.FEATURES),
+    ("x", F, ["N", 80, "T"], InputKind.SERIES),
+    ("x", F, [1, 64, 7, 7], InputKind.FEATURES),
+    ("audio", F, [1, "n"], InputKind.AUDIO),
+    ("x", F, [1, 16000], InputKind.AUDIO),
+    ("x", F, [1, 1, "n"], InputKind.AUDIO),
+    ("pcm", TensorProto.INT16, [1, "n"], InputKind.AUDIO),
+    ("h0", F, [1, 1, 8], InputKind.STATE),
+    ("encoder_state", F, [1, 8], InputKind.STATE),
+    ("past_key_values.0.key", F, ["b", 4, "past", 8], InputKind.PAST),
+    ("attention_mask", I64, ["b", "s"], InputKind.MASK),
+    ("padding_mask", BOOL, [1, 9], InputKind.MASK),
+    ("position_ids", I64, [1, 9], InputKind.POSITIONS),
+    ("tokenTypeIds", I64, [1, 9], InputKind.SEGMENTS),
+    ("sr", I64, [], InputKind.SAMPLE_RATE),
+    ("text_lengths", I64, [1], InputKind.LENGTH),
+    ("scale_factor", F, [1, 2], InputKind.SCALE),
+    ("im_shape", F, [1, 2], InputKind.IMAGE_SIZE),
+    ("orig_target_sizes", I64, [1, 2], InputKind.IMAGE_SIZE),
+    ("use_cache_branch", BOOL, [1], InputKind.BOOLEAN),
+    ("mystery", I64, [1, 4], None),
+    ("x", F, [], None),
+    ("x", F, [1, 2, 3, 4, 5], None),
+    ("text", TensorProto.STRING, [1], None),
+]
+
+
+@pytest.mark.parametrize(("name", "element_type", "shape", "kind"), CASES)
+def test_names_types_and_shapes(name: str, element_type: int, shape: list[Any], kind: InputKind | None) -> None:
+    (info,) = classify(model_of((name, element_type, shape)))
+    assert info.kind is kind
+    if kind is not None and not any(isinstance(d, str) for d in shape[1:]):
+        reader = SyntheticReader(model_of((name, element_type, shape)), samples=2)
+        made = reader.feed(1)[name]
+        assert made.dtype == info.dtype
+        assert made.shape == tuple(1 if isinstance(d, str) else d for d in shape)
+
+
+def test_a_matrix_tells_features_from_sound_and_their_number() -> None:
+    model = parse("g (float[N,M] x) => (float[N,3] y) <float[12,3] w> { y = MatMul (x, w) }")
+    assert classify(model)[0].kind is InputKind.FEATURES
+    assert SyntheticReader(model).feed(0)["x"].shape == (1, 12)
+
+
+def test_a_conv_tells_the_channels() -> None:
+    model = parse("g (float[N,C,H,W] x) => (float[N,4,I,J] y) <float[4,1,3,3] w> { y = Conv (x, w) }")
+    assert SyntheticReader(model, samples=1).feed(0)["x"].shape == (1, 1, 224, 224)
+
+
+def test_additive_masks() -> None:
+    model = parse(
+        "g (float[2,1,1,8] attention_mask) => (float[2,1,1,8] y) <float k = {1}> { y = Add (attention_mask, k) }"
+    )
+    masks = [SyntheticReader(model, samples=8).feed(i)["attention_mask"] for i in range(8)]
+    assert set(np.unique(masks)) == {-10_000.0, 0.0}
+    assert all((mask[:, 0, 0, 0] == 0).all() for mask in masks)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "says"),
+    [
+        (("mystery", I64, [1, 4]), "looks nothing up"),
+        (("text", TensorProto.STRING, [1]), "takes text"),
+        (("x", F, None), "how many axes"),
+        (("x", F, [1, 2, 3, 4, 5]), "cannot be told"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(unknown: Any, says: str) -> None:
+    model = model_of(("image", F, [1, 3, 8, 8]), unknown)
+    with pytest.raises(CalibrationError, match=f"input '{unknown[0]}'.*{says}") as caught:
+        SyntheticReader(model)
+    wanted = "ArrayReader" if unknown[1] == TensorProto.STRING else "kinds={"
+    assert wanted in str(caught.value.fix)
+
+
+def test_sequences_and_operators_of_unknown_domains_are_refused() -> None:
+    model = model_of(("x", F, [1, 3, 8, 8]))
+    model.graph.input.append(
+        helper.make_value_info("boxes", helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, None)))
+    )
+    with pytest.raises(CalibrationError, match=r"input 'boxes'.*sequence"):
+        SyntheticReader(model)
+    nodes = [helper.make_node("Tokenizer", ["x"], ["out"], domain="ai.onnx.contrib")]
+    model = model_of(("x", F, [1, 3, 8, 8]), nodes=nodes)
+    with pytest.raises(CalibrationError, match=r"input 'x'.*ai\.onnx\.contrib"):
+        SyntheticReader(model)
+    assert SyntheticReader(model, kinds={"x": "image"}).feed(0)["x"].shape == (1, 3, 8, 8)
+
+
+def test_the_caller_decides() -> None:
+    model = model_of(("x", F, [1, 3, 40, 40]), ("mystery", I64, [1, 6]))
+    reader = SyntheticReader(model, kinds={"x": "features", "mystery": InputKind.TOKENS})
+    assert "features" in reader.assumptions[0]
+    assert reader.feed(0)["mystery"].max() < 1000
+    with pytest.raises(CalibrationError, match=r"'imag' is not known\. Did you mean 'image'"):
+        SyntheticReader(model, kinds={"x": "imag"})
+    with pytest.raises(CalibrationError, match="no input 'y'"):
+        SyntheticReader(model, kinds={"y": "image"})
+
+
+# ---- the scale of inputs ---------------------------------------------------------------------------------------------
+
+
+def trained_on(way: Any, count: int = 12) -> list[np.ndarray]:
+    return [way.apply(photograph(Draws(77, i), 32, 32))[None].astype(np.float32) for i in range(count)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[w.name for w in WAYS])
+def test_stored_statistics_tell_the_range(way: Any) -> None:
+    reader = SyntheticReader(first_layer(24, trained_on(way), folded=False))
+    assert reader.provenance.known["image"] is Known.STATISTICS
+    assert f"{way.name} (" in reader.assumptions[0]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[w.name for w in WAYS])
+def test_a_folded_bias_tells_the_order_of_magnitude(way: Any) -> None:
+    reader = SyntheticReader(first_layer(24, trained_on(way), folded=True))
+    made = np.stack([reader.feed(i)["image"] for i in range(16)])
+    ratio = made.std() / np.stack(trained_on(way)).std()
+    assert 0.4 < ratio < 3
+    assert reader.provenance.known["image"] is Known.CONVENTION
+
+
+def test_no_usual_way_is_a_guess() -> None:
+    strange = [trained_on(WAYS[0])[i] * 30 + 500 for i in range(12)]
+    reader = SyntheticReader(first_layer(24, strange, folded=False))
+    assert reader.provenance.known["image"] is Known.GUESS
+
+
+def test_a_model_that_does_not_run_as_it_is_leaves_a_guess() -> None:
+    model = first_layer(24, trained_on(WAYS[0]), folded=True)
+    model.graph.node.append(helper.make_node("Unheard", ["out"], ["more"]))
+    assert SyntheticReader(model).provenance.known["image"] is Known.GUESS
+    model = first_layer(24, trained_on(WAYS[0]), folded=False)
+    model.ir_version = 99  # lowered for the runtime, as in quantization
+    assert SyntheticReader(model).provenance.known["image"] is Known.STATISTICS
+
+
+def test_metadata_tells() -> None:
+    model = model_of(("image", F, [1, 3, 16, 16]))
+    for key, value in (("image.mean", "[0.5, 0.5, 0.5]"), ("image.std", "[0.25, 0.25, 0.25]")):
+        model.metadata_props.add(key=key, value=value)
+    image = SyntheticReader(model).feed(0)["image"]
+    assert -2 <= image.min() < image.max() <= 2
+    assert SyntheticReader(model).provenance.known["image"] is Known.GRAPH
+
+
+@pytest.mark.parametrize(
+    ("wishes", "low", "high"),
+    [
+        ({"input_range": (0, 255)}, 0, 255),
+        ({"input_range": (-1, 1)}, -1, 1),
+        ({"mean": 127.5, "std": 127.5}, -1, 1),
+        ({"mean": (104, 117, 123)}, -123, 151),
+        ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
+        ({"input_range": (0, 1), "mean": 0.5, "std": 0.5}, -1, 1),
+        ({"input_range": (0, 255), "mean": 0.0, "std": 255.0}, 0, 1),
+    ],
+)
+def test_the_caller_tells(wishes: dict[str, Any], low: float, high: float) -> None:
+    reader = SyntheticReader(model_of(("image", F, [1, 3, 48, 48])), samples=8, **wishes)
+    made = np.stack([reader.feed(i)["image"] for i in range(8)])
+    assert low <= made.min() < low + 0.15 * (high - low)
+    assert high - 0.15 * (high - low) < made.max() <= high + 1e-6
+    assert reader.provenance.known["image"] is Known.GIVEN
+
+
+@pytest.mark.parametrize(
+    ("wishes", "match"),
+    [
+        ({"std": 0}, "std must not be 0"),
+        ({"mean": [1, 2]}, "one a channel"),
+        ({"input_range": (2, 1)}, "upside down"),
+        ({"input_range": (0, float("inf"))}, "not finite"),
+        ({"input_ranges": {"image": 3}}, "no pair of numbers"),
+        ({"seed": -1}, "negative"),
+        ({"real": []}, "yields none"),
+    ],
+)
+def test_bad_wishes(wishes: dict[str, Any], match: str) -> None:
+    with pytest.raises(CalibrationError, match=match):
+        SyntheticReader(model_of(("image", F, [1, 3, 8, 8])), **wishes)
+    if "mean" in wishes or "std" in wishes:
+        return
+    with pytest.raises(CalibrationError, match="for images"):
+        SyntheticReader(model_of(("x", F, [1, 8])), mean=1.0)
+
+
+def test_features_are_fitted_to_statistics() -> None:
+    rng = np.random.default_rng(0)
+    mean, spread = np.linspace(-30, 10, 20), np.linspace(1, 4, 20)
+    data = (mean + spread * rng.standard_normal((500, 20))).astype(np.float32)
+    weight = rng.normal(0, 0.2, (20, 60)).astype(np.float32)
+    arriving = data @ weight
+    named = {"g": np.ones(60), "b": np.zeros(60), "m": arriving.mean(axis=0), "v": arriving.var(axis=0)}
+    model = parse(
+        """g (float[N,20] x) => (float[N,60] y) <float[20,60] w, float[60] g, float[60] b, float[60] m, float[60] v> {
+        a = MatMul (x, w)  y = BatchNormalization (a, g, b, m, v) }""",
+        {"w": weight, **{name: value.astype(np.float32) for name, value in named.items()}},
+    )
+    reader = SyntheticReader(model, samples=400)
+    made = np.concatenate([reader.feed(i)["x"] for i in range(400)])
+    np.testing.assert_allclose(made.mean(axis=0), mean, atol=2.5)
+    assert 0.5 < np.median(made.std(axis=0) / spread) < 2
+    assert reader.provenance.known["x"] is Known.STATISTICS
+    assert np.array_equal(reader.feed(3)["x"], SyntheticReader(model, samples=4).feed(3)["x"])
+
+
+def test_real_samples_come_first_and_give_the_scale() -> None:
+    rng = np.random.default_rng(0)
+    inputs = [("image", F, [1, 3, 24, 24]), ("features", F, [1, 6])]
+    drawn = ((rng.uniform(-3, 9, (1, 3, 24, 24)), rng.normal(50, 2, (1, 6))) for _ in range(12))
+    real = [{"image": i.astype(np.float32), "features": f.astype(np.float32)} for i, f in drawn]
+    reader = SyntheticReader(model_of(*inputs), samples=10, real=real)
+    assert len(reader) == 22
+    assert reader.provenance.real == 12
+    np.testing.assert_array_equal(reader.feed(3)["image"], real[3]["image"])
+    made = [reader.feed(i) for i in range(12, 22)]
+    assert -3.1 < min(f["image"].min() for f in made) < -2
+    assert 8 < max(f["image"].max() for f in made) < 9.1
+    assert 45 < np.mean([f["features"] for f in made]) < 55
+    assert set(reader.provenance.known.values()) == {Known.REAL}
+    with pytest.raises(CalibrationError, match="'features'"):
+        SyntheticReader(model_of(*inputs), real=[{"image": real[0]["image"]}])
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def counter(state: str = "state", new: str = "stateN", step: str = "Add ({}, one)") -> onnx.ModelProto:
+    """A net whose state counts the steps."""
+    return parse(f"""g (float[1,8] x, float[1,2] {state}) => (float[1,8] out, float[1,2] {new})
+        <float[1,2] one = {{1, 1}}> {{ {new} = {step.format(state)}  out = Identity (x) }}""")
+
+
+@pytest.mark.parametrize(("state", "new"), [("state", "stateN"), ("h0", "hn"), ("hidden_in", "result")])
+def test_states_are_fed_back(state: str, new: str) -> None:
+    reader = SyntheticReader(counter(state, new), samples=40)
+    counts = [float(reader.feed(i)[state][0, 0]) for i in range(40)]
+    assert counts == [(i % SAMPLES_A_SEQUENCE) * STEPS_A_SAMPLE for i in range(40)]
+    assert [float(reader.feed(i)[state][0, 0]) for i in (9, 2, 33)] == [counts[i] for i in (9, 2, 33)]
+    assert "its own" in reader.assumptions[1] or "model's own" in reader.assumptions[1]
+
+
+def test_a_state_without_an_output_is_zero_and_a_guess() -> None:
+    model = counter()
+    del model.graph.output[1]
+    reader = SyntheticReader(model, samples=20)
+    assert not reader.feed(15)["state"].any()
+    assert reader.provenance.known["state"].value == "a guess"
+
+
+def test_a_given_range_overrides_feedback() -> None:
+    reader = SyntheticReader(counter(), samples=20, input_ranges={"state": (5, 6)})
+    assert 5 <= reader.feed(3)["state"].min() <= reader.feed(3)["state"].max() <= 6
+
+
+def test_states_that_explode_are_an_error() -> None:
+    with pytest.raises(CalibrationError, match="grow beyond all bounds"):
+        SyntheticReader(counter(step="Exp ({})"), samples=20).feed(15)
+
+
+def decoder() -> onnx.ModelProto:
+    """Keys of the tokens' embeddings, appended to the past ones."""
+    model = parse(
+        """g (int64[batch,sequence] input_ids, int64[batch,all] attention_mask, int64[batch,sequence] position_ids,
+        float[batch,1,past_sequence,4] past_0_key) => (float y, float[batch,1,total,4] present_0_key)
+        <float[100,4] table, int64[1] one = {1}> {
+        rows = Gather (table, input_ids)  new = Unsqueeze (rows, one)
+        present_0_key = Concat <axis = 2> (past_0_key, new)  sums = ReduceSum <keepdims = 0> (present_0_key)
+        mask = Cast <to = 1> (attention_mask)  seen = ReduceSum <keepdims = 0> (mask)  y = Add (sums, seen) }""",
+        {"table": np.arange(400, dtype=np.float32).reshape(100, 4) + 1},
+    )
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = "past_sequence + sequence"
+    return model
+
+
+def test_past_keys_are_those_of_tokens() -> None:
+    reader = SyntheticReader(decoder(), samples=8)
+    feed = reader.feed(0)
+    steps, past = feed["input_ids"].shape[1], feed["past_0_key"].shape[2]
+    assert feed["attention_mask"].shape == (1, past + steps)
+    assert feed["position_ids"][0].tolist() == list(range(past, past + steps))
+    assert (feed["past_0_key"] >= 1).all()
+    assert not np.array_equal(feed["input_ids"], reader.feed(1)["input_ids"])

@@ -1,8 +1,9 @@
-"""The verdict: what makes it worse, what the caller is asked for; and how ranges grow."""
+"""How far ranges of made-up samples are trusted: the verdict, how ranges grow, and what models know about theirs."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.feeds import Known, Provenance
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.trust.assess import (
+from kenosis_ort.calibration.trust import (
     RangeSource,
     TensorAssessment,
     TrustLevel,
     assess,
     collect_with_trust,
+    depths,
     extend,
+    fit_batch_norms,
     growth_between,
+    hard_bounds,
+    net_evidence,
+    predicted_ranges,
+    probe_feeds,
     real_samples_needed,
+    silent_outputs,
     verdict_on,
 )
-from kenosis_ort.calibration.trust.net_evidence import net_evidence, probe_feeds
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models
 from tests.calibration.support import node_outputs, random_feeds
+from tests.calibration.synthetic.test_draws import edges
 from tests.downloaded import ZOO
+from tests.models import Net
+from tests.planning import parse
 
 STEADY = {"a": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
 SHAKY = {**STEADY, "b": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
@@ -214,3 +224,109 @@ def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
     low, high = growth_between(real, made_up, count, 64)
     assert min(real[0], made_up.extended[0]) <= low <= real[0]
     assert real[1] <= high <= max(real[1], made_up.extended[1])
+
+
+# ---- what the net says -----------------------------------------------------------------------------------------------
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("Relu", (0, INF)),
+        ("Sigmoid", (0, 1)),
+        ("Tanh", (-1, 1)),
+        ("Softmax", (0, 1)),
+        ("LogSoftmax", (-INF, 0)),
+        ("Neg", None),
+    ],
+)
+def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | None) -> None:
+    model = parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
+    assert hard_bounds(model).get("z") == expected
+    if expected is not None:
+        feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
+        low, high = collect(model, [feed], Points(["z"], threads=1)).range_of("z")
+        assert expected[0] <= low <= high <= expected[1]
+
+
+def test_bounds_of_clip_and_concat() -> None:
+    model = parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
+        a = Clip (x, zero, six)  b = Clip (x, , six)  c = Concat <axis = 1> (a, a)  d = Concat <axis = 1> (a, x) }""")
+    assert hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
+
+
+def test_depth_counts_layers() -> None:
+    model = models.conv_relu_chain(4)
+    found = depths(model)
+    assert found["x"] == 0
+    assert found[model.graph.output[0].name] == 1
+    values = [found[node.output[0]] for node in model.graph.node]
+    assert values == sorted(values)
+
+
+def normalized(scale: float = 1.0) -> tuple[onnx.ModelProto, np.ndarray]:
+    """A BatchNormalization and Relu trained on given data, and the data."""
+    data = np.random.default_rng(0).normal([1.0, -2.0, 5.0], [1.0, 3.0, 0.5], (4000, 3)).astype(np.float32)
+    text = """g (float[N,3] x) => (float[N,3] z)
+        <float[3] g = {1.5, -0.7, 1.0}, float[3] b = {0.5, 0.0, -1.0}, float[3] m, float[3] v> {
+        [bn] y = BatchNormalization (x, g, b, m, v)  z = Relu (y) }"""
+    return parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data * np.float32(scale)
+
+
+def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> None:
+    model, data = normalized()
+    (fit,) = fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
+    assert fit.misfit < 0.01
+    real = collect(model, [{"x": data}], Points(["y", "z"], threads=1))
+    weak = fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
+    assert weak[0].misfit > 0.4
+    predicted = predicted_ranges(model, weak, hard_bounds(model))
+    np.testing.assert_allclose(predicted["y"], real.range_of("y"), rtol=1e-3)
+    np.testing.assert_allclose(predicted["z"], real.range_of("z"), rtol=1e-3)
+
+
+def test_dead_channels_and_models_without_statistics() -> None:
+    model, data = normalized()
+    data[:, 0] = 1.0
+    (fit,) = fit_batch_norms(model, [{"x": data}])
+    assert np.isfinite(fit.range).all()
+    assert fit_batch_norms(models.conv_relu_chain(2), []) == ()
+    assert fit_batch_norms(model, []) == ()
+
+
+def feeds(count: int = 6) -> list[dict[str, np.ndarray]]:
+    return models.feeds(edges(), count)
+
+
+def test_a_map_that_never_says_yes() -> None:
+    assert silent_outputs(edges(), feeds()) == {}
+    found = silent_outputs(edges(bias=-1000.0), feeds())
+    assert "never rises above 0" in found["probability_out"]
+
+
+def test_an_output_that_does_not_depend_on_the_sample() -> None:
+    net = Net()
+    x = net.input("x", [1, 4])
+    net.output(net.op("Add", [net.op("Mul", [x, net.const(1e-9)]), net.const(3.0)], name="flat"), [1, 4])
+    model = net.model()
+    assert silent_outputs(model, models.feeds(model, 6)) == {"flat_out": "is the same for all samples"}
+    assert silent_outputs(model, models.feeds(model, 3)) == {}, "too few to tell"
+
+
+@pytest.mark.parametrize("build", [models.residual_block, models.mlp, models.two_input_detector])
+def test_other_nets_answer(build: object) -> None:
+    model: onnx.ModelProto = build()  # type: ignore[operator]
+    assert silent_outputs(model, models.feeds(model, 6)) == {}
+
+
+def test_the_report_says_do_not_ship(tmp_path: Path) -> None:
+    model = edges(bias=-200.0)
+    reader = SyntheticReader(model, samples=8, input_range=(0, 1))
+    with pytest.warns(KenosisWarning):
+        report = quantize_static(model, tmp_path / "out.onnx", reader, recipe="plain")
+    assert report.trust is not None
+    assert report.trust.verdict == "do not ship"
+    assert "never rises above" in report.trust.reason
