@@ -399,7 +399,7 @@ class LiveGraph:
         if id(node) in self._rewritten:
             stored.op_type, stored.domain = node.op_type, node.domain
             del stored.attribute[:]
-            stored.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
+            stored.attribute.extend(map(ir.serde.serialize_attribute, node.attributes.values()))
         return stored
 
 
