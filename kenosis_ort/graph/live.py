@@ -44,11 +44,11 @@ class LiveGraph:
     def reopen(self) -> None:
         """Reads the protobuf again, after something else than this object changed it."""
         self.graph = read_model(self.proto).graph
-        self._stored_nodes: dict[int, onnx.NodeProto] = dict(
-            zip(map(id, self.graph), self.proto.graph.node, strict=True)
-        )
-        self._rewritten: set[int] = set()
-        self._bodies = {id(n) for n in self.graph if any(_has_body(a) for a in n.attributes.values())}
+        stored = self.proto.graph.node
+        self._stored_nodes: dict[ir.Node, onnx.NodeProto] = dict(zip(self.graph, stored, strict=True))
+        self._rewritten: set[ir.Node] = set()
+        self._other_attributes: set[ir.Node] = set()
+        self._bodies = {node for node in self.graph if any(_has_body(a) for a in node.attributes.values())}
         inner = self.graph.all_nodes() if self._bodies else ()
         self._body_names = {output.name or "" for node in inner for output in node.outputs}
         self._tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer}
@@ -66,8 +66,8 @@ class LiveGraph:
         self._names = {value.name or "" for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
         self._names |= {output.name or "" for node in self.nodes for output in node.outputs} | self._body_names
         self._node_names = {node.name or "" for node in self.nodes}
-        self._own = {id(node) for node in self.nodes}
-        self._last_behind: dict[int, ir.Node] = {}
+        self._own = frozenset(self.nodes)
+        self._last_behind: dict[ir.Node, ir.Node] = {}
         self._stored: dict[str, None] = {}  # new constants of `store_constant`, which come last
         self._released: dict[str, ir.Value] = {}
 
@@ -84,7 +84,7 @@ class LiveGraph:
 
     def has_body(self, node: ir.Node) -> bool:
         """Whether the node carries bodies of control flow."""
-        return id(node) in self._bodies
+        return node in self._bodies
 
     def is_captured(self, value: ir.Value) -> bool:
         """Whether a body of control flow reads the value."""
@@ -226,11 +226,13 @@ class LiveGraph:
         if value.shape is not None:
             value.shape = ir.Shape([size if at == axis else dim for at, dim in enumerate(value.shape)])
         self._renamed[old or ""] = value
+        self._is_written = False
 
     def forget_shape(self, value: ir.Value) -> None:
         """Has a value's shape inferred anew."""
         value.shape = None
         self._stale.add(value.name or "")
+        self._is_written = False
 
     def rewrite(
         self,
@@ -252,7 +254,8 @@ class LiveGraph:
             node.attributes.add(ir.convenience.convert_attribute(name, value_of))
         node.op_type, node.domain = operator, domain
         self.graph.opset_imports.setdefault(domain, 1)
-        self._rewritten.add(id(node))
+        self._rewritten.add(node)
+        self._other_attributes.add(node)
         self._is_written = False
 
     def set_attribute(self, node: ir.Node, name: str, value: Attribute | None) -> None:
@@ -261,7 +264,7 @@ class LiveGraph:
             node.attributes.pop(name, None)
         else:
             node.attributes.add(ir.convenience.convert_attribute(name, value))
-        self._rewritten.add(id(node))
+        self._other_attributes.add(node)
         self._is_written = False
 
     def insert_before(
@@ -298,8 +301,9 @@ class LiveGraph:
     def insert_behind(self, node: ir.Node, operator: str, *operands: ir.Value) -> None:
         """Gives the output of a node to a new node, which reads what the node computes now and the operands."""
         value = node.outputs[0]
-        output = self.hand_over(value)
-        self.append_behind(node, operator, [value, *operands], output=output)
+        new = self._new(node, operator, [value, *operands], self.hand_over(value), {})
+        self.graph.insert_after(node, new)
+        self._last_behind.setdefault(node, new)
 
     def append_behind(
         self,
@@ -312,8 +316,8 @@ class LiveGraph:
     ) -> ir.Value:
         """Puts a new node behind a node and those already put there; returns the value that it writes."""
         new = self._new(node, operator, inputs, output, attributes)
-        self.graph.insert_after(self._last_behind.get(id(node), node), new)
-        self._last_behind[id(node)] = new
+        self.graph.insert_after(self._last_behind.get(node, node), new)
+        self._last_behind[node] = new
         return new.outputs[0]
 
     def _new(
@@ -333,7 +337,7 @@ class LiveGraph:
 
     def is_new(self, node: ir.Node) -> bool:
         """Whether the node was made since `begin`."""
-        return id(node) not in self._own
+        return node not in self._own
 
     def _release(self, value: ir.Value | None) -> None:
         """Notes that a constant may have lost its last reader."""
@@ -362,8 +366,9 @@ class LiveGraph:
         self.settle()
         graph, stored = self.proto.graph, self.graph.initializers
         replace_nodes(graph, [self._as_proto(node) for node in self.graph])
-        self._stored_nodes = dict(zip(map(id, self.graph), graph.node, strict=True))
+        self._stored_nodes = dict(zip(self.graph, graph.node, strict=True))
         self._rewritten.clear()
+        self._other_attributes.clear()
         known = {tensor.name: at for at, tensor in enumerate(graph.initializer)}
         for name in stored:
             if name in self._changed:
@@ -389,15 +394,16 @@ class LiveGraph:
 
     def _as_proto(self, node: ir.Node) -> onnx.NodeProto:
         """A node as ONNX stores it; of one that was there, what nothing changed is as it was."""
-        stored = self._stored_nodes.get(id(node))
+        stored = self._stored_nodes.get(node)
         if stored is None:
             return ir.serde.serialize_node(node)
         for names, values in ((stored.input, node.inputs), (stored.output, node.outputs)):
             now = ["" if value is None else value.name or "" for value in values]
             if now != list(names):
                 names[:] = now
-        if id(node) in self._rewritten:
+        if node in self._rewritten:
             stored.op_type, stored.domain = node.op_type, node.domain
+        if node in self._other_attributes:
             del stored.attribute[:]
             stored.attribute.extend(map(ir.serde.serialize_attribute, node.attributes.values()))
         return stored

@@ -1,0 +1,190 @@
+"""The live graph: edits keep the rest of a model, names stay unique, and the protobuf is what the edits say."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.graph.live import LiveGraph, further_outputs, optional
+from kenosis_ort.graph.outside import copy_model
+from kenosis_ort.graph.view import ir
+from tests import models
+from tests.graph.build import assert_same, net, ops, ready
+
+X = {"x": np.array([[-2.0, 0.5, 3.0]], np.float32)}
+
+
+def live(body: str = "a = Relu(x) b = Mul(a, w) y = Neg(b)", outputs: str = "y") -> LiveGraph:
+    """A net over ``x`` [1, 3] and the constant ``w`` [3]; nodes are called after operator and output."""
+    declared = ", ".join(f"float[1,3] {name}" for name in outputs.split())
+    text = f"(float[1,3] x) => ({declared}) {{ {body} }}"
+    return LiveGraph(ready(net(text, {"w": np.array([1, 2, 3], np.float32)})).proto)
+
+
+def node(graph: LiveGraph, operator: str) -> ir.Node:
+    return next(each for each in graph.graph if each.op_type == operator)
+
+
+def constants(proto: onnx.ModelProto) -> dict[str, list[float]]:
+    return {tensor.name: onnx.numpy_helper.to_array(tensor).reshape(-1).tolist() for tensor in proto.graph.initializer}
+
+
+@pytest.mark.parametrize("name", models.ALL)
+def test_what_nothing_changes_is_written_as_it_was_read(name: str) -> None:
+    proto = ready(models.ALL[name]()).proto
+    before = proto.SerializeToString(deterministic=True)
+    graph = LiveGraph(proto)
+    graph.remove(graph.append_behind(graph.nodes[-1], "Neg", [graph.nodes[-1].outputs[0]]).producer())
+    assert graph.write() is proto
+    assert proto.SerializeToString(deterministic=True) == before
+
+
+def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
+    graph = live()
+    mul = node(graph, "Mul")
+    first = graph.insert_before(mul, "Neg", [mul.inputs[0]])
+    second = graph.insert_before(mul, "Abs", [first])
+    graph.read(mul, 0, second)
+    graph.insert_behind(mul, "Sqrt")
+    graph.append_behind(mul, "Exp", [mul.outputs[0]])
+    assert ops(graph.write()) == ["Relu", "Neg", "Abs", "Mul", "Sqrt", "Exp", "Neg"]
+    assert [n.name for n in graph.proto.graph.node][1:3] == ["Mul_b_Neg", "Mul_b_Abs"]
+    onnx.checker.check_model(graph.proto)
+
+
+def test_a_node_behind_takes_the_name_the_type_and_the_readers() -> None:
+    graph = live("a = Relu(x) y = Neg(a)", "a y")
+    relu = node(graph, "Relu")
+    shape = graph.dims(relu.outputs[0])
+    graph.insert_behind(relu, "Abs")
+    made = graph.write()
+    assert [(n.op_type, n.output[0]) for n in made.graph.node] == [
+        ("Relu", "Relu_a_output"),
+        ("Abs", "a"),
+        ("Neg", "y"),
+    ]
+    assert graph.dims(node(graph, "Abs").outputs[0]) == shape == (1, 3)
+    assert graph.dims(relu.outputs[0]) is None
+    assert [output.name for output in made.graph.output] == ["a", "y"]
+
+
+def test_a_removed_nodes_output_lives_on_under_its_name() -> None:
+    graph = live("a = Relu(x) b = Identity(a) y = Neg(b)", "b y")
+    relu, copy = node(graph, "Relu"), node(graph, "Identity")
+    graph.remove(copy)
+    graph.take_over_output(relu, copy.outputs[0])
+    assert [(n.op_type, list(n.input), list(n.output)) for n in graph.write().graph.node] == [
+        ("Relu", ["x"], ["b"]),
+        ("Neg", ["b"], ["y"]),
+    ]
+
+
+def test_a_constant_goes_with_its_last_reader_and_stays_while_it_has_one() -> None:
+    graph = live("a = Mul(x, w) b = Add(a, w) y = Neg(b)")
+    mul, add = node(graph, "Mul"), node(graph, "Add")
+    graph.rewrite(mul, "Neg", [mul.inputs[0]])
+    graph.settle()
+    assert "w" in graph.graph.initializers
+    graph.rewrite(add, "Neg", [add.inputs[0]])
+    assert constants(graph.write()) == {}
+
+
+@pytest.mark.parametrize(
+    ("shared", "values", "names"),
+    [
+        (False, [4, 5, 6], {"w"}),  # in its place
+        (False, [4], {"new"}),  # of another shape
+        (True, [4, 5, 6], {"w", "new"}),  # the other reader's stays
+    ],
+)
+def test_a_constant_is_replaced_for_its_only_reader(shared: bool, values: list[float], names: set[str]) -> None:
+    graph = live(f"a = Mul(x, w) y = Add(a, {'w' if shared else 'x'})")
+    graph.store_array(node(graph, "Mul"), 1, np.array(values, np.float32), "new")
+    found = constants(graph.write())
+    assert set(found) == names
+    assert found[max(names - {"w"}, default="w")] == values
+
+
+def test_what_a_body_reads_or_the_caller_names_is_pinned() -> None:
+    graph = LiveGraph(ready(models.net_with_if()).proto)
+    conv, owner = (next(n for n in graph.graph if n.name == name) for name in ("conv0", "if"))
+    assert graph.is_captured(conv.outputs[0])
+    assert graph.is_pinned(conv.outputs[0])
+    assert graph.has_body(owner)
+    graph.begin(["relu0_out"])
+    assert graph.is_pinned(next(n for n in graph.graph if n.name == "relu0").outputs[0])
+    assert not graph.is_pinned(owner.inputs[0]) or graph.is_captured(owner.inputs[0])
+
+
+def test_readers_in_bodies_are_left_where_nodes_are_redirected() -> None:
+    graph = LiveGraph(ready(models.net_with_if()).proto)
+    conv = next(n for n in graph.graph if n.name == "conv0").outputs[0]
+    graph.redirect(conv, graph.graph.inputs[0])
+    assert not graph.readers(conv)
+    assert graph.is_captured(conv)
+
+
+def test_types_of_constants_are_what_the_graph_states() -> None:
+    graph = live()
+    mul = node(graph, "Mul")
+    assert graph.element_type(mul.inputs[0]) == onnx.TensorProto.FLOAT
+    assert graph.element_type(mul.inputs[1]) is None
+    assert graph.rank(None) is None
+    assert optional(mul, 5) is None
+    assert not further_outputs(mul)
+
+
+def test_a_value_renamed_has_its_new_size_in_the_file() -> None:
+    graph = live()
+    value = node(graph, "Mul").outputs[0]
+    graph.rename_grown(value, "b_wide", axis=1, size=16)
+    infos = {
+        info.name: [d.dim_value for d in info.type.tensor_type.shape.dim] for info in graph.write().graph.value_info
+    }
+    assert infos["b_wide"] == [1, 16]
+    assert "b" not in infos
+
+
+def test_an_attribute_keeps_its_place_among_the_others() -> None:
+    graph = live("a = Elu<alpha = 0.5>(x) y = Neg(a)")
+    graph.set_attribute(node(graph, "Elu"), "alpha", 2.0)
+    assert graph.write().graph.node[0].attribute[0].f == 2.0
+    graph.set_attribute(node(graph, "Elu"), "alpha", None)
+    assert not graph.write().graph.node[0].attribute
+
+
+@given(st.lists(st.sampled_from(["behind", "before", "bypass", "rewrite", "collect"]), max_size=12))
+def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps: list[str]) -> None:
+    """Two Negs cancel out, wherever they are put; new nodes are never taken for ones that went."""
+    graph = live()
+    before = copy_model(graph.proto)
+    for step in steps:
+        graph.begin(())
+        mul = node(graph, "Mul")
+        if step == "behind":
+            graph.insert_behind(mul, "Neg")
+            graph.insert_behind(mul, "Neg")
+        elif step == "before":
+            graph.read(mul, 0, graph.insert_before(mul, "Neg", [graph.insert_before(mul, "Neg", [mul.inputs[0]])]))
+        elif step == "bypass":
+            value, reader = mul.outputs[0], node(graph, "Relu")
+            copy = graph.append_behind(mul, "Identity", [value])
+            maker = copy.producer()
+            assert maker is not None
+            graph.remove(maker)
+            del maker, copy
+            graph.set_attribute(reader, "unused", None)
+        elif step == "rewrite":
+            graph.rewrite(mul, "Mul", list(mul.inputs))
+        else:
+            gc.collect()
+        graph.settle()
+    assert_same(before, graph.write(), X)
+    names = [n.name for n in graph.proto.graph.node] + [o for n in graph.proto.graph.node for o in n.output]
+    assert len(names) == len(set(names))
+    onnx.checker.check_model(graph.proto)
