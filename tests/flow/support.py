@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,24 @@ import onnx
 import onnxruntime as ort
 from onnx import numpy_helper
 
-from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static
+from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static, verify_fusion
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.targets.proof import HEAVY_OPS
+from kenosis_ort.verify import check_bias_alignment
 from tests import models
 from tests.models import Array, Feed, FeedReader
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
+
+
+class Untouched(FeedReader):
+    """A reader that must not be asked."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def get_next(self) -> Feed | None:
+        raise AssertionError("data was read")
 
 
 def quantized(
@@ -58,6 +72,83 @@ def quality(model: onnx.ModelProto | Path, out: Path, feeds: Sequence[Feed], out
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
     return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A float model, its samples, the file that was made of it, and the report."""
+
+    model: onnx.ModelProto
+    feeds: Sequence[Feed]
+    out: Path
+    report: QuantizationReport
+
+    @cached_property
+    def written(self) -> onnx.ModelProto:
+        return onnx.load(self.out)
+
+    @cached_property
+    def ops(self) -> list[str]:
+        return [node.op_type for node in self.written.graph.node]
+
+    @cached_property
+    def held(self) -> dict[str, Array]:
+        return initializers(self.out)
+
+    @cached_property
+    def grids(self) -> dict[str, tuple[Array, Array]]:
+        """Scale and zero point by value, by its own name where the quantizer renamed it in front of Q."""
+        endings = ("_barrier", "_QuantizeLinear_Input")
+        found = parameters(self.out)
+        return {next((n.removesuffix(e) for e in endings if n.endswith(e)), n): p for n, p in found.items()}
+
+    @cached_property
+    def heavy(self) -> dict[str, bool]:
+        return heavy(self.report)
+
+    @cached_property
+    def integer(self) -> set[str]:
+        """Nodes that run on integer kernels in the file."""
+        return {kernel.node for kernel in verify_fusion(self.out).kernels if kernel.integer}
+
+    def db(self, feeds: Sequence[Feed] | None = None) -> float:
+        """SQNR of the worst output, on the samples or on others."""
+        return min(quality(self.model, self.out, feeds or self.feeds, i) for i in range(len(self.model.graph.output)))
+
+
+def make(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, **options: Any) -> Made:
+    """Quantizes, see `quantized`; a folder gets ``out.onnx``."""
+    out = out / "out.onnx" if out.is_dir() else out
+    feeds = models.feeds(model) if feeds is None else feeds
+    return Made(model, feeds, out, quantized(model, out, feeds, **options))
+
+
+def good(
+    model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, *, least: float = 30, **options: Any
+) -> Made:
+    """Quantizes, and checks what holds of every good file: it is close, runs as planned, and nobody is warned."""
+    made = make(model, out, feeds, **options)
+    assert made.db() > least
+    assert made.report.left_float() == ()
+    assert proof(made.report).silently_quantized() == ()
+    assert not any(k.weights_per_run for k in proof(made.report).kernels)
+    assert check_bias_alignment(made.written) == []
+    assert made.report.warnings == ()
+    names = [node.name for graph in all_graphs(made.written.graph) for node in graph.node]
+    assert len(set(names)) == len(names)
+    return made
+
+
+def changed(model: onnx.ModelProto, **how: Any) -> onnx.ModelProto:
+    """A copy of a model whose constants of these names are others: by a function of it, or by factors."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for tensor in copy.graph.initializer:
+        if tensor.name in how:
+            by, array = how[tensor.name], numpy_helper.to_array(tensor)
+            made = by(array.copy()) if callable(by) else array * np.asarray(by)
+            tensor.CopyFrom(numpy_helper.from_array(np.asarray(made, array.dtype), tensor.name))
+    return copy
 
 
 def proof(report: QuantizationReport) -> FusionReport:

@@ -1,51 +1,49 @@
-"""Bodies of If, Loop and Scan, from the public call to the file."""
+"""Bodies of If, Loop and Scan: in integers with the net, or float where they cost the outputs more than the rest."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnxruntime.quantization import QuantType
+from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import verify_fusion
 from kenosis_ort.api import preview
+from kenosis_ort.calibration.computed_feeds import Feeds
+from kenosis_ort.flow.builder import BodyBuilder
 from kenosis_ort.graph.walk import all_graphs, opset_of
-from kenosis_ort.verify import check_bias_alignment
 from tests.flow import control
-from tests.flow.support import proof, quality, quantized
-from tests.models import Feed
+from tests.flow.support import Made, make, proof, quality
+from tests.models import Feed, FeedReader
 from tests.planning import parse
 from tests.verify.faults import check_quantization
 
 RNG = np.random.default_rng(0)
+IN_INTEGERS = {"extra_options": {"EnableSubgraph": True}}
 
 
 def rates(*said: int) -> list[Feed]:
     return [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in said]
 
 
-def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: object):
+def rows(*shape: int) -> list[Feed]:
+    return [{"x": RNG.normal(size=shape).astype(np.float32)} for _ in range(3)]
+
+
+def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: Any) -> Made:
     """Quantizes, bodies whatever they cost unless told otherwise, and checks quality, proof, names and grids."""
-    out = folder / "out.onnx"
-    options = {"extra_options": {"EnableSubgraph": True}, **options}
-    report = quantized(model, out, feeds, **options)
-    for i in range(len(model.graph.output)):
-        assert quality(model, out, feeds, output=i) > 28
-    assert report.warnings == ()
-    made = onnx.load(out)
-    onnx.checker.check_model(made)
-    assert check_bias_alignment(made) == []
-    assert check_quantization(made) == []
-    names = [n.name for graph in all_graphs(made.graph) for n in graph.node]
+    made = make(model, folder, feeds, **{**IN_INTEGERS, **options})
+    assert made.db() > 28
+    assert made.report.warnings == ()
+    onnx.checker.check_model(made.written)
+    assert check_quantization(made.written) == []
+    names = [n.name for graph in all_graphs(made.written.graph) for n in graph.node]
     assert len(set(names)) == len(names)
-    return report
-
-
-def heavy(report) -> dict[str, bool]:
-    """Which layers run on integer kernels, bodies included."""
-    layers = ("Conv", "Gemm", "MatMul")
-    return {k.node: k.integer for k in proof(report).kernels if k.op_type in layers}
+    return made
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -53,52 +51,47 @@ def heavy(report) -> dict[str, bool]:
 @pytest.mark.parametrize("nested", [False, True])
 def test_both_branches_of_an_if(tmp_path: Path, stored: bool, outside: bool, nested: bool) -> None:
     model = control.two_rates(stored=stored, outside=outside, nested=nested)
-    report = checked(model, tmp_path, rates(16000, 8000, 16000, 8000))
-    float_layers = {name for name, integer in heavy(report).items() if not integer}
-    assert len(heavy(report)) == 6 + outside + 2 * nested
+    made = checked(model, tmp_path, rates(16000, 8000, 16000, 8000))
+    float_layers = {name for name, integer in made.heavy.items() if not integer}
+    assert len(made.heavy) == 6 + outside + 2 * nested
     assert all("other" in name for name in float_layers)  # the inner branch that no sample takes
     assert len(float_layers) == nested
-    kinds = {n.node: n.kind.value for n in report.plan.nodes}
-    assert {kinds[name] for name in heavy(report)} == ({"integer", "float"} if nested else {"integer"})
-    assert any(k.graph and k.absorbed_into for k in proof(report).kernels)  # Relu within a body
+    assert {made.report.plan.by_node[name].kind.value for name in made.heavy.keys() - float_layers} == {"integer"}
+    assert any(k.graph and k.absorbed_into for k in proof(made.report).kernels)  # Relu within a body
+    assert {k.node for k in verify_fusion(made.out).kernels if k.integer} == {
+        k.node for k in proof(made.report).kernels if k.integer
+    }
     if outside:  # the shared float weight has no reader left
-        stored_floats = [t for t in onnx.load(tmp_path / "out.onnx").graph.initializer if len(t.dims) == 4]
-        assert all(t.data_type == onnx.TensorProto.INT8 for t in stored_floats)
+        weights = [t for t in made.written.graph.initializer if len(t.dims) == 4]
+        assert all(t.data_type == onnx.TensorProto.INT8 for t in weights)
 
 
 def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path: Path) -> None:
-    report = checked(control.two_rates(), tmp_path, rates(16000, 16000))
-    assert heavy(report) == {name: name.startswith("then") for name in heavy(report)}
-    (note,) = [n for n in report.notes if "stays float" in n]
-    assert note == "The else_branch of 'mIf1' stays float: no calibration sample ran it."
-    missed = next(name for name, integer in heavy(report).items() if not integer)
-    assert "no calibration sample ran it" in report.plan.explain(missed)
-    assert "no calibration sample ran it" in next(k.reason for k in proof(report).kernels if k.node == missed)
+    made = checked(control.two_rates(), tmp_path, rates(16000, 16000))
+    assert made.heavy == {name: name.startswith("then") for name in made.heavy}
+    (note,) = [n for n in made.report.notes if "stays float" in n]
+    assert note == "The else_branch of 'm_if_1' stays float: no calibration sample ran it."
+    missed = next(name for name, integer in made.heavy.items() if not integer)
+    assert "no calibration sample ran it" in made.report.plan.explain(missed)
+    assert "no calibration sample ran it" in next(k.reason for k in proof(made.report).kernels if k.node == missed)
 
 
 @pytest.mark.parametrize("steps", [None, 4])
 def test_a_loop_is_calibrated_over_all_iterations(tmp_path: Path, steps: int | None) -> None:
-    model = control.loop(steps)
-    feeds = [{"x": RNG.normal(size=(4, 32)).astype(np.float32)} for _ in range(3)]
-    feeds = feeds if steps else [{**f, "n": np.array(4)} for f in feeds]
-    report = checked(model, tmp_path, feeds)
-    assert len(heavy(report)) == 3
-    assert all(heavy(report).values())
+    feeds = rows(4, 32) if steps else [{**f, "n": np.array(4)} for f in rows(4, 32)]
+    assert [*checked(control.loop(steps), tmp_path, feeds).heavy.values()] == [True] * 3
 
 
 def test_a_scan(tmp_path: Path) -> None:
-    feeds = [{"x": RNG.normal(size=(1, 6, 24)).astype(np.float32)} for _ in range(3)]
-    assert all(heavy(checked(control.scan(), tmp_path, feeds)).values())
+    assert all(checked(control.scan(), tmp_path, rows(1, 6, 24)).heavy.values())
 
 
 def test_with_the_defaults(tmp_path: Path) -> None:
-    report = checked(
-        control.two_rates(outside=True), tmp_path, rates(16000, 8000) * 4, recipe="fast", promise=True, tune="model"
-    )
-    assert all(heavy(report).values())
-    assert {p.reason.rpartition("; in ")[2] for p in report.passes} >= {
-        f"the {b}_branch of 'mIf3'" for b in ("then", "else")
-    }
+    options = {"recipe": "fast", "promise": True, "tune": "model"}
+    made = checked(control.two_rates(outside=True), tmp_path, rates(16000, 8000) * 4, **options)
+    assert all(made.heavy.values())
+    named = {p.reason.rpartition("; in ")[2] for p in made.report.passes}
+    assert named >= {f"the {b}_branch of 'm_if_3'" for b in ("then", "else")}
 
 
 ATTENTION = """net (float[B,S,32] x, bool again) => (float[B,S,32] y)
@@ -113,40 +106,31 @@ ATTENTION = """net (float[B,S,32] x, bool again) => (float[B,S,32] y)
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path: Path, swapped: bool) -> None:
-    weights = {name: RNG.normal(size=(32, 32)).astype(np.float32) / 6 for name in ("wq", "wk", "wv")}
     text = ATTENTION.replace("then_", "_").replace("else_", "then_").replace(" _", " else_") if swapped else ATTENTION
-    model = parse(text, weights, opset=17)
     feeds = [{"x": RNG.normal(size=(1, 9, 32)).astype(np.float32), "again": np.array(n % 2 > 0)} for n in range(6)]
-    report = checked(model, tmp_path, feeds)
-    made = onnx.load(tmp_path / "out.onnx")
-    assert [n.op_type for g in all_graphs(made.graph) for n in g.node].count("Attention") == 1
-    assert opset_of(made) == 23
-    assert sum(heavy(report).values()) == 4
+    made = checked(parse(text), tmp_path, feeds)
+    assert [n.op_type for g in all_graphs(made.written.graph) for n in g.node].count("Attention") == 1
+    assert opset_of(made.written) == 23
+    assert sum(made.heavy.values()) == 4
 
 
 def test_a_weight_that_two_branches_read_is_stored_once(tmp_path: Path) -> None:
-    report = checked(control.two_rates(outside=True), tmp_path, rates(16000, 8000))
-    assert all(heavy(report).values())
-    made = onnx.load(tmp_path / "out.onnx")
-    shared = [t for g in all_graphs(made.graph) for t in g.initializer if list(t.dims) == [16, 16, 3, 3]]
-    branches = [a.g for n in made.graph.node if n.op_type == "If" for a in n.attribute]
+    made = checked(control.two_rates(outside=True), tmp_path, rates(16000, 8000))
+    assert all(made.heavy.values())
+    shared = [t for g in all_graphs(made.written.graph) for t in g.initializer if list(t.dims) == [16, 16, 3, 3]]
+    branches = [a.g for n in made.written.graph.node if n.op_type == "If" for a in n.attribute]
     read = [{name for node in g.node for name in node.input} for g in branches]
     assert len(shared) == 3  # one for both, and the second Conv of each
     assert len([t for t in shared if all(t.name in names for names in read)]) == 1
 
 
-def test_excluded_layers_of_a_body_stay_float(tmp_path: Path) -> None:
-    model = control.two_rates(stored=True)
-    first = quantized(model, tmp_path / "first.onnx", rates(16000, 8000))
-    name = next(n for n in heavy(first) if n.startswith("then") and "Conv" in n)
-    report = quantized(model, tmp_path / "out.onnx", rates(16000, 8000), nodes_to_exclude=[name])
-    assert {n for n, integer in heavy(report).items() if not integer} == {name}
-
-
-def test_a_caller_may_leave_bodies_float(tmp_path: Path) -> None:
-    options = {"extra_options": {"EnableSubgraph": False}}
-    report = quantized(control.two_rates(outside=True), tmp_path / "out.onnx", rates(16000, 8000), **options)
-    assert {name for name, integer in heavy(report).items() if integer} == {"mConv0"}
+def test_what_the_caller_leaves_float_in_bodies_and_of_them(tmp_path: Path) -> None:
+    data, model = rates(16000, 8000), control.two_rates(stored=True)
+    name = next(n for n in make(model, tmp_path, data).heavy if n.startswith("then_conv"))
+    layers = make(model, tmp_path, data, nodes_to_exclude=[name]).heavy
+    assert {n for n, integer in layers.items() if not integer} == {name}
+    off = make(control.two_rates(outside=True), tmp_path, data, extra_options={"EnableSubgraph": False})
+    assert {name for name, integer in off.heavy.items() if integer} == {"m_conv_0"}
 
 
 def test_a_plan_without_data_knows_bodies() -> None:
@@ -154,7 +138,146 @@ def test_a_plan_without_data_knows_bodies() -> None:
     assert sum(n.kind.value == "integer" and n.op_type in ("Conv", "Gemm") for n in plan.nodes) == 9
 
 
-def test_the_written_file_proves_the_same(tmp_path: Path) -> None:
-    report = checked(control.two_rates(), tmp_path, rates(16000, 8000))
-    again = verify_fusion(tmp_path / "out.onnx")
-    assert {k.node for k in again.kernels if k.integer} == {k.node for k in proof(report).kernels if k.integer}
+# ---- bodies that cost much ------------------------------------------------------------------------------------
+
+MARGIN_DB = 0.3
+LOOP = """g (float[N,32] x) => (float[N,16] y) {{
+    n = Constant <value_int = {steps}> ()\n c = Constant <value = bool {{1}}> ()
+    a = MatMul (x, w0)\n b = {act} (a)
+    h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {{
+        go = Identity (on)\n t = MatMul (s, w1)\n u = Add (t, b1)\n next = Tanh (u) }}>
+    y = MatMul (h, w2) }}"""
+GROWING = """g (float[N,32] x) => (float[N,16] y, float[T,N,16] each) {
+    n = Constant <value_int = 5> ()\n c = Constant <value = bool {1}> ()\n a = MatMul (x, w0)
+    h, each = Loop (n, c, a) <body = step (int64 i, bool on, float[N,32] s)
+        => (bool go, float[N,32] next, float[N,16] o) {
+        go = Identity (on)\n t = MatMul (s, w1)\n u = MatMul (x, w3)\n v = Add (t, u)\n next = Relu (v)
+        o = MatMul (next, w4) }>
+    y = MatMul (h, w2) }"""
+SCAN = """g (float[12,N,32] x, float[N,32] h0, float[N,32] c0) => (float[12,N,16] y) {
+    e = MatMul (x, w0)\n r = Relu (e)
+    hT, cT, o = Scan <num_scan_inputs = 1, scan_input_directions = [1], scan_output_directions = [1],
+        body = step (float[N,32] h, float[N,32] c, float[N,32] row)
+        => (float[N,32] hn, float[N,32] cn, float[N,32] on) {
+        u = MatMul (h, w1)\n v = MatMul (row, w3)\n t = Add (u, v)\n gate = Sigmoid (t)\n new = Tanh (t)
+        cg = Mul (gate, c)\n cn = Add (cg, new)\n ct = Tanh (cn)\n hn = Mul (gate, ct)\n on = Identity (hn) }>
+        (h0, c0, r)
+    y = MatMul (o, w2) }"""
+NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
+    a = MatMul (x, w0)\n b = {act} (a)\n half = Constant <value_float = 0.5> ()\n on = Greater (q, half)
+    h = If (on) <
+        then_branch = first () => (float[N,32] o1) {{ t1 = MatMul (b, w1)\n o1 = Relu (t1) }},
+        else_branch = other () => (float[N,32] o2) {{
+            less = Constant <value_float = 0.25> ()\n rare = Less (q, less)
+            o2 = If (rare) <
+                then_branch = second () => (float[N,32] o3) {{ t3 = MatMul (b, w3)\n o3 = Relu (t3) }},
+                else_branch = third () => (float[N,32] o4) {{ t4 = MatMul (b, w5)\n o4 = Tanh (t4) }}> }}>
+    y = MatMul (h, w2) }}"""
+BRANCHING = """g (float[N,32] x) => (float[N,16] y) {
+    n = Constant <value_int = 4> ()\n c = Constant <value = bool {1}> ()\n two = Constant <value_int = 2> ()
+    a = MatMul (x, w0)\n b = Relu (a)
+    h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {
+        go = Identity (on)\n early = Less (i, two)
+        next = If (early) <
+            then_branch = first () => (float[N,32] o1) { t1 = MatMul (s, w1)\n o1 = Tanh (t1) },
+            else_branch = other () => (float[N,32] o2) { t2 = MatMul (s, w3)\n o2 = Relu (t2) }> }>
+    y = MatMul (h, w2) }"""
+TEXTS = {
+    "loop": LOOP.format(steps=4, act="Relu"),
+    "long loop": LOOP.format(steps=12, act="Relu"),
+    "growing": GROWING,
+    "scan": SCAN,
+    "nested": NESTED.format(act="Tanh"),
+    "branching": BRANCHING,
+}
+
+
+def net(text: str, seed: int = 0) -> onnx.ModelProto:
+    rng = np.random.default_rng(seed)
+    weights = {f"w{i}": rng.normal(size=(32, 16 if i in (2, 4) else 32)) / 32**0.5 for i in range(6)}
+    weights["b1"] = rng.normal(0, 0.1, 32)
+    return parse(text, {name: v.astype(np.float32) for name, v in weights.items() if f" {name})" in text})
+
+
+def samples(model: onnx.ModelProto, count: int, seed: int) -> list[Feed]:
+    """Samples of four rows and of different loudness; states are small, a number is between 0 and 1."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        feed = {}
+        for value in model.graph.input:
+            shape = [d.dim_value or 4 for d in value.type.tensor_type.shape.dim]
+            drawn = rng.normal(size=shape) * rng.uniform(0.6, 1.4) * (1 if value.name == "x" else 0.1)
+            feed[value.name] = np.asarray(drawn if shape else rng.uniform(), np.float32)
+        found.append(feed)
+    return found
+
+
+def costly(model: onnx.ModelProto, folder: Path, **options: Any) -> Made:
+    return make(model, folder, samples(model, 24, seed=1), **options)
+
+
+def notes_of(made: Made) -> list[str]:
+    return [note for note in made.report.notes if "stays float: in integers it costs the outputs" in note]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", TEXTS)
+def test_never_below_the_best_of_stock(tmp_path: Path, name: str, seed: int) -> None:
+    model = net(TEXTS[name], seed)
+    onnx.save(model, tmp_path / "float.onnx")
+    unseen, best = samples(model, 24, seed=1000 + seed), -np.inf
+    u8 = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
+    for said in ({}, {**u8, "reduce_range": True}):
+        stock(tmp_path / "float.onnx", tmp_path / "stock.onnx", FeedReader(samples(model, 24, seed=1)), **said)
+        outputs = range(len(model.graph.output))
+        best = max(best, min(quality(model, tmp_path / "stock.onnx", unseen, output=i) for i in outputs))
+    assert best > 15  # stock's file is worth a comparison
+    for recipe in ("fast", "plain"):
+        assert costly(model, tmp_path, recipe=recipe).db(unseen) > best - MARGIN_DB
+
+
+def test_the_report_says_what_a_body_would_cost(tmp_path: Path) -> None:
+    made = costly(net(TEXTS["long loop"]), tmp_path, recipe="fast")
+    (note,) = notes_of(made)
+    assert note.startswith("The body of 'Loop_h' stays float: in integers it costs the outputs ")
+    assert note.endswith(" dB on 12 samples.")
+    assert sorted(made.heavy.values()) == [False, True, True]
+    inside = next(node for node, integer in made.heavy.items() if not integer)
+    assert "it is in the body of 'Loop_h': in integers it costs" in made.report.plan.explain(inside)
+    undone = [p for p in made.report.passes if "; in the body of 'Loop_h'" in p.reason]
+    assert undone
+    assert not any(p.kept for p in undone)
+    assert all(p.reason.endswith(", which stays float") for p in undone)
+    assert len([p for p in made.report.passes if p.name == "ranges"]) == 2  # of the body and, anew, of the net
+    insisted = costly(made.model, tmp_path, **IN_INTEGERS)
+    assert all(insisted.heavy.values())
+    assert notes_of(insisted) == []
+
+
+def test_of_two_bodies_the_one_that_costs_little_runs_in_integers(tmp_path: Path) -> None:
+    """The first loop's result hardly counts beside the second's."""
+    second = """    little = Constant <value_float = 0.003> ()\n g0 = Mul (h, little)\n k = Add (b, g0)
+    h2 = Loop (n, c, k) <body = two (int64 i2, bool on2, float[N,32] s2) => (bool go2, float[N,32] next2) {
+        go2 = Identity (on2)\n t2 = MatMul (s2, w3)\n next2 = Tanh (t2) }>
+    y = MatMul (h2, w2) }"""
+    made = costly(net(TEXTS["loop"].replace("    y = MatMul (h, w2) }", second)), tmp_path)
+    (note,) = notes_of(made)
+    assert note.startswith("The body of 'Loop_h2' stays float")
+    assert {name for name, integer in made.heavy.items() if not integer} == {"MatMul_t2"}
+
+
+def test_bodies_are_tried_with_ranges_of_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch that few samples take has ranges that the next sample leaves; its own samples do not show that."""
+    model = net(NESTED.format(act="Relu"), seed=2)
+    seen: list[int] = []
+    real = BodyBuilder.seeing
+
+    def counted(self: BodyBuilder, outer: Feeds) -> BodyBuilder:
+        seen.append(len(list(outer())))
+        return real(self, outer)
+
+    monkeypatch.setattr(BodyBuilder, "seeing", counted)
+    unseen = samples(model, 24, seed=1002)
+    ours = costly(model, tmp_path, recipe="fast").db(unseen)
+    assert max(seen) == 12  # of 24
+    assert ours > costly(model, tmp_path, recipe="fast", extra_options={"EnableSubgraph": False}).db(unseen) - 4

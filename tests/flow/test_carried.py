@@ -26,8 +26,7 @@ from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization,
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
 from tests.flow.support import quality
-from tests.flow.test_cache_passes import FEEDS, MODEL, run
-from tests.flow.test_tables import depthwise, transformer
+from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
 from tests.models import Net
 
 

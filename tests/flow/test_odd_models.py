@@ -1,121 +1,148 @@
-"""Valid models with surprising names, sizes, values or shapes."""
+"""Valid models with surprising names, sizes, values, shapes, operator sets or outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper, parser
+from onnx import TensorProto, helper
 
-from kenosis_ort import quantize_static
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
-from tests.flow.support import heavy, proof, quality, quantized, run, session
+from tests.flow.support import changed, good, make, run, session
 from tests.models import Feed, Net
-
-
-def good(
-    model: onnx.ModelProto, folder: Path, feeds: list[Feed] | None = None, least: float = 30, **options: Any
-) -> dict[str, bool]:
-    """Quantizes, checks quality and proof, and returns which heavy nodes run on integer kernels."""
-    out = folder / "out.onnx"
-    samples = feeds or models.feeds(model)
-    report = quantized(model, out, samples, **options)
-    for i in range(len(model.graph.output)):
-        assert quality(model, out, samples, output=i) > least
-    assert report.left_float() == ()
-    assert proof(report).silently_quantized() == ()
-    assert report.warnings == ()
-    return heavy(report)
-
+from tests.planning import parse
 
 # ---- names ----------------------------------------------------------------------------------------------------
 
 
 def renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
-    """Returns the model with values and initializers renamed."""
+    """The model with values and initializers renamed."""
     for tensor in model.graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
     for node in model.graph.node:
         for field in (node.input, node.output):
-            for i, name in enumerate(field):
-                field[i] = names.get(name, name)
+            field[:] = [names.get(name, name) for name in field]
     return model
 
 
 COLLISIONS = {
-    "initializers": {
-        "stem_b": "conv1_w_scale",
-        "conv1_b": "x_scale",
-        "conv2_b": "x_zero_point",
-        "head_b": "x_quantized",
-    },
-    "integers": {"stem_b": "conv1_w_quantized", "conv1_b": "conv2_w_zero_point"},
-    "values": {"conv1_out": "x_QuantizeLinear_Output", "relu1_out": "x_DequantizeLinear_Output"},
-    "outputs": {"conv1_out": "head_out_QuantizeLinear_Input", "relu1_out": "conv1_w_DequantizeLinear_Output"},
-    "scales": {"conv1_out": "stem_relu_out_scale", "relu1_out": "stem_relu_out_zero_point"},
+    "initializers": "stem_b: conv1_w_scale, conv1_b: x_scale, conv2_b: x_zero_point, head_b: x_quantized",
+    "integers": "stem_b: conv1_w_quantized, conv1_b: conv2_w_zero_point",
+    "values": "conv1_out: x_QuantizeLinear_Output, relu1_out: x_DequantizeLinear_Output",
+    "outputs": "conv1_out: head_out_QuantizeLinear_Input, relu1_out: conv1_w_DequantizeLinear_Output",
+    "scales": "conv1_out: stem_relu_out_scale, relu1_out: stem_relu_out_zero_point",
 }
 
 
 @pytest.mark.parametrize("policy", ["auto", "int8"])
 @pytest.mark.parametrize("names", COLLISIONS.values(), ids=COLLISIONS)
-def test_values_named_like_what_quantization_adds(tmp_path: Path, names: dict[str, str], policy: Any) -> None:
-    """A Mul's factor called ``x_scale`` must not become the scale of ``x``."""
-    model = renamed(models.residual_block(), names)
-    assert all(good(model, tmp_path, protect_outputs=policy).values())
+def test_values_named_like_what_quantization_adds(tmp_path: Path, names: str, policy: Any) -> None:
+    model = renamed(models.residual_block(), dict(pair.split(": ") for pair in names.split(", ")))
+    assert all(good(model, tmp_path, protect_outputs=policy).heavy.values())
 
 
-def test_nodes_named_like_what_quantization_adds(tmp_path: Path) -> None:
-    model = models.residual_block()
-    for node, name in zip(model.graph.node, ("x_QuantizeLinear", "conv1_w_DequantizeLinear"), strict=False):
-        node.name = name
-    assert all(good(model, tmp_path).values())
+def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    for node in model.graph.node:
+        node.name = ""
+    return model
 
 
-def test_a_factor_named_like_the_scale_of_its_input(tmp_path: Path) -> None:
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0", out="y")
-    y = net.op("Mul", [y, net.const(3.0, "y_scale")], name="scaled")
-    net.output(net.conv(y, 4, 4, name="conv1"), [1, 4, 8, 8])
-    assert all(good(net.model(), tmp_path).values())
+def named_like_q(model: onnx.ModelProto) -> onnx.ModelProto:
+    model.graph.node[0].name, model.graph.node[1].name = "x_QuantizeLinear", "conv1_w_DequantizeLinear"
+    return model
 
 
-def test_a_bias_named_like_the_copy_of_another(tmp_path: Path) -> None:
-    """The bias ``b`` is needed on two grids; the second copy must not take the place of the bias ``b_1``."""
-    net = Net()
-    x = net.input("x", [1, 4, 8, 8])
-    b, other = net.const(net.rng.normal(0, 1, 4), "b"), net.const(net.rng.normal(0, 5, 4), "b_1")
-    for i, (value, bias) in enumerate([(x, b), (net.op("Mul", [x, net.const(40.0)], name="big"), b), (x, other)]):
-        y = net.op("Conv", [value, net.weight((4, 4, 3, 3), name=f"w{i}"), bias], name=f"conv{i}", pads=[1] * 4)
-        net.output(y, [1, 4, 8, 8])
-    assert all(good(net.model(), tmp_path, least=25).values())
+def main_domain_by_its_other_name(model: onnx.ModelProto) -> onnx.ModelProto:
+    for node in model.graph.node:
+        node.domain = "ai.onnx"
+    return model
 
 
-def test_one_initializer_as_weight_and_as_bias(tmp_path: Path) -> None:
-    net = Net()
-    x = net.op("Relu", [net.gemm(net.input("x", [1, 1]), 1, 4, name="first")], name="relu")
-    v = net.const(net.rng.normal(0, 1, (1, 4)), "v")
-    y = net.op("Gemm", [x, v, net.const([0.5], "c")], name="as_weight", transB=1)
-    net.output(net.op("Gemm", [y, net.const(np.full((1, 4), 0.7), "u"), v], name="as_bias"), [1, 4])
-    assert all(good(net.model(), tmp_path).values())
+def imported_by_its_other_name(model: onnx.ModelProto) -> onnx.ModelProto:
+    model.opset_import[0].domain = "ai.onnx"
+    return model
 
 
-# ---- domains, functions, shapes -------------------------------------------------------------------------------
+def constants_as_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
+    held = [helper.make_node("Constant", [], [t.name], name=f"{t.name}_k", value=t) for t in model.graph.initializer]
+    nodes = [*held, *model.graph.node]
+    del model.graph.initializer[:], model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
 
 
-@pytest.mark.parametrize("where", ["nodes", "import"])
-def test_the_main_domain_by_its_other_name(tmp_path: Path, where: str) -> None:
-    model = models.residual_block()
-    if where == "nodes":
-        for node in model.graph.node:
-            node.domain = "ai.onnx"
-    else:
-        model.opset_import[0].domain = "ai.onnx"
-    assert all(good(model, tmp_path).values())
+ODD_BLOCKS = [
+    without_names,
+    named_like_q,
+    main_domain_by_its_other_name,
+    imported_by_its_other_name,
+    constants_as_nodes,
+]
+
+
+@pytest.mark.parametrize("odd", ODD_BLOCKS, ids=lambda f: f.__name__)
+def test_a_net_written_otherwise(tmp_path: Path, odd: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
+    layers = good(odd(models.residual_block()), tmp_path).heavy
+    assert len(layers) == 4
+    assert all(layers.values())
+
+
+CONV = "Conv <pads = [1, 1, 1, 1]>"
+NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a factor named like the scale of its input": (
+        f"""net (float[1,3,8,8] x) => (float[1,4,8,8] z) <float[4,3,3,3] w, float y_scale, float[4,4,3,3] v> {{
+            y = {CONV} (x, w)  s = Mul (y, y_scale)  z = {CONV} (s, v) }}""",
+        {"y_scale": 3.0},
+    ),
+    "a weight and a bias of two grids, and a bias named like the second copy": (
+        f"""net (float[1,4,8,8] x) => (float[1,4,8,8] a, float[1,4,8,8] c, float[1,4,8,8] d)
+            <float[4,4,3,3] w, float[4,4,3,3] v, float[4] b, float[4] b_1, float forty> {{
+            a = {CONV} (x, w, b)  big = Mul (x, forty)  c = {CONV} (big, w, b)  d = {CONV} (x, v, b_1) }}""",
+        {"forty": 40.0, "b": [0.4, -1.1, 0.7, 1.6], "b_1": [5.0, -3.0, 2.0, 4.0]},
+    ),
+    "one initializer as weight and as bias": (
+        """net (float[1,1] x) => (float[1,4] y) <float[4,1] a, float[1,4] v, float[1] c, float[1,4] u> {
+            f = Gemm <transB = 1> (x, a)  r = Relu (f)  g = Gemm <transB = 1> (r, v, c)  y = Gemm (g, u, v) }""",
+        {"a": [0.9, -0.5, 1.2, 0.4], "v": [0.8, -1.3, 0.4, 1.1], "c": 0.5, "u": [0.7] * 4},
+    ),
+    "one dimension": (
+        """net (float[1,3,6] x) => (float[1,4,6] y) <float[4,3,3] w, float[4,4,3] v> {
+            a = Conv <pads = [1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1]> (r, v) }""",
+        {},
+    ),
+    "three dimensions": (
+        """net (float[1,3,6,6,6] x) => (float[1,4,6,6,6] y) <float[4,3,3,3,3] w, float[4,4,3,3,3] v> {
+            a = Conv <pads = [1, 1, 1, 1, 1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1, 1, 1, 1, 1]> (r, v) }""",
+        {},
+    ),
+    "unused inputs, initializers and nodes": (
+        f"""net (float[1,3,8,8] x, float[1,2] unused) => (float[1,4,8,8] y)
+            <float[4,3,3,3] w, float[4,4,3,3] v, float[3] nobody> {{
+            a = {CONV} (x, w)  dead_end = Relu (a)  y = {CONV} (a, v) }}""",
+        {},
+    ),
+    "several outputs, inner ones too": (
+        f"""net (float[1,3,8,8] x) => (float[1,8,8,8] s, float[1,8,8,8] r, float[1,8,8,8] b, float[1,4,8,8] y)
+            <float[8,3,3,3] w, float[8,8,3,3] v, float[4,8,3,3] u> {{
+            s = {CONV} (x, w)  r = Relu (s)  b = {CONV} (r, v)  t = Relu (b)  y = {CONV} (t, u) }}""",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_all_of_it_runs_in_integers(tmp_path: Path, name: str) -> None:
+    text, weights = NETS[name]
+    made = good(parse(text, weights), tmp_path, least=25)
+    assert all(made.heavy.values())
+    assert [o.name for o in made.report.outputs] == [o.name for o in made.model.graph.output]
+    if "two grids" in name:
+        assert sum(a.dtype == np.int32 and bool(a.any()) for a in made.held.values()) == 3  # a private bias for each
 
 
 def test_local_functions(tmp_path: Path) -> None:
@@ -129,47 +156,64 @@ def test_local_functions(tmp_path: Path) -> None:
         <domain: "local", opset_import: ["": 17]>
         silu (u) => (v) {{ s = Sigmoid(u)  v = Mul(u, s) }}
     """
-    found = good(parser.parse_model(text), tmp_path)
-    assert len(found) == 2
-    assert all(found.values())
+    assert [*good(onnx.parser.parse_model(text), tmp_path).heavy.values()] == [True, True]
 
 
-def net_with_defaults(*listed: str) -> onnx.ModelProto:
-    """A net whose initializers named here are inputs too."""
+# ---- inputs and shapes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listed", "fed", "overridable"),
+    [
+        (["factor"], False, {"factor"}),  # meant to be overridden
+        (["a_w", "factor"], False, set()),  # weights are among them: all were listed as old exporters do
+        (None, False, set()),
+        (None, True, {"factor"}),
+    ],
+)
+def test_initializers_that_are_inputs_too(
+    tmp_path: Path, listed: list[str] | None, fed: bool, overridable: set[str]
+) -> None:
     net = Net()
     y = net.op("Mul", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="a"), net.const(2.0, "factor")], name="scaled")
     net.output(net.conv(y, 4, 4, name="b"), [1, 4, 8, 8])
     model = net.model()
-    stored = {t.name: t for t in model.graph.initializer}
-    for name in listed or stored:
-        kind, dims = stored[name].data_type, list(stored[name].dims)
-        model.graph.input.append(onnx.helper.make_tensor_value_info(name, kind, dims))
-    return model
-
-
-def defaults_of(path: Path) -> set[str]:
-    return {value.name for value in session(path).get_overridable_initializers()}
-
-
-def test_a_default_that_is_meant_to_be_overridden_stays_an_input(tmp_path: Path) -> None:
-    model = net_with_defaults("factor")
-    assert all(good(model, tmp_path, [{"x": np.ones((1, 3, 8, 8), np.float32)}]).values())
-    assert defaults_of(tmp_path / "out.onnx") == {"factor"}
-
-
-def test_a_default_that_the_data_feed_stays_an_input(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    feeds = [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32), "factor": np.float32(i)} for i in range(1, 4)]
+    for tensor in [t for t in model.graph.initializer if listed is None or t.name in listed]:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    feeds = [{"x": feed["x"], **({"factor": np.float32(i)} if fed else {})}
+             for i, feed in enumerate(models.feeds(net.model(), 3), 1)]  # fmt: skip
     feeds = [{name: np.asarray(value) for name, value in feed.items()} for feed in feeds]
-    assert all(good(net_with_defaults(), tmp_path, feeds).values())
-    assert defaults_of(tmp_path / "out.onnx") == {"factor"}
+    made = good(model, tmp_path, feeds)
+    assert all(made.heavy.values())
+    assert {value.name for value in session(made.out).get_overridable_initializers()} == overridable
 
 
-def test_weights_that_are_listed_as_inputs_become_constants(tmp_path: Path) -> None:
-    feeds = [{"x": np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)}]
-    for model in (net_with_defaults(), net_with_defaults("a_w", "factor")):
-        assert all(good(model, tmp_path, feeds).values())
-        assert not defaults_of(tmp_path / "out.onnx")
+def test_weights_that_are_inputs(tmp_path: Path) -> None:
+    text = f"""net (float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,8,8] y) <float[4,4,3,3] v> {{
+        fed = {CONV} (x, w)  y = {CONV} (fed, v) }}"""
+    assert good(parse(text), tmp_path).heavy == {"Conv_fed": False, "Conv_y": True}
+
+
+def test_an_input_that_is_an_output(tmp_path: Path) -> None:
+    net = Net()
+    x = net.input("x", [1, 3, 8, 8])
+    net.output(net.conv(x, 3, 4, name="conv"), [1, 4, 8, 8])
+    net.output(x, [1, 3, 8, 8])
+    made = good(net.model(), tmp_path)
+    assert np.array_equal(run(made.out, made.feeds)[0][1], made.feeds[0]["x"])
+
+
+@pytest.mark.parametrize("batches", [[1, 4, 2], [5], [2, 0]], ids=str)
+def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path: Path, batches: list[int]) -> None:
+    text = f"""net (float[N,3,H,W] x) => (float[N,5] y) <float[8,3,3,3] w, float[8,8,3,3] v, float[5,8] h> {{
+        a = {CONV} (x, w)  r = Relu (a)  c = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (r, v)
+        p = GlobalAveragePool (c)  f = Flatten (p)  y = Gemm <transB = 1> (f, h) }}"""
+    model = parse(text)
+    feeds = [models.feeds(model, 1, seed=b, dims={"N": b, "H": 8 + b, "W": 12})[0] for b in batches]
+    made = good(model, tmp_path, feeds)
+    assert all(made.heavy.values())
+    others = models.feeds(model, 1, seed=9, dims={"N": 7, "H": 16, "W": 16})
+    assert run(made.out, others)[0][0].shape == (7, 5)
 
 
 def test_sizes_that_the_model_leaves_open_get_no_made_up_names(tmp_path: Path) -> None:
@@ -178,104 +222,41 @@ def test_sizes_that_the_model_leaves_open_get_no_made_up_names(tmp_path: Path) -
     found = net.op("NonZero", [net.op("Greater", [y, net.const(0.5)])])
     net.output(y, ["n", 4, 8, 8])
     model = net.model()
-    model.graph.output.append(onnx.helper.make_tensor_value_info(found, onnx.TensorProto.INT64, None))
-    report = quantized(model, tmp_path / "out.onnx")
-    shapes = [[o.shape for o in session(m).get_outputs()] for m in (model, tmp_path / "out.onnx")]
+    model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.INT64, None))
+    made = make(model, tmp_path)
+    shapes = [[o.shape for o in session(m).get_outputs()] for m in (model, made.out)]
     assert shapes == [[["n", 4, 8, 8], [4, None]]] * 2
-    assert report.warnings == ()
+    assert made.report.warnings == ()
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_convs_of_other_dimensions(tmp_path: Path, dims: int) -> None:
-    net = Net()
-    size = [6] * dims
-    pads = {"pads": [1] * 2 * dims}
-    y = net.op("Conv", [net.input("x", [1, 3, *size]), net.weight((4, 3, *[3] * dims))], name="conv0", **pads)
-    y = net.op("Relu", [y], name="relu")
-    net.output(net.op("Conv", [y, net.weight((4, 4, *[3] * dims))], name="conv1", **pads), [1, 4, *size])
-    assert all(good(net.model(), tmp_path).values())
-
-
-def test_weights_that_are_inputs_or_computed(tmp_path: Path) -> None:
-    net = Net()
-    y = net.op("Conv", [net.input("x", [1, 3, 8, 8]), net.input("w", [4, 3, 1, 1])], name="fed")
-    net.output(net.conv(y, 4, 4, name="constant"), [1, 4, 8, 8])
-    assert good(net.model(), tmp_path) == {"fed": False, "constant": True}
-
-
-def test_unused_inputs_initializers_and_nodes(tmp_path: Path) -> None:
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0")
-    net.input("unused", [1, 2])
-    net.const(np.ones(3), "unused_constant")
-    net.op("Relu", [y], name="dead_end")
-    net.output(net.conv(y, 4, 4, name="conv1"), [1, 4, 8, 8])
-    assert all(good(net.model(), tmp_path).values())
-
-
-@pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24])
-def test_later_opsets(tmp_path: Path, opset: int) -> None:
+@pytest.mark.parametrize("opset", [7, 9, 11, 12, 13, 18, 19, 20, 21, 22, 23, 24])
+def test_operator_sets(tmp_path: Path, opset: int) -> None:
     if opset > runtime_limits().max_opset:
         pytest.skip("newer than the runtime")
-    assert all(good(models.residual_block(opset=opset), tmp_path).values())
+    made = good(models.conv_relu_chain(4, opset=opset), tmp_path, least=25)
+    assert all(made.heavy.values())
+    assert {o.version for o in made.written.opset_import if not o.domain} >= {max(opset, 13)}
 
 
 # ---- values ---------------------------------------------------------------------------------------------------
 
 
-def zero(name: str) -> onnx.ModelProto:
-    model = models.residual_block()
-    for tensor in model.graph.initializer:
-        if tensor.name == name:
-            tensor.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(tensor)), name))
-    return model
-
-
 @pytest.mark.parametrize("name", ["conv1_w", "conv1_b", "stem_w", "head_w"])
 def test_weights_of_zero(tmp_path: Path, name: str) -> None:
-    assert all(good(zero(name), tmp_path, least=25).values())
+    assert all(good(changed(models.residual_block(), **{name: 0.0}), tmp_path, least=25).heavy.values())
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-20, 1e20, 1e30])
 def test_inputs_of_any_magnitude(tmp_path: Path, factor: float) -> None:
     model = models.residual_block()
     feeds = [{"x": (f["x"] * factor).astype(np.float32)} for f in models.feeds(model)]
-    assert all(is_integer or factor == 1e-38 for is_integer in good(model, tmp_path, feeds).values())
+    assert all(is_integer or factor == 1e-38 for is_integer in good(model, tmp_path, feeds).heavy.values())
 
 
-def test_batches_of_nothing(tmp_path: Path) -> None:
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", ["N", 3, 8, 8]), 3, 4, name="conv0")], name="relu")
-    net.output(net.conv(y, 4, 4, name="conv1"), ["N", 4, 8, 8])
-    model = net.model()
-    nothing = {"x": np.zeros((0, 3, 8, 8), np.float32)}
-    assert all(good(model, tmp_path, [*models.feeds(model, 3), nothing]).values())
-
-
-# ---- magnitudes at the ends of float32 ----------------------------------------------------------------------------
-
-
-def scaled_net(first: float, second: float, biases: float, dead: float = 1.0) -> onnx.ModelProto:
-    """Two Convs and a Gemm whose weights are of these magnitudes; every other channel times ``dead``."""
-    rng = np.random.default_rng(0)
-    text = """<ir_version: 8, opset_import: ["": 17]> net (float[1,3,12,12] x) => (float[1,4] y) {
-      a = Conv <pads = [1,1,1,1]> (x, w1, b1)   r = Relu (a)   c = Conv <pads = [1,1,1,1]> (r, w2, b2)
-      s = Relu (c)   p = GlobalAveragePool (s)   f = Flatten (p)   y = Gemm (f, w3, b3) }"""
-    arrays = {
-        "w1": rng.normal(size=(8, 3, 3, 3)) * 0.2 * first,
-        "w2": rng.normal(size=(8, 8, 3, 3)) * 0.1 * second,
-        "w3": rng.normal(size=(8, 4)),
-        "b1": rng.normal(size=8) * biases,
-        "b2": rng.normal(size=8) * biases,
-        "b3": rng.normal(size=4),
-    }
-    for name in ("w2", "b1"):
-        arrays[name][::2] *= dead
-    model: onnx.ModelProto = parser.parse_model(text)
-    for node in model.graph.node:
-        node.name = node.output[0]
-    model.graph.initializer.extend(numpy_helper.from_array(a.astype(np.float32), n) for n, a in arrays.items())
-    return model
+ENDS = """net (float[1,3,12,12] x) => (float[1,4] y)
+    <float[8,3,3,3] w1, float[8] b1, float[8,8,3,3] w2, float[8] b2, float[8,4] w3, float[4] b3> {
+    a = Conv <pads = [1,1,1,1]> (x, w1, b1)   r = Relu (a)   c = Conv <pads = [1,1,1,1]> (r, w2, b2)
+    s = Relu (c)   p = GlobalAveragePool (s)   f = Flatten (p)   y = Gemm (f, w3, b3) }"""
 
 
 @pytest.mark.parametrize(
@@ -291,13 +272,24 @@ def scaled_net(first: float, second: float, biases: float, dead: float = 1.0) ->
     ],
 )
 def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float, ...], integer: set[str]) -> None:
-    model = scaled_net(*magnitudes)
-    feeds = models.feeds(model, 4)
-    report = quantized(model, tmp_path / "out.onnx", feeds)
-    assert {name for name, is_integer in heavy(report).items() if is_integer} == integer
-    assert quality(model, tmp_path / "out.onnx", feeds) > 30
+    """Two Convs and a Gemm whose weights and biases are of these magnitudes; every other channel times the fourth."""
+    (first, second, biases), dead = magnitudes[:3], magnitudes[3] if len(magnitudes) > 3 else 1.0
+    rng = np.random.default_rng(0)
+    arrays = {"w1": rng.normal(size=(8, 3, 3, 3)) * 0.2 * first, "w2": rng.normal(size=(8, 8, 3, 3)) * 0.1 * second}
+    arrays |= {"w3": rng.normal(size=(8, 4)), "b1": rng.normal(size=8) * biases, "b2": rng.normal(size=8) * biases}
+    for name in ("w2", "b1"):
+        arrays[name][::2] *= dead
+    model = parse(ENDS, {**arrays, "b3": rng.normal(size=4)}, ir_version=8)
+    for node in model.graph.node:
+        node.name = node.output[0]
+    made = make(model, tmp_path)
+    assert {name for name, is_integer in made.heavy.items() if is_integer} == integer
+    assert made.db() > 30
     if len(integer) == 1:
-        assert "beyond what scales hold" in report.plan.explain("c")
+        assert "beyond what scales hold" in made.report.plan.explain("c")
+
+
+# ---- outputs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["zipmap", "sequence", "optional"])
@@ -306,81 +298,56 @@ def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> 
     net = Net()
     x = net.input("x", [1, 8])
     scores = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
-    tensor = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
+    tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
     if kind == "zipmap":
         made = net.op("ZipMap", [net.op("Softmax", [scores])], domain="ai.onnx.ml", classlabels_int64s=[3, 1, 2, 0])
-        scalar = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])
-        described = onnx.helper.make_sequence_type_proto(
-            onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, scalar)
-        )
+        numbers = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+        described = helper.make_sequence_type_proto(numbers)
     elif kind == "sequence":
-        made, described = net.op("SequenceConstruct", [scores, x]), onnx.helper.make_sequence_type_proto(tensor)
+        made, described = net.op("SequenceConstruct", [scores, x]), helper.make_sequence_type_proto(tensor)
     else:
-        made, described = net.op("Optional", [scores]), onnx.helper.make_optional_type_proto(tensor)
+        made, described = net.op("Optional", [scores]), helper.make_optional_type_proto(tensor)
     net.output(scores, [1, 4])
     model = net.model()
-    model.opset_import.add(domain="ai.onnx.ml", version=3)
-    model.graph.output[0].CopyFrom(onnx.helper.make_value_info(made, described))
-    out = tmp_path / "out.onnx"
-    report = quantized(model, out, models.feeds(model, 8), recipe="fast")
-    assert report.warnings == ()
-    assert [o.name for o in report.outputs] == [made]
-    assert 25 < report.outputs[0].sqnr_db < 80
-    found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (out, model))
+    if kind != "zipmap":
+        model.opset_import.add(domain="ai.onnx.ml", version=3)
+    model.graph.output[0].CopyFrom(helper.make_value_info(made, described))
+    done = make(model, tmp_path, models.feeds(model, 8), recipe="fast")
+    assert done.report.warnings == ()
+    assert [o.name for o in done.report.outputs] == [made]
+    assert 25 < done.report.outputs[0].sqnr_db < 80
+    found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (done.out, model))
     assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize("recipe", ["plain", "fast"])
 def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path: Path, recipe: str) -> None:
     net = Net()
-    x = net.input("x", [1, 8])
-    y = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
-    z = net.op("Add", [net.op("RandomNormalLike", [y], scale=5.0), y])
+    y = net.gemm(net.op("Relu", [net.gemm(net.input("x", [1, 8]), 8, 16, name="a")]), 16, 4, name="b")
     net.output(y, [1, 4])
-    net.output(z, [1, 4])
-    report = quantized(net.model(), tmp_path / "out.onnx", models.feeds(net.model(), 8), recipe=recipe)
-    assert report.warnings == ()
-    assert [o.name for o in report.outputs] == [y]
-    assert any("is random" in note for note in report.notes)
-    assert all(heavy(report).values())
+    net.output(net.op("Add", [net.op("RandomNormalLike", [y], scale=5.0), y]), [1, 4])
+    made = make(net.model(), tmp_path, models.feeds(net.model(), 8), recipe=recipe)
+    assert made.report.warnings == ()
+    assert [o.name for o in made.report.outputs] == [y]
+    assert any("is random" in note for note in made.report.notes)
+    assert all(made.heavy.values())
 
 
-@pytest.mark.parametrize("island", [False, True])
-def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path: Path, island: bool) -> None:
-    rng = np.random.default_rng(0)
-    wide = [rng.standard_normal((16, 16)).astype(np.float32) / 4 for _ in range(2)]
-    weights = {
-        "w1": wide[0],
-        "w2": wide[1],
-        "s": np.float32(0.04),
-        "z": np.uint8(128),
-        "q": rng.integers(-127, 128, (16, 16)).astype(np.int8),
-        "ws": np.float32(0.004),
-        "wz": np.int8(0),
-    }
-    helper = onnx.helper
-    inside = [
-        helper.make_node("DequantizeLinear", ["aq", "s", "z"], ["ad"], name="ad"),
-        helper.make_node("DequantizeLinear", ["q", "ws", "wz"], ["wd"], name="wd"),
-        helper.make_node("MatMul", ["ad", "wd"], ["b"], name="mid"),
-    ]
-    if island:
-        inside = [
-            helper.make_node("QLinearMatMul", ["aq", "s", "z", "q", "ws", "wz", "s", "z"], ["bq"], name="mid"),
-            helper.make_node("DequantizeLinear", ["bq", "s", "z"], ["b"], name="bd"),
-        ]
-    nodes = [
-        helper.make_node("MatMul", ["x", "w1"], ["a"], name="first"),
-        helper.make_node("QuantizeLinear", ["a", "s", "z"], ["aq"], name="aq"),
-        *inside,
-        helper.make_node("MatMul", ["b", "w2"], ["y"], name="last"),
-    ]
-    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 16]) for name in "xy"]
-    held = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    feeds = [{"x": rng.standard_normal((4, 16)).astype(np.float32)} for _ in range(8)]
-    report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(feeds), promise=False)
-    assert heavy(report)["first"]
-    assert heavy(report)["last"]
-    assert quality(model, tmp_path / "out.onnx", feeds) > 20
+MIDDLE = {
+    "pairs": "ad = DequantizeLinear (aq, s, z)  wd = DequantizeLinear (q, ws, wz)  b = MatMul (ad, wd)",
+    "operator": "bq = QLinearMatMul (aq, s, z, q, ws, wz, s, z)  b = DequantizeLinear (bq, s, z)",
+}
+
+
+@pytest.mark.parametrize("middle", MIDDLE)
+def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path: Path, middle: str) -> None:
+    text = f"""net (float[4,16] x) => (float[4,16] y) <float[16,16] w1, float[16,16] w2, float s, uint8 z,
+        int8[16,16] q, float ws, int8 wz> {{
+        a = MatMul (x, w1)  aq = QuantizeLinear (a, s, z)  {MIDDLE[middle]}  y = MatMul (b, w2) }}"""
+    whole = np.random.default_rng(0).integers(-127, 128, (16, 16))
+    model = parse(text, {"s": 0.04, "z": 128, "q": whole, "ws": 0.004})
+    feeds: list[Feed] = models.feeds(model, 8)
+    made = make(model, tmp_path, feeds, recipe="fast", tune="model")
+    assert made.heavy["MatMul_a"]
+    assert made.heavy["MatMul_y"]
+    assert made.db() > 20

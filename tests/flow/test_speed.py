@@ -3,98 +3,78 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, quantize_static
+from kenosis_ort import KenosisWarning, QuantizationReport, Recipe, quantize_static
 from kenosis_ort.flow import speed
-from kenosis_ort.tuning.promise import Estimate
+from kenosis_ort.flow.speed import scenarios
+from kenosis_ort.tuning import promise
+from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus, Outcome, Step
 from tests import models
-from tests.flow.support import QDQ, session
+from tests.flow.support import QDQ, make, quantized, run
+from tests.models import FeedReader
 from tests.pace import Pace
+from tests.planning import parse
 
 
-def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> QuantizationReport:
-    return quantize_static(model, out, models.reader(model), recipe="plain", **options)
-
-
-def has_qdq(path: Path) -> bool:
-    return any(n.op_type in QDQ for n in onnx.load(path).graph.node)
+def timed(model: onnx.ModelProto, out: Path, **options: Any) -> tuple[QuantizationReport, Any, bool]:
+    """The report, what it says of speed, and whether the file has Q and DQ."""
+    report = quantize_static(model, out, models.reader(model), recipe="plain", **options)
+    return report, report.speed, any(n.op_type in QDQ for n in onnx.load(out).graph.node)
 
 
 def test_faster_int8_is_delivered(tmp_path: Path) -> None:
-    report = quantized(models.residual_block(), tmp_path / "out.onnx")
-    assert has_qdq(tmp_path / "out.onnx")
-    assert report.speed is not None
-    assert report.speed.taken is not None
-    assert (report.speed.taken.name, report.speed.taken.verdict) == ("int8", "faster")
-    assert QuantizationReport.from_json(report.to_json()).speed == report.speed
+    report, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx")
+    assert has_qdq
+    assert (found.taken.name, found.taken.verdict) == ("int8", "faster")
+    assert QuantizationReport.from_json(report.to_json()).speed == found
 
 
 def test_slower_int8_leaves_the_float_model(tmp_path: Path, pace: Pace) -> None:
     pace.int8 = 0.09
     model, out = models.residual_block(), tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match="INT8 does not pay here") as caught:
-        report = quantized(model, out)
+        report = quantize_static(model, out, models.reader(model), recipe="plain")
     assert caught[0].filename == __file__
-    assert not has_qdq(out)
     assert report.speed is not None
     statuses = {form.name: form.status for form in report.speed.candidates}
-    assert statuses["int8"] == "slower"
-    assert statuses["float"] == "taken"
+    assert (statuses["int8"], statuses["float"]) == ("slower", "taken")
     assert "the float model" in report.verdict()
-    feed = models.feeds(model, 1)[0]
-    for want, got in zip(session(model).run(None, feed), session(out).run(None, feed), strict=True):
-        assert (want == got).all()
+    feeds = models.feeds(model, 1)
+    assert np.array_equal(run(model, feeds)[0][0], run(out, feeds)[0][0])
 
 
 def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, pace: Pace) -> None:
     pace.int8, pace.other = 0.09, 0.03
-    out = tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning, match="dynamic"):
-        report = quantized(models.mlp(), out)
-    assert report.speed is not None
-    assert report.speed.taken is not None
-    assert report.speed.taken.name == "dynamic"
-    assert any(n.domain == "com.microsoft" for n in onnx.load(out).graph.node)
+        _, found, _ = timed(models.mlp(), tmp_path / "out.onnx")
+    assert found.taken.name == "dynamic"
+    assert any(n.domain == "com.microsoft" for n in onnx.load(tmp_path / "out.onnx").graph.node)
 
 
 def test_the_promise_can_be_switched_off(tmp_path: Path, pace: Pace) -> None:
     pace.int8 = 0.09
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = quantized(models.residual_block(), tmp_path / "out.onnx", promise=False)
-    assert report.speed is None
-    assert has_qdq(tmp_path / "out.onnx")
+        _, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx", promise=False)
+    assert found is None
+    assert has_qdq
 
 
 def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, pace: Pace) -> None:
     pace.int8 = 0.09
-    overrides = {"x": [{"quant_type": QuantType.QUInt8}]}
+    overrides = {"TensorQuantOverrides": {"x": [{"quant_type": QuantType.QUInt8}]}}
     with pytest.warns(KenosisWarning, match=r"TensorQuantOverrides'\] asks for does not pay here: only 0\.67x"):
-        report = quantized(
-            models.residual_block(), tmp_path / "out.onnx", extra_options={"TensorQuantOverrides": overrides}
-        )
-    assert report.speed is not None
-    assert report.speed.basis == "measured"
-    assert has_qdq(tmp_path / "out.onnx")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"tune": "modell"}, "Did you mean 'model'"),
-        ({"threads": -1}, "threads=-1"),
-        ({"threads": True}, "threads=True"),
-    ],
-)
-def test_bad_options(tmp_path: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        quantized(models.residual_block(), tmp_path / "out.onnx", **options)
+        _, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx", extra_options=overrides)
+    assert found.basis == "measured"
+    assert has_qdq
 
 
 def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> None:
@@ -102,7 +82,7 @@ def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> 
     pace.int8 = 0.09
     model = models.bn_net()
     with pytest.warns(KenosisWarning):
-        report = quantize_static(model, tmp_path / "out.onnx", models.FeedReader(models.feeds(model, 16)))
+        report = quantize_static(model, tmp_path / "out.onnx", FeedReader(models.feeds(model, 16)))
     assert all(output.sqnr_db > 100 for output in report.outputs)
 
 
@@ -110,6 +90,7 @@ def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> 
     ("estimated", "is_float", "basis"),
     [(2.0, False, "estimated"), (1.2, True, "undecided"), (0.5, True, "estimated"), (None, True, "undecided")],
 )
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 def test_nets_too_small_to_time_are_decided_by_the_cost_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimated: float | None, is_float: bool, basis: str
 ) -> None:
@@ -117,11 +98,186 @@ def test_nets_too_small_to_time_are_decided_by_the_cost_table(
     found = None if estimated is None else Estimate(estimated, 1.4)
     monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
     monkeypatch.setattr(speed._Forms, "_estimate", lambda _: found)
-    model = models.conv_relu_chain(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KenosisWarning)
-        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 4), recipe="plain")
+    report, told, _ = timed(models.conv_relu_chain(2), tmp_path / "out.onnx")
     assert report.is_float is is_float
+    assert told.basis == basis
+    assert told.float_milliseconds is None
+
+
+# ---- by the machine's clock -----------------------------------------------------------------------------------
+
+FORMS = {"int8", "dynamic", "weight-only", "float"}
+STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spare", "outrun"}
+
+
+@pytest.mark.real_clock
+@pytest.mark.filterwarnings("ignore:INT8 (does not|is not known to) pay here")  # the machine decides
+@pytest.mark.parametrize(
+    ("net", "size"),
+    [
+        (models.residual_block, {"channels": 16, "size": 32}),
+        (models.mobile_block, {"channels": 8, "size": 24}),
+        (models.mlp, {"n_in": 256, "hidden": 512}),
+    ],
+)
+def test_the_default_call(tmp_path: Path, net: Callable[..., onnx.ModelProto], size: dict[str, int]) -> None:
+    """As nearly everybody makes it: only structure is asserted."""
+    model = net(**size)
+    made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=True, tune="model")
+    report = made.report
+    assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
+    assert made.db() > 15
+    assert {"equalize", "bias_correction"} <= {p.name for p in report.passes}
+    assert report.fusion is not None
     assert report.speed is not None
-    assert report.speed.basis == basis
-    assert report.speed.float_milliseconds is None
+    assert report.speed.taken is not None
+    assert report.speed.taken.name in FORMS or report.speed.taken.name.endswith("float")
+    forms = report.speed.candidates
+    assert {form.status for form in forms} <= STATUSES
+    assert [form.status for form in forms].count("taken") == 1
+    assert all(form.reason for form in forms)
+    assert any(form.ratio is not None for form in forms), "these nets take longer than a call"
+    for form in forms:
+        timed = form.ratio is not None
+        assert timed or form.status != "slower"
+        assert not timed or (form.verdict and form.milliseconds and form.low <= form.ratio <= form.high)
+    assert report.recipe is not None
+    assert report.recipe.speed is not None
+    assert report.recipe.speed.form == report.speed.taken.name
+    assert QuantizationReport.from_json(report.to_json()).speed == report.speed
+    assert "float model" in str(report)
+
+
+# ---- what timing decided is in the report's recipe, which makes the same bytes without any timing --------------
+
+
+def deciding(form: str) -> Any:
+    """A promise whose clock makes one form the first that is not slower."""
+
+    def decided(_: Any, candidates: Any, *args: Any, **kwargs: Any) -> Outcome:
+        candidate = next(each for each in candidates if each.name == form)
+        step = Step(form, candidate.description, FormStatus.TAKEN, "fast")
+        return Outcome(candidate.build(), form, (step,), Basis.MEASURED, 1.0, 1.0)
+
+    return decided
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("timed")
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+@pytest.mark.parametrize("form", ["int8", "first node float", "weight-only", "dynamic", "float"])
+def test_the_saved_recipe_repeats_what_timing_decided(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.mlp(n_in=256, hidden=256, n_out=64)
+    monkeypatch.setattr(promise, "keep_promise", deciding(form))
+    report = quantized(model, tmp_path / "first.onnx", promise=True, tune="model")
+    assert report.recipe is not None
+    assert report.recipe.speed is not None
+    assert report.recipe.speed.form == form
+    report.recipe.save(tmp_path / "saved.toml")
+    assert Recipe.load(tmp_path / "saved.toml") == report.recipe
+    monkeypatch.setattr(promise, "keep_promise", never)
+    monkeypatch.setattr(speed, "_least_us", never)
+    again = quantized(model, tmp_path / "again.onnx", recipe=tmp_path / "saved.toml", promise=True)
+    assert again.recipe == report.recipe
+    assert (tmp_path / "first.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
+    assert again.speed is not None
+    assert again.speed.taken is not None
+    assert "nothing was timed" in again.speed.taken.reason
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = ["plain"]
+    for seed, form in ((0, "float"), (3, "int8")):
+        monkeypatch.setattr(promise, "keep_promise", deciding(form))
+        model = models.residual_block(seed=seed)
+        found.append(quantized(model, tmp_path / "out.onnx", recipe=found[-1], promise=True).recipe)
+    assert [each.speed.form for each in found[1:]] == ["float", "int8"]
+    assert found[1].speed.model != found[2].speed.model
+
+
+# ---- which lengths a model is timed at ------------------------------------------------------------------------
+
+DECODER = """net (int64[B,T] input_ids, int64[B,M] attention_mask, float[B,2,P,4] past) => (float[B,T,32] y)
+    <float[50,32] table, float[32,32] w> {
+    x = Gather (table, input_ids)
+    wide = MatMul (x, w)
+    y = Relu (wide) }"""
+MASKED = """net (int64[B,T] ids, int64[B,T] mask) => (float[B,T,32] y) <float[50,32] table, float[32,32] w,
+    int64[1] last = {-1}> {
+    x = Gather (table, ids)
+    numbers = Cast <to = 1> (mask)
+    wide = Unsqueeze (numbers, last)
+    seen = Mul (x, wide)
+    y = MatMul (seen, w) }"""
+FIXED = """net (int64[B,T] ids) => (float[B,4,8] y) <float[50,8] t, int64[3] s = {0, 4, 8}> {
+    x = Gather (t, ids)\n y = Reshape (x, s) }"""
+CLOSED = "net (float[1,32] x) => (float[1,32] y) <float[32,32] w> { y = MatMul (x, w) }"
+IMAGE = "net (float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }"
+
+
+def decoder_feed(tokens: int, past: int, *, mask: bool = True) -> dict[str, Any]:
+    feed = {"input_ids": np.ones((1, tokens), np.int64), "past": np.zeros((1, 2, past, 4), np.float32)}
+    return {**feed, "attention_mask": np.ones((1, tokens + past), np.int64)} if mask else feed
+
+
+def masked_feed(tokens: int) -> dict[str, Any]:
+    return {"ids": np.arange(tokens)[None] % 50, "mask": np.ones((1, tokens), np.int64)}
+
+
+FAR, NEAR = [decoder_feed(20, 0), decoder_feed(1, 20), decoder_feed(9, 0)], [decoder_feed(20, 0), decoder_feed(9, 0)]
+NO_LENGTH = ["no feed of length 1 could be made of the samples: not timed for it"]
+NOT_OPEN = ["no input of the model is of open length: timed as the samples are"]
+
+
+@pytest.mark.parametrize(
+    ("net", "feeds", "lengths", "found", "notes"),
+    [
+        (DECODER, FAR, (), [("input_ids of length 1", True, 1), ("input_ids of length 20", False, 1)], []),
+        (DECODER, NEAR, (), [("", False, 2)], []),
+        (DECODER.replace("int64[B,M] attention_mask, ", ""),  # the growth of a cache is no other situation
+         [decoder_feed(1, n, mask=False) for n in (1, 40)], (), [("", True, 2)], []),
+        (MASKED, [masked_feed(6)], (12, 1, 6),
+         [("ids of length 1", True, 1), ("ids of length 6", True, 1), ("ids of length 12", False, 1)], []),
+        (FIXED, [{"ids": np.ones((1, 4), np.int64)}], (1,), [("", False, 1)], NO_LENGTH),
+        (CLOSED, [{"x": np.ones((1, 32), np.float32)}], (1,), [("", True, 1)], NOT_OPEN),
+        (IMAGE, [{"x": np.ones((1, 3, 8, 8), np.float32)}], (), [("", False, 1)], []),
+    ],
+)  # fmt: skip
+def test_lengths_that_a_model_is_timed_at(net: str, feeds: Any, lengths: Any, found: Any, notes: Any) -> None:
+    seen, told = scenarios(parse(net), feeds, lengths)
+    assert [(s.name, s.few_rows, len(s.feeds)) for s in seen] == found
+    assert told == notes
+
+
+def test_lengths_that_are_asked_for_are_made_of_the_samples() -> None:
+    found, _ = scenarios(parse(MASKED), [masked_feed(6)], (12, 1, 6))
+    assert [s.feeds[0]["mask"].shape for s in found] == [(1, 1), (1, 6), (1, 12)]
+    assert found[2].feeds[0]["ids"].tolist() == [[0, 1, 2, 3, 4, 5] * 2]
+    (one,), _ = scenarios(parse(DECODER), [decoder_feed(8, 5)], (2,))
+    shapes = {name: value.shape for name, value in one.feeds[0].items()}
+    assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 7), "past": (1, 2, 5, 4)}
+
+
+def test_a_file_that_is_slower_for_single_tokens_is_not_delivered(pace: Pace, tmp_path: Path) -> None:
+    net = parse(MASKED.replace("32]", "64]").replace("32,", "64,"))
+    feeds = [masked_feed(n) for n in (1, 40, 1, 40)]
+
+    def delivered(**options: Any) -> Any:
+        return quantize_static(net, tmp_path / "out.onnx", FeedReader(feeds), recipe="plain", **options)
+
+    pace.int8, pace.plain, pace.other = 3e-3, 6e-3, 9e-3
+    assert delivered().speed.taken.name == "int8"
+    pace.int8, pace.other = 9e-3, 2e-2
+    with pytest.warns(KenosisWarning, match="for ids of length 1"):
+        assert delivered().is_float
+    pace.int8, pace.other = 3e-3, 1e-3
+    report = delivered(sequence_lengths=(1, 8))
+    assert report.speed.taken.name == "dynamic"
+    assert "the fastest form here" in report.verdict()
+    assert not report.is_float
+    assert report.speed.candidates[0].status == "outrun"

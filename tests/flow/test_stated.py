@@ -1,79 +1,132 @@
-"""What the call states counts, at an option's default too: before the recipe file, before the named recipe."""
+"""One table of options: what Python, a recipe file and the command line say is one request, and what is stated counts.
+
+At an option's default too it goes before the recipe file, and before the named recipe.
+"""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from onnxruntime.quantization import QuantFormat, QuantType, StaticQuantConfig
+from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import KenosisWarning, OptionError, Placement, Speed, Stages, quantize, quantize_static
 from kenosis_ort.api import _previewed
+from kenosis_ort.cli import flags
+from kenosis_ort.cli.main import build_parser
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
-from kenosis_ort.option_types import RecipeFile
+from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 
 MODEL = models.mlp()
-HELD: dict[str, tuple[Any, Any]] = {
-    "target": ("qnn", "ort-cpu"),
-    "quant_format": (QuantFormat.QOperator, QuantFormat.QDQ),
-    "use_external_data_format": (True, False),
-    "verify": (False, True),
-    "custom_op_libraries": (["no_such_library.so"], []),
-    "nodes_to_exclude": (["a"], []),
-    "protect_outputs": ("float", "auto"),
-    "rewrites": (False, True),
-    "max_opset": (17, None),
-    "on_failure": ("float", "error"),
-    "kv_cache": ("int8", None),
+VALUES: dict[str, tuple[Any, str]] = {
+    "activation_bits": (5, "--activation-bits 5 --format qcdq"),
+    "activation_type": (QuantType.QInt8, "--activation-type int8"),
+    "calibrate_method": (CalibrationMethod.Entropy, "--method entropy"),
+    "calibration_providers": (("CPUExecutionProvider",), ""),
+    "extra_options": ({"WeightSymmetric": False}, "--option WeightSymmetric=False"),
+    "format": ("qop", "--format qop"),
+    "host": ("vnni", "--for-host vnni"),
+    "kv_cache": ("int8", "--kv-cache int8"),
+    "max_opset": (17, "--max-opset 17"),
+    "nodes_to_exclude": (("a", "b"), "--exclude a --exclude b"),
+    "nodes_to_quantize": (("fc1",), "--only fc1"),
+    "on_failure": ("float", "--on-failure float"),
+    "op_types_to_quantize": (("Gemm",), "--op-type Gemm"),
+    "per_channel": (False, "--no-per-channel"),
+    "primary_inputs": (("x",), "--primary-input x"),
+    "promise": (False, "--no-promise"),
+    "protect_outputs": ("int8", "--protect-outputs int8"),
+    "quant_format": (QuantFormat.QOperator, ""),
+    "reduce_range": (True, "--reduce-range"),
+    "rewrites": (False, "--no-rewrites"),
+    "sequence_lengths": ((1, 8), "--sequence-lengths 1,8"),
+    "stages": (Stages(nudge=False), ""),
+    "target": ("qnn", "--target qnn"),
+    "threads": (2, "--threads 2"),
+    "tune": ("off", "--tune off"),
+    "use_external_data_format": (True, "--external-data"),
+    "verify": (False, "--no-verify"),
+    "weight_bits": (4, "--weight-bits 4 --format qcdq"),
+    "weight_type": (QuantType.QUInt8, "--weight-type uint8"),
 }
-"""An option with what the file holds, and its default, which the call states."""
-SPEED: dict[str, tuple[Any, Any]] = {
-    "promise": (False, True),
-    "tune": ("off", "model"),
-    "threads": (2, 1),
-    "sequence_lengths": ([1, 8], ()),
+"""An option with a value that it has not by itself, and how the shell says it."""
+BESIDE = {"weight_bits": {"format": "qcdq"}, "activation_bits": {"format": "qcdq"}}
+USUAL: dict[str, Any] = {
+    "target": "ort-cpu",
+    "quant_format": QuantFormat.QDQ,
+    "use_external_data_format": False,
+    "verify": True,
+    "nodes_to_exclude": [],
+    "protect_outputs": "auto",
+    "rewrites": True,
+    "max_opset": None,
+    "on_failure": "error",
+    "kv_cache": None,
+    "promise": True,
+    "tune": "model",
+    "threads": 1,
+    "sequence_lengths": (),
 }
+"""Options at their defaults, which the call states."""
+SPEED = ("promise", "tune", "threads", "sequence_lengths")
 
 
-def request(**said: Any) -> Request:
-    return _previewed(MODEL, said)
+def request(**given: Any) -> Request:
+    return _previewed(MODEL, given)
 
 
 def file(**options: Any) -> RecipeFile:
     return RecipeFile(RECIPES["fast"], options)
 
 
-def value(found: Request, name: str) -> Any:
-    if name == "quant_format":
-        return found.choices[name].value
-    return found.target.name if name == "target" else getattr(found, name)
+def known(made: Request) -> dict[str, Any]:
+    """What a request says, but for functions, which are made anew for each target, and for who said it."""
+    fields = {name: value for name, value in vars(made).items() if name not in ("target", "choices")}
+    return fields | {"target": made.target.name, "choices": {k: c.value for k, c in made.choices.items()}}
 
 
-@pytest.mark.parametrize("name", HELD)
+def test_every_option_that_a_file_may_hold_has_a_value_here() -> None:
+    assert {*VALUES} == {*IN_FILE}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_python_file_and_shell_say_the_same(name: str, tmp_path: Path) -> None:
+    value, line = VALUES[name]
+    given = {name: value, **BESIDE.get(name, {})}
+    said = known(request(**given))
+    assert said != known(request()), "the value is none that an option has by itself"
+    RecipeFile(RECIPES["fast"], given).save(tmp_path / "recipe.toml")
+    assert known(request(recipe=tmp_path / "recipe.toml")) == said
+    if line:
+        words = flags.given(build_parser().parse_args(shlex.split(f"quantize m.onnx {line}")))
+        assert known(request(**flags.to_api(words))) == said
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_FILE])
+def test_a_file_holds_nothing_of_a_single_run(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        RecipeFile.from_toml(f'schema = 1\n[recipe]\nname = "fast"\n[options]\n{name} = "x"\n')
+
+
+@pytest.mark.parametrize("name", USUAL)
 def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
-    held, usual = HELD[name]
-    plain, from_file = value(request(), name), value(request(recipe=file(**{name: held})), name)
-    assert from_file != plain
-    assert value(request(recipe=file(**{name: held}), **{name: usual}), name) == plain
-
-
-@pytest.mark.parametrize("name", SPEED)
-def test_a_field_of_speed_goes_before_the_file(name: str) -> None:
-    held, usual = SPEED[name]
-    assert getattr(request(recipe=file(**{name: held})).speed, name) == (
-        tuple(held) if name == "sequence_lengths" else held
-    )
-    for said in ({"speed": Speed(**{name: usual})}, {name: usual}):
-        assert getattr(request(recipe=file(**{name: held}), **said).speed, name) == usual
-    other: dict[str, Any] = {"threads": 3} if name != "threads" else {"tune": "off"}
-    assert getattr(request(recipe=file(**{name: held}), speed=Speed(**other)).speed, name) != usual
+    held, usual = file(**{name: VALUES[name][0]}), USUAL[name]
+    assert known(request(recipe=held)) != known(request())
+    stated: list[dict[str, Any]] = [{name: usual}]
+    if name in SPEED:
+        stated.append({"speed": Speed(**{name: usual})})
+        other: dict[str, Any] = {"threads": 3} if name != "threads" else {"tune": "off"}
+        assert getattr(request(recipe=held, speed=Speed(**other)).speed, name) != usual
+    for said in stated:
+        assert known(request(recipe=held, **said)) == known(request(**said)), said
 
 
 def test_named_recipes_give_way_to_what_is_stated() -> None:
@@ -85,6 +138,18 @@ def test_named_recipes_give_way_to_what_is_stated() -> None:
     held = file(protect_outputs="float")
     assert request(recipe=held, placement=Placement(protect_outputs="auto")).protect_outputs == "auto"
     assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"
+
+
+def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(KenosisWarning, match="quant_format=QInt8 is no QuantFormat"):
+        found = request(quant_format=QuantType.QInt8, recipe=file(quant_format=QuantFormat.QOperator))
+    assert found.choices["quant_format"].value is QuantFormat.QOperator
+    config = StaticQuantConfig(models.reader(MODEL), quant_format=QuantType.QInt8)
+    with pytest.warns(KenosisWarning, match="quant_format"):
+        assert quantize(MODEL, tmp_path / "out.onnx", config).options["quant_format"].value is QuantFormat.QDQ
+
+
+# ---- the operator set -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [13, 17, 21])
@@ -105,15 +170,6 @@ def test_what_needs_a_higher_operator_set_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="needs operator set 21"):
             quantize_static(MODEL, tmp_path / "out.onnx", models.reader(MODEL), max_opset=17, **wide)
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(KenosisWarning, match="quant_format=QInt8 is no QuantFormat"):
-        found = request(quant_format=QuantType.QInt8, recipe=file(quant_format=QuantFormat.QOperator))
-    assert found.choices["quant_format"].value is QuantFormat.QOperator
-    config = StaticQuantConfig(models.reader(MODEL), quant_format=QuantType.QInt8)
-    with pytest.warns(KenosisWarning, match="quant_format"):
-        assert quantize(MODEL, tmp_path / "out.onnx", config).options["quant_format"].value is QuantFormat.QDQ
 
 
 @pytest.mark.parametrize("opset", [13, 17, 22])

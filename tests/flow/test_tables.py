@@ -1,8 +1,12 @@
-"""A calibration table takes the reader's place: shards, saved, loaded and merged, make the file of one call."""
+"""A calibration table in the reader's place: caches and merged shards make the file of one call, whatever passes do."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import tempfile
+from collections.abc import Callable
+from functools import cache as once
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,235 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnxruntime.quantization import CalibrationMethod, QuantFormat
+from onnxruntime.quantization import quantize_static as stock_quantize_static
 
-from kenosis_ort import CalibrationError, CalibrationTable, KenosisError, calibrate, quantize_static
+from kenosis_ort import (
+    CalibrationError,
+    CalibrationTable,
+    KenosisError,
+    QuantizationReport,
+    Recipe,
+    SyntheticReader,
+    calibrate,
+    quantize_static,
+)
 from kenosis_ort.calibration.table import _checksum
 from kenosis_ort.demo.measurements import INPUT_NAME, load_digits
 from kenosis_ort.errors import ArgumentTypeError, OptionError
 from tests import models
-from tests.flow.test_cache_passes import FEEDS, MODEL, kept, run
+from tests.flow.support import changed, quality
 from tests.models import Feed, FeedReader
+from tests.planning import parse
+
+EXACT = "exact"
+EXACTLY = Recipe(EXACT, ranges="minmax", bias_correction=False)  # nothing that needs samples after the ranges
+
+
+def unbalanced(seed: int = 0) -> onnx.ModelProto:
+    """Two Convs that equalization gains much in: channels of very different size between them."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(rng.normal(0, 2.0, 8))
+    weights = {"w1": rng.normal(0, 0.3, (8, 3, 3, 3)) * sizes[:, None, None, None]}
+    weights |= {"w2": rng.normal(0, 0.3, (4, 8, 3, 3)) / sizes[:, None, None], "b1": np.zeros(8), "b2": np.zeros(4)}
+    return parse(
+        """net (float[1,3,8,8] x) => (float[1,4,8,8] y) <float[8,3,3,3] w1, float[8] b1, float[4,8,3,3] w2, float[4] b2>
+        { c = Conv <pads = [1,1,1,1]> (x, w1, b1)  r = Relu (c)  y = Conv <pads = [1,1,1,1]> (r, w2, b2) }""",
+        weights,
+    )
+
+
+MODEL = unbalanced()
+FEEDS = models.feeds(MODEL, 24)
+
+
+def run(out: Path, feeds: Any = FEEDS, model: onnx.ModelProto = MODEL, **options: Any) -> QuantizationReport:
+    reader = FeedReader(feeds) if isinstance(feeds, list) else feeds
+    if options.get("recipe") == EXACT:
+        options["recipe"] = EXACTLY
+    return quantize_static(model, out, reader, **{"promise": False, "evidence": "none", **options})
+
+
+@once
+def made(recipe: str = "fast", *, cached: bool = True, **options: Any) -> tuple[bytes, str, set[str]]:
+    """The file of a call, the cache that it wrote, and the passes that it kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, cache = Path(folder, "out.onnx"), Path(folder, "ranges.json")
+        report = run(out, recipe=recipe, **options, **({"calibration_cache_path": cache} if cached else {}))
+        return out.read_bytes(), cache.read_text() if cached else "", kept(report)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The cache of a call with the default recipe."""
+    return cache_of(tmp_path, "fast")
+
+
+def cache_of(folder: Path, recipe: str) -> Path:
+    path = folder / "ranges.json"
+    path.write_text(made(recipe)[1])
+    return path
+
+
+def kept(report: QuantizationReport) -> set[str]:
+    return {p.name for p in report.passes if p.kept}
+
+
+# ---- a cache switches no pass off -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [EXACT, "fast", "plain"])
+def test_a_run_with_a_cache_one_without_and_the_cache_alone_make_one_file(tmp_path: Path, recipe: str) -> None:
+    cache, content, kept_then = cache_of(tmp_path, recipe), made(recipe)[0], made(recipe)[2]
+    assert content == made(recipe, cached=False)[0]
+    assert kept_then >= {"fast": {"equalize", "bias_correction"}, EXACT: {"equalize"}, "plain": set()}[recipe]
+    for data in (FEEDS, FEEDS[::-1], None):
+        report = run(tmp_path / "again.onnx", data, recipe=recipe, calibration_cache_path=str(cache))
+        assert report.calibration.samples == 0
+        assert kept(report) == kept_then
+        assert content == (tmp_path / "again.onnx").read_bytes()
+        assert not any("were not tried" in note for note in report.notes)
+    assert cache.read_text() == made(recipe)[1]
+    assert CalibrationTable.load(cache).samples == len(FEEDS)
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+def test_made_up_samples(tmp_path: Path) -> None:
+    files = []
+    for options in ({}, *[{"calibration_cache_path": tmp_path / "c"}] * 2):
+        run(tmp_path / "out.onnx", SyntheticReader(MODEL, samples=16), **options)
+        files.append((tmp_path / "out.onnx").read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("options", [{"recipe": "plain"}, {"per_channel": False}, {"recipe": EXACT}])
+def test_one_cache_serves_other_recipes_and_types(tmp_path: Path, cache: Path, options: dict[str, Any]) -> None:
+    """It is of the weights as they came, whatever was done to them then."""
+    run(out := tmp_path / "out.onnx", None, calibration_cache_path=cache, **options)
+    assert made(cached=False, **options)[0] == out.read_bytes()
+
+
+def test_renamed_file_and_new_metadata_are_the_same_model(tmp_path: Path, cache: Path) -> None:
+    model = changed(MODEL)
+    model.producer_name, model.doc_string = "someone else", "exported again"
+    onnx.save(model, tmp_path / "again.onnx")
+    quantize_static(tmp_path / "again.onnx", tmp_path / "out.onnx", None, calibration_cache_path=cache)
+
+
+def test_qoperator_uses_the_cache(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"quant_format": QuantFormat.QOperator, "calibration_cache_path": tmp_path / "c"}
+    for name, data in (("first", FEEDS), ("second", None)):
+        run(tmp_path / name, data, recipe="plain", **options)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+# ---- caches that are refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [EXACT, "plain", "fast"])
+@pytest.mark.parametrize("other", [models.feeds(MODEL, 24, seed=9), FEEDS[:-1], [*FEEDS, FEEDS[0]]])
+def test_other_data_are_refused(tmp_path: Path, recipe: str, other: Any) -> None:
+    cache = cache_of(tmp_path, recipe)
+    with pytest.raises(CalibrationError, match="produced from other data") as caught:
+        run(tmp_path / "second.onnx", other, recipe=recipe, calibration_cache_path=cache)
+    assert caught.value.where == str(cache)
+    assert caught.value.fix
+    assert not (tmp_path / "second.onnx").exists()
+
+
+OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
+    "another model": (unbalanced(1), {}),
+    "another graph": (models.residual_block(), {}),
+    "another method": (MODEL, {"calibrate_method": CalibrationMethod.Entropy}),
+    "another setting": (MODEL, {"extra_options": {"CalibMovingAverage": True}}),
+}
+
+
+@pytest.mark.parametrize("with_data", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_options_are_refused(tmp_path: Path, cache: Path, other: str, with_data: bool) -> None:
+    model, options = OTHERS[other]
+    feeds = models.feeds(model, 24) if with_data else None
+    with pytest.raises(CalibrationError, match="produced") as caught:
+        run(tmp_path / "out.onnx", feeds, model, calibration_cache_path=cache, **options)
+    assert caught.value.fix
+    assert not (tmp_path / "out.onnx").exists()
+    assert cache.read_text() == made()[1]
+
+
+def test_wider_placement_asks_for_what_is_missing(tmp_path: Path) -> None:
+    """A cache made without the head lacks its tensors."""
+    model, options = models.residual_block(), {"recipe": "plain", "calibration_cache_path": tmp_path / "ranges.json"}
+    names = [n.name for n in model.graph.node if n.name != "stem"]
+    run(tmp_path / "few.onnx", models.feeds(model), model, nodes_to_exclude=names[3:], **options)
+    with pytest.raises(CalibrationError, match="lacks") as caught:
+        run(tmp_path / "all.onnx", models.feeds(model), model, **options)
+    assert "ranges.json" in str(caught.value)
+    assert caught.value.fix
+
+
+def edit_range(text: str) -> str:
+    raw = json.loads(text)
+    next(iter(raw["kenosis"]["tensors"].values()))["high"] *= 2
+    return json.dumps(raw)
+
+
+def edit_stock_range(text: str) -> str:
+    raw = json.loads(text)
+    next(iter(raw["data"].values()))["highest"]["data"][0] *= 2
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x", edit_range, edit_stock_range],
+    ids=["last characters", "half", "empty", "longer", "edited", "edited for stock"],
+)
+def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, damage: Callable[[str], str]) -> None:
+    cache.write_text(damage(cache.read_text()))
+    for feeds in (FEEDS, None):
+        with pytest.raises(CalibrationError) as caught:
+            run(tmp_path / "out.onnx", feeds, calibration_cache_path=cache)
+        assert caught.value.where == str(cache)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_nothing_is_cached_that_fails_and_what_cannot_be_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError):
+        run(tmp_path / "out.onnx", [], calibration_cache_path=tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("no folder")
+    reader = FeedReader(FEEDS)
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        run(tmp_path / "out.onnx", reader, calibration_cache_path=tmp_path / "file" / "ranges.json")
+    assert reader.handed_out == 0
+
+
+# ---- stock's caches -------------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_stocks_format_too(cache: Path) -> None:
+    """Stock reads the ranges back with its own loader."""
+    calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
+    if not hasattr(calibrate, "load_tensors_data"):
+        pytest.skip("this runtime has no calibration cache")
+    table, loaded = CalibrationTable.load(cache), calibrate.load_tensors_data(str(cache))
+    assert table.tensors
+    for name in table.tensors:
+        low, high = (float(np.asarray(v).reshape(-1)[0]) for v in loaded[name].range_value)
+        assert (low, high) == pytest.approx(table.range_of(name))
+
+
+def test_a_cache_that_stock_wrote(tmp_path: Path) -> None:
+    if "calibration_cache_path" not in inspect.signature(stock_quantize_static).parameters:
+        pytest.skip("this runtime has no calibration cache")
+    model, out, cache = models.conv_relu_chain(4), tmp_path / "out.onnx", tmp_path / "c"
+    stock_quantize_static(model, tmp_path / "stock.onnx", models.reader(model), calibration_cache_path=cache)
+    quantize_static(model, out, None, calibration_cache_path=cache)
+    assert quality(model, out, models.feeds(model)) > 25
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------
 
 
 def digits() -> tuple[onnx.ModelProto, list[Feed]]:
@@ -27,74 +251,64 @@ def digits() -> tuple[onnx.ModelProto, list[Feed]]:
 
 def depthwise() -> tuple[onnx.ModelProto, list[Feed]]:
     """Channels of very different size behind the expansion, with a Relu6 and a depthwise Conv between."""
-    model = models.mobile_block()
-    rng = np.random.default_rng(3)
-    weights = {t.name: t for t in model.graph.initializer}
-    sizes = np.exp(rng.normal(0, 2.5, 32)).astype(np.float32)
-    for node in model.graph.node:
-        if node.name in ("expand", "depthwise"):
-            factors = sizes if node.name == "expand" else 1 / sizes
-            for name in node.input[1 : 3 if node.name == "expand" else 2]:
-                array = numpy_helper.to_array(weights[name])
-                array = array * factors.reshape(-1, *[1] * (array.ndim - 1))
-                weights[name].CopyFrom(numpy_helper.from_array(array, name))
+    sizes = np.exp(np.random.default_rng(3).normal(0, 2.5, 32)).astype(np.float32)
+    wide = sizes[:, None, None, None]
+    model = changed(models.mobile_block(), expand_w=wide, expand_b=sizes, depthwise_w=1 / wide)
     return model, models.feeds(model, 45)
 
 
 def transformer() -> tuple[onnx.ModelProto, list[Feed]]:
     """Outlier channels behind the first norm, as SmoothQuant is made for."""
-    model = models.transformer_block(tokens=8, width=32)
-    weights = {t.name: t for t in model.graph.initializer}
-    linear = {n.name: n.input[1] for n in model.graph.node if n.op_type == "MatMul" and n.input[1] in weights}
-    behind = [name for node, name in linear.items() if node.split("_")[0] in ("q", "k", "v", "up")]
-    assert len(behind) == 4, linear
-    for name, factor in {"norm1_gamma": 60.0, "norm2_gamma": 60.0, **dict.fromkeys(behind, 1 / 60)}.items():
-        array = numpy_helper.to_array(weights[name]).copy()
-        array[[3, 11]] *= np.float32(factor)
-        weights[name].CopyFrom(numpy_helper.from_array(array, name))
+    gains = np.ones(32, np.float32)
+    gains[[3, 11]] = 60.0
+    names = {"norm1_gamma": gains, "norm2_gamma": gains}
+    names |= dict.fromkeys(("q_w", "k_w", "v_w", "up_w"), 1 / gains[:, None])
+    model = changed(models.transformer_block(tokens=8, width=32), **names)
     rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 50, (1, 8)) for _ in range(45)]
-    return model, [{"ids": i, "mask": np.zeros((1, 1, 8, 8), np.float32)} for i in ids]
+    mask = np.zeros((1, 1, 8, 8), np.float32)
+    return model, [{"ids": rng.integers(0, 50, (1, 8)), "mask": mask} for _ in range(45)]
 
 
-NETS: dict[str, tuple[Any, dict[str, set[str]]]] = {
-    "digits": (digits, {"fast": set()}),
-    "depthwise": (depthwise, {"fast": {"equalize"}, "accurate": {"equalize"}}),
-    "transformer": (transformer, {"fast": {"smooth"}, "accurate": {"smooth"}}),
-}
-CASES = [(net, recipe) for net, (_, recipes) in NETS.items() for recipe in recipes]
+def if_net() -> tuple[onnx.ModelProto, list[Feed]]:
+    """Bodies of control flow are calibrated on the samples of the table."""
+    return models.net_with_if(), models.feeds(models.net_with_if(), 45)
 
 
-def merged_of(folder: Path, model: onnx.ModelProto, shards: list[list[Feed]], **options: Any) -> Path:
+CASES: list[tuple[Any, str, set[str]]] = [
+    (digits, "fast", set()),
+    (depthwise, "fast", {"equalize"}),
+    (depthwise, "accurate", {"equalize"}),
+    (transformer, "fast", {"smooth"}),
+    (transformer, "accurate", {"smooth"}),
+    (if_net, "fast", set()),
+]
+
+
+def merged_of(folder: Path, model: onnx.ModelProto, shards: list[list[Feed]]) -> Path:
     paths = [folder / f"{place}.json" for place in range(len(shards))]
     for path, shard in zip(paths, shards, strict=True):
-        calibrate(model, path, FeedReader(shard), **options)
+        calibrate(model, path, FeedReader(shard))
     reduce(CalibrationTable.merge, map(CalibrationTable.load, paths)).save(folder / "merged.json")
     return folder / "merged.json"
 
 
-@pytest.mark.parametrize(("net", "recipe"), CASES)
-def test_shards_make_the_file_of_one_call(tmp_path: Path, net: str, recipe: str) -> None:
-    model, feeds = NETS[net][0]()
+@pytest.mark.parametrize(("net", "recipe", "passes"), CASES)
+def test_shards_make_the_file_of_one_call(tmp_path: Path, net: Any, recipe: str, passes: set[str]) -> None:
+    model, feeds = net()
+    promise = net is digits  # under the promise too
     whole, sharded = tmp_path / "whole.onnx", tmp_path / "sharded.onnx"
-    expected = run(whole, feeds, model, recipe=recipe)
-    assert kept(expected) >= NETS[net][1][recipe]
+    expected = run(whole, feeds, model, recipe=recipe, promise=promise)
+    assert kept(expected) >= passes
     table = merged_of(tmp_path, model, [feeds[31:], feeds[:12], feeds[12:31]])
-    report = run(sharded, None, model, recipe=recipe, calibration_cache_path=table)
-    assert [(p.name, p.kept, p.error_after) for p in report.passes] == [
-        (p.name, p.kept, p.error_after) for p in expected.passes
-    ]
+    report = run(sharded, None, model, recipe=recipe, promise=promise, calibration_cache_path=table)
+    outcomes = [[(p.name, p.kept, p.error_after) for p in each.passes] for each in (report, expected)]
+    assert outcomes[0] == outcomes[1]
+    assert (report.speed is not None) == promise
     assert whole.read_bytes() == sharded.read_bytes()
     assert not any("were not tried" in note for note in report.notes)
 
 
-def test_under_the_promise_too(tmp_path: Path) -> None:
-    model, feeds = digits()
-    quantize_static(model, tmp_path / "whole.onnx", FeedReader(feeds))
-    table = merged_of(tmp_path, model, [feeds[:20], feeds[20:]])
-    report = quantize_static(model, tmp_path / "sharded.onnx", calibration_cache_path=table)
-    assert report.speed is not None
-    assert (tmp_path / "whole.onnx").read_bytes() == (tmp_path / "sharded.onnx").read_bytes()
+# ---- samples in a table ---------------------------------------------------------------------------------------
 
 
 def test_a_table_without_samples_says_so_and_the_reader_beside_it_serves(tmp_path: Path) -> None:
@@ -105,23 +319,13 @@ def test_a_table_without_samples_says_so_and_the_reader_beside_it_serves(tmp_pat
     report = run(tmp_path / "alone.onnx", None, calibration_cache_path=table)
     assert not kept(report)
     assert sum("were not tried: they need samples" in note for note in report.notes) == 2
-    run(tmp_path / "whole.onnx")
     run(tmp_path / "both.onnx", calibration_cache_path=table)
-    assert (tmp_path / "whole.onnx").read_bytes() == (tmp_path / "both.onnx").read_bytes()
-
-
-def test_a_cache_tells_that_it_holds_samples(tmp_path: Path) -> None:
-    report = run(tmp_path / "out.onnx", calibration_cache_path=tmp_path / "table.json")
+    assert made(cached=False)[0] == (tmp_path / "both.onnx").read_bytes()
+    report = run(tmp_path / "out.onnx", calibration_cache_path=tmp_path / "told.json")
     assert any("holds 24 of the samples" in note and "keep_samples=False" in note for note in report.notes)
-
-
-def test_bodies_of_control_flow_are_calibrated_on_the_samples_of_the_table(tmp_path: Path) -> None:
-    model = models.net_with_if()
-    feeds = models.feeds(model, 8)
-    whole, alone = tmp_path / "whole.onnx", tmp_path / "alone.onnx"
-    run(whole, feeds, model)
-    run(alone, None, model, calibration_cache_path=merged_of(tmp_path, model, [feeds[:3], feeds[3:]]))
-    assert whole.read_bytes() == alone.read_bytes()
+    for wrong in ("no", None):
+        with pytest.raises(ArgumentTypeError, match="keep_samples"):
+            calibrate(MODEL, tmp_path / "t", FeedReader(FEEDS), keep_samples=wrong)  # type: ignore[arg-type]
 
 
 def by_labels(outputs: Any, reference: Any, indices: Any) -> float:
@@ -153,7 +357,7 @@ def older(path: Path, **origin: Any) -> None:
 
 
 def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
-    table, out, whole = tmp_path / "table.json", tmp_path / "out.onnx", tmp_path / "whole.onnx"
+    table, out = tmp_path / "table.json", tmp_path / "out.onnx"
     calibrate(MODEL, table, FeedReader(FEEDS))
     older(table)
     assert CalibrationTable.load(table).samples == len(FEEDS)
@@ -161,39 +365,24 @@ def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
     assert any("were not tried" in note for note in report.notes)
     report = run(out, calibration_cache_path=table)  # no ranges by channel: they are observed again where needed
     assert "equalize" in kept(report)
-    run(whole)
     older(table, biases=True)
     report = run(out, calibration_cache_path=table)
     assert any("Calibrated again" in note for note in report.notes)
-    assert whole.read_bytes() == out.read_bytes()
+    assert made(cached=False)[0] == out.read_bytes()
     with pytest.raises(CalibrationError, match="of an earlier version"):
         run(out, None, calibration_cache_path=table)
 
 
-@pytest.mark.parametrize("wrong", ["no", None])
-def test_keep_samples_is_a_truth_value(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="keep_samples"):
-        calibrate(MODEL, tmp_path / "table.json", FeedReader(FEEDS), keep_samples=wrong)
-
-
-def edited(raw: dict[str, Any], what: str) -> None:
+@pytest.mark.parametrize("what", ["content", "shape", "type", "one less"])
+def test_samples_that_were_edited_are_refused(tmp_path: Path, cache: Path, what: str) -> None:
+    raw = json.loads(cache.read_text())
     value = raw["kenosis_samples"][0]["x"]
     if what == "content":
         value["base64"] = "AAAA" + value["base64"][4:]
-    elif what == "shape":
-        value["shape"] = [2**40]
-    elif what == "type":
-        value["dtype"] = "object"
-    else:
+    elif what == "one less":
         raw["kenosis_samples"].pop()
-
-
-@pytest.mark.parametrize("what", ["content", "shape", "type", "one less"])
-def test_samples_that_were_edited_are_refused(tmp_path: Path, what: str) -> None:
-    table = tmp_path / "table.json"
-    calibrate(MODEL, table, FeedReader(FEEDS))
-    raw = json.loads(table.read_text())
-    edited(raw, what)
-    table.write_text(json.dumps(raw))
+    else:
+        value |= {"shape": {"shape": [2**40]}, "type": {"dtype": "object"}}[what]
+    cache.write_text(json.dumps(raw))
     with pytest.raises(KenosisError):
-        CalibrationTable.load(table)
+        CalibrationTable.load(cache)
