@@ -23,7 +23,6 @@ import onnx
 import tomli_w
 
 from kenosis_ort import checks
-from kenosis_ort.cluster.client import as_cluster
 from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean, unknown_name
 from kenosis_ort.options import FIELDS, UNSET, Evidence, Failure, Format, Placement, Speed, Stages
 from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
@@ -73,6 +72,14 @@ def _reader(name: str, value: Any) -> Any:
     if callable(getattr(value, "get_next", None)) or iterated:
         return value
     raise checks.wrong_type(name, value, "a CalibrationDataReader, or an iterable of feeds")
+
+
+def _executor(_: str, value: Any) -> Any:
+    if value is None:
+        return None
+    from kenosis_ort.cluster.client import as_cluster  # loads asyncio
+
+    return as_cluster(value)
 
 
 def _metric(name: str, value: Any) -> Any:
@@ -184,7 +191,7 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
         # further keywords
         "verify": Option(checks.flag, True),
         "evidence": Option(partial(checks.choice, among=get_args(Evidence)), "light", in_file=False),
-        "executor": Option(lambda _, value: as_cluster(value), in_file=False),
+        "executor": Option(_executor, in_file=False),
         "kv_cache": Option(checks.or_none(checks.path)),
         "on_failure": Option(partial(checks.choice, among=get_args(Failure)), "error"),
         "weight_bits": _WIDTH,

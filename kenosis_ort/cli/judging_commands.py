@@ -23,8 +23,8 @@ from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.load import ModelSummary, load_model, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
+from kenosis_ort.report.console import make_facts, make_table
 from kenosis_ort.report.evidence import Explanation, explain_kernel, explain_plan, fusion_verdict, heavy_kernels
-from kenosis_ort.report.sections import make_facts, make_table
 from kenosis_ort.report.text import format_bytes, render_fusion, render_layers
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.targets import TARGETS, get_target

@@ -19,7 +19,7 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.report.sections import make_facts, make_table
+from kenosis_ort.report.console import make_facts, make_table
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.profile import HostProfile

@@ -30,9 +30,9 @@ from kenosis_ort.graph.save import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.recipe import is_recipe_file
+from kenosis_ort.report.console import make_table
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.sections import make_table
 from kenosis_ort.report.text import render_report
 from kenosis_ort.storage.writing import absolute, sha256_of
 

@@ -87,7 +87,7 @@ class Screen:
             return
         from rich import progress as bars
 
-        from kenosis_ort.report.sections import PlainConsole
+        from kenosis_ort.report.console import PlainConsole
 
         count = (bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn())
         columns = (*count, bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
@@ -97,7 +97,7 @@ class Screen:
 
     @staticmethod
     def _console() -> Console:
-        from kenosis_ort.report.sections import PlainConsole
+        from kenosis_ort.report.console import PlainConsole
 
         console = PlainConsole()
         return console if console.is_terminal else PlainConsole(width=max(_PIPE_COLUMNS, console.width))

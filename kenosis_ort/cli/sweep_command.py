@@ -34,7 +34,7 @@ from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.outside import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
-from kenosis_ort.report.sections import make_table
+from kenosis_ort.report.console import make_table
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.writing import absolute, check_apart, sha256_of, write_text

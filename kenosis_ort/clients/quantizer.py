@@ -18,7 +18,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
-from kenosis_ort.flow.builder import Builder, for_integers, is_quantized
+from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.finish import check_biases
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
@@ -258,7 +258,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         slow, note = float_regions(builder, builder.planned(keep_float))
         self.notes = (*builder.prepared.notes, *([note] if note else ()))
         build = builder.build(table, {**slow, **keep_float})
-        if not is_quantized(build.quantized) or not build.plan:
+        if not build.is_quantized or not build.plan:
             return None, "nothing is left to quantize by the plan"
         try:
             check_biases(build.quantized, builder.request)

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.demo import measurements
+from kenosis_ort.report.console import make_table
 from kenosis_ort.report.evidence import fusion_verdict, heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.sections import make_table
 from kenosis_ort.report.text import format_bytes, render_fusion
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion

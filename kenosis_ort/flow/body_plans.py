@@ -20,7 +20,7 @@ from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import samples
-from kenosis_ort.flow.builder import BodyBuilder, Builder, draft_of, is_quantized, is_whole
+from kenosis_ort.flow.builder import BodyBuilder, Builder, draft
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import walk
@@ -37,19 +37,19 @@ _TRIAL_FEEDS: Final = 32  # held out for the trial of bodies, beside those of th
 _LITTLE: Final = 1.02  # times the error without bodies in integers
 _MOST_RANKED: Final = 8  # bodies of which each is built without; more of them are float together
 _LEAST_SHARE: Final = 0.1  # of a net's work in integers, below which leaving branches float leaves a float net
-Quantize = Callable[[Call, Callable[[], Builder], None, samples.KeepingReader], tuple[Builder, Build]]
-"""Quantizes a net, with its bodies and the recipe's passes, given what drafts it and its samples."""
+Quantize = Callable[[Call, Callable[[], Builder]], tuple[Builder, Build]]
+"""Quantizes a net, with its bodies and the recipe's passes, given what drafts it."""
 
 
-def with_bodies(call: Call, builder: Builder, data: samples.KeepingReader | None, quantize: Quantize) -> Builder:
+def with_bodies(call: Call, builder: Builder, quantize: Quantize) -> Builder:
     """The builder with those of its model's bodies that can be quantized, each as a call of its own.
 
     Args:
         call: What gathers on the way; takes a note about each body that stays float as a whole.
         builder: Of the float model.
-        data: What feeds the model.
         quantize: Quantizes the net of a body.
     """
+    data = call.data
     if data is None:
         call.notes.append("Bodies of control flow stay float: there is no sample to run them on.")
         return builder
@@ -69,8 +69,8 @@ def with_bodies(call: Call, builder: Builder, data: samples.KeepingReader | None
                     _declare_ranks(body.model, first)
                     if (made := _quantized(call, builder.request, body, fed, quantize)) is not None:
                         inner, build = made
-                        how = build.table, build.keep_float, build.corrections
-                        found.append(BodyBuilder(body, inner, *how, feeds_of))
+                        recipe = replace(build, quantized=onnx.ModelProto())  # how it is made is all that is kept
+                        found.append(BodyBuilder(body, inner, recipe, feeds_of))
                     continue
             idle += _left_float(place, graph, "body-not-observed", why, call.notes)
         return replace(builder, bodies=tuple(found), idle=tuple(idle))
@@ -82,10 +82,11 @@ def with_bodies(call: Call, builder: Builder, data: samples.KeepingReader | None
 def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Quantize) -> tuple[Builder, Build] | None:
     """A quantized body, since all that is kept of it is how it is made; None where nothing in it can be quantized."""
     request = of_body(outer, body)
-    inner = Call(loaded=LoadedModel(body.model, None, str(body.place)), request=request, executor=call.executor)
-    data = samples.KeepingReader(fed(), input_specs(body.model), keep=samples.most_feeds(body.model, request))
+    loaded, most = LoadedModel(body.model, None, str(body.place)), samples.most_feeds(body.model, request)
+    data = samples.KeepingReader(fed(), input_specs(body.model), keep=most)
+    inner = Call(loaded=loaded, request=request, data=data, executor=call.executor)
     try:
-        made = quantize(inner, partial(draft_of, body.model, request, call), None, data)
+        made = quantize(inner, partial(draft, body.model, request, call))
     except NothingToQuantizeError:
         return None
     call.warnings += [text for text in inner.warnings if text not in call.warnings]
@@ -163,27 +164,24 @@ class Trial:
         return [place for b in builder.bodies if (place := str(b.body.place)) not in exempt]
 
 
-def trial_of_bodies(
-    call: Call, builder: Builder, table: CalibrationTable, data: samples.KeepingReader, prepared: onnx.ModelProto
-) -> Trial | None:
+def trial_of_bodies(call: Call, builder: Builder, table: CalibrationTable, prepared: onnx.ModelProto) -> Trial | None:
     """The trial of a net's bodies; None where there is nothing to compare with, or the caller asks for them.
 
     Args:
         call: What gathers on the way.
         builder: Of the net before any pass, its bodies float.
         table: The ranges of its activations.
-        data: The samples.
         prepared: The prepared float model.
     """
-    request = call.request
+    request, data = call.request, call.data
     explicit = request.explicit_option or request.extra_options.get("EnableSubgraph") or request.stages != Stages()
-    if explicit or request.target.whole or not builder.plan.integer_nodes():
+    if data is None or explicit or request.target.whole or not builder.plan.integer_nodes():
         return None
     build = builder.build(table)
-    if not is_quantized(build.quantized) or not is_whole(build):
+    if not build.is_quantized or not build.is_whole:
         return None
     wanted = samples.feeds_wanted(request)
-    (fit, evaluator), further = call.divide(prepared, data.some(wanted)), data.feeds[wanted:]
+    (fit, evaluator), further = call.divide(prepared, call.feeds), data.feeds[wanted:]
     fit, held_out = [*fit, *further[::2]], [*evaluator.feeds, *further[1::2][:_TRIAL_FEEDS]]
     evaluator = call.evaluator_on(prepared, held_out or fit)
     return Trial(fit, evaluator, evaluator.score(build.quantized), _work(builder, build))
@@ -216,7 +214,7 @@ def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
         body = _taken_out(builder, place, graph)
         if body is not None:
             with suppress(NothingToQuantizeError):
-                inner = draft_of(body.model, of_body(builder.request, body), builder.journal).for_integers()
+                inner = draft(body.model, of_body(builder.request, body), builder.journal).for_integers()
                 found += (*inner.plan.nodes, *planned_in_bodies(inner))
     return tuple(found)
 

@@ -17,13 +17,13 @@ from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
-from kenosis_ort.flow import preparation, target_options
+from kenosis_ort.flow import fit, preparation
 from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph import outside, walk
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
-from kenosis_ort.graph.load import LoadedModel, check_not_quantized
+from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
@@ -35,22 +35,17 @@ from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.quantizer.int8_cache import Cache, quantize_cache, scale_for
-from kenosis_ort.quantizer.stock import QuantType, stock_tensors
+from kenosis_ort.quantizer.int8_cache import quantize_cache
+from kenosis_ort.quantizer.stock import stock_tensors
 from kenosis_ort.rewrite.prepare import PreparedModel
-from kenosis_ort.runtime.session import WHOLE_LIMIT
 from kenosis_ort.targets import Hooks
 
 
 def emit(
-    proto: onnx.ModelProto,
-    request: Request,
-    plan: PlacementPlan,
-    table: CalibrationTable,
-    excluded: Sequence[str],
-    named: Sequence[str],
+    proto: onnx.ModelProto, builder: Builder, plan: PlacementPlan, table: CalibrationTable
 ) -> FusionAwareQDQQuantizer:
     """The quantizer with the quantized model, nodes in topological order."""
+    request = builder.request
     own = {d.edge.value for d in plan.decisions if d.role is EdgeRole.WEIGHT and d.how is How.OWN}
     proto = proto if plan else outside.complete(proto)  # stock reads all weights
     weights = {t.name: t for t in proto.graph.initializer if t.name in own or outside.is_outside(t)}
@@ -62,8 +57,8 @@ def emit(
             request.weight_type,
             request.activation_type,
             table.to_tensors_data(),
-            list(named),
-            list(excluded),
+            list(builder.named),
+            list(builder.excluded),
             list(request.op_types),
             request.extra_options,
             plan=plan or None,
@@ -218,18 +213,15 @@ class Builder:
         Raises:
             NothingToQuantizeError: Nothing in it can be quantized.
         """
-        rewritten, made = prepared or self.prepared, self
+        rewritten, made, of = prepared or self.prepared, self, self.request
         if self.planner is not None:
             with self.journal.stage("rewrite"):
-                found = preparation.rewrite_for_integers(
-                    rewritten, self.planner, self.request, self.excluded, self.journal
-                )
-            rewritten = found or rewritten
+                forms = preparation.rewrite_for_integers
+                rewritten = forms(rewritten, self.planner, of, self.excluded, self.journal) or rewritten
         if rewritten is not self.prepared:
-            known = (
-                like if like is not None and _differ_in_weights_alone(rewritten.proto, like.prepared.proto) else None
-            )
-            made = Builder.of(rewritten, self.request, self.excluded, self.named, self.journal, known)
+            if like is not None and not _differ_in_weights_alone(rewritten.proto, like.prepared.proto):
+                like = None
+            made = Builder.of(rewritten, of, self.excluded, self.named, self.journal, like)
         if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
             raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
         return made
@@ -301,13 +293,13 @@ class Builder:
                     return Build(self.prepared.proto, table, keep, latest.plan, made, corrections=corrections)
             self._latest.clear()
             source = materialize(self.prepared.proto, corrections, integer)
-            quantizer = emit(source, self.request, plan, ranges, self.excluded, self.named)
+            quantizer = emit(source, self, plan, ranges)
             quantized = quantizer.model.model
             if plan:
                 self.request.target.hooks.spell(quantized, plan)
         emitted = _Emitted(quantizer, plan, keep, own, self._put_bodies(quantized, plan, keep))
         if self.request.caches:
-            quantize_cache(quantized, with_scales(self.request.caches, table))
+            quantize_cache(quantized, fit.with_scales(self.request.caches, table))
         elif plan and self.request.target.hooks.spell is Hooks().spell:
             self._latest.append(emitted)
         return Build(self.prepared.proto, table, keep, emitted.plan, quantized, corrections=corrections)
@@ -337,11 +329,11 @@ class Builder:
         notes: list[str] = []
         for round_ in range(_REPAIR_ROUNDS + 1):
             built = self.quantize(table, keep, corrections)
-            if not self.request.is_proved or not is_quantized(built.quantized):
+            if not self.request.is_proved or not built.is_quantized:
                 return replace(built, notes=tuple(notes))
             with self.journal.stage("verify"):
                 fusion = self.request.proof(built.quantized, built.plan)
-            may_repair = built.plan and not requests_int8(self.request)
+            may_repair = built.plan and not self.request.asks_int8
             avoidable = fusion.avoidable(built.plan) if fusion is not None and may_repair else ()
             if not avoidable or round_ == _REPAIR_ROUNDS:
                 break
@@ -358,103 +350,54 @@ class BodyBuilder:
     Attributes:
         body: The body, as it was taken out of the float model.
         builder: Of the body's model.
-        table: The ranges of its activations.
-        keep_float: Nodes left float beyond what the rules say, with the reason.
-        corrections: What its nodes in integer have in place of its own constants.
+        build: What it is quantized to: made again with its ranges, corrections and nodes left float.
         feeds_of: Gives what feeds the body where the model around it is fed so.
     """
 
     body: Body
     builder: Builder
-    table: CalibrationTable
-    keep_float: Mapping[str, str]
-    corrections: Overlay
+    build: Build
     feeds_of: Callable[[Feeds], Feeds]
 
     def quantize(self, keep_float: Mapping[str, str] = MappingProxyType({})) -> Build:
         """The quantized body, with further nodes left float."""
-        return self.builder.quantize(self.table, {**self.keep_float, **keep_float}, self.corrections)
+        build = self.build
+        return self.builder.quantize(build.table, {**build.keep_float, **keep_float}, build.corrections)
 
     def seeing(self, outer: Feeds) -> BodyBuilder:
         """Returns the same with the ranges of these feeds of the model around it, in nested bodies too."""
-        fed, builder = self.feeds_of(outer), self.builder
+        fed, builder, table = self.feeds_of(outer), self.builder, self.build.table
         nested = tuple(each.seeing(fed) for each in builder.bodies)
         if next(fed(), None) is None:
             return self
-        seen = builder.collected(fed(), self.table.tensors, self.table.config)
-        tensors = {name: s if s.fixed else seen.tensors[name] for name, s in self.table.tensors.items()}
-        return replace(self, builder=replace(builder, bodies=nested), table=replace(self.table, tensors=tensors))
+        seen = builder.collected(fed(), table.tensors, table.config)
+        tensors = {name: s if s.fixed else seen.tensors[name] for name, s in table.tensors.items()}
+        build = replace(self.build, table=replace(table, tensors=tensors))
+        return replace(self, builder=replace(builder, bodies=nested), build=build)
 
 
-def is_quantized(model: onnx.ModelProto) -> bool:
-    """Whether anything in the model is quantized."""
-    return any(node.op_type == "DequantizeLinear" for graph in walk.all_graphs(model.graph) for node in graph.node)
-
-
-def requests_int8(request: Request) -> bool:
-    """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
-    int8 = QuantType.QInt8
-    return bool(request.activation_type == int8 and request.types.activation != int8.tensor_type)
-
-
-def is_whole(build: Build) -> bool:
-    """Whether the model is small enough to be run as a whole."""
-    return pieces_of(build) == 1
-
-
-def pieces_of(build: Build) -> int:
-    """How many pieces the fusion proof cut the model into; 0 without a proof of a huge model."""
-    return build.fusion.pieces if build.fusion is not None else int(len(build.quantized.graph.node) <= WHOLE_LIMIT)
-
-
-def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache, ...]:
-    """Caches with the scales that they have by ranges, where they have none yet."""
-    return tuple(
-        replace(cache, scale=scale_for([table.range_of(name) for name in cache.names]))
-        if cache.scale is None
-        else cache
-        for cache in caches
-    )
-
-
-def draft(loaded: LoadedModel, request: Request, journal: Journal | None = None) -> Builder:
+def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:
     """The builder of a model that is prepared and planned, before its weights and its form are changed for integers.
 
     Args:
-        loaded: The model.
-        request: What the caller wants.
-        journal: Takes what gathers; None raises where a rewrite fails.
+        proto: The model, or a body of one.
+        request: Fitted to it.
+        journal: Takes what gathers.
 
     Raises:
-        KenosisError: The model or the names in the request are not usable.
-        NothingToQuantizeError: No node can run in integer.
-    """
-    request = target_options.fit_names(loaded.proto, request)
-    if not request.is_stock:
-        check_not_quantized(loaded.proto)
-        if request.stock_reason is None and any(n.op_type == "DequantizeLinear" for n in loaded.proto.graph.node):
-            request = request.with_stock_placement("the model brings quantized weights of its own")
-    return draft_of(loaded.proto, request, journal or Journal())
-
-
-def draft_of(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:
-    """What `draft` returns, for a model that it has checked, or a body of one.
-
-    Raises:
+        KenosisError: The model is not usable.
         NothingToQuantizeError: No node can run in integer.
     """
     with journal.stage("prepare"):
         prepared = preparation.prepare_model(proto, request, journal)
-    excluded, named = (
-        target_options.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize)
-    )
-    by_node = {
-        n: bits for name, bits in request.widths.by_node.items() for n in target_options.renamed([name], prepared)
-    }
+    excluded, named = (fit.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
+    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in fit.renamed([name], prepared)}
     request = replace(request, widths=replace(request.widths, by_node=by_node))
     builder = Builder.of(prepared, request, excluded, named, journal)
     if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
-        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {_why_nothing(builder.plan)}")
+        heavy = [n for n in builder.plan.nodes if n.op_type in HEAVY]
+        why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
+        raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {why}")
     return builder
 
 
@@ -465,7 +408,7 @@ def for_integers(loaded: LoadedModel, request: Request) -> Builder:
         KenosisError: As `draft` and `Builder.for_integers`; a rewrite that fails raises.
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
-    builder = draft(loaded, request).for_integers()
+    builder = draft(loaded.proto, fit.fitted(loaded.proto, request), Journal()).for_integers()
     if not builder.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
     return builder
@@ -504,11 +447,6 @@ def _overflown(corrections: Overlay) -> dict[str, str]:
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:
     return {name: table.range_of(name) for name in table.tensors}
-
-
-def _why_nothing(plan: PlacementPlan) -> str:
-    heavy = [n for n in plan.nodes if n.op_type in HEAVY]
-    return f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
 
 
 def _finished(view: GraphView, request: Request, plan: PlacementPlan) -> PlacementPlan:

@@ -20,12 +20,10 @@ from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, net_evidence, probe_feeds
-from kenosis_ort.cluster.executor import collect_on
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
-from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
 from kenosis_ort.passes.runner import PASSES
@@ -53,6 +51,8 @@ def calibrate(
     if executor is not None and points.config.depends_on_order:
         warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
     elif executor is not None:
+        from kenosis_ort.cluster.executor import collect_on  # loads asyncio
+
         run = partial(collect_on, executor, defaults=defaults)
     return run(builder.prepared.proto, reader, points, part=part, progress=builder.request.progress)
 
@@ -227,23 +227,18 @@ def find_ranges(
     call: Call,
     drafted: Builder,
     builder: Builder,
-    reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
 ) -> CalibrationTable:
     """The ranges of the weights as they came: from the table where there is one, else they go there.
 
     Args:
-        call: What gathers on the way, the table among it.
+        call: What gathers on the way, samples and table among it; its samples are read.
         drafted: The net whose weights passes may change.
         builder: The same in forms for integers, whose ranges are needed.
-        reader: Where samples come from.
-        data: The reader around it, which is read.
 
     Raises:
         CalibrationError: There are neither samples nor a table, or they do not fit.
     """
-    cache = call.cache
-    cached = None
+    cache, data, cached = call.cache, call.data, None
     if cache is not None:
         config = calibration_config(builder.request)
         cached = cache.table_for(builder.prepared.proto, builder.tensors, config, data)
@@ -253,7 +248,7 @@ def find_ranges(
                 "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
             )
         return cached
-    table = _collected(call, drafted, builder, reader, data)
+    table = _collected(call, drafted, builder)
     if cache is None:
         return table
     if cache.table is not None:
@@ -271,19 +266,14 @@ def find_ranges(
     return table
 
 
-def _collected(
-    call: Call,
-    drafted: Builder,
-    builder: Builder,
-    reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
-) -> CalibrationTable:
+def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
-    config = calibration_config(builder.request)
+    config, data = calibration_config(builder.request), call.data
+    reader = None if data is None else data.reader
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
     channels = {} if plain else channels_to_follow(drafted, builder, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
-        part = {} if plain or data is None else call.part_to_fit(builder.prepared.proto, data)
+        part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)
     libraries = builder.request.custom_op_libraries
     table, trust = collect_with_trust(

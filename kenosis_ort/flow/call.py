@@ -19,13 +19,15 @@ import onnxruntime as ort
 from kenosis_ort import errors
 from kenosis_ort.accuracy.metric import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
+from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import CalibrationCache, Division, KeepingReader, Validation, feeds_wanted, find_division
+from kenosis_ort.flow.samples import Division, KeepingReader, feeds_wanted, find_division
 from kenosis_ort.flow.target_options import host_label
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, Reference, split_feeds
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
+from kenosis_ort.passes.model_runs import Reference
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
@@ -118,6 +120,7 @@ class Call(Journal):
     Attributes:
         loaded: The model as it came.
         request: What the caller wants; on a lower fallback of the ladder what is left of it.
+        data: The samples; None without any.
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
         begun_cpu: When the call began, by `time.process_time`.
@@ -133,6 +136,7 @@ class Call(Journal):
     isolates: bool = True
     loaded: LoadedModel
     request: Request
+    data: KeepingReader | None = None
     cache: CalibrationCache | None = None
     speed: sections.SpeedSummary | None = None
     choice: SpeedChoice | None = None
@@ -148,6 +152,11 @@ class Call(Journal):
     begun_cpu: float = field(default_factory=time.process_time)
     executor: session.Executor = session.HERE
     _prepared: Reference | None = field(default=None, init=False)
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """The kept samples that passes and comparisons look at."""
+        return [] if self.data is None else [*self.data.some(feeds_wanted(self.request))]
 
     @cached_property
     def original(self) -> Reference | None:
@@ -208,14 +217,15 @@ class Call(Journal):
             self.evaluator = evaluator if held_out else None
         return self.divided
 
-    def part_to_fit(self, model: onnx.ModelProto, data: KeepingReader) -> Part:
+    def part_to_fit(self, model: onnx.ModelProto) -> Part:
         """The part of the samples that passes will be fitted to, where it is known before they are read.
 
         Args:
             model: As for `divide`.
-            data: The samples, none of which was handed out.
         """
-        if not (self.request.chooses_ranges or any(each.before_calibration for each in self.request.passes)):
+        data = self.data
+        wanted = self.request.chooses_ranges or any(each.before_calibration for each in self.request.passes)
+        if data is None or not wanted:
             return {}
         places = data.foreseen(feeds_wanted(self.request)) or []
         feeds = data.ahead(places)

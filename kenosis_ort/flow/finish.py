@@ -2,30 +2,29 @@
 
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
 from kenosis_ort.bench.op_times import gather_evidence
 from kenosis_ort.calibration.readers import source_files
-from kenosis_ort.errors import OptionError, VerificationError
-from kenosis_ort.flow import builder
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.flow import fit
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import enough
 from kenosis_ort.flow.target_options import elsewhere
-from kenosis_ort.graph import bodies, load, outside, save, walk
+from kenosis_ort.graph import load, outside, save
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, OPERATOR_FORMATS, Format
+from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Feed, Reference
+from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.model_runs import Reference
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
@@ -40,91 +39,12 @@ from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
 from kenosis_ort.verify import check_bias_alignment
 from kenosis_ort.verify.processors import clipping_loss
 
-_NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")
-_LEAST_RANK: Final = 3
-"""Batch, tokens and channels; recurrent states have fewer, or other names."""
-
-
-def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[int8_cache.Cache, ...]:
-    """The cache of a decoder, as names, types and ranks of its inputs and outputs tell.
-
-    Args:
-        model: The float model.
-        source: ``int8``, or a file whose scales are taken.
-
-    Raises:
-        OptionError: The model has no float cache, what goes in and what comes out cannot be paired, or the file has
-            no scale for some of it.
-    """
-    constants = {tensor.name for tensor in model.graph.initializer}
-    inputs = {v.name for v in model.graph.input if v.name not in constants and _is_cache(v)}
-    outputs = {v.name for v in model.graph.output if _is_cache(v)}
-    if not inputs and not outputs:
-        raise OptionError(
-            "the model has no cache: no input or output of three dimensions or more in float32 is called past, "
-            "present, cache, key or value",
-            where="kv_cache",
-            fix="leave it out, or export the decoder with its cache as inputs and outputs",
-        )
-    paired = {o: i for o, i in bodies.state_pairs(model).items() if i in inputs}
-    left = sorted(inputs - set(paired.values()))
-    grown = [name for name in left if _is_grown(model, name)]
-    apart = sorted(outputs - paired.keys())
-    if grown or (source == INT8_CACHE and apart):
-        name = (grown or apart)[0]
-        raise OptionError(
-            f"the {'input' if grown else 'output'} '{name}' is of the cache, and no "
-            f"{'output is its next' if grown else 'input is its last'} value by name, type and rank",
-            where="kv_cache",
-            fix="call them alike (past_key_values.0.key and present.0.key)"
-            if grown
-            else f"quantize the file that reads this cache with kv_cache='{INT8_CACHE}' first, and give its path here",
-        )
-    found = (
-        *(int8_cache.Cache(past, present) for present, past in paired.items()),
-        *(int8_cache.Cache(past, None) for past in left),
-        *(int8_cache.Cache(None, present) for present in apart),
-    )
-    return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
-
 
 def with_int8_cache(build: Build, caches: Sequence[int8_cache.Cache]) -> Build:
     """A build of another form than planned int8, its cache quantized likewise."""
     model = outside.copy_model(build.quantized)
-    int8_cache.quantize_cache(model, builder.with_scales(caches, build.table))
+    int8_cache.quantize_cache(model, fit.with_scales(caches, build.table))
     return replace(build, quantized=model)
-
-
-def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int8_cache.Cache, ...]:
-    scales = {bodies.state_stem(name): scale for name, scale in _scales_in(path).items()}
-    for cache in caches:
-        if bodies.state_stem(cache.names[0]) not in scales:
-            raise OptionError(
-                f"the cache of '{path}' has nothing like '{cache.names[0]}'",
-                where="kv_cache",
-                fix="give the file that goes on with this one's cache",
-            )
-    return tuple(replace(cache, scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
-
-
-def _scales_in(path: Path) -> Mapping[str, float]:
-    scales = int8_cache.cache_scales(load.load_model(path, ask_runtime=False).proto, str(path))
-    if not scales:
-        raise OptionError(
-            f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"
-        )
-    return scales
-
-
-def _is_cache(value: onnx.ValueInfoProto) -> bool:
-    tensor = value.type.tensor_type
-    named = _NAMED.search(value.name.lower().replace("_", " "))
-    return named is not None and tensor.elem_type == TensorProto.FLOAT and len(tensor.shape.dim) >= _LEAST_RANK
-
-
-def _is_grown(model: onnx.ModelProto, name: str) -> bool:
-    """Whether tokens are appended to an input."""
-    return any(n.op_type == "Concat" and name in n.input for graph in walk.all_graphs(model.graph) for n in graph.node)
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
@@ -287,7 +207,7 @@ def finish(
     """
     request = call.request
     # The proof, where building has not made it yet.
-    if build.fusion is None and request.is_proved and builder.is_quantized(build.quantized):
+    if build.fusion is None and request.is_proved and build.is_quantized:
         with call.stage("verify"):
             build = replace(build, fusion=request.proof(build.quantized, build.plan))
     call.notes += build.notes
@@ -316,7 +236,7 @@ def finish(
     call.notes += build.plan.notes
     view = GraphView(build.float_model)
     call.notes += call.attempt("The cost model", lambda: list(elsewhere(view, build.plan, request.target)), [])
-    pieces = builder.pieces_of(build)
+    pieces = build.pieces
     if pieces != 1:
         call.notes.append(
             "Huge model: the runtime's load time grows with the square of the depth, so outputs were not compared, and "
@@ -413,7 +333,7 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
         return ()
     with call.stage("check"):
         check_biases(build.quantized, request)
-        if not feeds or not builder.is_whole(build):
+        if not feeds or not build.is_whole:
             return ()
         if call.evaluator is None or call.validation is not None:
             return compared_to(call.reference(build.float_model), build.quantized, few_of(feeds), request)
@@ -471,7 +391,7 @@ def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Seque
 
 def _warn_int8(call: Call, fusion: FusionReport | None) -> None:
     request = call.request
-    if fusion is None or request.is_stock or not builder.requests_int8(request):
+    if fusion is None or request.is_stock or not request.asks_int8:
         return
     convs = [k for k in fusion.float_nodes() if k.op_type == "Conv" and k.cause is Cause.SIGNED_BRANCH]
     if convs:

@@ -17,14 +17,13 @@ from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import calibrate, finish, samples
-from kenosis_ort.flow.builder import Builder, is_whole
+from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.passes.contract import Build, Context, State
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
-from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.runtime.session import open_session
 
@@ -36,14 +35,15 @@ NO_SAMPLES: Final = (
 )
 
 
-def improved(call: Call, builder: Builder, build: Build, feeds: Sequence[Feed]) -> tuple[Builder, Build]:
+def improved(call: Call, builder: Builder, build: Build) -> tuple[Builder, Build]:
     """The build after the recipe's passes, and the builder that made it."""
     request = call.request
     passes = [each for each in request.passes if not each.before_calibration]
-    if not passes or request.stock_reason is not None or not is_whole(build):
+    if not passes or request.stock_reason is not None or not build.is_whole:
         return builder, build
 
     def improve() -> tuple[Builder, Build]:
+        feeds = call.feeds
         fit, evaluator = call.divide(builder.prepared.proto, feeds)
         if not evaluator.feeds:
             call.notes.append(
@@ -129,7 +129,7 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
     if evaluator is not None and validation is None and further:
         evaluator = call.evaluator_on(build.float_model, [*evaluator.feeds, *_affordable(call, build, further)])
         call.measured = None
-    if evaluator is None and validation is not None and is_whole(build):
+    if evaluator is None and validation is not None and build.is_whole:
         evaluator = call.evaluator_on(build.float_model, validation.some())
     if evaluator is None:
         return None
@@ -181,8 +181,6 @@ def with_weight_passes(
     drafted: Builder,
     builder: Builder,
     table: CalibrationTable,
-    reader: CalibrationDataReader | None,
-    data: samples.KeepingReader | None,
 ) -> tuple[Builder, CalibrationTable]:
     """Builder and ranges with weights changed for integers, where that is better on calibration samples.
 
@@ -191,8 +189,6 @@ def with_weight_passes(
         drafted: The net whose weights passes change.
         builder: The same in forms for integers.
         table: Its ranges.
-        reader: Where samples come from; made-up ones say less about channels than BatchNormalizations do.
-        data: The reader around it, with the kept samples.
 
     Raises:
         VerificationError: The prepared model does not compute what the original does.
@@ -200,7 +196,7 @@ def with_weight_passes(
     request, prepared = call.request, drafted.prepared
     if not calibrate.may_change(drafted):
         return builder, table
-    feeds: list[Feed] = [] if data is None else [*data.some(samples.feeds_wanted(request))]
+    feeds = call.feeds
     passes = [each for each in request.passes if each.before_calibration]
     if passes and not feeds:
         call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
@@ -209,7 +205,8 @@ def with_weight_passes(
     if passes and feeds:
 
         def change() -> State:
-            known = batch_norm_statistics(call.loaded.proto) if isinstance(reader, SyntheticReader) else {}
+            made_up = call.data is not None and isinstance(call.data.reader, SyntheticReader)
+            known = batch_norm_statistics(call.loaded.proto) if made_up else {}  # which say more about channels
             return PassRunner(replace(ranges.context(), known=known), call.attempt, call.passes).run(passes, state)
 
         with call.stage("equalize"):

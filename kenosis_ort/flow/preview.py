@@ -26,6 +26,8 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import body_plans, calibrate, finish, samples, weights_alone
 from kenosis_ort.flow.builder import draft, for_integers
+from kenosis_ort.flow.call import Journal
+from kenosis_ort.flow.fit import fitted, with_open_defaults
 from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.graph import load
 from kenosis_ort.graph.constants import meant_as_defaults
@@ -207,7 +209,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     with _opened(source, request) as loaded:
         if request.recipe.weight_only:
             return weights_alone.planned_weights(loaded, request)
-        builder = draft(loaded, request).for_integers()
+        builder = draft(loaded.proto, fitted(loaded.proto, request), Journal()).for_integers()
         for text in builder.request.complaints:
             warn_caller(text)
         return replace(builder.plan, nodes=(*builder.plan.nodes, *body_plans.planned_in_bodies(builder)))
@@ -277,7 +279,8 @@ def _calibrated(
 ) -> CalibrationTable:
     defaults = meant_as_defaults(loaded.proto)
     data = samples.KeepingReader(reader, input_specs(loaded.proto), keep=0, defaults=defaults)
-    drafted = draft(loaded, samples.with_open_defaults(loaded.proto, request, data))
+    request = with_open_defaults(loaded.proto, fitted(loaded.proto, request), data)
+    drafted = draft(loaded.proto, request, Journal())
     builder = drafted.for_integers()
     for text in builder.request.complaints:
         warn_caller(text)

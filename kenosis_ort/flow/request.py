@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from kenosis_ort.accuracy.metric import CheckedMetric
 from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.cluster.client import Cluster
 from kenosis_ort.options import EXPORT_FORMATS, Evidence, Failure, Format, OutputPolicy, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
@@ -27,6 +26,9 @@ from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
+
+if TYPE_CHECKING:  # which few calls have, and which loads asyncio
+    from kenosis_ort.cluster.client import Cluster
 
 Progress = Callable[[int, int | None], None]
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
@@ -169,6 +171,12 @@ class Request:
         return self.stages == Stages.none()
 
     @property
+    def asks_int8(self) -> bool:
+        """The caller wants int8 activations on a machine whose kernels take uint8: perhaps for another machine."""
+        int8 = QuantType.QInt8
+        return bool(self.activation_type == int8 and self.types.activation != int8.tensor_type)
+
+    @property
     def restricts_types(self) -> bool:
         """The caller's list of operator types says more than "the whole model"."""
         return self.op_types_named and not self.names_all_types
@@ -189,7 +197,7 @@ class Request:
             return f"weight_type=QuantType.{self.weight_type.name}"
         if self.nodes_to_quantize and not self.names_all_nodes:
             return "nodes_to_quantize"
-        if self.restricts_types and any(_runs_float(self.target, op_type) for op_type in self.op_types):
+        if self.restricts_types and any(runs_float(self.target, op_type) for op_type in self.op_types):
             return "op_types_to_quantize"
         for key in ("TensorQuantOverrides", "BlockSize"):
             if extra.get(key):
@@ -200,7 +208,7 @@ class Request:
         """Whether the caller names a node, or its type, that the target would leave float."""
         named = bool(self.nodes_to_quantize) and not self.names_all_nodes and node.name in self.nodes_to_quantize
         by_type = self.restricts_types and node.op_type in self.op_types
-        return (named or by_type) and _runs_float(self.target, node.op_type)
+        return (named or by_type) and runs_float(self.target, node.op_type)
 
     @property
     def needs_wide_types(self) -> bool:
@@ -254,7 +262,8 @@ class Request:
         )
 
 
-def _runs_float(target: Target, op_type: str) -> bool:
+def runs_float(target: Target, op_type: str) -> bool:
+    """Whether a target leaves operators of a type float."""
     rule = target.rule(op_type)
     return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)
 

@@ -20,19 +20,12 @@ import onnx
 from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.flow import body_plans, calibrate, finish, improve, preparation, speed, target_options, weights_alone
-from kenosis_ort.flow.builder import Builder, draft, is_quantized, is_whole, nothing_to_quantize
+from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, preparation, speed, target_options
+from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
 from kenosis_ort.flow.call import OF_THE_MODEL, Call, reason_of
+from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import (
-    CalibrationCache,
-    KeepingReader,
-    Validation,
-    feeds_wanted,
-    most_feeds,
-    with_open_defaults,
-)
+from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -91,15 +84,14 @@ def defect(call: Call, error: Exception) -> Exception:
     )
 
 
-def is_the_callers(error: Exception, call: Call, data: KeepingReader | None) -> bool:
+def is_the_callers(error: Exception, call: Call) -> bool:
     """Whether an error is about the caller's arguments or data, so that no other form of the model helps."""
+    data = call.data
     if isinstance(error, _CALLERS) or writing.is_lack_of_room(error) or (data is not None and data.failure is not None):
         return True
     if not isinstance(error, errors.CalibrationError):
         return False
-    if data is None or data.last is None or call.request.calibration_providers:
-        return True
-    return not _takes(call, data.last)
+    return data is None or data.last is None or bool(call.request.calibration_providers) or not _takes(call, data.last)
 
 
 def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
@@ -248,6 +240,8 @@ def _executor_of(request: Request) -> AbstractContextManager[Executor]:
     """
     if request.executor is None:
         return nullcontext(HERE)
+    from kenosis_ort.cluster.executor import ClusterExecutor  # loads asyncio
+
     request.executor.check(request.custom_op_libraries)
     return ClusterExecutor(request.executor)
 
@@ -264,9 +258,10 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
     call.seconds["load"] = time.perf_counter() - start
     with call.stage("profile"):
         request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
-    request = call.request = target_options.fit_names(call.loaded.proto, request)
+    request = fit.fitted(call.loaded.proto, request)
     if request.kv_cache is not None:
-        request = call.request = replace(request, caches=finish.find_caches(call.loaded.proto, request.kv_cache))
+        request = replace(request, caches=fit.find_caches(call.loaded.proto, request.kv_cache))
+    call.request = request
     call.warnings += request.complaints
     if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
         call.warnings.append(
@@ -278,13 +273,12 @@ def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> Q
 
 def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationReport:
     """Quantizes; without rewrites and passes where these fail, and not at all where the model cannot be."""
-    request, why = first.request, ""
+    request, proto, why = first.request, first.loaded.proto, ""
     first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
     # Where samples come from: the reader, made-up data, or those that the cache holds.
     known = None if first.cache is None else first.cache.table
     if reader is None and known is None and request.recipe.synthetic:
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
-    proto, data = first.loaded.proto, None
     if request.eval_reader is not None:
         with first.stage("evaluation data"):
             first.validation = Validation(request.eval_reader, proto)
@@ -293,45 +287,48 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         source = known.cached.samples
     if source is not None:
         keep, meant = most_feeds(proto, request), meant_as_defaults(proto)
-        data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
-        reader = None if reader is None else data.reader
-        if data.left_aside:
-            first.notes.append(data.left_aside)
-        _check_numbers(request, data)
+        first.data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
+        first.notes += first.data.notes
+        _check_numbers(request, first.data)
     # Two attempts: as asked for, then without rewrites and passes; else the float model.
-    request = first.request = with_open_defaults(proto, request, data)
+    request = first.request = fit.with_open_defaults(proto, request, first.data)
     attempts = [request, without_optional_work(request)]
     while attempts:
         attempted = attempts.pop(0)
         call = first.again(attempted)
         try:
-            return (
-                weights_alone.weight_only(call, data) if request.recipe.weight_only else _quantized(call, reader, data)
-            )
+            return _weight_only(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except WorthlessError as error:
             return deliver_float(call, reason_of(error), error.samples)
         except Exception as error:
-            if request.is_stock or is_the_callers(error, call, data):
+            if request.is_stock or is_the_callers(error, call):
                 raise
             if isinstance(error, errors.RuntimeEndedError):
                 first.tell("The proof", error)
                 request = replace(attempted, verify=False, speed=replace(attempted.speed, promise=False))
-                attempts, data = [request, without_optional_work(request)], None if data is None else data.again()
-                continue
-            if not is_of_the_model(error):
+                attempts = [request, without_optional_work(request)]
+            elif not is_of_the_model(error):
                 if request.on_failure == "error":
                     raise defect(first, error) from error
                 report_it = "please report this as a bug of kenosis-ort, with the model"
                 return deliver_float(first, f"quantization failed: {reason_of(error)}", fix=report_it)
-            why = why or f"quantization failed: {reason_of(error)}"
-            if data is None or request.stock_reason is not None or attempted is not request:
-                break  # a cache holds the ranges of one form of the model
-            first.tell("Rewriting and improving the model", error)
-            first.fallbacks.append(f"Placement without rewrites and passes: {reason_of(error)}.")
-        first.cache, data = None, data.again()
+            else:
+                why = why or f"quantization failed: {reason_of(error)}"
+                if first.data is None or request.stock_reason is not None or attempted is not request:
+                    break  # a cache holds the ranges of one form of the model
+                first.tell("Rewriting and improving the model", error)
+                first.fallbacks.append(f"Placement without rewrites and passes: {reason_of(error)}.")
+                first.cache = None
+        first.data = None if first.data is None else first.data.again()
     return deliver_float(first, why)
+
+
+def _weight_only(call: Call) -> QuantizationReport:
+    from kenosis_ort.flow.weights_alone import weight_only  # few calls need what it loads
+
+    return weight_only(call)
 
 
 def _check_numbers(request: Request, data: KeepingReader) -> None:
@@ -345,7 +342,7 @@ def _check_numbers(request: Request, data: KeepingReader) -> None:
         )
 
 
-def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingReader | None) -> QuantizationReport:
+def _quantized(call: Call) -> QuantizationReport:
     """Quantizes in one way.
 
     Raises:
@@ -354,17 +351,15 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
         KenosisError: Or any other exception; nothing was written.
     """
     request = call.request
-    builder, build = _built(call, partial(draft, call.loaded, request, call), reader, data)
-    if data is not None and data.left_aside not in ("", *call.notes):  # of shards, which are known once they are read
-        call.notes.append(data.left_aside)
-    request = call.request
-    feeds = [] if data is None else data.some(feeds_wanted(request))
+    builder, build = _built(call, partial(draft, call.loaded.proto, request, call))
+    feeds, wanted = call.feeds, feeds_wanted(request)
+    call.notes += [note for note in (call.data.notes if call.data is not None else ()) if note not in call.notes]
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     compared = finish.compare(call, build, feeds)
     chosen = build
     free = request.stages == Stages() and request.explicit_option is None  # an ablation is shown as it is
     bad = finish.worthless(compared) if free else None
-    if (request.stock_reason is None or request.stages.placement) and is_whole(build):
+    if (request.stock_reason is None or request.stages.placement) and build.is_whole:
         timed = (build, bad is None)
         chosen, is_useful = call.attempt("Timing", lambda: speed.delivered(call, builder, build, feeds, bad), timed)
         bad = None if is_useful else bad
@@ -380,40 +375,32 @@ def _quantized(call: Call, reader: CalibrationDataReader | None, data: KeepingRe
             f"{known} of {len(feeds)} calibration samples looked at are among the evaluation samples: what is measured "
             "is too good. Fix: pass an eval_reader of samples that nothing is calibrated on."
         )
-    further = [] if data is None or request.executor is not None else data.feeds[feeds_wanted(request) :]
+    further = [] if call.data is None or request.executor is not None else call.data.feeds[wanted:]
     call.measure = call.attempt("The measure of what is lost", lambda: improve.measured(call, chosen, further), None)
     return finish.finish(call, builder.prepared.proto, chosen, feeds, samples, compared)
 
 
-def _built(
-    call: Call,
-    make: Callable[[], Builder],
-    reader: CalibrationDataReader | None,
-    data: KeepingReader | None,
-) -> tuple[Builder, Build]:
+def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
     """The quantized model after the recipe's passes, and the builder that made it.
 
     Args:
         call: What gathers on the way.
         make: Returns the draft, which is held here alone and only as long as it is needed: it is a model in memory.
-        reader: Where samples come from.
-        data: The reader around it.
 
     Raises:
         NothingToQuantizeError: There is nothing to quantize.
     """
-    drafted = make()
-    request = call.request = drafted.request
+    drafted, request = make(), call.request
     builder = drafted.for_integers()
     with call.stage("calibrate"):
-        table = calibrate.find_ranges(call, drafted, builder, reader, data)
+        table = calibrate.find_ranges(call, drafted, builder)
     trial = None
-    if builder.quantizes_bodies and data is not None:
-        make_trial = partial(body_plans.trial_of_bodies, call, builder, table, data, drafted.prepared.proto)
+    if builder.quantizes_bodies and call.data is not None:
+        make_trial = partial(body_plans.trial_of_bodies, call, builder, table, drafted.prepared.proto)
         with call.stage("bodies"):
             trial = call.attempt("The trial of bodies", make_trial, None)
         del make_trial
-    builder, table = improve.with_weight_passes(call, drafted, builder, table, reader, data)
+    builder, table = improve.with_weight_passes(call, drafted, builder, table)
     del drafted
     plan = builder.plan
     call.notes += builder.prepared.notes
@@ -421,27 +408,26 @@ def _built(
     if request.stock_reason is not None and not request.is_stock:
         call.notes.append(f"Placed as stock does: {request.stock_reason}.")
     if builder.quantizes_bodies:
-        builder = body_plans.with_bodies(call, builder, data, _built)
+        builder = body_plans.with_bodies(call, builder, _built)
     with call.stage("plan"):
         nothing: tuple[Mapping[str, str], str] = ({}, "")
         keep_float, note = call.attempt("The cost model", lambda: speed.float_regions(builder, plan), nothing)
     call.notes += [note] if note else []
     build = builder.build(table, keep_float)
-    if not is_quantized(build.quantized):
+    if not build.is_quantized:
         if keep_float and keep_float.keys() >= set(plan.integer_nodes()):
             raise errors.NothingToQuantizeError(note, fix="deploy the float model")
         raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
-    feeds = [] if data is None else data.some(feeds_wanted(request))
     if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
         before, none = builder, dict[str, str]()
-        builder, build = improve.improved(call, before, build, feeds)
+        builder, build = improve.improved(call, before, build)
         costly = call.attempt("The trial of bodies", partial(trial.costly, builder, build), none) if trial else none
         if costly:  # what passes found beside the noise of these bodies is found anew without it
             del call.passes[marks[0] :], call.notes[marks[1] :], call.warnings[marks[2] :]
             before = body_plans.without_bodies(call, before, costly)
-            builder, build = improve.improved(call, before, before.build(table, keep_float), feeds)
-        if not is_quantized(build.quantized):
+            builder, build = improve.improved(call, before, before.build(table, keep_float))
+        if not build.is_quantized:
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return builder, build
 

@@ -1,40 +1,28 @@
-"""Samples of a call: read once, some kept, batches taken apart; held-out data, and the table that stands in for them.
+"""Samples of a call: read once, some kept, batches taken apart.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
-
-A calibration cache is used where it belongs, refused where not, and written for the next run. A table is of the weights
-as they came, and holds samples beside the ranges: passes that change weights say what becomes of ranges, and those that
-need data have it. So a run with a table does what one with the reader does.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
-from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationCacheError, CalibrationError
+from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, sample_feeds
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph import bodies, constants
+from kenosis_ort.graph import bodies
 from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
-from kenosis_ort.storage.writing import is_possible
 
 _log = logging.getLogger(__name__)
 Run = Callable[[Feed], Sequence[Any]]
@@ -164,6 +152,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         budget: int = cached_samples.MOST_BYTES,
         is_whole: bool = True,
     ) -> None:
+        self._settings: dict[str, Any] = {"keep": keep, "defaults": defaults, "budget": budget, "is_whole": is_whole}
         self.reader = readers.for_model(reader, itertools.chain(*inputs))
         self.is_whole = is_whole
         self.cached = cached_samples.CachedSamples(keep, budget)
@@ -184,10 +173,10 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return self.cached.samples
 
     @property
-    def left_aside(self) -> str:
-        """What stands in the data beside the model's inputs, one sentence; empty where nothing does."""
+    def notes(self) -> list[str]:
+        """What stands in the data beside the model's inputs: of shards known once they are read."""
         names = self.reader.left_aside if isinstance(self.reader, (readers.ArrayReader, readers.Shards)) else ()
-        return f"Left aside in the data, no input of the model: {', '.join(names)}." if names else ""
+        return [f"Left aside in the data, no input of the model: {', '.join(names)}."] if names else []
 
     def some(self, count: int) -> list[Sample]:
         """At most so many of the cached feeds: those that would be kept where so many are to be."""
@@ -234,14 +223,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def again(self) -> KeepingReader:
         """A reader that begins anew with the cached feeds, and goes on with those that were not handed out."""
-        fresh = KeepingReader(
-            self.reader,
-            self._inputs,
-            keep=self._keep,
-            defaults=self._defaults,
-            budget=self._budget,
-            is_whole=self.is_whole,
-        )
+        fresh = KeepingReader(self.reader, self._inputs, **self._settings)
         fresh._left = itertools.chain(self.feeds, self._ahead, self._left)
         return fresh
 
@@ -352,15 +334,6 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
     return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)
 
 
-def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
-    """The request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
-    listed = constants.default_inputs(proto)
-    if not listed:
-        return request
-    fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
-    return replace(request, open_defaults=frozenset(listed) & {*constants.meant_as_defaults(proto), *fed})
-
-
 def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:
     """The first feeds that hold some number of rows, a batch counting as many; a least number of feeds."""
     found: list[Mapping[str, Any]] = []
@@ -371,169 +344,3 @@ def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list
         found.append(feed)
         total += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
     return found
-
-
-_LOOKED_AT = 32  # feeds that candidates are compared on
-_LOOKED_AT_BYTES = 2**26
-
-
-class Validation(Sequence[Sample]):
-    """Feeds with their numbers in the reader.
-
-    Args:
-        reader: The caller's reader, or another source of feeds; it is read to its end.
-        model: The float model, whose inputs the feeds are checked against.
-
-    Raises:
-        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
-        OutputError: There is no room for temporary files.
-    """
-
-    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
-        self._spool = Spool()
-        self._digests: set[int] = set()
-        inputs, defaults = input_specs(model), constants.meant_as_defaults(model)
-        try:
-            for number, feed in enumerate(sample_feeds(readers.for_model(reader, chain(*inputs)))):
-                checked = {**defaults, **check_feed(feed, *inputs, number)}
-                self._digests.add(cached_samples.feed_digest(checked))
-                self._spool.append(checked)
-        except CalibrationError as error:
-            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
-            raise CalibrationError(error.what, where=where, fix=error.fix) from error
-        if not len(self._spool):
-            raise CalibrationError(
-                "the reader of evaluation data yields no sample",
-                where="eval_reader",
-                fix="pass a reader at its beginning, and not the one that calibration reads",
-            )
-
-    def __len__(self) -> int:
-        return len(self._spool)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        places = range(len(self))[index]
-        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
-
-    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
-        """Number of the given feeds that are among these."""
-        return sum(cached_samples.feed_digest(feed) in self._digests for feed in feeds)
-
-    def some(self) -> list[Sample]:
-        """A few, spread over all of them, that fit in memory."""
-        found: list[Sample] = []
-        size = 0
-        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
-            feed = self[place]
-            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
-            if found and size > _LOOKED_AT_BYTES:
-                break
-            found.append(feed)
-        return found
-
-
-_FIX = "Delete the cache file, or name another one, so that calibration runs again."
-
-
-class CalibrationCache:
-    """One cache file.
-
-    Args:
-        path: The file; read if it exists.
-
-    Attributes:
-        table: What the file holds; None where it is still to be written.
-        is_used: The ranges are the table's, so that nothing was calibrated.
-
-    Raises:
-        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_used = False
-        with self._refusing():
-            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
-            if self.table is None:
-                _check_writable(path)
-
-    def table_for(
-        self, model: onnx.ModelProto, tensors: Sequence[str], config: CalibrationConfig, data: KeepingReader | None
-    ) -> CalibrationTable | None:
-        """The table for a model, after its data are found to be those at hand.
-
-        Args:
-            model: The model whose ranges are needed.
-            tensors: Its tensors.
-            config: How they would be calibrated.
-            data: The samples at hand, or those of the table; read to their end where the table is returned.
-
-        Returns:
-            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
-
-        Raises:
-            CalibrationCacheError: The table is of another model, other options or other data.
-        """
-        table = self.table
-        has_reader = data is not None and data.is_whole
-        if table is None or (table.outdated and has_reader):
-            return None
-        if table.outdated:
-            raise self._refusal(
-                "The calibration cache is of an earlier version, which had changed the weights before calibration."
-            )
-        with self._refusing():
-            table.check_matches(cached_samples.model_fingerprint(model), replace(config, sketch=False))
-            missing = [t for t in tensors if t not in table]
-            if missing:
-                raise CalibrationError(
-                    f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
-                    fix="delete the cache, or pass the options that it was made with",
-                )
-        if data is not None:
-            found = data.read_all()
-            if has_reader:
-                self.check_data(f"{found:064x}")
-        self.is_used = True
-        return table
-
-    def check_data(self, fingerprint: str | None) -> None:
-        """Checks that the data at hand are the table's.
-
-        Raises:
-            CalibrationCacheError: They are others.
-        """
-        known = None if self.table is None else self.table.data_fingerprint
-        if None not in (known, fingerprint) and known != fingerprint:
-            raise self._refusal("The calibration cache was produced from other data.")
-
-    def keep(self, table: CalibrationTable) -> None:
-        """Writes the table for the next run.
-
-        Raises:
-            CalibrationError: The file cannot be written.
-        """
-        table.save(self.path)
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except CalibrationError as error:
-            raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
-
-    def _refusal(self, what: str) -> CalibrationCacheError:
-        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
-
-
-def _check_writable(path: Path) -> None:
-    """Checks, before any sample is read, that a file can be written once all are."""
-    folder = next(parent for parent in path.parents if os.path.exists(parent))
-    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")

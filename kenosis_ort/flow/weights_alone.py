@@ -9,7 +9,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.flow import finish, improve
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted
+from kenosis_ort.flow.samples import feeds_wanted
 from kenosis_ort.flow.speed import made_up
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.passes.contract import Build
@@ -22,20 +22,19 @@ FORM: Final = "weight-only"
 _FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
 
 
-def weight_only(call: Call, data: KeepingReader | None) -> QuantizationReport:
+def weight_only(call: Call) -> QuantizationReport:
     """Quantizes the weights of linear layers and embeddings, writes and reports.
 
     Where the recipe has a budget that 4 bits do not keep, 8 are delivered.
 
     Args:
-        call: What gathers on the way.
-        data: Samples that rounding follows; None rounds to nearest.
+        call: What gathers on the way; its samples are those that rounding follows, without any it is to nearest.
 
     Raises:
         OptionError: The target or the format has no such form.
         NothingToQuantizeError: There is no linear layer and no embedding.
     """
-    request = call.request
+    request, data = call.request, call.data
     _check_form(request)
     with call.stage("calibrate"):
         feeds: list[Feed] = [] if data is None else list(data.peek(feeds_wanted(request)))

@@ -84,12 +84,9 @@ class RangeChoice(Pass):
     name: ClassVar[str] = "ranges"
     title: ClassVar[str] = "The choice of ranges"
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
+    off: ClassVar[tuple[str, ...]] = ("minmax", "percentile", "entropy")
 
     ranges: Literal["auto", "minmax", "percentile", "entropy"] = "auto"
-
-    @property
-    def wanted(self) -> bool:
-        return self.ranges == "auto"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         build = state.built

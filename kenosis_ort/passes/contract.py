@@ -23,11 +23,12 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
+from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import copy_with
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.rewrite.prepare import PreparedModel
-from kenosis_ort.runtime.session import HERE, Executor
+from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
 
 Overlay = Mapping[str, Mapping[str, onnx.TensorProto]]
@@ -69,6 +70,22 @@ class Build:
     fusion: FusionReport | None = None
     notes: tuple[str, ...] = ()
     corrections: Overlay = field(default_factory=dict)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything in the model is quantized."""
+        graphs = walk.all_graphs(self.quantized.graph)
+        return any(node.op_type == "DequantizeLinear" for graph in graphs for node in graph.node)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the fusion proof cut the model into; 0 without a proof of a huge model."""
+        return self.fusion.pieces if self.fusion is not None else int(len(self.quantized.graph.node) <= WHOLE_LIMIT)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model is small enough to be run as a whole."""
+        return self.pieces == 1
 
 
 @dataclass(frozen=True)
@@ -273,6 +290,7 @@ class Pass(Settings, ABC):
             better without any single one of them.
         least_held_out: Samples to evaluate on without which it is not tried.
         fits_means: It is fitted to as many samples as possible.
+        off: Values of its first setting with which it does nothing.
     """
 
     name: ClassVar[str]
@@ -281,11 +299,12 @@ class Pass(Settings, ABC):
     must_beat: ClassVar[bool] = False
     least_held_out: ClassVar[int] = 1
     fits_means: ClassVar[bool] = False
+    off: ClassVar[tuple[Any, ...]] = (False,)
 
     @property
-    @abstractmethod
     def wanted(self) -> bool:
-        """Whether its configuration makes it do anything."""
+        """Whether its configuration makes it do anything: its first setting, if it has one, is not off."""
+        return all(getattr(self, entry.name) not in self.off for entry in fields(self)[:1])
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         """The values of the float model whose statistics by channel it needs, with the channel axis of each."""

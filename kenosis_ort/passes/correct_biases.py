@@ -271,8 +271,9 @@ def with_shifts(
         layer, own = by_name[node], found.setdefault(node, {})
         name = bias_of(layer, index)
         before = array_in(own.get(name, index.constants[name]))
-        beta = walk.attribute_float(layer.node, "beta", 1.0) if layer.node.op_type == "Gemm" else 1.0
-        after = before.astype(np.float64) + (shift / beta).reshape(before.shape)
+        after = before.astype(np.float64) + (shift / walk.attribute_float(layer.node, "beta", 1.0)).reshape(
+            before.shape
+        )
         own[name] = numpy_helper.from_array(after.astype(np.float32), name)
     return found
 
@@ -519,10 +520,6 @@ class BiasCorrection(Pass):
     fits_means: ClassVar[bool] = True
 
     bias_correction: bool = True
-
-    @property
-    def wanted(self) -> bool:
-        return self.bias_correction
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         return Candidate(corrected(state, context))

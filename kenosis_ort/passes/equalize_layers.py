@@ -26,7 +26,7 @@ equalization, 38.4 without). So it is evaluated on the whole net.
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +35,7 @@ import onnx
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.walk import attribute
+from kenosis_ort.graph.walk import attribute, attribute_float
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
 from kenosis_ort.passes.layers import Float64, Layer, array_of, store, weights_of
 from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
@@ -223,13 +223,8 @@ def _behind(link: Link, before: ChannelStatistics) -> ChannelStatistics:
     low, high = link.bounds
     if any(node.op_type == "Relu" for node in link.path):
         low = max(low, 0.0)
-    return ChannelStatistics(
-        np.clip(before.low, low, high),
-        np.clip(before.high, low, high),
-        np.clip(before.mean, low, high),
-        before.second_moment,
-        before.sample_means,
-    )
+    clipped = {name: np.clip(getattr(before, name), low, high) for name in ("low", "high", "mean")}
+    return replace(before, **clipped)
 
 
 def _from_weights(first: Float64) -> ChannelStatistics:
@@ -285,22 +280,17 @@ def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: 
 
 
 def _shift_biases(link: Link, index: GraphIndex, by: Float64, second: Float64) -> bool:
-    first_beta, second_beta = (_factor(x, "beta") for x in (link.first, link.second))
-    if first_beta != 1.0 or second_beta != 1.0:
+    if any(attribute_float(layer.node, "beta", 1.0) != 1.0 for layer in (link.first, link.second)):
         return False
     before = array_of(index, link.first.bias)
     behind = array_of(index, link.second.bias)
     if before.size != link.first.channels_out or behind.size != link.second.channels_out:
         return False
-    moved = (second.sum(axis=2) * link.second.by_group(by)).sum(axis=1) * _factor(link.second, "alpha")
+    alpha = attribute_float(link.second.node, "alpha", 1.0)
+    moved = (second.sum(axis=2) * link.second.by_group(by)).sum(axis=1) * alpha
     store(index, link.first.bias, (before.astype(np.float64) - by.reshape(before.shape)).astype(np.float32))
     store(index, link.second.bias, (behind.astype(np.float64) + moved.reshape(behind.shape)).astype(np.float32))
     return True
-
-
-def _factor(layer: Layer, name: str) -> float:
-    found = attribute(layer.node, name)
-    return 1.0 if layer.node.op_type != "Gemm" or found is None else float(found.f)
 
 
 def _pads(layer: Layer) -> bool:
@@ -332,10 +322,6 @@ class Equalization(WeightPass):
     title: ClassVar[str] = "Equalization"
 
     equalize: bool = True
-
-    @property
-    def wanted(self) -> bool:
-        return self.equalize
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         return values_for_equalization(state.prepared.proto, nodes=set(context.nodes))

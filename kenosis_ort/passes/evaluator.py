@@ -5,25 +5,18 @@ each taken by its use, since its resolution is fine: eight samples tell changes 
 lost?* is answered in what the output is for (`kenosis_ort.accuracy.measures`) or by the caller's metric, with the
 number of samples and an interval, since that is what a budget means to who sets it; proportions of few samples are too
 coarse to compare candidates by. A metric of the caller's answers both where its difference is clear of chance.
-
-No model runs twice on the same sample: outputs are kept. The float model, with which everything is compared, has one
-session for a whole call. Of candidates the latest few keep theirs.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
@@ -39,13 +32,11 @@ from kenosis_ort.accuracy.metric import (
     worst,
 )
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
-from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.graph.outside import weight_bytes
-from kenosis_ort.runtime.session import HERE, Executor, Running, Session, open_session, repeats
+from kenosis_ort.errors import VerificationError
+from kenosis_ort.passes.model_runs import Candidates, Model, Reference, blamed, failed
+from kenosis_ort.runtime.session import HERE, Executor
 
-Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
-Model = Path | onnx.ModelProto
 T = TypeVar("T")
 
 LEAST_FEEDS = 4
@@ -58,233 +49,6 @@ _MOST_PARTS = 32  # that held-out samples which are batches are taken into, to l
 
 NOISE = "error of the outputs, each by its use"
 METRIC = "loss of the caller's metric, where clear; else error of the outputs"
-
-_MOST_WEIGHTS: Final = 2**26
-"""Bytes of weights of a candidate whose session is cached."""
-_MOST_OUTPUTS: Final = 2**26
-"""Bytes of a candidate's outputs that are kept."""
-_MOST_FLOAT_OUTPUTS: Final = 2**28
-"""The same of the float model's."""
-_CACHED: Final = 2  # what stood before a change, and what it led to
-_REMEMBERED: Final = 8
-"""Candidates whose outputs are kept longer than their sessions: what stands after a pass has tried some of its own."""
-_FEW_OUTPUTS: Final = 2**23
-"""Bytes of a candidate's outputs that are kept longer."""
-
-
-class _Known:
-    """Outputs by the identity of the feed, which is held too, so that no other object takes it.
-
-    Args:
-        most: Bytes that are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._found: dict[int, tuple[Feed, dict[str, Array]]] = {}
-        self.bytes = 0
-
-    def get(self, feed: Feed) -> dict[str, Array] | None:
-        """The outputs for a feed, None where they are not kept."""
-        known = self._found.get(id(feed))
-        return None if known is None else known[1]
-
-    def keep(self, feed: Feed, outputs: dict[str, Array]) -> None:
-        """Keeps outputs as long as there is room."""
-        size = sum(array.nbytes for array in outputs.values())
-        if self.bytes + size <= self._most:
-            self._found[id(feed)] = feed, outputs
-            self.bytes += size
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-
-class Reference:
-    """Runs the float model.
-
-    Args:
-        model: The model, or its file. Not changed.
-        custom_op_libraries: Libraries with custom operators to register.
-        stays_open: Whether the session stays open; that of a large model is opened when it is needed again.
-    """
-
-    def __init__(
-        self, model: Path | onnx.ModelProto, *, custom_op_libraries: Sequence[str] = (), stays_open: bool = True
-    ) -> None:
-        self._model = model
-        self._libraries = tuple(custom_op_libraries)
-        self._stays_open = stays_open
-        self._runner: Session | None = None
-        self._known = _Known(_MOST_FLOAT_OUTPUTS)
-        self._random: frozenset[str] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the outputs.
-
-        Raises:
-            VerificationError: The runtime does not load the model.
-        """
-        try:
-            return self._opened().outputs
-        finally:
-            self._rest()
-
-    def outputs(self, feeds: Sequence[Feed]) -> list[dict[str, Array]]:
-        """The outputs by name for each of some feeds; those of the same object are computed once.
-
-        Raises:
-            CalibrationError: The model fails on a feed.
-            VerificationError: The runtime does not load the model.
-        """
-        if not feeds:
-            return []
-        opened = self._opened()
-        try:
-            return list(_blamed(self._outputs(opened, feed) for feed in feeds))
-        finally:
-            self._rest()
-
-    def stream(self, feeds: Iterable[Feed]) -> Iterator[dict[str, Array]]:
-        """Yields the outputs by name for each feed, and keeps none; raises as `outputs`."""
-        opened = self._opened()
-        known = ((feed, self._known.get(feed)) for feed in feeds)
-        yield from _blamed(opened.answer(feed) if outputs is None else outputs for feed, outputs in known)
-        self._rest()
-
-    def run(self, feed: Feed) -> list[Array]:
-        """The outputs for one feed in the order of the model, computed anew.
-
-        Raises:
-            VerificationError: The runtime does not load the model, or refuses the feed.
-        """
-        try:
-            return list(self._opened().answer(feed).values())
-        finally:
-            self._rest()
-
-    def random(self, feed: Feed) -> frozenset[str]:
-        """The names of outputs that are others on each run of the same feed; found out once.
-
-        Raises:
-            CalibrationError: The model fails on the feed.
-        """
-        if self._random is None:
-            (first,) = self.outputs([feed])
-            names = list(first)
-            again = dict(zip(names, self.run(feed), strict=True))
-            self._random = frozenset(name for name in names if not repeats(first[name], again[name]))
-        return self._random
-
-    def _outputs(self, opened: Session, feed: Feed) -> dict[str, Array]:
-        known = self._known.get(feed)
-        if known is not None:
-            return known
-        outputs = opened.answer(feed)
-        self._known.keep(feed, outputs)
-        return outputs
-
-    def _opened(self) -> Session:
-        if self._runner is None:
-            self._runner = open_session(self._model, threads=0, custom_op_libraries=self._libraries)
-        return self._runner
-
-    def _rest(self) -> None:
-        if not self._stays_open:
-            self._runner = None
-
-
-@dataclass(eq=False)
-class _Run:
-    """One candidate that was run.
-
-    Attributes:
-        model: It; held, so that no other object takes its identity.
-        runner: Its session, here or elsewhere; None where it was let go of.
-        known: Its outputs.
-    """
-
-    model: Model
-    runner: Running | None
-    known: _Known = field(default_factory=lambda: _Known(_MOST_OUTPUTS))
-
-
-class Candidates:
-    """Runs candidates. They must not be changed while they are compared.
-
-    Args:
-        custom_op_libraries: Libraries with custom operators to register.
-        executor: Runs them.
-    """
-
-    def __init__(self, custom_op_libraries: Sequence[str] = (), executor: Executor = HERE) -> None:
-        self._libraries = tuple(custom_op_libraries)
-        self._executor = executor
-        self._latest: deque[_Run] = deque(maxlen=_REMEMBERED)
-
-    def outputs(self, model: Model, feeds: Iterable[Feed], *, keep: bool = True) -> Iterator[dict[str, Array]]:
-        """The outputs by name for each feed.
-
-        Args:
-            model: The candidate; the cache key is its identity.
-            feeds: Samples, likewise.
-            keep: Whether the outputs may be asked for again.
-
-        Raises:
-            VerificationError: The runtime refuses the candidate; while iterated, a feed.
-        """
-        run = next((run for run in self._latest if run.model is model), None)
-        if run is None:
-            run = _Run(model, None)
-            if isinstance(model, onnx.ModelProto) and weight_bytes(model) <= _MOST_WEIGHTS:
-                self._let_go()
-                self._latest.append(run)
-        asked, answers = itertools.tee((feed, run.known.get(feed)) for feed in feeds)
-        if run.runner is None and run.known and all(run.known.get(feed) is not None for feed in feeds):
-            return _joined(run, answers, iter(()), keep=keep)
-        if run.runner is None:
-            run.runner = self._executor.open(model, threads=0, custom_op_libraries=self._libraries)
-        computed = run.runner.runs(feed for feed, known in asked if known is None)
-        return _joined(run, answers, computed, keep=keep)
-
-    def _let_go(self) -> None:
-        """Closes the sessions of all but the latest candidates, of which one more is to come."""
-        old = list(self._latest)[: 1 - _CACHED]
-        for run in old:
-            run.runner = None
-            if run.known.bytes > _FEW_OUTPUTS or not run.known:
-                self._latest.remove(run)
-
-    def each(self, models: Iterable[Model], feeds: Sequence[Feed]) -> Iterator[Iterator[dict[str, Array]]]:
-        """Yields `outputs` of one candidate after the other, each to be iterated before the next; raises as that.
-
-        Args:
-            models: Candidates; each is made when the executor has room for it.
-            feeds: Samples.
-        """
-        under_way: deque[Iterator[dict[str, Array]]] = deque()
-        for model in models:
-            under_way.append(self.outputs(model, feeds))
-            if len(under_way) > self._executor.ahead:
-                yield under_way.popleft()
-        while under_way:
-            yield under_way.popleft()
-
-
-def _joined(
-    run: _Run,
-    feeds: Iterable[tuple[Feed, dict[str, Array] | None]],
-    computed: Iterator[dict[str, Array]],
-    *,
-    keep: bool,
-) -> Iterator[dict[str, Array]]:
-    """Yields cached and computed outputs in the order of the feeds, and caches some of them."""
-    for feed, known in feeds:
-        outputs = next(computed) if known is None else known
-        if keep and known is None:
-            run.known.keep(feed, outputs)
-        yield outputs
 
 
 class Rows(dict[str, Any]):
@@ -377,7 +141,7 @@ class Evaluator:
 
     def __init__(
         self,
-        original: Reference | Path | onnx.ModelProto,
+        original: Reference | Model,
         feeds: Sequence[Feed],
         *,
         graph: onnx.GraphProto | None = None,
@@ -444,9 +208,9 @@ class Evaluator:
         """
         try:
             for outputs in self._candidates.each(candidates, self.feeds):
-                yield self._score(list(_blamed(outputs)))
+                yield self._score(list(blamed(outputs)))
         except VerificationError as error:
-            raise _failed(error, 0) from error
+            raise failed(error, 0) from error
 
     def _score(self, outputs: Sequence[Outputs]) -> Score:
         cuts = self._cuts(outputs)
@@ -475,7 +239,7 @@ class Evaluator:
         found = self.measured(candidate)
         return 0.0 if found is None else found.loss_for(budget)
 
-    def measured(self, candidate: Path | onnx.ModelProto) -> Measured | None:
+    def measured(self, candidate: Model) -> Measured | None:
         """Quality of a candidate beside the float model; of several outputs, that of the one that lost most.
 
         Returns:
@@ -557,7 +321,7 @@ class Evaluator:
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
-    def outputs(self, model: Path | onnx.ModelProto) -> list[dict[str, Any]]:
+    def outputs(self, model: Model) -> list[dict[str, Any]]:
         """The outputs by name, one entry a sample.
 
         Raises:
@@ -565,28 +329,13 @@ class Evaluator:
         """
         return list(self._run(model, self.feeds))
 
-    def _run(self, model: Path | onnx.ModelProto, feeds: Sequence[Feed]) -> Iterator[dict[str, Any]]:
+    def _run(self, model: Model, feeds: Sequence[Feed]) -> Iterator[dict[str, Any]]:
         if not feeds:
             return
         try:
-            yield from _blamed(self._candidates.outputs(model, feeds, keep=feeds is not self._validation))
+            yield from blamed(self._candidates.outputs(model, feeds, keep=feeds is not self._validation))
         except VerificationError as error:
-            raise _failed(error, 0) from error
-
-
-def _blamed(outputs: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields outputs, one entry a sample; where that raises, the sample is named."""
-    index = 0
-    try:
-        for each in outputs:
-            yield each
-            index += 1
-    except VerificationError as error:
-        raise _failed(error, index) from error
-
-
-def _failed(error: VerificationError, sample: int) -> CalibrationError:
-    return CalibrationError(error.what, where=f"held-out sample {sample}", fix=error.fix)
+            raise failed(error, 0) from error
 
 
 def numbers(feeds: Sequence[Feed]) -> list[int]:

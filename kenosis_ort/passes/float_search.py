@@ -115,30 +115,20 @@ def tensor_sensitivity(
     whole = probe.error(_together(units))
     floor = cutoff * whole
     found: dict[frozenset[int], TensorSensitivity] = {}
-    parts = [_Part(units, whole)] if units else []
+    parts = [(units, whole)] if units else []  # with the error that is expected of all of them together
     while parts:  # what a round asks for may be measured at the same time; sets that surely cost a lot are not
-        asked = [part for part in parts if len(part.units) == 1 or part.expected <= _SURELY * floor]
-        for part, error in zip(asked, probe.errors([_together(part.units) for part in asked]), strict=True):
-            part.expected = error
+        asked = [_together(part) for part, expected in parts if len(part) == 1 or expected <= _SURELY * floor]
+        known = dict(zip(asked, probe.errors(asked), strict=True))
         smaller = []
-        for part in parts:
-            count = len(part.units)
-            if count == 1 or part.expected <= floor:
-                exact = count == 1
-                found |= {u.gates: replace(u, error=part.expected / count, exact=exact) for u in part.units}
-                continue
-            halves = part.units[: count // 2], part.units[count // 2 :]
-            smaller += [_Part(half, part.expected * len(half) / count) for half in halves]
+        for part, expected in parts:
+            count, error = len(part), known.get(_together(part), expected)
+            if count == 1 or error <= floor:
+                found |= {unit.gates: replace(unit, error=error / count, exact=count == 1) for unit in part}
+            else:
+                halves = part[: count // 2], part[count // 2 :]
+                smaller += [(half, error * len(half) / count) for half in halves]
         parts = smaller
     return _ranked([found[unit.gates] for unit in units])
-
-
-@dataclass
-class _Part:
-    """Some tensors, with the expected error of all of them together, or the measured one."""
-
-    units: Sequence[TensorSensitivity]
-    expected: float
 
 
 def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:
@@ -232,6 +222,7 @@ class FloatSet:
         floats: Nodes that run in float in the plan and not in the plan that the search began with.
         price: Sum of their prices.
         share: Their share of the multiply-accumulates.
+        loss: What the net built so loses, once it was measured.
     """
 
     keep_float: Mapping[str, str]
@@ -239,6 +230,7 @@ class FloatSet:
     floats: frozenset[str]
     price: float
     share: float
+    loss: float = math.nan
 
 
 class Board:

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.walk import all_names, opset_of, reserve_name
+from kenosis_ort.graph.walk import all_names, attribute_float, opset_of, reserve_name
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import HERE, Array, Closing, Executor
 
@@ -222,7 +222,8 @@ class _Build:
         kind = GateKind.BIAS if self._constants[node.input[0]].data_type == TensorProto.INT32 else GateKind.WEIGHT
         if kind is GateKind.WEIGHT and reader.op_type in ("Add", "Mul", "Sub", "Div", "Concat", "Where"):
             kind = GateKind.CONSTANT
-        base = self._float_constant(tensor, node, _beta(twin) / _beta(reader) if kind is GateKind.BIAS else 1.0)
+        before, after = (attribute_float(each, "beta", 1.0) for each in (twin, reader))  # a Gemm's factor on its bias
+        base = self._float_constant(tensor, node, before / after if kind is GateKind.BIAS else 1.0)
         return self._switch(kind, value, self._group_of(reader, kind, node), node, [node], base)
 
     def _group_of(self, reader: onnx.NodeProto, kind: GateKind, node: onnx.NodeProto) -> str:
@@ -324,8 +325,3 @@ class _Build:
         del graph.node[:]
         graph.node.MergeFrom(holder.node)
         del graph.value_info[:]
-
-
-def _beta(node: onnx.NodeProto) -> float:
-    """Gemm's factor on its bias; 1 for other nodes and without the attribute."""
-    return next((float(a.f) for a in node.attribute if a.name == "beta"), 1.0) if node.op_type == "Gemm" else 1.0

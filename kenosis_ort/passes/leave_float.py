@@ -8,7 +8,7 @@ How many of them are needed is found by bisection over real builds, scored on fe
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -18,6 +18,7 @@ from kenosis_ort.accuracy.metric import Budget, OutputError
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError
 from kenosis_ort.passes import float_search
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
+from kenosis_ort.passes.float_search import FloatSet
 from kenosis_ort.passes.gates import GatedModel
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
@@ -109,7 +110,7 @@ def search_mixed_precision(
     start = dict(keep_float or {})
     quantized, plan = build(start)
     trials = _Trials(build, loss, budget or Budget())
-    first = trials.add(float_search.FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
+    first = trials.add(FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
     if trials.hold(first):
         return trials.result(first, {})
     # Rank the tensors on the gated model.
@@ -127,36 +128,28 @@ def search_mixed_precision(
         best = trials.cheapest(path)
         if best is not None:
             return trials.result(best, price, sets=probe.runs)
-        best = max(trials.made, key=lambda t: (-t.loss, -t.state.price))
+        best = max(trials.made, key=lambda t: (-t.loss, -t.price))
         beyond = trials.cheapest(float_search.greedy_path(board, units, path[-1], limit=1.0))
     return trials.result(best, price, reachable=trials.reachable(best, beyond, max_float_share), sets=probe.runs)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A placement that was built and measured. Its model is not kept: of large nets there would be too many."""
-
-    state: float_search.FloatSet
-    loss: float
-
-
 class _Trials:
-    """Builds and measures placements, each once."""
+    """Builds and measures placements, each once. No model is kept: of large nets there would be too many."""
 
     def __init__(self, build: Builder, loss: Loss, budget: Budget) -> None:
         self._build, self._loss, self._budget = build, loss, budget
-        self.made: list[_Trial] = []
+        self.made: list[FloatSet] = []
 
-    def hold(self, trial: _Trial) -> bool:
+    def hold(self, trial: FloatSet) -> bool:
         """Whether a placement keeps the budget."""
         return self._budget.holds(trial.loss)
 
-    def add(self, state: float_search.FloatSet, quantized: onnx.ModelProto | None) -> _Trial:
+    def add(self, state: FloatSet, quantized: onnx.ModelProto | None) -> FloatSet:
         """Measures a placement; one that could not be built loses everything."""
-        self.made.append(_Trial(state, math.inf if quantized is None else self._loss(quantized)))
+        self.made.append(replace(state, loss=math.inf if quantized is None else self._loss(quantized)))
         return self.made[-1]
 
-    def cheapest(self, path: Sequence[float_search.FloatSet]) -> _Trial | None:
+    def cheapest(self, path: Sequence[FloatSet]) -> FloatSet | None:
         """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
         low, high = 0, len(path) - 1
         found = self._trial(path[high])
@@ -171,9 +164,9 @@ class _Trials:
                 low = middle
         return found
 
-    def _trial(self, state: float_search.FloatSet) -> _Trial:
+    def _trial(self, state: FloatSet) -> FloatSet:
         for known in self.made:
-            if known.state.keep_float.keys() == state.keep_float.keys():
+            if known.keep_float.keys() == state.keep_float.keys():
                 return known
         try:
             return self.add(state, self._build(state.keep_float)[0])
@@ -181,25 +174,25 @@ class _Trials:
             _log.info("a placement cannot be built: %s", error)
             return self.add(state, None)
 
-    def reachable(self, best: _Trial, beyond: _Trial | None, limit: float) -> str:
+    def reachable(self, best: FloatSet, beyond: FloatSet | None, limit: float) -> str:
         """Advice: the budget that can be met, or the best result that was found."""
         text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
         if beyond is not None:
-            nodes = ", ".join(f"'{name}'" for name in sorted(beyond.state.floats - best.state.floats)[:_SHOWN])
-            return f"{text}; the budget holds with {100 * beyond.state.share:.3g} % in float, among them {nodes}"
+            nodes = ", ".join(f"'{name}'" for name in sorted(beyond.floats - best.floats)[:_SHOWN])
+            return f"{text}; the budget holds with {100 * beyond.share:.3g} % in float, among them {nodes}"
         top = min(self.made, key=lambda t: t.loss)
-        return f"{text}; the least found is {top.loss:.3g} with {100 * top.state.share:.3g} % in float"
+        return f"{text}; the least found is {top.loss:.3g} with {100 * top.share:.3g} % in float"
 
     def result(
-        self, best: _Trial, price: Mapping[str, float], *, reachable: str | None = None, sets: int = 0
+        self, best: FloatSet, price: Mapping[str, float], *, reachable: str | None = None, sets: int = 0
     ) -> MixedPlacement:
         found = MixedPlacement(
-            left_float=tuple(sorted(best.state.floats, key=lambda name: (-price.get(name, 0.0), name))),
-            keep_float=best.state.keep_float,
+            left_float=tuple(sorted(best.floats, key=lambda name: (-price.get(name, 0.0), name))),
+            keep_float=best.keep_float,
             loss_before=self.made[0].loss,
             loss=best.loss,
             budget=self._budget,
-            float_share=best.state.share,
+            float_share=best.share,
             reachable=reachable,
             builds=len(self.made),
             sets=sets,
@@ -230,10 +223,6 @@ class MixedPrecision(Pass):
     mixed_precision: bool = False
     accuracy_budget: float = between(0, 1, default=0.005)
     max_float_share: float = between(0, 1, default=0.05)
-
-    @property
-    def wanted(self) -> bool:
-        return self.mixed_precision
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         build = state.built

@@ -110,68 +110,40 @@ def _is_free(index: GraphIndex, layer: Layer) -> bool:
 
 
 def _follow(first: Layer, known: dict[str, Layer], index: GraphIndex, dims: Dims) -> Link | None:
-    """Walks from a layer to the next one; None if something on the way forbids it."""
-    walk = _Walk(first, index, dims)
-    while index.is_private(walk.value):
-        node = index.readers[walk.value][0]
-        if list(node.input).count(walk.value) != 1 or node.domain not in MAIN_DOMAINS:
+    """The link from a layer to the next one; None where something on the way forbids it."""
+    value, offset, clipped, path = str(first.node.output[0]), "", "", list[onnx.NodeProto]()
+    low, high, repeat, is_flat = -math.inf, math.inf, 1, not first.is_convolution  # flat: channels are the last axis
+    while index.is_private(value):
+        node = index.readers[value][0]
+        if list(node.input).count(value) != 1 or node.domain not in MAIN_DOMAINS:
             return None
         second = known.get(node.name)
         if second is not None:
-            return walk.ends_at(second)
-        if not walk.passes(node):
+            fits = second.node.input[0] == value and second.is_convolution != is_flat
+            fits = fits and second.channels_in == first.channels_out * repeat
+            return Link(first, second, tuple(path), offset, (low, high), clipped, repeat) if fits else None
+        if any(node.output[1:]):
             return None
+        if node.op_type == "Add" and first.node.op_type == "MatMul" and not path:
+            offset = _row_offset(node, value, first, index)
+            if not offset:
+                return None
+        elif node.op_type not in _HOMOGENEOUS or node.input[0] != value or (is_flat and Is.POOL in what(node)):
+            return None  # a pool never leaves the last axis alone
+        elif node.op_type == "Clip":
+            bounds = _bounds(node, index)
+            if bounds is None:
+                return None
+            low, high, clipped = max(low, bounds[0]), min(high, bounds[1]), str(node.output[0])
+        elif node.op_type == "PRelu" and index.constant(node.input[1]) is None:
+            return None
+        elif node.op_type in ("Flatten", "Reshape"):
+            repeat, is_flat = 0 if is_flat else _flattened(node, first.channels_out, dims), True
+            if not repeat:
+                return None
+        path.append(node)
+        value = str(node.output[0])
     return None
-
-
-class _Walk:
-    """The way from a layer to the next one so far."""
-
-    def __init__(self, first: Layer, index: GraphIndex, dims: Dims) -> None:
-        self.value = str(first.node.output[0])
-        self._first, self._index, self._dims = first, index, dims
-        self._path: list[onnx.NodeProto] = []
-        self._offset, self._clipped = "", ""
-        self._low, self._high = -math.inf, math.inf
-        self._repeat = 1
-        self._is_flat = not first.is_convolution  # the channels are the last axis
-
-    def ends_at(self, second: Layer) -> Link | None:
-        fits = second.node.input[0] == self.value and second.is_convolution != self._is_flat
-        if not fits or second.channels_in != self._first.channels_out * self._repeat:
-            return None
-        bounds = (self._low, self._high)
-        return Link(self._first, second, tuple(self._path), self._offset, bounds, self._clipped, self._repeat)
-
-    def passes(self, node: onnx.NodeProto) -> bool:
-        """Goes on behind a node; returns False where scales cannot."""
-        if any(node.output[1:]) or not self._may_pass(node):
-            return False
-        self._path.append(node)
-        self.value = str(node.output[0])
-        return True
-
-    def _may_pass(self, node: onnx.NodeProto) -> bool:
-        if node.op_type == "Add" and self._first.node.op_type == "MatMul" and not self._path:
-            self._offset = _row_offset(node, self.value, self._first, self._index)
-            return bool(self._offset)
-        if node.op_type not in _HOMOGENEOUS or node.input[0] != self.value:
-            return False
-        if Is.POOL in what(node) and self._is_flat:
-            return False  # a pool never leaves the last axis alone
-        if node.op_type == "Clip":
-            bounds = _bounds(node, self._index)
-            if bounds is not None:
-                self._low, self._high = max(self._low, bounds[0]), min(self._high, bounds[1])
-                self._clipped = str(node.output[0])
-            return bounds is not None
-        if node.op_type == "PRelu":
-            return self._index.constant(node.input[1]) is not None
-        if node.op_type in ("Flatten", "Reshape"):
-            self._repeat = 0 if self._is_flat else _flattened(node, self._first.channels_out, self._dims)
-            self._is_flat = True
-            return self._repeat > 0
-        return True
 
 
 def _row_offset(node: onnx.NodeProto, value: str, first: Layer, index: GraphIndex) -> str:

@@ -275,30 +275,21 @@ def learn_rounding(
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
         known = [layer for layer in group if layer.name in moments]
-        pieces = (
-            _Unrounded(each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known
-        )
+        pieces = ((each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known)
         for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):
             tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(weights), layer.weight)
             overlay[layer.name] = {layer.weight: put_outside(tensor)}
     return Rounded(overlay, gains)
 
 
-@dataclass(frozen=True)
-class _Unrounded:
-    """Attributes: ``layer`` to round; ``weights`` as stored; ``grid`` to round to; ``moments`` of its input."""
-
-    layer: Layer
-    weights: npt.NDArray[np.generic]
-    grid: WeightGrid
-    moments: Float64
+_Unrounded = tuple[Layer, npt.NDArray[np.generic], WeightGrid, Float64]
+"""A layer, its weights as stored, the grid to round to, and the moments of its input."""
 
 
 def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
     """The rounded weights of a layer as they are stored, and the gain in dB."""
-    layer, grid, moments = given.layer, given.grid, given.moments
-    real = layer.canonical(given.weights)
-    nearest = layer.canonical(grid.integers)
+    layer, weights, grid, moments = given
+    real, nearest = layer.canonical(weights), layer.canonical(grid.integers)
     per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
     steps = real / per_row[:, None, None]
     transposed = layer.node.op_type == "ConvTranspose"
@@ -390,12 +381,9 @@ class LearnedRounding(Pass):
 
     name: ClassVar[str] = "rounding"
     title: ClassVar[str] = "Learned rounding"
+    off: ClassVar[tuple[str, ...]] = ("nearest",)
 
     rounding: Literal["nearest", "learned"] = "nearest"
-
-    @property
-    def wanted(self) -> bool:
-        return self.rounding == "learned"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         base = state.prepared.proto

@@ -18,7 +18,7 @@ from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, noted
 from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
-from kenosis_ort.passes.evaluator import Evaluator, Feed, Score, some_of
+from kenosis_ort.passes.evaluator import Evaluator, Score, some_of
 from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
@@ -61,17 +61,10 @@ _log = logging.getLogger(__name__)
 _ENOUGH: Final = 16  # samples for statistics by channel, where each tells a layer many numbers
 _LARGE: Final = 4096  # numbers in a sample
 
-Attempt = Callable[[str, Callable[[], "_Tried | None"], "_Tried | None"], "_Tried | None"]
+_Tried = tuple[State, Score | None, PassOutcome]
+"""The state and its score as they are after a pass, and the record."""
+Attempt = Callable[[str, Callable[[], _Tried | None], _Tried | None], _Tried | None]
 """Function that runs a step; where the step raises, it reports that and returns the given fallback."""
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """Result of a pass: the state and its score as they are now, and the record."""
-
-    state: State
-    score: Score | None
-    outcome: PassOutcome
 
 
 @dataclass
@@ -97,10 +90,9 @@ class PassRunner:
         for at, each in enumerate(passes):
             start = time.perf_counter()
             tried = self.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)
-            if tried is None:
-                tried = _Tried(state, self.score, PassOutcome(each.name, False, reason="it failed, see the warnings"))
-            state, self.score = tried.state, tried.score
-            outcome = replace(tried.outcome, seconds=time.perf_counter() - start)
+            failed = PassOutcome(each.name, False, reason="it failed, see the warnings")
+            state, self.score, outcome = tried or (state, self.score, failed)
+            outcome = replace(outcome, seconds=time.perf_counter() - start)
             self.outcomes.append(outcome)
             status = "kept" if outcome.kept else "undone"
             _log.info("%s: %s (%s), %.2f s", each.name, status, outcome.reason, outcome.seconds)
@@ -114,12 +106,13 @@ class PassRunner:
         else:
             found = each.apply(state, self._statistics(each, state, later), context)
         if isinstance(found, Candidate) and each.before_calibration:
-            found = _reported(found, state)
+            after = found.state  # one that does not list the values that it rescaled is believed nothing
+            if after.prepared is not state.prepared and after.rescaled.keys() == state.rescaled.keys():
+                found = replace(found, state=replace(after, is_reported=False))
         if isinstance(found, Skipped):
-            return _Tried(noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why))
+            return noted(state, found.notes), self.score, PassOutcome(each.name, False, reason=found.why)
         if forced:
-            outcome = PassOutcome(each.name, True, reason=f"{found.what}, as asked")
-            return _Tried(found.state, None, outcome)
+            return found.state, None, PassOutcome(each.name, True, reason=f"{found.what}, as asked")
         return self._evaluated(each, state, found, context.evaluator)
 
     def _statistics(self, each: Pass, state: State, later: Sequence[Pass]) -> dict[str, ChannelStatistics]:
@@ -132,7 +125,9 @@ class PassRunner:
             for other in later if state.is_reported and each.before_calibration else ():
                 wanted = {**other.points(state, self.context), **wanted} if other.before_calibration else wanted
             libraries = self.context.custom_op_libraries
-            feeds = some_of(self.context.fit, _ENOUGH) if _are_large(self.context.fit) else self.context.fit
+            feeds = self.context.fit
+            if feeds and max((int(np.size(value)) for value in feeds[0].values()), default=0) > _LARGE:
+                feeds = some_of(feeds, _ENOUGH)
             found = channel_statistics(state.prepared.proto, feeds, wanted, custom_op_libraries=libraries)
             self.seen |= {(value, axis): found.get(value) for value, axis in wanted.items()}
         known = {value: self.seen[value, axis] for value, axis in points.items()}
@@ -152,20 +147,7 @@ class PassRunner:
             judgement = f"the error {falls} on {samples} calibration samples that it was not fitted to"
             reason = f"{reason}; {judgement}" if reason else judgement
         outcome = PassOutcome(each.name, is_kept, before.error, after.error, evaluator.measure, reason)
-        if not is_kept:
-            return _Tried(state, self.score, outcome)
-        return _Tried(found.state, None if own else after, outcome)
-
-
-def _are_large(feeds: Sequence[Feed]) -> bool:
-    return bool(feeds) and max((int(np.size(value)) for value in feeds[0].values()), default=0) > _LARGE
-
-
-def _reported(found: Candidate, before: State) -> Candidate:
-    """The candidate, marked as unreported where it does not list the values that it rescaled."""
-    after = found.state
-    silent = after.prepared is not before.prepared and after.rescaled.keys() == before.rescaled.keys()
-    return replace(found, state=replace(after, is_reported=False)) if silent else found
+        return (found.state, None if own else after, outcome) if is_kept else (state, self.score, outcome)
 
 
 PASSES: Final[tuple[type[Pass], ...]] = (

@@ -94,12 +94,9 @@ def row_noise(
     if opset >= _AXES_ARE_INPUTS:
         last = numpy_helper.from_array(np.array([-1], np.int64))
         added.append(helper.make_node("Constant", [], [axes], name=axes, value=last))
-    outputs = [index.fresh_name(f"{value}/{kind}") for value in groups for kind in _PARTS]
-    parts = [(value, kind) for value in groups for kind in _PARTS]
-    added += [
-        _reduced(kind, value, output, axes, opset, keepdims=0)
-        for (value, kind), output in zip(parts, outputs, strict=True)
-    ]
+    parts = {index.fresh_name(f"{value}/{kind}"): (kind, value) for value in groups for kind in _PARTS}
+    added += [_reduced(*part, output, axes, opset, keepdims=0) for output, part in parts.items()]
+    outputs = list(parts)
     seen: list[list[Float64]] = [[] for _ in outputs]
     with ObservedModel(model, SessionSettings((), tuple(custom_op_libraries), 0)) as observed:
         session = observed.session(outputs, added)
@@ -112,7 +109,9 @@ def row_noise(
         alive = squares > 0.0
         if alive.any():
             static, by_row = _shares(low[alive], high[alive], squares[alive] / layers[0].channels_in)
-            noise.append(RowNoise(value, tuple(layer.name for layer in layers), static, by_row, _price(layers)))
+            # Abs, ReduceMax and Div read the row, and a Div each layer's output.
+            price = 3 * layers[0].channels_in + sum(layer.channels_out for layer in layers)
+            noise.append(RowNoise(value, tuple(layer.name for layer in layers), static, by_row, price))
     return noise
 
 
@@ -226,11 +225,6 @@ def _groups(index: GraphIndex, nodes: Collection[str]) -> dict[str, list[Layer]]
     return found
 
 
-def _price(layers: Sequence[Layer]) -> int:
-    """Abs, ReduceMax and Div read the row, and a Div each layer's output."""
-    return 3 * layers[0].channels_in + sum(layer.channels_out for layer in layers)
-
-
 def _reduced(kind: str, value: str, output: str, axes: str, opset: int, *, keepdims: int) -> onnx.NodeProto:
     is_input = opset >= _AXES_ARE_INPUTS
     inputs = [value, axes] if is_input else [value]
@@ -271,10 +265,6 @@ class RowScales(contract.WeightPass):
     title: ClassVar[str] = "Scaling of rows"
 
     row_scales: bool = True
-
-    @property
-    def wanted(self) -> bool:
-        return self.row_scales
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         return SmoothQuant().points(state, context) if SmoothQuant.name in context.active else {}

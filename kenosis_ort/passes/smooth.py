@@ -196,15 +196,11 @@ def _wanted(
     model: onnx.ModelProto, index: GraphIndex, nodes: Collection[str] | None, insert: bool | None
 ) -> Iterable[SmoothGroup]:
     """The groups that can be smoothed and that a quantized layer reads."""
-
-    def takes_a_mul(group: SmoothGroup) -> bool:
-        wanted = group.normal if insert is None else insert
-        return wanted and group.direct
-
     return [
         group
         for group in find_groups(model, index)
-        if (group.folds or takes_a_mul(group)) and any(nodes is None or layer.name in nodes for layer in group.layers)
+        if (group.folds or ((group.normal if insert is None else insert) and group.direct))
+        and any(nodes is None or layer.name in nodes for layer in group.layers)
     ]
 
 
@@ -278,8 +274,6 @@ def _place(model: onnx.ModelProto, inserted: Mapping[str, onnx.NodeProto]) -> No
 
 
 def _notes(done: Sequence[SmoothedValue], inserted: int) -> tuple[str, ...]:
-    if not done:
-        return ()
     best = max(done, key=lambda d: d.gain_db)
     _log.debug("smoothed: %s", ", ".join(f"{d.value} ({d.alpha:g}, {d.gain_db:.1f} dB)" for d in done))
     count, layers = len(done), sum(len(d.layers) for d in done)
@@ -306,12 +300,9 @@ class SmoothQuant(contract.WeightPass):
 
     name: ClassVar[str] = "smooth"
     title: ClassVar[str] = "SmoothQuant"
+    off: ClassVar[tuple[str, ...]] = ("off",)
 
     smooth: float | Literal["auto", "off"] = contract.between(0, 1, default="auto")
-
-    @property
-    def wanted(self) -> bool:
-        return self.smooth != "off"
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         nodes = set(context.nodes)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report import evidence, sections
+from kenosis_ort.report import console, evidence, sections
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ def render_fusion(
 def to_text(renderable: RenderableType, *, width: int = 110) -> str:
     """A rendering as plain text without escape codes or control characters."""
     buffer = io.StringIO()
-    console = sections.PlainConsole(
+    plain = console.PlainConsole(
         file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False
     )
-    console.print(renderable)
+    plain.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")[:-1]) + "\n"
 
 
@@ -138,7 +138,7 @@ def _facts(report: QuantizationReport) -> Table:
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
         facts.append(("outputs", f"{signal} against float, on {report.samples_compared}"))
-    return sections.make_facts(facts)
+    return console.make_facts(facts)
 
 
 def _fusion_tables(
@@ -183,7 +183,7 @@ def _kernel_table(fusion: FusionReport) -> Table:
         for op_type, kernel, integer in order
     )
     title = "Kernels in the runtime's optimized graph"
-    return sections.make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
+    return console.make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
 
 
 def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
@@ -209,7 +209,7 @@ def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> Renderabl
 
 
 def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
-    table = sections.make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
+    table = console.make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
     table.columns[0].ratio, table.columns[1].ratio = 3, 2
     return table
 
@@ -224,7 +224,7 @@ def _any_heavy(kernels: Iterable[KernelReport]) -> bool:
 
 def _options(report: QuantizationReport) -> Table:
     rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
-    return sections.make_table("option", "value", "chosen by", rows=rows, title="Options")
+    return console.make_table("option", "value", "chosen by", rows=rows, title="Options")
 
 
 def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:
@@ -237,7 +237,7 @@ def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:
         for x in layers
     )
     headings = ("layer", "operator", "kernel", "path", ">estimated", ">measured")
-    return sections.make_table(*headings, rows=rows, title="Layers")
+    return console.make_table(*headings, rows=rows, title="Layers")
 
 
 def _passes(passes: Sequence[PassOutcome]) -> Table:
@@ -250,7 +250,7 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
         change = "" if outcome.change is None else f"{100 * outcome.change:+.1f} %"
         style = "green" if outcome.kept else "dim"
         rows.append((outcome.name, Text(state, style=style), error, change, outcome.reason))
-    return sections.make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
+    return console.make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
 
 
 def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
@@ -262,7 +262,7 @@ def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
         outcome = Text(form.status, style=style)
         rows.append((form.description or form.name, outcome, _speed(form), form.reason))
     title = ", ".join(filter(None, ("Speed", speed.basis)))
-    blocks: list[RenderableType] = [sections.make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
+    blocks: list[RenderableType] = [console.make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
     hidden = len(speed.candidates) - len(shown)
     if hidden:
         blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))

@@ -14,7 +14,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, QuantizationReport, Recipe, quantize_static
 from kenosis_ort.flow import speed
-from kenosis_ort.flow.speed import scenarios
+from kenosis_ort.flow.timed_feeds import scenarios
 from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus, Outcome, Step
 from tests import models

@@ -21,7 +21,7 @@ from kenosis_ort import (
     quantize_static,
 )
 from kenosis_ort.calibration.cached_samples import feed_digest
-from kenosis_ort.flow.samples import Validation
+from kenosis_ort.flow.held_data import Validation
 from kenosis_ort.runtime.session import open_session
 from tests.models import Net
 
@@ -212,7 +212,7 @@ def test_wrong_metrics_are_refused_before_the_model_is_read(tmp_path: Path, wron
 
 
 def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.samples._LOOKED_AT_BYTES", 4000)
+    monkeypatch.setattr("kenosis_ort.flow.held_data._LOOKED_AT_BYTES", 4000)
     feeds = _feeds(50, seed=0)
     found = Validation(Reader(feeds), _net())
     assert len(found) == 50

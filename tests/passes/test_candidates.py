@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.passes.evaluator import Candidates, Reference
+from kenosis_ort.passes.model_runs import Candidates, Reference
 from kenosis_ort.runtime.session import Here, Running, counted
 from tests import models
 from tests.models import Net
@@ -48,7 +48,7 @@ def test_a_candidate_is_loaded_once_and_run_once_on_a_sample():
 def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch):
     model = scaled(1.0)
     feeds = models.feeds(model, 3)
-    monkeypatch.setattr("kenosis_ort.passes.evaluator._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
+    monkeypatch.setattr("kenosis_ort.passes.model_runs._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
     candidates = Candidates()
     with counted() as counts:
         list(candidates.outputs(model, feeds))

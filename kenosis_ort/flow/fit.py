@@ -1,0 +1,269 @@
+"""A request fitted to the model at hand: names of nodes and tensors, inputs that stay open, the cache of a decoder."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
+from kenosis_ort.flow import target_options
+from kenosis_ort.flow.request import Request, runs_float
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.graph import bodies, constants, walk
+from kenosis_ort.graph.load import check_not_quantized, load_model
+from kenosis_ort.options import INT8_CACHE
+from kenosis_ort.quantizer import int8_cache, stock
+from kenosis_ort.rewrite.prepare import PreparedModel
+from kenosis_ort.targets import Role, Target
+
+_OVERRIDES: Final = "TensorQuantOverrides"
+_NEVER_LISTED: Final = frozenset({"Cast", "QuantizeLinear", "DequantizeLinear"})
+
+
+def fitted(proto: onnx.ModelProto, request: Request) -> Request:
+    """The request fitted to the model that it is about: its names, and stock's placement where the model dictates it.
+
+    Raises:
+        OptionError: As `fit_names`.
+        AlreadyQuantizedError: The model is quantized.
+    """
+    request = fit_names(proto, request)
+    if request.is_stock or request.recipe.weight_only:
+        return request
+    check_not_quantized(proto)
+    if request.stock_reason is None and any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
+        return request.with_stock_placement("the model brings quantized weights of its own")
+    return request
+
+
+def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
+    """The request with the named nodes and operator types fitted to the model.
+
+    A name that fits nothing is complained of. A list that leaves out nothing which the target would quantize says
+    nothing: `onnxruntime.quantization.get_qdq_config` names all operators of the model where its caller named none.
+
+    Raises:
+        OptionError: A name fits nothing, within `kenosis_ort.errors.strict_names`.
+    """
+    known = {node.name for graph in walk.all_graphs(proto.graph) for node in graph.node}
+    types = {node.op_type for graph in walk.all_graphs(proto.graph) for node in graph.node}
+    complaints = [
+        unknown_name(
+            f"{option} names '{name}', which is no node of the model.{did_you_mean(name, known)}",
+            where=option,
+            fix="use node names as in the model.",
+        )
+        for option, names in (
+            ("nodes_to_quantize", request.nodes_to_quantize),
+            ("nodes_to_exclude", request.nodes_to_exclude),
+            ("recipe.bits", request.widths.by_node),
+        )
+        for name in names
+        if name not in known
+    ]
+    if request.op_types_named and not types & set(request.op_types):
+        unknown = request.op_types[0]
+        complaints.append(
+            unknown_name(
+                f"op_types_to_quantize names '{unknown}', which is no operator of the model."
+                f"{did_you_mean(unknown, types)}",
+                where="op_types_to_quantize",
+                fix=f"the model has {sorted(types)}.",
+            )
+        )
+    options, unknown_tensors = _fit_overrides(proto, request)
+    complaints += unknown_tensors
+    return replace(
+        request,
+        extra_options=options,
+        complaints=tuple(dict.fromkeys((*request.complaints, *complaints))),
+        names_all_types=request.op_types_named and _all_types(proto, request),
+        names_all_nodes=bool(request.nodes_to_quantize) and _all_nodes(proto, request),
+    )
+
+
+def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[str, Any], list[str]]:
+    """The extra options without overrides of tensors that the model does not have, and the complaints."""
+    overrides = request.extra_options.get(_OVERRIDES)
+    if not overrides or request.is_stock:
+        return request.extra_options, []
+    if not isinstance(overrides, Mapping):
+        raise OptionError(f"{_OVERRIDES} is no dictionary", where="extra_options", fix="lists by tensor name")
+    known = {name for node in proto.graph.node for name in (*node.input, *node.output) if name}
+    types = {n.op_type for n in proto.graph.node}
+    anchors = {t for t in types if any(rule.role is Role.ANCHOR for rule in request.target.rules_of(t))}
+    weights = {n.input[1] for n in proto.graph.node if len(n.input) > 1 and n.op_type in anchors}
+    weights &= {tensor.name for tensor in proto.graph.initializer}
+    complaints = []
+    read = {}
+    for name, entries in overrides.items():
+        if name in known:
+            read[name] = stock.read_override(name, entries, proto, request.activation_type)
+            _serve_override(request.target, name, read[name], weight=name in weights)
+        else:
+            complaints.append(
+                unknown_name(
+                    f"{_OVERRIDES} names '{name}', which is no tensor of the model.{did_you_mean(name, known)}",
+                    where="extra_options",
+                    fix="use tensor names as in the model.",
+                )
+            )
+    return {**request.extra_options, _OVERRIDES: read}, complaints
+
+
+def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
+    """Whether the list of operator types leaves out no operator that the target would quantize."""
+    excluded = set(request.nodes_to_exclude)
+    types = {node.op_type for node in proto.graph.node if node.name not in excluded} - _NEVER_LISTED
+    missing = types - set(request.op_types)
+    return missing.isdisjoint(stock.QUANTIZABLE_OPS) or all(runs_float(request.target, op) for op in missing)
+
+
+def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
+    """Whether the list of nodes leaves out no node that the target would quantize."""
+    named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
+    return all(runs_float(request.target, n.op_type) for n in proto.graph.node if n.name not in named)
+
+
+def renamed(names: Sequence[str], prepared: PreparedModel) -> list[str]:
+    """The caller's node names as they are in the prepared model."""
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
+        found.update(dict.fromkeys(n for n in prepared.nodes.get(name, ()) if n.startswith(name)))
+    return list(found)
+
+
+def _serve_override(target: Target, name: str, entries: Sequence[Mapping[str, Any]], *, weight: bool) -> None:
+    """Refuses parameters of one tensor that the target cannot serve.
+
+    Args:
+        target: The target.
+        name: The tensor.
+        entries: What ``TensorQuantOverrides`` says of it.
+        weight: It is a weight of a layer, else an activation or a constant among such.
+
+    Raises:
+        OptionError: Its type, or a zero point other than 0 where the target knows no other.
+    """
+    types = target.types
+    if not types.only_these:
+        return
+    taken = types.weights if weight else (*types.activations, *types.weights, TensorProto.INT32)
+    fixed = types.weight_symmetric if weight else types.symmetric
+    for entry in (part for given in entries for part in (given, given.get("convert")) if part):
+        kind = entry.get("quant_type")
+        if kind is not None and kind.tensor_type not in taken:
+            raise target_options.not_taken(f"QuantType.{kind.name} for '{name}'", _OVERRIDES, target, types, taken)
+        if fixed and (entry.get("symmetric") is False or np.any(np.asarray(entry.get("zero_point", 0)))):
+            raise OptionError(
+                f"target '{target.name}' takes zero point 0 alone, and the entry of '{name}' says another",
+                where=_OVERRIDES,
+                fix="leave out 'symmetric' and 'zero_point' of that tensor",
+            )
+
+
+def with_open_defaults(proto: onnx.ModelProto, request: Request, data: KeepingReader | None) -> Request:
+    """The request with the inputs of a default value that stay inputs: those that are fed, or meant to be."""
+    listed = constants.default_inputs(proto)
+    if not listed:
+        return request
+    fed = {name for feed in ([] if data is None else data.peek(1)) for name in feed}
+    return replace(request, open_defaults=frozenset(listed) & {*constants.meant_as_defaults(proto), *fed})
+
+
+_NAMED: Final = re.compile(r"past|present|cache|(?<![a-z])(key|value|kv|k|v)s?(?![a-z])")
+_LEAST_RANK: Final = 3
+"""Batch, tokens and channels; recurrent states have fewer, or other names."""
+
+
+def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple[int8_cache.Cache, ...]:
+    """The cache of a decoder, as names, types and ranks of its inputs and outputs tell.
+
+    Args:
+        model: The float model.
+        source: ``int8``, or a file whose scales are taken.
+
+    Raises:
+        OptionError: The model has no float cache, what goes in and what comes out cannot be paired, or the file has
+            no scale for some of it.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = {v.name for v in model.graph.input if v.name not in constants and _is_cache(v)}
+    outputs = {v.name for v in model.graph.output if _is_cache(v)}
+    if not inputs and not outputs:
+        raise OptionError(
+            "the model has no cache: no input or output of three dimensions or more in float32 is called past, "
+            "present, cache, key or value",
+            where="kv_cache",
+            fix="leave it out, or export the decoder with its cache as inputs and outputs",
+        )
+    paired = {o: i for o, i in bodies.state_pairs(model).items() if i in inputs}
+    left = sorted(inputs - set(paired.values()))
+    grown = [name for name in left if _is_grown(model, name)]
+    apart = sorted(outputs - paired.keys())
+    if grown or (source == INT8_CACHE and apart):
+        name = (grown or apart)[0]
+        raise OptionError(
+            f"the {'input' if grown else 'output'} '{name}' is of the cache, and no "
+            f"{'output is its next' if grown else 'input is its last'} value by name, type and rank",
+            where="kv_cache",
+            fix="call them alike (past_key_values.0.key and present.0.key)"
+            if grown
+            else f"quantize the file that reads this cache with kv_cache='{INT8_CACHE}' first, and give its path here",
+        )
+    found = (
+        *(int8_cache.Cache(past, present) for present, past in paired.items()),
+        *(int8_cache.Cache(past, None) for past in left),
+        *(int8_cache.Cache(None, present) for present in apart),
+    )
+    return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
+
+
+def with_scales(caches: Sequence[int8_cache.Cache], table: CalibrationTable) -> tuple[int8_cache.Cache, ...]:
+    """Caches with the scales that they have by ranges, where they have none yet."""
+    return tuple(
+        replace(cache, scale=int8_cache.scale_for([table.range_of(name) for name in cache.names]))
+        if cache.scale is None
+        else cache
+        for cache in caches
+    )
+
+
+def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int8_cache.Cache, ...]:
+    scales = {bodies.state_stem(name): scale for name, scale in _scales_in(path).items()}
+    for cache in caches:
+        if bodies.state_stem(cache.names[0]) not in scales:
+            raise OptionError(
+                f"the cache of '{path}' has nothing like '{cache.names[0]}'",
+                where="kv_cache",
+                fix="give the file that goes on with this one's cache",
+            )
+    return tuple(replace(cache, scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
+
+
+def _scales_in(path: Path) -> Mapping[str, float]:
+    scales = int8_cache.cache_scales(load_model(path, ask_runtime=False).proto, str(path))
+    if not scales:
+        raise OptionError(
+            f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"
+        )
+    return scales
+
+
+def _is_cache(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    named = _NAMED.search(value.name.lower().replace("_", " "))
+    return named is not None and tensor.elem_type == TensorProto.FLOAT and len(tensor.shape.dim) >= _LEAST_RANK
+
+
+def _is_grown(model: onnx.ModelProto, name: str) -> bool:
+    """Whether tokens are appended to an input."""
+    return any(n.op_type == "Concat" and name in n.input for graph in walk.all_graphs(model.graph) for n in graph.node)

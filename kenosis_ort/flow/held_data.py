@@ -1,0 +1,193 @@
+"""Data beside the samples of a call: held-out samples, and the table that stands in for the reader.
+
+A calibration cache is used where it belongs, refused where not, and written for the next run. A table is of the weights
+as they came, and holds samples beside the ranges: passes that change weights say what becomes of ranges, and those that
+need data have it. So a run with a table does what one with the reader does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, overload
+
+import onnx
+
+from kenosis_ort.calibration import cached_samples, readers
+from kenosis_ort.calibration.feeds import Sample, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.statistics import CalibrationConfig
+from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.errors import CalibrationCacheError, CalibrationError
+from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.graph import constants
+from kenosis_ort.storage.spool import Spool
+from kenosis_ort.storage.writing import is_possible
+
+_LOOKED_AT = 32  # feeds that candidates are compared on
+_LOOKED_AT_BYTES = 2**26
+
+
+class Validation(Sequence[Sample]):
+    """Feeds with their numbers in the reader.
+
+    Args:
+        reader: The caller's reader, or another source of feeds; it is read to its end.
+        model: The float model, whose inputs the feeds are checked against.
+
+    Raises:
+        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
+        OutputError: There is no room for temporary files.
+    """
+
+    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
+        self._spool = Spool()
+        self._digests: set[int] = set()
+        inputs, defaults = input_specs(model), constants.meant_as_defaults(model)
+        try:
+            for number, feed in enumerate(sample_feeds(readers.for_model(reader, chain(*inputs)))):
+                checked = {**defaults, **check_feed(feed, *inputs, number)}
+                self._digests.add(cached_samples.feed_digest(checked))
+                self._spool.append(checked)
+        except CalibrationError as error:
+            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
+            raise CalibrationError(error.what, where=where, fix=error.fix) from error
+        if not len(self._spool):
+            raise CalibrationError(
+                "the reader of evaluation data yields no sample",
+                where="eval_reader",
+                fix="pass a reader at its beginning, and not the one that calibration reads",
+            )
+
+    def __len__(self) -> int:
+        return len(self._spool)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        places = range(len(self))[index]
+        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
+
+    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
+        """Number of the given feeds that are among these."""
+        return sum(cached_samples.feed_digest(feed) in self._digests for feed in feeds)
+
+    def some(self) -> list[Sample]:
+        """A few, spread over all of them, that fit in memory."""
+        found: list[Sample] = []
+        size = 0
+        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
+            feed = self[place]
+            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+            if found and size > _LOOKED_AT_BYTES:
+                break
+            found.append(feed)
+        return found
+
+
+_FIX = "Delete the cache file, or name another one, so that calibration runs again."
+
+
+class CalibrationCache:
+    """One cache file.
+
+    Args:
+        path: The file; read if it exists.
+
+    Attributes:
+        table: What the file holds; None where it is still to be written.
+        is_used: The ranges are the table's, so that nothing was calibrated.
+
+    Raises:
+        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_used = False
+        with self._refusing():
+            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
+            if self.table is None:
+                _check_writable(path)
+
+    def table_for(
+        self, model: onnx.ModelProto, tensors: Sequence[str], config: CalibrationConfig, data: KeepingReader | None
+    ) -> CalibrationTable | None:
+        """The table for a model, after its data are found to be those at hand.
+
+        Args:
+            model: The model whose ranges are needed.
+            tensors: Its tensors.
+            config: How they would be calibrated.
+            data: The samples at hand, or those of the table; read to their end where the table is returned.
+
+        Returns:
+            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
+
+        Raises:
+            CalibrationCacheError: The table is of another model, other options or other data.
+        """
+        table = self.table
+        has_reader = data is not None and data.is_whole
+        if table is None or (table.outdated and has_reader):
+            return None
+        if table.outdated:
+            raise self._refusal(
+                "The calibration cache is of an earlier version, which had changed the weights before calibration."
+            )
+        with self._refusing():
+            table.check_matches(cached_samples.model_fingerprint(model), replace(config, sketch=False))
+            missing = [t for t in tensors if t not in table]
+            if missing:
+                raise CalibrationError(
+                    f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
+                    fix="delete the cache, or pass the options that it was made with",
+                )
+        if data is not None:
+            found = data.read_all()
+            if has_reader:
+                self.check_data(f"{found:064x}")
+        self.is_used = True
+        return table
+
+    def check_data(self, fingerprint: str | None) -> None:
+        """Checks that the data at hand are the table's.
+
+        Raises:
+            CalibrationCacheError: They are others.
+        """
+        known = None if self.table is None else self.table.data_fingerprint
+        if None not in (known, fingerprint) and known != fingerprint:
+            raise self._refusal("The calibration cache was produced from other data.")
+
+    def keep(self, table: CalibrationTable) -> None:
+        """Writes the table for the next run.
+
+        Raises:
+            CalibrationError: The file cannot be written.
+        """
+        table.save(self.path)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except CalibrationError as error:
+            raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
+
+    def _refusal(self, what: str) -> CalibrationCacheError:
+        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
+
+
+def _check_writable(path: Path) -> None:
+    """Checks, before any sample is read, that a file can be written once all are."""
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")
