@@ -14,6 +14,7 @@ handed over, whoever ended first, so that it does not depend on how many there a
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -340,6 +341,7 @@ def _opened(
     further: Collection[str],
 ) -> Session:
     if _size(source) >= MAPPED_FROM:
+        gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
         _malloc_trim()(0)  # of weights let go before, much is still held between small objects
     if not isinstance(source, onnx.ModelProto):
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
