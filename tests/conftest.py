@@ -13,7 +13,9 @@ import onnxruntime as ort
 import pytest
 from hypothesis import Phase, settings
 
-from kenosis_ort.runtime.limits import machine, on
+from kenosis_ort.calibration.accumulators import block_size
+from kenosis_ort.runtime.limits import machine, on, runtime_limits
+from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests.one_core import open_session
 from tests.pace import Pace
 from tests.processor import USUAL, Pretend
@@ -64,6 +66,7 @@ def _one_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, on(USUAL):  # before fixtures of whole modules make their files
         patch.setattr(ort.InferenceSession, "__init__", open_session)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        runtime_limits(), products_saturate(), block_size()  # found once, so that no test counts their sessions
         yield
 
 

@@ -19,7 +19,7 @@ from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.accuracy.side_by_side import ChannelSums
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
-from tests.passes.test_sensitivity import BAD, spiky_chain
+from tests.passes.test_float_search import BAD, spiky_chain
 from tests.processor import SATURATES
 from tests.targets.qdq import compute_ops
 

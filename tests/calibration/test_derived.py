@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.calibration import CalibrationTable, collector
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collector
+from kenosis_ort.calibration.accumulators import Collector
 from kenosis_ort.calibration.histogram import Extremes
 from kenosis_ort.calibration.statistics import Function, unions_of
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
-from tests.calibration.support import swept
+from tests.calibration.support import histogram_of, swept
 from tests.planning import parse
 
 SIDE = 6000
@@ -48,6 +49,17 @@ def test_what_follows_is_what_is_seen(sketch: bool) -> None:
             assert (a.exponent, a.total) == (b.exponent, b.total)
             moved = np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max()
             assert moved <= a.total / 100  # the runtime takes Sigmoid(-20) for 0
+
+
+def test_what_follows_is_counted_within_its_extremes() -> None:
+    """Float32 rounds a gate apart from its extremes: counted beyond them it would be in the next bin."""
+    x = np.array([0.14576514065265656], np.float32)
+    kinds = dict.fromkeys(("x", "s"), "float32")
+    found = Collector(kinds, CalibrationConfig(sketch=True), functions={"x": {"s": Function()}})
+    found.add("x", x)
+    derived = found.statistics()["s"]
+    assert derived.low == derived.high
+    assert derived.histogram == histogram_of(np.array([derived.high], np.float32))
 
 
 def test_what_follows_is_not_fetched() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.estimators import estimate, estimate_all, sketch
+from kenosis_ort.calibration.estimators import estimate, estimate_all, least_error_range, sketch
 from kenosis_ort.calibration.histogram import _divergence, ends, entropy_range, percentile_range
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError
@@ -94,6 +94,19 @@ def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> No
         for b in np.geomspace(0.03, 1, 12)
     )
     assert found <= brute * 1.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> None:
+    """Tails of different length on the two sides, and few levels: a range shrunk on both sides at once is no match."""
+    rng = np.random.default_rng(seed)
+    data = np.concatenate([np.abs(rng.standard_normal(4000)), -3 * np.abs(rng.laplace(size=4000))]).astype(np.float32)
+    values = sketch(statistics_of(data))
+    low, high = least_error_range(values, levels=16)
+    steps = [step**power for step in (1.12, 1.06, 1.03) for power in (-1, 1)]
+    moved = np.array([(low, high), *((low * s, high) for s in steps), *((low, high * s) for s in steps)])
+    found, *others = values.errors(moved, power=2.0, levels=16)
+    assert min(others) > 0.998 * found
 
 
 @given(activations(), st.sampled_from([0.25, 4.0, 1024.0]), methods)

@@ -107,6 +107,26 @@ def test_only_what_is_observed_is_computed() -> None:
     assert (part.start, part.end, part.observed, part.passed_on) == (0, 1, (early,), ())
 
 
+def test_what_no_later_part_reads_is_let_go() -> None:
+    """While a feed's results of a part are taken, no feed before it holds what that part alone read."""
+    model = onnx.shape_inference.infer_shapes(models.conv_relu_chain(4))
+    names, feeds = [node.output[0] for node in model.graph.node], models.feeds(model, 2)
+    seen: dict[tuple[int, str], weakref.ref[Any]] = {}
+    held: list[str] = []
+
+    def take(place: int, arrays: dict[str, Any]) -> None:
+        (name,) = arrays
+        seen[place, name] = weakref.ref(arrays[name])
+        before = names[: names.index(name)]
+        held.extend(each for each in before if place == 1 and seen[0, each]() is not None)
+
+    with ObservedModel(model, SessionSettings()) as observed:
+        computed = dict.fromkeys(names, "float32")
+        parts.StagedModel(observed, model, computed, element_types(model), 1).run(feeds, [0, 1], take)
+    assert len(seen) == 2 * len(names)
+    assert held == []
+
+
 def test_no_cut_across_a_value_without_a_tensor_type() -> None:
     text = """g (float[2] x) => (float[4] y) { a = Neg (x)  s = SequenceConstruct (a, x)  b = Neg (a)
         c = ConcatFromSequence <axis = 0> (s)  y = Neg (c) }"""

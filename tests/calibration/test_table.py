@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 from dataclasses import replace
@@ -149,7 +150,8 @@ def test_merging_equals_one_run(method: str) -> None:
     samples = models.feeds(model, 5)
     whole, a, b = (swept(model, part, method=method) for part in (samples, samples[:2], samples[2:]))
     assert a.merge(b) == b.merge(a) == whole
-    assert not replace(a, made_up=True).merge(b).made_up
+    for one, other in itertools.product((True, False), repeat=2):
+        assert replace(a, made_up=one).merge(replace(b, made_up=other)).made_up == (one and other)
 
 
 def of_one_node(samples: Any, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:

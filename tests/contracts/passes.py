@@ -12,7 +12,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import Recipe
 from tests import models
-from tests.flow.test_row_scales import sentences, t5
+from tests.flow.test_recipes import sentences, t5
 from tests.models import Feed, Net
 
 OFF: Mapping[str, Any] = {

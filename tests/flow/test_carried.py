@@ -1,33 +1,39 @@
-"""Ranges of changed weights follow from those by channel: what is collected on the changed model says the same."""
+"""Changed weights: ranges follow from those by channel, float layers keep their own, and candidates are patched."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import numpy_helper
 
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
+from kenosis_ort.flow import speed
+from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import following_table
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
+from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
-from tests.flow.support import quality
+from tests.flow.support import initializers, quality, quantized
 from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
 from tests.models import Net
+
+# ---- what is collected on the changed model says the same -----------------------------------------------------
 
 
 def never(*_: object, **__: object) -> CalibrationTable:
@@ -36,13 +42,12 @@ def never(*_: object, **__: object) -> CalibrationTable:
 
 def pooled() -> onnx.ModelProto:
     """Conv, Relu, pool, Flatten, Gemm: channels become several features each."""
-    net, rng = Net(seed=2), np.random.default_rng(2)
-    sizes = np.exp(rng.normal(0, 1.5, 8))
-    weight = rng.normal(0, 0.3, (8, 3, 3, 3)) * sizes[:, None, None, None]
-    y = net.op("Conv", [net.input("x", [1, 3, 8, 8]), net.const(weight, "w")], name="c", pads=[1, 1, 1, 1])
-    y = net.op("MaxPool", [net.op("LeakyRelu", [y], name="act")], name="pool", kernel_shape=[2, 2], strides=[2, 2])
-    net.output(net.gemm(net.op("Flatten", [y], name="flat"), 128, 4, name="g"), [1, 4])
-    return net.model()
+    rng = np.random.default_rng(2)
+    weight = rng.normal(0, 0.3, (8, 3, 3, 3)) * np.exp(rng.normal(0, 1.5, 8))[:, None, None, None]
+    text = """net (float[1,3,8,8] x) => (float[1,4] y) <float[8,3,3,3] w, float[128,4] g> {
+        c = Conv <pads = [1,1,1,1]> (x, w)  a = LeakyRelu (c)
+        p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (a)  f = Flatten (p)  y = Gemm (f, g) }"""
+    return planning.parse(text, {"w": weight})
 
 
 NETS = {"unbalanced": lambda: MODEL, "pooled": pooled, "depthwise": lambda: depthwise()[0]}
@@ -60,14 +65,14 @@ def test_equalized(net: str) -> None:
     follows(model, found.model, found.rescaled, axes, feeds)
 
 
-def test_smoothed() -> None:
+@pytest.mark.parametrize("insert", [False, True])
+def test_smoothed(insert: bool) -> None:
     model, feeds = transformer()
     model = planning.prepared(model)
-    for insert in (False, True):
-        peaks = channel_statistics(model, feeds[:20], values_for_smoothing(model, insert=insert))
-        found = smooth(model, peaks=peaks, insert=insert)
-        assert found.layers
-        follows(model, found.model, found.rescaled, scaled_by_smoothing(model, insert=insert), feeds)
+    peaks = channel_statistics(model, feeds[:20], values_for_smoothing(model, insert=insert))
+    found = smooth(model, peaks=peaks, insert=insert)
+    assert found.layers
+    follows(model, found.model, found.rescaled, scaled_by_smoothing(model, insert=insert), feeds)
 
 
 def follows(
@@ -78,9 +83,8 @@ def follows(
     feeds: list[models.Feed],
 ) -> None:
     """Checks that ranges carried over are those that a sweep of the changed model finds."""
-    before = [name for node in model.graph.node for name in node.output]
+    before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, changed))
     table = collect(model, feeds, Points(before, channels=axes, threads=1))
-    asked = [name for node in changed.graph.node for name in node.output]
     carried = following_table(table, (model, model, before), (changed, changed, asked), rescaled, never, None)
     seen = collect(changed, feeds, Points(asked, threads=1))
     assert carried.tensors.keys() == seen.tensors.keys()
@@ -96,17 +100,13 @@ def test_a_range_by_channel(channels: list[tuple[float, float, float]]) -> None:
     low, width, factors = (np.array(column) for column in zip(*channels, strict=True))
     known = TensorStatistics(low.min(), (low + width).max(), 3, channels=ChannelRange(1, 4, low, low + width))
     found = Rescaling(-3, factors).of(known)
-    assert found is not None
     assert (found.low, found.high) == ((low * factors).min(), ((low + width) * factors).max())
     cut = Rescaling(1, factors, low, low=0.0).of(known)
-    assert cut is not None
     assert cut.low == 0.0
     assert cut.high == pytest.approx((width * factors).max())
     assert Rescaling(2, factors).of(known) is None
     assert Rescaling(1, np.append(factors, 1.0)).of(known) is None
     padded = Rescaling(1, factors[:-1]).of(known)
-    assert padded is not None
-    assert padded.channels is not None
     assert padded.channels.high[-1] == (low + width)[-1]
 
 
@@ -116,18 +116,17 @@ POOL = models.feeds(SMALL, 9, seed=5)
 
 
 def table_of(places: list[int]) -> CalibrationTable:
-    feeds = [POOL[place] for place in places]
     axes = scaled_by_equalization(SMALL)
     assert axes
-    return collect(SMALL, feeds, Points(SWEPT, config=CalibrationConfig(sketch=True), channels=axes, threads=1))
+    config, feeds = CalibrationConfig(sketch=True), [POOL[place] for place in places]
+    return collect(SMALL, feeds, Points(SWEPT, config=config, channels=axes, threads=1))
 
 
 @settings(max_examples=6)
 @given(st.permutations(range(len(POOL))), st.sets(st.integers(1, len(POOL) - 1), max_size=3), st.randoms())
-def test_neither_the_split_nor_the_order_of_merging_matters(order: list[int], cuts: set[int], random: object) -> None:
-    edges = [0, *sorted(cuts), len(order)]
-    tables = [table_of(order[a:b]) for a, b in pairwise(edges)]
-    random.shuffle(tables)  # type: ignore[attr-defined]
+def test_neither_the_split_nor_the_order_of_merging_matters(order: list[int], cuts: set[int], random: Any) -> None:
+    tables = [table_of(order[a:b]) for a, b in pairwise([0, *sorted(cuts), len(order)])]
+    random.shuffle(tables)
     merged = reduce(CalibrationTable.merge, tables)
     assert merged == table_of(list(range(len(POOL))))
     assert CalibrationTable.from_json(merged.to_json()) == merged
@@ -158,3 +157,136 @@ def test_a_pass_that_does_not_say_what_became_of_values_is_believed_nothing(
     report = run(tmp_path / "out.onnx", recipe=recipe)
     assert [p.kept for p in report.passes if p.name == "silent"] == [True]
     assert quality(MODEL, tmp_path / "out.onnx", FEEDS) > 30
+
+
+# ---- a layer that is left float has its own weights and biases, whatever passes did to it before ---------------
+
+
+def chain(layers: int) -> onnx.ModelProto:
+    net = Net(seed=3)  # of which bias correction is clearly better
+    y = net.input("x", [1, 4, 8, 8])
+    for i in range(layers):
+        y = net.op("Relu", [net.conv(y, 4, 4, name=f"conv{i}")], name=f"relu{i}")
+    net.output(y, [1, 4, 8, 8])
+    return net.model()
+
+
+def corrected(model: onnx.ModelProto) -> Overlay:
+    constants = {name: numpy_helper.from_array(array + np.float32(0.5), name) for name, array in held(model).items()}
+    return {node.name: {n: constants[n] for n in node.input[1:]} for node in model.graph.node if node.op_type == "Conv"}
+
+
+def held(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.booleans(), min_size=4, max_size=4))
+def test_corrections_stay_in_integer_layers_alone(kinds: list[bool]) -> None:
+    base = chain(4)
+    before, overlay = base.SerializeToString(), corrected(base)
+    made = materialize(base, overlay, [f"conv{i}" for i, integer in enumerate(kinds) if integer])
+    own, found = held(base), held(made)
+    for i, integer in enumerate(kinds):
+        for name in (f"conv{i}_w", f"conv{i}_b"):
+            assert np.array_equal(found[name], own[name] + np.float32(0.5 * integer))
+    assert [t.name for t in made.graph.initializer] == [t.name for t in base.graph.initializer]
+    assert base.SerializeToString() == before
+    assert (made is base) == (not any(kinds)), "nothing is copied where nothing differs"
+
+
+def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
+    base = chain(2)
+    base.graph.node[2].input[1] = base.graph.node[0].input[1]
+    found = held(materialize(base, corrected(base), ["conv0"]))
+    assert np.array_equal(found["conv0_w"], held(base)["conv0_w"] + np.float32(0.5))
+    assert np.array_equal(found["conv1_b"], held(base)["conv1_b"])
+
+
+def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corrected in the passes, cut off afterwards, as the speed ladder and mixed precision do."""
+
+    def cut(call: Any, builder: Any, build: Any, *_: Any) -> Any:
+        assert {"conv0", "conv1"} <= build.corrections.keys()
+        keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
+        return replace(builder.quantize(build.table, keep, build.corrections), fusion=build.fusion), True
+
+    model = chain(4)
+    monkeypatch.setattr(speed, "delivered", cut)
+    report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
+    assert next(p for p in report.passes if p.name == "bias_correction").kept
+    found = initializers(tmp_path / "out.onnx")
+    for name in ("conv0_b", "conv1_b", "conv0_w"):
+        assert np.array_equal(found[name], held(model)[name])
+
+
+# ---- a candidate with other ranges or biases is a copy of the model made last, and equals one made anew ---------
+
+
+def dead_channel() -> onnx.ModelProto:
+    """A Conv whose first channel has weights so small that its bias widens their scale, by that of the input."""
+    weight = np.random.default_rng(1).normal(0, 0.2, (4, 4, 3, 3))
+    weight[0] = 1e-12
+    text = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) <float[4,4,3,3] w, float[4,4,3,3] dead, float[4] bias> {
+        c = Conv <pads = [1,1,1,1]> (x, w)  r = Relu (c)  y = Conv <pads = [1,1,1,1]> (r, dead, bias) }"""
+    return planning.parse(text, {"dead": weight, "bias": [3.0] * 4})
+
+
+def shared_bias() -> onnx.ModelProto:
+    """Two Convs with one weight and one bias, which are one bias in integers too where their inputs share a scale."""
+    text = """net (float[1,4,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
+        <float[4,4,1,1] s, float[4] b, float[4,4,3,3] v, float[4,4,3,3] w> {
+        c = Conv <pads = [1,1,1,1]> (x, v)  r = Relu (c)  d = Conv (r, s, b)  y = Relu (d)
+        e = Conv <pads = [1,1,1,1]> (x, w)  t = Relu (e)  f = Conv (t, s, b)  z = Relu (f) }"""
+    return planning.parse(text, {"b": [0.1, -0.2, 0.3, 0.05]})
+
+
+PATCHED: dict[str, Callable[[], onnx.ModelProto]] = {
+    **{n: models.ALL[n] for n in ("residual_block", "concat_net", "mlp", "transformer_block", "net_with_if")},
+    "dead_channel": dead_channel,
+    "shared_bias": shared_bias,
+}
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many models were made anew, and patched, by the ranges asked for and by others; all equal ones made anew."""
+    counts = {"anew": 0, "patched": 0}
+    quantize, rng = Builder.quantize, np.random.default_rng(0)
+
+    def made(builder: Builder, table: Any, *how: Any) -> Build:
+        found = quantize(builder, table, *how)
+        for number in range(4):
+            wider = rng.uniform(0.3, 3.0, (len(table.tensors), 2)) if number else np.ones((len(table.tensors), 2))
+            ranges = {
+                n: tuple(map(float, np.multiply(table.range_of(n), by)))
+                for n, by in zip(table.tensors, wider, strict=True)
+            }
+            if number == 2:  # values that had scales of their own have the same one
+                ranges = dict.fromkeys(ranges, (-1.0, 4.0))
+            given = table.with_ranges(ranges)
+            latest = list(builder._latest)
+            patched = quantize(builder, given, *how)
+            counts["patched" if builder._latest == latest else "anew"] += 1
+            anew = quantize(replace(builder), given, *how)
+            assert patched.plan == anew.plan
+            files = [each.quantized.SerializeToString(deterministic=True) for each in (patched, anew)]
+            assert files[0] == files[1]
+        return found
+
+    monkeypatch.setattr(Builder, "quantize", made)
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore:output .* keeps only")  # of the dead channel
+@pytest.mark.parametrize(
+    "extra", [{}, {"AddQDQPairToWeight": True}, {"DedicatedQDQPair": True}, {"QuantizeBias": False}], ids=str
+)
+@pytest.mark.parametrize("net", PATCHED)
+def test_a_patched_model_equals_one_made_anew(
+    net: str, extra: dict[str, Any], tmp_path: Path, compared: dict[str, int]
+) -> None:
+    model, recipe = PATCHED[net](), "plain" if net == "shared_bias" else "fast"  # which gives each layer its own bias
+    quantized(model, tmp_path / "out.onnx", feeds=models.feeds(model, 16), recipe=recipe, extra_options=extra)
+    assert compared["patched"], "none was made so"
+    assert compared["anew"] or net in models.ALL or "QuantizeBias" in extra, "more than numbers follows the ranges"

@@ -14,9 +14,7 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import counted
-from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests import models, planning
 from tests.models import FeedReader, Net
 
@@ -33,7 +31,6 @@ def net(layers: int) -> onnx.ModelProto:
 def cost(layers: int, samples: int, folder: Path, **options: Any) -> Any:
     model = net(layers)
     reader = FeedReader(models.feeds(model, samples))
-    runtime_limits(), products_saturate()  # once for a process
     with counted() as counts:
         report = quantize_static(model, folder / "out.onnx", reader, promise=False, **options)
     assert not report.warnings

@@ -16,7 +16,6 @@ import pytest
 
 from kenosis_ort import ArrayReader, OutputError, Recipe, quantize_static
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import copy_model
 from tests import models
 from tests.flow.support import quality, quantized
@@ -45,31 +44,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_data_of_the_float_model_is_not_written_over_by_that_of_another_output(folder: Path) -> None:
-    save_with_data(folder / "far.onnx", "near.onnx.data")
-    before = (folder / "near.onnx.data").read_bytes()
-    with pytest.raises(OutputError, match="the output's external data is the float model's external data"):
-        quantize_static("far.onnx", "near.onnx", ArrayReader("data.npz"), recipe="plain")
-    assert (folder / "near.onnx.data").read_bytes() == before
-
-
 @pytest.mark.parametrize(
-    ("output", "options", "text"),
+    ("model", "output", "options", "text"),
     [
-        ("weights.bin", {}, "the output is the float model's external data"),
-        ("link.onnx", {}, "the output is the float model's external data"),
-        ("sub/../data.npz", {}, "the output is the calibration data"),
-        ("hard.onnx", {}, "the output is the calibration data"),
-        ("recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
-        ("cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
-        ("new.onnx", {"calibration_cache_path": Path("sub/../new.onnx")}, "the calibration cache is the output"),
-        ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's external"),
+        ("model.onnx", "weights.bin", {}, "the output is the float model's external data"),
+        ("model.onnx", "link.onnx", {}, "the output is the float model's external data"),
+        ("model.onnx", "sub/../data.npz", {}, "the output is the calibration data"),
+        ("model.onnx", "hard.onnx", {}, "the output is the calibration data"),
+        ("model.onnx", "recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
+        ("model.onnx", "cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
+        (
+            "model.onnx",
+            "new.onnx",
+            {"calibration_cache_path": Path("sub/../new.onnx")},
+            "the calibration cache is the out",
+        ),
+        (
+            "model.onnx",
+            "new.onnx",
+            {"calibration_cache_path": "new.onnx.data"},
+            "the calibration cache is the output's ext",
+        ),
+        ("far.onnx", "near.onnx", {}, "the output's external data is the float model's external data"),
     ],
 )
-def test_no_output_is_an_input_or_another_output(folder: Path, output: str, options: dict[str, Any], text: str) -> None:
+def test_no_output_is_an_input_or_another_output(
+    folder: Path, model: str, output: str, options: dict[str, Any], text: str
+) -> None:
+    save_with_data(folder / "far.onnx", "near.onnx.data")
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(OutputError, match=text) as caught:
-        quantize_static("model.onnx", output, ArrayReader("data.npz"), **{"recipe": "plain", **options})
+        quantize_static(model, output, ArrayReader("data.npz"), **{"recipe": "plain", **options})
     assert caught.value.fix
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
@@ -85,20 +90,6 @@ def test_files_of_a_folder_of_arrays_are_data_too(tmp_path: Path, kind: str) -> 
     with pytest.raises(OutputError, match="calibration data"):
         quantize_static(MODEL, next(tmp_path.iterdir()), reader)
     quantize_static(MODEL, tmp_path / "out.onnx", reader, recipe="plain", promise=False)
-
-
-@pytest.mark.parametrize("external", [False, True])
-def test_the_output_may_take_the_models_place_as_with_stock(tmp_path: Path, external: bool) -> None:
-    path = tmp_path / "model.onnx"
-    if external:
-        save_with_data(path, "model.onnx.data")
-    else:
-        onnx.save(MODEL, path)
-    with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
-        quantized(path, path, use_external_data_format=external)
-    assert quality(MODEL, path, models.feeds(MODEL)) > 20
-    assert len(list(tmp_path.iterdir())) == 1 + external
-    assert "QuantizeLinear" in {node.op_type for node in load_model(path).proto.graph.node}
 
 
 def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Path, folder: Path) -> None:
@@ -139,35 +130,55 @@ def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, external: bool)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the system says that there is no room."""
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
 
-    monkeypatch.setattr("kenosis_ort.calibration.part_session.ObservedModel._strip", full)
-    with pytest.raises(OutputError, match="No space left on device") as caught:
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("kenosis_ort.calibration.part_session.ObservedModel._strip", full, "No space left on device"),
+        ("tempfile.tempdir", "gone", "No temporary folder can be made"),
+    ],
+)
+def test_a_full_folder_of_temporary_files_and_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, what: str
+) -> None:
+    monkeypatch.setattr(name, str(tmp_path / value) if isinstance(value, str) else value)
+    with pytest.raises(OutputError, match=what) as caught:
         quantized(MODEL, tmp_path / "out.onnx")
     assert "TMPDIR" in str(caught.value.fix)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(OutputError, match="No temporary folder can be made"):
-        quantized(MODEL, tmp_path / "out.onnx")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("recipe", ["plain", "fast", "accurate"])
-@pytest.mark.parametrize("net", [models.mlp, models.residual_block, models.transformer_block])
-def test_a_model_that_is_replaced_by_its_result_becomes_what_it_becomes_elsewhere(
-    tmp_path: Path, recipe: str, net: Any
+@pytest.mark.parametrize(
+    ("net", "external"),
+    [
+        (models.mlp, False),
+        (models.residual_block, False),
+        (models.residual_block, True),
+        (models.transformer_block, False),
+    ],
+)
+def test_the_output_may_take_the_models_place_and_becomes_what_it_becomes_elsewhere(
+    tmp_path: Path, recipe: str, net: Any, external: bool
 ) -> None:
-    path, other = tmp_path / "model.onnx", tmp_path / "other.onnx"
-    onnx.save(net(), path)
-    quantized(path, other, recipe=recipe)
-    with pytest.warns(KenosisWarning):
-        quantized(path, path, recipe=recipe)
+    """As with stock."""
+    (here := tmp_path / "here").mkdir()
+    path, other, options = here / "model.onnx", tmp_path / "other.onnx", {"recipe": recipe}
+    location = {"save_as_external_data": True, "location": "model.onnx.data", "size_threshold": 0} if external else {}
+    onnx.save(net(), path, **location)
+    before = sum(file.stat().st_size for file in here.iterdir())
+    feeds = models.feeds(net())
+    quantized(path, other, feeds, **options)
+    with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
+        report = quantized(path, path, feeds, use_external_data_format=external, **options)
+    after = sum(file.stat().st_size for file in here.iterdir())
+    assert (report.size_before, report.size_after) == (before, after)
+    assert len(list(here.iterdir())) == 1 + external
     onnx.checker.check_model(str(path), full_check=True)
-    assert path.read_bytes() == other.read_bytes()
+    if external:
+        assert quality(net(), path, feeds) == quality(net(), other, feeds) > 20
+    else:
+        assert path.read_bytes() == other.read_bytes()

@@ -1,4 +1,4 @@
-"""What the host decides where the caller says nothing, and what happens where the caller insists."""
+"""What the machine decides where the caller says nothing, and what happens where the caller insists."""
 
 from __future__ import annotations
 
@@ -14,78 +14,94 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
+from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.runtime.limits import Machine, at_hand
 from kenosis_ort.targets import DataTypes
 from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
 from tests import models
-from tests.flow.support import (
-    chosen,
-    heavy,
-    initializers,
-    own_warnings,
-    parameters,
-    quality,
-    quantized,
-)
+from tests.flow.support import chosen, make, own_warnings, quantized
 from tests.processor import ARM, NO_VNNI, VNNI, Pretend
+from tests.quantizer.test_exact_products import clipping_layers
 
 needs_x64 = pytest.mark.skipif(is_arm(at_hand().family), reason="about the x86-64 kernels")
+each_host = pytest.mark.parametrize("host", [VNNI, NO_VNNI, ARM], ids=["x64-vnni", "x64", "arm"])
+INT8 = {"activation_type": QuantType.QInt8}
+NAIVE = Stages(placement=False)
 
 
-@pytest.mark.parametrize(
-    ("host", "activation"),
-    [(VNNI, QuantType.QUInt8), (NO_VNNI, QuantType.QUInt8), (ARM, QuantType.QInt8)],
-    ids=["x64-vnni", "x64", "arm"],
-)
-def test_types_follow_the_host(tmp_path: Path, pretend: Pretend, host: Machine, activation: QuantType) -> None:
+@each_host
+def test_types_follow_the_host(tmp_path: Path, pretend: Pretend, host: Machine) -> None:
     pretend(host)
-    out = tmp_path / "out.onnx"
-    said = chosen(quantized(models.mobile_block(), out))
-    assert said["activation_type"] == (activation, "host default")
-    assert said["weight_type"] == (QuantType.QInt8, "host default")
-    assert said["per_channel"] == (True, "host default")
-    assert said["reduce_range"] == (False, "host default")
-    held = initializers(out)
-    weights = held["depthwise_w_quantized"]
+    activation = QuantType.QInt8 if host is ARM else QuantType.QUInt8
+    made = make(models.mobile_block(), tmp_path)
+    usual = {"activation_type": activation, "weight_type": QuantType.QInt8, "per_channel": True, "reduce_range": False}
+    said = chosen(made.report)
+    assert {name: said[name] for name in usual} == {name: (value, "host default") for name, value in usual.items()}
+    weights = made.held["depthwise_w_quantized"]
     assert weights.dtype == np.int8
     assert np.abs(weights).max() == 127  # depthwise: its kernel adds no pairs
-    assert held["depthwise_w_scale"].shape == (weights.shape[0],)
-    kinds = {zero_point.dtype for _, zero_point in parameters(out).values()}
-    assert kinds == {np.dtype(np.int8 if activation is QuantType.QInt8 else np.uint8)}
+    assert made.held["depthwise_w_scale"].shape == (weights.shape[0],)
+    kinds = {zero_point.dtype for _, zero_point in made.grids.values()}
+    assert kinds == {np.dtype(np.int8 if host is ARM else np.uint8)}
+
+
+def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend) -> None:
+    files = []
+    for host in (VNNI, NO_VNNI):
+        pretend(host)
+        files.append(make(models.mobile_block(), tmp_path).out.read_bytes())
+    assert files[0] == files[1]
 
 
 def test_the_caller_overrules_the_host(tmp_path: Path, pretend: Pretend) -> None:
     pretend(NO_VNNI)
-    out = tmp_path / "out.onnx"
-    said = chosen(
-        quantized(models.residual_block(), out, reduce_range=False, per_channel=False, activation_type=QuantType.QUInt8)
-    )
-    assert said["reduce_range"] == (False, "caller")
-    assert said["per_channel"] == (False, "caller")
-    assert said["activation_type"] == (QuantType.QUInt8, "caller")
-    held = initializers(out)
-    assert np.abs(held["conv1_w_quantized"]).max() > 64
-    assert held["conv1_w_scale"].shape == ()
+    given = {"reduce_range": False, "per_channel": False, "activation_type": QuantType.QUInt8}
+    made = make(models.residual_block(), tmp_path, **given)
+    assert {name: chosen(made.report)[name] for name in given} == {n: (value, "caller") for n, value in given.items()}
+    assert np.abs(made.held["conv1_w_quantized"]).max() > 64
+    assert made.held["conv1_w_scale"].shape == ()
 
 
-@pytest.mark.parametrize("weight_type", [QuantType.QUInt8])
-def test_uint8_weights_are_per_tensor_unless_said(tmp_path: Path, weight_type: QuantType) -> None:
-    said = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", weight_type=weight_type))
-    assert said["per_channel"] == (False, "host default")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weight_type": QuantType.QUInt8}, {"per_channel": (False, "host default")}),
+        ({"activation_type": QuantType.QUInt8.tensor_type.real}, {"activation_type": (QuantType.QUInt8, "caller")}),
+        (
+            {"stages": Stages.none()},
+            {
+                "activation_type": (QuantType.QInt8, "stock default"),
+                "per_channel": (False, "stock default"),
+                "reduce_range": (False, "stock default"),
+            },
+        ),
+    ],
+    ids=["uint8 weights", "raw element types", "without stages"],
+)
+def test_other_defaults(tmp_path: Path, options: dict[str, Any], said: dict[str, Any]) -> None:
+    found = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", **options))
+    assert {name: found[name] for name in said} == said
 
 
-def test_raw_element_types_count_as_said(tmp_path: Path) -> None:
-    said = chosen(
-        quantized(models.residual_block(), tmp_path / "out.onnx", activation_type=QuantType.QUInt8.tensor_type.real)
-    )
-    assert said["activation_type"] == (QuantType.QUInt8, "caller")
+@pytest.mark.parametrize("options", [{"stages": Stages(weights=False)}, {"extra_options": {"WeightSymmetric": False}}])
+def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+    made = make(models.residual_block(), tmp_path, **options)
+    assert chosen(made.report)["reduce_range"] == (True, "host default")
+    assert made.db() > 25
+    wide = quantized(models.residual_block(), made.out, weight_type=QuantType.QUInt8, **options)
+    assert not chosen(wide)["reduce_range"][0]
 
 
-def test_without_stages_the_defaults_are_stocks(tmp_path: Path) -> None:
-    said = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", stages=Stages.none()))
-    assert said["activation_type"] == (QuantType.QInt8, "stock default")
-    assert said["per_channel"] == (False, "stock default")
-    assert said["reduce_range"] == (False, "stock default")
+@needs_x64
+@pytest.mark.parametrize("placement", [True, False])
+@pytest.mark.parametrize("host", [VNNI, NO_VNNI], ids=["vnni", "no-vnni"])
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # its accuracy is not the question
+def test_float8_goes_by_default_on_every_host(tmp_path: Path, pretend: Pretend, host: Machine, placement: bool) -> None:
+    pretend(host)
+    options = dict.fromkeys(("activation_type", "weight_type"), QuantType.QFLOAT8E4M3FN)
+    options |= {"calibrate_method": CalibrationMethod.Distribution, "stages": Stages(placement=placement)}
+    report = quantized(models.residual_block(), tmp_path / "o.onnx", **options)
+    assert chosen(report)["reduce_range"] == (False, "host default")
 
 
 # ---- insisting on int8 ----------------------------------------------------------------------------------------
@@ -96,101 +112,59 @@ def test_without_stages_the_defaults_are_stocks(tmp_path: Path) -> None:
 def test_int8_on_x64_with_branches_runs_in_integer(tmp_path: Path, pretend: Pretend, net: str) -> None:
     """Stock's file and a plain placement run Convs around such a value in float."""
     pretend(VNNI)
-    model, out = models.ALL[net](), tmp_path / "out.onnx"
-    feeds = models.feeds(model)
-    ran, close = {}, {}
-    for kind in (QuantType.QUInt8, QuantType.QInt8):
-        report = quantized(model, out, feeds, activation_type=kind)
-        ran[kind], close[kind] = heavy(report), quality(model, out, feeds)
-        assert report.warnings == ()
-    assert ran[QuantType.QInt8] == ran[QuantType.QUInt8]
-    assert close[QuantType.QInt8] == pytest.approx(close[QuantType.QUInt8], abs=0.5)
-    assert {zero_point.dtype for _, zero_point in parameters(out).values()} == {np.dtype(np.int8)}
+    unsigned = make(models.ALL[net](), tmp_path / "u8.onnx", activation_type=QuantType.QUInt8)
+    signed = make(models.ALL[net](), tmp_path, **INT8)
+    assert signed.report.warnings == unsigned.report.warnings == ()
+    assert signed.heavy == unsigned.heavy
+    assert signed.db() == pytest.approx(unsigned.db(), abs=0.5)
+    assert {zero_point.dtype for _, zero_point in signed.grids.values()} == {np.dtype(np.int8)}
 
 
 @needs_x64
 def test_int8_on_arm_is_placed_as_uint8(tmp_path: Path, pretend: Pretend) -> None:
     """Its kernels take int8 with any number of readers."""
     pretend(ARM)
-    out = tmp_path / "out.onnx"
-    assert not quantized(models.residual_block(), out, activation_type=QuantType.QInt8).plan.splits
+    assert not quantized(models.residual_block(), tmp_path / "out.onnx", **INT8).plan.splits
 
 
 @needs_x64
-def test_int8_on_x64_with_branches_warns_once(tmp_path: Path, pretend: Pretend) -> None:
+def test_int8_on_x64_with_branches_warns_once_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
     pretend(VNNI)
-    naive = Stages(placement=False)
+    model, out = models.concat_net(), tmp_path / "out.onnx"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = quantized(models.concat_net(), tmp_path / "out.onnx", activation_type=QuantType.QInt8, stages=naive)
+        made = make(model, out, stages=NAIVE, **INT8)
     (text,) = own_warnings(caught)
-    slow = [name for name, integer in heavy(report).items() if not integer]
+    slow = [name for name, integer in made.heavy.items() if not integer]
     assert slow
-    assert f"{len(slow)} Convs" in text
-    assert f"'{slow[0]}'" in text
-    assert "Fix: activation_type=QuantType.QUInt8" in text
-    assert report.warnings == (text,)
-    assert chosen(report)["activation_type"] == (QuantType.QInt8, "caller")
-
-
-@needs_x64
-def test_the_warning_points_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
-    pretend(VNNI)
-    model = models.concat_net()
-    with pytest.warns(KenosisWarning) as caught:
-        quantize_static(
-            model,
-            tmp_path / "out.onnx",
-            models.reader(model),
-            activation_type=QuantType.QInt8,
-            stages=Stages(placement=False),
-        )
-    assert caught[0].filename == __file__
+    assert [part for part in (f"{len(slow)} Convs", f"'{slow[0]}'", "Fix: activation_type=QuantType.QUInt8")
+            if part not in text] == []  # fmt: skip
+    assert made.report.warnings == (text,)
+    assert chosen(made.report)["activation_type"] == (QuantType.QInt8, "caller")
+    with pytest.warns(KenosisWarning) as at:
+        quantize_static(model, out, models.reader(model), stages=NAIVE, **INT8)
+    assert at[0].filename == __file__
 
 
 @pytest.mark.parametrize(
-    ("build", "host"),
-    [(lambda: models.conv_relu_chain(4), VNNI), (models.concat_net, ARM)],
-    ids=["no branch on x64", "branches on Arm"],
+    ("build", "host", "options"),
+    [
+        (lambda: models.conv_relu_chain(4), VNNI, INT8),
+        (models.concat_net, ARM, INT8),
+        (models.concat_net, VNNI, {}),
+        (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "nodes_to_exclude": ["conv2"]}),
+        (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "protect_outputs": "float"}),
+    ],
+    ids=["no branch on x64", "branches on Arm", "nothing said", "kept float", "output kept float"],
 )
 def test_int8_without_harm_does_not_warn(
-    tmp_path: Path, pretend: Pretend, build: Callable[[], onnx.ModelProto], host: Machine
+    tmp_path: Path, pretend: Pretend, build: Callable[[], onnx.ModelProto], host: Machine, options: dict[str, Any]
 ) -> None:
     pretend(host)
-    report = quantized(build(), tmp_path / "out.onnx", activation_type=QuantType.QInt8)
-    assert not [w for w in report.warnings if "QInt8" in w]
-
-
-@pytest.mark.parametrize("options", [{"nodes_to_exclude": ["conv2"]}, {"protect_outputs": "float"}])
-def test_what_the_caller_keeps_float_is_not_warned_of(
-    tmp_path: Path, pretend: Pretend, options: dict[str, Any]
-) -> None:
-    pretend(VNNI)
-    report = quantized(models.conv_relu_chain(4), tmp_path / "out.onnx", activation_type=QuantType.QInt8, **options)
-    assert heavy(report)["conv2"] is False
-    assert report.warnings == ()
-
-
-def test_nothing_said_does_not_warn(tmp_path: Path) -> None:
-    assert quantized(models.concat_net(), tmp_path / "out.onnx").warnings == ()
-
-
-@needs_x64
-@pytest.mark.parametrize("placement", [True, False])
-@pytest.mark.parametrize("host", [VNNI, NO_VNNI], ids=["vnni", "no-vnni"])
-def test_float8_goes_by_default_on_every_host(tmp_path: Path, pretend: Pretend, host: Machine, placement: bool) -> None:
-    pretend(host)
-    float8 = {"activation_type": QuantType.QFLOAT8E4M3FN, "weight_type": QuantType.QFLOAT8E4M3FN}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KenosisWarning)  # its accuracy is not the question
-        report = quantized(
-            models.residual_block(),
-            tmp_path / "o.onnx",
-            calibrate_method=CalibrationMethod.Distribution,
-            stages=Stages(placement=placement),
-            **float8,
-        )
-    assert chosen(report)["reduce_range"] == (False, "host default")
+    made = make(build(), tmp_path, **options)
+    assert not [w for w in made.report.warnings if "QInt8" in w]
+    if len(options) > 1:
+        assert made.heavy["conv2"] is False
 
 
 # ---- the probe ------------------------------------------------------------------------------------------------
@@ -205,28 +179,38 @@ def test_processor_families(pretend: Pretend, machine: str, arm: bool) -> None:
     assert is_arm(machine) == arm == (found.activation == onnx.TensorProto.INT8) == (not found.single_reader)
 
 
-@pytest.mark.parametrize("saturates", [False, True])
-def test_the_reason_follows_the_probe(pretend: Pretend, saturates: bool) -> None:
-    pretend(NO_VNNI if saturates else VNNI)
+@each_host
+def test_the_reason_follows_the_probe(pretend: Pretend, host: Machine) -> None:
+    pretend(host)
     found = for_this_machine(DataTypes())
-    assert found.saturates == saturates
-    assert ("clipped there" in found.why) == saturates
-    pretend(ARM)
-    assert for_this_machine(DataTypes()).saturates is False
+    assert found.saturates == (host is NO_VNNI)
+    assert ("clipped there" in found.why) == (host is NO_VNNI)
 
 
-def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend) -> None:
-    files = []
-    for host in (VNNI, NO_VNNI):
-        pretend(host)
-        quantized(models.mobile_block(), tmp_path / "out.onnx")
-        files.append((tmp_path / "out.onnx").read_bytes())
-    assert files[0] == files[1]
+# ---- weights whose pairs may clip: for a machine that the caller names, and where held-out samples gain by them --
 
 
-@pytest.mark.parametrize("options", [{"stages": Stages(weights=False)}, {"extra_options": {"WeightSymmetric": False}}])
-def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[str, Any]) -> None:
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    assert chosen(quantized(model, out, **options))["reduce_range"] == (True, "host default")
-    assert quality(model, out, models.feeds(model)) > 25
-    assert not chosen(quantized(model, out, weight_type=QuantType.QUInt8, **options))["reduce_range"][0]
+@pytest.mark.parametrize(
+    ("machine", "named", "gains"),
+    [
+        (VNNI, "vnni", True),
+        (VNNI, "amx", True),
+        (VNNI, None, True),  # not without the caller's word
+        (NO_VNNI, "vnni", True),  # the gain cannot be measured
+        (VNNI, "vnni", False),
+    ],
+)
+def test_weights_that_may_clip(tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch, machine: Machine,
+                               named: str | None, gains: bool) -> None:  # fmt: skip
+    pretend(machine)
+    monkeypatch.setattr(Score, "beats", lambda *_: gains)
+    model = models.residual_block()
+    made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", **({"host": named} if named else {}))
+    taken = machine is VNNI and named is not None and gains
+    notes = " ".join(made.report.notes)
+    processors = [e.value for e in made.written.metadata_props if e.key == "kenosis_ort.processors"]
+    assert bool(clipping_layers(made.written)) == taken
+    assert not taken or processors == ["with VNNI"]
+    assert (f"for processors with VNNI, as '{named}'" in notes) == taken
+    assert ("cannot be measured" in notes) == (machine is NO_VNNI)
+    assert named or not processors

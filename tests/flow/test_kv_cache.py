@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
@@ -16,7 +15,7 @@ from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, Quantizat
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
-from tests.flow.support import run, sqnr_db
+from tests.flow.support import run, session, sqnr_db
 from tests.planning import parse
 
 LAYER = """
@@ -56,22 +55,12 @@ FIRST = f"""first (int64[B,T] input_ids)
 CACHE = ("past_0_key", "present_0_key"), ("past_0_value", "present_0_value")
 
 
-def decoder() -> onnx.ModelProto:
+def decoder(text: str = DECODER) -> onnx.ModelProto:
     """A layer of attention with two heads; each of its weights is a MatMul's that is worth integers."""
-    model = parse(DECODER)
     rng = np.random.default_rng(0)
-    for tensor in model.graph.initializer:
-        if len(tensor.dims) == 2:
-            array = rng.normal(0, 0.5, tuple(tensor.dims)).astype(np.float32)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    return model
-
-
-def like_decoder(text: str) -> onnx.ModelProto:
-    model, weights = parse(text), {t.name: t for t in decoder().graph.initializer}
-    for tensor in model.graph.initializer:
-        tensor.CopyFrom(weights[tensor.name])
-    return model
+    sizes = {"table": (12, 16), **dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16)), "head": (16, 12)}
+    weights = {name: rng.normal(0, 0.5, size).astype(np.float32) for name, size in sizes.items()}
+    return parse(text, {name: weights[name] for name in weights if f" {name}" in text})
 
 
 def prompts(count: int = 8) -> list[dict[str, Any]]:
@@ -79,29 +68,24 @@ def prompts(count: int = 8) -> list[dict[str, Any]]:
     return [{"input_ids": rng.integers(0, 12, (1, 5))} for _ in range(count)]
 
 
-def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> QuantizationReport:
-    data = PipelineReader({"decoder": decoder()}, prompts(), tokens=6, threads=1)["decoder"]
-    return quantize_static(model, out, options.pop("data", data), recipe="plain", promise=False, **options)
+def calibration() -> Any:
+    return PipelineReader({"decoder": decoder()}, prompts(), tokens=6, threads=1)["decoder"]
 
 
-def session(path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+def quantized(model: onnx.ModelProto, out: Path, data: Any = None, **options: Any) -> QuantizationReport:
+    return quantize_static(model, out, data or calibration(), recipe="plain", promise=False, **options)
 
 
 def generated(path: Path, tokens: list[int], *, rounded: dict[str, float] | None = None) -> list[Any]:
-    """Returns the logits of each step with its own cache; ``rounded`` puts Q and DQ of it between two steps."""
+    """The logits of each step with its own cache; ``rounded`` puts Q and DQ of it between two steps."""
     model = session(path)
     kinds = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in model.get_inputs()}
     cache = {past: np.zeros((1, 2, 0, 8), kinds[past]) for past, _ in CACHE}
-    found = []
+    names, found = ["logits", *(present for _, present in CACHE)], []
     for token in tokens:
-        names = [o.name for o in model.get_outputs()]
-        out = dict(zip(names, model.run(None, {"input_ids": np.array([[token]]), **cache}), strict=True))
-        found.append(out["logits"])
-        for past, present in CACHE:
-            value = out[present]
+        logits, *made = model.run(names, {"input_ids": np.array([[token]]), **cache})
+        found.append(logits)
+        for (past, _), value in zip(CACHE, made, strict=True):
             if rounded is not None:
                 scale = np.float32(rounded[past])
                 value = np.clip(np.rint(value / scale), -128, 127).astype(np.float32) * scale
@@ -137,22 +121,20 @@ def test_the_interface_changes_and_nothing_else(tmp_path: Path) -> None:
     report = quantized(decoder(), opened, kv_cache="int8")
     quantized(decoder(), plain)
     model = onnx.load(plain)
-    for node in model.graph.node:
-        if node.op_type == "Concat" and node.output[0] in report.cache:
-            scale = onnx.numpy_helper.from_array(np.float32(report.cache[node.output[0]]), f"{node.output[0]}_s")
-            zero = onnx.numpy_helper.from_array(np.int8(0), f"{node.output[0]}_z")
-            model.graph.initializer.extend([scale, zero])
     nodes = []
     for node in model.graph.node:
-        if node.op_type == "Concat" and node.output[0] in report.cache:
-            grid, made = [f"{node.output[0]}_s", f"{node.output[0]}_z"], node.output[0]
+        made = node.output[0]
+        if node.op_type == "Concat" and made in report.cache:
+            grid = [f"{made}_s", f"{made}_z"]
+            for name, value in zip(grid, (np.float32(report.cache[made]), np.int8(0)), strict=True):
+                model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
             nodes.append(onnx.helper.make_node("QuantizeLinear", [node.input[1], *grid], [f"{made}_q"]))
             nodes.append(onnx.helper.make_node("DequantizeLinear", [f"{made}_q", *grid], [f"{made}_dq"]))
             node.input[1] = f"{made}_dq"
         nodes.append(node)
-    holder = onnx.GraphProto(node=nodes)
-    del model.graph.node[:]
-    model.graph.node.extend(holder.node)
+    model.graph.CopyFrom(
+        onnx.helper.make_graph(nodes, "g", model.graph.input, model.graph.output, model.graph.initializer)
+    )
     onnx.save(model, plain)
     want = generated(plain, TOKENS, rounded=dict(report.cache))
     np.testing.assert_array_equal(np.concatenate(generated(opened, TOKENS)), np.concatenate(want))
@@ -175,13 +157,11 @@ def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path: Path) ->
 def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path: Path) -> None:
     opened, first = tmp_path / "with_past.onnx", tmp_path / "first.onnx"
     scales = quantized(decoder(), opened, kv_cache="int8").cache
-    report = quantized(like_decoder(FIRST), first, data=prompts(), kv_cache=opened)
+    report = quantized(decoder(FIRST), first, data=prompts(), kv_cache=opened)
     assert dict(report.cache) == {present: scales[past] for past, present in CACHE}
     out = session(first).run(["present_0_key"], {"input_ids": np.array([TOKENS])})[0]
     assert out.dtype == np.int8
-    want = ort.InferenceSession(like_decoder(FIRST).SerializeToString()).run(
-        ["present_0_key"], {"input_ids": np.array([TOKENS])}
-    )[0]
+    want = session(decoder(FIRST)).run(["present_0_key"], {"input_ids": np.array([TOKENS])})[0]
     assert sqnr_db(want, out * np.float32(scales["past_0_key"])) > 30
 
 
@@ -196,7 +176,7 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
         memory = ReduceMean <axes = [2], keepdims = 1> (past_0_encoder_value)
         seen = Add (v, memory)
         {ATTEND.format(k="k", v="seen")} }}"""
-    model = like_decoder(text)
+    model = decoder(text)
     rng = np.random.default_rng(2)
     feeds = [
         {
@@ -243,44 +223,43 @@ def test_the_runtime_loads_what_moves_a_cache_about(opset: int) -> None:
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
-def test_what_cannot_be(tmp_path: Path) -> None:
-    out, data = tmp_path / "q.onnx", prompts()
-    for wrong, message in (
-        ("int4", "neither 'int8' nor a file"),
-        (tmp_path / "none.onnx", "neither 'int8' nor a file"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            quantized(decoder(), out, kv_cache=wrong)
-    with pytest.raises(OptionError, match="the output 'present_0_key' is of the cache"):
-        quantized(like_decoder(FIRST), out, data=data, kv_cache="int8")
-    renamed = decoder()
-    renamed.graph.output[1].name = "present_1_key"
-    for node in renamed.graph.node:
-        for values in (node.input, node.output):
-            values[:] = ["longer" if name == "present_0_key" else name for name in values]
-    renamed.graph.node.add(op_type="Abs", input=["longer"], output=["present_1_key"], name="abs")
-    with pytest.raises(OptionError, match="the input 'past_0_key' is of the cache, and no output"):
-        quantized(renamed, out, kv_cache="int8")
-    net = parse(f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {{ {LAYER} }}")
-    with pytest.raises(OptionError, match="the model has no cache"):
-        quantized(net, out, data=data, kv_cache="int8")
-    other = tmp_path / "other.onnx"
-    quantized(decoder(), other)
-    with pytest.raises(OptionError, match="has no int8 cache"):
-        quantized(like_decoder(FIRST), out, data=data, kv_cache=other)
-    for more, message in (({"format": "qop"}, "format='qop'"), ({"recipe": "weight-only-8"}, "weights alone")):
-        with pytest.raises(OptionError, match=message):
-            quantize_static(decoder(), out, data, kv_cache="int8", **more)
-    assert not out.exists()
+def with_key(name: str) -> onnx.ModelProto:
+    """The decoder whose output of keys has another name."""
+    return decoder(DECODER.replace("present_0_key", name))
+
+
+MORE = DECODER.replace("present_0_key", "longer").replace("[B,2,Q,8] longer", "[B,2,Q,8] present_1_key")
+NO_CACHE = f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {{ {LAYER} }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (DECODER, {"kv_cache": "int4"}, "neither 'int8' nor a file"),
+        (DECODER, {"kv_cache": "none.onnx"}, "neither 'int8' nor a file"),
+        (FIRST, {}, "the output 'present_0_key' is of the cache"),
+        (
+            MORE.rstrip(" }") + " present_1_key = Abs (longer) }",
+            {},
+            "the input 'past_0_key' is of the cache, and no out",
+        ),
+        (NO_CACHE, {}, "the model has no cache"),
+        (FIRST, {"kv_cache": "other.onnx"}, "has no int8 cache"),
+        (DECODER, {"format": "qop"}, "format='qop'"),
+        (DECODER, {"recipe": "weight-only-8"}, "weights alone"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: Any, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(decoder(), "other.onnx")
+    data = prompts() if text in (FIRST, NO_CACHE) else calibration()
+    with pytest.raises(OptionError, match=message):
+        quantize_static(decoder(text), "q.onnx", data, **{"kv_cache": "int8", "promise": False, **options})
+    assert not Path("q.onnx").exists()
 
 
 def test_a_cache_is_found_by_what_it_is_concatenated_to(tmp_path: Path) -> None:
-    unnamed = decoder()
-    unnamed.graph.output[1].name = "cat_7"
-    for node in unnamed.graph.node:
-        for values in (node.input, node.output):
-            values[:] = ["cat_7" if name == "present_0_key" else name for name in values]
-    report = quantized(unnamed, tmp_path / "q.onnx", kv_cache="int8")
+    report = quantized(with_key("cat_7"), tmp_path / "q.onnx", kv_cache="int8")
     assert report.cache["cat_7"] == report.cache["past_0_key"]
 
 

@@ -1,41 +1,174 @@
-"""The plan and the calibration table without a model written."""
+"""The plan, the times of layers and the calibration table without a model written; calibration piece by piece."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
-from kenosis_ort import CalibrationTable, OptionError, OutputError, calibrate, preview, quantize_static
+from kenosis_ort import CalibrationTable, calibrate, errors, layer_times, preview, quantize_static
+from kenosis_ort.cli import main as cli
+from kenosis_ort.flow import preview as flow_preview
+from kenosis_ort.flow.preview import Piecewise
 from tests import models
+from tests.flow.support import quantized
+from tests.models import FeedReader
+from tests.planning import parse
+
+MODEL = models.residual_block()
+FEEDS = models.feeds(MODEL, 6)
 
 
 def test_the_plan_without_data_is_the_one_that_is_performed(tmp_path: Path) -> None:
-    model = models.residual_block()
-    seen = preview(model)
-    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model), promise=False)
+    seen = preview(MODEL)
+    report = quantized(MODEL, tmp_path / "out.onnx", recipe="fast", tune="model")
     assert [(n.node, n.kind) for n in seen.nodes] == [(n.node, n.kind) for n in report.plan.nodes]
-    assert list(tmp_path.iterdir()) == [tmp_path / "out.onnx"]
 
 
 def test_the_plan_follows_the_options() -> None:
-    model = models.residual_block()
-    heavy = next(n.node for n in preview(model).nodes if n.op_type == "Conv")
-    assert heavy in preview(model).integer_nodes()
-    assert heavy not in preview(model, nodes_to_exclude=[heavy]).integer_nodes()
+    heavy = next(n.node for n in preview(MODEL).nodes if n.op_type == "Conv")
+    assert heavy in preview(MODEL).integer_nodes()
+    assert heavy not in preview(MODEL, nodes_to_exclude=[heavy]).integer_nodes()
     with pytest.raises(TypeError):
-        preview(model, nodes_to_exlude=[heavy])
-    with pytest.raises(OptionError):
-        preview(model, recipe="quick")
+        preview(MODEL, nodes_to_exlude=[heavy])  # type: ignore[call-arg]
+    with pytest.raises(errors.OptionError):
+        preview(MODEL, recipe="quick")
 
 
 def test_a_calibration_table_is_what_quantization_reads(tmp_path: Path) -> None:
-    model, path = models.residual_block(), tmp_path / "table.json"
-    table = calibrate(model, path, models.reader(model))
+    path = tmp_path / "table.json"
+    table = calibrate(MODEL, path, FeedReader(FEEDS))
     assert CalibrationTable.load(path).tensors.keys() == table.tensors.keys()
-    report = quantize_static(model, tmp_path / "out.onnx", calibration_cache_path=path, promise=False)
+    report = quantize_static(MODEL, tmp_path / "out.onnx", calibration_cache_path=path, promise=False)
     assert report.calibration.samples == 0
-    with pytest.raises(OutputError, match="exists already"):
-        calibrate(model, path, models.reader(model))
-    with pytest.raises(OutputError):
-        calibrate(model, tmp_path / "no" / "table.json", models.reader(model))
+    with pytest.raises(errors.OutputError, match="exists already"):
+        calibrate(MODEL, path, FeedReader(FEEDS))
+    with pytest.raises(errors.OutputError):
+        calibrate(MODEL, tmp_path / "no" / "table.json", FeedReader(FEEDS))
+
+
+# ---- kernel, path and time of each layer: of a call's file, of a float model by estimate, of any quantized one --
+
+
+def convs() -> onnx.ModelProto:
+    """A Conv that has the direct kernel, one that gains by tiles, and one of too few outputs for either."""
+    model = parse("""net (float[1,16,12,12] x) => (float[1,8] y) <float[64,16,3,3] w, float[64] wb, float[64,64,3,3] d,
+        float[64] db, float[6,64,3,3] f, float[6] fb, float[8,864] h, float[8] hb> {
+        wide = Conv <pads = [1,1,1,1]> (x, w, wb)  r0 = Relu (wide)  deep = Conv <pads = [1,1,1,1]> (r0, d, db)
+        r1 = Relu (deep)  few = Conv <pads = [1,1,1,1]> (r1, f, fb)  r2 = Relu (few)
+        flat = Flatten (r2)  y = Gemm <transB = 1> (flat, h, hb) }""")
+    for node in model.graph.node:
+        node.name = node.output[0]
+    return model
+
+
+@pytest.mark.parametrize(("host", "deep"), [("vnni", "direct"), ("amx", "matrix product")])
+def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, deep: str) -> None:
+    model = convs()
+    report = quantized(model, tmp_path / "q.onnx", tune="model", host=host, evidence="full")
+    layers = {layer.node: layer for layer in report.layers}
+    paths = {"wide": "direct", "deep": deep, "few": "matrix product"}
+    assert {name: layers[name].path for name in paths} == paths
+    assert layers["deep"].kernel == "com.microsoft.QLinearConv"
+    assert "r1" not in layers
+    assert all(layers[n].estimated_us and layers[n].measured_us for n in ("wide", "deep", "few", "y", ""))
+    read = {layer.node: layer for layer in layer_times(tmp_path / "q.onnx", models.feeds(model, 1), budget_s=0.1)}
+    assert {n: layer.path for n, layer in read.items()} == {n: layer.path for n, layer in layers.items()}
+    assert read["deep"].measured_us
+    assert read["deep"].estimated_us is None
+
+
+def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = ({x.node: x for x in layer_times(convs(), host=host)} for host in ("vnni", "amx"))
+    assert here["deep"].estimated_us != there["deep"].estimated_us
+    assert here["deep"].measured_us is None
+    onnx.save(convs(), tmp_path / "f.onnx")
+    quantized(convs(), tmp_path / "q.onnx")
+    with pytest.raises(errors.OptionError, match="quantized already"):
+        layer_times(tmp_path / "q.onnx", host="amx")
+    assert cli.main(["explain", str(tmp_path / "f.onnx"), "--times", "--for-host", "vnni"]) == 0
+    assert "estimated" in capsys.readouterr().out
+    assert cli.main(["explain", str(tmp_path / "q.onnx"), "few", "--times", "--json"]) == 0
+    (few,) = json.loads(capsys.readouterr().out)
+    assert few["path"] == "matrix product"
+    assert few["measured_us"] > 0
+
+
+# ---- a killed run goes on behind its checkpoint ---------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample is a piece of its own."""
+    monkeypatch.setattr(flow_preview, "Piecewise", partial(Piecewise, piece_s=0.0))
+
+
+def ending(feeds: list[Any], after: int) -> Iterator[Any]:
+    yield from feeds[:after]
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("after", [1, 4])
+def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: int) -> None:
+    whole, path = calibrate(MODEL, FEEDS), tmp_path / "table.json"
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(MODEL, path, ending(FEEDS, after), resume=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json.part"]
+    seen: list[int] = []
+    table = calibrate(MODEL, path, FeedReader(FEEDS), resume=True, progress=lambda done, _: seen.append(done))
+    assert table.to_json() == whole.to_json() == path.read_text()
+    assert max(seen) == len(FEEDS) - after, "what was done is not run again"
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_killed_process_goes_on(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        from functools import partial
+        from kenosis_ort import calibrate
+        from kenosis_ort.flow import preview
+        from kenosis_ort.flow.preview import Piecewise
+        from tests.flow.test_preview import FEEDS, MODEL
+
+        def deadly():
+            yield from FEEDS[:4]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        preview.Piecewise = partial(Piecewise, piece_s=0.0)
+        calibrate(MODEL, {str(tmp_path / "table.json")!r}, deadly(), resume=True)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    table = calibrate(MODEL, tmp_path / "table.json", FeedReader(FEEDS), resume=True)
+    assert table.to_json() == calibrate(MODEL, FEEDS).to_json()
+
+
+@pytest.mark.usefixtures("short")
+def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(MODEL, path, ending(FEEDS, 3), resume=True)
+    with pytest.raises(errors.CalibrationError, match="other samples"):
+        calibrate(MODEL, path, FEEDS[::-1], resume=True)
+    with pytest.raises(errors.CalibrationError, match=r"cannot be gone on with.*different models"):
+        calibrate(models.residual_block(seed=5), path, FEEDS, resume=True)
+    (tmp_path / "table.json.part").write_text("{")
+    with pytest.raises(errors.CalibrationError, match="damaged"):
+        calibrate(MODEL, path, FEEDS, resume=True)
+    assert not path.exists()
+    with pytest.raises(errors.OptionError, match="needs a file"):
+        calibrate(MODEL, FEEDS, resume=True)
+    with pytest.raises(errors.OptionError, match="order of all samples"):
+        calibrate(MODEL, tmp_path / "t", FEEDS, resume=True, extra_options={"CalibMovingAverage": True})

@@ -1,72 +1,72 @@
-"""What one version of the runtime can and another cannot: the model is brought to a form that fuses, or refused."""
+"""What the runtime can: versions that differ, models of other floating types, custom operators, threads, processes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
-from onnxruntime.quantization import QuantType, quant_utils
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationMethod, QuantType, quant_utils
 
-from kenosis_ort import OptionError, quantize_static
+from kenosis_ort import KenosisError, OptionError, SyntheticReader, quantize_static, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
-from tests.flow.support import proof, quality, quantized
-from tests.models import Net
+from tests.flow.support import good, make, proof, quantized, session, sqnr_db
+from tests.models import Feed, FeedReader
+from tests.planning import parse
 
-
-def pooled(opset: int) -> onnx.ModelProto:
-    net = Net(opset=opset)
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 16, 16]), 3, 8, name="stem")], name="relu0")
-    y = net.op("MaxPool", [y], name="pool", kernel_shape=[2, 2], strides=[2, 2])
-    y = net.op("Relu", [net.conv(y, 8, 8, name="conv1")], name="relu1")
-    y = net.op("GlobalAveragePool", [net.conv(y, 8, 8, name="conv2")], name="mean")
-    net.output(net.gemm(net.op("Flatten", [y], name="flat"), 8, 4, name="head"))
-    return net.model("pooled")
+ROOT = Path(__file__).resolve().parents[2]
+POOLED = """net (float[1,3,16,16] x) => (float[1,4] y)
+    <float[8,3,3,3] w, float[8,8,3,3] v, float[8,8,3,3] u, float[4,8] h> {
+    a = Conv <pads = [1,1,1,1]> (x, w)  b = Relu (a)  p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (b)
+    c = Conv <pads = [1,1,1,1]> (p, v)  d = Relu (c)  e = Conv <pads = [1,1,1,1]> (d, u)
+    m = GlobalAveragePool (e)  f = Flatten (m)  y = Gemm <transB = 1> (f, h) }"""
 
 
 @pytest.mark.parametrize("opset", [13, 21, 22, 23, 24])
 def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: int) -> None:
     if opset > onnx.defs.onnx_opset_version():
         pytest.skip(f"onnx {onnx.__version__} knows no operator set {opset}")
-    model, out = pooled(opset), tmp_path / "out.onnx"
-    report = quantized(model, out)
-    kernels = {k.node: k for k in proof(report).kernels}
-    assert all(kernels[name].integer for name in ("stem", "pool", "conv1", "conv2", "mean", "head"))
-    assert report.left_float() == ()
-    written = next(o.version for o in onnx.load(out).opset_import if not o.domain)
+    made = good(parse(POOLED, opset=opset), tmp_path)
+    integer = ("Conv_a", "MaxPool_p", "Conv_c", "Conv_e", "GlobalAveragePool_m", "Gemm_y")
+    assert all(proof(made.report).by_node[name].integer for name in integer)
+    written = next(o.version for o in made.written.opset_import if not o.domain)
     assert written == min(opset, runtime_limits().best_opset({"MaxPool"}))
-    lowered = [note for note in report.notes if "lowered" in note]
-    assert bool(lowered) == (written < opset)
+    assert any("lowered" in note for note in made.report.notes) == (written < opset)
 
 
 def test_nodes_of_a_later_operator_set_keep_it(tmp_path: Path) -> None:
     """Where the operator set in which MaxPool fuses lacks another operator, the model stays as it is."""
     if runtime_limits().max_opset < 23:
         pytest.skip(f"onnxruntime {runtime_limits().version} quantizes up to operator set {runtime_limits().max_opset}")
-    net = Net(opset=23)
-    y = net.op("MaxPool", [net.conv(net.input("x", [1, 4, 8, 8]), 4, 4, name="conv")], name="pool", kernel_shape=[2, 2])
-    net.output(net.op("RMSNormalization", [y, net.const([1.0] * 7)], name="norm"))
-    model, out = net.model(), tmp_path / "out.onnx"
-    quantized(model, out)
-    assert next(o.version for o in onnx.load(out).opset_import if not o.domain) == 23
-    assert quality(model, out, models.feeds(model)) > 20
+    text = """net (float[1,4,8,8] x) => (float[1,4,7,7] y) <float[4,4,3,3] w, float[7] ones> {
+        c = Conv <pads = [1,1,1,1]> (x, w)  p = MaxPool <kernel_shape = [2,2]> (c)  y = RMSNormalization (p, ones) }"""
+    made = make(parse(text, {"ones": [1.0] * 7}, opset=23), tmp_path)
+    assert next(o.version for o in made.written.opset_import if not o.domain) == 23
+    assert made.db() > 20
 
 
-@pytest.mark.parametrize("between", ["nothing", "Transpose"])
+TURNED = "t = Transpose <perm = [0,2,3,1]> (x)  i = Transpose <perm = [0,3,1,2]> (t)"
+
+
+@pytest.mark.parametrize("between", ["i = Identity (x)", TURNED], ids=["nothing", "Transpose"])
 def test_clip_of_a_graph_input(tmp_path: Path, between: str) -> None:
     """Runtimes before 1.24 die on graph input, Clip, QuantizeLinear."""
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    if between == "Transpose":
-        x = net.op("Transpose", [net.op("Transpose", [x], perm=[0, 2, 3, 1])], perm=[0, 3, 1, 2])
-    y = net.op("Clip", [x, net.const(0.0), net.const(1.0)], name="clip")
-    y = net.op("Relu", [net.conv(y, 3, 8, name="stem")], name="relu")
-    net.output(net.op("GlobalAveragePool", [net.conv(y, 8, 8, name="conv1")], name="mean"))
-    model, out = net.model(), tmp_path / "out.onnx"
-    report = quantized(model, out, protect_outputs="int8")
-    assert report.left_float() == ()
-    assert quality(model, out, models.feeds(model)) > 20
+    text = f"""net (float[1,3,8,8] x) => (float[1,8,1,1] y)
+        <float low = {{0.0}}, float high = {{1.0}}, float[8,3,3,3] w, float[8,8,3,3] v> {{
+        {between}  c = Clip (i, low, high)  a = Conv <pads = [1,1,1,1]> (c, w)  r = Relu (a)
+        b = Conv <pads = [1,1,1,1]> (r, v)  y = GlobalAveragePool (b) }}"""
+    made = make(parse(text), tmp_path, protect_outputs="int8")
+    assert made.report.left_float() == ()
+    assert made.db() > 20
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,182 @@ def test_options_that_the_runtime_would_ignore_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: object, function: str
 ) -> None:
     monkeypatch.delattr(quant_utils, function, raising=False)
-    model = models.residual_block()
     with pytest.raises(OptionError, match=rf"{option}.*needs onnxruntime 1\.27 or later"):
-        quantize_static(model, tmp_path / "out.onnx", models.reader(model), extra_options={option: value})
+        quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={option: value})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("activation_type", [QuantType.QUInt16, QuantType.QInt16])
 def test_sixteen_bit_activations_load(tmp_path: Path, activation_type: QuantType) -> None:
     """Newer runtimes raise the operator set for them, older ones take their own domain's operators."""
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    quantized(model, out, activation_type=activation_type, weight_type=QuantType.QInt8)
-    assert quality(model, out, models.feeds(model)) > 30
+    types = {"activation_type": activation_type, "weight_type": QuantType.QInt8}
+    assert make(models.residual_block(), tmp_path, **types).db() > 30
+
+
+# ---- other floating types -------------------------------------------------------------------------------------
+
+
+def typed(model: onnx.ModelProto, kind: int) -> onnx.ModelProto:
+    """A float32 model in another type, edges included."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    for tensor in (t for t in made.graph.initializer if t.data_type == TensorProto.FLOAT):
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(dtype), tensor.name))
+    for value in (*made.graph.input, *made.graph.output, *made.graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = kind
+    return made
+
+
+def interface(model: onnx.ModelProto | Path) -> list[tuple[str, str, list[object]]]:
+    opened = session(model)
+    return [(v.name, v.type, v.shape) for v in (*opened.get_inputs(), *opened.get_outputs())]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [  # the runtime runs them in these types
+        ("residual_block", TensorProto.FLOAT16),
+        ("two_input_detector", TensorProto.FLOAT16),
+        ("mlp_matmul", TensorProto.FLOAT16),
+        ("mlp", TensorProto.DOUBLE),
+    ],
+)
+def test_half_and_double_models_are_integer_where_float_models_are(tmp_path: Path, name: str, kind: int) -> None:
+    single = models.ALL[name]()
+    reference = quantized(single, tmp_path / "single.onnx")
+    made = make(typed(single, kind), tmp_path, models.feeds(typed(single, kind)))
+    assert any(made.heavy.values())
+    kinds = {n.node: n.kind for n in made.report.plan.nodes if not n.node.endswith("_Cast")}
+    assert kinds == {n.node: n.kind for n in reference.plan.nodes}
+    assert interface(made.out) == interface(made.model)
+    assert made.db() > 28
+    assert kind not in {t.data_type for t in made.written.graph.initializer}
+
+
+def test_half_models_with_the_defaults_and_made_up_data(tmp_path: Path) -> None:
+    model = typed(models.residual_block(), TensorProto.FLOAT16)
+    quantize_static(model, tmp_path / "out.onnx", SyntheticReader(model, samples=4))
+    assert interface(tmp_path / "out.onnx") == interface(model)
+
+
+# ---- custom operators: the library is registered on request, and never unasked --------------------------------
+
+
+@pytest.fixture
+def library() -> str:
+    return str(pytest.importorskip("onnxruntime_extensions").get_library_path())
+
+
+CUSTOM = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.contrib": 1]>
+    custom (float[1,3,8,8] x, float[4,4] m) => (float[1,4,8,8] y) <int64[4] map = {1, 1, 4, 4},
+        int64[8] pads = {0, 0, 2, 2, 0, 0, 2, 2}> {
+    [conv0] a = Conv <pads = [1,1,1,1]> (x, w)  r = Relu (a)  [inverse] i = ai.onnx.contrib.Inverse (m)
+    s = Reshape (i, map)  p = Pad (s, pads)  t = Mul (r, p)  [conv1] y = Conv <pads = [1,1,1,1]> (t, v) }"""
+
+
+@pytest.fixture
+def custom() -> onnx.ModelProto:
+    """A picture through Conv, the extensions' Inverse of a small matrix, and Conv again."""
+    model: onnx.ModelProto = onnx.parser.parse_model(CUSTOM)
+    for name, shape in (("w", (4, 3, 3, 3)), ("v", (4, 4, 3, 3))):
+        model.graph.initializer.append(numpy_helper.from_array(models.normal(shape, magnitude=0.3), name))
+    return model
+
+
+def custom_feeds() -> list[Feed]:
+    rng = np.random.default_rng(0)
+    x, m = rng.normal(0, 1, (4, 1, 3, 8, 8)), np.eye(4) * 2 + rng.normal(0, 0.1, (4, 4, 4))
+    return [{"x": x[i].astype(np.float32), "m": m[i].astype(np.float32)} for i in range(4)]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that any session was given."""
+    seen: list[str] = []
+    original = ort.SessionOptions.register_custom_ops_library
+
+    def register(self: ort.SessionOptions, path: str) -> None:
+        seen.append(path)
+        original(self, path)
+
+    monkeypatch.setattr(ort.SessionOptions, "register_custom_ops_library", register)
+    return seen
+
+
+def test_registered_on_request(tmp_path: Path, custom: onnx.ModelProto, library: str, registered: list[str]) -> None:
+    out = tmp_path / "out.onnx"
+    report = quantize_static(custom, out, FeedReader(custom_feeds()), custom_op_libraries=[library])
+    assert set(registered) == {library}
+    assert report.left_float() == ()
+    kernels = proof(report).by_node
+    assert [kernels[name].integer for name in ("conv0", "conv1", "inverse")] == [True, True, False]
+    want, got = ([session(m, library).run(None, feed)[0] for feed in custom_feeds()] for m in (custom, out))
+    assert sqnr_db(want, got) > 25
+    assert verify_fusion(out, custom_op_libraries=[library]).by_node["conv1"].integer
+
+
+@pytest.mark.usefixtures("library")
+def test_refused_without_or_with_a_library_that_is_none_and_never_registered_unasked(
+    tmp_path: Path, custom: onnx.ModelProto, registered: list[str]
+) -> None:
+    with pytest.raises(KenosisError, match=r"Inverse.*custom_op_libraries") as caught:
+        quantize_static(custom, tmp_path / "out.onnx", FeedReader(custom_feeds()))
+    assert caught.value.fix
+    quantized(models.conv_relu_chain(2), tmp_path / "out.onnx", recipe="fast", promise=True, tune="model")
+    assert registered == []
+    (bogus := tmp_path / "bogus.so").write_bytes(b"no library")
+    with pytest.raises(KenosisError, match=r"bogus\.so"):
+        quantize_static(custom, tmp_path / "c.onnx", FeedReader(custom_feeds()), custom_op_libraries=[str(bogus)])
+    assert not (tmp_path / "c.onnx").exists()
+
+
+# ---- the same call gives the same bytes -----------------------------------------------------------------------
+
+NETS = ("residual_block", "bn_net", "two_input_detector", "net_with_if", "transformer_block", "mlp")
+
+
+def made_of(name: str, folder: Path) -> bytes:
+    folder.mkdir(exist_ok=True)
+    quantized(models.ALL[name](), folder / name)
+    return (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("method", list(CalibrationMethod), ids=lambda m: m.name)
+@pytest.mark.parametrize("recipe", ["plain", "fast"])
+def test_again(tmp_path: Path, method: CalibrationMethod, recipe: str) -> None:
+    model = models.bn_net()
+    options: dict[str, Any] = {"recipe": recipe, "calibrate_method": method}
+    files = {make(model, tmp_path, models.feeds(model, 8), **options).out.read_bytes() for _ in range(2)}
+    assert len(files) == 1
+
+
+def test_from_a_path_as_from_memory(tmp_path: Path) -> None:
+    model = models.two_input_detector()
+    onnx.save(model, tmp_path / "float.onnx")
+    external = {"save_as_external_data": True, "location": "external.bin", "size_threshold": 0}
+    onnx.save_model(models.two_input_detector(), tmp_path / "external.onnx", **external)
+    files = set()
+    for source in (model, tmp_path / "float.onnx", tmp_path / "external.onnx"):
+        quantized(source, tmp_path / "out.onnx", models.feeds(model))
+        files.add((tmp_path / "out.onnx").read_bytes())
+    assert len(files) == 1
+
+
+def test_in_threads_and_in_other_processes(tmp_path: Path) -> None:
+    """One after the other, at once, and with other hashes: nothing depends on the order of sets of strings."""
+    alone = {name: made_of(name, tmp_path / "alone") for name in NETS}
+    with ThreadPoolExecutor(4) as pool:
+        for at in range(2):
+            together = list(pool.map(lambda name, at=at: made_of(name, tmp_path / f"{at}"), NETS))
+            assert dict(zip(NETS, together, strict=True)) == alone
+    code = (
+        "import sys; from pathlib import Path; from tests.flow.test_runtime_versions import NETS, made_of\n"
+        "for name in NETS: made_of(name, Path(sys.argv[1]))"
+    )
+    for seed in ("0", "1"):
+        command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / f"hash{seed}")]
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, timeout=300)
+    one, other = (tmp_path / f"hash{seed}" for seed in "01")
+    assert [name for name in NETS if (one / name).read_bytes() != (other / name).read_bytes()] == []

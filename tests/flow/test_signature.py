@@ -1,4 +1,4 @@
-"""The call is stock's: names, order, positions, configuration object; the caller's objects stay as they are."""
+"""The call is stock's: names, order, positions, configurations of tools; the caller's objects stay as they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing_extensions import Unpack
 
 import kenosis_ort
 from kenosis_ort import OptionError, QuantizationReport, calibrate, preview, quantize, quantize_static
+from kenosis_ort.demo.measurements import load_digits
 from kenosis_ort.options import KEYWORDS, Keywords
 from tests import models
-from tests.flow.support import Untouched, chosen, quality, quantized
+from tests.flow.support import Made, Untouched, chosen, make, quality, quantized
 from tests.models import Feed, FeedReader
 
 FIRST = [
@@ -108,23 +109,6 @@ def test_call_by_position_as_in_existing_scripts(tmp_path: Path) -> None:
     assert quality(model, out, models.feeds(model)) > 25
 
 
-@pytest.mark.parametrize("kind", [str, Path, onnx.load], ids=["str", "path", "proto"])
-def test_models_and_outputs_of_every_kind(tmp_path: Path, kind: Any) -> None:
-    model = models.bn_net()
-    source, out = tmp_path / "float.onnx", tmp_path / "int8.onnx"
-    onnx.save(model, source)
-    report = quantize_static(kind(source), str(out) if kind is str else out, models.reader(model))
-    assert quality(model, out, models.feeds(model)) > 25
-    assert report.size_after == out.stat().st_size
-    assert report.size_before > report.size_after
-
-
-@pytest.mark.parametrize("bad", [None, 3, b"bytes"])
-def test_other_kinds_of_model_are_a_type_error(tmp_path: Path, bad: Any) -> None:
-    with pytest.raises(TypeError, match="the model must be a path"):
-        quantize_static(bad, tmp_path / "out.onnx", Untouched())
-
-
 def test_config_object(tmp_path: Path) -> None:
     model = models.residual_block()
     given = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
@@ -180,19 +164,102 @@ def test_the_callers_objects_are_not_changed(tmp_path: Path, build: Any, recipe:
     assert model.SerializeToString(deterministic=True) == before[2]
 
 
-def test_a_reader_that_reuses_its_buffers(tmp_path: Path) -> None:
-    """A caller may overwrite one array for every sample; what is kept for the comparison has to be a copy."""
-    model = models.bn_net()
+# ---- configurations as tools make them: what they leave open is placed as without them -----------------------------
 
-    class Reusing(FeedReader):
-        buffer = np.empty((1, 3, 8, 8), np.float32)
+qdq_config: Any = getattr(stock, "get_qdq_config", None)
+of_tools = pytest.mark.skipif(qdq_config is None, reason="this runtime has no get_qdq_config")
 
-        def get_next(self) -> Feed | None:
-            feed = super().get_next()
-            self.buffer[...] = 1e6 if feed is None else feed["x"]
-            return None if feed is None else {"x": self.buffer}
 
-    quantize_static(model, tmp_path / "reused.onnx", Reusing(models.feeds(model)), recipe="plain", promise=False)
-    report = quantized(model, tmp_path / "plain.onnx")
-    assert (tmp_path / "reused.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
-    assert report.outputs[0].sqnr_db > 25
+def everything(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
+    return qdq_config(model, FeedReader(feeds))
+
+
+def with_words(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
+    words = {"calibrate_method": CalibrationMethod.MinMax, "calibrate_args": {"symmetric": False}, "per_channel": True}
+    return qdq_config(model, FeedReader(feeds), **words, min_real_range=1e-4, keep_removable_activations=True)
+
+
+def as_olive_writes_it(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
+    return StaticQuantConfig(
+        FeedReader(feeds),
+        calibrate_method=CalibrationMethod.MinMax,
+        quant_format=QuantFormat.QDQ,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+        op_types_to_quantize=sorted({node.op_type for node in model.graph.node}),
+        nodes_to_quantize=[],
+        nodes_to_exclude=[],
+        per_channel=False,
+        reduce_range=False,
+        extra_options={
+            "extra.Sigmoid.nnapi": False,
+            "ActivationSymmetric": False,
+            "WeightSymmetric": True,
+            "EnableSubgraph": False,
+            "ForceQuantizeNoInputCheck": True,
+            "MatMulConstBOnly": True,
+            "AddQDQPairToWeight": False,
+            "OpTypesToExcludeOutputQuantization": [],
+            "DedicatedQDQPair": False,
+            "QDQOpTypePerChannelSupportToAxis": {},
+            "TensorQuantOverrides": {},
+            "MinimumRealRange": None,
+        },
+    )
+
+
+def data_of(net: str) -> tuple[onnx.ModelProto, list[Feed]]:
+    if net == "digits":
+        model = models.narrow_digits()
+        return model, [{model.graph.input[0].name: x[None]} for x in load_digits().calibration[:16]]
+    return models.ALL[net](), models.feeds(models.ALL[net](), 8)
+
+
+def by_config(plain: Made, config: Any) -> Made:
+    """What a configuration makes of the same model and samples."""
+    options = {"recipe": "plain", "promise": False, "tune": "off"}
+    return Made(plain.model, plain.feeds, plain.out, quantize(plain.model, plain.out, config, **options))
+
+
+def stocks(plain: Made, config: Any) -> float:
+    """The quality of stock's file."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(plain.model)
+    stock.quantize(copy, plain.out, config)
+    return quality(plain.model, plain.out, plain.feeds)
+
+
+@of_tools
+@pytest.mark.parametrize("net", ["digits", "residual_block", "mobile_block", "transformer_block"])
+def test_a_configuration_that_leaves_all_open(tmp_path: Path, net: str) -> None:
+    """The same integer nodes and the same quality as a call without options; stock's file is coarser."""
+    model, feeds = data_of(net)
+    plain = make(model, tmp_path, feeds)
+    nodes, decibels = plain.integer, plain.db()
+    for config in (everything, with_words, as_olive_writes_it):
+        made = by_config(plain, config(model, feeds))
+        assert made.integer == nodes, config
+        assert made.db() == pytest.approx(decibels, abs=0.5), config
+        assert any(note.startswith("op_types_to_quantize") for note in made.report.notes), config
+    assert stocks(plain, everything(model, feeds)) < decibels
+
+
+@of_tools
+def test_a_configuration_that_excludes_by_a_function(tmp_path: Path) -> None:
+    plain = make(models.residual_block(), tmp_path)
+    reader = FeedReader(plain.feeds)
+    made = by_config(plain, qdq_config(plain.model, reader, nodes_to_exclude=lambda _, node: node.op_type == "Gemm"))
+    assert made.integer & {"stem", "conv1", "conv2", "head"} == {"stem", "conv1", "conv2"}
+    assert made.report.plan.by_node["head"].rule == "caller-excluded"
+
+
+@of_tools
+def test_a_configuration_for_qnn(tmp_path: Path) -> None:
+    """It names types and parameters of its own; on this runtime they run in integer as well as any."""
+    qnn = pytest.importorskip("onnxruntime.quantization.execution_providers.qnn")
+    plain = make(models.mobile_block(), tmp_path, models.feeds(models.mobile_block(), 8))
+    nodes = plain.integer
+    made = by_config(plain, qnn.get_qnn_qdq_config(plain.model, FeedReader(plain.feeds)))
+    assert made.integer == nodes
+    ours = made.db()
+    assert ours > stocks(plain, qnn.get_qnn_qdq_config(plain.model, FeedReader(plain.feeds)))

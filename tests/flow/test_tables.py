@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import tempfile
 from collections.abc import Callable
@@ -15,23 +14,20 @@ import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat
-from onnxruntime.quantization import quantize_static as stock_quantize_static
 
 from kenosis_ort import (
-    CalibrationError,
     CalibrationTable,
-    KenosisError,
     QuantizationReport,
     Recipe,
     SyntheticReader,
     calibrate,
+    errors,
     quantize_static,
 )
 from kenosis_ort.calibration.table import _checksum
 from kenosis_ort.demo.measurements import INPUT_NAME, load_digits
-from kenosis_ort.errors import ArgumentTypeError, OptionError
 from tests import models
-from tests.flow.support import changed, quality
+from tests.flow.support import changed
 from tests.models import Feed, FeedReader
 from tests.planning import parse
 
@@ -143,7 +139,7 @@ def test_qoperator_uses_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [models.feeds(MODEL, 24, seed=9), FEEDS[:-1], [*FEEDS, FEEDS[0]]])
 def test_other_data_are_refused(tmp_path: Path, recipe: str, other: Any) -> None:
     cache = cache_of(tmp_path, recipe)
-    with pytest.raises(CalibrationError, match="produced from other data") as caught:
+    with pytest.raises(errors.CalibrationError, match="produced from other data") as caught:
         run(tmp_path / "second.onnx", other, recipe=recipe, calibration_cache_path=cache)
     assert caught.value.where == str(cache)
     assert caught.value.fix
@@ -163,7 +159,7 @@ OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
 def test_another_model_or_options_are_refused(tmp_path: Path, cache: Path, other: str, with_data: bool) -> None:
     model, options = OTHERS[other]
     feeds = models.feeds(model, 24) if with_data else None
-    with pytest.raises(CalibrationError, match="produced") as caught:
+    with pytest.raises(errors.CalibrationError, match="produced") as caught:
         run(tmp_path / "out.onnx", feeds, model, calibration_cache_path=cache, **options)
     assert caught.value.fix
     assert not (tmp_path / "out.onnx").exists()
@@ -175,7 +171,7 @@ def test_wider_placement_asks_for_what_is_missing(tmp_path: Path) -> None:
     model, options = models.residual_block(), {"recipe": "plain", "calibration_cache_path": tmp_path / "ranges.json"}
     names = [n.name for n in model.graph.node if n.name != "stem"]
     run(tmp_path / "few.onnx", models.feeds(model), model, nodes_to_exclude=names[3:], **options)
-    with pytest.raises(CalibrationError, match="lacks") as caught:
+    with pytest.raises(errors.CalibrationError, match="lacks") as caught:
         run(tmp_path / "all.onnx", models.feeds(model), model, **options)
     assert "ranges.json" in str(caught.value)
     assert caught.value.fix
@@ -201,45 +197,21 @@ def edit_stock_range(text: str) -> str:
 def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, damage: Callable[[str], str]) -> None:
     cache.write_text(damage(cache.read_text()))
     for feeds in (FEEDS, None):
-        with pytest.raises(CalibrationError) as caught:
+        with pytest.raises(errors.CalibrationError) as caught:
             run(tmp_path / "out.onnx", feeds, calibration_cache_path=cache)
         assert caught.value.where == str(cache)
     assert not (tmp_path / "out.onnx").exists()
 
 
 def test_nothing_is_cached_that_fails_and_what_cannot_be_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError):
+    with pytest.raises(errors.CalibrationError):
         run(tmp_path / "out.onnx", [], calibration_cache_path=tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("no folder")
     reader = FeedReader(FEEDS)
-    with pytest.raises(CalibrationError, match="cannot be written"):
+    with pytest.raises(errors.CalibrationError, match="cannot be written"):
         run(tmp_path / "out.onnx", reader, calibration_cache_path=tmp_path / "file" / "ranges.json")
     assert reader.handed_out == 0
-
-
-# ---- stock's caches -------------------------------------------------------------------------------------------
-
-
-def test_the_cache_is_stocks_format_too(cache: Path) -> None:
-    """Stock reads the ranges back with its own loader."""
-    calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
-    if not hasattr(calibrate, "load_tensors_data"):
-        pytest.skip("this runtime has no calibration cache")
-    table, loaded = CalibrationTable.load(cache), calibrate.load_tensors_data(str(cache))
-    assert table.tensors
-    for name in table.tensors:
-        low, high = (float(np.asarray(v).reshape(-1)[0]) for v in loaded[name].range_value)
-        assert (low, high) == pytest.approx(table.range_of(name))
-
-
-def test_a_cache_that_stock_wrote(tmp_path: Path) -> None:
-    if "calibration_cache_path" not in inspect.signature(stock_quantize_static).parameters:
-        pytest.skip("this runtime has no calibration cache")
-    model, out, cache = models.conv_relu_chain(4), tmp_path / "out.onnx", tmp_path / "c"
-    stock_quantize_static(model, tmp_path / "stock.onnx", models.reader(model), calibration_cache_path=cache)
-    quantize_static(model, out, None, calibration_cache_path=cache)
-    assert quality(model, out, models.feeds(model)) > 25
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------
@@ -324,7 +296,7 @@ def test_a_table_without_samples_says_so_and_the_reader_beside_it_serves(tmp_pat
     report = run(tmp_path / "out.onnx", calibration_cache_path=tmp_path / "told.json")
     assert any("holds 24 of the samples" in note and "keep_samples=False" in note for note in report.notes)
     for wrong in ("no", None):
-        with pytest.raises(ArgumentTypeError, match="keep_samples"):
+        with pytest.raises(errors.ArgumentTypeError, match="keep_samples"):
             calibrate(MODEL, tmp_path / "t", FeedReader(FEEDS), keep_samples=wrong)  # type: ignore[arg-type]
 
 
@@ -334,7 +306,7 @@ def by_labels(outputs: Any, reference: Any, indices: Any) -> float:
 
 def test_labels_need_numbered_samples(tmp_path: Path) -> None:
     merged = merged_of(tmp_path, MODEL, [FEEDS[:12], FEEDS[12:]])
-    with pytest.raises(OptionError, match="samples of a calibration table have none") as caught:
+    with pytest.raises(errors.OptionError, match="samples of a calibration table have none") as caught:
         run(tmp_path / "out.onnx", None, calibration_cache_path=merged, metric=by_labels)
     assert "eval_reader" in str(caught.value)
     options = {"metric": by_labels, "eval_reader": FeedReader(models.feeds(MODEL, 8, seed=4))}
@@ -369,7 +341,7 @@ def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
     report = run(out, calibration_cache_path=table)
     assert any("Calibrated again" in note for note in report.notes)
     assert made(cached=False)[0] == out.read_bytes()
-    with pytest.raises(CalibrationError, match="of an earlier version"):
+    with pytest.raises(errors.CalibrationError, match="of an earlier version"):
         run(out, None, calibration_cache_path=table)
 
 
@@ -384,5 +356,5 @@ def test_samples_that_were_edited_are_refused(tmp_path: Path, cache: Path, what:
     else:
         value |= {"shape": {"shape": [2**40]}, "type": {"dtype": "object"}}[what]
     cache.write_text(json.dumps(raw))
-    with pytest.raises(KenosisError):
+    with pytest.raises(errors.KenosisError):
         CalibrationTable.load(cache)

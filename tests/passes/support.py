@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,6 @@ def first(model: onnx.ModelProto, feeds: Sequence[Any]) -> list[np.ndarray]:
 def noise(model: onnx.ModelProto, other: onnx.ModelProto, feeds: Sequence[Any]) -> float:
     """Power of the difference of the first outputs."""
     return sum(float(((a - b) ** 2).sum()) for a, b in zip(first(model, feeds), first(other, feeds), strict=True))
-
-
-def change(tensors: Iterable[onnx.TensorProto], name: str, how: Callable[[np.ndarray], Any]) -> None:
-    """Changes a constant in place."""
-    tensor = next(t for t in tensors if t.name == name)
-    changed = np.asarray(how(numpy_helper.to_array(tensor)), np.float32)
-    tensor.CopyFrom(numpy_helper.from_array(changed, name))
 
 
 def array(tensors: Iterable[onnx.TensorProto], name: str) -> np.ndarray:

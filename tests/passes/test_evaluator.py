@@ -1,7 +1,9 @@
-"""What counts as better on held-out samples."""
+"""What counts as better on held-out samples, and how candidates and the float model are run on them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,45 +15,49 @@ from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.passes.evaluator import (
+    LEAST_FEEDS,
+    LEAST_HELD_OUT,
+    Evaluator,
+    Rows,
+    Score,
+    least_ratio,
+    split_feeds,
+)
+from kenosis_ort.passes.model_runs import Candidates, Reference
+from kenosis_ort.runtime.session import Here, Running, counted
 from tests import models
+from tests.flow.support import changed, run
 from tests.models import Net
+from tests.planning import parse
 
 ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
 
 
 @given(st.integers(0, 80))
 def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
-    feeds = [{"x": np.array([i])} for i in range(count)]
-    fit, held_out = split_feeds(feeds)
+    fit, held_out = split_feeds([{"x": np.array([i])} for i in range(count)])
     if count < LEAST_FEEDS:
         assert not fit
         assert not held_out
         return
-    ids = [int(f["x"][0]) for f in (*fit, *held_out)]
-    assert sorted(ids) == list(range(count))
+    assert sorted(int(f["x"][0]) for f in (*fit, *held_out)) == list(range(count))
     assert len(fit) >= len(held_out) > 0
     assert count < 8 or len(held_out) >= LEAST_HELD_OUT
 
 
-@given(ERRORS)
-def test_nothing_beats_itself(errors: list[float]) -> None:
-    score = Score(sum(errors), tuple(errors))
-    assert not score.is_better(score)
-    assert not score.beats(score)
+def score(parts: Sequence[float]) -> Score:
+    return Score(sum(parts), tuple(sum(parts) - p for p in parts))
 
 
 @given(ERRORS, st.integers(0, 11))
 def test_one_sample_alone_decides_nothing(errors: list[float], at: int) -> None:
-    """A change that helps one sample and harms the rest is no better, however much it helps."""
-    at %= len(errors)
-    changed = [e * (0.001 if i == at else 1.03) for i, e in enumerate(errors)]
-
-    def score(parts: list[float]) -> Score:
-        return Score(sum(parts), tuple(sum(parts) - p for p in parts))
-
-    assert not score(changed).is_better(score(errors))
+    """A change that helps one sample and harms the rest is no better, however much it helps; nothing beats itself."""
+    same = score(errors)
+    assert not same.is_better(same)
+    assert not same.beats(same)
+    assert not score([e * (0.001 if i == at % len(errors) else 1.03) for i, e in enumerate(errors)]).is_better(same)
 
 
 @given(ERRORS, st.integers(0, 11), st.floats(0.0, 0.999), st.floats(1e-3, 1e3))
@@ -80,112 +86,224 @@ def test_fewer_samples_must_say_it_louder() -> None:
     assert ratios[-1] < 0.98
 
 
-def test_score_without_each_sample() -> None:
-    net = Net()
-    net.output(net.op("Identity", [net.input("x", [1, 4])], name="same"), [1, 4])
-    off = Net()
-    off.output(off.op("Mul", [off.input("x", [1, 4]), off.const(1.1)], name="same"), [1, 4])
-    feeds = models.feeds(net.model(), 3)
-    evaluator = Evaluator(net.model(), feeds)
-    score = evaluator.score(off.model())
-    alone = Evaluator(net.model(), feeds[1:]).error(off.model())
-    assert len(score.without) == 3
-    assert score.without[0] == pytest.approx(alone)
-    assert evaluator.error(net.model()) == 0.0
-
-
-def _classifier(noise: float = 0.0) -> onnx.ModelProto:
-    """A linear classifier of ten features, its weights off by some noise."""
-    rng = np.random.default_rng(0)
-    weights = rng.normal(size=(10, 4)).astype(np.float32) * 4
-    net = Net()
-    off = weights + noise * np.random.default_rng(1).normal(size=weights.shape).astype(np.float32)
-    net.output(net.op("MatMul", [net.input("x", [1, 10]), net.const(off)], name="head"), [1, 4])
-    return net.model()
-
-
-def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
-    float_model, feeds = _classifier(), models.feeds(_classifier(), 64)
-    found = Evaluator(float_model, feeds).measured(_classifier(1.0))
-    assert found is not None
-    assert found.measure.startswith("top-1 agreement")
-    assert (found.samples, found.counted, found.float_value) == (64, 64, 1.0)
-    assert 0.0 < found.loss < 0.5
-    assert found.low < found.value < found.high
-    same = Evaluator(float_model, feeds).measured(float_model)
-    assert same is not None
-    assert same.loss == 0.0
-    assert 0.0 < same.worst_loss < 0.07  # 64 samples do not tell half a percent
-
-
-def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest(monkeypatch: Any) -> None:
-    float_model, worse = _classifier(), _classifier(1.0)
-    validation = [Sample(feed, i) for i, feed in enumerate(models.feeds(float_model, 40, seed=7))]
-    seen: list[int] = []
-
-    def metric(outputs: Any, reference: Any, indices: Any) -> float:
-        seen[:] = list(indices)
-        return float(np.mean([_top(o) == _label(validation[i]) for o, i in zip(outputs, indices, strict=True)]))
-
-    evaluator = Evaluator(float_model, validation[::10], metric=check_metric(metric), validation=validation)
-    found = evaluator.measured(worse)
-    assert found is not None
-    assert (found.samples, found.float_value) == (40, 1.0)
-    assert found.measure == "metric 'metric'"
-    assert found.loss > 0.0
-    assert found.best_loss <= found.loss <= found.worst_loss
-    assert 0.0 <= found.low <= found.high <= 1.0
-    monkeypatch.setattr("kenosis_ort.passes.evaluator._REFERENCE_BYTES", 0)
-    again = Evaluator(float_model, validation[::10], metric=check_metric(metric), validation=validation)
-    assert again.measured(worse) == found
-    again.score(worse)
-    assert seen == [20, 30]  # the last part of the four that changes are compared on, by their own numbers
-
-
-def _top(outputs: Any) -> int:
-    return int(next(iter(outputs.values())).argmax())
-
-
-def _label(feed: Any) -> int:
-    session = open_session(_classifier())
-    return int(session.run(None, dict(feed))[0].argmax())
-
-
-def _scored(values: Any) -> Score:
+def scored(values: Any) -> Score:
     return Score(1.0, (1.0, 1.0), Scored(float(np.mean(values)), tuple(values)))
 
 
 def test_a_metric_decides_where_it_is_clear() -> None:
     base = np.array([0.8, 0.7, 0.9, 0.8])
-    plain, better = _scored(base), _scored(base + 0.05)
+    plain, better = scored(base), scored(base + 0.05)
     assert better.is_better(plain)
     assert better.beats(plain)
     assert not plain.is_better(better)
-    unclear = replace(_scored(base + np.array([0.3, -0.2, 0.2, -0.2])), error=0.5, without=(0.5, 0.5))
+    unclear = replace(scored(base + np.array([0.3, -0.2, 0.2, -0.2])), error=0.5, without=(0.5, 0.5))
     assert unclear.beats(plain)  # by its error
     assert not plain.beats(unclear)
     alone = replace(plain, scored=Scored(0.8))
-    lower = replace(unclear, scored=Scored(0.7))
-    assert not lower.is_better(alone)
+    assert not replace(unclear, scored=Scored(0.7)).is_better(alone)
     assert replace(unclear, scored=Scored(0.8)).is_better(alone)
+
+
+# ---- of models ------------------------------------------------------------------------------------------------
+
+
+def scaled(by: float) -> onnx.ModelProto:
+    return parse("net (float[1,4] x) => (float[1,4] y) <float by> { y = Mul (x, by) }", {"by": by})
+
+
+def test_score_without_each_sample() -> None:
+    feeds = models.feeds(scaled(1.0), 3)
+    evaluator = Evaluator(scaled(1.0), feeds)
+    without = evaluator.score(scaled(1.1)).without
+    assert len(without) == 3
+    assert without[0] == pytest.approx(Evaluator(scaled(1.0), feeds[1:]).error(scaled(1.1)))
+    assert evaluator.error(scaled(1.0)) == 0.0
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(6, 6), (20, 16), (1, 1)])
 def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: int) -> None:
     """The rows of a batch that are samples count as such; those of one that may not be do not."""
-    model = models.ALL["residual_block"]()
-    inputs = model.graph.input[0]
-    shape = [rows, *(d.dim_value for d in inputs.type.tensor_type.shape.dim[1:])]
-    inputs.type.tensor_type.shape.dim[0].dim_param = "batch"
-    rng = np.random.default_rng(0)
-    feeds = [{inputs.name: rng.normal(size=shape).astype(np.float32)} for _ in range(2)]
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    weights = next(t for t in changed.graph.initializer if len(t.dims) == 4)
-    moved = onnx.numpy_helper.to_array(weights) * np.float32(1.01)
-    weights.CopyFrom(onnx.numpy_helper.from_array(moved, weights.name))
-    whole, apart = Evaluator(model, feeds).score(changed), Evaluator(model, [Rows(f) for f in feeds]).score(changed)
-    assert len(whole.without) == 2
-    assert len(apart.without) == 2 * parts
+    model = models.with_free_batch(models.residual_block())
+    feeds = models.feeds(model, 2, dims={"n": rows})
+    other = changed(model, stem_w=1.01)
+    whole, apart = Evaluator(model, feeds).score(other), Evaluator(model, [Rows(f) for f in feeds]).score(other)
+    assert (len(whole.without), len(apart.without)) == (2, 2 * parts)
     assert apart.error == pytest.approx(whole.error)
     assert (whole.without == apart.without) == (rows == 1)
+
+
+def classifier(noise: float = 0.0) -> onnx.ModelProto:
+    """A linear classifier of ten features, its weights off by some noise."""
+    weights = 4 * models.normal((10, 4)) + noise * models.normal((10, 4), seed=1)
+    return parse("net (float[1,10] x) => (float[1,4] y) <float[10,4] w> { y = MatMul (x, w) }", {"w": weights})
+
+
+def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
+    evaluator = Evaluator(classifier(), models.feeds(classifier(), 64))
+    found, same = evaluator.measured(classifier(1.0)), evaluator.measured(classifier())
+    assert found.measure.startswith("top-1 agreement")
+    assert (found.samples, found.counted, found.float_value) == (64, 64, 1.0)
+    assert 0.0 < found.loss < 0.5
+    assert found.low < found.value < found.high
+    assert same.loss == 0.0
+    assert 0.0 < same.worst_loss < 0.07  # 64 samples do not tell half a percent
+
+
+def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worse, feeds = classifier(1.0), models.feeds(classifier(), 40, seed=7)
+    validation = [Sample(feed, i) for i, feed in enumerate(feeds)]
+    labels = [outputs[0].argmax() for outputs in run(classifier(), feeds)]
+    seen: list[int] = []
+
+    def metric(outputs: Any, reference: Any, indices: Any) -> float:
+        seen[:] = list(indices)
+        return float(np.mean([o["y"].argmax() == labels[i] for o, i in zip(outputs, indices, strict=True)]))
+
+    def evaluator() -> Evaluator:
+        return Evaluator(classifier(), validation[::10], metric=check_metric(metric), validation=validation)
+
+    found = evaluator().measured(worse)
+    assert (found.measure, found.samples, found.float_value) == ("metric 'metric'", 40, 1.0)
+    assert found.loss > 0.0
+    assert found.best_loss <= found.loss <= found.worst_loss
+    assert 0.0 <= found.low <= found.high <= 1.0
+    monkeypatch.setattr("kenosis_ort.passes.evaluator._REFERENCE_BYTES", 0)
+    again = evaluator()
+    assert again.measured(worse) == found
+    again.score(worse)
+    assert seen == [20, 30]  # the last part of the four that changes are compared on, by their own numbers
+
+
+# ---- candidates -----------------------------------------------------------------------------------------------
+
+
+def test_a_candidate_is_loaded_once_and_run_once_on_a_sample() -> None:
+    a, b, c = scaled(1.0), scaled(2.0), scaled(3.0)
+    feeds = models.feeds(a, 3)
+    candidates = Candidates()
+    with counted() as counts:
+        first = list(candidates.outputs(a, feeds[:2]))
+        list(candidates.outputs(b, feeds))
+        again = list(candidates.outputs(a, feeds))
+    assert (counts.total.sessions, counts.total.runs) == (2, 6)
+    for feed, outputs in zip(feeds, again, strict=True):
+        np.testing.assert_array_equal(next(iter(outputs.values())), feed["x"])
+    assert all(x is y for x, y in zip(first, again, strict=False))
+    with counted() as counts:
+        list(candidates.outputs(c, feeds, keep=False))
+        list(candidates.outputs(c, feeds, keep=False))
+        for known, outputs in zip(again, candidates.outputs(a, feeds), strict=True):
+            assert known is outputs  # not among the latest two any more, and remembered
+    assert (counts.total.sessions, counts.total.runs) == (1, 6)
+    with counted() as counts:
+        list(candidates.outputs(a, models.feeds(a, 1, seed=9)))  # its session was let go of
+    assert (counts.total.sessions, counts.total.runs) == (1, 1)
+    (one,), (other,) = candidates.outputs(a, feeds[:1]), candidates.outputs(scaled(1.0), feeds[:1])
+    assert one is not other, "equal candidates are told apart by identity"
+
+
+def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = scaled(1.0)
+    feeds, candidates = models.feeds(model, 3), Candidates()
+    monkeypatch.setattr("kenosis_ort.passes.model_runs._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
+    with counted() as counts:
+        list(candidates.outputs(model, feeds))
+        list(candidates.outputs(model, feeds))
+    assert counts.total.runs == 4
+
+
+class Eager(Here):
+    """Asks for some feeds before the first outputs are looked at, as a cluster does."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self.opened: list[str] = []
+
+    @property
+    def ahead(self) -> int:
+        return self._ahead
+
+    def open(self, model: Any, **_: Any) -> Running:
+        self.opened.append(model)
+        return EagerRunning(model, self._ahead)
+
+
+class EagerRunning(Running):
+    def __init__(self, model: str, ahead: int) -> None:
+        self.model, self.ahead = model, ahead
+
+    def close(self) -> None:
+        pass
+
+    def runs(self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        feeds = iter(feeds)
+        early = list(itertools.islice(feeds, self.ahead))
+        return ({"y": np.array([float(self.model), feed["x"]])} for feed in itertools.chain(early, feeds))
+
+
+@given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 4))
+def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(
+    first: list[int], second: list[int], ahead: int
+) -> None:
+    candidates: Any = Candidates(executor=Eager(ahead))
+    feeds = [{"x": number} for number in range(4)]
+    for numbers in (first, second):
+        found = list(candidates.outputs("1", [feeds[n] for n in numbers]))
+        assert [int(outputs["y"][1]) for outputs in found] == numbers
+
+
+@given(st.integers(0, 5), st.integers(0, 6))
+def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_for(count: int, ahead: int) -> None:
+    executor = Eager(ahead)
+    candidates: Any = Candidates(executor=executor)
+    feeds = [{"x": 0}, {"x": 1}]
+    for number, outputs in enumerate(candidates.each((str(n) for n in range(count)), feeds)):
+        assert len(executor.opened) == min(count, number + 1 + ahead)
+        assert [found["y"].tolist() for found in outputs] == [[number, 0], [number, 1]]
+
+
+# ---- the float model ------------------------------------------------------------------------------------------
+
+
+def relu(*, noise: bool = False) -> onnx.ModelProto:
+    net = Net.over([1, 4])
+    net.output(net.op("Relu", ["x"]), [1, 4])
+    if noise:
+        net.output(net.op("RandomNormalLike", ["x"]), [1, 4])
+    return net.model()
+
+
+@pytest.mark.parametrize(("stays_open", "sessions"), [(True, 1), (False, 3)])
+def test_each_sample_is_run_once(stays_open: bool, sessions: int) -> None:
+    reference, feeds = Reference(relu(), stays_open=stays_open), models.feeds(relu(), 3)
+    with counted() as counts:
+        first = reference.outputs(feeds)
+        again = reference.outputs(feeds[::-1])[::-1]
+        (alone,) = reference.run(feeds[0])
+    assert (counts.total.sessions, counts.total.runs) == (sessions, 4)
+    for a, b, feed in zip(first, again, feeds, strict=True):
+        (name,) = a
+        np.testing.assert_array_equal(a[name], np.maximum(feed["x"], 0))
+        assert a[name] is b[name]
+    np.testing.assert_array_equal(alone, np.maximum(feeds[0]["x"], 0))
+
+
+def test_random_outputs_are_found_out_once() -> None:
+    reference, feeds = Reference(relu(noise=True)), models.feeds(relu(), 2)
+    with counted() as counts:
+        found = reference.random(feeds[0])
+        assert reference.random(feeds[1]) == found
+    assert found == {reference.names[1]}
+    assert counts.total.runs == 2
+
+
+def test_what_does_not_run_is_told() -> None:
+    with pytest.raises(CalibrationError, match="does not run") as told:
+        Reference(relu()).outputs([*models.feeds(relu(), 1), {"x": np.zeros((1, 5), np.float32)}])
+    assert told.value.where == "held-out sample 1"
+    broken = relu()
+    broken.graph.node[0].op_type = "Unheard"
+    with pytest.raises(VerificationError):
+        Reference(broken).outputs(models.feeds(relu(), 1))

@@ -13,19 +13,7 @@ from kenosis_ort.errors import UnsupportedModelError, VerificationError
 from kenosis_ort.passes.gates import GatedModel, GateKind, gated_model
 from kenosis_ort.plan import Kind
 from tests import models, planning
-
-NETS = {
-    "chain": lambda: models.conv_relu_chain(3),
-    "residual": models.residual_block,
-    "mobile": models.mobile_block,
-    "silu": models.silu_net,
-    "bn": models.bn_net,
-    "mlp": models.mlp,
-    "transformer": models.transformer_block,
-    "if": models.net_with_if,
-    "concat": models.concat_net,
-    "detector": models.two_input_detector,
-}
+from tests.passes.support import array
 
 
 def _plain(model: onnx.ModelProto, feed: dict[str, Any], names: list[str]) -> list[np.ndarray]:
@@ -37,12 +25,14 @@ def _plain(model: onnx.ModelProto, feed: dict[str, Any], names: list[str]) -> li
     return [np.asarray(o) for o in session.run(names, feed)]
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", models.ALL)
 def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name: str) -> None:
-    made = planning.quantize(NETS[name]())
+    made = planning.quantize(models.ALL[name]())
     before = made.quantized.SerializeToString(), made.model.SerializeToString()
     with GatedModel(made.model, made.quantized) as gated:
         assert gated.on_in(made.plan) == gated.everything
+        groups = {kind: {g.group for g in gated.gates if g.kind is kind} for kind in GateKind}
+        assert groups[GateKind.BIAS] <= groups[GateKind.WEIGHT], "weight and bias of a node are one group"
         for feed in made.feeds[:2]:
             on, off = gated.run(feed, gated.everything), gated.run(feed, ())
             names = list(gated.output_names)
@@ -75,13 +65,9 @@ def test_one_activation_alone_is_rounded_to_its_grid() -> None:
     mask = np.zeros(len(gates), bool)
     mask[gate.index] = True
     value, real = _plain(model, {**made.feeds[0], entry: mask}, [made_by.output[0], "r"])
-    scale = float(planning_scale(made.quantized, "r_scale"))
+    scale = float(array(made.quantized.graph.initializer, "r_scale"))
     np.testing.assert_allclose(value / scale, np.rint(value / scale), atol=1e-3)
     assert 0 < np.abs(value - real).max() <= 0.51 * scale
-
-
-def planning_scale(model: onnx.ModelProto, name: str) -> np.ndarray:
-    return onnx.numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
 
 
 def test_gates_follow_the_plan_of_a_node_left_float() -> None:
@@ -95,13 +81,6 @@ def test_gates_follow_the_plan_of_a_node_left_float() -> None:
         assert gone == {GateKind.WEIGHT, GateKind.BIAS}  # its neighbours still hand it integers
         kinds = [gated.gates[i].kind for i in one - two]
         assert GateKind.ACTIVATION in kinds  # what lies between two float nodes is float
-
-
-def test_weight_and_bias_of_a_node_are_one_group() -> None:
-    made = planning.quantize(models.mlp())
-    with GatedModel(made.model, made.quantized) as gated:
-        groups = {g.group for g in gated.gates if g.kind is GateKind.WEIGHT}
-        assert {g.group for g in gated.gates if g.kind is GateKind.BIAS} <= groups
 
 
 def test_gemm_beta_is_part_of_the_float_bias() -> None:

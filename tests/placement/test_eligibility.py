@@ -11,10 +11,11 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify
+from kenosis_ort.plan import Kind
 from kenosis_ort.targets import Role
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.placement.build import CONV, classes_of
-from tests.planning import parse, prepared
+from tests.planning import parse, plan_of, prepared
 
 CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y = Conv <{CONV}> (x, w, b) }}"
 
@@ -140,3 +141,11 @@ def test_data_are_the_values_that_the_kernel_would_read_quantized() -> None:
     c = classes_of("net (float[1,3] x, float[1,3] z) => (y) { y = Concat <axis = 0> (x, z, x) }")["Concat_y"]
     assert [v.name for v in c.data] == ["x", "z", "x"]
     assert [v.name for v in classes_of(CONV_NET)["Conv_y"].data] == ["x"]
+
+
+def test_a_pool_runs_on_bytes_from_operator_set_12_on() -> None:
+    text = """net (float[1,4,8,8] x) => (float[1,4,4,4] y) <float[4,4,1,1] w, float[4,4,1,1] v> {
+        c = Conv (x, w)  p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (c)  y = Conv (p, v) }"""
+    pools = [plan_of(parse(text, opset=opset), min_opset=opset).by_node["MaxPool_p"] for opset in (11, 12)]
+    assert [node.kind for node in pools] == [Kind.FLOAT, Kind.PASS_THROUGH]
+    assert pools[0].reason == "needs opset 12, the model has 11"

@@ -8,20 +8,18 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
 
 from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.tuning.races import RaceSetup
 from tests.bench.fakes import FakeBench, FakeRunner
+from tests.planning import parse
 
 FEED = {"x": np.zeros(1, np.float32)}
 
 
 def net(name: str) -> onnx.ModelProto:
-    """Returns a valid model that carries a name."""
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("x", "y"))
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], name, [x], [y])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    """A valid model that carries a name."""
+    return parse(f"{name} (float[1] x) => (float[1] y) {{ y = Relu (x) }}")
 
 
 @dataclass
@@ -54,14 +52,14 @@ class FakeStadium:
         self.opened.append(name)
         self.bench.clock.now += self.load
         factor = float(np.exp(self.rng.normal(0, self.spread)))
+        return FakeRunner(FakeBench(lambda *_: self.cost(name) * factor, clock=self.bench.clock), name)
+
+    def cost(self, name: str) -> float:
+        """Seconds of a run now."""
         costs = self.seconds[name]
-
-        def cost(name: str, ran: int) -> float:
-            if isinstance(costs, Exception):
-                raise costs
-            return costs * factor
-
-        return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
+        if isinstance(costs, Exception):
+            raise costs
+        return costs
 
     def setup(self, *, feeds: Sequence[Any] = (FEED,), **keywords: Any) -> RaceSetup:
         runtime = TimedRuntime(lambda source, **_: self.open(source))
@@ -78,18 +76,10 @@ class Disturbed(FakeStadium):
 
     slower: Mapping[str, float] = field(default_factory=dict)
 
-    def __init__(self, seconds: Mapping[str, float], slower: Mapping[str, float], seed: int = 0) -> None:
-        super().__init__(seconds, load=0.001, seed=seed)
-        self.slower = slower
-        self.calm = np.random.default_rng(seed).random(4096) < 1 / 2
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.calm = self.rng.random(4096) < 1 / 2
 
-    def open(self, source: str | bytes) -> FakeRunner:
-        assert isinstance(source, bytes)
-        name = onnx.load_model_from_string(source).graph.name
-        self.bench.clock.now += self.load
-
-        def cost(name: str, ran: int) -> float:
-            calm = self.calm[int(self.clock() / 0.05) % len(self.calm)]
-            return self.seconds[name] * (1.0 if calm else self.slower[name])
-
-        return FakeRunner(FakeBench(cost, clock=self.bench.clock), name)
+    def cost(self, name: str) -> float:
+        calm = self.calm[int(self.clock() / 0.05) % len(self.calm)]
+        return super().cost(name) * (1.0 if calm else self.slower[name])

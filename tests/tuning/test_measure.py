@@ -1,23 +1,29 @@
-"""Measuring a host profile: the fit, what a measurement holds, and when tuning takes one."""
+"""Measuring a host profile: the fit, what a measurement holds, and whether a second kernel is faster here too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, measure_host
 from kenosis_ort.cli.main import main
+from kenosis_ort.flow.target_options import host_label, with_own_profile
+from kenosis_ort.options import Speed
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.profile import KernelCost, Work
+from kenosis_ort.targets.ort_cpu.probes import _convs
+from kenosis_ort.targets.profile import KernelCost, Probe, Work
 from kenosis_ort.tuning import measure
 from kenosis_ort.tuning.measure import measure_profile
+from tests.processor import Pretend, with_flags
 
 TARGET = get_target("ort-cpu")
 
@@ -62,7 +68,6 @@ def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
     assert known - asked["integer"] <= {"nothing"}
     assert asked["shifted"] == reference.shifted.keys()
     from kenosis_ort.bench.op_times import profile_ops
-    from kenosis_ort.targets.ort_cpu.probes import _convs
 
     for form in ("integer", "shifted"):
         small = _convs(form, [(8, 8, 7, 1, 1, 1), (16, 16, 7, 3, 1, 1), (16, 16, 7, 3, 1, 16), (3, 16, 8, 3, 2, 1)])
@@ -98,3 +103,106 @@ def test_what_cannot_be_measured_is_an_error(options: dict[str, Any], monkeypatc
         monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda *_, **__: TARGET.profiles[0])
     with pytest.raises(OptionError):
         measure_host(**options)
+
+
+# ---- the nearest profile is believed about the second kernel of Conv only where it is faster here too, and exact --
+
+SHAPES = [(512, 256, 7, 1, 1, 1), (16, 16, 7, 1, 1, 1)]
+AMX, VNNI = (next(p for p in TARGET.profiles if p.name == name) for name in ("amx", "vnni"))
+
+
+def probes() -> Iterator[Probe]:
+    return (_convs(form, SHAPES) for form in ("float", "integer", "shifted"))
+
+
+PROBED = replace(TARGET, hooks=replace(TARGET.hooks, probes=probes))
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is kept between processes."""
+    facts: dict[str, Any] = {}
+    monkeypatch.setattr(measure, "_known", {})
+    monkeypatch.setattr(measure, "recall", facts.get)
+    monkeypatch.setattr(measure, "keep", facts.__setitem__)
+    return facts
+
+
+def times_of(deep: float, small: float) -> Callable[[Probe, int], Mapping[str, float]]:
+    """Returns times with which the second kernel gains as said at each of the two Convs."""
+
+    def times(probe: Probe, _: int) -> Mapping[str, float]:
+        gains = dict(zip(probe.nodes, (deep, small), strict=True))
+        return {n: 100.0 / (gains[n] if form == "shifted" else 1) for n, (_, form) in probe.nodes.items()}
+
+    return times
+
+
+@pytest.mark.parametrize(("deep", "small", "expected"), [(1.6, 0.5, True), (0.8, 9.0, False), (1.05, 9.0, False)])
+def test_only_nodes_that_should_gain_are_asked(monkeypatch: pytest.MonkeyPatch, deep, small, expected):
+    monkeypatch.setattr(measure, "_times", times_of(deep, small))
+    assert measure.pays(PROBED, AMX, 1) is expected
+
+
+def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    def wrong() -> Iterator[Probe]:
+        for probe in probes():
+            if {form for _, form in probe.nodes.values()} == {"shifted"}:
+                held = next(i for i in probe.model.graph.initializer if len(i.dims) == 4)
+                array = onnx.numpy_helper.to_array(held) + np.int8(1)
+                held.CopyFrom(onnx.numpy_helper.from_array(array, held.name))
+            yield probe
+
+    monkeypatch.setattr(measure, "_times", times_of(3, 3))
+    assert measure.pays(PROBED, AMX, 1)
+    measure._known.clear()
+    monkeypatch.setattr(measure, "recall", lambda _: None)
+    assert not measure.pays(replace(TARGET, hooks=replace(TARGET.hooks, probes=wrong)), AMX, 1)
+
+
+def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dict[str, Any]):
+    found = measure.pays(PROBED, AMX, 1)  # timed here
+    assert next(iter(kept.values()))["gain"] > 0
+    monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("it is known"))
+    assert measure.pays(PROBED, AMX, 1) is found
+    measure._known.clear()
+    assert measure.pays(PROBED, AMX, 1) is found
+    measure._known.clear()
+    kept[next(iter(kept))] = {"gain": "much"}
+    monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
+    assert not measure.pays(PROBED, AMX, 1)
+
+
+def test_a_profile_that_promises_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("nothing is to be run"))
+    assert measure.pays(PROBED, VNNI, 1)
+
+
+def request_for(pretend: Pretend, features: tuple[str, ...], **speed: Any) -> Any:
+    from kenosis_ort.api import _previewed
+
+    pretend(with_flags(*features))
+    return _previewed("model.onnx", {"speed": Speed(**speed)})
+
+
+@pytest.mark.parametrize("gain", [0.9, 1.5])
+def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(
+    monkeypatch: pytest.MonkeyPatch, pretend: Pretend, gain: float
+):
+    monkeypatch.setattr(measure, "_gain", lambda *_: gain)
+    asked = request_for(pretend, AMX.features)
+    assert asked.host == AMX
+    found = with_own_profile(asked)
+    if gain > 1:
+        assert found is asked
+        assert "second kernel" not in host_label(found)
+    else:
+        assert found.host == replace(AMX, shifted={})
+        assert found.target.costs.shifted == {}
+        assert "nearest to this machine, but for its second kernel of Conv" in host_label(found)
+
+
+def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch, pretend: Pretend):
+    monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
+    asked = request_for(pretend, VNNI.features, host="amx")
+    assert with_own_profile(asked) is asked

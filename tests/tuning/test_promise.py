@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import onnx
 import pytest
 from hypothesis import given
@@ -15,6 +14,7 @@ from kenosis_ort.errors import VerificationError
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.races import RaceSetup
 from tests import models
+from tests.flow.support import changed
 from tests.tuning.fakes import FakeStadium, net
 
 FLOAT_FORM = Form("fp32", "the float model", lambda: net("float"), is_float=True)
@@ -211,10 +211,7 @@ def test_the_float_model_has_to_run_and_to_be_the_last_form():
 
 def test_on_the_installed_runtime_unusable_outputs_are_seen():
     float_model = models.mlp()
-    zeroed = models.mlp()
-    for tensor in zeroed.graph.initializer:
-        array = np.zeros(tuple(tensor.dims), np.float32)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    zeroed = changed(float_model, **{tensor.name: 0.0 for tensor in float_model.graph.initializer})
     candidates = [
         Form("zeroed", "all weights are 0", lambda: zeroed),
         Form("same", "a copy", lambda: models.mlp()),

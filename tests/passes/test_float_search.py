@@ -1,0 +1,288 @@
+"""Sensitivity and mixed precision: the tensor that was made bad is found, and the nodes around it are left float."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
+from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
+from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.float_search import (
+    SensitivityProbe,
+    default_cost,
+    float_share,
+    multiply_accumulates,
+    tensor_sensitivity,
+)
+from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
+from kenosis_ort.passes.leave_float import search_mixed_precision
+from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.targets.proof import Status
+from kenosis_ort.verify import verify_fusion
+from tests import models, planning
+from tests.flow.support import changed
+
+BAD = 3
+
+
+def noise(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+    """Noise power over signal power."""
+    pairs = [(o[name], r[name]) for o, r in zip(outputs, reference, strict=True) for name in r]
+    return float(sum(np.square(a - b).sum() for a, b in pairs) / sum(np.square(b).sum() for _, b in pairs))
+
+
+def spiky_chain() -> tuple[onnx.ModelProto, str]:
+    """Eight Convs; one channel behind the fourth is large, widens the range of its tensor, and is read by nobody."""
+    model = models.conv_relu_chain(16, channels=8)
+    convs = [n for n in model.graph.node if n.op_type == "Conv"]
+    first = np.arange(8) == 0
+    bias = {convs[BAD].input[2]: lambda b: np.where(first, 30.0, b)}
+    model = changed(model, **bias, **{convs[BAD + 1].input[1]: ~first[:, None, None]})
+    relu = next(n for n in model.graph.node if convs[BAD].output[0] in n.input)
+    return model, relu.output[0]
+
+
+# ---- sensitivity ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made() -> planning.Outcome:
+    return planning.quantize(spiky_chain()[0])
+
+
+@pytest.fixture(scope="module")
+def gated(made: planning.Outcome) -> Iterator[GatedModel]:
+    with GatedModel(made.model, made.quantized) as gated:
+        yield gated
+
+
+def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(
+    made: planning.Outcome, gated: GatedModel
+) -> None:
+    probe, halving = (SensitivityProbe(gated, made.feeds[:2], error=noise) for _ in range(2))
+    found, halved = tensor_sensitivity(probe), tensor_sensitivity(halving, cutoff=0.1)
+    assert (found[0].value, found[0].kind) == (spiky_chain()[1], GateKind.ACTIVATION)
+    assert [t.error for t in found] == sorted((t.error for t in found), reverse=True)
+    assert found[0].error > 3 * found[1].error
+    assert (halved[0].value, halved[0].exact) == (found[0].value, True)
+    assert halved[0].error == pytest.approx(found[0].error)
+    assert halving.runs < probe.runs
+    for units in (found, halved):
+        assert frozenset().union(*(t.gates for t in units)) == gated.everything
+    together = probe.error(gated.everything)  # errors are close to additive
+    assert sum(t.error for t in found) == pytest.approx(together, rel=1.0)
+
+
+def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planning.Outcome, gated: GatedModel) -> None:
+    calls = []
+
+    def counted(outputs: Any, reference: Any) -> float:
+        calls.append(1)
+        return noise(outputs, reference)
+
+    probe = SensitivityProbe(gated, made.feeds[:1], error=counted)
+    assert probe.error(frozenset()) == 0.0
+    assert probe.error(frozenset({0})) == probe.error(frozenset({0}))
+    assert probe.runs == len(calls) == 1
+    with pytest.raises(CalibrationError, match="no calibration feed"):
+        SensitivityProbe(gated, [])
+
+
+class Sums(SensitivityProbe):
+    """A set costs the sum of what its gates cost; keeps the sets asked for together."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        gates = [Gate(i, GateKind.ACTIVATION, f"v{i}", (), f"g{i}") for i in range(len(costs))]
+        self.gated: Any = SimpleNamespace(gates=gates, everything=frozenset(range(len(costs))))
+        self.costs, self.rounds = costs, list[set[frozenset[int]]]()
+
+    def errors(self, sets: Sequence[frozenset[int]]) -> list[float]:
+        self.rounds.append(set(sets))
+        return [float(sum(self.costs[i] for i in sorted(on))) for on in sets]
+
+
+@given(st.lists(st.floats(0, 10), max_size=20), st.sampled_from([0.01, 0.1, 0.3]))
+def test_halving_round_by_round_finds_what_halving_set_by_set_does(costs: list[float], cutoff: float) -> None:
+    probe = Sums(costs)
+    found: list[tuple[int, float, bool]] = []
+    measured: set[frozenset[int]] = set()
+    floor = cutoff * sum(costs)
+
+    def divide(part: list[int], expected: float) -> None:
+        error = expected
+        if len(part) == 1 or expected <= 4 * floor:
+            measured.add(frozenset(part))
+            error = probe.error(frozenset(part))
+        if len(part) == 1 or error <= floor:
+            found.extend((i, error / len(part), len(part) == 1) for i in part)
+            return
+        middle = len(part) // 2
+        divide(part[:middle], error * middle / len(part))
+        divide(part[middle:], error * (len(part) - middle) / len(part))
+
+    if costs:
+        divide(list(range(len(costs))), float(sum(costs)))
+    expected = sorted(found, key=lambda entry: -entry[1])
+    probe.rounds.clear()
+    units = tensor_sensitivity(probe, cutoff=cutoff)
+    assert [(*unit.gates, unit.error, unit.exact) for unit in units] == expected
+    assert set().union(*probe.rounds) == measured | {probe.gated.everything}
+    assert len(probe.rounds) <= 7  # the whole, and the depth of halving 20
+
+
+# ---- mixed precision ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shop:
+    """Builds models as the flow does, and counts them."""
+
+    model: onnx.ModelProto
+    feeds: Sequence[Any]
+    built: list[Mapping[str, str]] = field(default_factory=list)
+
+    def build(self, keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+        self.built.append(dict(keep_float))
+        made = planning.quantize(self.model, feeds=self.feeds, keep_float=keep_float)
+        return made.quantized, made.plan
+
+    def search(self, *, metric: Metric | None = None, build: Any = None, limit: float = 0.005, **options: Any) -> Any:
+        self.built.clear()
+        metric = metric or (lambda o, r: 1.0 - noise(o, r))
+        evaluator = Evaluator(self.model, self.feeds[2:], metric=check_metric(metric))
+        replan = lambda keep_float: planning.plan_of(self.model, keep_float=keep_float)  # noqa: E731
+        usual = {"replan": replan, "max_float_share": 0.5, "error": noise}
+        return search_mixed_precision(
+            self.model,
+            build or self.build,
+            feeds=self.feeds[:2],
+            loss=partial(evaluator.loss, budget=limit),
+            **{**usual, **options},
+        )
+
+
+@pytest.fixture(scope="module")
+def shop() -> Shop:
+    model = planning.prepared(spiky_chain()[0])
+    return Shop(model, models.feeds(model, 6))
+
+
+def convs_of(model: onnx.ModelProto) -> list[str]:
+    return [n.name for n in model.graph.node if n.op_type == "Conv"]
+
+
+def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(shop: Shop) -> None:
+    found = shop.search(budget=Budget(1e-3))
+    assert len(shop.built) == found.builds <= 6
+    assert found.met
+    assert found.loss_before > 0.002 > found.loss >= 0.0
+    convs = convs_of(shop.model)
+    assert set(found.left_float) & set(convs) == set(convs[BAD : BAD + 2])
+    assert found.float_share == pytest.approx(2 / 8)
+    assert spiky_chain()[1] in found.keep_float[found.left_float[0]]
+    assert found.reachable is None
+    quantized, plan = shop.build(found.keep_float)
+    proof = verify_fusion(quantized, plan=plan).by_node
+    for node in found.left_float:
+        assert not proof[node].integer
+        assert proof[node].status in (Status.FLOAT, Status.ABSORBED, Status.REMOVED)
+        assert not proof[node].silently_quantized
+    integer = {n.node for n in plan.nodes if n.kind is Kind.INTEGER}
+    assert integer
+    assert all(proof[name].integer for name in integer)
+    assert shop.search(budget=Budget(1e-3), replan=None).keep_float == found.keep_float, "without a planner"
+
+
+def test_nothing_is_searched_where_the_budget_holds(shop: Shop) -> None:
+    found = shop.search(budget=Budget(0.9))
+    assert found.met
+    assert (found.left_float, found.builds, found.sets) == ((), 1, 0)
+
+
+@pytest.mark.parametrize(("budget", "share", "says"), [(1e-3, 0.2, "the budget holds with"), (0.0, 0.5, "least found")])
+def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(
+    shop: Shop, budget: float, share: float, says: str
+) -> None:
+    found = shop.search(budget=Budget(budget), max_float_share=share)
+    assert not found.met
+    assert found.loss <= found.loss_before
+    assert found.float_share <= share
+    assert says in found.reachable
+
+
+def test_prices_decide(shop: Shop) -> None:
+    """With the cheap way priced out of reach, other nodes or none are taken."""
+    even = dict.fromkeys(convs_of(shop.model), 1.0)
+    found = shop.search(budget=Budget(1e-3), cost={**even, convs_of(shop.model)[BAD]: 1e6})
+    plain = shop.search(budget=Budget(1e-3), cost=even)
+    assert len(plain.left_float) <= len(found.left_float)
+    assert plain.met
+
+
+def test_the_callers_metric_decides_and_a_broken_one_stops_the_search(shop: Shop) -> None:
+    seen = []
+
+    def metric(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+        """Larger is better: the share of outputs in which no value is far off."""
+        seen.append((len(outputs), set(outputs[0])))
+        return float(np.mean([np.abs(o[n] - r[n]).max() <= 0.02 * np.abs(r[n]).max()
+                              for o, r in zip(outputs, reference, strict=True) for n in r]))  # fmt: skip
+
+    found = shop.search(budget=Budget(0.01), metric=metric)
+    assert seen
+    assert all(count in (2, 4) and names == {o.name for o in shop.model.graph.output} for count, names in seen)
+    assert found.loss <= found.loss_before
+    with pytest.raises(OptionError, match="returned nan"):
+        shop.search(metric=lambda o, r: float("nan"))
+    with pytest.raises(OptionError, match="raised KeyError"):
+        shop.search(metric=lambda o, r: o[0]["no such output"])
+    with pytest.raises(CalibrationError, match="mixed precision needs"):
+        search_mixed_precision(shop.model, shop.build, feeds=[], loss=lambda model: 0.0)
+
+
+def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
+    """What is left float may move a Q to a tensor without a range: that placement is none, and the search goes on."""
+    tried = []
+
+    def build(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+        tried.append(keep_float)
+        if len(tried) == 2:
+            raise UnsupportedModelError("no calibrated range")
+        return shop.build(keep_float)
+
+    found = shop.search(build=build, budget=Budget(1e-6), limit=1e-6, max_float_share=0.25)
+    assert len(tried) > 2
+    assert math.isfinite(found.loss)
+
+    def never(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+        raise UnsupportedModelError("no calibrated range")
+
+    with pytest.raises(UnsupportedModelError):
+        shop.search(build=never, budget=Budget(1e-6))
+
+
+def test_multiply_accumulates() -> None:
+    model = planning.prepared(
+        planning.parse(
+            "net (float[1,3,8,8] x, float[2,6] z) => (y, u, t) <float[4,3,3,3] w, float[4,2,2,2] v, float[6,5] g> "
+            "{ y = Conv <kernel_shape=[3,3], strides=[2,2]> (x, w)  u = ConvTranspose <strides=[2,2]> (y, v) "
+            "m = MatMul (z, g)  t = Relu (m) }"
+        )
+    )
+    work = multiply_accumulates(model)
+    assert sorted(work.values()) == [2 * 6 * 5, 9 * 4 * 2 * 4, 9 * 4 * 27]
+    relu = next(n.name for n in model.graph.node if n.op_type == "Relu")
+    assert default_cost(model)[relu] == 16.0 * 10
+    assert float_share(work, set(work)) == 1.0
+    assert float_share({}, {"a"}) == 0.0
