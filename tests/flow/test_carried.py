@@ -242,10 +242,12 @@ def shared_bias() -> onnx.ModelProto:
 
 
 PATCHED: dict[str, Callable[[], onnx.ModelProto]] = {
-    **{n: models.ALL[n] for n in ("residual_block", "concat_net", "mlp", "transformer_block", "net_with_if")},
     "dead_channel": dead_channel,
     "shared_bias": shared_bias,
+    **{n: models.ALL[n] for n in ("residual_block", "concat_net", "mlp", "transformer_block", "net_with_if")},
 }
+EXTRA = {"AddQDQPairToWeight": True}, {"DedicatedQDQPair": True}, {"QuantizeBias": False}
+CASES = [*((net, {}) for net in PATCHED), *((net, extra) for extra in EXTRA for net in [*PATCHED][:4])]
 
 
 @pytest.fixture
@@ -279,10 +281,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:output .* keeps only")  # of the dead channel
-@pytest.mark.parametrize(
-    "extra", [{}, {"AddQDQPairToWeight": True}, {"DedicatedQDQPair": True}, {"QuantizeBias": False}], ids=str
-)
-@pytest.mark.parametrize("net", PATCHED)
+@pytest.mark.parametrize(("net", "extra"), CASES)
 def test_a_patched_model_equals_one_made_anew(
     net: str, extra: dict[str, Any], tmp_path: Path, compared: dict[str, int]
 ) -> None:
