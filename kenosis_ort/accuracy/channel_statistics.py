@@ -105,6 +105,7 @@ def channel_statistics(
             raise CalibrationError(
                 f"A value to observe is computed by no node of the main graph.{did_you_mean(name, made)}",
                 where=f"value '{name}'",
+                fix="Name a value that a node computes.",
             )
     wanted = {n: a % ranks[n] for n, a in axes.items() if ranks.get(n, 0) >= 2 and a % ranks[n] != 0}
     if len(wanted) < len(axes):

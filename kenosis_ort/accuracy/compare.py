@@ -7,7 +7,6 @@ runtime's integer kernels: a model that also returns its dequantized tensors is 
 """
 
 import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.outputs import Array, OutputComparison, OutputSums, check_names
+from kenosis_ort.accuracy.outputs import OutputComparison, OutputSums, check_names
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
 from kenosis_ort.accuracy.side_by_side import ChannelSums, answers, chunks
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
@@ -26,6 +25,7 @@ from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, last_gate, printable
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.storage.data import without_odd
 from kenosis_ort.storage.spool import Spool
 
 Model = str | os.PathLike[str] | onnx.ModelProto
@@ -107,15 +107,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; infinity and NaN become None."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, float) and not math.isfinite(value):
-                return None
-            if isinstance(value, dict):
-                return {k: plain(v) for k, v in value.items()}
-            return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-        found: dict[str, Any] = plain(asdict(self))
+        found: dict[str, Any] = without_odd(asdict(self))
         return found
 
     def __str__(self) -> str:
@@ -174,7 +166,7 @@ def compare(
     feeds = _first(data, samples, real)
     pairing = Pairing(real, quantized)
     pairs = list(pairing.activations())
-    sums = {p.name: ChannelSums(p.low, p.high, p.scale) for p in pairs}
+    sums = {p.name: ChannelSums(p.grid) for p in pairs}
     names = [o.name for o in real.graph.output]
     check_names(names, {o.name for o in quantized.graph.output})
     measured = OutputSums(names)
@@ -227,7 +219,7 @@ def _with_drops(
         total = sums[pair.name]
         sqnr, cosine, rescaled = results[pair.quantized]
         base = min((felt[name] for name in above[pair.quantized]), default=_BEST_DB)
-        width = 0.0 if pair.low is None or pair.high is None else pair.high - pair.low
+        low, high = (0.0, 0.0) if pair.grid is None else pair.grid.range
         found.append(
             TensorComparison(
                 name=pair.name,
@@ -237,7 +229,7 @@ def _with_drops(
                 low=total.least,
                 high=total.largest,
                 clipping=total.clipping,
-                peak_to_rms=width / total.rms if total.rms > 0 else 0.0,
+                peak_to_rms=(high - low) / total.rms if total.rms > 0 else 0.0,
                 drop_db=max(min(base, _BEST_DB) - felt[pair.quantized], 0.0),
                 rescaled=rescaled,
             )
@@ -247,7 +239,7 @@ def _with_drops(
 
 def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
     real = array_in(pairing.float_constants[pair.name]).astype(np.float64)
-    found = _dequantized(pairing, pair.dequantize)
+    found = pair.grid.values()
     if found is None or found[0].size != real.size:
         return None
     value, step = found
@@ -263,27 +255,8 @@ def _weight(pairing: Pairing, pair: WeightPair) -> TensorComparison | None:
         cosine=cosine,
         low=sums.least,
         high=sums.largest,
-        per_channel=pair.channels > 1,
+        per_channel=pair.grid.scale.size > 1,
     )
-
-
-def _dequantized(pairing: Pairing, node: onnx.NodeProto) -> tuple[Array, Array] | None:
-    """Dequantized constant of a DQ, and the scale; None for blocked scales and external constants."""
-    tensors = [pairing.constants.get(name) for name in node.input]
-    if tensors[0] is None or tensors[1] is None:
-        return None
-    values, scale = (array_in(t).astype(np.float64) for t in tensors[:2] if t is not None)
-    point = array_in(tensors[2]).astype(np.float64) if len(tensors) > 2 and tensors[2] else np.zeros(())
-    if scale.ndim > 1:
-        return None
-    axis = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
-    if scale.size > 1:
-        shape = [1] * values.ndim
-        shape[axis] = -1
-        scale, point = scale.reshape(shape), point.reshape(shape) if point.size > 1 else point.reshape(())
-    else:
-        scale, point = scale.reshape(()), point.reshape(())
-    return (values - point) * scale, scale
 
 
 def _advice(

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.error import Outputs
+from kenosis_ort.accuracy.error import Array, Float64, Outputs
+from kenosis_ort.accuracy.measured import Measure
 from kenosis_ort.accuracy.measures import (
     THRESHOLD,
     BoxLayout,
@@ -29,7 +30,6 @@ from kenosis_ort.accuracy.measures import (
     SameTokens,
     YesOrNo,
 )
-from kenosis_ort.accuracy.metric import Array, Float64, Measure
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import Outputs
-from kenosis_ort.accuracy.metric import Array, Float64, Measure
+from kenosis_ort.accuracy.error import Array, Float64, Outputs
+from kenosis_ort.accuracy.measured import Measure
 
 _LEAST_PROBABILITY = 1e-9
 THRESHOLD = 0.5  # score from which on something was found

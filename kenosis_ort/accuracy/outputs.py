@@ -87,6 +87,13 @@ def sqnr_db(reference: Array, actual: Array) -> float:
     return sums.sqnr_db()
 
 
+def decibels(signal: float, noise: float) -> float:
+    """Signal power over noise power in dB; inf without noise, -inf of nothing."""
+    if noise <= 0:
+        return np.inf
+    return float(10 * np.log10(signal / noise)) if signal > 0 else -np.inf
+
+
 class _Sums:
     """Running sums over samples, so that memory does not grow with their number."""
 
@@ -132,11 +139,7 @@ class _Sums:
         self.max_abs = max(self.max_abs, float(np.abs(difference).max(initial=0.0)))
 
     def sqnr_db(self) -> float:
-        if self.broken:
-            return -np.inf
-        if self.noise == 0:
-            return np.inf
-        return float(10 * np.log10(self.signal / self.noise)) if self.signal > 0 else -np.inf
+        return -np.inf if self.broken else decibels(self.signal, self.noise)
 
     def result(self, name: str) -> OutputComparison:
         norm = float(np.sqrt(self.signal * self.other))

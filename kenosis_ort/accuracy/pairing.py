@@ -8,13 +8,11 @@ without a counterpart is left out.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import onnx
 
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import INTEGERS, bounds_of
+from kenosis_ort.accuracy.grids import GridReader, ValueGrid
+from kenosis_ort.graph.qdq import DQ, Q
 
-_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _ABSORBED = ("Relu", "Clip")
 _SUFFIXES = ("_QuantizeLinear_Input", "_DequantizeLinear_Output", "_barrier")
 _LOOKED_THROUGH = 4  # nodes between a float value and its Q that only the quantized model has
@@ -28,17 +26,13 @@ class Pair:
         name: Its name in the float model.
         quantized: Name of the dequantized value in the quantized model.
         node: Name of the node that makes it there, "" for graph inputs.
-        low: Least value that it can hold; None where scale or zero point are no constants.
-        high: Largest value.
-        scale: Its step.
+        grid: What it can hold; None where scale or zero point are no constants, or there are several.
     """
 
     name: str
     quantized: str
     node: str
-    low: float | None
-    high: float | None
-    scale: float | None
+    grid: ValueGrid | None
 
 
 @dataclass(frozen=True)
@@ -48,14 +42,12 @@ class WeightPair:
     Attributes:
         name: Its name in the float model.
         node: The node that reads it.
-        dequantize: The node that dequantizes it.
-        channels: Number of scales.
+        grid: What it holds.
     """
 
     name: str
     node: str
-    dequantize: onnx.NodeProto
-    channels: int
+    grid: ValueGrid
 
 
 class Pairing:
@@ -76,11 +68,10 @@ class Pairing:
         self._float_values = {v.name for v in float_model.graph.input}
         self._float_values |= {name for node in float_model.graph.node for name in node.output if name}
         self.float_constants = {t.name: t for t in float_model.graph.initializer}
-        self.constants = {t.name: t for t in quantized.graph.initializer}
-        self._nodes = list(quantized.graph.node)
-        self._producers = {name: node for node in self._nodes for name in node.output}
+        self._grids = GridReader(quantized)
+        self._producers = self._grids.producers
         self._readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
-        for node in self._nodes:
+        for node in self._grids.nodes:
             for index, name in enumerate(node.input):
                 self._readers.setdefault(name, []).append((node, index))
         self.quantized_count = 0
@@ -88,8 +79,8 @@ class Pairing:
     def activations(self) -> Iterator[Pair]:
         """Yields the quantized activations that have a counterpart, each once, in the quantized model's order."""
         seen: set[str] = set()
-        for node in self._nodes:
-            quantizer = self._quantizer(node) if node.op_type == _DQ else None
+        for node in self._grids.nodes:
+            quantizer = self._quantizer(node) if node.op_type == DQ else None
             if quantizer is None:
                 continue
             self.quantized_count += 1
@@ -97,23 +88,21 @@ class Pairing:
             if name is None or name in seen:
                 continue
             seen.add(name)
-            low, high, scale = self._range(quantizer, self._producers.get(node.input[0]))
-            maker = self._maker(quantizer.input[0])
-            yield Pair(name, node.output[0], maker.name if maker is not None else "", low, high, scale)
+            maker, grid = self._maker(quantizer.input[0]), self._grids.grid(quantizer)
+            known = None if grid is None or grid.scale.size > 1 else grid
+            yield Pair(name, node.output[0], maker.name if maker is not None else "", known)
 
     def weights(self) -> Iterator[WeightPair]:
         """Yields the quantized constants that have a counterpart."""
         seen: set[str] = set()
-        for node in self._nodes:
-            if node.op_type != _DQ or node.input[0] not in self.constants:
+        for node in self._grids.nodes:
+            if node.op_type != DQ or node.input[0] not in self._grids.constants:
                 continue
             for reader, index in self._readers.get(node.output[0], ()):
-                name = self._float_constant(reader, index, node)
-                if name is not None and name not in seen:
+                name, grid = self._float_constant(reader, index, node), self._grids.grid(node)
+                if name is not None and grid is not None and name not in seen:
                     seen.add(name)
-                    scale = self.constants.get(node.input[1])
-                    channels = int(np.prod(scale.dims)) if scale is not None else 1
-                    yield WeightPair(name, reader.name, node, channels)
+                    yield WeightPair(name, reader.name, grid)
 
     def before(self, pair: Pair) -> set[str]:
         """The dequantized values that a quantized value was computed from, the nearest on each way."""
@@ -127,7 +116,7 @@ class Pairing:
             if maker is None or name in seen:
                 continue
             seen.add(name)
-            if maker.op_type == _DQ:
+            if maker.op_type == DQ:
                 if maker.input[0] in self._producers:
                     found.add(name)
                 continue
@@ -143,7 +132,7 @@ class Pairing:
         node = self._producers.get(dequantizer.input[0])
         if node is not None and node.op_type == "Clip":
             node = self._producers.get(node.input[0])
-        return node if node is not None and node.op_type == _Q else None
+        return node if node is not None and node.op_type == Q else None
 
     def _maker(self, name: str) -> onnx.NodeProto | None:
         """The node that computes a value, looking through barriers and activations that are its own."""
@@ -151,7 +140,7 @@ class Pairing:
         for _ in range(_LOOKED_THROUGH):
             above = self._producers.get(node.input[0]) if node is not None and node.input else None
             own = node is not None and (node.op_type in _ABSORBED or node.name not in self._float_nodes)
-            if not own or above is None or above.op_type == _DQ:
+            if not own or above is None or above.op_type == DQ:
                 return node
             node = above
         return node
@@ -182,24 +171,3 @@ class Pairing:
         candidates = [twin.input[index]] if twin is not None and index < len(twin.input) else []
         candidates += [node.input[0].removesuffix("_quantized"), node.output[0].removesuffix(_SUFFIXES[1])]
         return next((c for c in candidates if c in self.float_constants), None)
-
-    def _range(
-        self, quantizer: onnx.NodeProto, behind: onnx.NodeProto | None
-    ) -> tuple[float | None, float | None, float | None]:
-        scale = self.constants.get(quantizer.input[1])
-        zero = self.constants.get(quantizer.input[2]) if len(quantizer.input) > 2 else None
-        if scale is None or int(np.prod(scale.dims)) != 1:
-            return None, None, None
-        step = float(array_in(scale).astype(np.float64).reshape(()))
-        elem_type = zero.data_type if zero is not None else onnx.TensorProto.UINT8
-        if elem_type not in INTEGERS:
-            return None, None, step
-        point = int(array_in(zero).astype(np.int64).reshape(())) if zero is not None else 0
-        low, high = bounds_of(elem_type)
-        if behind is not None and behind.op_type == "Clip":
-            ends = [*(self.constants.get(name) for name in behind.input[1:3]), None, None][:2]
-            low, high = (
-                end if bound is None else int(array_in(bound).reshape(()))
-                for end, bound in zip((low, high), ends, strict=True)
-            )
-        return (low - point) * step, (high - point) * step, step

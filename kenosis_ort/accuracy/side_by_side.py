@@ -4,14 +4,15 @@ Sums by channel are enough for SQNR, cosine, range and clipping, whatever the nu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.outputs import Array
+from kenosis_ort.accuracy.grids import ValueGrid
+from kenosis_ort.accuracy.outputs import Array, decibels
+from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.view import infer_shapes, value_types
@@ -29,14 +30,14 @@ class ChannelSums:
     """Adds up a float tensor and its quantized version over samples.
 
     Args:
-        low: Least value that the quantized one can hold, None if unknown.
-        high: Largest value.
-        step: Its step: what lies less than half a step beyond the range is not clipped.
+        grid: What the quantized one can hold, None if unknown: what lies less than half a step beyond is not clipped.
     """
 
-    def __init__(self, low: float | None = None, high: float | None = None, step: float | None = None) -> None:
-        half = (step or 0.0) / 2
-        self._bounds = None if low is None or high is None else (low - half, high + half)
+    def __init__(self, grid: ValueGrid | None = None) -> None:
+        self._bounds: tuple[float, float] | None = None
+        if grid is not None:
+            (low, high), half = grid.range, float(grid.scale.max()) / 2
+            self._bounds = low - half, high + half
         self._sums: Float64 | None = None
         self.least, self.largest = float("inf"), float("-inf")
         self.elements = self.clipped = self.odd = 0
@@ -89,7 +90,7 @@ class ChannelSums:
             return float("nan"), float("nan")
         _, _, _, xx, xy, yy, dd = self._sums.sum(1)
         norm = float(np.sqrt(xx * yy))
-        return _decibel(float(xx), float(dd)), float(xy) / norm if norm > 0 else float("nan")
+        return decibels(float(xx), float(dd)), float(xy) / norm if norm > 0 else float("nan")
 
     def result(self) -> tuple[float, float, bool]:
         """SQNR in dB, cosine, and whether the channels were found rescaled and compared without that.
@@ -111,7 +112,7 @@ class ChannelSums:
         distance = float((weights * np.abs(np.log(np.clip(gains, 1e-6, 1e6)))).sum() / max(weights.sum(), 1e-300))
         if distance > _RESCALED and undone < _EXPLAINED * float(dd.sum()):
             correlation = float(np.sqrt(max(0.0, 1.0 - undone / max(float(vx.sum()), 1e-300))))
-            return _decibel(float(vx.sum()), undone), correlation, True
+            return decibels(float(vx.sum()), undone), correlation, True
         return (*self.plain(), False)
 
 
@@ -125,12 +126,6 @@ def _by_channel(array: Array) -> Float64:
 def _dot(x: Float64, y: Float64) -> Float64:
     out: Float64 = np.einsum("ij,ij->i", x, y)
     return out
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise <= 0:
-        return float("inf")
-    return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
 
 
 def chunks(
@@ -174,22 +169,6 @@ def answers(
             yield {**{name: np.asarray(feed[name]) for name in given if name in feed}, **a}, b
 
 
-@dataclass(frozen=True)
-class LayerComparison:
-    """One intermediate value of two models.
-
-    Attributes:
-        value: Its name in the float model.
-        node: Name of the node that computes it, empty for a graph input.
-        sqnr_db: Signal power over noise power in dB over all samples; inf if equal. The noise is that of the node
-            and of all before it.
-    """
-
-    value: str
-    node: str
-    sqnr_db: float
-
-
 def compare_layers(
     float_model: onnx.ModelProto,
     quantized: onnx.ModelProto,
@@ -198,8 +177,10 @@ def compare_layers(
     custom_op_libraries: Sequence[str] = (),
     threads: int = 1,
     budget: int = 2**28,
-) -> tuple[LayerComparison, ...]:
-    """Compares the values that exist in both models.
+) -> dict[str, float]:
+    """Signal power over noise power in dB over all samples by value that exists in both models; inf if equal.
+
+    The noise is that of the node and of all before it.
 
     Compared are quantized values, as their DQ gives them, and what float nodes compute. What lies inside a fused
     integer kernel (the value between a Conv and its Relu) exists nowhere and is left out.
@@ -213,37 +194,33 @@ def compare_layers(
         budget: Bytes of intermediate values that a run may hold; where they take more, the models are run in parts.
 
     Returns:
-        One entry per value, in the float model's order.
+        The values by their names in the float model, in its order.
 
     Raises:
         VerificationError: The runtime does not load a model.
     """
     if not feeds:
-        return ()
+        return {}
     pairs = _comparable(float_model, quantized)
-    makers = {name: node.name for node in float_model.graph.node for name in node.output if name}
     sums, differ = {name: ChannelSums() for name in pairs}, set[str]()
     for chunk in chunks(float_model, pairs, feeds[0], budget):
         for a, b in answers(float_model, quantized, chunk, feeds, custom_op_libraries, threads):
             for name, other in chunk.items():
                 if a[name].dtype.kind != "f" or not sums[name].add(a[name], b[other]):
                     differ.add(name)
-    return tuple(
-        LayerComparison(name, makers.get(name, ""), total.plain()[0])
-        for name, total in sums.items()
-        if name not in differ
-    )
+    return {name: total.plain()[0] for name, total in sums.items() if name not in differ}
 
 
 def _comparable(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict[str, str]:
     """Name in the quantized model of each value of the float model, in the float model's order."""
     producers = {name: node for node in quantized.graph.node for name in node.output if name}
+    restored = {pair.name: pair.quantized for pair in Pairing(float_model, quantized).activations()}
+    outputs, types = {value.name for value in quantized.graph.output}, value_types(float_model)
     constants = {tensor.name for tensor in float_model.graph.initializer}
-    restored = _restored(quantized)
-    outputs = {value.name for value in quantized.graph.output}
-    types = value_types(float_model)
+    values = [value.name for value in float_model.graph.input]
+    values += [name for node in float_model.graph.node for name in node.output if name]
     pairs = {}
-    for name in _values(float_model):
+    for name in values:
         if name in constants or name not in types or types[name].tensor_type.elem_type != onnx.TensorProto.FLOAT:
             continue
         if name in restored:
@@ -251,22 +228,6 @@ def _comparable(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dic
         elif name in producers and (name in outputs or not _reads_integers(producers[name], producers)):
             pairs[name] = name
     return pairs
-
-
-def _values(model: onnx.ModelProto) -> Iterator[str]:
-    yield from (value.name for value in model.graph.input)
-    for node in model.graph.node:
-        yield from (name for name in node.output if name)
-
-
-def _restored(quantized: onnx.ModelProto) -> dict[str, str]:
-    """Value behind the DQ by value in front of the Q."""
-    integers = {node.output[0]: node.input[0] for node in quantized.graph.node if node.op_type == Q}
-    found: dict[str, str] = {}
-    for node in quantized.graph.node:
-        if node.op_type == DQ and node.input[0] in integers:
-            found.setdefault(integers[node.input[0]], node.output[0])
-    return found
 
 
 def _reads_integers(node: onnx.NodeProto, producers: Mapping[str, onnx.NodeProto]) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +22,7 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.report.text import format_bytes
+from kenosis_ort.report.text import format_bytes, make_table, to_text
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.writing import Scratch
@@ -130,8 +129,6 @@ class BenchReport:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from kenosis_ort.report.text import to_text
-
         return to_text(render_bench(self))
 
     def _named(self, name: str) -> tuple[float, ...]:
@@ -170,33 +167,19 @@ def render_bench(report: BenchReport) -> RenderableType:
 
 
 def _speeds(report: BenchReport) -> Table:
-    table = _table("p50 ms", "p95 ms", "p99 ms", "speed", "noise")
-    table.add_column("verdict", no_wrap=True)
+    rows = []
     for timing in report.models:
         times = [_number(value) for value in (timing.p50_ms, timing.p95_ms, timing.p99_ms)]
         is_baseline = timing.name == report.baseline
         noise = "" if is_baseline else f"{timing.ratio_low:.2f}..{timing.ratio_high:.2f}"
-        verdict = Text("baseline") if is_baseline else Text(str(timing.verdict), style=_STYLES[timing.verdict])
-        table.add_row(Text(timing.name), *times, f"{timing.ratio:.2f}x", noise, verdict)
-    return table
+        verdict = "baseline" if is_baseline else Text(str(timing.verdict), style=_STYLES[timing.verdict])
+        rows.append((timing.name, *times, f"{timing.ratio:.2f}x", noise, verdict))
+    return make_table("model", ">p50 ms", ">p95 ms", ">p99 ms", ">speed", ">noise", "verdict", rows=rows)
 
 
 def _resources(report: BenchReport) -> Table:
-    table = _table("runs/s", "load ms", "size")
-    for timing in report.models:
-        table.add_row(
-            Text(timing.name), _number(timing.runs_per_second), _number(timing.load_ms), format_bytes(timing.size)
-        )
-    return table
-
-
-def _table(*headings: str) -> Table:
-    """A table with a column for the model's name and one for each kind of number."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("model", overflow="fold", min_width=12)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    rows = ((t.name, _number(t.runs_per_second), _number(t.load_ms), format_bytes(t.size)) for t in report.models)
+    return make_table("model", ">runs/s", ">load ms", ">size", rows=rows)
 
 
 def _number(value: float) -> str:
@@ -256,7 +239,10 @@ def bench(
         CalibrationError: The feeds are missing, do not fit a model, or cannot be made up.
     """
     begin = time.perf_counter()
-    _check_options(threads, rounds, budget_s, warmup)
+    whole("threads", threads, most=MOST_THREADS)
+    whole("rounds", rounds, least=1)
+    whole("warmup", warmup)
+    real("budget_s", budget_s, above=0)
     named = inputs.candidates(models)
     base = _find_baseline(named, baseline)
     libraries = tuple(str(library) for library in custom_op_libraries)
@@ -357,7 +343,7 @@ class _Field:
 
     def feeds(
         self, base: inputs.TimedModel, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int
-    ) -> list[inputs.Feed]:
+    ) -> list[dict[str, Any]]:
         """The feeds to use, checked against all models."""
         expected = self.signatures[self.baseline]
         for name, signature in self.signatures.items():
@@ -369,11 +355,11 @@ class _Field:
             source = parse_model(base.source) if isinstance(base.source, bytes) else base.source
             reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self.libraries)
             self.notes.extend(f"made-up data: {assumption}" for assumption in reader.assumptions)
-        feeds = [inputs.as_feed(feed, expected) for feed in itertools.islice(sample_feeds(reader), rounds)]
+        feeds = inputs.checked(itertools.islice(sample_feeds(reader), rounds), self.baseline, expected)
         if not feeds:
             raise errors.CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
         for name, signature in self.signatures.items():
-            inputs.check_feeds(name, signature, feeds)
+            inputs.checked(feeds, name, signature)
         return feeds
 
 
@@ -415,10 +401,3 @@ def _find_baseline(named: Sequence[inputs.TimedModel], baseline: int | str) -> i
             f"there is no model at place {baseline}", where="baseline", fix=f"give 0 to {len(named) - 1}, or a name"
         )
     return named[baseline]
-
-
-def _check_options(threads: int, rounds: int, budget_s: float, warmup: int) -> None:
-    whole("threads", threads, most=MOST_THREADS)
-    whole("rounds", rounds, least=1)
-    whole("warmup", warmup)
-    real("budget_s", budget_s, above=0)

@@ -7,12 +7,10 @@ within a net: at the ends of a graph the runtime fuses fewer types. Pairs of 8 b
 integers themselves: between Q and DQ a session for x86-64 makes int8 activations uint8, and another kernel runs.
 """
 
-import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -184,9 +182,6 @@ def _feed(model: onnx.ModelProto) -> dict[str, Any]:
     return {"x": noise.astype(helper.tensor_dtype_to_np_dtype(value.elem_type))}
 
 
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Advice:
     """Advice with its fix; the fix is empty where none is needed."""
@@ -235,6 +230,9 @@ class Examination:
         return asdict(self)
 
 
+_NO_CPU: Final = Advice("The runtime has no CPU execution provider.", "pip install --force-reinstall onnxruntime")
+
+
 def examine(
     *, flags: Sequence[str] = (), threads: int = 1, budget_s: float = 3.0, progress: Progress | None = None
 ) -> Examination:
@@ -265,16 +263,9 @@ def examine(
         max_opset=limits.max_opset,
         threads=threads,
         speeds=speeds,
-        problems=tuple(_problems(providers)),
+        problems=() if "CPUExecutionProvider" in providers else (_NO_CPU,),
         notes=tuple(_notes(limits, saturates=types.saturates, flags=flags, speeds=speeds)),
     )
-
-
-def _problems(providers: Sequence[str]) -> Iterator[Advice]:
-    if "CPUExecutionProvider" not in providers:
-        yield Advice("The runtime has no CPU execution provider.", "pip install onnxruntime")
-    if not _has_quantizer():
-        yield Advice("onnxruntime.quantization is missing.", "pip install --force-reinstall onnxruntime")
 
 
 def _notes(
@@ -305,11 +296,3 @@ def _notes(
     half = [s for s in speeds if s.types == FLOAT16 and s.verdict in ("slow", "refused")]
     if half:
         yield Advice("float16 does not pay on this CPU.")
-
-
-def _has_quantizer() -> bool:
-    try:
-        return find_spec("onnxruntime.quantization") is not None
-    except ImportError as error:
-        _log.info("onnxruntime.quantization: %s", error)
-        return False

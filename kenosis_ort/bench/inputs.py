@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError, did_you_mean
+from kenosis_ort.calibration.feeds import Feed, InputSpec, check_feed
+from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError
 from kenosis_ort.graph.outside import external_files, uses_external_data
 from kenosis_ort.runtime.session import TENSOR_TYPES, openable
 from kenosis_ort.storage.writing import regular
@@ -116,32 +117,33 @@ def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
         yield name if used[name] == 1 else f"{name} ({used[name]})"
 
 
-Feed = Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class Signature:
     """Inputs of a model as its session declares them.
 
     Attributes:
-        required: Type (``tensor(float)``) by name of the inputs that must be fed.
-        shapes: Shape by name; a number where a size is fixed.
-        optional: Names of inputs with a default value.
+        required: The inputs that must be fed.
+        optional: Those with a default value.
     """
 
-    required: Mapping[str, str]
-    shapes: Mapping[str, tuple[int | str | None, ...]]
-    optional: frozenset[str]
+    required: tuple[InputSpec, ...]
+    optional: tuple[InputSpec, ...]
 
     @classmethod
     def of(cls, session: ort.InferenceSession) -> Signature:
         """Reads it off a session."""
-        inputs = session.get_inputs()
-        return cls(
-            required={i.name: i.type for i in inputs},
-            shapes={i.name: tuple(i.shape) for i in inputs},
-            optional=frozenset(i.name for i in session.get_overridable_initializers()),
-        )
+        given = session.get_inputs(), session.get_overridable_initializers()
+        return cls(*(tuple(map(_spec, inputs)) for inputs in given))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{spec.name} {spec.dtype or 'no numbers'}" for spec in self.required) or "none"
+
+
+def _spec(declared: Any) -> InputSpec:
+    kind = TENSOR_TYPES.get(declared.type, onnx.TensorProto.STRING)
+    dtype = None if kind == onnx.TensorProto.STRING else np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind))
+    # A session does not tell a scalar from a tensor of any rank: both have an empty shape.
+    return InputSpec(declared.name, dtype, tuple(declared.shape) or None)
 
 
 def check_same(baseline: str, expected: Signature, name: str, got: Signature) -> None:
@@ -150,75 +152,25 @@ def check_same(baseline: str, expected: Signature, name: str, got: Signature) ->
     Raises:
         OptionError: A name or a type differs.
     """
-    if dict(expected.required) == dict(got.required):
-        return
-    raise OptionError(
-        f"the models take different inputs: {_describe(expected)} for '{baseline}', {_describe(got)} for '{name}'",
-        where=name,
-        fix="compare models that take the same inputs",
-    )
+    if {(spec.name, spec.dtype) for spec in expected.required} != {(spec.name, spec.dtype) for spec in got.required}:
+        raise OptionError(
+            f"the models take different inputs: {expected} for '{baseline}', {got} for '{name}'",
+            where=name,
+            fix="compare models that take the same inputs",
+        )
 
 
-def as_feed(feed: Feed, signature: Signature) -> Feed:
-    """A feed with arrays as the runtime takes them without a copy; what is no tensor stays as it is."""
-    return {name: _as_array(value, signature.required.get(name, "tensor")) for name, value in feed.items()}
-
-
-def _as_array(value: Any, kind: str) -> Any:
-    if not kind.startswith("tensor"):
-        return value
-    return np.asarray(value.numpy() if isinstance(value, ort.OrtValue) else value, order="C")
-
-
-def check_feeds(name: str, signature: Signature, feeds: Sequence[Feed]) -> None:
-    """Checks that a model takes all feeds.
+def checked(feeds: Iterable[Feed], name: str, signature: Signature) -> list[dict[str, Any]]:
+    """Feeds that a model takes, with arrays as the runtime takes them without a copy.
 
     Raises:
         CalibrationError: A name, type or shape is wrong; the message names model, input, expected and got.
     """
-    known = {*signature.required, *signature.optional}
+    found = []
     for number, feed in enumerate(feeds):
-        where = f"feed {number}, model '{name}'"
-        for key in feed:
-            if key not in known:
-                raise CalibrationError(
-                    f"The feed has an input '{key}' that the model lacks.{did_you_mean(str(key), known)}",
-                    where=where,
-                    fix=f"The model's inputs are: {', '.join(signature.required) or 'none'}.",
-                )
-        for key in signature.required:
-            if key not in feed:
-                raise CalibrationError(
-                    f"The feed lacks the input '{key}'.",
-                    where=where,
-                    fix=f"Give all of: {', '.join(signature.required)}.",
-                )
-            _check_array(feed[key], signature.required[key], signature.shapes[key], f"input '{key}', {where}")
-
-
-def _check_array(value: Any, kind: str, shape: tuple[int | str | None, ...], where: str) -> None:
-    if TENSOR_TYPES.get(kind, onnx.TensorProto.STRING) == onnx.TensorProto.STRING:  # the runtime decides
-        return
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(TENSOR_TYPES[kind])
-    expected = f"{dtype} of shape ({', '.join('?' if d is None else str(d) for d in shape)})"
-    got = f"{value.dtype} of shape {value.shape}"
-    if value.dtype != dtype:
-        raise CalibrationError(
-            f"The feed has the wrong type: expected {expected}, got {got}.",
-            where=where,
-            fix=f"Convert it with .astype(numpy.{dtype}).",
-        )
-    # A session does not tell a scalar from a tensor of any rank: both have an empty shape.
-    if shape and (
-        len(shape) != value.ndim
-        or any(isinstance(want, int) and want != size for want, size in zip(shape, value.shape, strict=True))
-    ):
-        raise CalibrationError(
-            f"The feed has the wrong shape: expected {expected}, got {got}.",
-            where=where,
-            fix="Bring it to the model's input shape; '?' and names stand for any size.",
-        )
-
-
-def _describe(signature: Signature) -> str:
-    return ", ".join(f"{name} {kind}" for name, kind in signature.required.items()) or "none"
+        try:
+            arrays = check_feed(feed, signature.required, signature.optional, number)
+        except CalibrationError as error:
+            raise CalibrationError(error.what, where=f"{error.where}, model '{name}'", fix=error.fix) from error
+        found.append({k: np.asarray(v, order="C") if isinstance(v, np.ndarray) else v for k, v in arrays.items()})
+    return found

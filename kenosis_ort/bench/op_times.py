@@ -14,12 +14,10 @@ import onnx
 
 from kenosis_ort.accuracy.side_by_side import compare_layers
 from kenosis_ort.bench.inputs import ModelSource, candidates
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
-from kenosis_ort.report.gathering import profile_tensors, sketch_graph
 from kenosis_ort.runtime.session import Session, open_session, session_options
 from kenosis_ort.storage.writing import Scratch
 
@@ -212,69 +210,48 @@ _DEEPEST: Final = 4000  # nodes; the runtime's load time grows with the square o
 _COMPARED_FEEDS: Final = 2
 
 
-def gather_evidence(
+def with_measurements(
+    evidence: ReportEvidence,
     float_model: onnx.ModelProto,
     quantized: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, Any]],
     *,
-    table: CalibrationTable | None = None,
-    feeds: Sequence[Mapping[str, Any]] = (),
     baseline: onnx.ModelProto | None = None,
-    layers: bool = True,
-    times: bool = True,
     threads: int = 1,
     runs: int = 10,
     budget_s: float = 10.0,
     custom_op_libraries: Sequence[str] = (),
 ) -> ReportEvidence:
-    """The evidence about one quantization. Without feeds it is what the models and the table hold.
+    """The evidence about one quantization with signal by layer and time by operator.
+
+    Both models run once a feed, for at most two feeds, and a dozen times in each of three sessions.
 
     Args:
+        evidence: What the models and the table hold.
         float_model: The model that was quantized (prepared and rewritten), its weights in memory; not changed.
         quantized: What became of it; not changed.
-        table: What calibration saw; histograms are shown where it keeps them.
-        feeds: A few real samples.
+        feeds: A few real samples; nothing is run without.
         baseline: The float model as the caller gave it, to be timed in place of the prepared one.
-        layers: Whether signal per layer is measured: both models run once a feed, for at most two feeds.
-        times: Whether operators are timed: both models run a dozen times, in each of three sessions.
         threads: Threads of the sessions.
         runs: Timed runs of a session at most.
         budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
         custom_op_libraries: Libraries with custom operators to register.
     """
-    may_run = bool(feeds) and _can_run(float_model) and _can_run(quantized)
-    found_layers: tuple[LayerSignal, ...] = ()
-    found_times = None
-    if layers and may_run:
-        try:
-            compared = compare_layers(
-                float_model,
-                quantized,
-                feeds[:_COMPARED_FEEDS],
-                custom_op_libraries=custom_op_libraries,
-                threads=threads,
-            )
-            found_layers = tuple(LayerSignal(c.value, c.node, c.sqnr_db) for c in compared)
-        except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
-            _log.warning("signal per layer was not measured: %s", error.what)
-    if times and may_run:
-        before, after = (
-            profile_in_fresh_sessions(
-                model,
-                feeds,
-                threads=threads,
-                runs=runs,
-                budget_s=budget_s / 2,
-                custom_op_libraries=custom_op_libraries,
-            )
-            for model in (float_model if baseline is None else baseline, quantized)
-        )
-        found_times = OpTimes(before, after, threads, runs)
-    return ReportEvidence(
-        graph=sketch_graph(float_model),
-        tensors=profile_tensors(float_model, quantized, table),
-        layers=found_layers,
-        times=found_times,
+    if not feeds or not _can_run(float_model) or not _can_run(quantized):
+        return evidence
+    how: dict[str, Any] = {"threads": threads, "custom_op_libraries": custom_op_libraries}
+    layers: tuple[LayerSignal, ...] = ()
+    try:
+        signal = compare_layers(float_model, quantized, feeds[:_COMPARED_FEEDS], **how)
+        makers = {name: node.name for node in float_model.graph.node for name in node.output}
+        layers = tuple(LayerSignal(name, makers.get(name, ""), db) for name, db in signal.items())
+    except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
+        _log.warning("signal per layer was not measured: %s", error.what)
+    before, after = (
+        profile_in_fresh_sessions(model, feeds, runs=runs, budget_s=budget_s / 2, **how)
+        for model in (float_model if baseline is None else baseline, quantized)
     )
+    return replace(evidence, layers=layers, times=OpTimes(before, after, threads, runs))
 
 
 def _can_run(model: onnx.ModelProto) -> bool:

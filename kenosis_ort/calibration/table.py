@@ -249,7 +249,9 @@ class CalibrationTable:
             return cls.from_json(regular(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise CalibrationError(f"The calibration cache cannot be read: {reason}.", where=str(path)) from error
+            raise CalibrationError(
+                f"The calibration cache cannot be read: {reason}.", where=str(path), fix="Name a table that was saved."
+            ) from error
         except CalibrationError as error:
             raise CalibrationError(error.what, where=str(path), fix=error.fix) from error
 

@@ -61,7 +61,7 @@ class Command:
 
 
 _OUT: Final = flags.path("out", "OUT", "the file to write")
-_THREADS: Final = flags.argument("--threads", text="of a session; 0: all (default: 1)", type=parser.threads, default=1)
+_THREADS: Final = flags.argument("--threads", text="of a session; 0: all", type=parser.threads, default=1)
 COMMANDS: Final[dict[str, Command]] = {
     "quantize": Command(
         "quantize a float model to INT8",
@@ -118,16 +118,10 @@ asked.
 """,
         (
             flags.path("model", "MODEL", "the quantized model"),
-            flags.switch(
-                "--strict", "exit with 1 unless every Conv/Gemm/MatMul is integer, and the same on every processor"
-            ),
+            flags.switch("--strict", "exit with 1 unless each layer is integer, and the same on every processor"),
             flags.LIBRARIES,
-            flags.argument(
-                "--patterns", "TARGET", "hold each Conv against this target's documented patterns, e.g. onednn"
-            ),
-            flags.argument(
-                "--target", "TARGET", "whose runtime to ask (default: what the file was made for, or ort-cpu)"
-            ),
+            flags.argument("--patterns", "TARGET", "hold each Conv against its documented patterns, e.g. onednn"),
+            flags.argument("--target", "TARGET", "whose runtime to ask (default: the file's, or ort-cpu)"),
             flags.switch("--full", "show every float node"),
             *flags.data_arguments("data, for what clipped products cost on processors without VNNI"),
         ),
@@ -178,9 +172,7 @@ do next.
         (
             flags.path("float_model", "FLOAT", "the float model"),
             flags.path("quantized_model", "QUANTIZED", "what was made of it"),
-            flags.argument(
-                "--samples", text="samples to compare on (default: all that are given)", type=parser.positive
-            ),
+            flags.argument("--samples", text="samples to compare on (default: all)", type=parser.positive),
             flags.switch("--full", f"show every layer, not the {WORST_LAYERS} that lose most"),
             flags.argument("--min-agreement", "SHARE", "least share of equal argmax, e.g. 99%%", type=parser.share),
             flags.argument("--min-sqnr", "DB", "least signal to noise ratio, dB", type=parser.number),
@@ -232,10 +224,8 @@ says which are faster than the first one beyond the noise.
         (
             flags.path("models", "MODEL", "the models; the first is the baseline", nargs="+"),
             _THREADS,
-            flags.argument("--seconds", text="for all of it (default: 20)", type=parser.seconds, default=20.0),
-            flags.argument(
-                "--rounds", text="with fresh sessions, at most (default: 15)", type=parser.positive, default=15
-            ),
+            flags.argument("--seconds", text="for all of it", type=parser.seconds, default=20),
+            flags.argument("--rounds", text="with fresh sessions, at most", type=parser.positive, default=15),
             flags.LIBRARIES,
             *flags.data_arguments("what the models are run with (default: --synthetic)"),
         ),
@@ -268,7 +258,7 @@ cannot express is an error that names the node.
         (
             flags.path("model", "MODEL", "the quantized model"),
             flags.path("out", "OUT", "the file to write (MODEL.FORMAT.onnx)", nargs="?"),
-            flags.argument("--to", "FORMAT", "qdq (the default), qop, qcdq, qonnx or float", default="qdq"),
+            flags.argument("--to", "FORMAT", "qdq, qop, qcdq, qonnx or float", default="qdq"),
             flags.LIBRARIES,
         ),
         "file_commands:convert",
@@ -336,13 +326,9 @@ the weights are rounded so that the outputs of their layers change least.
         (
             flags.path("model", "MODEL", "the float model"),
             _OUT,
-            flags.argument("--bits", text="of a weight (default: 4)", type=int, default=4, choices=(4, 8)),
+            flags.argument("--bits", text="of a weight", type=int, default=4, choices=(4, 8)),
             flags.argument(
-                "--block",
-                text="weights that share a scale (default: 32)",
-                type=int,
-                default=32,
-                choices=(16, 32, 64, 128, 256),
+                "--block", text="weights that share a scale", type=int, default=32, choices=(16, 32, 64, 128, 256)
             ),
             flags.switch("--symmetric", "without zero points"),
             flags.switch("--no-embeddings", "leave embeddings float"),
@@ -398,7 +384,7 @@ what to fix.
 """,
         (
             _THREADS,
-            flags.argument("--seconds", text="for the timing (default: 3)", type=parser.seconds, default=3.0),
+            flags.argument("--seconds", text="for the timing", type=parser.seconds, default=3),
             flags.switch("--no-timing", "do not time data types"),
         ),
         "machine_commands:doctor",
@@ -418,7 +404,7 @@ well, with which files are laid out for this machine elsewhere.
         (
             flags.argument("--target", text="the runtime that is measured (default: ort-cpu)"),
             _THREADS,
-            flags.argument("--seconds", text="for all of it (default: 30)", type=parser.seconds, default=30.0),
+            flags.argument("--seconds", text="for all of it", type=parser.seconds, default=30),
             flags.path("--out", "FILE.json", "write the profile to this file too"),
             flags.argument("--name", text="what reports call it (default: the processor's name)", default=""),
         ),
@@ -435,8 +421,8 @@ fusion proof.
 """,
         (
             flags.path("--out", "FOLDER", "keep the models there (default: thrown away)"),
-            flags.argument("--batch", text="images per timed run (default: 32)", type=parser.positive, default=32),
-            flags.argument("--rounds", text="timing rounds (default: 15)", type=parser.positive, default=15),
+            flags.argument("--batch", text="images per timed run", type=parser.positive, default=32),
+            flags.argument("--rounds", text="timing rounds", type=parser.positive, default=15),
         ),
         "machine_commands:demo",
         one="done, but a node that was planned as integer runs in float",

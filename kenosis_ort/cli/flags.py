@@ -52,8 +52,14 @@ class Argument(NamedTuple):
 
 
 def argument(names: str, metavar: str = "", text: str = "", **settings: Any) -> Argument:
-    """Argument as data: names with spaces between them, and parameters of ``add_argument``, empty ones left out."""
-    spelled = {"metavar": metavar, "help": text}
+    """Argument as data: names with spaces between them, and parameters of ``add_argument``, empty ones left out.
+
+    A default is told behind the text.
+    """
+    spelled = {
+        "metavar": metavar,
+        "help": f"{text} (default: {settings['default']})" if settings.get("default") else text,
+    }
     return Argument(tuple(names.split()), {**{name: given for name, given in spelled.items() if given}, **settings})
 
 

@@ -23,9 +23,8 @@ from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.load import ModelSummary, load_model, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
-from kenosis_ort.report.console import make_facts, make_table
 from kenosis_ort.report.evidence import Explanation, explain_kernel, explain_plan, fusion_verdict, heavy_kernels
-from kenosis_ort.report.text import format_bytes, render_fusion, render_layers
+from kenosis_ort.report.text import format_bytes, make_facts, make_table, render_fusion, render_layers
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.targets import TARGETS, get_target
 from kenosis_ort.targets.proof import ClippingLoss
@@ -220,15 +219,14 @@ def _falls_short(output: OutputComparison, agreement: float | None, sqnr_db: flo
 
 
 def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_up: bool) -> RenderableType:
-    outputs = make_table("output", ">agreement", ">SQNR", ">cosine", ">largest difference", title="Outputs")
+    rows = []
     for o in found.outputs:
         agreement = "-" if o.agreement is None else f"{100 * o.agreement:.1f} %"
-        style = "red" if o.name in short else "" if o.is_fine else "yellow"
-        cells = (
-            (agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}") if o.is_compared else ("-",) * 4
-        )
-        outputs.add_row(Text(o.name), *cells, style=style)
-    blocks: list[RenderableType] = [outputs]
+        cells = agreement, f"{o.sqnr_db:.1f} dB", f"{o.cosine:.5f}", f"{o.max_abs:.3g}"
+        rows.append((o.name, *(cells if o.is_compared else ("-",) * 4)))
+    styles = ["red" if o.name in short else "" if o.is_fine else "yellow" for o in found.outputs]
+    headings = ("output", ">agreement", ">SQNR", ">cosine", ">largest difference")
+    blocks: list[RenderableType] = [make_table(*headings, rows=rows, styles=styles, title="Outputs")]
     shown = found.worst(len(found.tensors) if full else WORST_LAYERS)
     if shown:
         layers = (
@@ -243,8 +241,8 @@ def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_
             for t in shown
         )
         title = "Layers, most lost first" if full else f"The {len(shown)} layers that lose most"
-        headings = ("tensor", ">SQNR", ">lost here", ">cosine", ">clipped", ">float range")
-        blocks.append(make_table(*headings, rows=layers, title=title))
+        columns = ("tensor", ">SQNR", ">lost here", ">cosine", ">clipped", ">float range")
+        blocks.append(make_table(*columns, rows=layers, title=title))
     if found.weights and full:
         weights = (
             (
@@ -256,8 +254,8 @@ def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_
             )
             for w in sorted(found.weights, key=lambda w: w.sqnr_db)
         )
-        title, columns = "Weights, worst first", ("weight", ">SQNR", ">cosine", ">scales", ">float range")
-        blocks.append(make_table(*columns, rows=weights, title=title))
+        of_weights = ("weight", ">SQNR", ">cosine", ">scales", ">float range")
+        blocks.append(make_table(*of_weights, rows=weights, title="Weights, worst first"))
     compared = (
         f"{found.samples} samples; {len(found.tensors)} quantized activations have a counterpart in the float model, "
         f"{found.unmatched} do not"

@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-import kenosis_ort.demo.__main__ as demonstration
 from kenosis_ort.api import measure_host
 from kenosis_ort.bench import bench
 from kenosis_ort.bench.benchmark import render_bench
@@ -18,8 +17,9 @@ from kenosis_ort.bench.doctor import Examination, KernelSpeed, examine
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
+from kenosis_ort.demo import measurements
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.report.console import make_facts, make_table
+from kenosis_ort.report.text import make_facts, make_table
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.profile import HostProfile
@@ -213,8 +213,8 @@ def _render_profile(measured: HostProfile) -> RenderableType:
 def demo(arguments: argparse.Namespace, screen: Screen) -> bool:
     """The command ``demo``."""
     with screen.progress("timing") as progress:
-        found = demonstration.demonstrate(
+        found = measurements.demonstrate(
             arguments.out, batch=arguments.batch, rounds=arguments.rounds, progress=progress
         )
-    screen.result(found.to_dict, lambda: demonstration.render(found))
+    screen.result(found.to_dict, lambda: measurements.render(found))
     return bool(found.report.left_float())

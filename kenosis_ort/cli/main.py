@@ -107,7 +107,7 @@ def _logging(verbose: int) -> Iterator[None]:
     """Sends the package's log to stderr, and leaves logging as it was."""
     from rich.logging import RichHandler
 
-    from kenosis_ort.report.console import PlainConsole
+    from kenosis_ort.report.text import PlainConsole
 
     handler = RichHandler(console=PlainConsole(stderr=True), show_time=False, show_path=False, markup=False)
     logger = logging.getLogger("kenosis_ort")

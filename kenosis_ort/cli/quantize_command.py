@@ -30,10 +30,9 @@ from kenosis_ort.graph.save import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.recipe import is_recipe_file
-from kenosis_ort.report.console import make_table
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.text import render_report
+from kenosis_ort.report.text import listed, make_table, render_report
 from kenosis_ort.storage.writing import absolute, sha256_of
 
 
@@ -259,7 +258,6 @@ def _show(
 
 # -- dry run
 
-_NAMES = 3
 _STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
 
 
@@ -313,15 +311,9 @@ def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
     for e in sorted(floats, key=lambda e: not e.is_heavy):
         own = e.node if full or e.is_heavy else ""
         rows.setdefault((own, e.reason, e.remedy), []).append(e)
-    cells = ((_listed(nodes), reason, in_shell_words(remedy)) for (_, reason, remedy), nodes in rows.items())
+    cells = ((listed(nodes), reason, in_shell_words(remedy)) for (_, reason, remedy), nodes in rows.items())
     headings = ("nodes", "why", "what would change it")
     return make_table(*headings, rows=cells, title="What stays float", expand=True)
-
-
-def _listed(nodes: Sequence[Explanation]) -> str:
-    counts = Counter(e.op_type for e in nodes).most_common()
-    names = ", ".join(e.node for e in nodes[:_NAMES]) + (", ..." if len(nodes) > _NAMES else "")
-    return f"{', '.join(f'{count} {op}' for op, count in counts)}: {names}"
 
 
 def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:

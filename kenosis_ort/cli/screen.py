@@ -6,15 +6,15 @@ A progress bar appears on a terminal only. A path that is missing is an error be
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.errors import ModelLoadError, did_you_mean, printable
+from kenosis_ort.storage.data import without_odd
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -45,7 +45,7 @@ class Screen:
             text: Returns it for people.
         """
         if self.as_json:
-            print(json.dumps(_finite(data()), indent=1, allow_nan=False))
+            print(json.dumps(without_odd(data()), indent=1, allow_nan=False))
         elif not self.quiet:
             self._console().print(text())
 
@@ -87,7 +87,7 @@ class Screen:
             return
         from rich import progress as bars
 
-        from kenosis_ort.report.console import PlainConsole
+        from kenosis_ort.report.text import PlainConsole
 
         count = (bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn())
         columns = (*count, bars.MofNCompleteColumn(), bars.TimeElapsedColumn())
@@ -97,19 +97,10 @@ class Screen:
 
     @staticmethod
     def _console() -> Console:
-        from kenosis_ort.report.console import PlainConsole
+        from kenosis_ort.report.text import PlainConsole
 
         console = PlainConsole()
         return console if console.is_terminal else PlainConsole(width=max(_PIPE_COLUMNS, console.width))
-
-
-def _finite(value: Any) -> Any:
-    """The data with infinity and NaN, which JSON lacks, as None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def check_model(path: Path) -> None:

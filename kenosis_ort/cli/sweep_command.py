@@ -34,8 +34,7 @@ from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.outside import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
-from kenosis_ort.report.console import make_table
-from kenosis_ort.report.text import format_bytes
+from kenosis_ort.report.text import format_bytes, make_table
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.writing import absolute, check_apart, sha256_of, write_text
 
@@ -48,6 +47,7 @@ _log = logging.getLogger(__name__)
 
 RESOURCE: Final = "timing"
 """What a worker offers that runs one job at a time on processors of its own."""
+_SEE: Final = "see kenosis-ort sweep --help"
 _TABLES: Final = ("models", "defaults")
 _NAME: Final = re.compile(r"[\w.-]+")
 _NOT_A_MODELS: Final = frozenset({"json", "quiet", "verbose", "help", "help-all", "dask", "skip-bad-shards", "dry-run"})
@@ -104,7 +104,7 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
     try:
         raw = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
-        raise OptionError(f"the file is not valid TOML: {error}", where=str(file)) from error
+        raise OptionError(f"the file is not valid TOML: {error}", where=str(file), fix=_SEE) from error
     for key in raw:
         if key not in _TABLES:
             raise OptionError(
@@ -152,7 +152,7 @@ def _job(
             parsed = parser.parse_args(arguments)
     except SystemExit as error:
         text = messages.getvalue().strip().rpartition("error: ")[2]
-        raise OptionError(" ".join(text.split()) or "it does not parse", where=where) from error
+        raise OptionError(" ".join(text.split()) or "it does not parse", where=where, fix=_SEE) from error
     if parsed.data is None and parsed.synthetic is None and parsed.calibration_cache_path is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")
     reads = dict.fromkeys(_files(parsed, model, folder))
@@ -171,7 +171,7 @@ def _arguments(words: Mapping[str, Any], where: str) -> Iterator[str]:
             elif isinstance(each, (str, int, float)):
                 yield f"--{option}={each}"
             else:
-                raise OptionError(f"'{key}' is no string, number, truth value or list of those", where=where)
+                raise OptionError(f"'{key}' is no string, number, truth value or list of those", where=where, fix=_SEE)
 
 
 def _files(parsed: argparse.Namespace, model: Path, folder: Path) -> Iterator[Path]:
@@ -207,12 +207,12 @@ class Row:
         name: The model.
         verdict: One sentence; of a failed job what went wrong.
         failed: There is no output.
+        output: The file.
+        seconds: That the job took.
         sqnr_db: Of the output that lost most, on calibration samples; None where it was not measured.
         speed: Times the float model's; None where nothing was timed.
         size_before: Bytes of the float model.
         size_after: Bytes of the output.
-        seconds: That the job took.
-        output: The file.
         fingerprint: Of all that the result depends on.
         output_digest: SHA-256 of the output.
         earlier: It was done by an earlier run.
@@ -221,13 +221,13 @@ class Row:
     name: str
     verdict: str
     failed: bool
-    sqnr_db: float | None
-    speed: float | None
-    size_before: int
-    size_after: int
-    seconds: float
     output: str
-    fingerprint: str
+    seconds: float = 0.0
+    sqnr_db: float | None = None
+    speed: float | None = None
+    size_before: int = 0
+    size_after: int = 0
+    fingerprint: str = ""
     output_digest: str = ""
     earlier: bool = False
 
@@ -269,7 +269,7 @@ def perform(job: Job, processors: Collection[int] = ()) -> Row:
         printed = {}
     if "verdict" not in printed or not job.output.is_file():
         what = _reason(printed, done.returncode, done.stderr)
-        row = Row(job.name, what, True, None, None, 0, 0, seconds, str(job.output), fingerprint)
+        row = Row(job.name, what, True, str(job.output), seconds, fingerprint=fingerprint)
     else:
         taken = [c for c in (printed.get("speed") or {}).get("candidates", []) if c["status"] == "taken"]
         ratios = [float(c["ratio"]) for c in taken if c["ratio"] is not None]
@@ -365,7 +365,7 @@ def _performed(cluster: Cluster, jobs: Sequence[Job], *, local: bool) -> Iterato
         if client.status != "running" or isinstance(error, OutputError):
             raise error
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"  # its workers died, for one
-        yield Row(futures[future].name, what, True, None, None, 0, 0, 0.0, str(futures[future].output), "")
+        yield Row(futures[future].name, what, True, str(futures[future].output))
 
 
 def perform_on_worker(job: Job, sharing: int) -> Row:
@@ -400,7 +400,8 @@ def sweep(arguments: argparse.Namespace, screen: Screen) -> bool:
     try:
         results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"The folder for results cannot be made: {error.strerror}.", where=str(results)) from error
+        what = f"The folder for results cannot be made: {error.strerror}."
+        raise OutputError(what, where=str(results), fix="Name another folder.") from error
 
     def report(row: Row) -> Row:
         screen.tell("; ".join(part for part in _cells(row) if part))

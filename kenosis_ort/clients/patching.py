@@ -12,8 +12,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -127,7 +126,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
     """Stock's objects with new ones for their place, which no other module can hold for a reason of its own."""
     stock = {name: getattr(importlib.import_module(home), name) for name, home in _HOMES.items()}
 
-    static = _counting("quantize", api.quantize, stock["quantize"], takes_options=True)
+    static = _counting("quantize", api.quantize, stock["quantize"])
 
     @functools.wraps(stock["quantize"])
     def quantize(model_input: Any, model_output: Any, quant_config: Any) -> Any:
@@ -143,70 +142,58 @@ def _stand_ins() -> list[tuple[Any, Any]]:
             return super().__new__(cls)
 
         def quantize_model(self) -> Any:
-            with _counted_if_raised("QDQQuantizer"), _ours_inside():
-                model = super().quantize_model()
-            _count("QDQQuantizer", self)
-            return model
+            return _call("QDQQuantizer", super().quantize_model, {}, told=self)
 
     Quantizer.__name__ = Quantizer.__qualname__ = QDQQuantizer.__name__
     Quantizer.__module__ = QDQQuantizer.__module__
     ours = {
-        "quantize_static": _counting(
-            "quantize_static", api.quantize_static, stock["quantize_static"], takes_options=True
-        ),
+        "quantize_static": _counting("quantize_static", api.quantize_static, stock["quantize_static"]),
         "quantize": quantize,
-        "create_calibrator": _counting("create_calibrator", create_calibrator, stock["create_calibrator"]),
+        "create_calibrator": _counting(
+            "create_calibrator", create_calibrator, stock["create_calibrator"], takes_options=False
+        ),
         "QDQQuantizer": Quantizer,
     }
     return [(stock[name], ours[name]) for name in _HOMES]
 
 
 def _counting(
-    name: str, ours: Callable[..., Any], stock: Callable[..., Any], *, takes_options: bool = False
+    name: str, ours: Callable[..., Any], stock: Callable[..., Any], *, takes_options: bool = True
 ) -> Callable[..., Any]:
+    """Function of ours in the place of stock's, which gets the options of the patches."""
+
     @functools.wraps(ours)
     def called(*arguments: Any, **named: Any) -> Any:
         if _is_inside():  # stock's own code, which ours calls for what it leaves to stock
             return stock(*arguments, **named)
         with _lock:
             given = {k: v for handle in _active for k, v in handle.options.items()} if takes_options else {}
-        with _counted_if_raised(name), _ours_inside():
-            result = ours(*arguments, **{**given, **named})
-        _count(name, result)
-        return result
+        return _call(name, ours, {**given, **named}, *arguments)
 
     return called
 
 
-def _count(name: str, result: Any) -> None:
-    with _lock:
-        handles = list(_active)
-    for handle in handles:
-        handle.note(name, result)
-
-
-@contextmanager
-def _counted_if_raised(name: str) -> Iterator[None]:
+def _call(name: str, function: Callable[..., Any], named: Mapping[str, Any], *arguments: Any, told: Any = None) -> Any:
+    """Result of a call of ours, which all active patches count; what stock's code calls in it is stock's."""
+    before, _inside.now = _is_inside(), True
     try:
-        yield
+        result = function(*arguments, **named)
     except BaseException:
         with _lock:
             for handle in _active:
                 handle.failed[name] += 1
         raise
+    finally:
+        _inside.now = before
+    with _lock:
+        handles = list(_active)
+    for handle in handles:
+        handle.note(name, result if told is None else told)
+    return result
 
 
 def _is_inside() -> bool:
-    return bool(getattr(_inside, "depth", 0))
-
-
-@contextmanager
-def _ours_inside() -> Iterator[None]:
-    _inside.depth = getattr(_inside, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _inside.depth -= 1
+    return getattr(_inside, "now", False)
 
 
 def _exchange(by_id: Mapping[int, tuple[Any, Any]]) -> None:

@@ -8,7 +8,7 @@ that holds the true one.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -66,27 +66,24 @@ def with_derived(model: onnx.ModelProto, known: Mapping[str, Range]) -> _Ranges:
 def _forward(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> None:
     if node.domain or not node.input or all(name in found for name in node.output if name):
         return
-    rule = _RULES.get(node.op_type, _same if node.op_type in _BYTE_OPS | _PICKS else None)
-    ends = None if rule is None else rule(node, found, constants)
+    ends = found.get(node.input[0])
+    if node.op_type == "Concat":
+        ends = _union([_range_of(name, found, constants) for name in node.input])
+    elif node.op_type == "Pad":
+        filled = _range_of(node.input[2], found, constants) if "".join(node.input[2:3]) else (0.0, 0.0)
+        ends = _union([ends, filled])
+    elif node.op_type == "Relu" and ends is not None:
+        ends = max(ends[0], 0.0), max(ends[1], 0.0)
+    elif node.op_type == "Clip" and ends is not None:
+        ends = _clipped(node, ends, constants)
+    elif node.op_type not in _BYTE_OPS | _PICKS:
+        ends = None
     if ends is not None:
-        for name in node.output:
-            if name:
-                found.setdefault(name, ends)
+        found.update({name: ends for name in node.output if name and name not in found})
 
 
-def _same(node: onnx.NodeProto, found: _Ranges, _: Mapping[str, onnx.TensorProto]) -> Range | None:
-    return found.get(node.input[0])
-
-
-def _relu(node: onnx.NodeProto, found: _Ranges, _: Mapping[str, onnx.TensorProto]) -> Range | None:
-    ends = found.get(node.input[0])
-    return None if ends is None else (max(ends[0], 0.0), max(ends[1], 0.0))
-
-
-def _clip(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
-    ends = found.get(node.input[0])
-    if ends is None:
-        return None
+def _clipped(node: onnx.NodeProto, ends: Range, constants: Mapping[str, onnx.TensorProto]) -> Range:
+    """What a Clip leaves of a range: all of it where a limit is computed."""
     limits = [-np.inf, np.inf]
     for index, name in enumerate(node.input[1:3]):
         if name:
@@ -95,17 +92,6 @@ def _clip(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.Ten
             limits[index] = float(array_in(constants[name]).reshape(-1)[0])
     low, high = (min(max(end, limits[0]), limits[1]) for end in ends)
     return low, high
-
-
-def _concat(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
-    return _union([_range_of(name, found, constants) for name in node.input])
-
-
-def _pad(node: onnx.NodeProto, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
-    filled: Range | None = (0.0, 0.0)
-    if len(node.input) > 2 and node.input[2]:
-        filled = _range_of(node.input[2], found, constants)
-    return _union([found.get(node.input[0]), filled])
 
 
 def _range_of(name: str, found: _Ranges, constants: Mapping[str, onnx.TensorProto]) -> Range | None:
@@ -120,14 +106,6 @@ def _union(ranges: Sequence[Range | None]) -> Range | None:
     if len(known) < len(ranges) or not known:
         return None
     return min(low for low, _ in known), max(high for _, high in known)
-
-
-_RULES: Final[Mapping[str, Callable[[onnx.NodeProto, _Ranges, Mapping[str, onnx.TensorProto]], Range | None]]] = {
-    "Clip": _clip,
-    "Concat": _concat,
-    "Pad": _pad,
-    "Relu": _relu,
-}
 
 
 _log = logging.getLogger(__name__)

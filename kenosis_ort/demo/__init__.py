@@ -1,4 +1,4 @@
-"""A real trained net with real images, and its quantization: ``python -m kenosis_ort.demo``.
+"""A real trained net with real images, and its quantization: ``kenosis-ort demo``.
 
 ``digits_cnn.onnx`` is a small residual CNN trained on scikit-learn's handwritten digits (the UCI "Optical
 Recognition of Handwritten Digits" test set); ``digits.npz`` holds 100 images of its training split for

@@ -17,7 +17,7 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort import errors
-from kenosis_ort.accuracy.metric import Measured
+from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import Request

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
-from kenosis_ort.bench.op_times import gather_evidence
+from kenosis_ort.bench.op_times import with_measurements
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow import fit
@@ -31,6 +31,7 @@ from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.fusion_aware import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
+from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
@@ -374,16 +375,16 @@ def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Seque
     request = call.request
     if request.evidence == "none" or not build.plan:
         return None
-    full = request.evidence == "full"
     with call.stage("evidence"):
-        return gather_evidence(
+        found = gather_evidence(reference, build.quantized, build.table)
+        if request.evidence != "full":
+            return found
+        return with_measurements(
+            found,
             reference,
             build.quantized,
-            table=build.table,
-            feeds=list(feeds),
+            list(feeds),
             baseline=call.loaded.proto,
-            layers=full,
-            times=full,
             threads=request.speed.threads,
             custom_op_libraries=request.custom_op_libraries,
         )

@@ -12,7 +12,8 @@ from typing import Final
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
-from kenosis_ort.accuracy.metric import Budget, Measured
+from kenosis_ort.accuracy.measured import Measured
+from kenosis_ort.accuracy.metric import Budget
 from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable

@@ -21,16 +21,8 @@ import onnx
 
 from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
-from kenosis_ort.accuracy.metric import (
-    CheckedMetric,
-    Measure,
-    Measured,
-    OutputError,
-    Scored,
-    measure_pairs,
-    of_parts,
-    worst,
-)
+from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
+from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.passes.model_runs import Candidates, Model, Reference, blamed, failed

@@ -11,9 +11,9 @@ What the report says of the fusion proof.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
@@ -69,19 +69,13 @@ def layer_times(
     layers = [LayerTime(k.node, k.op_type, k.kernel, k.path) for k in running]
     layers = layers or [LayerTime(name, op_type) for name, (op_type, us) in estimated.items() if us]
     names = {layer.node for layer in layers}
-    measured: dict[str, float] = {}
-    for kernel in () if times is None else times.after:
-        name = kernel.node if kernel.node in names else ""
-        measured[name] = measured.get(name, 0.0) + 1e3 * kernel.milliseconds
+    known = [op if op.node in names else replace(op, node="") for op in (() if times is None else times.after)]
+    measured = {node: 1e3 * milliseconds for node, milliseconds in by_key(known, "node").items()}
     found = [
-        LayerTime(x.node, x.op_type, x.kernel, x.path, _us(estimated, x.node), measured.get(x.node)) for x in layers
+        replace(x, estimated_us=estimated.get(x.node, ("", None))[1], measured_us=measured.get(x.node)) for x in layers
     ]
     rest = measured.get("")
     return (*found, LayerTime("", "between layers", "", "", between_us, rest)) if between_us or rest else tuple(found)
-
-
-def _us(estimated: Mapping[str, tuple[str, float]], node: str) -> float | None:
-    return estimated[node][1] if node in estimated else None
 
 
 def kernels_in_words(layers: Iterable[LayerTime]) -> str:
@@ -213,6 +207,14 @@ class OpTime:
     op_type: str
     kernel: str
     milliseconds: float
+
+
+def by_key(times: Iterable[OpTime], key: Literal["node", "op_type"]) -> dict[str, float]:
+    """Milliseconds by node or by operator; 0 of others."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for entry in times:
+        found[getattr(entry, key)] += entry.milliseconds
+    return found
 
 
 @dataclass(frozen=True)

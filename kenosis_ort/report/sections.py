@@ -1,7 +1,4 @@
-"""Parts of a report that are there only where the step was made: accuracy passes, speed, trust in the calibration.
-
-What was lost against the float model, in the unit of what the outputs are for.
-"""
+"""Parts of a report that are there only where the step was made: speed, trust in the calibration, loss by a measure."""
 
 from dataclasses import dataclass
 from typing import Literal

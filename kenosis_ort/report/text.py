@@ -1,19 +1,26 @@
-"""The report as rich text: for a terminal, a log or a file."""
+"""The report as rich text: for a terminal, a log or a file; and what all tables and consoles of the package are.
+
+On a `PlainConsole` names from a model cannot do anything: control characters are spelled out.
+"""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from kenosis_ort.errors import printable
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report import console, evidence, sections
+from kenosis_ort.report import evidence, sections
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
@@ -26,6 +33,58 @@ MAX_NAMES = 3
 _TRUST_STYLES = {"trusted": "green", "usable": "yellow", "do not ship": "bold red"}
 _HEAVY = having(Is.HEAVY)
 _UNTRIED = ("spare", "absent", "untimed")
+
+
+class PlainConsole(Console):
+    """A console that spells out control characters and marks of reading order in all that it prints."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, str):
+            renderable = printable(renderable)
+        elif isinstance(renderable, Text) and printable(renderable.plain) != renderable.plain:
+            renderable = renderable.blank_copy(printable(renderable.plain))
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def make_table(
+    *headings: str,
+    rows: Iterable[Iterable[str | Text]],
+    title: str | None = None,
+    styles: Iterable[str] = (),
+    **settings: Any,
+) -> Table:
+    """A table for a `PlainConsole`.
+
+    Args:
+        headings: Of its columns; one that begins with ``>`` is of numbers, which stand to the right on one line.
+        rows: Cells; texts are shown as they are, without markup.
+        title: Above it.
+        styles: Of the rows; of those beyond none.
+        settings: Further ones of ``rich.table.Table``.
+    """
+    table = Table(
+        **{"box": box.SIMPLE_HEAD, "title": title, "title_justify": "left", "title_style": "bold", **settings}
+    )
+    for heading in headings:
+        if heading.startswith(">"):
+            table.add_column(heading.removeprefix(">"), justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
+    for row, style in zip(rows, chain(styles, repeat("")), strict=False):
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row), style=style)
+    return table
+
+
+def make_facts(facts: Iterable[tuple[str, str | Text]], *, style: str = "dim") -> Table:
+    """Labels and texts in two columns; facts without a text are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in facts:
+        if text:
+            table.add_row(label, Text(text) if isinstance(text, str) else text)
+    return table
 
 
 def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
@@ -83,11 +142,15 @@ def render_fusion(
 def to_text(renderable: RenderableType, *, width: int = 110) -> str:
     """A rendering as plain text without escape codes or control characters."""
     buffer = io.StringIO()
-    plain = console.PlainConsole(
-        file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False
-    )
-    plain.print(renderable)
+    console = PlainConsole(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")[:-1]) + "\n"
+
+
+def listed(nodes: Sequence[KernelReport | evidence.Explanation]) -> str:
+    """Nodes by how many there are of each operator, with the first names."""
+    operators = ", ".join(f"{count} {kind}" for kind, count in _by_count(Counter(node.op_type for node in nodes)))
+    return f"{operators}: {', '.join(n.node for n in nodes[:MAX_NAMES])}{', ...' if len(nodes) > MAX_NAMES else ''}"
 
 
 def format_bytes(count: int) -> str:
@@ -138,7 +201,7 @@ def _facts(report: QuantizationReport) -> Table:
     if report.outputs:
         signal = ", ".join(f"{o.name} {o.sqnr_db:.1f} dB" for o in report.outputs)
         facts.append(("outputs", f"{signal} against float, on {report.samples_compared}"))
-    return console.make_facts(facts)
+    return make_facts(facts)
 
 
 def _fusion_tables(
@@ -183,7 +246,7 @@ def _kernel_table(fusion: FusionReport) -> Table:
         for op_type, kernel, integer in order
     )
     title = "Kernels in the runtime's optimized graph"
-    return console.make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
+    return make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
 
 
 def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
@@ -191,12 +254,11 @@ def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> Renderab
     groups: dict[tuple[bool, str], list[KernelReport]] = {}
     for k in floats:
         groups.setdefault((k.node in planned, k.reason), []).append(k)
-    ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not _any_heavy(group[1]), -len(group[1])))
+    heavy = {key: any(k.op_type in _HEAVY for k in kernels) for key, kernels in groups.items()}
+    ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not heavy[group[0]], -len(group[1])))
     rows = []
     for (broken, reason), kernels in ranked[:MAX_FLOAT_ROWS]:
-        operators = ", ".join(f"{count} {kind}" for kind, count in _by_count(Counter(k.op_type for k in kernels)))
-        names = ", ".join(k.node for k in kernels[:MAX_NAMES]) + (", ..." if len(kernels) > MAX_NAMES else "")
-        rows.append((_why(reason, broken), f"{operators}: {names}"))
+        rows.append((_why(reason, broken), listed(kernels)))
     hidden = sum(len(kernels) for _, kernels in ranked[MAX_FLOAT_ROWS:])
     table = _float_table(rows)
     return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
@@ -209,7 +271,7 @@ def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> Renderabl
 
 
 def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
-    table = console.make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
+    table = make_table("why", "nodes", rows=rows, title="Nodes that run in float", expand=True)
     table.columns[0].ratio, table.columns[1].ratio = 3, 2
     return table
 
@@ -218,13 +280,9 @@ def _why(reason: str, broken: bool) -> Text:
     return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
 
 
-def _any_heavy(kernels: Iterable[KernelReport]) -> bool:
-    return any(k.op_type in _HEAVY for k in kernels)
-
-
 def _options(report: QuantizationReport) -> Table:
     rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
-    return console.make_table("option", "value", "chosen by", rows=rows, title="Options")
+    return make_table("option", "value", "chosen by", rows=rows, title="Options")
 
 
 def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:
@@ -237,7 +295,7 @@ def render_layers(layers: Iterable[evidence.LayerTime]) -> Table:
         for x in layers
     )
     headings = ("layer", "operator", "kernel", "path", ">estimated", ">measured")
-    return console.make_table(*headings, rows=rows, title="Layers")
+    return make_table(*headings, rows=rows, title="Layers")
 
 
 def _passes(passes: Sequence[PassOutcome]) -> Table:
@@ -250,7 +308,7 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
         change = "" if outcome.change is None else f"{100 * outcome.change:+.1f} %"
         style = "green" if outcome.kept else "dim"
         rows.append((outcome.name, Text(state, style=style), error, change, outcome.reason))
-    return console.make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
+    return make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
 
 
 def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
@@ -262,7 +320,7 @@ def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
         outcome = Text(form.status, style=style)
         rows.append((form.description or form.name, outcome, _speed(form), form.reason))
     title = ", ".join(filter(None, ("Speed", speed.basis)))
-    blocks: list[RenderableType] = [console.make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
+    blocks: list[RenderableType] = [make_table("form", "outcome", ">speed", "why", rows=rows, title=title)]
     hidden = len(speed.candidates) - len(shown)
     if hidden:
         blocks.append(Text(f"and {_count(hidden, 'form')} that did not have to be tried", style="dim"))

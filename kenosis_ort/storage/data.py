@@ -1,5 +1,6 @@
 """Dataclasses as JSON has them, and back, by their fields' types alone."""
 
+import math
 import os
 import sys
 import types
@@ -39,6 +40,15 @@ def plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return type(value).__name__ if callable(value) else str(value)
+
+
+def without_odd(value: Any) -> Any:
+    """The data with infinity and NaN, which JSON lacks, as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: without_odd(entry) for key, entry in value.items()}
+    return [without_odd(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 T = TypeVar("T")

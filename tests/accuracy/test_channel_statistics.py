@@ -1,11 +1,27 @@
+"""Statistics by channel: equal to numpy, known from BatchNormalization alone, and means behind an activation."""
+
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from typing import Any
 
-from kenosis_ort.accuracy.channel_statistics import channel_statistics
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper, parser
+
+from kenosis_ort.accuracy.channel_statistics import (
+    Response,
+    activation_behind,
+    batch_norm_statistics,
+    channel_statistics,
+    clip_bounds,
+)
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.passes.equalize_layers import equalize
 from tests import models, planning
 from tests.models import Net
 
@@ -70,3 +86,99 @@ def test_what_is_wrong_is_said():
     with pytest.raises(CalibrationError, match="sample 1"):
         channel_statistics(model, broken, ["a_out"], threads=1)
     assert channel_statistics(model, [], []) == {}
+
+
+def trained_net(act="Relu"):
+    """A net whose BatchNormalization holds the true mean and variance of what it normalizes."""
+    net = Net(seed=2)
+    x = net.input("x", ["n", 6, 12, 12])
+    y = net.conv(x, 6, 8, k=1, name="a", bias=False)
+    weight = models.numpy_helper.to_array(next(t for t in net.initializers if t.name == "a_w"))[:, :, 0, 0]
+    gamma, beta = net.rng.uniform(0.2, 2.0, 8), net.rng.normal(0, 1, 8)
+    params = [net.const(v) for v in (gamma, beta, np.zeros(8), (weight.astype(np.float64) ** 2).sum(1))]
+    y = net.op("BatchNormalization", [y, *params], name="bn", out="normed")
+    inputs = [y, net.const(np.float32(0)), net.const(np.float32(1.5))] if act == "Clip" else [y]
+    y = net.op(act, inputs, out="active")
+    net.output(net.conv(y, 8, 5, k=1, name="b"))
+    return net.model()
+
+
+def test_batch_norm_knows_its_output():
+    source = trained_net()
+    known = batch_norm_statistics(source)["normed"]
+    model = planning.prepared(source)
+    measured = channel_statistics(model, models.feeds(model, 32), ["normed"], threads=1)["normed"]
+    np.testing.assert_allclose(known.mean, measured.mean, atol=0.1)
+    np.testing.assert_allclose(known.second_moment, measured.second_moment, rtol=0.15, atol=0.05)
+    assert np.all(known.high > known.mean)
+
+
+def test_equalization_through_a_clip_by_what_batch_norm_says():
+    source = trained_net("Clip")
+    model = planning.prepared(source)
+    known = batch_norm_statistics(source)
+    result = equalize(model, peaks=known)
+    for pair in result.pairs:
+        assert np.all(pair.scales[known["normed"].high >= 1.5] == 1.0)
+
+
+ACTIVATIONS = {
+    "none": ("z = Mul (v, two)", (-np.inf, np.inf)),
+    "relu": ("z = Relu (v)", (0.0, np.inf)),
+    "clip": ("z = Clip (v, low, high)", (-0.5, 1.5)),
+    "low only": ("z = Clip (v, low)", (-0.5, np.inf)),
+    "high only": ("z = Clip (v, , high)", (-np.inf, 1.5)),
+    "other": ("z = Sigmoid (v)", None),
+}
+
+
+def net(line: str) -> onnx.ModelProto:
+    model: onnx.ModelProto = parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]> g (float[N,3,4,5] x) => (float[N,3,4,5] y)
+        <float low = {{-0.5}}, float high = {{1.5}}, float two = {{2.0}}>
+        {{ v = Identity (x)  {line}  y = Identity (z) }}"""
+    )
+    return model
+
+
+def response(line: str) -> Response:
+    model = net(line)
+    index = GraphIndex(model)
+    return Response(model, index, activation_behind(index, "v"), 4, 1, 1)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_bounds(name: str) -> None:
+    line, bounds = ACTIVATIONS[name]
+    index = GraphIndex(net(line))
+    assert clip_bounds(index, activation_behind(index, "v").nodes) == bounds
+
+
+def test_bounds_of_an_old_clip() -> None:
+    node = helper.make_node("Clip", ["v"], ["z"], min=-1.0, max=6.0)
+    assert clip_bounds(GraphIndex(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([n for n, (_, bounds) in ACTIVATIONS.items() if bounds]), st.integers(0, 99))
+def test_computed_here_as_by_the_runtime(name: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    line = ACTIVATIONS[name][0]
+    ours, model = response(line), net(line)
+    index = GraphIndex(model)
+    runtimes: Any = Response.__new__(Response)
+    runtimes._axis, runtimes._rank, runtimes._over, runtimes._bounds = 1, 4, (2, 3), None
+    runtimes._session = runtimes._opened(model, index, activation_behind(index, "v"), 1)
+    array = rng.normal(0, 2, (2, 3, 4, 5)).astype(np.float32)
+    for shift in (np.zeros(3), rng.normal(0, 1, 3)):
+        assert np.allclose(ours.means(array, shift), runtimes.means(array, shift), atol=1e-5)
+
+
+def test_a_shift_moves_the_mean_behind_to_where_it_should_be() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(0, 1, (1, 3, 4, 5)).astype(np.float32) for _ in range(64)]
+    found = response("z = Relu (v)")
+    true = np.array([0.3, 0.0, -0.2])
+    expected = np.concatenate([found.means(a, true) for a in arrays])
+    shift = found.shift_for(arrays, expected)
+    assert np.allclose(shift, true, atol=0.05)

@@ -1,4 +1,4 @@
-"""`compare`: what matches, what it says about tensors, where the error jumps, and what it advises."""
+"""What matches, what is said of tensors, layers and outputs, where the error jumps, and what is advised."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnxruntime.quantization import QuantType, quantize_static
+from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
+from kenosis_ort import quantize_static
 from kenosis_ort.accuracy.compare import Comparison, TensorComparison, advise, compare
-from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.accuracy.side_by_side import ChannelSums
+from kenosis_ort.accuracy.grids import ValueGrid
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
+from kenosis_ort.accuracy.side_by_side import ChannelSums, compare_layers
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
+from tests.models import FeedReader, feeds
 from tests.passes.test_float_search import BAD, spiky_chain
 from tests.processor import SATURATES
 from tests.targets.qdq import compute_ops
@@ -52,18 +55,16 @@ def test_every_quantized_tensor_has_a_match(name: str) -> None:
 def test_stock_models_match_too(name: str, tmp_path: Path) -> None:
     model = NETS[name]()
     onnx.save(model, tmp_path / "f.onnx")
-    quantize_static(
+    stock.quantize_static(
         str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"), models.FeedReader(models.feeds(model, 3)),
-        activation_type=QuantType.QUInt8, per_channel=True, reduce_range=SATURATES,
+        activation_type=stock.QuantType.QUInt8, per_channel=True, reduce_range=SATURATES,
     )  # fmt: skip
     found = compare(tmp_path / "f.onnx", tmp_path / "q.onnx", models.FeedReader(models.feeds(model, 3)), threads=1)
     assert found.unmatched == 0
     assert len(found.tensors) > 2
     assert all(t.sqnr_db > 15 for t in found.tensors), found
-    floats, quantized = (onnx.load(tmp_path / n) for n in ("f.onnx", "q.onnx"))
-    del floats, quantized
-    stock = create_weight_matching(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
-    assert stock.keys() <= {w.name for w in found.weights}
+    weights = create_weight_matching(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
+    assert weights.keys() <= {w.name for w in found.weights}
 
 
 def test_looking_changes_nothing() -> None:
@@ -126,16 +127,13 @@ def test_coarse_weights_are_blamed() -> None:
 
 def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
     """Against the original with its BatchNormalization the folded weights are other weights, activations match."""
-    import kenosis_ort
-    from kenosis_ort.graph.load import load_model
-
     model = models.bn_net()
-    kenosis_ort.quantize_static(model, tmp_path / "q.onnx", models.reader(model))
+    quantize_static(model, tmp_path / "q.onnx", models.reader(model))
     found = compare(model, tmp_path / "q.onnx", models.feeds(model, 3), threads=1)
     assert found.tensors
     assert all(t.sqnr_db > 15 for t in found.tensors)
     assert all(w.sqnr_db > 25 for w in found.weights)
-    assert len(found.weights) < len([t for t in load_model(model).proto.graph.initializer if len(t.dims) == 4])
+    assert len(found.weights) < len([t for t in model.graph.initializer if len(t.dims) == 4])
 
 
 def test_to_dict_is_json() -> None:
@@ -175,7 +173,8 @@ def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: 
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(samples, 3, 4)).astype(np.float32)
     b = (a + noise * rng.normal(size=a.shape)).astype(np.float32)
-    sums = ChannelSums(-1.0, 1.0, 0.1)
+    grid = ValueGrid(np.array([0.1]), np.zeros(1, np.int64), 1, onnx.TensorProto.INT8, bounds=(-10, 10))
+    sums = ChannelSums(grid)
     for x, y in zip(a, b, strict=True):
         assert sums.add(x[None], y[None])
     x, y = a.astype(np.float64), b.astype(np.float64)
@@ -243,3 +242,49 @@ def test_short_table_of_long_names() -> None:
     assert max(map(len, text.splitlines())) < 130
     assert len(text.splitlines()) == 11
     assert text.endswith("Do this.")
+
+
+def quantized(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    quantize_static(
+        model, folder / "q.onnx", FeedReader(feeds(model, 4)), rewrites=False, recipe="plain", promise=False
+    )
+    return onnx.load(folder / "q.onnx")
+
+
+@pytest.mark.parametrize("build", [models.residual_block, models.mobile_block, models.mlp])
+def test_layers_of_a_quantized_net_are_close_and_end_at_the_output(build, tmp_path: Path):
+    model = build()
+    result = quantized(model, tmp_path)
+    few = feeds(model, 2)
+    layers = compare_layers(model, result, few)
+    order = [name for node in model.graph.node for name in node.output]
+    inputs = {value.name for value in model.graph.input}
+    assert [name for name in layers if name not in inputs] == [name for name in order if name in layers]
+    assert min(layers.values()) > 15
+    for output in compare_outputs(model, result, few):
+        assert layers[output.name] == pytest.approx(output.sqnr_db, abs=0.3)
+
+
+def test_the_value_inside_a_fused_kernel_is_left_out(tmp_path: Path):
+    model = models.conv_relu_chain(3)
+    layers = compare_layers(model, quantized(model, tmp_path), feeds(model, 1))
+    readers = {name: node for node in model.graph.node for name in node.input}
+    for node in model.graph.node:
+        reader = readers.get(node.output[0])
+        if node.op_type == "Conv" and reader is not None and reader.op_type == "Relu":
+            assert node.output[0] not in layers
+            assert reader.output[0] in layers
+
+
+def test_parts_give_the_same_figures(tmp_path: Path):
+    model = models.residual_block()
+    result = quantized(model, tmp_path)
+    few = feeds(model, 1)
+    parts = compare_layers(model, result, few, budget=1)
+    assert compare_layers(model, result, few) == {name: pytest.approx(db, abs=0.5) for name, db in parts.items()}
+
+
+def test_without_feeds_there_is_nothing(tmp_path: Path):
+    model = models.mlp()
+    assert compare_layers(model, quantized(model, tmp_path), []) == {}
+    assert {*compare_layers(model, model, feeds(model, 1)).values()} == {float("inf")}

@@ -18,15 +18,11 @@ RNG = np.random.default_rng(0)
 
 def graph(**outputs: Sequence[str]) -> onnx.GraphProto:
     """Returns a graph whose outputs are each behind a chain of operators."""
-    nodes, ends = [], []
+    made = onnx.GraphProto(name="net", output=[onnx.ValueInfoProto(name=name) for name in outputs])
     for name, chain in outputs.items():
-        value = "x"
-        for at, op_type in enumerate(chain):
-            following = name if at == len(chain) - 1 else f"{name}_{at}"
-            nodes.append(helper.make_node(op_type, [value], [following]))
-            value = following
-        ends.append(onnx.ValueInfoProto(name=name))
-    return helper.make_graph(nodes, "net", [], ends)
+        values = ["x", *(f"{name}_{at}" for at in range(len(chain) - 1)), name]
+        made.node.extend(map(helper.make_node, chain, zip(values), zip(values[1:])))
+    return made
 
 
 def softmax(x: Any, axis: int = -1) -> Any:

@@ -10,6 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenosis_ort.accuracy.measured import (
+    LEAST_SAMPLES,
+    Measure,
+    Measured,
+    bootstrap,
+    measure_pairs,
+    of_parts,
+    wilson,
+    worst,
+)
 from kenosis_ort.accuracy.measures import (
     BoxLayout,
     ClassAgreement,
@@ -20,16 +30,6 @@ from kenosis_ort.accuracy.measures import (
     SameTokens,
     YesOrNo,
     overlaps,
-)
-from kenosis_ort.accuracy.metric import (
-    LEAST_SAMPLES,
-    Measure,
-    Measured,
-    bootstrap,
-    measure_pairs,
-    of_parts,
-    wilson,
-    worst,
 )
 
 

@@ -8,8 +8,9 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.bench.op_times import gather_evidence, profile_ops
+from kenosis_ort.bench.op_times import profile_ops, with_measurements
 from kenosis_ort.errors import CalibrationError, VerificationError
+from kenosis_ort.report.gathering import gather_evidence
 from tests import models
 from tests.models import FeedReader, feeds
 
@@ -49,18 +50,13 @@ def test_evidence_of_a_net_with_a_body(tmp_path: Path):
     model = models.net_with_if()
     few = feeds(model, 3)
     report = quantize_static(model, tmp_path / "q.onnx", FeedReader(few), rewrites=False, recipe="plain", promise=False)
-    found = gather_evidence(model, onnx.load(tmp_path / "q.onnx"), feeds=few, runs=2)
+    quantized = onnx.load(tmp_path / "q.onnx")
+    held = gather_evidence(model, quantized)
+    found = with_measurements(held, model, quantized, few, runs=2)
+    assert with_measurements(held, model, quantized, []) is held, "without feeds nothing is run"
     assert found.graph is not None
     assert {n.name for n in found.graph.nodes} >= set(report.plan.by_node)
     assert found.layers
     assert found.times is not None
     assert found.times.before
     assert found.times.after
-
-
-def test_without_feeds_nothing_is_run():
-    model = models.mlp()
-    found = gather_evidence(model, model)
-    assert found.layers == ()
-    assert found.times is None
-    assert found.graph is not None

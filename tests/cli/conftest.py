@@ -15,7 +15,7 @@ import pytest
 
 from kenosis_ort.cli.main import main
 from kenosis_ort.demo import load_digits, model_path
-from kenosis_ort.demo.__main__ import Demonstration, demonstrate
+from kenosis_ort.demo.measurements import Demonstration, demonstrate
 from tests import models
 
 ROUNDS, BATCH = 1, 2  # of the demonstration

@@ -38,7 +38,6 @@ def test_the_plan_of_a_float_model_is_explained(shell: Shell) -> None:
     gone = [e for e in shell("explain float.onnx --all --json").data if e["kind"] == "prepared away"]
     assert {e["op_type"] for e in gone} == {"BatchNormalization"}
     assert "folded into its neighbours" in shell("explain float.onnx", gone[0]["node"]).line
-    assert "Did you mean 'layer5.conv'?" in shell.complaint("explain float.onnx layer5.cnv")
 
 
 def test_a_quantized_model_is_asked_of_the_runtime(shell: Shell) -> None:
@@ -66,7 +65,6 @@ def test_patterns_name_the_broken_clause(shell: Shell) -> None:
     assert "Convs match 'oneDNN, Quantized Convolution Fusion Patterns'" in printed
     assert "breaks bias-conversion: the bias is s32 behind a DequantizeLinear" in printed
     shell("verify int8.onnx --patterns onednn --strict", code=1)
-    shell("verify int8.onnx --patterns tpu", code=2)
 
 
 # -- compare
@@ -111,8 +109,6 @@ def test_tables_are_written_merged_and_used(shell: Shell) -> None:
     shell("quantize float.onnx o.onnx --table both.json --no-promise -q")
     assert shell(f"{calibrate} bare.json --data samples.npz --no-samples --json").data["kept_samples"] == 0
     assert CalibrationTable.load(Path("bare.json")).cached is None
-    for wrong in ("both.json day.json", "no/b.json day.json", "new.json none.json"):
-        shell.complaint(f"merge {wrong}")
 
 
 # -- bench
@@ -132,11 +128,9 @@ def test_models_are_timed_side_by_side(shell: Shell) -> None:
 
 def test_hints_about_made_up_data_are_taken_and_what_cannot_run_is_left_out(shell: Shell) -> None:
     shell(f"bench float.onnx --input-range image=0,1 {QUICK}")
-    assert "Did you mean 'image'?" in shell.complaint(f"bench float.onnx --input-range imag=0,1 {QUICK}")
     Path("broken.onnx").write_bytes(b"no model")
     printed = shell(f"bench float.onnx broken.onnx --synthetic 2 {QUICK}", code=1)
     assert "left out: broken.onnx" in printed.out
-    assert "none.onnx" in shell.complaint(f"bench none.onnx {QUICK}")
 
 
 # -- targets and compare-targets
@@ -148,7 +142,6 @@ def test_all_targets_are_listed_with_what_they_want(shell: Shell) -> None:
     assert listed["tensorrt"]["activations"] == "int8, zero point 0"
     assert (listed["tensorrt"]["proved"], listed["ort-cpu"]["proved"]) == (False, True)
     assert "x * Sigmoid(x)" in listed["tensorrt"]["taken_in"]
-    assert "Did you mean 'tensorrt'?" in shell.complaint("targets tensrrt")
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -177,9 +170,9 @@ def test_targets_are_compared_on_a_net(shell: Shell) -> None:
 def test_the_doctor_tells_facts_types_and_problems(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = ("processor", "onnxruntime", "CPUExecutionProvider", "operator sets up to", "uint8 x int8")
     assert not lacking(shell("doctor --seconds 0.1").line, *shown)
-    monkeypatch.setattr(doctor, "_has_quantizer", lambda: False)
+    monkeypatch.setattr(doctor.ort, "get_available_providers", lambda: ["SomeExecutionProvider"])
     printed = shell("doctor --no-timing", code=1).line
-    assert "problem: onnxruntime.quantization is missing. Fix: pip install" in printed
+    assert "problem: The runtime has no CPU execution provider. Fix: pip install" in printed
     assert "uint8 x int8" not in printed
 
 

@@ -8,25 +8,22 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
-from kenosis_ort import SyntheticReader
 from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.cli import sources
 from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.cli.sources import call_function, holds_images, image_input, names_function
 from kenosis_ort.errors import CalibrationError
-from tests import models
+from tests import models, planning
 
 
 def image_model(path: Path, *shapes: list[int | str]) -> Path:
     """Writes a model that hands its inputs on."""
-    inputs = [helper.make_tensor_value_info(f"in{i}", TensorProto.FLOAT, s) for i, s in enumerate(shapes)]
-    outputs = [helper.make_tensor_value_info(f"out{i}", TensorProto.FLOAT, s) for i, s in enumerate(shapes)]
-    nodes = [helper.make_node("Relu", [f"in{i}"], [f"out{i}"]) for i in range(len(shapes))]
-    graph = helper.make_graph(nodes, "g", inputs, outputs)
-    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path)
+    sizes = [",".join(map(str, shape)) for shape in shapes]
+    ends = [", ".join(f"float[{size}] {name}{i}" for i, size in enumerate(sizes)) for name in ("in", "out")]
+    nodes = " ".join(f"out{i} = Relu (in{i})" for i in range(len(shapes)))
+    onnx.save(planning.parse(f"({ends[0]}) => ({ends[1]}) {{ {nodes} }}"), path)
     return path
 
 
@@ -145,10 +142,6 @@ def test_the_output_may_stand_last_and_labels_are_left_aside(
     assert main(["compare", said[1], str(tmp_path / "last.onnx"), "--data", said[3]]) == 0
     with pytest.raises(SystemExit):
         main([*said, "another"])  # no model's file: an argument that is too much
-
-
-def test_the_number_of_made_up_samples_may_stand_by_itself() -> None:
-    assert len(SyntheticReader(models.mlp(), 5)) == 5
 
 
 # -- a function of the caller's

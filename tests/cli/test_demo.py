@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from kenosis_ort.demo import __main__ as demo_main
-from kenosis_ort.demo.__main__ import Demonstration, render
+from kenosis_ort.demo import load_digits
 from kenosis_ort.demo.measurements import (
     FLOAT,
     OURS,
     STOCK_BEST,
     STOCK_DEFAULT,
-    load_digits,
+    Demonstration,
     measure_quality,
     measure_speed,
+    render,
 )
 from kenosis_ort.report.text import to_text
 from tests.cli.conftest import BATCH, ROUNDS
@@ -37,16 +36,6 @@ def test_the_numbers_as_plain_data(demonstration: Demonstration):
     assert found["models"][OURS]["accuracy"] > 0.97
     assert found["models"][OURS]["proof"].startswith("7 of 7")
     assert (found["batch"], found["rounds"]) == (BATCH, ROUNDS)
-
-
-def test_the_module_takes_the_same_options(
-    demonstration: Demonstration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    asked: dict[str, object] = {}
-    monkeypatch.setattr(demo_main, "demonstrate", lambda out, **how: asked.update(how, out=out) or demonstration)
-    assert demo_main.main(["--rounds", "3", "--batch", "4", "--out", "models"]) == 0
-    assert asked == {"rounds": 3, "batch": 4, "out": Path("models")}
-    assert "A residual CNN" in capsys.readouterr().out
 
 
 def test_a_model_against_itself(made: Path):

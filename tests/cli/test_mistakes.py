@@ -1,19 +1,28 @@
-"""Whatever goes wrong: one line on stderr with the fix, exit code 2, nothing written, nothing on stdout."""
+"""Whatever goes wrong: one line with the fix, exit code 2, nothing written, nothing left behind, nothing on stdout."""
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
-from kenosis_ort.cli.main import build_parser
+from kenosis_ort import errors
+from kenosis_ort.cli.main import build_parser, main
 from kenosis_ort.demo import load_digits
 from tests.cli.conftest import PLAIN, Shell
+
+RAISED = {
+    *(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.KenosisError))
+}
 
 
 @pytest.fixture
@@ -26,100 +35,122 @@ def bad(shell: Shell) -> Shell:
     np.savez("bytes.npz", image=(images * 255).astype(np.uint8))
     (shell.folder / "text.onnx").write_text("not a model\nat all\n")
     (shell.folder / "loader.py").write_text(
-        "import numpy\ndef samples():\n    return dict(numpy.load('samples.npz'))\n"
+        "import os, numpy\ndef samples():\n    data = dict(numpy.load('samples.npz'))\n    os.chdir('sub')\n"
+        "    return data\n"
     )
+    onnx.save(onnx.load("float.onnx"), "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     (shell.folder / "soft.html").symlink_to("float.onnx")
     os.link("samples.npz", "hard.toml")
     (shell.folder / "sub").mkdir()
     return shell
 
 
-DATA = "--data samples.npz"
-MISTAKES = {
-    "wrong input name": ("float.onnx --data wrong_name.npz", ["'imagee'", "Did you mean 'image'?"]),
-    "wrong layout": ("float.onnx --data channels_last.npz", ["channels-last", "transpose(0, 3, 1, 2)"]),
-    "no batch axis": ("float.onnx --data no_batch.npz", ["wrong shape", "array[None]"]),
-    "uint8 for float": ("float.onnx --data bytes.npz", ["uint8", ".astype(numpy.float32)"]),
-    "missing model": (f"flaot.onnx {DATA}", ["flaot.onnx", "Did you mean 'float.onnx'?"]),
-    "no model": (f"text.onnx soft.html {DATA}", ["text.onnx"]),
-    "missing data": ("float.onnx --data sample.npz", ["sample.npz", "Did you mean 'samples.npz'?"]),
-    "no data": ("float.onnx", ["No calibration data", "--data SOURCE", "--synthetic"]),
-    "no folder for the output": (f"float.onnx no/such/out.onnx {DATA}", ["no/such", "Create it first"]),
-    "no folder for the report": (f"float.onnx {DATA} --report no/r.html", ["Create it first"]),
-    "quantized already": (f"int8.onnx {DATA}", ["already quantized", "original float model"]),
-    "output is the input": (f"float.onnx float.onnx {DATA}", ["float model itself", "name another file"]),
-    "typo in a recipe": (f"float.onnx {DATA} --recipe acurate", ["Did you mean 'accurate'?"]),
-    "typo in an extra option": (
-        f"float.onnx {DATA} --option WeightSymetric=1",
-        ["Did you mean 'WeightSymmetric'?", "--option"],
-    ),
-    "option of images": (f"float.onnx {DATA} --mean 0.5", ["--mean goes with a folder of images"]),
-    "option of made-up samples": (f"float.onnx {DATA} --seed 1", ["--seed goes with made-up"]),
-    "unknown node": (f"float.onnx {DATA} --exclude layer0.con", ["Did you mean 'layer0.conv'?"]),
-}
+MISTAKES = """
+quantize float.onnx --data wrong_name.npz => 'imagee' | Did you mean 'image'?
+quantize float.onnx --data channels_last.npz => channels-last | transpose(0, 3, 1, 2)
+quantize float.onnx --data no_batch.npz => wrong shape | array[None]
+quantize float.onnx --data bytes.npz => uint8 | .astype(numpy.float32)
+quantize flaot.onnx DATA => flaot.onnx | Did you mean 'float.onnx'?
+quantize text.onnx soft.html DATA => text.onnx
+quantize float.onnx --data sample.npz => sample.npz | Did you mean 'samples.npz'?
+quantize float.onnx => No calibration data | --data SOURCE | --synthetic
+quantize float.onnx no/such/out.onnx DATA => no/such | Create it first
+quantize float.onnx DATA --report no/r.html => Create it first
+quantize int8.onnx DATA => already quantized | original float model
+quantize float.onnx float.onnx DATA => float model itself | name another file
+quantize float.onnx DATA --recipe acurate => Did you mean 'accurate'?
+quantize float.onnx DATA --option WeightSymetric=1 => Did you mean 'WeightSymmetric'? | --option
+quantize float.onnx DATA --mean 0.5 => --mean goes with a folder of images
+quantize float.onnx DATA --seed 1 => --seed goes with made-up
+quantize float.onnx DATA --exclude layer0.con => Did you mean 'layer0.conv'?
+quantize float.onnx DATA ./float.onnx => the output is the float model itself
+quantize float.onnx DATA --report float.onnx => the report is the float model itself
+quantize float.onnx DATA --report soft.html => the report is the float model itself
+quantize float.onnx DATA --report float.int8.onnx => the report is the output itself
+quantize float.onnx DATA --save-recipe sub/../samples.npz => the recipe to save is the calibration data itself
+quantize float.onnx DATA --save-recipe hard.toml => the recipe to save is the calibration data itself
+quantize float.onnx DATA --save-recipe r.html --report r.html => the report is the recipe to save itself
+quantize float.onnx DATA --cache c.json --report c.json => the calibration cache is the report itself
+quantize float.onnx DATA --cache samples.npz => The calibration cache cannot be read
+quantize float.onnx --data loader.py:samples --report loader.py => the report is the calibration data itself
+quantize m.onnx m.bin DATA => the output is the float model's external data itself
+explain float.onnx layer5.cnv => Did you mean 'layer5.conv'?
+verify int8.onnx --patterns tpu => tpu
+targets tensrrt => Did you mean 'tensorrt'?
+bench float.onnx --input-range imag=0,1 --seconds 0.3 => Did you mean 'image'?
+bench none.onnx --seconds 0.3 => none.onnx
+merge samples.npz day.json => exists already
+merge new.json none.json => none.json
+merge no/b.json none.json => Create it first
+"""
+"""Command lines, each with what its complaint holds beside the fix."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_its_fix(mistake: str, bad: Shell) -> None:
-    line, expected = MISTAKES[mistake]
-    told = bad.complaint(f"quantize {line} {'' if '--recipe' in line else PLAIN}")
-    assert [text for text in ("Fix: ", *expected) if text not in told] == []
+@pytest.mark.parametrize("room", ["accuracy", "bench", "cli", "clients", "report"])
+def test_no_error_is_raised_without_a_fix(room: str) -> None:
+    for path in (Path(errors.__file__).parent / room).rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        raised = [call for call in calls if ast.unparse(call.func).removeprefix("errors.") in RAISED]
+        named = [{word.arg for word in call.keywords} for call in raised]
+        assert [call.lineno for call, words in zip(raised, named, strict=True) if "fix" not in words] == [], path
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("./float.onnx", "the output is the float model itself"),
-        ("--report float.onnx", "the report is the float model itself"),
-        ("--report soft.html", "the report is the float model itself"),
-        ("--report float.int8.onnx", "the report is the output itself"),
-        ("--save-recipe sub/../samples.npz", "the recipe to save is the calibration data itself"),
-        ("--save-recipe hard.toml", "the recipe to save is the calibration data itself"),
-        ("--save-recipe r.html --report r.html", "the report is the recipe to save itself"),
-        ("--cache c.json --report c.json", "the calibration cache is the report itself"),
-        ("--cache samples.npz", "The calibration cache cannot be read"),
-        ("--data loader.py:samples --report loader.py", "the report is the calibration data itself"),
-    ],
-)
-def test_no_output_is_an_input_or_another_output(line: str, text: str, bad: Shell) -> None:
-    assert text in bad.complaint(f"quantize float.onnx --data samples.npz {PLAIN} {line}")
+@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines(), ids=lambda line: line.partition(" =>")[0])
+def test_a_mistake_is_answered_with_what_where_and_fix(mistake: str, bad: Shell) -> None:
+    line, expected = mistake.replace("DATA", "--data samples.npz").split(" => ")
+    line += f" {PLAIN}" if line.startswith("quantize") and "--recipe" not in line else ""
+    told = bad.complaint(line)
+    error = bad(f"{line} --json", code=2).data["error"]
+    assert [text for text in expected.split(" | ") if text not in told] == []
+    assert error["kind"].endswith("Error")
+    assert all(" ".join(error[part].split()) in told for part in ("what", "where", "fix") if error[part])
+    assert error["what"]
+    assert error["fix"]
 
 
-def test_with_json_the_error_is_an_object_too(shell: Shell) -> None:
-    error = shell("quantize float.onnx --json", code=2).data["error"]
-    assert (error["kind"], error["what"]) == ("CalibrationError", "No calibration data was given.")
-    assert "--synthetic" in error["fix"]
+def test_a_function_that_changes_the_working_directory_moves_nothing(bad: Shell) -> None:
+    bad(f"quantize m.onnx --data loader.py:samples --report r.html --cache c.json {PLAIN}")
+    assert {"m.int8.onnx", "m.int8.recipe.toml", "r.html", "c.json"} <= bad.files().keys()
+    assert list((bad.folder / "sub").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "meant"),
-    [
-        ("quantize m.onnx --recpe fast", "--recipe"),
-        ("quantize m.onnx --no-promis", "--no-promise"),
-        ("quantize m.onnx --dat=x.npz", "--data"),
-        ("quantize m.onnx --synth", "--synthetic"),
-        ("quantize m.onnx --tune modell", "model"),
-        ("quantise m.onnx", "quantize"),
-        ("--jsn inspect m.onnx", "--json"),
-    ],
-)
-def test_a_typo_is_answered_with_what_was_meant_and_abbreviations_are_not_taken(
-    line: str, meant: str, shell: Shell
-) -> None:
-    assert f"Did you mean '{meant}'?" in shell(line, code=2).err
+USAGE = """
+quantize m.onnx --recpe fast => Did you mean '--recipe'?
+quantize m.onnx --no-promis => Did you mean '--no-promise'?
+quantize m.onnx --dat=x.npz => Did you mean '--data'?
+quantize m.onnx --synth => Did you mean '--synthetic'?
+quantize m.onnx --tune modell => Did you mean 'model'?
+quantise m.onnx => Did you mean 'quantize'?
+--jsn inspect m.onnx => Did you mean '--json'?
+ => required
+nonsense => invalid choice
+quantize => required
+compare a.onnx => required
+verify => required
+bench => required
+demo --rounds 0 => --rounds
+demo --batch -1 => --batch
+quantize a.onnx b.onnx --data d --size 224 => --size
+quantize a.onnx b.onnx --data d --mean a,b => --mean
+bench m.onnx --seconds 0 => --seconds
+bench m.onnx --seconds soon => --seconds
+bench m.onnx --rounds 0 => --rounds
+bench m.onnx --batch-size 0 => --batch-size
+bench m.onnx --threads 99999999999 => --threads
+compare m.onnx m.onnx --threads 99999999999 => --threads
+doctor --threads 99999999999 => --threads
+"""
+"""Typos are answered with what was meant; abbreviations are not taken."""
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("", "nonsense", "quantize", "compare a.onnx", "verify", "bench", "demo --rounds 0", "demo --batch -1"),
-        *(f"quantize a.onnx b.onnx {rest}" for rest in ("--data d --size 224", "--data d --mean a,b")),
-        *(f"bench m.onnx {rest}" for rest in ("--seconds 0", "--seconds soon", "--rounds 0", "--batch-size 0")),
-        *(f"{command} --threads 99999999999" for command in ("bench m.onnx", "compare m.onnx m.onnx", "doctor")),
-    ],
-)
-def test_bad_usage_shows_the_usage(line: str, shell: Shell) -> None:
-    assert "usage:" in shell(line, code=2).err
+@pytest.mark.parametrize("mistake", USAGE[1:].splitlines(), ids=lambda line: line.partition(" =>")[0])
+def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake: str, shell: Shell) -> None:
+    line, expected = mistake.split(" => ")
+    printed = shell(line, code=2)
+    assert printed.out == ""
+    assert "usage:" in printed.err
+    assert expected in printed.err
+    assert "Fix: see kenosis-ort" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -197,3 +228,44 @@ def test_module_runs_as_a_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.startswith("kenosis-ort ")
     assert build_parser().prog == "kenosis-ort"
+
+
+WAITER = """
+import numpy, time
+def samples():
+    yield {"image": numpy.load("samples.npz")["image"][:1]}
+    print("waiting", flush=True)
+    for _ in range(600):  # not one long sleep: a signal that comes just before it is looked at only when it is over
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_terminated_it_cleans_up_and_killed_the_next_run_does(bad: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bad.folder
+    (folder / "waiter.py").write_text(WAITER)
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+    before = sorted(folder.iterdir())
+    line = f"quantize m.onnx --data waiter.py:samples {PLAIN}".split()
+
+    def left() -> list[Path]:
+        return [path for path in (folder / "tmp").iterdir() if "kenosis" in path.name]  # the runtime leaves a file too
+
+    def stopped_by(number: int) -> tuple[int, str]:
+        command, pipe = [sys.executable, "-m", "kenosis_ort", *line], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "waiting\n"
+            assert left()
+            child.send_signal(number)
+            return child.wait(), child.communicate()[1]
+
+    assert stopped_by(signal.SIGTERM) == (143, "kenosis-ort: error: terminated\n")
+    assert sorted(folder.iterdir()) == before
+    assert left() == []
+    assert stopped_by(signal.SIGKILL)[0] == -signal.SIGKILL
+    assert left()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+    assert main(["quantize", "m.onnx", "--data", "samples.npz", *PLAIN.split()]) == 0
+    assert left() == []

@@ -61,7 +61,7 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(
 
     def performed(job: Job, *_: Any) -> Row:
         done.append(job.name)
-        return Row(job.name, "done", False, None, None, 1, 1, 0.0, str(job.output), "")
+        return Row(job.name, "done", False, str(job.output))
 
     monkeypatch.setattr(sweeping, "perform", performed)
 
@@ -146,7 +146,7 @@ def test_no_processor_is_two_workers() -> None:
 
 
 def test_names_cannot_do_anything_on_a_terminal() -> None:
-    row = Row("[red]<script>", "</td>\x1b[2J", False, float("inf"), None, 1, 1, 0.0, "o", "f")
+    row = Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
     text = to_text(render([row]))
     assert "[red]<script>" in text
     assert "\x1b" not in text

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
 from onnxruntime.quantization.calibrate import (
     CalibraterBase,
     CalibrationMethod,
@@ -24,7 +23,7 @@ from onnxruntime.quantization.calibrate import (
 from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
 from kenosis_ort import CalibrationError, create_calibrator
-from tests import models
+from tests import models, planning
 from tests.clients.support import ranges
 
 CLASSES = {
@@ -144,25 +143,12 @@ def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path
     assert max(alive) <= 3
 
 
-def masked() -> onnx.ModelProto:
-    """Scores plus a mask of minus infinity, then a Softmax."""
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["x", "mask"], ["m"]), helper.make_node("Softmax", ["m"], ["y"])],
-        "masked",
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in ("x", "mask")],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-
-
 @METHODS
 def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: Path) -> None:
     """Stock's MinMax gives such a tensor an infinite range, its histograms fail."""
-    feed = {
-        "x": np.array([[1, 2, 3, 4]], np.float32),
-        "mask": np.array([[0, 0, -np.inf, -np.inf]], np.float32),
-    }
-    found = ends(ranges(masked(), [feed, feed], tmp_path, create=create_calibrator, method=method, symmetric=False))
+    masked = planning.parse("(float[1,4] x, float[1,4] mask) => (y) { m = Add (x, mask) y = Softmax (m) }")
+    feed = {"x": np.float32([[1, 2, 3, 4]]), "mask": np.float32([[0, 0, -np.inf, -np.inf]])}
+    found = ends(ranges(masked, [feed, feed], tmp_path, create=create_calibrator, method=method, symmetric=False))
     for low, high in found.values():
         assert np.isfinite([low, high]).all()
     if method.name == "MinMax":

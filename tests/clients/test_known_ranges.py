@@ -9,9 +9,9 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
 
 from kenosis_ort.clients.quantizer import with_derived
+from tests import planning
 from tests.flow.support import session
 
 # Each takes the value named "{0}" of shape (1, 4, 4, 4) to one of the same shape.
@@ -39,15 +39,8 @@ def net(steps: list[str], *last: str) -> onnx.ModelProto:
     lines = [f"v{i + 1} = {STEPS[s].format(f'v{i}')}" for i, s in enumerate(steps)]
     lines += [f"w{i} = {text.format(f'v{len(steps)}')}" for i, text in enumerate(last)]
     names = [f"v{i + 1}" for i in range(len(steps))] + [f"w{i}" for i in range(len(last))]
-    nodes = onnx.parser.parse_graph(f"g (float[1, 4, 4, 4] v0) => (float v0_) {{ {chr(10).join(lines)} }}").node
-    graph = helper.make_graph(
-        list(nodes),
-        "g",
-        [helper.make_tensor_value_info("v0", TensorProto.FLOAT, [1, 4, 4, 4])],
-        [onnx.ValueInfoProto(name=n) for n in names],
-        [onnx.numpy_helper.from_array(np.asarray(v), k) for k, v in CONSTANTS.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    text = f"(float[1,4,4,4] v0) => ({', '.join(names)}) {{ {chr(10).join(lines)} }}"
+    return planning.parse(text, CONSTANTS, checked=False)
 
 
 def computed(model: onnx.ModelProto, x: Any) -> dict[str, Any]:

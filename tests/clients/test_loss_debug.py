@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization.qdq_loss_debug import (
@@ -18,56 +17,30 @@ from onnxruntime.quantization.qdq_loss_debug import (
     modify_model_output_intermediate_tensors,
 )
 
-from tests import models
+from tests import models, planning
 from tests.flow.support import quantized
-from tests.models import Net
 
-
-def strided_stem() -> onnx.ModelProto:
-    net = Net()
-    x = net.input("x", [1, 3, 16, 16])
-    y = net.op("Relu", [net.conv(x, 3, 16, k=3, stride=2, name="stem")])
-    net.output(net.conv(y, 16, 8, name="second"), [1, 8, 8, 8])
-    return net.model("strided_stem")
-
-
-def stem_of_few_channels() -> onnx.ModelProto:
-    net = Net()
-    x = net.input("x", [1, 3, 16, 16])
-    y = net.op("Relu", [net.conv(x, 3, 16, k=3, name="stem")])
-    net.output(net.conv(y, 16, 8, name="second"), [1, 8, 16, 16])
-    return net.model("stem_of_few_channels")
-
-
-def odd_depthwise() -> onnx.ModelProto:
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 4, 16, 16]), 4, 16, name="stem")])
-    for block in range(2):
-        y = net.op("Relu", [net.conv(y, 16, 24, k=1, name=f"expand{block}")])
-        y = net.op("Relu", [net.conv(y, 24, 24, groups=24, name=f"depthwise{block}")])
-        y = net.op("Relu", [net.conv(y, 24, 16, k=1, name=f"project{block}")])
-    net.output(net.conv(y, 16, 8, name="last"), [1, 8, 16, 16])
-    return net.model("odd_depthwise")
-
-
-def open_linear() -> onnx.ModelProto:
-    net = Net()
-    x = net.input("x", ["N", "T", 16])
-    for i in range(2):
-        weights = net.const(net.rng.normal(0, 0.2, (16, 16)).astype(np.float32), f"w{i}")
-        bias = net.const(net.rng.normal(0, 0.2, (1, 1, 16)).astype(np.float32), f"b{i}")
-        x = net.op("Relu", [net.op("Add", [net.op("MatMul", [x, weights]), bias])])
-    net.output(x, ["N", "T", 16])
-    return net.model("open_linear")
-
-
+SAME = "pads = [1, 1, 1, 1]"
+STEM = """(float[1,3,16,16] x) => (y) <float[16,3,3,3] w, float[8,16,3,3] v> {{
+    [stem] s = Conv <{}> (x, w) r = Relu (s) [second] y = Conv <pads = [1, 1, 1, 1]> (r, v) }}"""
+BLOCK = """[expand{0}] e{0} = Conv (r{0}, we{0}) f{0} = Relu (e{0})
+    [depthwise{0}] d{0} = Conv <group = 24, pads = [1, 1, 1, 1]> (f{0}, wd{0}) g{0} = Relu (d{0})
+    [project{0}] p{0} = Conv (g{0}, wp{0}) r{1} = Relu (p{0})"""
+WEIGHTS = ", ".join(f"float[24,16,1,1] we{i}, float[24,1,3,3] wd{i}, float[16,24,1,1] wp{i}" for i in range(2))
+DEPTHWISE = f"""(float[1,4,16,16] x) => (y) <float[16,4,3,3] w, {WEIGHTS}, float[8,16,3,3] v> {{
+    [stem] s = Conv <{SAME}> (x, w) r0 = Relu (s) {BLOCK.format(0, 1)} {BLOCK.format(1, 2)}
+    [last] y = Conv <{SAME}> (r2, v) }}"""
+LINEAR = """(float[N,T,16] x) => (float[N,T,16] y)
+    <float[16,16] w0, float[1,1,16] b0, float[16,16] w1, float[1,1,16] b1> {
+    m0 = MatMul (x, w0) a0 = Add (m0, b0) r0 = Relu (a0) m1 = MatMul (r0, w1) a1 = Add (m1, b1) y = Relu (a1) }"""
 NETS = {
-    "SpaceToDepth": strided_stem,
-    "read a multiple of 4": stem_of_few_channels,
-    "depthwise": odd_depthwise,
-    "MatMul and Add became Gemm": open_linear,
+    "SpaceToDepth": lambda: planning.parse(STEM.format(f"strides = [2, 2], {SAME}")),
+    "read a multiple of 4": lambda: planning.parse(STEM.format(SAME)),
+    "depthwise": lambda: planning.parse(DEPTHWISE),
+    "MatMul and Add became Gemm": lambda: planning.parse(LINEAR),
     "": models.two_input_detector,
 }
+"""Nets by what the notes say of the rewrite that they meet."""
 
 
 class Reader:

@@ -11,56 +11,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from kenosis_ort.demo import load_digits
-from tests import models
+from tests import models, planning
 
 ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(7)
 
 
-def _weights(name: str, *shape: int) -> onnx.TensorProto:
-    fan_in = int(np.prod(shape[1:])) or 1
-    return numpy_helper.from_array((RNG.normal(size=shape) / np.sqrt(fan_in)).astype(np.float32), name)
-
-
-def _value(name: str, *shape: int) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
-
-
-def _model(nodes: list[onnx.NodeProto], inputs: list, outputs: list, weights: list) -> onnx.ModelProto:
-    graph = helper.make_graph(nodes, "docs", inputs, outputs, weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-
-
-def _classifier() -> onnx.ModelProto:
-    """A small net over colour pictures."""
-    nodes = [
-        helper.make_node("Conv", ["image", "w0"], ["c0"], name="stem", pads=[1, 1, 1, 1], strides=[2, 2]),
-        helper.make_node("Relu", ["c0"], ["r0"], name="relu0"),
-        helper.make_node("Conv", ["r0", "w1"], ["c1"], name="body", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
-        helper.make_node("GlobalAveragePool", ["r1"], ["p"], name="pool"),
-        helper.make_node("Flatten", ["p"], ["f"], name="flatten"),
-        helper.make_node("Gemm", ["f", "w2"], ["logits"], name="head", transB=1),
-    ]
-    weights = [_weights("w0", 16, 3, 3, 3), _weights("w1", 16, 16, 3, 3), _weights("w2", 10, 16)]
-    return _model(nodes, [_value("image", 1, 3, 16, 16)], [_value("logits", 1, 10)], weights)
-
-
-def _recurrent() -> onnx.ModelProto:
-    """One step of a net whose state is an input and an output."""
-    nodes = [
-        helper.make_node("Gemm", ["x", "wx"], ["a"], name="inputs", transB=1),
-        helper.make_node("Gemm", ["state", "wh"], ["b"], name="states", transB=1),
-        helper.make_node("Add", ["a", "b"], ["s"], name="sum"),
-        helper.make_node("Tanh", ["s"], ["stateN"], name="tanh"),
-        helper.make_node("Gemm", ["stateN", "wo"], ["y"], name="head", transB=1),
-    ]
-    inputs, outputs = [_value("x", 1, 16), _value("state", 1, 32)], [_value("y", 1, 4), _value("stateN", 1, 32)]
-    return _model(nodes, inputs, outputs, [_weights("wx", 32, 16), _weights("wh", 32, 32), _weights("wo", 4, 32)])
+CLASSIFIER = """(float[1,3,16,16] image) => (logits) <float[16,3,3,3] w0, float[16,16,3,3] w1, float[10,16] w2> {
+    [stem] c0 = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (image, w0) [relu0] r0 = Relu (c0)
+    [body] c1 = Conv <pads = [1, 1, 1, 1]> (r0, w1) [relu1] r1 = Relu (c1) [pool] p = GlobalAveragePool (r1)
+    [flatten] f = Flatten (p) [head] logits = Gemm <transB = 1> (f, w2) }"""
+RECURRENT = """(float[1,16] x, float[1,32] state) => (y, stateN) <float[32,16] wx, float[32,32] wh, float[4,32] wo> {
+    [inputs] a = Gemm <transB = 1> (x, wx) [states] b = Gemm <transB = 1> (state, wh) [sum] s = Add (a, b)
+    [tanh] stateN = Tanh (s) [head] y = Gemm <transB = 1> (stateN, wo) }"""
+"""A small net over colour pictures, and one step of a net whose state is an input and an output."""
 
 
 def _write_pipeline(folder: Path) -> None:
@@ -87,8 +54,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "test.npz", image=digits.images[:32])
     np.save(folder / "labels.npy", digits.labels[:32])
     np.savez(folder / "recording.npz", x=RNG.normal(size=(40, 1, 16)).astype(np.float32)[:, 0])
-    onnx.save(_classifier(), folder / "classifier.onnx")
-    onnx.save(_recurrent(), folder / "recurrent.onnx")
+    onnx.save(planning.parse(CLASSIFIER), folder / "classifier.onnx")
+    onnx.save(planning.parse(RECURRENT), folder / "recurrent.onnx")
     _write_pipeline(folder)
     (folder / "photos").mkdir()
     for number in range(8):

@@ -1,13 +1,16 @@
-"""The index of the examples names every script, and its commands name scripts and options that exist."""
+"""The index of the examples and the README name what exists: scripts, options, keywords."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+
+from kenosis_ort.cli.main import build_parser
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 INDEX = (EXAMPLES / "README.md").read_text(encoding="utf-8")
@@ -34,3 +37,48 @@ def test_commands_name_scripts_and_options_that_exist(line: str):
     source += "".join((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in ("cifar10_data",))
     for option in (argument for argument in arguments if argument.startswith("--")):
         assert f'"{option}"' in source
+
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+def test_there_are_exactly_two_set_up_commands():
+    commands = [line for line in SHELL if "pip install" in line]
+    assert len(commands) == 2
+    assert commands[0].endswith("kenosis-ort demo")
+    assert "pytest" in commands[1]
+
+
+def test_the_names_it_imports_are_public():
+    imports = re.findall(r"^from (kenosis_ort\S*) import (.+)$", README, re.MULTILINE)
+    assert imports
+    for module, names in imports:
+        package = importlib.import_module(module)
+        for name in names.split(", "):
+            assert name in package.__all__
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("kenosis-ort ")])
+def test_its_command_lines_parse(line: str):
+    build_parser().parse_args(shlex.split(line)[1:])
+
+
+def test_the_page_of_options_lists_them_all():
+    import inspect
+
+    from kenosis_ort import Placement, Speed, quantize_static
+    from kenosis_ort.options import KEYWORDS
+
+    def listed(heading: str) -> list[str]:
+        rows = re.findall(r"^\| (`.*?) \|", OPTIONS.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
+        return [name.strip("`") for row in rows for name in row.split(", ")]
+
+    parameters = inspect.signature(quantize_static).parameters.values()
+    assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    in_groups = {*Speed.__dataclass_fields__, *Placement.__dataclass_fields__}
+    assert listed("Keyword") == [name for name in KEYWORDS if name not in in_groups]
+    fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
+    assert {*listed("Field")} == fields

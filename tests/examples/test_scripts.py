@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -134,3 +135,54 @@ def test_labels_and_budget(load_example, capsys: pytest.CaptureFixture[str], tmp
     assert "a loss of 0.02 is allowed: kept" in printed
     unseen, ours = numbers(r"300 samples that took no part: ([0-9.]+) in float, ([0-9.]+) now", printed)
     assert unseen - ours <= 0.02
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["drop_in_before", "drop_in_after"])
+def test_runs(load_example, name: str, capsys: pytest.CaptureFixture[str]):
+    load_example(name).main()
+    printed = capsys.readouterr().out
+    assert float(re.search(r"held-out images: ([0-9.]+)", printed)[1]) >= 0.97
+    assert ("no report" in printed) == (name == "drop_in_before")
+
+
+def test_one_line_differs():
+    before, after = (
+        (EXAMPLES / f"drop_in_{name}.py").read_text(encoding="utf-8").splitlines() for name in ("before", "after")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert changed == [
+        "- from onnxruntime.quantization import quantize_static",
+        "+ from kenosis_ort import quantize_static",
+    ]
+
+
+ROW = re.compile(r"^(.+?), (stock|patched) +(\d+) of (\d+) +(-?[0-9.]+) dB +([0-9.]+)x$", re.MULTILINE)
+
+
+def better(printed: str, least: int) -> None:
+    """Asserts that of each pair of rows the patched one is not worse, and that most are better."""
+    found = ROW.findall(printed)
+    pairs = list(zip(found[::2], found[1::2], strict=True))
+    assert len(pairs) == least, printed
+    for stock, patched in pairs:
+        assert (stock[0], stock[1], patched[1]) == (patched[0], "stock", "patched")
+        assert float(patched[4]) >= float(stock[4]) - 0.2, printed
+    assert any(float(patched[4]) > float(stock[4]) + 1 or int(p[2]) > int(s[2]) for s, p in pairs
+               for stock, patched in [(s, p)]), printed  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimum(load_example, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("optimum.onnxruntime")
+    load_example("optimum_quantizer").main(["--samples", "8", "--rounds", "1"])
+    better(capsys.readouterr().out, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_olive(load_example, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("olive")
+    load_example("olive_static").main(["--samples", "8", "--rounds", "1"])
+    better(capsys.readouterr().out, 2)

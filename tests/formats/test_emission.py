@@ -11,12 +11,12 @@ import onnx
 import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort.accuracy.grids import read_grids
 from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.conventions import to_qonnx
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.report.gathering import read_grids
 from tests import models
 from tests.formats.qonnx import operators
 from tests.formats.test_to_qop import check_same
@@ -154,8 +154,8 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
 def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:
     made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
     pair = next(p for p in Pairing(net(), made).activations() if p.name == "relu_1_out")
-    assert pair.low == 0.0
-    assert pair.high == pytest.approx(7 * pair.scale)
+    assert pair.grid is not None
+    assert pair.grid.range == (0.0, pytest.approx(7 * pair.grid.scale.item()))
     grids = read_grids(net(), made)
     assert (grids["relu_1_out"].bits, grids["relu_1_out"].bounds) == (3, (0, 7))
     assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}

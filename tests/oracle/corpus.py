@@ -6,243 +6,148 @@ directly behind a graph input. `GRAPHS` maps names to builders, `OPTIONS` names 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantType
 
-from tests import models
-from tests.models import Net
+from tests import models, planning
+
+SHAPE = "float[1,4,6,6]"
+_NUMBERS = {"zero": 0, "half": 0.5, "low": -0.5, "six": 6, "minus": -1, "quarter": 0.25, "eighth": 0.125, "five": 5}
+CONSTANTS: dict[str, Any] = {
+    **{name: np.float32(value) for name, value in _NUMBERS.items()},
+    **{f"ones{count}": np.ones(count, np.float32) for count in (3, 4, 5, 6, 8)},
+    **{f"zeros{count}": np.zeros(count, np.float32) for count in (4, 6, 8)},
+    **{f"i{value}": np.array([value]) for value in range(5)},
+    **{name: np.array(value) for name, value in {"one": 1, "two": 2, "ends": [0, 2], "parts": [1, 3]}.items()},
+    "flat": np.array([1, -1]),
+    "row": np.arange(5).reshape(1, 5),
+    "even": np.arange(6) % 2 == 0,
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    "scales": np.array([1, 1, 2, 2], np.float32),
+}
+"""Constants that the texts name; other weights are declared in front of the nodes, and random."""
+CONV3 = "Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]>"
+POOL = "kernel_shape = [2, 2], strides = [2, 2]"
+TEXTS = {
+    **{op.lower(): f"y = {op} (x)" for op in ("Relu", "Sigmoid", "LeakyRelu", "Tanh", "Erf", "HardSwish")},
+    "softmax": "y = Softmax <axis = 1> (x)",
+    "softmax_last": "f = Flatten (x) y = Softmax <axis = -1> (f)",
+    "clip_0_6": "y = Clip (x, zero, six)",
+    "clip_half": "y = Clip (x, low, half)",
+    "clip_open": "y = Clip (x, zero)",
+    "max_pool": f"y = MaxPool <{POOL}> (x)",
+    "average_pool": f"y = AveragePool <{POOL}, pads = [0, 0, 1, 1]> (x)",
+    "global_average_pool": "y = GlobalAveragePool (x)",
+    "flatten": "y = Flatten (x)",
+    "transpose": "y = Transpose <perm = [0, 2, 3, 1]> (x)",
+    "reshape": "y = Reshape (x, flat)",
+    "squeeze": "y = Squeeze (x, i0)",
+    "unsqueeze": "y = Unsqueeze (x, i0)",
+    "slice": "y = Slice (x, i1, i4, i2)",
+    "pad": "y = Pad (x, pads, quarter)",
+    "pad_no_value": "y = Pad (x, pads)",
+    "pad_reflect": 'y = Pad <mode = "reflect"> (x, pads)',
+    "resize": 'y = Resize <mode = "nearest"> (x, , scales)',
+    "resize_linear": 'y = Resize <mode = "linear"> (x, , scales)',
+    "gather": "y = Gather <axis = 1> (x, ends)",
+    "gather_table": "<float[7,3] table> i = ArgMax <axis = 1> (x) y = Gather (table, i)",
+    "gather_elements": "f = Flatten (x) y = GatherElements <axis = 1> (f, row)",
+    "cum_sum": "y = CumSum (x, one)",
+    "arg_max": "int64[1,1,6,6] y: y = ArgMax <axis = 1> (x)",
+    "concat": "r = Relu (x) y = Concat <axis = 1> (x, r)",
+    "concat_convs": f"<float[4,4,3,3] v, float[4,4,1,1] w> a = {CONV3} (x, v) b = Conv (x, w)"
+    " y = Concat <axis = 1> (a, b)",
+    "add": "r = Relu (x) y = Add (x, r)",
+    "add_constant": "<float[1,4,1,1] w> y = Add (x, w)",
+    "mul": "s = Sigmoid (x) y = Mul (x, s)",
+    "mul_scalar": "y = Mul (x, eighth)",
+    "where": "n = Neg (x) y = Where (even, x, n)",
+    "where_constants": "g = Greater (x, zero) y = Where (g, x, minus)",
+    "conv_no_bias": f"<float[3,4,3,3] w> y = {CONV3} (x, w)",
+    "conv_depthwise": "<float[4,1,3,3] w, float[4] b> y = Conv <group = 4> (x, w, b)",
+    "conv_stride": "<float[8,4,3,3] w, float[8] b> y = Conv <strides = [2, 2]> (x, w, b)",
+    "conv_transpose": "<float[4,3,2,2] w> y = ConvTranspose <strides = [2, 2]> (x, w, ones3)",
+    "gemm": "<float[5,144] w, float[5] b> f = Flatten (x) y = Gemm <transB = 1> (f, w, b)",
+    "gemm_alpha_beta": "<float[5,144] w, float[5] b> f = Flatten (x)"
+    " y = Gemm <transB = 1, alpha = 0.5, beta = 2.0> (f, w, b)",
+    "gemm_no_trans": "<float[144,5] w> f = Flatten (x) y = Gemm (f, w, ones5)",
+    "gemm_no_bias": "<float[144,5] w> f = Flatten (x) y = Gemm (f, w)",
+    "gemm_relu_gemm": "<float[144,8] v, float[8] a, float[8,3] w, float[3] b> f = Flatten (x) g = Gemm (f, v, a)"
+    " r = Relu (g) y = Gemm (r, w, b)",
+    "matmul": "<float[6,5] w> y = MatMul (x, w)",
+    "matmul_bias": "<float[6,5] w, float[5] b> m = MatMul (x, w) y = Add (m, b)",
+    "matmul_two_inputs": "t = Transpose <perm = [0, 1, 3, 2]> (x) y = MatMul (x, t)",
+    "batch_normalization": "<float[4] gamma, float[4] beta> y = BatchNormalization (x, gamma, beta, zeros4, ones4)",
+    "instance_normalization": "y = InstanceNormalization (x, ones4, zeros4)",
+    "layer_normalization": "y = LayerNormalization <axis = -1> (x, ones6, zeros6)",
+    "layer_normalization_no_bias": "y = LayerNormalization <axis = -1> (x, ones6)",
+    "reduce_mean": "y = ReduceMean <axes = [2, 3]> (x)",
+    "identity": "y = Identity (x)",
+    "shared_weight": "<float[4,4,1,1] w> a = Conv (x, w) s = Mul (x, five) b = Conv (s, w)"
+    " y = Concat <axis = 1> (a, b)",
+    "shared_bias": "<float[4,4,1,1] w, float[4] c> a = Conv (x, w, c) s = Mul (x, five) b = Conv (s, w, c)"
+    " y = Concat <axis = 1> (a, b)",
+    "relu_two_consumers": f"<float[4,4,3,3] w, float[4] b> r = Relu (x) c = {CONV3} (r, w, b) y = Add (c, r)",
+    "conv_two_consumers": "r = Relu (x) y = Add (r, x)",
+    "split": "float[1,2,6,6] y, float[1,3,6,6] q: <float[2,1,1,1] w> p, q = Split <axis = 1> (x, parts)"
+    " y = Conv (p, w)",
+    "top_k": "float[1,4,6,3] y, int64[1,4,6,3] i: y, i = TopK <axis = -1> (x, i3)",
+    "with_loop": f"float[1,2,6,6] y: <float[2,4,1,1] w> c = Loop <body = around (int64 i, bool go, {SHAPE} carried)"
+    f" => (bool go_on, {SHAPE} next) {{ next = Add (carried, x) go_on = Identity (go) }}> (two, , x) y = Conv (c, w)",
+}
+"""Nodes from the value ``x`` to ``y``, behind weights; outputs other than one ``y`` of floats stand in front."""
+ALONE = {
+    "embed_layer_norm": """(int32[1,5] ids, int32[1,5] segments) => (float[1,5,4] y)
+        <float[11,8] words, float[6,8] places, float[3,8] parts_of, float[8,4] w, float[4] b> {
+        e, mask = com.microsoft.EmbedLayerNormalization (ids, segments, words, places, parts_of, ones8, zeros8)
+        m = MatMul (e, w) y = Add (m, b) }""",
+    "lstm": """(float[3,1,4] x) => (y) <float[1,16,4] w, float[1,16,4] r, float[4,2] h, float[2] b> {
+        o = LSTM <hidden_size = 4> (x, w, r) s = Squeeze (o, i1) m = MatMul (s, h) y = Add (m, b) }""",
+}
+
+
+def _parsed(text: str) -> onnx.ModelProto:
+    """The model of a text, nodes named after what they write, but for those that have names."""
+    used = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", text)}
+    model = planning.parse(text, used)
+    for node in model.graph.node:
+        node.name = node.name or f"{node.op_type}_{node.output[0]}"
+    return model
+
+
+def _graph(text: str, *, front: bool, back: bool = False) -> onnx.ModelProto:
+    """The graph of one of `TEXTS`, a Conv in front of it and behind it where asked for."""
+    outputs, colon, rest = text.rpartition(": ")
+    weights, _, nodes = rest[1:].partition("> ") if rest.startswith("<") else ("", "", rest)
+    declared = [weights] if weights else []
+    if front:
+        declared.append("float[4,4,3,3] front_w, float[4] front_b")
+        nodes = f"[front] x = {CONV3} (image, front_w, front_b) {nodes}"
+    if back:
+        declared.append("float[4,4,1,1] back_w, float[4] back_b")
+        nodes = f"{nodes} z = Conv (y, back_w, back_b)"
+    head = f"({SHAPE} {'image' if front else 'x'}) => ({'z' if back else outputs if colon else 'y'})"
+    return _parsed(f"{head} {f'<{chr(44).join(declared)}>' if declared else ''} {{ {nodes} }}")
+
 
 Builder = Callable[[], onnx.ModelProto]
-GRAPHS: dict[str, Builder] = dict(models.ALL)
-CHANNELS, SIZE = 4, 6
-
-
-def _register(
-    name: str, wire: Callable[[Net, str], str | tuple[str, ...]], *, opset: int = models.OPSET, both: bool = True
-) -> None:
-    """Adds a graph with the operator behind a Conv, and one with the operator behind the graph input."""
-
-    def build(behind_conv: bool) -> onnx.ModelProto:
-        net = Net(opset=opset, seed=sum(map(ord, name)))
-        x = net.input("x", [1, CHANNELS, SIZE, SIZE])
-        y = wire(net, net.conv(x, CHANNELS, CHANNELS, name="front") if behind_conv else x)
-        produced = {o for n in net.nodes for o in n.output}
-        for value in (y,) if isinstance(y, str) else y:
-            assert value in produced
-            net.output(value, elem_type=TensorProto.INT64 if value.endswith("indices") else TensorProto.FLOAT)
-        return net.model(name)
-
-    GRAPHS[name] = lambda: build(True)
-    if both:
-        GRAPHS[f"{name}_at_input"] = lambda: build(False)
-
-
-def _ints(net: Net, *values: int) -> str:
-    return net.const(list(values))
-
-
-def _unary(op_type: str, **attributes: Any) -> Callable[[Net, str], str]:
-    return lambda net, x: net.op(op_type, [x], name="op", **attributes)
-
-
-def _flat(net: Net, x: str) -> str:
-    return net.op("Flatten", [x], name="flat")
-
-
-def _conv_behind(wire: Callable[[Net, str], str], channels: int = CHANNELS) -> Callable[[Net, str], str]:
-    return lambda net, x: net.conv(wire(net, x), channels, CHANNELS, k=1, name="back")
-
-
-FLAT = CHANNELS * SIZE * SIZE
-
-for _op in ("Relu", "Sigmoid", "LeakyRelu", "Tanh", "Erf", "HardSwish"):
-    _register(_op.lower(), _unary(_op))
-    _register(f"{_op.lower()}_conv", _conv_behind(_unary(_op)), both=False)
-_register("softmax", _unary("Softmax", axis=1))
-_register("softmax_last", lambda n, x: n.op("Softmax", [_flat(n, x)], name="op", axis=-1))
-_register("clip_0_6", lambda n, x: n.op("Clip", [x, n.const(0.0), n.const(6.0)], name="op"))
-_register(
-    "clip_0_6_conv", _conv_behind(lambda n, x: n.op("Clip", [x, n.const(0.0), n.const(6.0)], name="op")), both=False
-)
-_register("clip_half", lambda n, x: n.op("Clip", [x, n.const(-0.5), n.const(0.5)], name="op"))
-_register("clip_open", lambda n, x: n.op("Clip", [x, n.const(0.0)], name="op"))
-_register("max_pool", _unary("MaxPool", kernel_shape=[2, 2], strides=[2, 2]))
-_register("average_pool", _unary("AveragePool", kernel_shape=[2, 2], strides=[2, 2], pads=[0, 0, 1, 1]))
-_register("global_average_pool", _unary("GlobalAveragePool"))
-_register("flatten", _unary("Flatten"))
-_register("transpose", _unary("Transpose", perm=[0, 2, 3, 1]))
-_register("reshape", lambda n, x: n.op("Reshape", [x, _ints(n, 1, -1)], name="op"))
-_register("squeeze", lambda n, x: n.op("Squeeze", [x, _ints(n, 0)], name="op"))
-_register("unsqueeze", lambda n, x: n.op("Unsqueeze", [x, _ints(n, 0)], name="op"))
-_register("slice", lambda n, x: n.op("Slice", [x, _ints(n, 1), _ints(n, 4), _ints(n, 2)], name="op"))
-_register("pad", lambda n, x: n.op("Pad", [x, _ints(n, 0, 0, 1, 1, 0, 0, 1, 1), n.const(0.25)], name="op"))
-_register("pad_no_value", lambda n, x: n.op("Pad", [x, _ints(n, 0, 0, 1, 1, 0, 0, 1, 1)], name="op"))
-_register("pad_reflect", lambda n, x: n.op("Pad", [x, _ints(n, 0, 0, 1, 1, 0, 0, 1, 1)], name="op", mode="reflect"))
-_register("resize", lambda n, x: n.op("Resize", [x, "", n.const([1.0, 1.0, 2.0, 2.0])], name="op", mode="nearest"))
-_register(
-    "resize_linear", lambda n, x: n.op("Resize", [x, "", n.const([1.0, 1.0, 2.0, 2.0])], name="op", mode="linear")
-)
-_register("gather", lambda n, x: n.op("Gather", [x, _ints(n, 0, 2)], name="op", axis=1))
-_register(
-    "gather_table", lambda n, x: n.op("Gather", [n.weight((7, 3)), n.op("ArgMax", [x], name="pick", axis=1)], name="op")
-)
-_register("gather_elements", lambda n, x: n.op("GatherElements", [_flat(n, x), _ints_2d(n)], name="op", axis=1))
-_register("cum_sum", lambda n, x: n.op("CumSum", [x, n.const(np.array(1))], name="op"))
-_register("arg_max", lambda n, x: n.op("ArgMax", [x], name="op", axis=1, out="indices"))
-_register("concat", lambda n, x: n.op("Concat", [x, n.op("Relu", [x], name="r")], name="op", axis=1))
-_register(
-    "concat_convs",
-    lambda n, x: n.op("Concat", [n.conv(x, 4, 4, name="a"), n.conv(x, 4, 4, k=1, name="b")], name="op", axis=1),
-)
-_register("add", lambda n, x: n.op("Add", [x, n.op("Relu", [x], name="r")], name="op"))
-_register("add_constant", lambda n, x: n.op("Add", [x, n.weight((1, CHANNELS, 1, 1))], name="op"))
-_register("mul", lambda n, x: n.op("Mul", [x, n.op("Sigmoid", [x], name="s")], name="op"))
-_register("mul_scalar", lambda n, x: n.op("Mul", [x, n.const(0.125)], name="op"))
-_register(
-    "where", lambda n, x: n.op("Where", [n.const(np.arange(SIZE) % 2 == 0), x, n.op("Neg", [x], name="neg")], name="op")
-)
-_register(
-    "where_constants",
-    lambda n, x: n.op("Where", [n.op("Greater", [x, n.const(0.0)], name="gt"), x, n.const(-1.0)], name="op"),
-)
-_register("conv_no_bias", lambda n, x: n.conv(x, CHANNELS, 3, bias=False, name="op"))
-_register("conv_depthwise", lambda n, x: n.conv(x, CHANNELS, CHANNELS, groups=CHANNELS, name="op"))
-_register("conv_stride", lambda n, x: n.conv(x, CHANNELS, 8, stride=2, name="op"))
-_register(
-    "conv_transpose",
-    lambda n, x: n.op(
-        "ConvTranspose", [x, n.weight((CHANNELS, 3, 2, 2)), n.const(np.ones(3))], name="op", strides=[2, 2]
-    ),
-)
-_register("gemm", lambda n, x: n.gemm(_flat(n, x), FLAT, 5, name="op"))
-_register("gemm_alpha_beta", lambda n, x: n.gemm(_flat(n, x), FLAT, 5, name="op", alpha=0.5, beta=2.0))
-_register(
-    "gemm_no_trans", lambda n, x: n.op("Gemm", [_flat(n, x), n.weight((FLAT, 5)), n.const(np.ones(5))], name="op")
-)
-_register("gemm_no_bias", lambda n, x: n.op("Gemm", [_flat(n, x), n.weight((FLAT, 5))], name="op"))
-_register(
-    "gemm_relu_gemm",
-    lambda n, x: n.gemm(n.op("Relu", [n.gemm(_flat(n, x), FLAT, 8, name="g1")], name="r"), 8, 3, name="g2"),
-)
-_register("matmul", lambda n, x: n.op("MatMul", [x, n.weight((SIZE, 5))], name="op"))
-_register("matmul_bias", lambda n, x: n.linear(x, SIZE, 5, name="op"))
-_register(
-    "matmul_two_inputs",
-    lambda n, x: n.op("MatMul", [x, n.op("Transpose", [x], perm=[0, 1, 3, 2], name="t")], name="op"),
-)
-_register("batch_normalization", lambda n, x: n.batch_norm(x, CHANNELS, name="op"))
-_register(
-    "instance_normalization",
-    lambda n, x: n.op("InstanceNormalization", [x, n.const(np.ones(CHANNELS)), n.const(np.zeros(CHANNELS))], name="op"),
-)
-_register(
-    "layer_normalization",
-    lambda n, x: n.op("LayerNormalization", [x, n.const(np.ones(SIZE)), n.const(np.zeros(SIZE))], name="op", axis=-1),
-)
-_register(
-    "layer_normalization_no_bias",
-    lambda n, x: n.op("LayerNormalization", [x, n.const(np.ones(SIZE))], name="op", axis=-1),
-)
-_register("reduce_mean", _unary("ReduceMean", axes=[2, 3]))
-_register("identity", _unary("Identity"))
-_register("shared_weight", lambda n, x: _shared(n, x, bias=False))
-_register("shared_bias", lambda n, x: _shared(n, x, bias=True))
-_register(
-    "relu_two_consumers",
-    lambda n, x: n.op("Add", [n.conv(n.op("Relu", [x], name="r"), CHANNELS, CHANNELS, name="c"), "r_out"], name="op"),
-)
-_register("conv_two_consumers", lambda n, x: n.op("Add", [n.op("Relu", [x], name="r"), x], name="op"))
-
-
-def _ints_2d(net: Net) -> str:
-    return net.const(np.arange(5).reshape(1, 5))
-
-
-def _shared(net: Net, x: str, *, bias: bool) -> str:
-    """Two Convs with one weight, and one bias if asked, on inputs of different range."""
-    w = net.weight((CHANNELS, CHANNELS, 1, 1), name="shared_w")
-    extra = [net.const(net.rng.normal(0, 0.1, CHANNELS), "shared_b")] if bias else []
-    a = net.op("Conv", [x, w, *extra], name="conv_a")
-    b = net.op("Conv", [net.op("Mul", [x, net.const(5.0)], name="scaled"), w, *extra], name="conv_b")
-    return net.op("Concat", [a, b], name="op", axis=1)
-
-
-def _many_outputs(op: str) -> Builder:
-    def build() -> onnx.ModelProto:
-        net = Net(seed=3)
-        y = net.conv(net.input("x", [1, CHANNELS, SIZE, SIZE]), CHANNELS, CHANNELS, name="front")
-        if op == "Split":
-            first = net.op("Split", [y, _ints(net, 1, 3)], name="op", outputs=2, out="part", axis=1)
-            net.output(net.conv(first, 1, 2, k=1, name="back"))
-            net.output(f"{first}_1")
-        else:
-            first = net.op("TopK", [y, _ints(net, 3)], name="op", outputs=2, out="values", axis=-1)
-            net.output(first)
-            net.output(f"{first}_1", elem_type=TensorProto.INT64)
-        return net.model(op.lower())
-
-    return build
-
-
-GRAPHS["split"] = _many_outputs("Split")
-GRAPHS["top_k"] = _many_outputs("TopK")
-
-
-def _embed_layer_norm() -> onnx.ModelProto:
-    """com.microsoft EmbedLayerNormalization, then a linear layer."""
-    net = Net(seed=5)
-    ids = net.input("ids", [1, 5], TensorProto.INT32)
-    segments = net.input("segments", [1, 5], TensorProto.INT32)
-    tables = [net.weight((n, 8), scale=0.5, name=f"table{n}") for n in (11, 6, 3)]
-    norm = [net.const(np.ones(8), "gamma"), net.const(np.zeros(8), "beta")]
-    y = net.op(
-        "EmbedLayerNormalization", [ids, segments, *tables, *norm], name="embed", domain="com.microsoft", outputs=2
-    )
-    net.output(net.linear(y, 8, 4, name="linear"), [1, 5, 4])
-    return net.model("embed_layer_norm")
-
-
-GRAPHS["embed_layer_norm"] = _embed_layer_norm
-
-
-def _lstm() -> onnx.ModelProto:
-    net = Net(seed=7)
-    x = net.input("x", [3, 1, 4])
-    w, r = net.weight((1, 16, 4), name="w"), net.weight((1, 16, 4), name="r")
-    y = net.op("LSTM", [x, w, r], name="lstm", hidden_size=4)
-    net.output(net.linear(net.op("Squeeze", [y, _ints(net, 1)], name="squeeze"), 4, 2, name="head"), [3, 1, 2])
-    return net.model("lstm")
-
-
-GRAPHS["lstm"] = _lstm
-
-
-def with_loop() -> onnx.ModelProto:
-    """A Conv in front of a Loop whose body captures its output."""
-    net = Net(seed=9)
-    c = net.conv(net.input("x", [1, CHANNELS, SIZE, SIZE]), CHANNELS, CHANNELS, name="front")
-    shape = [1, CHANNELS, SIZE, SIZE]
-    value = helper.make_tensor_value_info
-    body = helper.make_graph(
-        [helper.make_node("Add", ["carried", c], ["next"], name="body_add"),
-         helper.make_node("Identity", ["go"], ["go_on"], name="body_go")],
-        "body",
-        [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []),
-         value("carried", TensorProto.FLOAT, shape)],
-        [value("go_on", TensorProto.BOOL, []), value("next", TensorProto.FLOAT, shape)],
-    )  # fmt: skip
-    y = net.op("Loop", [net.const(np.array(2)), "", c], name="loop", body=body)
-    net.output(net.conv(y, CHANNELS, 2, name="back"), [1, 2, SIZE, SIZE])
-    return net.model("with_loop")
-
-
-GRAPHS["with_loop"] = with_loop
+GRAPHS: dict[str, Builder] = {
+    **models.ALL,
+    **{name: partial(_graph, text, front=True) for name, text in TEXTS.items()},
+    **{f"{name}_at_input": partial(_graph, text, front=False) for name, text in TEXTS.items()},
+    **{
+        f"{name}_conv": partial(_graph, TEXTS[name], front=True, back=True)
+        for name in ("relu", "sigmoid", "leakyrelu", "tanh", "erf", "hardswish", "clip_0_6")
+    },
+    **{name: partial(_parsed, text) for name, text in ALONE.items()},
+}
 
 
 @dataclass(frozen=True)

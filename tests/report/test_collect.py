@@ -12,9 +12,10 @@ import pytest
 from onnx import numpy_helper
 
 from kenosis_ort import quantize_static
+from kenosis_ort.accuracy.grids import read_grids
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.report.gathering import BINS, profile_tensors, read_grids, sketch_graph
+from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models
 from tests.models import FeedReader, feeds
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 import kenosis_ort
 from kenosis_ort import preview
 from kenosis_ort.report import evidence
 from kenosis_ort.report.evidence import explain_kernel, explain_plan
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
-from tests import models
+from tests import models, planning
 
 PACKAGE = Path(kenosis_ort.__file__ or "").parent
 SOURCES = "\n".join(
@@ -54,21 +53,8 @@ def test_a_plan_is_explained_node_by_node():
 
 
 def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
-    value = helper.make_tensor_value_info
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], "conv"),
-        helper.make_node("Conv", ["c", "fed"], ["y"], "dynamic"),
-    ]
-    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 3, 1, 1], [0.5] * 12)
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", TensorProto.FLOAT, [1, 3, 8, 8]), value("fed", TensorProto.FLOAT, [4, 4, 1, 1])],
-        [value("y", TensorProto.FLOAT, [1, 4, 8, 8])],
-        [weight],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.checker.check_model(model)
+    model = planning.parse("""(float[1,3,8,8] x, float[4,4,1,1] fed) => (y) <float[4,3,1,1] w> {
+        [conv] c = Conv (x, w) [dynamic] y = Conv (c, fed) }""")
     explained = {e.node: e for e in explain_plan(preview(model, primary_inputs=["x", "fed"]))}
     assert explained["dynamic"].kind == "float"
     assert "not a constant" in explained["dynamic"].reason
@@ -76,28 +62,16 @@ def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "reason", "remedy"),
+    ("kernel", "status", "reason", "remedy"),
     [
-        (
-            KernelReport("c", "Conv", "QLinearConv", True, ("r",), None, "", Status.INTEGER),
-            "runs as QLinearConv with r",
-            "",
-        ),
-        (
-            KernelReport("c", "Conv", "Conv", False, (), None, "16 bit", Status.FLOAT, Cause.SIXTEEN_BIT),
-            "16 bit",
-            "8-bit",
-        ),
-        (
-            KernelReport("c", "Conv", "", False, (), None, "computed at load", Status.REMOVED),
-            "computed at load",
-            "",
-        ),
+        (("QLinearConv", True, ("r",), None, ""), Status.INTEGER, "runs as QLinearConv with r", ""),
+        (("Conv", False, (), None, "16 bit"), Status.FLOAT, "16 bit", "8-bit"),
+        (("", False, (), None, "computed at load"), Status.REMOVED, "computed at load", ""),
     ],
 )
-def test_a_kernel_is_explained(kernel: KernelReport, reason: str, remedy: str):
-    explained = explain_kernel(kernel)
-    assert explained.reason == reason
-    assert remedy in explained.remedy
+def test_a_kernel_is_explained(kernel: tuple[Any, ...], status: Status, reason: str, remedy: str):
+    cause = Cause.SIXTEEN_BIT if status is Status.FLOAT else Cause.NONE
+    explained = explain_kernel(KernelReport("c", "Conv", *kernel, status, cause))
+    assert (explained.reason, explained.kind) == (reason, status.value)
     assert bool(explained.remedy) is bool(remedy)
-    assert explained.kind == kernel.status.value
+    assert remedy in explained.remedy

@@ -205,111 +205,103 @@ class Card:
     Attributes:
         name: Identifier, also of the section that tells more.
         title: Heading.
+        section: Identifier of the section that tells more.
         figure: The number.
         sentence: What it means.
         standing: ``good``, ``watch``, ``bad``, or ``unknown`` where nothing was measured.
         label: The standing in words.
-        section: Identifier of the section that tells more.
     """
 
     name: str
     title: str
+    section: str
     figure: str
     sentence: str
     standing: Standing
     label: str
-    section: str
+
+
+_Content = tuple[str, str, Standing, str]
+"""Figure, sentence, standing and label of a card."""
 
 
 def cards(report: QuantizationReport) -> tuple[Card, ...]:
     """The four parts of the verdict."""
-    return _accuracy(report), _speed(report), _size(report), _trust(report)
+    return (
+        Card("accuracy", "Accuracy", "signal", *_accuracy(report)),
+        Card("speed", "Speed", "speed", *_speed(report)),
+        Card("size", "Size", "files", *_size(report)),
+        Card("trust", "Calibration", "calibration", *_trust(report)),
+    )
 
 
-def _accuracy(report: QuantizationReport) -> Card:
-    def card(figure: str, sentence: str, standing: Standing, label: str) -> Card:
-        return Card("accuracy", "Accuracy", figure, sentence, standing, label, "signal")
-
+def _accuracy(report: QuantizationReport) -> _Content:
     measured = [o for o in report.outputs if not math.isnan(o.sqnr_db)]
     if not report.outputs:
-        return card("–", "Outputs were not compared with the float model.", "unknown", "not measured")
+        return "–", "Outputs were not compared with the float model.", "unknown", "not measured"
     if len(measured) < len(report.outputs):
-        return card("–", "An output is not a number.", "bad", "broken")
+        return "–", "An output is not a number.", "bad", "broken"
     worst = min(measured, key=lambda o: o.sqnr_db)
     which = (
         f"output '{worst.name}'" if len(measured) == 1 else f"'{worst.name}', the weakest of {len(measured)} outputs"
     )
     sentence = f"Signal over quantization noise of {which}, on {report.samples_compared}."
-    found = report.measure
+    found, figure = report.measure, decibels(worst.sqnr_db)
     if found is not None:
-        noise = decibels(worst.sqnr_db)
         parts = ". ".join(text for text in (found.sentence(), found.verdict()) if text)
-        sentence = f"{parts[0].upper()}{parts[1:]}. {sentence[:-1]}: {noise}."
+        sentence = f"{parts[0].upper()}{parts[1:]}. {sentence[:-1]}: {figure}."
+        figure = found.shown(found.value)
         if found.kept is not None:
             standing: Standing = ("good" if found.is_sure else "watch") if found.kept else "bad"
-            return card(
-                found.shown(found.value), sentence, standing, "budget kept" if found.kept else "budget not kept"
-            )
-    figure = decibels(worst.sqnr_db) if found is None else found.shown(found.value)
+            return figure, sentence, standing, "budget kept" if found.kept else "budget not kept"
     if worst.sqnr_db < _WORTHLESS_DB:
-        return card(figure, sentence, "bad", "little in common with float")
+        return figure, sentence, "bad", "little in common with float"
     if worst.sqnr_db < _CLOSE_DB:
-        return card(figure, sentence, "watch", "measure your own metric")
-    return card(figure, sentence, "good", "close to float")
+        return figure, sentence, "watch", "measure your own metric"
+    return figure, sentence, "good", "close to float"
 
 
-def _speed(report: QuantizationReport) -> Card:
+def _speed(report: QuantizationReport) -> _Content:
     if report.is_float:
-        return Card("speed", "Speed", "float", report.verdict(), "watch", "the float model", "speed")
+        return "float", report.verdict(), "watch", "the float model"
     form = None if report.speed is None else report.speed.taken
     if form is not None and form.ratio is not None:
         return _timed(form, "" if report.speed is None else report.speed.basis)
     if report.fusion is None:
-        return Card("speed", "Speed", "–", "Neither timed nor verified.", "unknown", "not measured", "speed")
+        return "–", "Neither timed nor verified.", "unknown", "not measured"
     heavy = heavy_kernels(report.fusion)
     integer = sum(k.integer for k in heavy)
     broken = len(report.left_float())
     sentence = f"{integer} of {len(heavy)} Conv, Gemm and MatMul run on integer kernels; not timed."
     standing: Standing = "watch" if broken else "good" if report.plan else "unknown"
     label = f"{broken} not as planned" if broken else "as planned" if report.plan else "not timed"
-    return Card("speed", "Speed", f"{integer}/{len(heavy)}", sentence, standing, label, "speed")
+    return f"{integer}/{len(heavy)}", sentence, standing, label
 
 
-def _timed(form: SpeedCandidate, basis: str) -> Card:
+def _timed(form: SpeedCandidate, basis: str) -> _Content:
     interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
     own = "" if form.milliseconds is None else f", {milliseconds(form.milliseconds)} a run"
     sentence = f"The float model's time over ours{interval}{own}."
-    standing: Standing = "good"
-    label = ", ".join(filter(None, (basis, form.verdict)))
-    if basis == "estimated" or form.verdict == "too noisy":
-        standing = "watch"
-    elif form.verdict == "slower":
-        standing = "bad"
-    return Card("speed", "Speed", factor(form.ratio), sentence, standing, label, "speed")
+    unsure = basis == "estimated" or form.verdict == "too noisy"
+    standing: Standing = "watch" if unsure else "bad" if form.verdict == "slower" else "good"
+    return factor(form.ratio), sentence, standing, ", ".join(filter(None, (basis, form.verdict)))
 
 
-def _size(report: QuantizationReport) -> Card:
+def _size(report: QuantizationReport) -> _Content:
     if not report.size_ratio:
-        return Card("size", "Size", "–", "The sizes are not known.", "unknown", "not measured", "files")
+        return "–", "The sizes are not known.", "unknown", "not measured"
     sentence = f"{format_bytes(report.size_before)} before, {format_bytes(report.size_after)} after."
-    label, figure = report.size_change, factor(report.size_ratio)
-    standing: Standing = "good" if label.endswith("smaller") else "watch"
-    return Card("size", "Size", figure, sentence, standing, label, "files")
+    standing: Standing = "good" if report.size_change.endswith("smaller") else "watch"
+    return factor(report.size_ratio), sentence, standing, report.size_change
 
 
-def _trust(report: QuantizationReport) -> Card:
-    calibration = report.calibration
+def _trust(report: QuantizationReport) -> _Content:
+    calibration, trust = report.calibration, report.trust
     seen = f"{calibration.samples} samples, {calibration.tensors} tensors, {calibration.method} ranges."
-    if report.trust is None:
-        figure = str(calibration.samples) if calibration.samples else "–"
-        label = "not judged"
-        table = (
-            f"Ranges from a table: {calibration.tensors} tensors." if calibration.tensors else "Nothing was calibrated."
-        )
-        sentence = seen if calibration.samples else table
-        figure = f"{figure} samples" if calibration.samples else "–"
-        return Card("trust", "Calibration", figure, sentence, "unknown", label, "calibration")
+    if trust is None and calibration.samples:
+        return f"{calibration.samples} samples", seen, "unknown", "not judged"
+    if trust is None:
+        from_table = f"Ranges from a table: {calibration.tensors} tensors."
+        return "–", from_table if calibration.tensors else "Nothing was calibrated.", "unknown", "not judged"
     standings: dict[str, Standing] = {"trusted": "good", "usable": "watch", "do not ship": "bad"}
-    standing = standings.get(report.trust.verdict, "unknown")
-    sentence = report.trust.reason or seen
-    return Card("trust", "Calibration", report.trust.verdict.capitalize(), sentence, standing, seen, "calibration")
+    return trust.verdict.capitalize(), trust.reason or seen, standings.get(trust.verdict, "unknown"), seen

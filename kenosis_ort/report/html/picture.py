@@ -5,7 +5,7 @@ Repeated stretches of a graph, so that a deep net is first seen as a few blocks.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.plan import Decision
-from kenosis_ort.report.evidence import GraphSketch, LayerTime, ReportEvidence, SketchNode, TensorProfile, explain_plan
+from kenosis_ort.report.evidence import (
+    GraphSketch,
+    LayerTime,
+    ReportEvidence,
+    SketchNode,
+    TensorProfile,
+    by_key,
+    explain_plan,
+)
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.report.quantization_report import QuantizationReport
@@ -123,8 +131,7 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
     remedies = {e.node: e.remedy for e in explain_plan(report.plan)}
     sketch = evidence.graph.nodes if evidence.graph is not None else _from_names(report, kernels)
     times = evidence.times
-    before = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.before))
-    after = _by_node(() if times is None else ((t.node, t.milliseconds) for t in times.after))
+    before, after = ({}, {}) if times is None else (by_key(taken, "node") for taken in (times.before, times.after))
     signal = evidence.signal_by_node
     layers = {layer.node: layer for layer in report.layers}
     facts = []
@@ -161,13 +168,6 @@ def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelReport])
 
 def _estimated_ms(layer: LayerTime | None) -> float | None:
     return None if layer is None or layer.estimated_us is None else layer.estimated_us / 1e3
-
-
-def _by_node(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for node, milliseconds in times:
-        found[node] = found.get(node, 0.0) + milliseconds
-    return found
 
 
 def picture_data(

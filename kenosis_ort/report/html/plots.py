@@ -6,11 +6,10 @@ a mark stands for. Each has a ``summary`` for a reader who cannot see it; length
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kenosis_ort.report.evidence import OpTime, OpTimes, ReportEvidence, TensorKind, TensorProfile
+from kenosis_ort.report.evidence import OpTimes, ReportEvidence, TensorKind, TensorProfile, by_key
 from kenosis_ort.report.html.cards import decibels, number
 from kenosis_ort.report.html.picture import NodeFacts
 
@@ -199,7 +198,7 @@ def time_plot(times: OpTimes | None) -> Plot | None:
     """Bars of time by operator, longest first, the smallest ones together in the last row; None without times."""
     if times is None or not (times.before or times.after):
         return None
-    before, after = (_by_operator(entries) for entries in (times.before, times.after))
+    before, after = (by_key(entries, "op_type") for entries in (times.before, times.after))
     kernels: dict[str, dict[str, None]] = {}
     for entry in times.after:
         kernels.setdefault(entry.op_type, {})[entry.kernel] = None
@@ -228,10 +227,3 @@ def time_plot(times: OpTimes | None) -> Plot | None:
         "after": sum(after.values()),
         "note": f"Medians of {runs}, three fresh ones, {threads}. The profiler adds about a microsecond a kernel.",
     }
-
-
-def _by_operator(times: Iterable[OpTime]) -> defaultdict[str, float]:
-    found: defaultdict[str, float] = defaultdict(float)
-    for entry in times:
-        found[entry.op_type] += entry.milliseconds
-    return found
