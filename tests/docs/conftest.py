@@ -69,6 +69,7 @@ def workplace(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A copy of these files, which is the current folder, and a bench that runs a model for no longer than it must."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a profile that a page measures is no other test's
     harness = importlib.import_module("kenosis_ort.bench.harness")
     monkeypatch.setattr(harness, "Schedule", partial(harness.Schedule, block_s=0.005))
     return tmp_path
