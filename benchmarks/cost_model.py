@@ -40,7 +40,7 @@ from rewrites import images
 import kenosis_ort
 from kenosis_ort.api import _previewed
 from kenosis_ort.bench.op_times import profile_ops
-from kenosis_ort.flow.builder import Layout, layout_of
+from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
 from kenosis_ort.tuning import RaceSetup, race
@@ -91,11 +91,11 @@ def subjects() -> Iterator[Subject]:
         yield Subject(f"{name} (rewrites)", rewritten)
 
 
-def laid_out(path: str, host: str | None, **options: Any) -> tuple[Layout, CostEstimate] | None:
-    """Returns the layout and the estimate before calibration; None where no plan is made."""
-    layout = layout_of(load_model(path), _previewed(path, {"host": host, **options}))
-    view, costs = layout.builder.view, layout.builder.request.target.costs
-    return None if view is None or costs is None else (layout, estimate(view, layout.plan, costs))
+def laid_out(path: str, host: str | None, **options: Any) -> tuple[Builder, CostEstimate] | None:
+    """The builder and the estimate before calibration; None where no plan is made."""
+    builder = for_integers(load_model(path), _previewed(path, {"host": host, **options}))
+    view, costs = builder.view, builder.request.target.costs
+    return None if view is None or costs is None else (builder, estimate(view, builder.plan, costs))
 
 
 class Nodes:
@@ -105,13 +105,15 @@ class Nodes:
         self.nets: list[tuple[float, float]] = []  # estimated over measured, in float and int8
         self.classes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
-    def add(self, name: str, found: tuple[Layout, CostEstimate], int8: str, timed: Sequence[Any], folder: Path) -> None:
+    def add(
+        self, name: str, found: tuple[Builder, CostEstimate], int8: str, timed: Sequence[Any], folder: Path
+    ) -> None:
         """Profiles a net in float, in our form, and in int8; prints its sums."""
-        layout, cost = found
-        view, costs = layout.builder.view, layout.builder.request.target.costs
+        builder, cost = found
+        view, costs = builder.view, builder.request.target.costs
         assert view is not None
         assert costs is not None
-        onnx.save(layout.builder.prepared.proto, str(folder / "prepared.onnx"))
+        onnx.save(builder.prepared.proto, str(folder / "prepared.onnx"))
         ratios = []
         for form, path in (("float", str(folder / "prepared.onnx")), ("int8", int8)):
             whole = run_us(path, list(timed))
