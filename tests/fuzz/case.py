@@ -72,9 +72,9 @@ class Case:
     door: str
     options: dict[str, Any]
     changes: list[str] = field(default_factory=list)
-    model: bytes = b""
-    data: bytes = b""
-    feeds: list[Feed] = field(default_factory=list)
+    model: bytes = field(default=b"", repr=False)
+    data: bytes = field(default=b"", repr=False)
+    feeds: list[Feed] = field(default_factory=list, repr=False)
     old: bool = False
 
     def __repr__(self) -> str:
