@@ -43,6 +43,7 @@ _CALLERS: Final = ("AlreadyQuantizedError", "OptionError", "ArgumentTypeError")
 _SANE_DB: Final = 10.0
 _TOLD_DB: Final = 6.0
 _LARGEST_FEED: Final = 2**20
+_SHOWN: Final = 200  # characters of a change, which may name a field of any length
 
 _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     *({}, {}, {}, {"promise": False}, {"promise": False}, {"promise": False}),
@@ -72,13 +73,14 @@ class Case:
     door: str
     options: dict[str, Any]
     changes: list[str] = field(default_factory=list)
-    model: bytes = field(default=b"", repr=False)
-    data: bytes = field(default=b"", repr=False)
-    feeds: list[Feed] = field(default_factory=list, repr=False)
+    model: bytes = b""
+    data: bytes = b""
+    feeds: list[Feed] = field(default_factory=list)
     old: bool = False
 
     def __repr__(self) -> str:
-        return f"{self.net} by {self.door} with {sorted(self.options)}: {'; '.join(self.changes)}"
+        changes = (change if len(change) <= _SHOWN else f"{change[:_SHOWN]}..." for change in self.changes)
+        return f"{self.net} by {self.door} with {sorted(self.options)}: {'; '.join(changes)}"
 
 
 @st.composite
