@@ -190,7 +190,7 @@ def reader_length(reader: Any) -> int | None:
     """The number of feeds a reader says it has, None if it does not say."""
     try:
         return len(reader)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # stock's base class raises the latter
         return None
 
 
@@ -214,7 +214,7 @@ def strided_feeds(reader: Any, stride: int) -> Iterator[Feed | None]:
     for start in range(0, total, stride):
         try:
             reader.set_range(start_index=start, end_index=start + stride)
-        except (AttributeError, NotImplementedError) as error:
+        except (AttributeError, NotImplementedError) as error:  # stock's base class raises the latter
             raise CalibrationError(
                 "CalibStridedMinMax needs a calibration data reader with set_range(start_index, end_index).",
                 fix="Define set_range on the reader, or use ArrayReader.",

@@ -16,10 +16,11 @@ import onnx
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
+from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds
 from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust, net_evidence, probe_feeds
+from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
@@ -51,7 +52,7 @@ def calibrate(
     if executor is not None and points.config.depends_on_order:
         warn_caller("A moving average depends on the order of the samples: it is calibrated here, not on the executor.")
     elif executor is not None:
-        from kenosis_ort.cluster.executor import collect_on  # loads asyncio
+        from kenosis_ort.cluster.sweep import collect_on  # loads asyncio
 
         run = partial(collect_on, executor, defaults=defaults)
     return run(builder.prepared.proto, reader, points, part=part, progress=builder.request.progress)

@@ -69,7 +69,7 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
     Raises:
         ModelLoadError: It is no model, or not one that can be worked on.
     """
-    if not proto.HasField("graph") or not proto.ir_version:
+    if not proto.HasField("graph") or not proto.HasField("ir_version"):  # of any number, as the runtime has it
         raise _refusal("There is no ONNX graph in it.", name)
     if not proto.opset_import and proto.graph.node:
         raise _refusal("The model names no operator set.", name)

@@ -91,10 +91,10 @@ class Child(Closing):
 
 
 _lock = threading.Lock()
-_kept: Final[dict[tuple[str, ...], Child]] = {}
+_children: Final[dict[tuple[str, ...], Child]] = {}
 
 
-def kept(command: Sequence[str], name: str) -> Child:
+def child_for(command: Sequence[str], name: str) -> Child:
     """The process of a command, kept for the next question and started where it does not run.
 
     Args:
@@ -102,7 +102,7 @@ def kept(command: Sequence[str], name: str) -> Child:
         name: What messages call it.
     """
     with _lock:
-        known = _kept.get(tuple(command))
+        known = _children.get(tuple(command))
         if known is None or not known.runs:
-            known = _kept[tuple(command)] = Child(command, name)
+            known = _children[tuple(command)] = Child(command, name)
         return known

@@ -15,6 +15,14 @@ from hypothesis import strategies as st
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.feeds import Known, Provenance
+from kenosis_ort.calibration.net_evidence import (
+    fit_batch_norms,
+    hard_bounds,
+    net_evidence,
+    predicted_ranges,
+    probe_feeds,
+    silent_outputs,
+)
 from kenosis_ort.calibration.trust import (
     RangeSource,
     TensorAssessment,
@@ -23,14 +31,8 @@ from kenosis_ort.calibration.trust import (
     collect_with_trust,
     depths,
     extend,
-    fit_batch_norms,
     growth_between,
-    hard_bounds,
-    net_evidence,
-    predicted_ranges,
-    probe_feeds,
     real_samples_needed,
-    silent_outputs,
     verdict_on,
 )
 from kenosis_ort.errors import CalibrationError

@@ -188,3 +188,12 @@ def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps: list[str])
     names = [n.name for n in graph.proto.graph.node] + [o for n in graph.proto.graph.node for o in n.output]
     assert len(names) == len(set(names))
     onnx.checker.check_model(graph.proto)
+
+
+def test_a_new_value_has_no_name_that_a_body_gives() -> None:
+    graph = LiveGraph(ready(models.net_with_if()).proto)
+    inside = [
+        output.name for each in graph.graph.all_nodes() if each.graph is not graph.graph for output in each.outputs
+    ]
+    assert inside
+    assert not {graph.fresh_name(str(name)) for name in inside} & set(inside)

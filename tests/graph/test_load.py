@@ -482,3 +482,15 @@ def test_packed_tensors_are_read(kind: str) -> None:
     assert np.array_equal(numpy_helper.to_array(whole), numpy_helper.to_array(packed))
     whole.raw_data += b"\0"
     assert unsound(whole) is not None
+
+
+@pytest.mark.parametrize("version", [0, -1])
+def test_an_ir_version_that_no_release_has_is_taken_as_the_runtime_takes_it(version, tmp_path):
+    proto = models.mlp()
+    proto.ir_version = version
+    given = models.feeds(proto, 2)
+    quantize_static(proto, tmp_path / "out.onnx", models.FeedReader(given), promise=False)
+    run(str(tmp_path / "out.onnx"), given[0])
+    proto.ClearField("ir_version")
+    with pytest.raises(ModelLoadError, match="no ONNX graph"):
+        load_model(proto)

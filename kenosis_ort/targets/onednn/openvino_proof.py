@@ -26,7 +26,7 @@ from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.load import tagged_file, token_of
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.runtime.child import kept
+from kenosis_ort.runtime.child import child_for
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.targets import other_process, proof
 from kenosis_ort.targets.model import Runner
@@ -86,7 +86,7 @@ def executed(source: str | bytes | Path, *, threads: int = 1) -> list[Executed]:
         path = folder / "model.onnx" if isinstance(source, bytes) else Path(source)
         if isinstance(source, bytes):
             path.write_bytes(source)
-        child = kept(other_process.command("openvino"), f"OpenVINO {runtime_version()}")
+        child = child_for(other_process.command("openvino"), f"OpenVINO {runtime_version()}")
         answer = child.ask({"model": str(path.absolute()), "properties": _properties(threads)})
     if "failure" in answer:
         raise _refused(answer["failure"])
