@@ -403,7 +403,11 @@ def layer_times(
     if summarize(model).is_float:
         return planned_layers(model, request)
     if strange := sorted(options.keys() - {"target", "threads", "custom_op_libraries"}):
-        raise OptionError(f"the model is quantized already, so {strange[0]} says nothing", where=strange[0])
+        raise OptionError(
+            f"the model is quantized already, so {strange[0]} says nothing",
+            where=strange[0],
+            fix="leave it out, or name the float model",
+        )
     source = SyntheticReader(model, samples=_PROFILED_FEEDS) if feeds is None else feeds
     return running_layers(
         model,

@@ -356,7 +356,9 @@ def _value(name: str, word: Any, where: str) -> Any:
     except OptionError as error:
         raise OptionError(f"[options] {error.what}", where=where, fix=error.fix) from error
     except (TypeError, ValueError, OverflowError) as error:  # an array of another type than it names
-        raise OptionError(f"[options] {name} cannot be read: {error}", where=where) from error
+        raise OptionError(
+            f"[options] {name} cannot be read: {error}", where=where, fix="write it as Recipe files are saved"
+        ) from error
 
 
 def _packed(value: Any) -> Any:

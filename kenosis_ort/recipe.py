@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, TypeGuard
 import tomli_w
 
 from kenosis_ort.checks import choice, instance, mapping, several, whole, word
-from kenosis_ort.errors import OptionError, did_you_mean
+from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.correct_biases import BiasCorrection
@@ -70,7 +70,9 @@ class SpeedChoice:
 
     def __post_init__(self) -> None:
         if not all(isinstance(text, str) for text in (self.model, self.form)):
-            raise OptionError("recipe: 'speed' must hold the texts 'model' and 'form'", where="recipe")
+            raise OptionError(
+                "recipe: 'speed' must hold the texts 'model' and 'form'", where="recipe", fix="leave 'speed' out"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,22 @@ class Recipe:
             if key not in known:
                 hint = did_you_mean(key, known)
                 raise OptionError(f"unknown setting '{key}' in a recipe.{hint}", where=where, fix=f"one of {known}")
-        passes = tuple(_pass(kind, raw[name], where) for name, kind in further.items() if name in raw)
-        raw = {**{key: value for key, value in raw.items() if key not in further}, "passes": passes}
         speed = raw.get("speed")
-        if speed is None:
-            return cls(**raw)
-        speed = {k: v for k, v in speed.items() if k != "float_nodes" or v} if isinstance(speed, Mapping) else {}
-        if speed.keys() != {"model", "form"}:  # earlier versions wrote a list besides, which mostly was empty
-            raise OptionError(
-                "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
-            )
-        return cls(**{**raw, "speed": SpeedChoice(**speed)})
+        if speed is not None:
+            speed = {k: v for k, v in speed.items() if k != "float_nodes" or v} if isinstance(speed, Mapping) else {}
+            if speed.keys() != {"model", "form"}:  # earlier versions wrote a list besides, which mostly was empty
+                raise OptionError(
+                    "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
+                )
+        own = {key: value for key, value in raw.items() if key not in further}
+        try:
+            passes = tuple(_pass(kind, raw[name], where) for name, kind in further.items() if name in raw)
+            return cls(**{**own, "passes": passes, "speed": None if speed is None else SpeedChoice(**speed)})
+        except OptionError as error:  # a value: the class that refuses it does not know where it came from
+            place, _, key = (error.where or "recipe").partition(": ")
+            place = where if place in ("recipe", where) else f"{place}, {where}"
+            kind = ArgumentTypeError if isinstance(error, ArgumentTypeError) else OptionError
+            raise kind(error.what, where=f"{place}: {key}" if key else place, fix=error.fix) from error
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "recipe") -> Recipe:
@@ -211,10 +218,14 @@ def read_text(file: Path) -> str:
     """
     try:
         if regular(file).stat().st_size > _LARGEST_FILE:
-            raise OptionError("the recipe file is larger than 1 MiB", where=str(file))
+            raise OptionError(
+                "the recipe file is larger than 1 MiB", where=str(file), fix="name a recipe; they are small"
+            )
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"the recipe cannot be read: {error}", where=str(file)) from error
+        raise OptionError(
+            f"the recipe cannot be read: {error}", where=str(file), fix="check the path; a recipe is text in UTF-8"
+        ) from error
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -226,9 +237,12 @@ def parse(text: str, where: str) -> dict[str, Any]:
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise OptionError(f"the recipe is not valid TOML: {error}", where=where) from error
+        raise OptionError(
+            f"the recipe is not valid TOML: {error}", where=where, fix="write one with Recipe.save"
+        ) from error
     if raw.get("schema", SCHEMA) != SCHEMA:
-        raise OptionError(f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}", where=where)
+        what = f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}"
+        raise OptionError(what, where=where, fix="use the version of kenosis-ort that wrote it, or write it anew")
     if "recipe" not in raw:
         raise OptionError("the file holds no [recipe] table", where=where, fix="write one with Recipe.save")
     for name in raw:

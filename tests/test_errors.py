@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort import KenosisError, KenosisWarning, OptionError, bench, preview, quantize_static
+from kenosis_ort import errors as of_the_package
 from kenosis_ort.calibration.collector import _Adder
 from kenosis_ort.errors import InternalError, UnsupportedModelError, callers_own, last_gate, printable
 from tests import models
@@ -161,3 +164,36 @@ def test_names_are_spelled_out_in_all_texts(tmp_path: Path) -> None:
     assert "\\x1b[31mred\\u202e" in texts["text"]
     assert "&lt;b&gt;" in texts["page"]
     assert np.isfinite([o.sqnr_db for o in report.outputs]).all()
+
+
+WITHOUT_A_FIX = {
+    ("flow/finish.py", "RewriteMismatchError"): "the call undoes the rewrite, goes on, and tells that with a fix",
+    ("flow/run.py", "WorthlessError"): "the call delivers the float model, and tells that with a fix",
+}
+"""Errors that come without a fix, by file and class, and why."""
+PACKAGE = Path(of_the_package.__file__).parent
+
+
+def raised(file: Path, known: set[str]) -> Iterator[tuple[str, int, bool]]:
+    """Class, line and whether there is a fix, of each error of the package that a file makes."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and not ast.unparse(node.func).startswith("argparse."):
+            name = ast.unparse(node.func).removeprefix("errors.")
+            if name in known:
+                yield name, node.lineno, any(keyword.arg == "fix" for keyword in node.keywords)
+
+
+def test_every_error_says_what_to_do() -> None:
+    """An error that the package raises names a fix: what the caller can do about it."""
+    files = sorted(file for file in PACKAGE.rglob("*.py") if "calibration" not in file.parts)
+    classes = [
+        node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    known = {"KenosisError"}
+    while more := {c.name for c in classes if known & {ast.unparse(b).split(".")[-1] for b in c.bases}} - known:
+        known |= more
+    found = [(file.relative_to(PACKAGE).as_posix(), *error) for file in files for error in raised(file, known)]
+    assert len(found) > 250
+    without = {(file, name): line for file, name, line, fixed in found if not fixed}
+    assert {f"{file}:{line}" for (file, name), line in without.items() if (file, name) not in WITHOUT_A_FIX} == set()
+    assert without.keys() == WITHOUT_A_FIX.keys()

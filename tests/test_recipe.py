@@ -131,7 +131,10 @@ def test_overrides_of_tensors_survive() -> None:
         ("[recipe]\nsmooth = 2.0\n", "smooth=2.0"),
         ("[recipe]\nequalize = 1\n", "true or false"),
         ('[recipe]\nranges = "maxmin"\n', "ranges='maxmin'"),
-        ("[recipe]\nsamples = -1\n", "samples=-1"),
+        ("[recipe]\nsamples = -1\n", "samples=-1 .*r.toml: samples"),
+        ("[recipe]\nweight_only = 3\n", "weight_only=3"),
+        ("[recipe.bits]\na = {weights = 9}\n", "=9 .*r.toml: bits.'a'"),
+        ("[recipe.speed]\nmodel = 1\nform = 'a'\n", "'speed' must hold"),
         ("[recipe]\n[optoins]\nthreads = 1", "Did you mean 'options'"),
         ("[recipe]\n[options]\nper_chanel = true", "Did you mean 'per_channel'"),
         ("[recipe]\n[options]\nper_channel = 'yes'", "per_channel='yes'"),
@@ -148,7 +151,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     path.write_text(text)
     with pytest.raises(OptionError, match=says) as caught:
         preview(models.bn_net(), recipe=path)
-    assert any(place in str(caught.value) for place in ("r.toml", "[at: recipe: "))
+    assert f"[at: {path}" in str(caught.value)
+    assert caught.value.fix
 
 
 def reported(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> QuantizationReport:

@@ -67,6 +67,7 @@ def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:
 
 
 _log = logging.getLogger(__name__)
+_REPORT = "report this as a bug, if you can with the model; recipe='plain' may avoid it"
 _COMPARED_FEEDS = 4
 _COMPARED_ROWS = 32
 _POOR_DB = 10.0
@@ -86,7 +87,8 @@ def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
     """
     problems = check_bias_alignment(quantized)
     if problems and request.stock_reason is None:
-        raise VerificationError(f"{len(problems)} int32 biases are off their grid", where=str(problems[0]))
+        what = f"{len(problems)} int32 biases are off their grid"
+        raise VerificationError(what, where=str(problems[0]), fix=_REPORT)
 
 
 def compared_to(
@@ -136,7 +138,7 @@ def check_loads(path: Path, request: Request, *, pieces: int = 1) -> None:
     except onnx.checker.ValidationError as error:  # stricter than the runtime, e.g. about outputs without a shape
         _log.info("not consistent to the letter: %s", error)
         if not request.target.loads_in_ort:
-            raise VerificationError(f"the file is not consistent: {error}", where=str(path)) from error
+            raise VerificationError(f"the file is not consistent: {error}", where=str(path), fix=_REPORT) from error
         open_session(path, custom_op_libraries=request.custom_op_libraries, optimize=False)
 
 

@@ -126,7 +126,10 @@ class Piecewise:
         for piece in pieces:
             self._add(self._collect(piece))
         if self._table is None:
-            raise CalibrationError("No data is collected: the calibration data reader yields no sample.")
+            raise CalibrationError(
+                "No data is collected: the calibration data reader yields no sample.",
+                fix="Pass a reader that yields at least one feed; one that was read before has to be rewound.",
+            )
         return self._table
 
     def forget(self) -> None:

@@ -147,7 +147,11 @@ def resolve(given: Mapping[str, Any]) -> Request:
     # Combinations that no placement of ours can have.
     reason = _stock_reason(act, stages, table)
     if reason is not None and not widths.are_bytes:
-        raise OptionError(f"fewer bits than 8 go with kenosis-ort's own placement, and {reason}", where="weight_bits")
+        raise OptionError(
+            f"fewer bits than 8 go with kenosis-ort's own placement, and {reason}",
+            where="weight_bits",
+            fix="leave the bits at 8, or leave out the option that dictates the placement",
+        )
     if reason is not None and options.get("SmoothQuant"):
         raise OptionError(
             f"SmoothQuant goes with kenosis-ort's own placement, and {reason}",

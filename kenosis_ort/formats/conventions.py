@@ -242,7 +242,9 @@ def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | Non
     q, node = tensor.quantizer, tensor.dequantize
     if q.axis is not None and rank is None:
         raise UnsupportedModelError(
-            f"the rank of '{source}', which has scales by channel, is unknown", where=tensor.where
+            f"the rank of '{source}', which has scales by channel, is unknown",
+            where=tensor.where,
+            fix="have shapes inferred into the model first, with onnx.shape_inference",
         )
     base = str(node.output[0]).removesuffix("_DequantizeLinear_Output")
     scale = export.constant(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")

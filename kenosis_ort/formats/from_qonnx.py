@@ -245,7 +245,11 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _dequantize(tensor: tensors.QuantizedTensor, draft: tensors.Draft) -> None:
     if draft.array(tensor.integers) is None:
-        raise UnsupportedModelError("the integers of a constant are not stored as such", where=tensor.where)
+        raise UnsupportedModelError(
+            "the integers of a constant are not stored as such",
+            where=tensor.where,
+            fix="fold the constants of the model first",
+        )
     draft.constant(tensor.real_values(), tensor.dequantize.output[0], named=True)
 
 
@@ -257,7 +261,9 @@ def _bound(tensor: tensors.QuantizedTensor, draft: tensors.Draft) -> None:
         rank = next((rank for rank in ranks if rank is not None), None)
         if q.axis >= 0 and rank is None:
             raise UnsupportedModelError(
-                "the rank of a value that is quantized by channel is not known", where=tensor.where
+                "the rank of a value that is quantized by channel is not known",
+                where=tensor.where,
+                fix="have shapes inferred into the model first, with onnx.shape_inference",
             )
         behind = (rank or 0) - 1 - q.axis if q.axis >= 0 else -1 - q.axis
         ends = [end.reshape(-1, *[1] * behind) for end in ends]

@@ -113,6 +113,7 @@ def to_channels_first(model: onnx.ModelProto) -> None:
                 f"The channels-last operator has no counterpart in other formats (known are "
                 f"{', '.join(sorted(_OPERATORS))}, with one output).",
                 where=label(node),
+                fix="leave the model in the format that it has, or export it with channels first",
             )
         _write(node, _rank(node, draft), draft)
     draft.finish()

@@ -32,6 +32,8 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute
 
 _MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
+_ANEW: Final = "leave the model in the format that it has, or quantize the float model anew with format="
+_FOLD: Final = "fold the constants of the model first"
 _SIGNED: Final = {**INTEGERS, TensorProto.INT32: (True, 32)}
 
 
@@ -164,7 +166,7 @@ def _found(model: onnx.ModelProto) -> Iterator[QuantizedTensor]:
             elem_type = inputs.get(source, elem_type)
         if elem_type not in _SIGNED:
             name = TensorProto.DataType.Name(elem_type)
-            raise UnsupportedModelError(f"integers of type {name} are not supported", where=where)
+            raise UnsupportedModelError(f"integers of type {name} are not supported", where=where, fix=_ANEW)
         signed, bits = _SIGNED[elem_type]
         narrow = False
         if clip is not None:
@@ -185,21 +187,20 @@ def _parameters(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], int]:
     """Scale, zero point and the type of the integers as far as the zero point tells."""
     if attribute_int(node, "block_size", 0):
-        raise UnsupportedModelError("scales by block are not supported in this format", where=where)
+        raise UnsupportedModelError("scales by block are not supported in this format", where=where, fix=_ANEW)
     found = constants.get(node.input[1])
     if found is None:
-        raise UnsupportedModelError(
-            f"the scale '{node.input[1]}' is not constant", where=where, fix="fold the constants of the model first"
-        )
+        raise UnsupportedModelError(f"the scale '{node.input[1]}' is not constant", where=where, fix=_FOLD)
     scale = array_in(found).astype(np.float32)
     scale = scale.reshape(()) if scale.size == 1 and scale.ndim <= 1 else scale
     if scale.ndim > 1:
-        raise UnsupportedModelError(f"a scale of shape {scale.shape} is not supported in this format", where=where)
+        what = f"a scale of shape {scale.shape} is not supported in this format"
+        raise UnsupportedModelError(what, where=where, fix=_ANEW)
     if len(node.input) < 3 or not node.input[2]:
         return scale, np.zeros(scale.shape, np.int64), int(TensorProto.UINT8)
     zero = constants.get(node.input[2])
     if zero is None:
-        raise UnsupportedModelError(f"the zero point '{node.input[2]}' is not constant", where=where)
+        raise UnsupportedModelError(f"the zero point '{node.input[2]}' is not constant", where=where, fix=_FOLD)
     values = array_in(zero).astype(np.int64)
     return scale, np.broadcast_to(values.reshape(-1)[0] if values.size == 1 else values, scale.shape), zero.data_type
 
@@ -214,7 +215,8 @@ def _clipped(
         if name:
             found = constants.get(name)
             if found is None:
-                raise UnsupportedModelError(f"the bound '{name}' is not constant", where=f"node '{clip.name}'")
+                what = f"the bound '{name}' is not constant"
+                raise UnsupportedModelError(what, where=f"node '{clip.name}'", fix=_FOLD)
             ends[position] = int(array_in(found).reshape(()))
     ends = [max(ends[0], low), min(ends[1], high)]
     width = width_of(ends[0], ends[1], signed=signed)

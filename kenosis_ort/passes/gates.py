@@ -187,7 +187,9 @@ class _Build:
         self._added: dict[str, str] = {}
         nodes = [made for node in list(graph.node) for made in self._replace(node)]
         if not self.gates:
-            raise UnsupportedModelError("the model holds no DequantizeLinear: nothing can be switched")
+            raise UnsupportedModelError(
+                "the model holds no DequantizeLinear: nothing can be switched", fix="pass a model in the QDQ format"
+            )
         self._finish(nodes)
 
     def _replace(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:

@@ -236,7 +236,9 @@ class Pairs:
         ranges = self.quantizer.tensors_range
         assert ranges is not None
         if value not in ranges:
-            raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'")
+            raise UnsupportedModelError(
+                "no calibrated range", where=f"tensor '{value}'", fix="observe it when calibrating, or give its range"
+            )
         seen = self._own_grids.get(value) or ranges[value].range_value
         low, high = (np.float32(np.asarray(x).reshape(-1)[0]) for x in seen)
         return TensorData(lowest=low, highest=high)

@@ -35,7 +35,7 @@ from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import keep, recall
-from kenosis_ort.targets import Target
+from kenosis_ort.targets import TARGETS, Target
 from kenosis_ort.targets.profile import CostTable, Form, HostProfile, KernelCost, Probe, Work, nearest
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,12 @@ def measure_profile(
         OptionError: The target's kernels cannot be measured here.
     """
     if target.hooks.probes is None or target.costs is None or not target.profiles:
-        raise OptionError(f"the kernels of target '{target.name}' cannot be measured here", where="target")
+        known = [name for name, other in TARGETS.items() if other.hooks.probes is not None]
+        raise OptionError(
+            f"the kernels of target '{target.name}' cannot be measured here",
+            where="target",
+            fix=f"one of {', '.join(known)}",
+        )
     begin, timed = time.perf_counter(), []
     probes = list(target.hooks.probes())
     for index, probe in enumerate(probes):

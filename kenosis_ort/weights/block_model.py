@@ -286,7 +286,11 @@ def _nothing() -> NothingToQuantizeError:
 def _check_names(excluded: set[str], model: onnx.ModelProto, now: Mapping[str, Any]) -> None:
     known = {node.name for node in model.graph.node} | now.keys()
     for name in sorted(excluded - known):
-        raise OptionError(f"the model has no node '{name}'.{did_you_mean(name, known)}", where="nodes_to_exclude")
+        raise OptionError(
+            f"the model has no node '{name}'.{did_you_mean(name, known)}",
+            where="nodes_to_exclude",
+            fix="use node names as in the model",
+        )
 
 
 def _sensitive(
@@ -543,7 +547,8 @@ def _check_options(bits: Any, block_size: Any, accuracy_level: Any) -> None:
         ("bits", bits, BITS), ("block_size", block_size, BLOCKS), ("accuracy_level", accuracy_level, _LEVELS),
     ):  # fmt: skip
         if whole(name, value) not in among:
-            raise OptionError(f"{name} must be one of {', '.join(map(str, among))}, not {value}", where=name)
+            listed = ", ".join(map(str, among))
+            raise OptionError(f"{name} must be one of {listed}, not {value}", where=name, fix=f"pass one of {listed}")
 
 
 def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:

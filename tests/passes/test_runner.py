@@ -257,8 +257,9 @@ def test_settings_are_checked_by_their_types(given: dict[str, Any], says: str) -
     ],
 )
 def test_mistakes_in_a_file_are_named(known: None, text: str, says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        Recipe.from_toml(text)
+    with pytest.raises(OptionError, match=says) as caught:
+        Recipe.from_toml(text, where="recipe.toml")
+    assert caught.value.where in ("recipe.toml", "recipe.toml: mode")
 
 
 def test_one_that_is_not_registered_is_refused() -> None:

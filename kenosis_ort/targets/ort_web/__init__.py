@@ -120,7 +120,10 @@ class Node:
         reply = self.child.ask({"do": what, "gone": gone, **fields})
         if not reply["ok"]:
             text = " ".join(reply["error"].split())[-_MESSAGE_LIMIT:]
-            raise VerificationError(f"onnxruntime-web refuses the model: {text}")
+            raise VerificationError(
+                f"onnxruntime-web refuses the model: {text}",
+                fix=f"leave what it names float with nodes_to_exclude, or install a newer {_PACKAGE}",
+            )
         return reply
 
 
@@ -203,7 +206,9 @@ def stored(process: Node, feed: Mapping[str, Any]) -> dict[str, Any]:
     for name, given in feed.items():
         value = np.ascontiguousarray(given)
         if value.dtype not in names:
-            raise VerificationError(f"onnxruntime-web is not fed {value.dtype} here", where=name)
+            raise VerificationError(
+                f"onnxruntime-web is not fed {value.dtype} here", where=name, fix=f"one of {', '.join(_TYPES)}"
+            )
         inputs.append(
             {"name": name, "type": names[value.dtype], "dims": np.shape(given), "begin": at, "end": at + value.nbytes}
         )
