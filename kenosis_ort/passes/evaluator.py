@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.error import Deviations, Outputs, find_uses, output_error
+from kenosis_ort.accuracy.error import Deviations, Outputs, Signals, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
 from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
@@ -169,7 +169,8 @@ class Evaluator:
         """Every other of its samples, and the evaluator of the rest; for two samples or more."""
         rest = copy.copy(self)
         rest.feeds, rest.reference = self.feeds[1::2], self.reference[1::2]
-        rest.__dict__.pop("_float_scored", None)  # of all of them
+        for known in ("_float_scored", "_signals"):  # of all of them
+            rest.__dict__.pop(known, None)
         return self.feeds[::2], rest
 
     # ---- is it better? ----------------------------------------------------------------------------------------------
@@ -207,11 +208,17 @@ class Evaluator:
     def _score(self, outputs: Sequence[Outputs]) -> Score:
         cuts = self._cuts(outputs)
         reference = list(_parts(self.reference, cuts))
-        found = Deviations(_parts(outputs, cuts), reference, uses=self._uses)
+        signals = self._signals.setdefault(tuple(cuts), {})
+        found = Deviations(_parts(outputs, cuts), reference, uses=self._uses, signals=signals)
         without = tuple(found.error(without=i) for i in range(len(reference) if len(reference) > 1 else 0))
         pairs = zip(outputs, self.reference, strict=True)
         scored = None if self._metric is None else self._metric.score(pairs, numbers(self.feeds))
         return Score(found.error(), without, scored)
+
+    @cached_property
+    def _signals(self) -> dict[tuple[int, ...], Signals]:
+        """What is known of the float model's outputs, by how the rows of the samples are cut."""
+        return {}
 
     def _cuts(self, outputs: Sequence[Outputs]) -> list[int]:
         """Number of parts of the rows of each sample: one sample of four may be six pictures."""
