@@ -41,6 +41,7 @@ import kenosis_ort
 from kenosis_ort.api import _previewed
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.flow.builder import Builder, for_integers
+from kenosis_ort.flow.fit import fitted
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, estimate
 from kenosis_ort.tuning import RaceSetup, race
@@ -93,7 +94,8 @@ def subjects() -> Iterator[Subject]:
 
 def laid_out(path: str, host: str | None, **options: Any) -> tuple[Builder, CostEstimate] | None:
     """The builder and the estimate before calibration; None where no plan is made."""
-    builder = for_integers(load_model(path), _previewed(path, {"host": host, **options}))
+    proto = load_model(path).proto
+    builder = for_integers(proto, fitted(proto, _previewed(path, {"host": host, **options})))
     view, costs = builder.view, builder.request.target.costs
     return None if view is None or costs is None else (builder, estimate(view, builder.plan, costs))
 

@@ -20,11 +20,11 @@ from kenosis_ort.calibration.table import CalibrationTable, TensorStatistics
 from kenosis_ort.errors import KenosisError, VerificationError, warn_caller
 from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.finish import check_biases
+from kenosis_ort.flow.fit import fitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Stages
@@ -219,10 +219,10 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
 
     def _build(self, request: Request) -> tuple[Build | None, str]:
         """The build, or None and why there is none."""
-        loaded = LoadedModel(self.model.model, None, "the given model")
+        proto = self.model.model
         best: tuple[Builder, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
-            builder = for_integers(loaded, asked)
+            builder = for_integers(proto, fitted(proto, asked))
             if builder.request.stock_reason is not None:
                 return None, builder.request.stock_reason
             ranges = with_derived(builder.prepared.proto, self._known)
@@ -242,7 +242,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             check_biases(build.quantized, builder.request)
         except VerificationError as error:
             return None, str(error)
-        name_made_values(build.quantized, loaded.proto)
+        name_made_values(build.quantized, proto)
         return build, ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -23,7 +23,6 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
-from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
@@ -57,8 +56,8 @@ def emit(
             request.weight_type,
             request.activation_type,
             table.to_tensors_data(),
-            list(builder.named),
-            list(builder.excluded),
+            list(request.nodes_to_quantize),
+            list(request.nodes_to_exclude),
             list(request.op_types),
             request.extra_options,
             plan=plan or None,
@@ -104,44 +103,14 @@ class _Emitted:
     own: Overlay
     plan: PlacementPlan
 
-    def patched(
-        self,
-        source: onnx.ModelProto,
-        plan: PlacementPlan,
-        keep_float: Mapping[str, str],
-        table: CalibrationTable,
-        own: Overlay,
-    ) -> onnx.ModelProto | None:
-        """A copy of the model with the scales of other ranges, and other corrections of biases.
 
-        Args:
-            source: The float model.
-            plan: As for the model wanted, like all that follow.
-            keep_float: Nodes left float.
-            table: Ranges.
-            own: The corrections of integer nodes.
-
-        Returns:
-            None where more than numbers would differ.
-        """
-        if plan != self.planned or keep_float != self.keep_float:
-            return None
-        before, after = ({n: t for tensors in each.values() for n, t in tensors.items()} for each in (self.own, own))
-        differ = {n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)}
-        changed = {t.name: after.get(t.name, t) for t in source.graph.initializer if t.name in differ} if differ else {}
-        numbers = self.quantizer.rescaled(table.to_tensors_data(), changed)
-        return None if numbers is None else outside.copy_with(self.quantizer.model.model, numbers)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Builder:
     """One float model and the request under which it is planned and quantized.
 
     Attributes:
         prepared: The float model.
-        request: What the caller wants; it says where stock's placement has to do.
-        excluded: Names, in the prepared model, of nodes that the caller excludes.
-        named: Names of the only nodes to quantize, empty for all.
+        request: What the caller wants, by the names of the prepared model; it says where stock's placement has to do.
         journal: Times stages, and isolates optional work.
         view: The indexed graph; None where stock's placement is used.
         planner: Plans it, or a net that differs from it in finite weights alone; None where stock's placement is used.
@@ -151,35 +120,25 @@ class Builder:
 
     prepared: PreparedModel
     request: Request
-    excluded: Sequence[str]
-    named: Sequence[str]
     journal: Journal
     view: GraphView | None
     planner: Planner | None
     bodies: tuple[BodyBuilder, ...] = ()
     idle: tuple[NodeDecision, ...] = ()
-    _latest: list[_Emitted] = field(default_factory=list, init=False, compare=False, repr=False)
+    _latest: _Emitted | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
-    def of(
-        cls,
-        prepared: PreparedModel,
-        request: Request,
-        excluded: Sequence[str],
-        named: Sequence[str],
-        journal: Journal,
-        like: Builder | None = None,
-    ) -> Builder:
+    def of(cls, prepared: PreparedModel, request: Request, journal: Journal, like: Builder | None = None) -> Builder:
         """The builder of a prepared model; ``like``, of a net that differs in weights alone, lends its planner."""
         if request.stock_reason is not None:
-            return cls(prepared, request, excluded, named, journal, None, None)
+            return cls(prepared, request, journal, None, None)
         with journal.stage("plan"):
             view = GraphView(prepared.proto)
             planner = None if like is None else like.planner
             if planner is None:
-                options = request.placement_options(excluded, named)
-                planner = Planner(view, request.target, options, partial(_finished, view, request))
-        return cls(prepared, request, excluded, named, journal, view, planner)
+                finish = partial(_finished, view, request)
+                planner = Planner(view, request.target, request.placement_options(), finish)
+        return cls(prepared, request, journal, view, planner)
 
     @cached_property
     def plan(self) -> PlacementPlan:
@@ -216,12 +175,12 @@ class Builder:
         rewritten, made, of = prepared or self.prepared, self, self.request
         if self.planner is not None:
             with self.journal.stage("rewrite"):
-                forms = preparation.rewrite_for_integers
-                rewritten = forms(rewritten, self.planner, of, self.excluded, self.journal) or rewritten
+                found = preparation.rewrite_for_integers(rewritten, self.planner, of, self.journal)
+                rewritten = found or rewritten
         if rewritten is not self.prepared:
             if like is not None and not _differ_in_weights_alone(rewritten.proto, like.prepared.proto):
                 like = None
-            made = Builder.of(rewritten, of, self.excluded, self.named, self.journal, like)
+            made = Builder.of(rewritten, of, self.journal, like)
         if not made.tensors and not made.plan.quantizes() and not made.quantizes_bodies:
             raise nothing_to_quantize(self.request.stock_reason or "nothing matches the options")
         return made
@@ -288,21 +247,34 @@ class Builder:
             integer = set(plan.integer_nodes())
             own = {node: tensors for node, tensors in corrections.items() if node in integer}
             ranges = fitted_to_widths(table, plan)
-            for latest in self._latest:
-                if (made := latest.patched(self.prepared.proto, plan, keep, ranges, own)) is not None:
-                    return Build(self.prepared.proto, table, keep, latest.plan, made, corrections=corrections)
-            self._latest.clear()
+            if (patched := self._patched(plan, keep, ranges, own)) is not None:
+                return Build(self.prepared.proto, table, keep, *patched, corrections=corrections)
+            self._latest = None
             source = materialize(self.prepared.proto, corrections, integer)
             quantizer = emit(source, self, plan, ranges)
             quantized = quantizer.model.model
             if plan:
                 self.request.target.hooks.spell(quantized, plan)
-        emitted = _Emitted(quantizer, plan, keep, own, self._put_bodies(quantized, plan, keep))
+        whole = self._put_bodies(quantized, plan, keep)
         if self.request.caches:
             quantize_cache(quantized, fit.with_scales(self.request.caches, table))
         elif plan and self.request.target.hooks.spell is Hooks().spell:
-            self._latest.append(emitted)
-        return Build(self.prepared.proto, table, keep, emitted.plan, quantized, corrections=corrections)
+            self._latest = _Emitted(quantizer, plan, keep, own, whole)
+        return Build(self.prepared.proto, table, keep, whole, quantized, corrections=corrections)
+
+    def _patched(
+        self, plan: PlacementPlan, keep_float: Mapping[str, str], table: CalibrationTable, own: Overlay
+    ) -> tuple[PlacementPlan, onnx.ModelProto] | None:
+        """A copy of the model made last, with other scales and biases; None where more than numbers would differ."""
+        last = self._latest
+        if last is None or plan != last.planned or keep_float != last.keep_float:
+            return None
+        before, after = ({n: t for tensors in each.values() for n, t in tensors.items()} for each in (last.own, own))
+        differ = {n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)}
+        weights = self.prepared.proto.graph.initializer if differ else ()
+        changed = {t.name: after.get(t.name, t) for t in weights if t.name in differ}
+        numbers = last.quantizer.rescaled(table.to_tensors_data(), changed)
+        return None if numbers is None else (last.plan, outside.copy_with(last.quantizer.model.model, numbers))
 
     def _put_bodies(
         self, quantized: onnx.ModelProto, plan: PlacementPlan, keep_float: Mapping[str, str]
@@ -390,10 +362,7 @@ def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder
     """
     with journal.stage("prepare"):
         prepared = preparation.prepare_model(proto, request, journal)
-    excluded, named = (fit.renamed(names, prepared) for names in (request.nodes_to_exclude, request.nodes_to_quantize))
-    by_node = {n: bits for name, bits in request.widths.by_node.items() for n in fit.renamed([name], prepared)}
-    request = replace(request, widths=replace(request.widths, by_node=by_node))
-    builder = Builder.of(prepared, request, excluded, named, journal)
+    builder = Builder.of(prepared, fit.with_names_of(prepared, request), journal)
     if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
         heavy = [n for n in builder.plan.nodes if n.op_type in HEAVY]
         why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
@@ -401,14 +370,19 @@ def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder
     return builder
 
 
-def for_integers(loaded: LoadedModel, request: Request) -> Builder:
+def for_integers(proto: onnx.ModelProto, request: Request, journal: Journal | None = None) -> Builder:
     """The builder of a model whose weights, and whose bodies of control flow, stay as they are.
+
+    Args:
+        proto: The model.
+        request: Fitted to it.
+        journal: Takes what gathers; None for nobody who asks for it.
 
     Raises:
         KenosisError: As `draft` and `Builder.for_integers`; a rewrite that fails raises.
         NothingToQuantizeError: Nothing in the main graph can be quantized.
     """
-    builder = draft(loaded.proto, fit.fitted(loaded.proto, request), Journal()).for_integers()
+    builder = draft(proto, request, journal or Journal()).for_integers()
     if not builder.tensors:
         raise nothing_to_quantize("its layers are in bodies of control flow")
     return builder

@@ -5,9 +5,11 @@ for the channels that were scaled, and their ranges follow from the ranges by ch
 exactly. Histograms do not follow; they are collected again, of the kept samples alone.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -71,60 +73,66 @@ def _points(builder: Builder, channels: Mapping[str, int], keep: int = 0) -> Poi
     )
 
 
-Net = tuple[onnx.ModelProto, onnx.ModelProto, Collection[str]]
-"""A model whose weights passes change, the same in forms for integers, and the tensors whose ranges are needed."""
 Observe = Callable[[Sequence[str]], CalibrationTable]
 """Collects statistics of tensors of the changed model."""
 
 
-class ValueOrigins:
-    """Names of values of a rewritten model in the model that it was made from.
+@dataclass(frozen=True)
+class RewrittenNet:
+    """A model whose weights passes change, with the same in forms for integers.
 
-    A rewrite keeps the name of a value, or that of the node that computes it.
-
-    Args:
-        drafted: The model before, whose values passes speak of.
-        rewritten: The model in forms for integers.
+    Attributes:
+        drafted: The model whose values passes speak of.
+        model: It in forms for integers.
+        tensors: The values of that whose ranges are needed.
     """
 
-    def __init__(self, drafted: onnx.ModelProto, rewritten: onnx.ModelProto) -> None:
-        graph = drafted.graph
-        outputs = {node.name: (node.op_type, node.output) for node in graph.node}
-        self._known = {name for _, names in outputs.values() for name in names} | {v.name for v in graph.input}
-        self._makers = {name: node for node in rewritten.graph.node for name in node.output}
-        self._outputs = outputs
-        self.constants = {tensor.name: tensor for tensor in rewritten.graph.initializer}
+    drafted: onnx.ModelProto
+    model: onnx.ModelProto
+    tensors: Collection[str]
 
-    def of(self, value: str) -> str | None:
-        """The value's name in the model before; None where a rewrite made it."""
-        if value in self._known:
-            return value
-        node = self._makers.get(value)
-        op_type, names = self._outputs.get("" if node is None else node.name, ("", ()))
-        at = list(node.output).index(value) if node is not None and node.op_type == op_type else len(names)
-        return str(names[at]) if at < len(names) else None
+    @classmethod
+    def of(cls, drafted: Builder, builder: Builder) -> RewrittenNet:
+        """The net of a draft and of what became of it."""
+        return cls(drafted.prepared.proto, builder.prepared.proto, builder.tensors)
 
-    def way_to(self, value: str) -> Iterator[Any]:
-        """Yields what makes a value that a rewrite made: operators with their constants, and values from before."""
-        waiting, seen = [value], {value}
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """Names in the model before by value: a rewrite keeps a value's name, or that of the node that computes it."""
+        before = {node.name: node for node in self.drafted.graph.node}
+        known = [*(v.name for v in self.drafted.graph.input), *(name for n in before.values() for name in n.output)]
+        found = dict(zip(known, known, strict=True))
+        for node in self.model.graph.node:
+            old = before.get(node.name)
+            if old is not None and old.op_type == node.op_type:
+                for new, name in zip(node.output, old.output, strict=False):
+                    found.setdefault(new, name)
+        return found
+
+    def way_to(self, value: str) -> list[Any]:
+        """What makes a value that a rewrite made: operators with their constants, and values from before."""
+        makers = {name: node for node in self.model.graph.node for name in node.output}
+        constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
+        waiting, seen, found = [value], {value}, list[Any]()
         while waiting:
             name = waiting.pop()
-            before = self.of(name)
-            node = self._makers.get(name)
-            if before is not None or node is None:
-                yield name if before is None else before
+            node = makers.get(name)
+            if name in self.origins or node is None:
+                found.append(self.origins.get(name, name))
                 continue
-            known = (self.constants.get(name) for name in node.input)
-            yield node.op_type, [None if t is None else (tuple(t.dims), hash(array_in(t).tobytes())) for t in known]
-            more = [i for i in node.input if i and i not in seen and i not in self.constants]
+            known = (constants.get(name) for name in node.input)
+            read = [None if t is None else (tuple(t.dims), hash(array_in(t).tobytes())) for t in known]
+            found.append((node.op_type, read))
+            more = [i for i in node.input if i and i not in seen and i not in constants]
             seen.update(more)
             waiting += more
+        return found
 
 
 def following_table(
     table: CalibrationTable,
-    old: Net,
-    new: Net,
+    old: RewrittenNet,
+    new: RewrittenNet,
     rescaled: Mapping[str, Rescaling] | None,
     observe: Observe,
     few: Observe | None,
@@ -139,37 +147,35 @@ def following_table(
         observe: Collects what does not follow, over the samples of the table that are kept.
         few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
     """
-    (_, changed, tensors), asked = new, old[2]
-    origins, before = ValueOrigins(*new[:2]), ValueOrigins(*old[:2])
     found: dict[str, TensorStatistics] = {}
     scaled: list[str] = []
-    for name in tensors:
+    for name in new.tensors:
         if rescaled is None:
             break
-        known, how = table.tensors.get(name), rescaled.get(origins.of(name) or "")
+        known, how = table.tensors.get(name), rescaled.get(new.origins.get(name, ""))
         if how is not None:
             source = table.tensors.get(how.source or name)
             follows = None if source is None else how.of(source)
             if follows is not None:
                 found[name] = follows
                 scaled.append(name)
-        elif known is not None and (not rescaled or origins.of(name) or _stays(name, origins, before, rescaled)):
+        elif known is not None and (not rescaled or name in new.origins or _stays(name, old, new, rescaled)):
             found[name] = known
-    missing = [n for n in tensors if n not in found and (n in table.tensors or n not in asked)]
+    missing = [n for n in new.tensors if n not in found and (n in table.tensors or n not in old.tensors)]
     if missing:
-        seen = observe(tuple(tensors))
+        seen = observe(tuple(new.tensors))
         found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
     if scaled and few is not None:
         seen = seen if missing else few(tuple(scaled))
         found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
-    tensors_found = {name: found[name] for name in tensors if name in found}
-    return replace(table, tensors=tensors_found, model_fingerprint=model_fingerprint(changed), part=None)
+    tensors = {name: found[name] for name in new.tensors if name in found}
+    return replace(table, tensors=tensors, model_fingerprint=model_fingerprint(new.model), part=None)
 
 
-def _stays(name: str, now: ValueOrigins, before: ValueOrigins, rescaled: Mapping[str, Rescaling]) -> bool:
+def _stays(name: str, old: RewrittenNet, new: RewrittenNet, rescaled: Mapping[str, Rescaling]) -> bool:
     """Whether a value that a rewrite made is surely what it was: it reads the same values and constants."""
-    old = list(before.way_to(name))
-    return old == list(now.way_to(name)) and not any(isinstance(part, str) and part in rescaled for part in old)
+    before = old.way_to(name)
+    return before == new.way_to(name) and not any(isinstance(part, str) and part in rescaled for part in before)
 
 
 _ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
@@ -190,9 +196,8 @@ def channels_to_follow(drafted: Builder, builder: Builder, *, all_passes: bool) 
     model, nodes, axes = drafted.prepared.proto, drafted.adjustable, dict[str, int]()
     for each in passes:
         axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
-    origins = ValueOrigins(model, builder.prepared.proto)
-    found = {name: axes.get(origins.of(name) or "") for name in builder.tensors}
-    return {name: axis for name, axis in found.items() if axis is not None}
+    origins = RewrittenNet.of(drafted, builder).origins
+    return {name: axes[origin] for name in builder.tensors if (origin := origins.get(name)) in axes}
 
 
 def may_change(drafted: Builder) -> bool:

@@ -35,12 +35,11 @@ def fitted(proto: onnx.ModelProto, request: Request) -> Request:
         AlreadyQuantizedError: The model is quantized.
     """
     request = fit_names(proto, request)
-    if request.is_stock or request.recipe.weight_only:
-        return request
-    check_not_quantized(proto)
-    if request.stock_reason is None and any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
-        return request.with_stock_placement("the model brings quantized weights of its own")
-    return request
+    if not request.is_stock and not request.recipe.weight_only:
+        check_not_quantized(proto)
+        if request.stock_reason is None and any(node.op_type == "DequantizeLinear" for node in proto.graph.node):
+            request = request.with_stock_placement("the model brings quantized weights of its own")
+    return request if request.kv_cache is None else replace(request, caches=find_caches(proto, request.kv_cache))
 
 
 def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
@@ -132,13 +131,19 @@ def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
     return all(runs_float(request.target, n.op_type) for n in proto.graph.node if n.name not in named)
 
 
-def renamed(names: Sequence[str], prepared: PreparedModel) -> list[str]:
-    """The caller's node names as they are in the prepared model."""
-    found: dict[str, None] = {}
-    for name in names:
-        found[name] = None
-        found.update(dict.fromkeys(n for n in prepared.nodes.get(name, ()) if n.startswith(name)))
-    return list(found)
+def with_names_of(prepared: PreparedModel, request: Request) -> Request:
+    """The request with the caller's node names as they are in the prepared model."""
+
+    def renamed(name: str) -> list[str]:
+        return [name, *(n for n in prepared.nodes.get(name, ()) if n.startswith(name))]
+
+    exclude, only = (
+        tuple(dict.fromkeys(new for name in names for new in renamed(name)))
+        for names in (request.nodes_to_exclude, request.nodes_to_quantize)
+    )
+    by_node = {new: bits for name, bits in request.widths.by_node.items() for new in renamed(name)}
+    widths = replace(request.widths, by_node=by_node)
+    return replace(request, nodes_to_exclude=exclude, nodes_to_quantize=only, widths=widths)
 
 
 def _serve_override(target: Target, name: str, entries: Sequence[Mapping[str, Any]], *, weight: bool) -> None:

@@ -77,7 +77,7 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
     target = replace(request.target, types=replace(request.target.types, largest_pair=None))
     wanted = replace(builder.request, target=target)
     free = replace(
-        Builder.of(builder.prepared, wanted, builder.excluded, builder.named, builder.journal),
+        Builder.of(builder.prepared, wanted, builder.journal),
         bodies=builder.bodies,
         idle=builder.idle,
     )
@@ -284,6 +284,10 @@ class _Ranges:
         )
 
     @cached_property
+    def _net(self) -> calibrate.RewrittenNet:
+        return calibrate.RewrittenNet.of(self.drafted, self.builder)
+
+    @cached_property
     def _divided(self) -> tuple[list[Feed], Evaluator]:
         return self.call.divide(self.drafted.prepared.proto, self.feeds)
 
@@ -292,8 +296,8 @@ class _Ranges:
     ) -> CalibrationTable:
         return calibrate.following_table(
             table,
-            (self.drafted.prepared.proto, self.builder.prepared.proto, self.builder.tensors),
-            (state.prepared.proto, builder.prepared.proto, builder.tensors),
+            self._net,
+            calibrate.RewrittenNet(state.prepared.proto, builder.prepared.proto, builder.tensors),
             state.rescaled if state.is_reported else None,
             partial(self._collected, builder, self.feeds if table is self.table else self._divided[0]),
             few,

@@ -242,7 +242,7 @@ def _stock_model(proto: onnx.ModelProto, request: Request) -> onnx.ModelProto:
 
 def _values_of_the_caller(proto: onnx.ModelProto, request: Request) -> list[str]:
     """The values that rewrites leave alone: the ends of nodes and the tensors that the caller speaks about."""
-    options = request.placement_options(request.nodes_to_exclude, request.nodes_to_quantize)
+    options = request.placement_options()
     constants = {i.name for i in proto.graph.initializer}
     own = set(options.overrides)
     constrained = {
@@ -269,20 +269,16 @@ def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequenc
 
 
 def rewrite_for_integers(
-    prepared: PreparedModel,
-    planner: Planner,
-    request: Request,
-    excluded: Sequence[str],
-    journal: Journal,
+    prepared: PreparedModel, planner: Planner, request: Request, journal: Journal
 ) -> PreparedModel | None:
     """The model in forms that suit integer kernels better, None if there is nothing to rewrite."""
-    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request, excluded), journal)
+    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request), journal)
 
 
 def _rewrite_for_integers(
-    prepared: PreparedModel, planner: Planner, request: Request, excluded: Sequence[str], skipped: frozenset[str]
+    prepared: PreparedModel, planner: Planner, request: Request, skipped: frozenset[str]
 ) -> PreparedModel | None:
-    nodes = planner.integer_candidates() - set(excluded) - planner.constrained
+    nodes = planner.integer_candidates() - set(request.nodes_to_exclude) - planner.constrained
     editor = Editor(outside.copy_model(prepared.proto))
     notes: list[str] = []
     merged = dict(prepared.nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,13 +232,13 @@ class Request:
         # Along with a list of operators the flag is `get_qdq_config`'s own, which sets it on every call.
         return bool(self.extra_options.get("ForceQuantizeNoInputCheck")) and not self.op_types_named
 
-    def placement_options(self, excluded: Sequence[str], named: Sequence[str]) -> PlacementOptions:
-        """Constraints for the planner; node names are those of the prepared model."""
+    def placement_options(self) -> PlacementOptions:
+        """Constraints for the planner."""
         extra = self.extra_options
         return PlacementOptions(
             op_types=frozenset(self.op_types) if self.restricts_types else None,
-            nodes=frozenset(named) if named and not self.names_all_nodes else None,
-            nodes_to_exclude=frozenset(excluded),
+            nodes=frozenset(self.nodes_to_quantize) if self.nodes_to_quantize and not self.names_all_nodes else None,
+            nodes_to_exclude=frozenset(self.nodes_to_exclude),
             activation_type=self.activation_type.tensor_type,
             weight_type=self.weight_type.tensor_type,
             kernel_activations=self.types.activations,

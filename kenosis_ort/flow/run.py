@@ -8,8 +8,8 @@ or the float model if the caller wants that.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -211,25 +211,22 @@ def run(
     """
     writing.remove_leftovers()
     with (
-        writing.Scratch("run"),
+        writing.Scratch("run"),  # where none can be made, nothing is begun
         writing.room_is_needed(),
         configured(request.target.session_entries),
-    ):  # where none can be made, nothing is begun
-        report = _run(source, request, reader)
+    ):
+        save.check_destination(request.output)
+        with _executor_of(request) as executor, opened(source, request) as call:
+            call.executor = executor
+            if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
+                call.warnings.append(
+                    "The output is the float model's own file, which is replaced, as by stock ONNX Runtime. "
+                    "Fix: nothing, or name another file as the output, to keep the float model."
+                )
+            report = _run_qdq(call, reader)
     for text in report.warnings:
         errors.warn_caller(text)
     return report
-
-
-def _run(
-    source: str | os.PathLike[str] | onnx.ModelProto, request: Request, reader: CalibrationDataReader | None
-) -> QuantizationReport:
-    start = time.perf_counter()
-    save.check_destination(request.output)
-    with _executor_of(request) as executor:
-        loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
-        with outside.weights_on_disk(loaded.proto):
-            return _loaded(Call(loaded=loaded, request=request, executor=executor), reader, start)
 
 
 def _executor_of(request: Request) -> AbstractContextManager[Executor]:
@@ -246,29 +243,35 @@ def _executor_of(request: Request) -> AbstractContextManager[Executor]:
     return ClusterExecutor(request.executor)
 
 
-def _loaded(call: Call, reader: CalibrationDataReader | None, start: float) -> QuantizationReport:
-    request = call.request
-    call.size_before = _size(call.loaded)
-    if request.target.static_shapes and not request.is_stock:
-        call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
-        call.notes += notes
-    if request.max_opset is not None:
-        call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
-        call.notes += notes
-    call.seconds["load"] = time.perf_counter() - start
-    with call.stage("profile"):
-        request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
-    request = fit.fitted(call.loaded.proto, request)
-    if request.kv_cache is not None:
-        request = replace(request, caches=fit.find_caches(call.loaded.proto, request.kv_cache))
-    call.request = request
-    call.warnings += request.complaints
-    if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
-        call.warnings.append(
-            "The output is the float model's own file, which is replaced, as by stock ONNX Runtime. "
-            "Fix: nothing, or name another file as the output, to keep the float model."
-        )
-    return _run_qdq(call, reader)
+@contextmanager
+def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -> Iterator[Call]:
+    """A call with its model as target and caller let it be, and the request fitted to it.
+
+    The weights of a large model stay on disk, and so do those that are made of them inside.
+
+    Args:
+        source: The float model.
+        request: What the caller wants.
+
+    Raises:
+        KenosisError: The model is not usable, or the request does not fit it.
+    """
+    start = time.perf_counter()
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+    with outside.weights_on_disk(loaded.proto):
+        call = Call(loaded=loaded, request=request, size_before=_size(loaded))
+        if request.target.static_shapes and not request.is_stock:
+            call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
+            call.notes += notes
+        if request.max_opset is not None:
+            call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
+            call.notes += notes
+        call.seconds["load"] = time.perf_counter() - start
+        with call.stage("profile"):
+            request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
+        call.request = fit.fitted(call.loaded.proto, request)
+        call.warnings += call.request.complaints
+        yield call
 
 
 def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationReport:

@@ -23,7 +23,7 @@ from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.builder import Builder
-from kenosis_ort.flow.calibrate import following_table
+from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
 from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
@@ -85,7 +85,8 @@ def follows(
     """Checks that ranges carried over are those that a sweep of the changed model finds."""
     before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, changed))
     table = collect(model, feeds, Points(before, channels=axes, threads=1))
-    carried = following_table(table, (model, model, before), (changed, changed, asked), rescaled, never, None)
+    nets = RewrittenNet(model, model, before), RewrittenNet(changed, changed, asked)
+    carried = following_table(table, *nets, rescaled, never, None)
     seen = collect(changed, feeds, Points(asked, threads=1))
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:
@@ -267,9 +268,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             if number == 2:  # values that had scales of their own have the same one
                 ranges = dict.fromkeys(ranges, (-1.0, 4.0))
             given = table.with_ranges(ranges)
-            latest = list(builder._latest)
+            latest = builder._latest
             patched = quantize(builder, given, *how)
-            counts["patched" if builder._latest == latest else "anew"] += 1
+            counts["patched" if builder._latest is latest else "anew"] += 1
             anew = quantize(replace(builder), given, *how)
             assert patched.plan == anew.plan
             files = [each.quantized.SerializeToString(deterministic=True) for each in (patched, anew)]

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, quantize_static
+from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, calibrate, quantize_static
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
@@ -152,6 +152,16 @@ def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path: Path) ->
     assert looped[-1]["past_0_value"].any()
     data = ClosedLoopReader(decoder(), tokens, threads=1)
     assert quantized(decoder(), tmp_path / "again.onnx", data=data, kv_cache="int8").cache
+
+
+def test_a_table_takes_the_place_of_the_reader(tmp_path: Path) -> None:
+    table, files = tmp_path / "table.json", (tmp_path / "a.onnx", tmp_path / "b.onnx")
+    calibrate(decoder(), table, calibration(), kv_cache="int8")
+    scales = [quantized(decoder(), files[0], kv_cache="int8").cache]
+    options: dict[str, Any] = {"calibration_cache_path": table, "kv_cache": "int8", "promise": False}
+    scales.append(quantize_static(decoder(), files[1], **options).cache)
+    assert scales[0] == scales[1] != {}
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 from kenosis_ort import CalibrationTable, calibrate, errors, layer_times, preview, quantize_static
 from kenosis_ort.cli import main as cli
 from kenosis_ort.flow import preview as flow_preview
-from kenosis_ort.flow.preview import Piecewise
 from tests import models
 from tests.flow.support import quantized
 from tests.models import FeedReader
@@ -111,7 +109,7 @@ def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample is a piece of its own."""
-    monkeypatch.setattr(flow_preview, "Piecewise", partial(Piecewise, piece_s=0.0))
+    monkeypatch.setattr(flow_preview, "_PIECE_S", 0.0)
 
 
 def ending(feeds: list[Any], after: int) -> Iterator[Any]:
@@ -136,17 +134,15 @@ def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path: P
 def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     code = f"""
         import os, signal
-        from functools import partial
         from kenosis_ort import calibrate
         from kenosis_ort.flow import preview
-        from kenosis_ort.flow.preview import Piecewise
         from tests.flow.test_preview import FEEDS, MODEL
 
         def deadly():
             yield from FEEDS[:4]
             os.kill(os.getpid(), signal.SIGKILL)
 
-        preview.Piecewise = partial(Piecewise, piece_s=0.0)
+        preview._PIECE_S = 0.0
         calibrate(MODEL, {str(tmp_path / "table.json")!r}, deadly(), resume=True)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
