@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any, Final
 
 import onnx
@@ -69,17 +69,14 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     costs = request.target.costs
     if request.speed.tune == "off" or costs is None or view is None or not plan:
         return {}, ""
-    float_output = request.target.float_output
-    found = choose_regions(view, plan, costs, builder.planned, float_output)
+    found = choose_regions(view, plan, costs, builder.planned, request.target.float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
     may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
     if costs.anywhere and found.whole_net and request.speed.promise:
         if request.target.hooks.time is not None and may_pay:
-            return (
-                found.keep_float,
-                f"{found.reason} by the table, which is off by up to {costs.error:.1f}x: it is timed",
-            )
+            timed = f"{found.reason} by the table, which is off by up to {costs.error:.1f}x: it is timed"
+            return found.keep_float, timed
         reason = f"{found.reason}, estimated by the table, not timed"
         return dict.fromkeys(plan.integer_nodes(), reason), reason
     return found.keep_float, "" if found.whole_net else found.reason
@@ -99,21 +96,24 @@ class _Forms:
         self._original, self._builder, self._build, self._request = original, builder, build, builder.request
         self._worthless = worthless
         self._variants = {INT8: build}
-        regions = [self._cut(name, nodes) for name, nodes in _ends(build)]
-        timed = self._request.target.hooks.time
-        known = () if timed is None else timed.other_forms
-        how = "linear layers in int8 with dynamic ranges, all else float"
-        others = (
-            promise.Form(DYNAMIC, how, self._dynamic),
-            promise.Form(WEIGHT_ONLY, "8-bit weights of the linear layers", self._weight_only),
-        )
-        usable = worthless is None
+        usable, timed = worthless is None, self._request.target.hooks.time
+        dynamic = "linear layers in int8 with dynamic ranges, all else float"
         self.candidates = [
             promise.Form(
                 INT8, "int8 as planned", lambda: build.quantized, checked=usable, estimate=lambda: self._estimate()
             ),
-            *(regions if usable else ()),
-            *(form for form in others if form.name in known),
+            *(
+                promise.Form(name, f"int8 with its {name}", partial(self._cut, name, nodes), checked=True)
+                for name, nodes in (_ends(build) if usable else ())
+            ),
+            *(
+                promise.Form(name, description, make)
+                for name, description, make in (
+                    (DYNAMIC, dynamic, self._dynamic),
+                    (WEIGHT_ONLY, "8-bit weights of the linear layers", self._weight_only),
+                )
+                if timed is not None and name in timed.other_forms
+            ),
             promise.Form("float", "the float model", lambda: original, is_float=True),
         ]
 
@@ -127,6 +127,13 @@ class _Forms:
         from kenosis_ort.weights.blocks import weight_only
 
         return weight_only(self._builder.prepared.proto)
+
+    def _cut(self, name: str, nodes: Sequence[str]) -> onnx.ModelProto:
+        build = self._build
+        left = dict.fromkeys(nodes, "float is faster there, measured on this machine")
+        made = self._builder.quantize(build.table, {**build.keep_float, **left}, build.corrections)
+        self._variants[name] = made
+        return made.quantized
 
     def keeping_the_promise(self, feeds: Sequence[Feed], budget_s: float) -> Delivery:
         """The build that is delivered: one that is not slower than the float model.
@@ -145,11 +152,9 @@ class _Forms:
         few = any(each.few_rows for each in found)
         forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
-        outcome = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
-        steps, ms = tuple(map(_candidate, outcome.steps)), outcome.float_milliseconds
-        basis, seconds = str(outcome.basis), outcome.seconds
-        speed = self._summary(steps, notes, basis=basis, float_milliseconds=ms, seconds=seconds)
-        return self._delivery(outcome.taken, outcome.model, speed)
+        made = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
+        times: dict[str, Any] = {"float_milliseconds": made.float_milliseconds, "seconds": made.seconds}
+        return self._delivery(made.taken, made.model, self._summary(made.steps, notes, basis=str(made.basis), **times))
 
     def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
         """Speed of a form that the caller asked for: the float model does not take its place."""
@@ -158,8 +163,7 @@ class _Forms:
         if (c := found.comparison) is None:
             return self._summary(())
         reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-        speed = c.ratio, c.low, c.high, str(c.verdict), found.milliseconds
-        taken = SpeedCandidate(INT8, "int8 as asked for", "taken", reason, *speed)
+        taken = promise.Step(INT8, "int8 as asked for", promise.FormStatus.TAKEN, reason, c, found.milliseconds)
         return self._summary((taken,), basis="measured", float_milliseconds=found.reference_milliseconds)
 
     def as_recorded(self, choice: SpeedChoice) -> Delivery | None:
@@ -168,46 +172,9 @@ class _Forms:
         model = None if form is None else form.build()
         if form is None or model is None:
             return None
-        recorded = SpeedCandidate(form.name, form.description, "taken", "as the recipe says; nothing was timed")
+        reason = "as the recipe says; nothing was timed"
+        recorded = promise.Step(form.name, form.description, promise.FormStatus.TAKEN, reason)
         return self._delivery(form.name, model, self._summary((recorded,)))
-
-    def _setup(self, feeds: Sequence[Feed]) -> races.RaceSetup:
-        request, timed = self._request, self._request.target.hooks.time
-        assert timed is not None  # the caller of this module sees to it
-        samples, timed = single_samples(self._original, request, feeds), machine().timed(timed)
-        return races.RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
-
-    def _cut(self, name: str, nodes: Sequence[str]) -> promise.Form:
-        def make() -> onnx.ModelProto | None:
-            left = dict.fromkeys(nodes, "float is faster there, measured on this machine")
-            self._variants[name] = self._builder.quantize(
-                self._build.table, {**self._build.keep_float, **left}, self._build.corrections
-            )
-            return self._variants[name].quantized
-
-        return promise.Form(name, f"int8 with its {name}", make, checked=True)
-
-    def _estimate(self) -> promise.Estimate | None:
-        """Estimate of the planned form's speed by the target's cost table.
-
-        Of the other forms none is asked for: they are tried where the table was wrong about this one.
-        """
-        view, costs, plan = self._builder.view, self._request.target.costs, self._build.plan
-        if view is None or costs is None or not plan.integer_nodes():
-            return None
-        found, in_float = estimate(view, plan, costs), self._in_float
-        if found.unknown or in_float is None:
-            return None
-        return promise.Estimate(in_float / found.planned_us, costs.error)
-
-    @cached_property
-    def _in_float(self) -> float | None:
-        """Estimated microseconds of the float model as it came: forms that suit integers may take longer in float."""
-        request = self._request
-        assert request.target.costs is not None  # the caller has looked
-        plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
-        found = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), request.target.costs)
-        return None if found.unknown else found.float_us
 
     def by_table(self, why: str, notes: Sequence[str]) -> Delivery:
         """The planned form if the cost table tells that it is faster, else the float model.
@@ -218,26 +185,51 @@ class _Forms:
         """
         found, planned, stays = self._estimate(), self.candidates[0], self.candidates[-1]
         is_faster = found is not None and found.tells_faster()
-        basis = (
-            promise.Basis.ESTIMATED if found is not None and (is_faster or found.speed < 1) else promise.Basis.UNDECIDED
-        )
-        other = promise.FormStatus.SLOWER if basis is promise.Basis.ESTIMATED else promise.FormStatus.UNDECIDED
-        status = promise.FormStatus.TAKEN if is_faster else other
-        doubt = "undecided: " if status is promise.FormStatus.UNDECIDED else ""
-        reason = f"{doubt}{f'estimated at {found}' if found else 'the cost table says nothing of it'}; {why}"
-        taken, last = (planned, promise.FormStatus.SPARE) if is_faster else (stays, promise.FormStatus.TAKEN)
-        besides = "not needed" if is_faster else "the float model stays as it is"
+        tells = is_faster or (found is not None and found.speed < 1)
+        basis, status = promise.Basis.ESTIMATED, promise.FormStatus.TAKEN if is_faster else promise.FormStatus.SLOWER
+        if not tells:
+            basis, status = promise.Basis.UNDECIDED, promise.FormStatus.UNDECIDED
+        known = f"estimated at {found}" if found else "the cost table says nothing of it"
+        reason = f"{'' if tells else 'undecided: '}{known}; {why}"
+        taken, other, besides = planned, promise.FormStatus.SPARE, "not needed"
+        if not is_faster:
+            taken, other, besides = stays, promise.FormStatus.TAKEN, "the float model stays as it is"
         steps = (
-            SpeedCandidate(planned.name, planned.description, str(status), reason),
-            SpeedCandidate(stays.name, stays.description, str(last), besides),
+            promise.Step(planned.name, planned.description, status, reason),
+            promise.Step(stays.name, stays.description, other, besides),
         )
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
         return self._delivery(taken.name, model, self._summary(steps, notes, basis=str(basis)))
 
-    def _summary(self, steps: tuple[SpeedCandidate, ...], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
+    def _setup(self, feeds: Sequence[Feed]) -> races.RaceSetup:
+        request, timed = self._request, self._request.target.hooks.time
+        assert timed is not None  # the caller of this module sees to it
+        samples, timed = single_samples(self._original, request, feeds), machine().timed(timed)
+        return races.RaceSetup(samples, request.speed.threads, request.custom_op_libraries, runtime=timed)
+
+    def _estimate(self) -> promise.Estimate | None:
+        """Estimate of the planned form's speed by the target's cost table.
+
+        Of the other forms none is asked for: they are tried where the table was wrong about this one. Against the float
+        model as it came: forms that suit integers may take longer in float.
+        """
+        request, view, plan = self._request, self._builder.view, self._build.plan
+        costs = request.target.costs
+        if view is None or costs is None or not plan.integer_nodes():
+            return None
+        found = estimate(view, plan, costs)
+        if found.unknown:
+            return None
+        plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
+        in_float = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), costs)
+        return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
+
+    def _summary(self, steps: Sequence[promise.Step], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
         speed = self._request.speed
-        return SpeedSummary(steps, threads=speed.threads, tune=speed.tune, notes=tuple(notes), **more)
+        return SpeedSummary(
+            tuple(map(_candidate, steps)), threads=speed.threads, tune=speed.tune, notes=tuple(notes), **more
+        )
 
     def _delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
         """The build to write once a candidate is chosen."""
@@ -293,11 +285,7 @@ _TIMING_S: Final = 2.0
 
 
 def delivered(
-    call: Call,
-    builder: Builder,
-    build: Build,
-    feeds: Sequence[Feed],
-    worthless: str | None,
+    call: Call, builder: Builder, build: Build, feeds: Sequence[Feed], worthless: str | None
 ) -> tuple[Build, bool]:
     """The build to deliver after timing, and whether it is known to be of use.
 
@@ -313,15 +301,18 @@ def delivered(
     # Where nothing can or shall be timed, the integer form is delivered.
     if not request.speed.promise:
         return as_it_is
-    if request.target.hooks.time is None:
-        call.notes.append(f"Not timed: {request.target.unasked}.")
-        return as_it_is
-    if request.speed.host is not None and not request.is_for_this_machine:
-        call.notes.append("Not timed: the file is laid out for another machine than this one.")
-        return as_it_is
-    if request.format in EXPORT_FORMATS:
-        call.notes.append(f"Not timed against the float model: {explicit} says what is quantized.")
-        return as_it_is
+    elsewhere = request.speed.host is not None and not request.is_for_this_machine
+    for cannot, why in (
+        (request.target.hooks.time is None, f"Not timed: {request.target.unasked}."),
+        (elsewhere, "Not timed: the file is laid out for another machine than this one."),
+        (
+            request.format in EXPORT_FORMATS,
+            f"Not timed against the float model: {explicit} says what is quantized.",
+        ),
+    ):
+        if cannot:
+            call.notes.append(why)
+            return as_it_is
     model = model_fingerprint(call.loaded.proto)
     recorded = request.recipe.speed
     recorded = None if recorded is None or recorded.model != model else recorded
@@ -349,7 +340,7 @@ def delivered(
         delivery = None if recorded is None else forms.as_recorded(recorded)
         made, call.speed = delivery or forms.keeping_the_promise(feeds, budget)
     # A note or a warning where another form is delivered.
-    first, taken, is_int8 = call.speed.candidates[0], call.speed.taken, bool(made.plan)
+    (first, *_), taken, is_int8 = call.speed.candidates, call.speed.taken, bool(made.plan)
     call.choice = None if taken is None else SpeedChoice(model, taken.name)
     if is_int8 or taken is None:
         return made, worthless is None or not is_int8

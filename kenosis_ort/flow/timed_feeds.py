@@ -6,19 +6,18 @@ are cut or repeated to those.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import constants
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.runtime.session import Session, open_session
 
 _log = logging.getLogger(__name__)
 _RACE_FEEDS: Final = 2
@@ -63,34 +62,27 @@ def scenarios(
         lengths: Lengths to time; where none are given, those of the feeds.
         libraries: Libraries with custom operators to register.
     """
-    linear = _is_linear(model)
-    open_lengths = _lengths(model, feeds)
-    if lengths and open_lengths:
-        found, missing = [], []
-        for length in sorted(set(lengths)):
-            feed = _of_length(model, feeds, open_lengths[0], length, libraries)
-            if feed is None:
-                missing.append(f"no feed of length {length} could be made of the samples: not timed for it")
-            else:
-                name = f"{open_lengths[0][0]} of length {length}"
-                found.append(Scenario(name, [feed], linear and _rows(feed) <= FEW_ROWS))
-        if found:
-            return found, missing
-        return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], missing
+    heavy = {node.op_type for node in model.graph.node if node.op_type in constants.HEAVY}
+    linear = bool(heavy) and heavy <= {"MatMul", "Gemm"}
+
+    def scenario(feeds: Sequence[Feed], length: int, where: _Axis | None = None) -> Scenario:
+        name = "" if where is None else f"{where[0]} of length {length}"
+        return Scenario(name, feeds, linear and _rows(feeds[0]) <= FEW_ROWS)
+
+    axes = _open_axes(model, feeds)
+    if lengths and axes:
+        made = {n: _of_length(model, feeds, axes[0], n, libraries) for n in sorted(set(lengths))}
+        lost = [n for n, feed in made.items() if feed is None]
+        notes = [f"no feed of length {n} could be made of the samples: not timed for it" for n in lost]
+        found = [scenario([feed], n, axes[0]) for n, feed in made.items() if feed is not None]
+        return found or [scenario(feeds, 0)], notes
     notes = ["no input of the model is of open length: timed as the samples are"] if lengths else []
-    for where in open_lengths:
-        ordered = sorted(feeds, key=partial(_length, where=where))
-        short, long = _length(ordered[0], where), _length(ordered[-1], where)
-        if long >= _APART * max(short, 1):
-            ends = ((short, ordered[0]), (long, ordered[-1]))
-            few = [linear and _rows(feed) <= FEW_ROWS for _, feed in ends]
-            return [Scenario(f"{where[0]} of length {n}", [f], w) for (n, f), w in zip(ends, few, strict=True)], notes
-    return [Scenario("", feeds, linear and _rows(feeds[0]) <= FEW_ROWS)], notes
-
-
-def _is_linear(model: onnx.ModelProto) -> bool:
-    heavy = [node.op_type for node in model.graph.node if node.op_type in constants.HEAVY]
-    return bool(heavy) and set(heavy) <= {"MatMul", "Gemm"}
+    for where in axes:
+        ends = sorted(feeds, key=partial(_length, where=where))[:: max(len(feeds) - 1, 1)]
+        sizes = [_length(feed, where) for feed in ends]
+        if sizes[-1] >= _APART * max(sizes[0], 1):
+            return [scenario([feed], n, where) for feed, n in zip(ends, sizes, strict=True)], notes
+    return [scenario(feeds, 0)], notes
 
 
 def _rows(feed: Feed) -> int:
@@ -99,7 +91,7 @@ def _rows(feed: Feed) -> int:
     return int(np.prod(first.shape if first.dtype.kind in "iu" else first.shape[:-1], dtype=np.int64))
 
 
-def _lengths(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[_Axis]:
+def _open_axes(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[_Axis]:
     """The open axes, but for the batch and those of caches, in the order of the inputs."""
     found = []
     for value in model.graph.input:
@@ -118,12 +110,18 @@ def _of_length(
     if _length(nearest, where) == length:
         return nearest
     made = _resized(model, nearest, _length(nearest, where), length)
+    opened = partial(open_session, model, custom_op_libraries=libraries)
+    return made if _takes(opened, made, f"no feed of length {length}") else None
+
+
+def _takes(opened: Callable[[], Session], feed: Feed, otherwise: str) -> bool:
+    """Whether a model runs on a feed."""
     try:
-        open_session(model, custom_op_libraries=libraries).run(None, made)
+        opened().run(None, dict(feed))
     except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
-        _log.info("no feed of length %d: %s", length, error)
-        return None
-    return made
+        _log.info("%s: %s", otherwise, error)
+        return False
+    return True
 
 
 def _resized(model: onnx.ModelProto, feed: Feed, now: int, length: int) -> dict[str, Any]:
@@ -158,20 +156,11 @@ def single_samples(model: onnx.ModelProto, request: Request, feeds: Sequence[Any
         and value.type.tensor_type.shape.dim
         and not value.type.tensor_type.shape.dim[0].HasField("dim_value")
     }
-    opened = cache(lambda: open_session(model, custom_op_libraries=request.custom_op_libraries))
-    return [_cut(opened, feed, free) for feed in feeds[:_RACE_FEEDS]]
-
-
-def _cut(
-    opened: Callable[[], ort.InferenceSession], feed: Mapping[str, Any], free: Collection[str]
-) -> Mapping[str, Any]:
-    sizes = {len(feed[name]) for name in free if name in feed}
-    if len(sizes) != 1 or sizes == {1}:
-        return feed
-    one = {name: value[:1] if name in free else value for name, value in feed.items()}
-    try:
-        opened().run(None, one)
-    except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
-        _log.info("timed on whole batches: %s", error)
-        return feed
-    return one
+    opened = cache(partial(open_session, model, custom_op_libraries=request.custom_op_libraries))
+    found = []
+    for feed in feeds[:_RACE_FEEDS]:
+        sizes = {len(feed[name]) for name in free if name in feed}
+        one = {name: value[:1] if name in free else value for name, value in feed.items()}
+        is_batch = len(sizes) == 1 and sizes != {1}
+        found.append(one if is_batch and _takes(opened, one, "timed on whole batches") else feed)
+    return found
