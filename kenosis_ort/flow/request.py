@@ -129,6 +129,11 @@ class Request:
         return self.choices[option].source == "caller"
 
     @property
+    def given_extra_options(self) -> dict[str, Any]:
+        """Those of the caller, without what the target adds."""
+        return {key: v for key, v in self.extra_options.items() if self.is_explicit(f"extra_options.{key}")}
+
+    @property
     def op_types_named(self) -> bool:
         """The caller gave a list of operator types."""
         return "op_types_to_quantize" in self.choices

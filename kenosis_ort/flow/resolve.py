@@ -79,11 +79,8 @@ _SHOWN = (
     *("tune", "threads", "promise", "sequence_lengths"),
 )
 """Options that the report names where they are not at their defaults."""
-_AS_GIVEN = (
-    *("use_external_data_format", "verify", "eval_reader", "evidence", "executor", "kv_cache", "max_opset"),
-    "on_failure",
-)
-"""Options that a request has as they are given."""
+_NAMES = ("op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "primary_inputs")
+"""Lists of names, which it shows where there are any."""
 
 
 def resolve(given: Mapping[str, Any]) -> Request:
@@ -96,138 +93,101 @@ def resolve(given: Mapping[str, Any]) -> Request:
     Raises:
         OptionError: An option is unknown or contradicts another.
     """
-    # Options in our types: target, recipe, metric, machine, bits.
+    # Options by name: at first as they are given, in the end as the request has them.
     o: Any = SimpleNamespace(**{**{name: option.default for name, option in option_types.OPTIONS.items()}, **given})
-    speed = Speed(**{name: getattr(o, name) for name in Speed.__dataclass_fields__})
+    o.speed = Speed(**{name: getattr(o, name) for name in Speed.__dataclass_fields__})
     placement = Placement(**{name: getattr(o, name) for name in Placement.__dataclass_fields__})
-    stages = placement.stages or Stages()
-    options, complaints = option_types.check_extra_options(o.extra_options)
-    quant_format = _quant_format(o.quant_format)
-    table = get_target(o.target)
-    check_installed(options)
-    cooked = resolve_recipe(o.recipe)
-    if options.get("SmoothQuant"):
-        cooked = replace(cooked, smooth=options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
+    shown = {**vars(o), **vars(o.speed), **vars(placement)}
+    o.stages = placement.stages or Stages()
+    stock = o.stages == Stages.none()
+    o.extra_options, o.complaints = option_types.check_extra_options(o.extra_options)
+    o.quant_format = _quant_format(o.quant_format)
+    o.target = get_target(o.target)
+    check_installed(o.extra_options)
+    # Recipe, machine, bits, format.
+    o.recipe = resolve_recipe(o.recipe)
+    if o.extra_options.get("SmoothQuant"):
+        o.recipe = replace(o.recipe, smooth=o.extra_options.get("SmoothQuantAlpha", DEFAULT_ALPHA))
     if o.accuracy_budget is not None:
-        cooked = replace(cooked, mixed_precision=True, accuracy_budget=o.accuracy_budget)
-    metric = None if o.metric is None else check_metric(o.metric)
-    profile = target_options.profile_for(table, speed)
-    types = table.data_types()
-    if profile is not None and table.costs is not None:
-        table = replace(table, costs=target_options.costs_for(table.costs, profile, speed))
-    cooked, widths = target_options.with_bits(cooked, o.weight_bits, o.activation_bits)
-    written = target_options.chosen_format(o.format, quant_format)
+        o.recipe = replace(o.recipe, mixed_precision=True, accuracy_budget=o.accuracy_budget)
+    o.metric = None if o.metric is None else check_metric(o.metric)
+    o.host, o.types = target_options.profile_for(o.target, o.speed), o.target.data_types()
+    if o.host is not None and o.target.costs is not None:
+        o.target = replace(o.target, costs=target_options.costs_for(o.target.costs, o.host, o.speed))
+    o.recipe, o.widths = target_options.with_bits(o.recipe, o.weight_bits, o.activation_bits)
+    o.format = target_options.chosen_format(o.format, o.quant_format)
     # Types, scales and method: by the caller, else by the target, or as stock has them.
-    stock = stages == Stages.none()
-    weight_default = QuantType.QInt8 if stock else _quant_type(types.weight)
-    weight, weight_choice = _choose(_quant_type(o.weight_type), weight_default, stock)
-    own_scales = stages.placement and stages.weights and options.get("WeightSymmetric") is not False
-    seven_bits = weight is QuantType.QInt8 and types.largest_pair is not None and not (stock or own_scales)
-    reduce_value, reduce_choice = _choose(o.reduce_range, seven_bits, stock)  # own scales keep pairs from clipping
-    act_default = QuantType.QInt8 if stock else _activation_beside(weight, types)
-    act, act_choice = _choose(_quant_type(o.activation_type), act_default, stock)
-    by_channel = not stock and types.per_channel and weight in _BY_CHANNEL
-    per_channel_value, per_channel_choice = _choose(o.per_channel, by_channel, stock)
-    method_default = CalibrationMethod[_METHODS[cooked.ranges]]
-    method, method_choice = _choose(o.calibrate_method, CalibrationMethod.MinMax if stock else method_default, stock)
-    _check_kinds(quant_format, act, weight)
-    # What the target adds and refuses.
-    own = {} if stock else target_options.serve(table, types, act, weight, options)
-    _check_types(quant_format, act, weight, method)
-    target_options.check_format(written, table, widths, per_channel=per_channel_value)
-    target_options.check_widths(widths, activation=act, weight=weight, options=options)
-    # Rules of kernels that do not count for this result.
-    if written in EXPORT_FORMATS or not widths.are_bytes:  # what pays on a runtime is not the question
-        hooks = replace(table.hooks, reclass=Hooks.reclass, reclass_integers=Hooks.reclass_integers)
-        table = replace(table, hooks=hooks, head_float_share=0.0, costs=None)
-    if written in EXPORT_FORMATS:  # nor are its kernels
-        table = replace(table, kernel_forms=(), own_forms=())
-    options = {**own, **options}
-    op_types = tuple(o.op_types_to_quantize or QUANTIZABLE_OPS)
-    # Combinations that no placement of ours can have.
-    reason = _stock_reason(act, stages, table)
-    if reason is not None and not widths.are_bytes:
-        raise OptionError(
-            f"fewer bits than 8 go with kenosis-ort's own placement, and {reason}",
-            where="weight_bits",
-            fix="leave the bits at 8, or leave out the option that dictates the placement",
-        )
-    if reason is not None and options.get("SmoothQuant"):
-        raise OptionError(
-            f"SmoothQuant goes with kenosis-ort's own placement, and {reason}",
-            where="extra_options",
-            fix="leave out SmoothQuant, or the option that dictates the placement",
-        )
-    if o.kv_cache is not None:
-        target_options.check_kv_cache(o.kv_cache, written, weights_alone=bool(cooked.weight_only))
+    chosen: dict[str, OptionChoice] = {}
+
+    def choose(name: str, default: Any) -> Any:
+        value = _quant_type(getattr(o, name)) if name.endswith("_type") else getattr(o, name)
+        if isinstance(value, Unset):
+            chosen[name] = OptionChoice(default, "stock default" if stock else "host default")
+        else:
+            chosen[name] = OptionChoice(value, "caller")
+        setattr(o, name, chosen[name].value)
+        return chosen[name].value
+
+    int8 = QuantType.QInt8
+    weight = choose("weight_type", int8 if stock else _quant_type(o.types.weight))
+    choose("activation_type", int8 if stock else _activation_beside(weight, o.types))
+    choose("per_channel", not stock and o.types.per_channel and weight in _BY_CHANNEL)
+    own_scales = o.stages.placement and o.stages.weights and o.extra_options.get("WeightSymmetric") is not False
+    may_clip = weight is int8 and o.types.largest_pair is not None
+    choose("reduce_range", may_clip and not (stock or own_scales))  # own scales keep pairs from clipping
+    choose("calibrate_method", CalibrationMethod["MinMax" if stock else _METHODS[o.recipe.ranges]])
+    _check_kinds(o.quant_format, o.activation_type, weight)
+    # What the target adds; rules of its kernels that do not count for this result.
+    types = o.types, o.activation_type, weight
+    own = {} if stock else target_options.serve(o.target, *types, o.extra_options)
+    o.extra_options = {**own, **o.extra_options}
+    if o.format in EXPORT_FORMATS or not o.widths.are_bytes:  # what pays on a runtime is not the question
+        hooks = replace(o.target.hooks, reclass=Hooks.reclass, reclass_integers=Hooks.reclass_integers)
+        o.target = replace(o.target, hooks=hooks, head_float_share=0.0, costs=None)
+    if o.format in EXPORT_FORMATS:  # nor are its kernels
+        o.target = replace(o.target, kernel_forms=(), own_forms=())
+    o.stock_reason = _stock_reason(o.activation_type, o.stages, o.target)
     # Who chose each option, for the report.
-    chosen = {
-        "quant_format": OptionChoice(quant_format, "caller"),
-        "format": OptionChoice(written, "caller"),
-        "activation_type": act_choice,
-        "weight_type": weight_choice,
-        "per_channel": per_channel_choice,
-        "reduce_range": reduce_choice,
-        "calibrate_method": method_choice,
-        "protect_outputs": OptionChoice(placement.protect_outputs, "caller"),
-        "target": OptionChoice(table.name, "caller"),
-        "rewrites": OptionChoice(placement.rewrites, "caller"),
-        "recipe": OptionChoice(cooked.to_dict(), "caller"),
-        "stages": OptionChoice({k: getattr(stages, k) for k in stages.__dataclass_fields__}, "caller"),
-    }
-    chosen.update(
-        {f"extra_options.{k}": OptionChoice(v, "target default" if k in own else "caller") for k, v in options.items()}
-    )
-    for name in ("op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "primary_inputs"):
-        if value := getattr(o, name):
-            chosen[name] = OptionChoice(tuple(value), "caller")
-    if profile is not None:
-        chosen["host"] = OptionChoice(
-            speed.host if isinstance(speed.host, (str, os.PathLike)) else _shipped(profile, table),
-            "host default" if speed.host is None else "caller",
-        )
-    shown = {
-        **vars(o),
-        **vars(speed),
+    shown |= {
+        "quant_format": o.quant_format,
+        "format": o.format,
+        "target": o.target.name,
+        "recipe": o.recipe.to_dict(),
+        "stages": {name: getattr(o.stages, name) for name in Stages.__dataclass_fields__},
         "kv_cache": None if o.kv_cache is None else os.fspath(o.kv_cache),
         "custom_op_libraries": tuple(map(str, o.custom_op_libraries)),
-        "metric": _name_of(o.metric),
+        "metric": _name_of(shown["metric"]),
         "eval_reader": _name_of(o.eval_reader),
+        **{name: tuple(getattr(placement, name, getattr(o, name)) or ()) for name in _NAMES},
     }
-    chosen.update({n: OptionChoice(shown[n], "caller") for n in _SHOWN if shown[n] != option_types.OPTIONS[n].default})
-    return Request(
-        output=absolute(o.model_output),
-        output_name=os.fspath(o.model_output),
-        op_types=op_types,
-        per_channel=per_channel_value,
-        reduce_range=reduce_value,
-        activation_type=act,
-        weight_type=weight,
-        nodes_to_quantize=tuple(o.nodes_to_quantize or ()),
-        nodes_to_exclude=tuple(o.nodes_to_exclude or ()),
-        calibrate_method=method,
-        calibration_providers=tuple(o.calibration_providers) if o.calibration_providers else None,
-        extra_options=options,
-        cache_path=None if o.calibration_cache_path is None else absolute(o.calibration_cache_path),
-        target=table,
-        protect_outputs=placement.protect_outputs,
-        primary_inputs=None if placement.primary_inputs is None else tuple(placement.primary_inputs),
-        custom_op_libraries=shown["custom_op_libraries"],
-        progress=None if o.progress is None else callers_own(o.progress),
-        stages=stages,
-        rewrites=_chosen_rewrites(placement.rewrites, table),
-        types=types,
-        stock_reason=reason,
-        choices=chosen,
-        recipe=cooked,
-        metric=metric,
-        speed=speed,
-        format=written,
-        widths=widths,
-        **{name: getattr(o, name) for name in _AS_GIVEN},
-        complaints=complaints,
-        host=profile,
+    told = (
+        *("quant_format", "format", "activation_type", "weight_type", "per_channel", "reduce_range"),
+        *("calibrate_method", "protect_outputs", "target", "rewrites", "recipe", "stages"),
     )
+    o.choices = {name: chosen.get(name) or OptionChoice(shown[name], "caller") for name in told}
+    for key, value in o.extra_options.items():
+        o.choices[f"extra_options.{key}"] = OptionChoice(value, "target default" if key in own else "caller")
+    o.choices |= {name: OptionChoice(shown[name], "caller") for name in _NAMES if shown[name]}
+    if o.host is not None:
+        host = o.speed.host
+        named = host if isinstance(host, (str, os.PathLike)) else _shipped(o.host, o.target)
+        o.choices["host"] = OptionChoice(named, "host default" if host is None else "caller")
+    differ = [name for name in _SHOWN if shown[name] != option_types.OPTIONS[name].default]
+    o.choices |= {name: OptionChoice(shown[name], "caller") for name in differ}
+    # The request, and combinations that it cannot have.
+    o.output, o.output_name = absolute(o.model_output), os.fspath(o.model_output)
+    o.op_types = tuple(o.op_types_to_quantize or QUANTIZABLE_OPS)
+    o.nodes_to_quantize, o.nodes_to_exclude = shown["nodes_to_quantize"], shown["nodes_to_exclude"]
+    o.primary_inputs = None if placement.primary_inputs is None else shown["primary_inputs"]
+    o.protect_outputs, o.custom_op_libraries = placement.protect_outputs, shown["custom_op_libraries"]
+    o.calibration_providers = tuple(o.calibration_providers) if o.calibration_providers else None
+    o.cache_path = None if o.calibration_cache_path is None else absolute(o.calibration_cache_path)
+    o.progress = None if o.progress is None else callers_own(o.progress)
+    o.rewrites = _chosen_rewrites(placement.rewrites, o.target)
+    request = Request(**{name: getattr(o, name) for name in Request.__dataclass_fields__ if hasattr(o, name)})
+    _check_types(request)
+    target_options.check_combinations(request)
+    return request
 
 
 def _shipped(profile: HostProfile, target: Target) -> str | None:
@@ -256,12 +216,6 @@ def _suited_rewrites(target: Target) -> frozenset[str]:
     integer = [rule.__name__ for rule in INTEGER_FORMS]
     own = (rule.__name__ for rule in target.own_forms)
     return frozenset({*float_forms, *own, *(integer if target.kernel_forms is None else target.kernel_forms)})
-
-
-def _choose(passed: Any, default: Any, stock: bool) -> tuple[Any, OptionChoice]:
-    if passed is UNSET or isinstance(passed, Unset):
-        return default, OptionChoice(default, "stock default" if stock else "host default")
-    return passed, OptionChoice(passed, "caller")
 
 
 def _name_of(given: Any) -> str | None:
@@ -301,16 +255,16 @@ def _check_kinds(quant_format: Any, activation: Any, weight: Any) -> None:
             )
 
 
-def _check_types(quant_format: Any, activation: Any, weight: Any, method: Any) -> None:
-    float8 = QuantType.QFLOAT8E4M3FN
-    if float8 in (activation, weight) and getattr(method, "name", method) != "Distribution":
+def _check_types(request: Request) -> None:
+    activation, weight, method = request.activation_type, request.weight_type, request.calibrate_method
+    if QuantType.QFLOAT8E4M3FN in (activation, weight) and getattr(method, "name", method) != "Distribution":
         raise OptionError(
             "Only Distribution calibration method is supported for float quantization.",
             where="calibrate_method",
             fix="pass calibrate_method=CalibrationMethod.Distribution",
         )
     try:
-        check_static_quant_arguments(quant_format, activation, weight)
+        check_static_quant_arguments(request.choices["quant_format"].value, activation, weight)
     except ValueError as error:
         raise OptionError(
             str(error), where="activation_type, weight_type", fix="leave both out, or pass weight_type=QuantType.QInt8"

@@ -163,7 +163,7 @@ _EFFECTS: Final[Mapping[str, str]] = {
 
 def option_notes(request: Request) -> list[str]:
     """A note for each option that affects the placement, with its effect."""
-    explicit = {key: v for key, v in request.extra_options.items() if request.is_explicit(f"extra_options.{key}")}
+    explicit = request.given_extra_options
     effects = {f"extra_options['{key}']": effect for key, effect in _EFFECTS.items() if explicit.get(key)}
     if explicit.get("QuantizeBias", True) is False:
         effects["extra_options['QuantizeBias']"] = "biases stay float; Gemm has no integer kernel with one"

@@ -84,35 +84,6 @@ def _check_symmetric(target: Target, given: Mapping[str, Any], option: str) -> N
         )
 
 
-_FORMATS: Final = ("qdq", "qcdq")
-
-
-def check_kv_cache(source: str | os.PathLike[str], written: str, *, weights_alone: bool) -> None:
-    """Checks the option about the cache against other options.
-
-    Raises:
-        OptionError: It is no word and no file, or does not go with the format or the recipe.
-    """
-    if written not in _FORMATS:
-        raise OptionError(
-            f"kv_cache goes with Q and DQ in the file, and format='{written}' has others",
-            where="kv_cache",
-            fix=f"format='{_FORMATS[0]}' or '{_FORMATS[1]}'",
-        )
-    if weights_alone:
-        raise OptionError(
-            "kv_cache needs ranges of the cache, and a recipe of weights alone finds none",
-            where="kv_cache",
-            fix="another recipe",
-        )
-    if source != INT8_CACHE and not Path(source).is_file():
-        raise OptionError(
-            f"kv_cache={os.fspath(source)!r} is neither '{INT8_CACHE}' nor a file",
-            where="kv_cache",
-            fix=f"kv_cache='{INT8_CACHE}', or the path of a file made with it",
-        )
-
-
 def chosen_format(given: Format | None, quant_format: Any) -> Format:
     """The format that the caller asked for, by our option or by stock's.
 
@@ -147,13 +118,34 @@ def with_bits(recipe: Recipe, weights: int | None, activations: int | None) -> t
     return recipe, widths
 
 
-def check_format(written: Format, target: Target, widths: Widths, *, per_channel: bool) -> None:
-    """Checks that the format can say it, and that the target reads it; formats for other tools are not for a target.
+def check_combinations(request: Request) -> None:
+    """Checks options against each other: format, target, numbers of bits, stock's placement, the cache of a decoder.
 
     Raises:
-        OptionError: It cannot, or does not.
+        OptionError: Two contradict each other.
     """
-    narrow = [a for a in (widths.activations, *(a for _, a in widths.by_node.values())) if a is not None and a < BYTE]
+    _check_format(request)
+    _check_widths(request)
+    reason = request.stock_reason
+    for option, where, is_asked, fix in (
+        ("fewer bits than 8 go", "weight_bits", not request.widths.are_bytes, "leave the bits at 8"),
+        ("SmoothQuant goes", "extra_options", request.extra_options.get("SmoothQuant"), "leave out SmoothQuant"),
+    ):
+        if reason is not None and is_asked:
+            raise OptionError(
+                f"{option} with kenosis-ort's own placement, and {reason}",
+                where=where,
+                fix=f"{fix}, or leave out the option that dictates the placement",
+            )
+    if request.kv_cache is not None:
+        _check_kv_cache(request.kv_cache, request)
+
+
+def _check_format(request: Request) -> None:
+    """Checks that the format can say it, and that the target reads it; formats for other tools are not for a target."""
+    target, written = request.target, request.format
+    by_node = (bits for _, bits in request.widths.by_node.values())
+    narrow = [bits for bits in (request.widths.activations, *by_node) if bits is not None and bits < BYTE]
     if narrow and written not in NARROW_FORMATS:
         raise OptionError(
             f"format='{written}' has activations of 8 bits, and activation_bits asks for {min(narrow)}",
@@ -168,7 +160,7 @@ def check_format(written: Format, target: Target, widths: Widths, *, per_channel
             where="format",
             fix=f"one of {', '.join((*target.formats, *EXPORT_FORMATS))}",
         )
-    if written in OPERATOR_FORMATS and per_channel and target.operators_per_tensor:
+    if written in OPERATOR_FORMATS and request.per_channel and target.operators_per_tensor:
         raise OptionError(
             f"target '{target.name}' computes something else, without a word, of a QLinearConv with scales by channel",
             where="format, per_channel",
@@ -176,30 +168,51 @@ def check_format(written: Format, target: Target, widths: Widths, *, per_channel
         )
 
 
-def check_widths(widths: Widths, *, activation: Any, weight: Any, options: Mapping[str, Any]) -> None:
-    """Checks that no other option sets numbers of bits below 8.
+_PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "ActivationSymmetric": (False, None),
+    "WeightSymmetric": (True, None),
+    "MinimumRealRange": (0, None),
+    "ActivationRestrictedAsymmetric": (False, None),
+    "BlockSize": (0, None),
+}
+"""The values of options that go with fewer bits than 8."""
 
-    Raises:
-        OptionError: A data type or another option contradicts them.
-    """
-    if widths.are_bytes:
+
+def _check_widths(request: Request) -> None:
+    """Checks that no other option sets numbers of bits below 8."""
+    if request.widths.are_bytes:
         return
-    why = None
-    if activation not in (stock.QuantType.QUInt8, stock.QuantType.QInt8):
-        why = f"activation_type=QuantType.{activation.name}"
-    elif weight is not stock.QuantType.QInt8:
-        why = f"weight_type=QuantType.{weight.name}"
-    for key, plain in (("ActivationSymmetric", False), ("WeightSymmetric", True), ("MinimumRealRange", 0)):
-        if options.get(key, plain) not in (plain, None):
-            why = f"extra_options['{key}']"
-    for key in ("ActivationRestrictedAsymmetric", "BlockSize"):
-        if options.get(key):
-            why = f"extra_options['{key}']"
-    if why is not None:
+    eight, given = (stock.QuantType.QUInt8, stock.QuantType.QInt8), request.given_extra_options
+    types = ("weight_type", request.weight_type, eight[1:]), ("activation_type", request.activation_type, eight)
+    against = [f"{name}=QuantType.{kind.name}" for name, kind, taken in types if kind not in taken]
+    against += [f"extra_options['{key}']" for key, plain in _PLAIN.items() if given.get(key) not in plain]
+    if against:
         raise OptionError(
-            f"fewer bits than 8 are bytes of a smaller range, which {why} contradicts",
+            f"fewer bits than 8 are bytes of a smaller range, which {against[-1]} contradicts",
             where="weight_bits, activation_bits",
             fix="leave one of them out",
+        )
+
+
+def _check_kv_cache(source: str | os.PathLike[str], request: Request) -> None:
+    """Checks that it is a word or a file, and goes with the format and the recipe."""
+    if request.format not in ("qdq", "qcdq"):
+        raise OptionError(
+            f"kv_cache goes with Q and DQ in the file, and format='{request.format}' has others",
+            where="kv_cache",
+            fix="format='qdq' or 'qcdq'",
+        )
+    if request.recipe.weight_only:
+        raise OptionError(
+            "kv_cache needs ranges of the cache, and a recipe of weights alone finds none",
+            where="kv_cache",
+            fix="another recipe",
+        )
+    if source != INT8_CACHE and not Path(source).is_file():
+        raise OptionError(
+            f"kv_cache={os.fspath(source)!r} is neither '{INT8_CACHE}' nor a file",
+            where="kv_cache",
+            fix=f"kv_cache='{INT8_CACHE}', or the path of a file made with it",
         )
 
 
