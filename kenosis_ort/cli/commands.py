@@ -38,12 +38,6 @@ class Command:
     first: tuple[str, ...] = ()
     needs_data: bool = False
 
-    def fill(self, to: parser.Parser) -> None:
-        """Adds the arguments to a parser."""
-        flags.add_arguments(to, self.arguments)
-        if self.first:
-            to.show_first(*self.first)
-
     @property
     def usage(self) -> str:
         """Its arguments, shortened."""
@@ -152,7 +146,9 @@ its profiler in fresh sessions.
             flags.switch("--all", "without NODE: the integer nodes too"),
             flags.argument("--target", "TARGET", "the runtime in question (see: kenosis-ort targets)"),
             flags.switch("--times", "kernel, path and time of each layer"),
-            flags.argument("--for-host", "HOST", "with --times, of a float model: as laid out for this machine"),
+            flags.argument(
+                "--for-host", "HOST", "with --times, of a float model: as laid out for this machine", dest="host"
+            ),
             _THREADS,
             flags.LIBRARIES,
             *flags.data_arguments("what a quantized model is run on for --times (default: made up)"),

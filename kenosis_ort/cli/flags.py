@@ -83,13 +83,13 @@ def grouped(group: str, *arguments: Argument) -> tuple[Argument, ...]:
     return tuple(one._replace(group=group) for one in arguments)
 
 
-def add_arguments(to: argparse.ArgumentParser, arguments: Iterable[Argument]) -> None:
-    """Adds arguments to a parser, under their headings."""
+def add_arguments(to: argparse.ArgumentParser, arguments: Iterable[Argument], **more: Any) -> None:
+    """Adds arguments to a parser, under their headings, with further settings for all."""
     groups: dict[str, argparse._ActionsContainer] = {"": to}
     for names, settings, title in arguments:
         if title not in groups:
             groups[title] = to.add_argument_group(title)
-        groups[title].add_argument(*names, **settings)
+        groups[title].add_argument(*names, **settings, **more)
 
 
 def _option(text: str = "", names: str = "", metavar: str = "", **settings: Any) -> Argument:

@@ -2,40 +2,65 @@
 
 import argparse
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from onnx import TensorProto
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.api import measure_host
 from kenosis_ort.bench import bench
 from kenosis_ort.bench.benchmark import render_bench
-from kenosis_ort.bench.doctor import Examination, KernelSpeed, examine
+from kenosis_ort.bench.doctor import Examination, examine
 from kenosis_ort.cli import flags
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Form, Screen, table
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.demo import measurements
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.report.text import make_facts, make_table
+from kenosis_ort.report.text import make_facts
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
-from kenosis_ort.targets.profile import HostProfile
-
-_VERDICT_STYLES = {"fast": "green", "slow": "red", "refused": "dim"}
+from kenosis_ort.targets.profile import HostProfile, KernelCost
 
 # -- targets
+
+_TARGETS: dict[str, Form] = {
+    **{name: f"{{0[{name}]}}" for name in ("target", "activations", "weights", "bias")},
+    "a kernel takes in": lambda s: (
+        ("where the range allows it: " if TARGETS[s["target"]].clamps else "") + (", ".join(s["taken_in"]) or "nothing")
+    ),
+    "residual": "{0[residual]}",
+    "here": lambda s: ", ".join(word for word in ("proved", "timed") if s[word]) or "not run",
+}
+_RULES: dict[str, Form] = {
+    "rule": "{0[id]}",
+    "operators": lambda rule: ", ".join(rule["operators"]),
+    "what becomes of them": "{0[role]}: {0[why]}",
+    "rests on": lambda rule: rule["source"] or f"test_rule_{rule['id'].replace('-', '_')}",
+}
 
 
 def targets(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``targets``."""
     if arguments.target is None:
-        screen.result(lambda: [summary(t) for t in TARGETS.values()], lambda: _list(TARGETS.values()))
-    else:
-        target = get_target(arguments.target)
-        screen.result(lambda: {**summary(target), "rules": _rules(target)}, lambda: _details(target))
+        found = [summary(target) for target in TARGETS.values()]
+        screen.result(lambda: found, lambda: table(found, _TARGETS))
+        return
+    target = get_target(arguments.target)
+    facts = summary(target)
+    rules = [
+        {"id": r.id, "operators": list(r.op_types), "role": r.role.value, "why": r.why, "source": r.source}
+        for r in target.rules
+    ]
+    rules += [{"id": i, "operators": [], "role": "fact", "why": why, "source": ""} for i, why in target.facts]
+    words = {
+        name.replace("_", " "): ", ".join(map(str, entry)) if isinstance(entry, list) else str(entry)
+        for name, entry in facts.items()
+    }
+    screen.result(
+        lambda: {**facts, "rules": rules},
+        lambda: Group(make_facts(words.items(), style="bold"), table(rules, _RULES, title="Rules")),
+    )
 
 
 def summary(target: Target) -> dict[str, Any]:
@@ -56,44 +81,6 @@ def summary(target: Target) -> dict[str, Any]:
         "proved": target.hooks.prove is not None,
         "timed": target.hooks.time is not None,
     }
-
-
-def _rules(target: Target) -> list[dict[str, Any]]:
-    rules = [
-        {"id": r.id, "operators": list(r.op_types), "role": r.role.value, "why": r.why, "source": r.source}
-        for r in target.rules
-    ]
-    return [*rules, *({"id": i, "operators": [], "role": "fact", "why": why, "source": ""} for i, why in target.facts)]
-
-
-def _list(targets: Iterable[Target]) -> RenderableType:
-    rows = []
-    for target in targets:
-        s = summary(target)
-        clamps = "where the range allows it: " if target.clamps else ""
-        taken_in = clamps + (", ".join(s["taken_in"]) or "nothing")
-        here = ", ".join(word for word in ("proved", "timed") if s[word]) or "not run"
-        rows.append((s["target"], s["activations"], s["weights"], s["bias"], taken_in, s["residual"], here))
-    headings = ("target", "activations", "weights", "bias", "a kernel takes in", "residual", "here")
-    return make_table(*headings, rows=rows)
-
-
-def _details(target: Target) -> RenderableType:
-    facts = (
-        (name.replace("_", " "), ", ".join(map(str, entry)) if isinstance(entry, list) else str(entry))
-        for name, entry in summary(target).items()
-    )
-    rules = (
-        (
-            rule["id"],
-            ", ".join(rule["operators"]),
-            f"{rule['role']}: {rule['why']}",
-            rule["source"] or f"test_rule_{rule['id'].replace('-', '_')}",
-        )
-        for rule in _rules(target)
-    )
-    headings = ("rule", "operators", "what becomes of them", "rests on")
-    return Group(make_facts(facts, style="bold"), make_table(*headings, rows=rules, title="Rules"))
 
 
 # -- bench
@@ -120,6 +107,16 @@ def time_models(arguments: argparse.Namespace, screen: Screen) -> bool:
 
 
 # -- doctor
+
+_STYLES = {"fast": "green", "slow": "red", "refused": "dim"}
+_SPEEDS: dict[str, Form] = {
+    "operator": "{0.operator}",
+    "activations x weights": "{0.types}",
+    "kernel": "{0.kernel}",
+    ">us": lambda speed: "" if speed.microseconds is None else f"{speed.microseconds:.0f}",
+    ">speed": lambda speed: "" if speed.ratio is None else f"{speed.ratio:.2f}x",
+    "verdict": lambda speed: Text(speed.verdict, style=_STYLES.get(speed.verdict, "")),
+}
 
 
 def doctor(arguments: argparse.Namespace, screen: Screen) -> bool:
@@ -151,29 +148,14 @@ def _render_examination(cpu: str, cores: int, found: Examination) -> RenderableT
     }
     blocks: list[RenderableType] = [make_facts(facts.items())]
     if found.speeds:
-        blocks.append(_speeds(found.speeds, found.threads))
+        on = {0: "all threads", 1: "one thread"}.get(found.threads, f"{found.threads} threads")
+        title = f"Data types, {on}: speed beside float32, measured"
+        blocks.append(table(found.speeds, _SPEEDS, title=title))
     blocks += [Text.assemble(("problem: ", "bold red"), str(p)) for p in found.problems]
     blocks += [Text.assemble(("note: ", "cyan"), str(n)) for n in found.notes]
     if not found.problems:
         blocks.append(Text("Nothing to fix.", style="bold green"))
     return Group(*blocks)
-
-
-def _speeds(speeds: Iterable[KernelSpeed], threads: int) -> Table:
-    on = {0: "all threads", 1: "one thread"}.get(threads, f"{threads} threads")
-    rows = (
-        (
-            s.operator,
-            s.types,
-            s.kernel,
-            "" if s.microseconds is None else f"{s.microseconds:.0f}",
-            "" if s.ratio is None else f"{s.ratio:.2f}x",
-            Text(s.verdict, style=_VERDICT_STYLES.get(s.verdict, "")),
-        )
-        for s in speeds
-    )
-    headings = ("operator", "activations x weights", "kernel", ">us", ">speed", "verdict")
-    return make_table(*headings, rows=rows, title=f"Data types, {on}: speed beside float32, measured")
 
 
 # -- profile
@@ -198,13 +180,18 @@ def profile(arguments: argparse.Namespace, screen: Screen) -> None:
 
 
 def _render_profile(measured: HostProfile) -> RenderableType:
-    rows = []
-    for name, (in_float, in_integer) in measured.kernels.items():
-        if in_float.product or in_float.element:
-            costs = (in_float, in_integer, measured.shifted.get(name))
-            rows.append((name, *("" if cost is None else f"{cost.product:g} / {cost.element:g}" for cost in costs)))
+    def cost(found: KernelCost | None) -> str:
+        return "" if found is None else f"{found.product:g} / {found.element:g}"
+
+    columns: dict[str, Form] = {
+        "kernel": lambda row: row[0],
+        ">float": lambda row: cost(row[1][0]),
+        ">integer": lambda row: cost(row[1][1]),
+        ">second kernel": lambda row: cost(measured.shifted.get(row[0])),
+    }
+    rows = [row for row in measured.kernels.items() if row[1][0].product or row[1][0].element]
     head = Text(f"'{measured.name}': {measured.machine}; picoseconds a product / an element written")
-    return Group(head, make_table("kernel", ">float", ">integer", ">second kernel", rows=rows))
+    return Group(head, table(rows, columns))
 
 
 # -- demo

@@ -15,20 +15,29 @@ import runpy
 import signal
 import sys
 import threading
+from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kenosis_ort import __version__
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, add_output_arguments, epilog
-from kenosis_ort.cli.screen import Screen, check_model
-from kenosis_ort.errors import KenosisError, did_you_mean, last_gate
+from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, epilog
+from kenosis_ort.cli.screen import Screen
+from kenosis_ort.errors import KenosisError, ModelLoadError, did_you_mean, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
 _MODELS = ("model", "float_model", "quantized_model")
 """Arguments that name a model which has to be there."""
+_OUTPUT = flags.grouped(
+    "output",
+    flags.switch("--json", "JSON on stdout, nothing else"),
+    flags.switch("-q --quiet", "print errors only"),
+    flags.argument("-v --verbose", text="log what is done to stderr; -vv: in detail", action="count"),
+)
+"""What goes before and after a command's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _logging(arguments.verbose), _terminable(), room_is_needed():
             for path in (vars(arguments)[name] for name in _MODELS if name in arguments):
-                check_model(path)
+                _check_model(path)
             code = SHORT if last_gate(arguments.command_data.run)(arguments, screen) else SUCCESS
     except KenosisError as error:
         screen.complain(error)
@@ -64,20 +73,28 @@ def build_parser() -> Parser:
     """The parser of all commands."""
     parser = Parser(prog="kenosis-ort", description=__doc__, epilog=epilog())
     parser.add_argument("--version", action="version", version=f"kenosis-ort {__version__}")
-    add_output_arguments(parser, top=True)
+    parser.set_defaults(json=False, quiet=False, verbose=0)  # a command must not set them again
+    flags.add_arguments(parser, _OUTPUT, default=SUPPRESS)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            usage=f"kenosis-ort {name} {command.usage}",
-            help=command.summary,
-            description=command.about,
-            epilog=epilog(command.one),
-        )
-        command.fill(subparser)
-        add_output_arguments(subparser)
+        usage = f"kenosis-ort {name} {command.usage}"
+        settings: dict[str, Any] = {"usage": usage, "description": command.about, "epilog": epilog(command.one)}
+        subparser: Parser = subparsers.add_parser(name, help=command.summary, first=command.first, **settings)
+        flags.add_arguments(subparser, command.arguments)
+        flags.add_arguments(subparser, _OUTPUT, default=SUPPRESS)
         subparser.set_defaults(command_data=command, parser=subparser, program=parser)
     return parser
+
+
+def _check_model(path: Path) -> None:
+    """Raises where there is no such file at all, with the closest one in the folder."""
+    if path.exists():
+        return
+    folder = path.parent
+    models = [entry.name for entry in folder.glob("*.onnx")] if folder.is_dir() else []
+    listed = f"{folder} holds {', '.join(sorted(models)[:5])}" if models else f"there is no .onnx file in {folder}"
+    what = f"The model file does not exist.{did_you_mean(path.name, models)}"
+    raise ModelLoadError(what, where=str(path), fix=f"Check the path; {listed}.")
 
 
 class _Terminated(KeyboardInterrupt):
@@ -142,55 +159,51 @@ def run_script(argv: Sequence[str]) -> int:
     script = Path(argv[0])
     if module is None and not script.is_file():
         beside = [p.name for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
-        hint = did_you_mean(script.name, beside)
-        print(f"kenosis-ort: error: there is no script '{script}'.{hint} Fix: check the path", file=sys.stderr)
+        _say(f"error: there is no script '{script}'.{did_you_mean(script.name, beside)} Fix: check the path")
         return ERROR
+    from kenosis_ort.clients.patching import patch
+
     before, path = sys.argv, list(sys.path)
     sys.argv = list(argv if module is None else argv[1:])
     sys.path[0] = str(Path.cwd() if module is not None else script.resolve().parent)
     try:
-        _run(script if module is None else module)
+        with patch(on_call=_tell) as patched:
+            try:
+                if module is None:
+                    runpy.run_path(str(script), run_name="__main__")
+                else:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+            finally:
+                _say(_summary(patched.calls, patched.failed))
     except KenosisError as error:
-        print(f"kenosis-ort: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(f"error: {' '.join(str(error).split())}")
         return ERROR
     finally:
         sys.argv, sys.path[:] = before, path
     return SUCCESS
 
 
-def _run(script: Path | str) -> None:
-    from kenosis_ort.clients.patching import patch
-
-    with patch(on_call=_tell) as patched:
-        try:
-            if isinstance(script, Path):
-                runpy.run_path(str(script), run_name="__main__")
-            else:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-        finally:
-            print(f"kenosis-ort: {_summary(patched.calls, patched.failed)}", file=sys.stderr)
+def _say(text: str) -> None:
+    print(f"kenosis-ort: {text}", file=sys.stderr)
 
 
 def _tell(name: str, result: Any) -> None:
     if name == "QDQQuantizer":
-        text = "placed as stock does" if result.fusion is None else str(result.fusion).splitlines()[0]
-        print(f"kenosis-ort: QDQQuantizer: {text}", file=sys.stderr)
+        _say(f"QDQQuantizer: {'placed as stock does' if result.fusion is None else str(result.fusion).splitlines()[0]}")
     elif hasattr(result, "verdict"):
-        print(f"kenosis-ort: {result.model_output}: {result.verdict()}", file=sys.stderr)
+        _say(f"{result.model_output}: {result.verdict()}")
 
 
 def _summary(calls: Mapping[str, int], failed: Mapping[str, int]) -> str:
-    if not calls and not failed:
-        return (
-            "nothing of kenosis-ort was called: quantize_static, quantize, QDQQuantizer and create_calibrator of "
-            "onnxruntime.quantization were not used"
-        )
-    done = [f"called {', '.join(map(_times, calls.items()))}"] if calls else []
-    return "; ".join([*done, *([f"raised by {', '.join(map(_times, failed.items()))}"] if failed else [])])
-
-
-def _times(call: tuple[str, int]) -> str:
-    return f"{call[0]} {call[1]} time{'s' * (call[1] != 1)}"
+    parts = [
+        f"{what} {', '.join(f'{name} {count} time' + 's' * (count != 1) for name, count in counted.items())}"
+        for what, counted in (("called", calls), ("raised by", failed))
+        if counted
+    ]
+    return "; ".join(parts) or (
+        "nothing of kenosis-ort was called: quantize_static, quantize, QDQQuantizer and create_calibrator of "
+        "onnxruntime.quantization were not used"
+    )
 
 
 if __name__ == "__main__":

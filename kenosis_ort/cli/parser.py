@@ -6,12 +6,12 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from kenosis_ort.checks import MOST_THREADS
-from kenosis_ort.errors import did_you_mean
+from kenosis_ort.errors import OptionError, did_you_mean
 
 SUCCESS: Final = 0
 SHORT: Final = 1
@@ -34,19 +34,21 @@ _CHOICE = re.compile(
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations, since they break when an option is added, and says what was meant.
 
-    Attributes:
+    Args:
         first: Options that ``--help`` shows where others are left to ``--help-all``; empty for all.
+        where: File whose words are parsed: what is wrong in it is an `OptionError`; empty for the shell's own words,
+            where it ends the process.
+        settings: As for ``argparse.ArgumentParser``.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
-        super().__init__(**settings)
-        self.first: tuple[str, ...] = ()
-
-    def show_first(self, *options: str) -> None:
-        """Leaves all other options to ``--help-all``."""
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options, of which these are the first")
-        self.first = ("-h", "--help-all", *options)
+    def __init__(self, *, first: Sequence[str] = (), where: str = "", **settings: Any) -> None:
+        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**{**defaults, **settings})
+        self.first = ("-h", "--help-all", *first) if first else ()
+        self.where = where
+        if first:
+            about = "show all options, of which these are the first"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=about)
 
     def format_help(self) -> str:
         """The help text with the first options."""
@@ -73,7 +75,8 @@ class Parser(argparse.ArgumentParser):
         if len(rest) == 1:
             rest = command.take_late(parsed, rest[0])
         if rest:
-            command.error(f"unknown argument '{rest[0]}'.{did_you_mean(rest[0].split('=')[0], command.words())}")
+            words = [option for action in command._actions for option in action.option_strings]
+            command.error(f"unknown argument '{rest[0]}'.{did_you_mean(rest[0].split('=')[0], words)}")
         return parsed
 
     def take_late(self, parsed: argparse.Namespace, word: str) -> list[str]:
@@ -85,16 +88,14 @@ class Parser(argparse.ArgumentParser):
             return []
         return [word]
 
-    def words(self) -> Iterable[str]:
-        """The options this parser takes."""
-        return [option for action in self._actions for option in action.option_strings]
-
     def error(self, message: str) -> NoReturn:
-        """Ends the process with the usage, the message and what was probably meant."""
+        """Ends the process with the usage, the message and what was probably meant, or raises that."""
         wrong = _CHOICE.search(message)
         if wrong is not None:
             choices = [choice.strip(" '") for choice in wrong["known"].split(",")]
             message += f".{did_you_mean(wrong['word'], choices, option=wrong['option'] or '')}"
+        if self.where:
+            raise OptionError(message, where=self.where, fix=f"see {self.prog} --help")
         self.print_usage(sys.stderr)
         self.exit(ERROR, f"{self.prog}: error: {message} Fix: see {self.prog} --help\n")
 
@@ -106,25 +107,6 @@ class _HelpAll(argparse.Action):
         if isinstance(parser, Parser):
             print(parser.format_all(), end="")
         parser.exit()
-
-
-def add_output_arguments(parser: argparse.ArgumentParser, *, top: bool = False) -> None:
-    """Adds what every command takes, before and after its name.
-
-    Args:
-        parser: Of the program or of a command.
-        top: It is the program's: it sets the defaults, which a command must not set again.
-    """
-    group = parser.add_argument_group("output")
-
-    def default(value: Any) -> Any:
-        return value if top else argparse.SUPPRESS
-
-    group.add_argument("--json", action="store_true", default=default(False), help="JSON on stdout, nothing else")
-    group.add_argument("-q", "--quiet", action="store_true", default=default(False), help="print errors only")
-    group.add_argument(
-        "-v", "--verbose", action="count", default=default(0), help="log what is done to stderr; -vv: in detail"
-    )
 
 
 def epilog(one: str = _ANY) -> str:

@@ -9,7 +9,7 @@ import argparse
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from kenosis_ort.api import preview, quantize_static
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Parser
-from kenosis_ort.cli.screen import Screen
+from kenosis_ort.cli.screen import Form, Screen, table
 from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.finish import check_files
@@ -36,69 +36,41 @@ from kenosis_ort.report.text import listed, make_table, render_report
 from kenosis_ort.storage.writing import absolute, sha256_of
 
 
-@dataclass(frozen=True)
-class Recalled:
-    """Settings that a recipe file holds for the command.
-
-    Attributes:
-        data: Options about data, by argument.
-        made: What came out; empty in a file that no output belongs to.
-    """
-
-    data: Mapping[str, Any]
-    made: Mapping[str, Any]
-
-    def fill(self, arguments: argparse.Namespace) -> None:
-        """Sets the arguments about data that were not given; the source itself only where it was made up."""
-        given = arguments.data is not None or arguments.synthetic is not None
-        unsaid = {name for name in self.data if getattr(arguments, name) in (None, [])}
-        arguments.recalled = unsaid - {"data", *(["synthetic"] if given else [])}
-        for name in arguments.recalled:
-            setattr(arguments, name, self.data[name])
-
-    def sameoutput_path(self, model: Path, output: Path) -> bool | None:
-        """Whether an output is the recorded one to the byte; None if it was made from another model."""
-        if self.made.get("model_sha256") != sha256(model):
-            return None
-        return bool(self.made.get("output_sha256") == sha256(output))
-
-
-def read(path: Path) -> Recalled:
-    """Reads a recipe file; one that holds nothing but ``[recipe]`` is fine.
+def saved_data(file: RecipeFile, where: str) -> dict[str, Any]:
+    """The ``[data]`` of a recipe file, as the command's own parser reads it.
 
     Raises:
-        OptionError: It is no recipe, or holds something unknown or of another kind.
+        OptionError: It holds something unknown or of another kind.
     """
-    file = RecipeFile.load(path)
-    return Recalled(_data(file.data, str(path)), file.made)
+    parser = Parser(prog="kenosis-ort quantize", where=where)
+    flags.add_arguments(parser, flags.data_arguments())
+    tokens = []
+    for name, words in file.data.items():
+        if name not in flags.DATA_NAMES:
+            what = f"unknown setting '{name}' in [data].{did_you_mean(name, flags.DATA_NAMES)}"
+            raise OptionError(what, where=where, fix=f"one of {[*flags.DATA_NAMES]}")
+        tokens += [f"--{name.replace('_', '-')}={text}" for text in (words if isinstance(words, list) else [words])]
+    return flags.given_data(parser.parse_args(tokens))
 
 
-def write(
-    path: Path, report: QuantizationReport, *, data_options: Mapping[str, Any], model: Path, output: Path
-) -> None:
-    """Writes the recipe of an output.
+def recall(arguments: argparse.Namespace, data: Mapping[str, Any]) -> None:
+    """Sets the arguments about data that were not given; the source itself only where it was made up."""
+    given = arguments.data is not None or arguments.synthetic is not None
+    unsaid = {name for name in data if getattr(arguments, name) in (None, [])}
+    arguments.recalled = unsaid - {"data", *(["synthetic"] if given else [])}
+    for name in arguments.recalled:
+        setattr(arguments, name, data[name])
 
-    Args:
-        path: The file.
-        report: Of the quantization.
-        data_options: Options about data that were given.
-        model: The float model.
-        output: The file that was written.
 
-    Raises:
-        OutputError: The file cannot be written.
-    """
-    made = {
-        "model": model.name,
-        "model_sha256": sha256(model),
-        "output": output.name,
-        "output_sha256": sha256(output),
-        "samples": report.calibration.samples,
-        "versions": {"kenosis_ort": __version__, **report.versions},
-    }
-    words = {name: spelled(name, value) for name, value in data_options.items()}
-    head = f"Makes {output.name} again: kenosis-ort quantize {model.name} --recipe {path.name}, with the same data."
-    replace(report.recipe_file(), data=words, made=made).save(path, head=head)
+def spelled(value: Any) -> Any:
+    """An argument about data as it is written on the command line; whole numbers as they are."""
+    if isinstance(value, list):
+        return [(f"{name}=" if name is not None else "") + spelled(entry) for name, entry in value]
+    if isinstance(value, tuple) and all(isinstance(size, int) for size in value):
+        return "x".join(map(str, value))
+    if isinstance(value, tuple):
+        return ",".join(f"{number:.17g}" if float(f"{number:g}") != number else f"{number:g}" for number in value)
+    return value
 
 
 def sha256(path: Path) -> str:
@@ -106,47 +78,14 @@ def sha256(path: Path) -> str:
     return sha256_of(*(part for part in (path, path.with_name(f"{path.name}.data")) if part.is_file()))
 
 
-def _data(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Reads the ``[data]`` table with the command's own parser."""
-    parser = Parser(prog=where)
-    flags.add_arguments(parser, flags.data_arguments())
-    tokens = []
-    for name, spelled in raw.items():
-        if name not in flags.DATA_NAMES:
-            hint = did_you_mean(name, flags.DATA_NAMES)
-            raise OptionError(
-                f"unknown setting '{name}' in [data].{hint}", where=where, fix=f"one of {[*flags.DATA_NAMES]}"
-            )
-        option = f"--{name.replace('_', '-')}"
-        tokens += [f"{option}={text}" for text in (spelled if isinstance(spelled, list) else [spelled])]
-    return flags.given_data(parser.parse_args(tokens))
-
-
-def spelled(name: str, value: Any) -> Any:
-    """An argument about data as it is written on the command line; whole numbers as they are."""
-    if name == "size":
-        return "x".join(map(str, value))
-    if name == "input_range":
-        return [(f"{key}=" if key is not None else "") + _numbers(bounds) for key, bounds in value]
-    if name == "input_shape":
-        return [f"{key}={'x'.join(map(str, sizes))}" for key, sizes in value]
-    if name == "input_kind":
-        return [f"{key}={kind}" for key, kind in value]
-    return _numbers(value) if isinstance(value, tuple) else value
-
-
-def _numbers(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:.17g}" if float(f"{value:g}") != value else f"{value:g}" for value in values)
-
-
 # -- quantize
 
 
 def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
     """The command ``quantize``."""
-    saved = read(Path(arguments.recipe)) if str(arguments.recipe).endswith(".toml") else None
+    saved = RecipeFile.load(arguments.recipe) if str(arguments.recipe).endswith(".toml") else None
     if saved is not None:
-        saved.fill(arguments)
+        recall(arguments, saved_data(saved, arguments.recipe))
     words = flags.given(arguments)
     if arguments.dry_run:
         _dry_run(arguments, words, screen)
@@ -160,7 +99,7 @@ def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
     cache = arguments.calibration_cache_path
     if synthetic and arguments.data is None and arguments.synthetic is None and cache is None:
         arguments.synthetic = synthetic
-    data_options = flags.given_data(arguments)
+    data = flags.given_data(arguments)
     reader = make_reader(arguments, arguments.model)
     _check_files(arguments, output, paths, reader)
     if reader is None and not (cache is not None and Path(cache).is_file()):
@@ -178,11 +117,19 @@ def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
         evidence: Literal["full", "none"] = "none" if paths["report"] is None else "full"  # only the page shows it
         made = quantize_static(model, output, reader, progress=progress, evidence=evidence, executor=cluster, **called)
     report = replace(made, model_input=str(arguments.model), model_output=str(output_path(arguments)))
-    if paths["recipe"] is not None:
-        write(paths["recipe"], report, data_options=data_options, model=model, output=output)
+    is_known = paths["recipe"] is not None or saved is not None  # else nobody asks for the digests
+    digests = {"model_sha256": sha256(model), "output_sha256": sha256(output)} if is_known else {}
+    if (path := paths["recipe"]) is not None:
+        head = f"Makes {output.name} again: kenosis-ort quantize {model.name} --recipe {path.name}, with the same data."
+        facts = {"model": model.name, "output": output.name, **digests, "samples": report.calibration.samples}
+        facts["versions"] = {"kenosis_ort": __version__, **report.versions}
+        kept = {name: spelled(value) for name, value in data.items()}
+        replace(report.recipe_file(), data=kept, made=facts).save(path, head=head)
     if paths["report"] is not None:
         report.save_html(paths["report"])
-    same = None if saved is None else saved.sameoutput_path(model, output)
+    same = None  # of an output that no recipe records, or one of another model
+    if saved is not None and saved.made.get("model_sha256") == digests["model_sha256"]:
+        same = saved.made.get("output_sha256") == digests["output_sha256"]
     _show(report, screen, full=arguments.full, files=names, same=same)
     return bool(report.left_float() or (arguments.strict and report.is_float))
 
@@ -206,8 +153,8 @@ def _recipe_path(arguments: argparse.Namespace) -> Path | None:
 def _check_files(
     arguments: argparse.Namespace, output: Path, paths: Mapping[str, Path | None], reader: Any = None
 ) -> None:
-    further = {"the recipe to save": paths["recipe"], "the report": paths["report"]}
-    written = [(role, path) for role, path in further.items() if path is not None]
+    roles = {"recipe": "the recipe to save", "report": "the report"}
+    written = [(roles[name], path) for name, path in paths.items() if path is not None]
     check_files(
         arguments.model,
         output,
@@ -249,16 +196,19 @@ def _show(
     for name, path in written.items():
         screen.note(f"{name}: {path}")
     if same is not None:
-        screen.note(
-            "The output is the recorded one, byte for byte."
-            if same
-            else "The output is not the recorded one: other data, versions, or a choice that timing made differently."
-        )
+        other = "is not the recorded one: other data, versions, or a choice that timing made differently."
+        screen.note(f"The output {'is the recorded one, byte for byte.' if same else other}")
 
 
 # -- dry run
 
-_STYLES = {Kind.INTEGER: "green", Kind.FLOAT: "yellow"}
+_STYLES = {Kind.INTEGER.value: "green", Kind.FLOAT.value: "yellow"}
+_RULES: dict[str, Form] = {
+    "kind": lambda row: Text(row["kind"], style=_STYLES.get(row["kind"], "")),
+    "rule": "{0[rule]}",
+    ">nodes": "{0[nodes]}",
+    "operators": lambda row: ", ".join(f"{count} {name}" for name, count in row["operators"].items()),
+}
 
 
 def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Screen) -> None:
@@ -266,43 +216,45 @@ def _dry_run(arguments: argparse.Namespace, words: Mapping[str, Any], screen: Sc
     with strict_names():
         plan = preview(arguments.model, **flags.to_api(words))
     floats = [e for e in explain_plan(plan) if e.kind == Kind.FLOAT.value]
+    rules = _by_rule(plan)
     screen.result(
         lambda: {
             "model": str(arguments.model),
             "target": plan.target,
             "placement": "planned" if plan else "as stock does",
             "nodes": {kind.value: sum(n.kind is kind for n in plan.nodes) for kind in Kind},
-            "rules": [
-                {"kind": kind.value, "rule": rule, "nodes": count, "operators": operators}
-                for (kind, rule), (count, operators) in _by_rule(plan).items()
-            ],
+            "rules": rules,
             "float_nodes": [e.to_dict() for e in floats],
         },
-        lambda: _render_plan(plan, arguments.model, floats, full=arguments.full),
+        lambda: _render_plan(plan, arguments.model, rules, floats, full=arguments.full),
     )
 
 
-def _render_plan(plan: PlacementPlan, model: Path, floats: Sequence[Explanation], *, full: bool) -> RenderableType:
+def _by_rule(plan: PlacementPlan) -> list[dict[str, Any]]:
+    """Number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
+    operators: dict[tuple[Kind, str], Counter[str]] = {}
+    for node in plan.nodes:
+        operators.setdefault((node.kind, node.rule), Counter())[node.op_type] += 1
+    order = list(Kind)
+    ranked = sorted(operators.items(), key=lambda item: (order.index(item[0][0]), -item[1].total(), item[0][1]))
+    return [
+        {"kind": kind.value, "rule": rule, "nodes": counts.total(), "operators": dict(counts.most_common())}
+        for (kind, rule), counts in ranked
+    ]
+
+
+def _render_plan(
+    plan: PlacementPlan, model: Path, rules: list[dict[str, Any]], floats: Sequence[Explanation], *, full: bool
+) -> RenderableType:
     if not plan:
         return Text(
             f"{model}: placed as stock does, node by node: the options dictate where Q/DQ goes, or nothing can run in "
             "integer. There is no plan to show."
         )
-    rows = (
-        (
-            Text(kind.value, style=_STYLES.get(kind, "")),
-            rule,
-            str(count),
-            ", ".join(f"{number} {name}" for name, number in operators.items()),
-        )
-        for (kind, rule), (count, operators) in _by_rule(plan).items()
-    )
     count = f"{len(plan.integer_nodes())} of {len(plan.nodes)} nodes are planned as integer"
-    return Group(
-        Text(f"{model}: {count}. Nothing is written.", style="bold"),
-        make_table("kind", "rule", ">nodes", "operators", rows=rows, title="What is planned"),
-        *([_floats(floats, full=full)] if floats else []),
-    )
+    blocks: list[RenderableType] = [Text(f"{model}: {count}. Nothing is written.", style="bold")]
+    blocks += [table(rules, _RULES, title="What is planned"), *([_floats(floats, full=full)] if floats else [])]
+    return Group(*blocks)
 
 
 def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
@@ -314,13 +266,3 @@ def _floats(floats: Sequence[Explanation], *, full: bool) -> Table:
     cells = ((listed(nodes), reason, in_shell_words(remedy)) for (_, reason, remedy), nodes in rows.items())
     headings = ("nodes", "why", "what would change it")
     return make_table(*headings, rows=cells, title="What stays float", expand=True)
-
-
-def _by_rule(plan: PlacementPlan) -> dict[tuple[Kind, str], tuple[int, dict[str, int]]]:
-    """Number of nodes and operators by kind and rule, kinds in their order, most frequent rules first."""
-    operators: dict[tuple[Kind, str], Counter[str]] = {}
-    for node in plan.nodes:
-        operators.setdefault((node.kind, node.rule), Counter())[node.op_type] += 1
-    order = list(Kind)
-    ranked = sorted(operators.items(), key=lambda item: (order.index(item[0][0]), -item[1].total(), item[0][1]))
-    return {key: (counts.total(), dict(counts.most_common())) for key, counts in ranked}

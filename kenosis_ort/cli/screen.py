@@ -7,22 +7,43 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kenosis_ort.cli.flags import in_shell_words
-from kenosis_ort.errors import ModelLoadError, did_you_mean, printable
+from kenosis_ort.errors import printable
 from kenosis_ort.storage.data import without_odd
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
     from kenosis_ort.errors import KenosisError
 
+Form: TypeAlias = str | Callable[[Any], "str | Text"]
+"""What a cell of a table holds: a format string of the row's object, or a function of it."""
 _PIPE_COLUMNS = 120  # a log or a file has no width of its own
 OnProgress = Callable[[int, "int | None"], None]
+
+
+def cells(row: Any, columns: Mapping[str, Form]) -> list[str | Text]:
+    """The cells of a row of `table`."""
+    return [form.format(row) if isinstance(form, str) else form(row) for form in columns.values()]
+
+
+def table(rows: Iterable[Any], columns: Mapping[str, Form], **settings: Any) -> Table:
+    """A table of objects, one a row.
+
+    Args:
+        rows: The objects.
+        columns: By heading what a cell holds, as a format string of the object (``{0.name}``), or a function of it.
+        settings: As for `kenosis_ort.report.text.make_table`.
+    """
+    from kenosis_ort.report.text import make_table
+
+    return make_table(*columns, rows=(cells(row, columns) for row in rows), **settings)
 
 
 class Screen:
@@ -101,21 +122,3 @@ class Screen:
 
         console = PlainConsole()
         return console if console.is_terminal else PlainConsole(width=max(_PIPE_COLUMNS, console.width))
-
-
-def check_model(path: Path) -> None:
-    """Checks that there is a model file at all.
-
-    Raises:
-        ModelLoadError: There is none; the message names the closest one in the folder.
-    """
-    if path.exists():
-        return
-    folder = path.parent
-    models = [entry.name for entry in folder.glob("*.onnx")] if folder.is_dir() else []
-    listed = f"{folder} holds {', '.join(sorted(models)[:5])}" if models else f"there is no .onnx file in {folder}"
-    raise ModelLoadError(
-        f"The model file does not exist.{did_you_mean(path.name, models)}",
-        where=str(path),
-        fix=f"Check the path; {listed}.",
-    )

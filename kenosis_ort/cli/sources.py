@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,10 +56,26 @@ def make_reader(arguments: argparse.Namespace, model: Path, *, required: bool = 
         if required:
             raise no_data()
         return None
-    if arguments.data is not None and arguments.synthetic is None:
+    if arguments.synthetic is None:
         _refuse(arguments, flags.OF_MADE_UP, "goes with made-up samples", "add --synthetic, or leave it out")
     real = None if arguments.data is None else _from_source(arguments, model)
-    return real if arguments.synthetic is None else _synthetic(arguments, model, real)
+    if arguments.synthetic is None:
+        return real
+    from kenosis_ort.calibration.synthetic import SyntheticReader
+
+    ranges = dict(arguments.input_range)
+    return SyntheticReader(
+        model,
+        samples=arguments.synthetic,
+        seed=arguments.seed or 0,
+        kinds=dict(arguments.input_kind) or None,
+        input_ranges={name: bounds for name, bounds in ranges.items() if name is not None} or None,
+        input_range=ranges.get(None),
+        input_shapes=dict(arguments.input_shape) or None,
+        mean=arguments.mean,
+        std=arguments.std,
+        real=real,
+    )
 
 
 def no_data() -> CalibrationError:
@@ -79,24 +94,25 @@ def make_eval_reader(arguments: argparse.Namespace, model: Path) -> Any:
 
 
 def _from_source(arguments: argparse.Namespace, model: Path) -> Any:
-    name, batch_size = arguments.input, arguments.batch_size or 1
-    source = Path(arguments.data)
+    source, batch_size = Path(arguments.data), arguments.batch_size or 1
     parts = [] if source.exists() else sorted(glob.glob(arguments.data))
     is_function = not source.exists() and names_function(arguments.data)
     if not is_function and not parts and holds_images(source):
-        return ImageFolderReader(source, **image_keywords(arguments, model))
+        return _images(arguments, model, source)
     of_arrays = flags.OF_IMAGES if arguments.synthetic is not None else (*flags.OF_IMAGES, *_OF_PIXELS)
     _refuse(arguments, of_arrays, "goes with a folder of images", "leave it out: arrays are fed as they are")
-    if is_function:
-        return call_function(arguments.data, lambda: name or only_input(model), batch_size=batch_size)
     if parts:
         return Shards(parts, batch_size=batch_size)
-    if name is None and source.suffix.lower() == ".npy":
-        name = only_input(model)
+
+    def only_input() -> str:
+        return arguments.input or _only(_inputs(model)[0], "input", model).name
+
+    if is_function:
+        return call_function(arguments.data, only_input, batch_size=batch_size)
     reader = ArrayReader(
         source,
         batch_size=batch_size,
-        input_name=name,
+        input_name=only_input() if source.suffix.lower() == ".npy" else None,
         inputs=frozenset(spec.name for specs in _inputs(model) for spec in specs),
     )
     if reader.left_aside:
@@ -110,24 +126,6 @@ def _refuse(arguments: argparse.Namespace, names: Iterable[str], what: str, fix:
     for name in (name for name in flags.given_data(arguments) if name in names and name not in recalled):
         option = f"--{name.replace('_', '-')}"
         raise OptionError(f"{option} {what}, and --data is something else.", where=arguments.data, fix=fix)
-
-
-def _synthetic(arguments: argparse.Namespace, model: Path, real: Any) -> Any:
-    from kenosis_ort.calibration.synthetic import SyntheticReader
-
-    ranges = dict(arguments.input_range)
-    return SyntheticReader(
-        model,
-        samples=arguments.synthetic,
-        seed=arguments.seed or 0,
-        kinds=dict(arguments.input_kind) or None,
-        input_ranges={name: bounds for name, bounds in ranges.items() if name is not None} or None,
-        input_range=ranges.get(None),
-        input_shapes=dict(arguments.input_shape) or None,
-        mean=arguments.mean,
-        std=arguments.std,
-        real=real,
-    )
 
 
 @contextmanager
@@ -162,29 +160,21 @@ def holds_images(source: Path) -> bool:
         CalibrationError: It does not exist, is a file of another kind, or a folder with neither or both.
     """
     known = f"Known arrays: {', '.join(sorted(ARRAY_SUFFIXES))}; known images: {', '.join(sorted(IMAGE_SUFFIXES))}."
+    arrays = images = False
     if not source.exists():
         folder = source.parent
         hint = did_you_mean(source.name, [entry.name for entry in folder.iterdir()]) if folder.is_dir() else ""
-        raise CalibrationError(
-            f"The calibration data does not exist.{hint}",
-            where=str(source),
-            fix="Check --data; a function of yours is written module:function.",
-        )
-    if source.is_file():
-        if source.suffix.lower() not in ARRAY_SUFFIXES:
-            raise CalibrationError(
-                "The calibration data is a file of an unknown kind.",
-                where=str(source),
-                fix=f"Give an .npz or .npy file, or a folder. {known}",
-            )
-        return False
-    arrays = any(entry.suffix.lower() in ARRAY_SUFFIXES for entry in source.iterdir())
-    images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in source.rglob("*"))
+        what, fix = f"data does not exist.{hint}", "Check --data; a function of yours is written module:function."
+    elif source.is_file():
+        arrays = source.suffix.lower() in ARRAY_SUFFIXES
+        what, fix = "data is a file of an unknown kind.", f"Give an .npz or .npy file, or a folder. {known}"
+    else:
+        arrays = any(entry.suffix.lower() in ARRAY_SUFFIXES for entry in source.iterdir())
+        images = any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in source.rglob("*"))
+        what = f"folder holds {'both images and arrays' if images else 'neither images nor arrays'}."
+        fix = f"Keep one kind. {known}"
     if images == arrays:
-        what = "both images and arrays" if images else "neither images nor arrays"
-        raise CalibrationError(
-            f"The calibration folder holds {what}.", where=str(source), fix=f"Keep one kind. {known}"
-        )
+        raise CalibrationError(f"The calibration {what}", where=str(source), fix=fix)
     return images
 
 
@@ -194,13 +184,14 @@ def _inputs(model: Path) -> tuple[list[InputSpec], list[InputSpec]]:
     return [spec for spec in required if spec.dtype is not None], [*optional]
 
 
-def only_input(model: Path) -> str:
-    """The name of the model's only input.
-
-    Raises:
-        CalibrationError: There is no input, or more than one.
-    """
-    return _only(_inputs(model)[0], "input", model).name
+def _only(inputs: Sequence[InputSpec], kind: str, model: Path) -> InputSpec:
+    if len(inputs) != 1:
+        raise CalibrationError(
+            f"The model has not one {kind} but {len(inputs)}: {', '.join(i.name for i in inputs) or 'none'}.",
+            where=str(model),
+            fix="Give --input NAME, or an .npz file with one array per input as --data.",
+        )
+    return inputs[0]
 
 
 def image_input(model: Path, name: str | None) -> InputSpec:
@@ -217,30 +208,13 @@ def image_input(model: Path, name: str | None) -> InputSpec:
     if name is None:
         return _only([*images.values()], "input that could take an image", model)
     if name not in images:
-        raise CalibrationError(
-            f"'{name}' is no image input of the model.{did_you_mean(name, images)}",
-            where=str(model),
-            fix=f"Inputs of rank 4: {', '.join(images) or 'none'}.",
-        )
+        what = f"'{name}' is no image input of the model.{did_you_mean(name, images)}"
+        raise CalibrationError(what, where=str(model), fix=f"Inputs of rank 4: {', '.join(images) or 'none'}.")
     return images[name]
 
 
-def _only(inputs: Sequence[InputSpec], kind: str, model: Path) -> InputSpec:
-    if len(inputs) != 1:
-        raise CalibrationError(
-            f"The model has not one {kind} but {len(inputs)}: {', '.join(i.name for i in inputs) or 'none'}.",
-            where=str(model),
-            fix="Give --input NAME, or an .npz file with one array per input as --data.",
-        )
-    return inputs[0]
-
-
-def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Keywords of a reader of images: those given, and the rest read off the model's image input.
-
-    Raises:
-        CalibrationError: No image input, or one of dynamic size and no ``--size``.
-    """
+def _images(arguments: argparse.Namespace, model: Path, folder: Path) -> ImageFolderReader:
+    """A reader of images as given, and for the rest as the model's image input tells."""
     entry = image_input(model, arguments.input)
     batch, *rest = (size if isinstance(size, int) else None for size in entry.shape or ())
     channels_last = rest[2] in CHANNELS and rest[0] not in CHANNELS
@@ -248,24 +222,22 @@ def image_keywords(arguments: argparse.Namespace, model: Path) -> dict[str, Any]
     channels, sizes = (rest[0], rest[1:]) if layout == "NCHW" else (rest[2], rest[:2])
     size = arguments.size or tuple(sizes)
     if None in size:
-        raise CalibrationError(
-            "The image input has no fixed height and width.", where=f"input '{entry.name}'", fix="Give --size HxW."
-        )
-    spoken = {name: getattr(arguments, name) for name in ("mean", "std", "scale", "resize", "fill", "limit")}
-    spoken["channel_order"] = arguments.channel_order or ("GRAY" if channels == 1 else None)
-    return {
-        "size": size,
-        "input_name": entry.name,
+        what = "The image input has no fixed height and width."
+        raise CalibrationError(what, where=f"input '{entry.name}'", fix="Give --size HxW.")
+    settings = {
         "layout": layout,
-        "batch_size": arguments.batch_size or batch or 1,
         "dtype": entry.dtype,
-        **{key: value for key, value in spoken.items() if value is not None},
+        "channel_order": arguments.channel_order or ("GRAY" if channels == 1 else None),
+        **{name: getattr(arguments, name) for name in ("mean", "std", "scale", "resize", "fill", "limit")},
     }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    batch_size = arguments.batch_size or batch or 1
+    return ImageFolderReader(folder, size=size, input_name=entry.name, batch_size=batch_size, **settings)
 
 
 # -- functions of the caller's
 
-_SPELLING = re.compile(r"(?P<module>[^:]+\.py|[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
+_SPELLING = re.compile(r"(?P<module>[^:]+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 _RETURNS = (
     "return a calibration data reader, a dictionary of stacked arrays, one stacked array, or an iterable of feeds or "
     "of arrays"
@@ -294,8 +266,26 @@ def call_function(source: str, only_input: Callable[[], str], *, batch_size: int
     """
     with _current_folder_first():
         function = _named(source, "--data", f"define it; it takes no arguments, and has to {_RETURNS}", called=True)
-        data = _guarded(function, source)
-    return _feeds(data, source, only_input, batch_size)
+        with _blamed(source):
+            data = function()
+    if callable(getattr(data, "get_next", None)):
+        return data
+    if isinstance(data, np.ndarray):
+        data = {only_input(): data}
+    if isinstance(data, Mapping):
+        return ArrayReader(data, batch_size=batch_size)
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
+        what = f"the function returned {type(data).__name__}, which is no calibration data"
+        raise CalibrationError(what, where=source, fix=_RETURNS)
+    entries = _entries(data, source)
+    first = next(entries, None)
+    if first is None:
+        raise CalibrationError("the function returned no samples", where=source, fix="yield at least one feed")
+    entries = chain([first], entries)
+    if isinstance(first, Mapping):
+        return entries
+    name = only_input()
+    return ({name: np.asarray(entry)} for entry in entries)
 
 
 def named_metric(source: str) -> Any:
@@ -309,75 +299,42 @@ def named_metric(source: str) -> Any:
 
 
 def _named(source: str, option: str, fix: str, *, called: bool = False) -> Any:
+    """What ``module:name`` or ``file.py:name`` names, imported."""
     found = _SPELLING.fullmatch(source)
     if found is None:
         raise CalibrationError(f"'{source}' is not module:name", where=option, fix="for example loader:samples")
-    module = _module(found["module"], source)
-    named = getattr(module, found["function"], None)
+    name = found["module"]
+    if not name.endswith(".py"):
+        with _blamed(source, "run the command in the module's folder"):
+            module = importlib.import_module(name)
+    else:
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name) if Path(name).is_file() else None
+        if spec is None or spec.loader is None:
+            raise CalibrationError("the Python file does not exist", where=name, fix=f"check {option}")
+        module = importlib.util.module_from_spec(spec)
+        with _blamed(source):
+            spec.loader.exec_module(module)
+    named = getattr(module, found["name"], None)
     if named is None or (called and not callable(named)):
-        public = [name for name, value in vars(module).items() if callable(value)]
-        raise CalibrationError(
-            f"'{found['module']}' has no function '{found['function']}'.{did_you_mean(found['function'], public)}",
-            where=source,
-            fix=fix,
-        )
+        hint = did_you_mean(found["name"], [name for name, value in vars(module).items() if callable(value)])
+        what = f"'{found['module']}' has no function '{found['name']}'.{hint}"
+        raise CalibrationError(what, where=source, fix=fix)
     return named
 
 
-def _feeds(data: Any, source: str, only_input: Callable[[], str], batch_size: int) -> Any:
-    if callable(getattr(data, "get_next", None)):
-        return data
-    if isinstance(data, np.ndarray):
-        data = {only_input(): data}
-    if isinstance(data, Mapping):
-        return ArrayReader(data, batch_size=batch_size)
-    if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
-        raise CalibrationError(
-            f"the function returned {type(data).__name__}, which is no calibration data", where=source, fix=_RETURNS
-        )
-    rest = iter(data)
-    first = _guarded(lambda: next(rest, None), source)
-    if first is None:
-        raise CalibrationError("the function returned no samples", where=source, fix="yield at least one feed")
-    entries = chain([first], _guarded_rest(rest, source))
-    if isinstance(first, Mapping):
-        return entries
-    name = only_input()
-    return ({name: np.asarray(entry)} for entry in entries)
+def _entries(data: Iterable[Any], source: str) -> Iterator[Any]:
+    with _blamed(source):
+        yield from data
 
 
-def _module(name: str, source: str) -> ModuleType:
-    if not name.endswith(".py"):
-        found: ModuleType = _guarded(
-            lambda: importlib.import_module(name), source, fix="run the command in the module's folder"
-        )
-        return found
-    path = Path(name)
-    if not path.is_file():
-        raise CalibrationError("the Python file does not exist", where=name, fix="check --data")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise CalibrationError("the file cannot be imported", where=name, fix="name a Python file")
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    _guarded(lambda: loader.exec_module(module), source)
-    return module
-
-
-def _guarded(call: Callable[[], Any], source: str, *, fix: str | None = None) -> Any:
-    """Calls code of the caller's; what it raises becomes an error that names it, with the traceback in the log."""
+@contextmanager
+def _blamed(source: str, fix: str = "correct the function; -v shows the traceback") -> Iterator[None]:
+    """Runs code of the caller's; what it raises becomes an error that names it, with the traceback in the log."""
     try:
-        return call()
+        yield
     except Exception as error:
         _log.info("%s raised", source, exc_info=True)
-        raise CalibrationError(
-            f"{type(error).__name__}: {error}", where=source, fix=fix or "correct the function; -v shows the traceback"
-        ) from error
-
-
-def _guarded_rest(rest: Iterator[Any], source: str) -> Iterator[Any]:
-    end = object()
-    while (entry := _guarded(lambda: next(rest, end), source)) is not end:
-        yield entry
+        raise CalibrationError(f"{type(error).__name__}: {error}", where=source, fix=fix) from error
 
 
 @contextmanager

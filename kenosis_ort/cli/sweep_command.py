@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import glob
 import hashlib
-import io
 import json
 import logging
 import os
@@ -17,14 +16,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.table import Table
 
 from kenosis_ort import __version__
+from kenosis_ort.cli import flags
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
@@ -113,12 +113,9 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
     models, defaults = raw.get("models", {}), raw.get("defaults", {})
     if not isinstance(models, Mapping) or not models or not isinstance(defaults, Mapping):
         raise OptionError("the file names no model", where=str(file), fix="[models.NAME] with model = 'net.onnx'")
-    parser = Parser(prog="kenosis-ort quantize")
-    COMMANDS["quantize"].fill(parser)
     folder = absolute(file).parent
     jobs = [
-        _job(name, settings, defaults, parser, folder, results, f"[models.{name}] of {file}")
-        for name, settings in models.items()
+        _job(name, words, defaults, folder, results, f"[models.{name}] of {file}") for name, words in models.items()
     ]
     check_apart(
         [(f"the output of '{job.name}'", job.output) for job in jobs],
@@ -127,15 +124,7 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
     return jobs
 
 
-def _job(
-    name: str,
-    settings: Any,
-    defaults: Mapping[str, Any],
-    parser: argparse.ArgumentParser,
-    folder: Path,
-    results: Path,
-    where: str,
-) -> Job:
+def _job(name: str, settings: Any, defaults: Mapping[str, Any], folder: Path, results: Path, where: str) -> Job:
     if _NAME.fullmatch(name) is None:
         raise OptionError(f"'{name}' is no name for a model", where=where, fix="use letters, digits, '.', '_' and '-'")
     if not isinstance(settings, Mapping) or not isinstance(settings.get("model"), str):
@@ -146,13 +135,9 @@ def _job(
     if not model.is_file():
         raise ModelLoadError("The model file does not exist.", where=f"{model}, {where}", fix="Check the path.")
     arguments = (str(model), str(output), *_arguments(words, where))
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
-            parsed = parser.parse_args(arguments)
-    except SystemExit as error:
-        text = messages.getvalue().strip().rpartition("error: ")[2]
-        raise OptionError(" ".join(text.split()) or "it does not parse", where=where, fix=_SEE) from error
+    parser = Parser(prog="kenosis-ort quantize", where=where)
+    flags.add_arguments(parser, COMMANDS["quantize"].arguments)
+    parsed = parser.parse_args(arguments)
     if parsed.data is None and parsed.synthetic is None and parsed.calibration_cache_path is None:
         raise OptionError("it names no data", where=where, fix="data = 'samples.npz', or synthetic = 32")
     reads = dict.fromkeys(_files(parsed, model, folder))
@@ -267,24 +252,19 @@ def perform(job: Job, processors: Collection[int] = ()) -> Row:
         printed = json.loads(done.stdout)
     except ValueError:
         printed = {}
+    row = Row(job.name, "", True, str(job.output), seconds, fingerprint=fingerprint)
     if "verdict" not in printed or not job.output.is_file():
-        what = _reason(printed, done.returncode, done.stderr)
-        row = Row(job.name, what, True, str(job.output), seconds, fingerprint=fingerprint)
+        row = replace(row, verdict=_reason(printed, done.returncode, done.stderr))
     else:
         taken = [c for c in (printed.get("speed") or {}).get("candidates", []) if c["status"] == "taken"]
-        ratios = [float(c["ratio"]) for c in taken if c["ratio"] is not None]
-        losses = [float(output["sqnr_db"]) for output in printed["outputs"]]
-        row = Row(
-            name=job.name,
+        row = replace(
+            row,
             verdict=str(printed["verdict"]),
             failed=False,
-            sqnr_db=min(losses) if losses else None,
-            speed=ratios[0] if ratios else None,
+            sqnr_db=min((float(output["sqnr_db"]) for output in printed["outputs"]), default=None),
+            speed=next((float(c["ratio"]) for c in taken if c["ratio"] is not None), None),
             size_before=int(printed["size_before"]),
             size_after=int(printed["size_after"]),
-            seconds=seconds,
-            output=str(job.output),
-            fingerprint=fingerprint,
             output_digest=sha256_of(job.output),
         )
     write_text(job.record, json.dumps(asdict(row), indent=1), f"the record of '{job.name}'")
@@ -299,32 +279,6 @@ def _reason(printed: Any, code: int, stderr: str) -> str:
     if code < 0:
         return f"killed by signal {-code}" + (": memory may have run out" if code == -9 else "")
     return " ".join(stderr.split())[-300:] or f"ended with {code} and said nothing"
-
-
-def run_on(cluster: Cluster, jobs: Sequence[Job], report: Callable[[Row], object], *, local: bool) -> list[Row]:
-    """Runs jobs on a cluster whose workers see the same files; the rows come in the order of the jobs.
-
-    Args:
-        cluster: The cluster.
-        jobs: The jobs.
-        report: Called with each row when it is there.
-        local: The workers share this machine: each gets processors of its own.
-
-    Raises:
-        ClusterError: The cluster cannot do the work, or went away; what is done is recorded.
-    """
-    found = {job.name: row for job in jobs if (row := done_before(job)) is not None}
-    for row in found.values():
-        report(row)
-    left = [job for job in jobs if job.name not in found]
-    if left:
-        cluster.check()
-        _check_workers(cluster, left)
-        with answering(cluster.client):
-            for row in _performed(cluster, left, local=local):
-                found[row.name] = row
-                report(row)
-    return [found[job.name] for job in jobs]
 
 
 def _check_workers(cluster: Cluster, jobs: Sequence[Job]) -> None:
@@ -351,30 +305,42 @@ def _missing(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not os.path.exists(path)]
 
 
-def _performed(cluster: Cluster, jobs: Sequence[Job], *, local: bool) -> Iterator[Row]:
-    from distributed import as_completed
-
-    client = cluster.client
-    workers = len(cluster.workers()) if local else 0
-    futures = {client.submit(perform_on_worker, job, workers, pure=False, resources={RESOURCE: 1}): job for job in jobs}
-    for future in as_completed(futures, loop=client.loop):
-        error = future.exception()
-        if error is None:
-            yield future.result()
-            continue
-        if client.status != "running" or isinstance(error, OutputError):
-            raise error
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"  # its workers died, for one
-        yield Row(futures[future].name, what, True, str(futures[future].output))
-
-
-def perform_on_worker(job: Job, sharing: int) -> Row:
-    """Runs a job on a worker.
+def perform_on(cluster: Cluster, jobs: Sequence[Job], *, local: bool) -> Iterator[Row]:
+    """Yields the rows of jobs that a cluster runs whose workers see the same files, each as soon as it is there.
 
     Args:
-        job: The job.
-        sharing: Workers that share this machine, numbered by name; 0 where this is the only one.
+        cluster: The cluster.
+        jobs: The jobs.
+        local: The workers share this machine: each gets processors of its own.
+
+    Raises:
+        ClusterError: The cluster cannot do the work, or went away; what is done is recorded.
     """
+    from distributed import as_completed
+
+    earlier = {job.name: row for job in jobs if (row := done_before(job)) is not None}
+    yield from earlier.values()
+    left = [job for job in jobs if job.name not in earlier]
+    if not left:
+        return
+    cluster.check()
+    _check_workers(cluster, left)
+    client, workers = cluster.client, len(cluster.workers()) if local else 0
+    with answering(client):
+        futures = {client.submit(_on_worker, job, workers, pure=False, resources={RESOURCE: 1}): job for job in left}
+        for future in as_completed(futures, loop=client.loop):
+            error = future.exception()
+            if error is None:
+                yield future.result()
+                continue
+            if client.status != "running" or isinstance(error, OutputError):
+                raise error
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"  # its workers died, for one
+            yield Row(futures[future].name, what, True, str(futures[future].output))
+
+
+def _on_worker(job: Job, sharing: int) -> Row:
+    """Runs a job on a worker, one of several that share a machine and are numbered by name, or 0 for the only one."""
     if not sharing:
         return perform(job)
     from distributed import get_worker
@@ -403,15 +369,17 @@ def sweep(arguments: argparse.Namespace, screen: Screen) -> bool:
         what = f"The folder for results cannot be made: {error.strerror}."
         raise OutputError(what, where=str(results), fix="Name another folder.") from error
 
-    def report(row: Row) -> Row:
-        screen.tell("; ".join(part for part in _cells(row) if part))
-        return row
-
-    if arguments.dask is None:
-        rows = [report(done_before(job) or perform(job)) for job in jobs]
-    else:
-        with connected(arguments.dask, resources={RESOURCE: 1}) as client:
-            rows = run_on(Cluster(client), jobs, report, local=arguments.dask.startswith("local"))
+    found = {}
+    with contextlib.ExitStack() as stack:
+        if arguments.dask is None:
+            done: Iterator[Row] = (done_before(job) or perform(job) for job in jobs)
+        else:
+            client = stack.enter_context(connected(arguments.dask, resources={RESOURCE: 1}))
+            done = perform_on(Cluster(client), jobs, local=arguments.dask.startswith("local"))
+        for row in done:
+            found[row.name] = row
+            screen.tell("; ".join(part for part in _cells(row) if part))
+    rows = [found[job.name] for job in jobs]
     failed = sum(row.failed for row in rows)
     data = {"schema": 1, "version": __version__, "failed": failed, "models": to_data(rows)}
     write_text(results / "sweep.json", json.dumps(data, indent=1), "the table")

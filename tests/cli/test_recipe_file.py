@@ -13,6 +13,7 @@ from kenosis_ort import PlacementPlan, QuantizationReport, Recipe
 from kenosis_ort.cli import flags, quantize_command
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.errors import OptionError
+from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import CalibrationSummary, OptionChoice
 from kenosis_ort.report.quantization_report import HOST_CHOICES
@@ -73,13 +74,14 @@ def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
         ("[options]\nthreads = true", "threads=True"),
         ('[options]\nactivation_type = "uint9"', "Did you mean 'uint8'?"),
         ('[data]\nmeen = "1"', "Did you mean 'mean'?"),
+        ('[data]\nmean = "grey"', "'grey' is not a list of numbers"),
     ],
 )
 def test_what_is_wrong_in_it_is_named(tmp_path: Path, text: str, message: str):
     path = tmp_path / "r.toml"
     path.write_text(f"[recipe]\n{text}\n")
     with pytest.raises(OptionError, match="Fix: ") as caught:
-        quantize_command.read(path)
+        quantize_command.saved_data(RecipeFile.load(path), str(path))
     assert message in str(caught.value)
     assert "r.toml" in str(caught.value)
 
@@ -93,19 +95,19 @@ def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
     said = flags.given_data(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
     assert said.keys() == {*flags.DATA_NAMES} - {"data"}
     path = tmp_path / "r.toml"
-    spelled = {name: quantize_command.spelled(name, value) for name, value in said.items()}
+    spelled = {name: quantize_command.spelled(value) for name, value in said.items()}
     path.write_text(tomli_w.dumps({"recipe": {}, "data": spelled}))
-    read = quantize_command.read(path)
-    assert read.data == said
+    read = quantize_command.saved_data(RecipeFile.load(path), str(path))
+    assert read == said
     unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in flags.DATA_NAMES})
     unsaid.seed = 9
-    read.fill(unsaid)
+    quantize_command.recall(unsaid, read)
     recalled = vars(unsaid).pop("recalled")
     assert vars(unsaid) == {**said, "data": None, "seed": 9}
     assert recalled == said.keys() - {"seed"}
     unsaid = Namespace(**{name: [] if isinstance(said.get(name), list) else None for name in flags.DATA_NAMES})
     unsaid.data = "samples.npz"
-    read.fill(unsaid)
+    quantize_command.recall(unsaid, read)
     assert unsaid.synthetic is None, "real data in place of made-up ones"
 
 
