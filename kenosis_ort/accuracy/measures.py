@@ -282,7 +282,7 @@ class DetectionF1(Measure):
         for box, score, label in zip(boxes, scores, labels, strict=True):
             by_class = {}
             certain = score >= THRESHOLD
-            for one in np.unique(label[certain]):
+            for one in sorted(set(label[certain].tolist())):
                 at = np.flatnonzero(certain & (label == one))
                 order = at[np.argsort(-score[at], kind="stable")][:_MOST]
                 by_class[int(one)] = _without_doubles(box[order])

@@ -119,7 +119,8 @@ class Sketch:
     def _integrable(self) -> tuple[Doubles, Doubles, Doubles, Doubles]:
         """Edges and the density between them, then the point masses and their places."""
         wide = self.right > self.left
-        edges = np.unique(np.concatenate((self.left[wide], self.right[wide])))
+        edges = np.sort(np.concatenate((self.left[wide], self.right[wide])))
+        edges = edges[np.diff(edges, prepend=-np.inf) > 0.0]  # as `np.unique`, which loads numpy.ma
         density = np.zeros(max(edges.size - 1, 0))
         at = np.searchsorted(edges, self.left[wide])
         density[at] = self.mass[wide] / (self.right[wide] - self.left[wide])

@@ -64,9 +64,10 @@ def exact_grid(values: npt.NDArray[np.generic]) -> ExactGrid | None:
         values: Finite numbers of any shape.
     """
     numbers = np.asarray(values, np.float64)
-    distinct = np.unique(numbers)
-    if not distinct.size or not np.isfinite(distinct).all():
+    if not numbers.size or not np.isfinite(numbers).all():
         return None
+    distinct = np.sort(numbers, axis=None)
+    distinct = distinct[np.diff(distinct, prepend=-np.inf) > 0.0]  # as `np.unique`, which loads numpy.ma
     largest = float(np.abs(distinct).max())
     if largest == 0.0:
         return ExactGrid(1.0, 0, np.zeros(numbers.shape, np.int64))
