@@ -29,9 +29,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
-from kenosis_ort.graph.constants import GraphIndex, Is, what
+from kenosis_ort.graph.constants import Is, what
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, attribute_float, known_as, opset_of, reserve_name
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, known_as, opset_of, reserve_name
 from kenosis_ort.runtime.session import Session, open_session
 
 _log = logging.getLogger(__name__)
@@ -217,14 +219,15 @@ def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) ->
     Returns:
         Statistics by value, without sample means.
     """
-    index = GraphIndex(model)
+    inputs = {value.name for value in model.graph.input}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in inputs}
     found = {}
-    for node in index.nodes:
+    for node in model.graph.node:
         if node.op_type != "BatchNormalization" or node.domain not in MAIN_DOMAINS:
             continue
-        if any(index.constant(name) is None for name in node.input[1:3]):
+        if any(name not in constants for name in node.input[1:3]):
             continue
-        gamma, beta = (array_in(index.constants[name]).astype(np.float64).reshape(-1) for name in node.input[1:3])
+        gamma, beta = (array_in(constants[name]).astype(np.float64).reshape(-1) for name in node.input[1:3])
         reach = deviations * np.abs(gamma)
         none = np.zeros((0, beta.size))
         found[str(node.output[0])] = ChannelStatistics(beta - reach, beta + reach, beta, beta**2 + gamma**2, none)
@@ -246,35 +249,32 @@ class Activation:
         output: What comes out; ``value`` itself without nodes.
     """
 
-    nodes: tuple[onnx.NodeProto, ...]
+    nodes: tuple[ir.Node, ...]
     value: str
     output: str
 
 
-def activation_behind(index: GraphIndex, value: str) -> Activation:
+def activation_behind(graph: LiveGraph, value: ir.Value) -> Activation:
     """The activation that every reader of a value sees it through: one node, or ``x * gate(x)``."""
-    readers = index.readers.get(value, [])
-    plain = Activation((), value, value)
-    if index.is_pinned(value):
+    readers, name = graph.readers(value), value.name or ""
+    plain = Activation((), name, name)
+    if graph.is_pinned(value):
         return plain
     if len(readers) == 1:
         node = readers[0]
-        fits = Is.ACTIVATION in what(node) and node.input[0] == value and _others_constant(index, node)
-        return Activation((node,), value, str(node.output[0])) if fits else plain
+        constants = all(other is None or graph.constant(other) is not None for other in node.inputs[1:])
+        fits = Is.ACTIVATION in what(node) and node.inputs[0] is value and constants
+        return Activation((node,), name, node.outputs[0].name or "") if fits else plain
     gates = [node for node in readers if known_as(node.domain, node.op_type) in _GATES]
     products = [node for node in readers if known_as(node.domain, node.op_type) == "Mul"]
     if len(readers) == 2 and len(gates) == len(products) == 1:
         gate, product = gates[0], products[0]
-        if sorted(product.input) == sorted((value, gate.output[0])) and index.is_private(gate.output[0]):
-            return Activation((gate, product), value, str(product.output[0]))
+        if {*product.inputs} == {value, gate.outputs[0]} and graph.is_private(gate.outputs[0]):
+            return Activation((gate, product), name, product.outputs[0].name or "")
     return plain
 
 
-def _others_constant(index: GraphIndex, node: onnx.NodeProto) -> bool:
-    return all(not name or index.constant(name) is not None for name in node.input[1:])
-
-
-def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[float, float] | None:
+def clip_bounds(graph: LiveGraph, nodes: Sequence[ir.Node]) -> tuple[float, float] | None:
     """The bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
     if not nodes:
         return -np.inf, np.inf
@@ -284,11 +284,11 @@ def clip_bounds(index: GraphIndex, nodes: Sequence[onnx.NodeProto]) -> tuple[flo
         return None
     if kind == "Relu":
         return 0.0, np.inf
-    given = [attribute_float(node, "min", -np.inf), attribute_float(node, "max", np.inf)]
-    for at, name in enumerate(node.input[1:3]):
-        constant = index.constant(name) if name else None
-        if constant is not None:
-            given[at] = float(array_in(constant).reshape(-1)[0])
+    given = [node.attributes.get_float("min", -np.inf), node.attributes.get_float("max", np.inf)]
+    for at, value in enumerate(node.inputs[1:3]):
+        array = graph.array(value)
+        if array is not None:
+            given[at] = float(array.reshape(-1)[0])
     return given[0], given[1]
 
 
@@ -298,46 +298,41 @@ class Response:
     A clip, or none, is computed here; the runtime is asked for all others.
 
     Args:
-        model: The float model that holds the activation.
-        index: Its index.
+        graph: The float model that holds the activation.
         activation: The activation.
         rank: Rank of the value.
         axis: Axis of its channels.
         threads: Threads of the runtime, 0 for its own choice.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, index: GraphIndex, activation: Activation, rank: int, axis: int, threads: int
-    ) -> None:
+    def __init__(self, graph: LiveGraph, activation: Activation, rank: int, axis: int, threads: int) -> None:
         self._axis, self._rank = axis % rank, rank
         self._over = tuple(a for a in range(1, rank) if a != self._axis)
-        self._bounds = clip_bounds(index, activation.nodes)
+        self._bounds = clip_bounds(graph, activation.nodes)
         if self._bounds is None:
-            self._session = self._opened(model, index, activation, threads)
+            self._session = self._opened(graph, activation, threads)
 
-    def _opened(
-        self, model: onnx.ModelProto, index: GraphIndex, activation: Activation, threads: int
-    ) -> ort.InferenceSession:
+    def _opened(self, graph: LiveGraph, activation: Activation, threads: int) -> ort.InferenceSession:
         rank, over = self._rank, list(self._over)
         shifted = f"{activation.value}/shifted"
         nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
         for node in activation.nodes:
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
+            copy = ir.to_proto(node)
             for at, name in enumerate(copy.input):
                 if name == activation.value:
                     copy.input[at] = shifted
             nodes.append(copy)
         result = activation.output if activation.nodes else shifted
-        constants = [index.constants[n] for node in activation.nodes for n in node.input if n in index.constants]
+        read = [graph.constant(value) for node in activation.nodes for value in node.inputs]
+        constants = [tensor for tensor in read if tensor is not None]
         if not over:
             nodes.append(helper.make_node("Identity", [result], [_MEAN]))
-        elif opset_of(model) >= 18:
+        elif graph.opset >= 18:
             constants.append(numpy_helper.from_array(np.array(over, np.int64), "over"))
             nodes.append(helper.make_node("ReduceMean", [result, "over"], [_MEAN], keepdims=0))
         else:
             nodes.append(helper.make_node("ReduceMean", [result], [_MEAN], axes=over, keepdims=0))
-        graph = helper.make_graph(
+        response = helper.make_graph(
             nodes,
             "response",
             [
@@ -347,10 +342,9 @@ class Response:
             [helper.make_tensor_value_info(_MEAN, TensorProto.FLOAT, [None, None])],
             constants,
         )
-        proto = helper.make_model(
-            graph, opset_imports=model.opset_import, ir_version=model.ir_version, functions=model.functions
-        )
-        return open_session(proto, threads=threads)
+        model = graph.proto
+        options = {"opset_imports": model.opset_import, "ir_version": model.ir_version, "functions": model.functions}
+        return open_session(helper.make_model(response, **options), threads=threads)
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """The means by sample and channel of the activation of a shifted array, (batch, channels)."""

@@ -193,9 +193,9 @@ def channels_to_follow(drafted: Builder, builder: Builder, *, all_passes: bool) 
     if not may_change(drafted):
         return {}
     passes = _ALL_OF_THEM if all_passes else [each for each in request.passes if isinstance(each, WeightPass)]
-    model, nodes, axes = drafted.prepared.proto, drafted.adjustable, dict[str, int]()
+    nodes, axes = drafted.adjustable, dict[str, int]()
     for each in passes:
-        axes = {**each.scaled(model, nodes=nodes, insert=request.inserts_smoothing), **axes}
+        axes = {**each.scaled(drafted.prepared.graph, nodes=nodes, insert=request.inserts_smoothing), **axes}
     origins = RewrittenNet.of(drafted, builder).origins
     return {name: axes[origin] for name in builder.tensors if (origin := origins.get(name)) in axes}
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.outside import array_in, put_outside
+from kenosis_ort.graph.outside import array_in, copy_without_weights, put_outside
 from kenosis_ort.graph.view import drop_stale_value_info, ir, read_model
 from kenosis_ort.graph.walk import opset_of, reserve_name
 
@@ -29,16 +29,19 @@ class LiveGraph:
 
     Args:
         proto: The model, its nodes named, its types and shapes inferred. It changes when `write` is called.
+        copied: The model stays as it is: `write` makes a copy, in which each constant is copied once, as it is then.
 
     Attributes:
+        proto: The model; the copy behind `write`.
         graph: The main graph.
         nodes: Its nodes as they were when `begin` was called; those removed since are among them.
         keep_values: Names of values that must keep existing with their meaning.
     """
 
-    def __init__(self, proto: onnx.ModelProto) -> None:
+    def __init__(self, proto: onnx.ModelProto, *, copied: bool = False) -> None:
         self.proto = proto
         self.keep_values: frozenset[str] = frozenset()
+        self._copied = copied
         self.reopen()
 
     def reopen(self) -> None:
@@ -102,6 +105,10 @@ class LiveGraph:
         """Whether the value's name and meaning are needed outside the main graph's nodes."""
         return value.is_graph_output() or value.name in self.keep_values or self.is_captured(value)
 
+    def is_read_once(self, constant: ir.Value) -> bool:
+        """Whether one input of one node of the main graph reads a constant, and nothing else needs it."""
+        return len(constant.uses()) == len(self.readers(constant)) == 1 and not constant.is_graph_output()
+
     def constant(self, value: ir.Value | None) -> onnx.TensorProto | None:
         """The initializer that a value is unless callers can override it."""
         if value is None or not value.is_initializer() or value.is_graph_input():
@@ -112,6 +119,10 @@ class LiveGraph:
         """The content of a constant, None if the value is not constant."""
         tensor = self.constant(value)
         return None if tensor is None else array_in(tensor)
+
+    def content(self, constant: ir.Value) -> npt.NDArray[np.generic]:
+        """The content of a value that is known to be constant."""
+        return array_in(self._tensors[constant.name or ""])
 
     def rank(self, value: ir.Value | None) -> int | None:
         """The rank of a value, None if it is not known."""
@@ -141,7 +152,7 @@ class LiveGraph:
 
     def add_constant(self, array: npt.ArrayLike, base: str) -> ir.Value:
         """Stores a new constant."""
-        return self._register(onnx.numpy_helper.from_array(np.ascontiguousarray(array), self.fresh_name(base)))
+        return self.register(onnx.numpy_helper.from_array(np.ascontiguousarray(array), self.fresh_name(base)))
 
     def store_array(self, node: ir.Node, position: int, array: npt.NDArray[np.generic], base: str) -> None:
         """Makes an array the node's constant input at ``position``.
@@ -155,21 +166,30 @@ class LiveGraph:
         present = self.constant(old)
         pinned = old is not None and (old.is_graph_output() or self.is_captured(old))
         alone = present is not None and not pinned and self.readers(old) == [node]
-        if present is not None and alone and list(present.dims) == list(tensor.dims):
-            tensor.name = present.name
-            self._tensors[tensor.name] = put_outside(tensor)
-            self._changed.add(tensor.name)
-            self._is_written = False
+        if old is not None and present is not None and alone and list(present.dims) == list(tensor.dims):
+            self._replace(old, tensor)
             return
         tensor.name = self.fresh_name(base)
         self._stored[tensor.name] = None
-        value = self._register(put_outside(tensor))
+        value = self.register(tensor)
         if len(node.inputs) <= position:
             node.resize_inputs(position + 1)
         node.replace_input_with(position, value)
         self._release(old)
 
-    def _register(self, tensor: onnx.TensorProto) -> ir.Value:
+    def replace_array(self, constant: ir.Value, array: npt.NDArray[np.generic]) -> None:
+        """Gives a constant other content, of the same shape."""
+        self._replace(constant, onnx.numpy_helper.from_array(np.ascontiguousarray(array)))
+
+    def _replace(self, constant: ir.Value, tensor: onnx.TensorProto) -> None:
+        tensor.name = constant.name or ""
+        self._tensors[tensor.name] = put_outside(tensor)
+        self._changed.add(tensor.name)
+        self._is_written = False
+
+    def register(self, tensor: onnx.TensorProto) -> ir.Value:
+        """Stores a new constant under the tensor's name."""
+        tensor = put_outside(tensor)
         value = ir.Value(name=tensor.name, const_value=ir.serde.deserialize_tensor(tensor))
         self.graph.register_initializer(value)
         self._tensors[tensor.name] = tensor
@@ -179,7 +199,7 @@ class LiveGraph:
 
     def add_initializer(self, tensor: onnx.TensorProto, instead_of: ir.Value) -> None:
         """Makes a tensor the constant that stands in the place of a removed node's output, under its name."""
-        value = self._register(tensor)
+        value = self.register(tensor)
         instead_of.replace_all_uses_with(value)
 
     def read(self, node: ir.Node, position: int, value: ir.Value | None) -> None:
@@ -196,6 +216,12 @@ class LiveGraph:
         self.graph.remove(node)
         self._is_written = False
 
+    def move_before(self, node: ir.Node, other: ir.Node) -> None:
+        """Puts a node, whose output nothing in between reads, in front of another one behind it."""
+        self.graph.remove(node)
+        self.graph.insert_before(other, node)
+        self._is_written = False
+
     def redirect(self, old: ir.Value, new: ir.Value) -> None:
         """Makes every node of the main graph that reads ``old`` read ``new`` instead."""
         for node, position in old.uses():
@@ -204,12 +230,12 @@ class LiveGraph:
         self._release(old)
         self._is_written = False
 
-    def hand_over(self, value: ir.Value) -> ir.Value:
+    def hand_over(self, value: ir.Value, base: str = "") -> ir.Value:
         """The name, type and readers of a value as one that no node makes yet; the value itself gets a fresh name."""
         taken = ir.Value(name=value.name, type=value.type, shape=value.shape)
         value.replace_all_uses_with(taken, replace_graph_outputs=True)
-        base = value.producer()
-        value.name = self.fresh_name(f"{'' if base is None else base.name}_output")
+        maker = value.producer()
+        value.name = self.fresh_name(base or f"{'' if maker is None else maker.name}_output")
         value.type = value.shape = None
         return taken
 
@@ -273,7 +299,8 @@ class LiveGraph:
         operator: str,
         inputs: Sequence[ir.Value | None],
         *,
-        output: ir.Value | None = None,
+        output: ir.Value | Sequence[ir.Value] | None = None,
+        base: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
         """Puts a new node in front of a node, which does not read it yet; returns the value that it writes.
@@ -282,10 +309,11 @@ class LiveGraph:
             node: The node; of several new ones in front of it, the last is the nearest.
             operator: The operator, of the default domain.
             inputs: What it reads.
-            output: What it writes, see `hand_over`; a new value by default.
+            output: What it writes, one value or several, see `hand_over`; a new value by default.
+            base: Its name, where that is free; by default it is called after the node.
             attributes: Its attributes.
         """
-        new = self._new(node, operator, inputs, output, attributes)
+        new = self._new(node, operator, inputs, output, attributes, base)
         self.graph.insert_before(node, new)
         return new.outputs[0]
 
@@ -311,11 +339,12 @@ class LiveGraph:
         operator: str,
         inputs: Sequence[ir.Value | None],
         *,
-        output: ir.Value | None = None,
+        output: ir.Value | Sequence[ir.Value] | None = None,
+        base: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
-        """Puts a new node behind a node and those already put there; returns the value that it writes."""
-        new = self._new(node, operator, inputs, output, attributes)
+        """Puts a new node behind a node and those already put there, see `insert_before`."""
+        new = self._new(node, operator, inputs, output, attributes, base)
         self.graph.insert_after(self._last_behind.get(node, node), new)
         self._last_behind[node] = new
         return new.outputs[0]
@@ -325,15 +354,17 @@ class LiveGraph:
         node: ir.Node,
         operator: str,
         inputs: Sequence[ir.Value | None],
-        output: ir.Value | None,
+        output: ir.Value | Sequence[ir.Value] | None,
         attributes: Attributes,
+        base: str = "",
     ) -> ir.Node:
-        """A new node, called after another one."""
-        written = output or ir.Value(name=self.fresh_name(f"{node.name}_{operator}_output"))
-        name = reserve_name(f"{node.name}_{operator}", self._node_names)
+        """A new node, called after another one or by a name of its own."""
+        written = [output] if isinstance(output, ir.Value) else list(output or ())
+        written = written or [ir.Value(name=self.fresh_name(f"{node.name}_{operator}_output"))]
+        name = reserve_name(base or f"{node.name}_{operator}", self._node_names)
         made = [ir.convenience.convert_attribute(key, value) for key, value in attributes.items()]
         self._is_written = False
-        return ir.Node("", operator, inputs, made, outputs=[written], name=name)
+        return ir.Node("", operator, inputs, made, outputs=written, name=name)
 
     def is_new(self, node: ir.Node) -> bool:
         """Whether the node was made since `begin`."""
@@ -364,6 +395,10 @@ class LiveGraph:
         if self._is_written:
             return self.proto
         self.settle()
+        if self._copied:
+            self.proto = copy_without_weights(self.proto, lambda _: True)
+            self._stored_nodes = dict(zip(self._stored_nodes, self.proto.graph.node, strict=True))
+            self._copied = False
         graph, stored = self.proto.graph, self.graph.initializers
         replace_nodes(graph, [self._as_proto(node) for node in self.graph])
         self._stored_nodes = dict(zip(self.graph, graph.node, strict=True))
@@ -371,9 +406,9 @@ class LiveGraph:
         self._other_attributes.clear()
         known = {tensor.name: at for at, tensor in enumerate(graph.initializer)}
         for name in stored:
-            if name in self._changed:
+            if name in self._changed or name not in known:
                 tensor = graph.initializer[known[name]] if name in known else graph.initializer.add()
-                tensor.CopyFrom(self._tensors[name])
+                tensor.CopyFrom(self._tensors.pop(name))  # what was replaced is let go one by one
         for name in sorted(known.keys() - stored.keys(), key=known.__getitem__, reverse=True):
             del graph.initializer[known[name]]
         present = {entry.domain for entry in self.proto.opset_import}
@@ -402,7 +437,7 @@ class LiveGraph:
             if now != list(names):
                 names[:] = now
         if node in self._rewritten:
-            stored.op_type, stored.domain = node.op_type, node.domain
+            stored.op_type, stored.domain, stored.name = node.op_type, node.domain, node.name or ""
         if node in self._other_attributes:
             del stored.attribute[:]
             stored.attribute.extend(map(ir.serde.serialize_attribute, node.attributes.values()))

@@ -24,6 +24,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_with
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
@@ -341,15 +342,15 @@ class WeightPass(Pass):
     must_beat: ClassVar[bool] = True
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
 
-    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
         """All values whose channels it may scale, with the axis of their channels.
 
         Args:
-            model: The prepared float model.
+            graph: The prepared float model.
             nodes: Names of the nodes whose weights it may change.
             insert: A Mul may be inserted where nothing can take a scale.
         """
-        del model, nodes, insert
+        del graph, nodes, insert
         return {}
 
 

@@ -45,10 +45,11 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.graph.live import LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.view import ir
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers
+from kenosis_ort.passes.layers import Float64, Layer, layers
 from kenosis_ort.runtime.session import open_session
 
 _log = logging.getLogger(__name__)
@@ -112,19 +113,18 @@ def bias_shifts(
     Raises:
         CalibrationError: A model fails on a sample.
     """
-    index = GraphIndex(model)
-    targets = _targets(index, model, quantized, nodes)
+    graph = LiveGraph(model)
+    targets = _targets(graph, quantized, nodes)
     feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
     if not targets or not feeds:
         return {}
     options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
     found = shifts_in_one_run(model, quantized, feeds, targets, float_means=float_means, **options)
-    return _layer_by_layer(model, index, quantized, feeds, targets, options) if found is None else found
+    return _layer_by_layer(graph, quantized, feeds, targets, options) if found is None else found
 
 
 def _layer_by_layer(
-    model: onnx.ModelProto,
-    index: GraphIndex,
+    graph: LiveGraph,
     quantized: onnx.ModelProto,
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
@@ -132,7 +132,7 @@ def _layer_by_layer(
 ) -> dict[str, Float64]:
     """The shifts with a run of each part of the model for each sample; what is alive between parts is held."""
     threads, libraries = options["threads"], tuple(options["custom_op_libraries"])
-    statistics = channel_statistics(model, feeds, {t.activation.output: t.axis for t in targets}, **options)
+    statistics = channel_statistics(graph.proto, feeds, {t.activation.output: t.axis for t in targets}, **options)
     by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
     shifts: dict[str, Float64] = {}
     alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
@@ -151,7 +151,7 @@ def _layer_by_layer(
             # Shift the layers' outputs that it ends with, which the next part reads.
             for name in part.observed:
                 target, arrays = by_value[name], [known[name] for known in alive]
-                response = Response(model, index, target.activation, arrays[0].ndim, target.axis, threads)
+                response = Response(graph, target.activation, arrays[0].ndim, target.axis, threads)
                 shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
                 shifts[target.layer] = shift
                 for known, array in zip(alive, arrays, strict=True):
@@ -185,22 +185,20 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
     return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]
 
 
-def _targets(
-    index: GraphIndex, model: onnx.ModelProto, quantized: onnx.ModelProto, nodes: Collection[str] | None
-) -> list[Corrected]:
+def _targets(graph: LiveGraph, quantized: onnx.ModelProto, nodes: Collection[str] | None) -> list[Corrected]:
     """The layers with a bias whose output, and the activation behind it, are float tensors of known rank."""
     outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
-    ranks = float_ranks(model)
+    ranks = float_ranks(graph.proto)
     found = []
-    for layer in layers(index, nodes):
-        if not bias_of(layer, index):
+    for layer in layers(graph, nodes):
+        if bias_of(layer, graph) is None:
             continue
-        node = layer.node if layer.node.op_type != "MatMul" else index.readers[layer.node.output[0]][0]
-        activation = activation_behind(index, str(node.output[0]))
+        node = layer.node if layer.operator != "MatMul" else graph.readers(layer.output)[0]
+        activation = activation_behind(graph, node.outputs[0])
         rank = ranks.get(activation.output, 0)
         if node.name in outputs and rank >= 2 and layer.channel_axis % rank:
             axis = layer.channel_axis % rank
-            found.append(Corrected(layer.name, outputs[str(node.name)], activation, axis, rank))
+            found.append(Corrected(layer.name, outputs[node.name], activation, axis, rank))
     return found
 
 
@@ -216,42 +214,37 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
     Returns:
         A copy; the model given where nothing had to change.
     """
-    index, changed = GraphIndex.of_copy(model), False
-    for layer in layers(index, nodes):
-        if layer.node.op_type == "MatMul":
-            continue
-        if layer.bias and (is_private_constant(index, layer.bias) and array_of(index, layer.bias).size > 1):
-            continue
-        if not layer.bias and len(layer.node.input) > 2 and layer.node.input[2]:
-            continue  # computed at run time
+    graph = LiveGraph(model, copied=True)
+    for layer in layers(graph, nodes):
+        present = None if layer.bias is None else graph.content(layer.bias)
+        if layer.operator == "MatMul" or (present is None and optional(layer.node, 2) is not None):
+            continue  # nothing to put it on, or computed at run time
         bias = np.zeros(layer.channels_out, np.float32)
-        if layer.bias:
-            present = array_of(index, layer.bias)
-            if present.size not in (1, layer.channels_out):
-                continue  # a Gemm's matrix of biases
+        if layer.bias is not None and present is not None:
+            own = graph.is_read_once(layer.bias) and present.size > 1
+            if own or present.size not in (1, layer.channels_out):
+                continue  # it has one, or a Gemm's matrix of biases
             bias = np.broadcast_to(present.reshape(-1), (layer.channels_out,)).astype(np.float32)
-        index.store_constant(layer.node, 2, numpy_helper.from_array(bias), f"{layer.weight}_bias")
-        changed = True
-    return index.commit() if changed else model
+        graph.store_array(layer.node, 2, bias, f"{layer.weight.name}_bias")
+    return graph.write()
 
 
-def bias_of(layer: Layer, index: GraphIndex) -> str:
-    """The constant that shifts the output channels of a layer alone, "" if there is none.
+def bias_of(layer: Layer, graph: LiveGraph) -> ir.Value | None:
+    """The constant that shifts the output channels of a layer alone, None if there is none.
 
     A MatMul's is that of the Add which alone reads it.
     """
-    name = layer.bias
-    if layer.node.op_type == "MatMul":
-        output = str(layer.node.output[0])
-        readers = index.readers.get(output, [])
-        if not index.is_private(output) or readers[0].op_type != "Add":
-            return ""
-        name = next((str(i) for i in readers[0].input if i != output), "")
-    tensor = index.constant(name) if name else None
-    if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or not is_private_constant(index, name):
-        return ""
+    value = layer.bias
+    if layer.operator == "MatMul":
+        readers = graph.readers(layer.output)
+        if not graph.is_private(layer.output) or readers[0].op_type != "Add":
+            return None
+        value = next((operand for operand in readers[0].inputs if operand is not layer.output), None)
+    tensor = graph.constant(value)
+    if value is None or tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or not graph.is_read_once(value):
+        return None
     dims = [d for d in tensor.dims if d != 1]
-    return name if dims == [layer.channels_out] or (not dims and layer.channels_out == 1) else ""
+    return value if dims == [layer.channels_out] or (not dims and layer.channels_out == 1) else None
 
 
 def with_shifts(
@@ -264,17 +257,17 @@ def with_shifts(
         shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
         overlay: What layers have in place of the model's constants before.
     """
-    index = GraphIndex(model)
-    by_name = {layer.name: layer for layer in layers(index, shifts)}
+    graph = LiveGraph(model)
+    by_name = {layer.name: layer for layer in layers(graph, shifts)}
     found = {node: dict(tensors) for node, tensors in overlay.items()}
     for node, shift in shifts.items():
         layer, own = by_name[node], found.setdefault(node, {})
-        name = bias_of(layer, index)
-        before = array_in(own.get(name, index.constants[name]))
-        after = before.astype(np.float64) + (shift / walk.attribute_float(layer.node, "beta", 1.0)).reshape(
-            before.shape
-        )
-        own[name] = numpy_helper.from_array(after.astype(np.float32), name)
+        bias = bias_of(layer, graph)
+        assert bias is not None
+        name = bias.name or ""
+        before = array_in(own[name]) if name in own else graph.content(bias)
+        by = (shift / layer.node.attributes.get_float("beta", 1.0)).reshape(before.shape)
+        own[name] = numpy_helper.from_array((before.astype(np.float64) + by).astype(np.float32), name)
     return found
 
 
@@ -463,8 +456,7 @@ class _Made:
         """Value behind a layer's activation, for a value in the place of the layer's output."""
         now = {target.activation.value: value}
         for node in target.activation.nodes:
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
+            copy = ir.to_proto(node)
             copy.name = ""
             for at, name in enumerate(copy.input):
                 if name in constants and name not in now:

@@ -34,10 +34,9 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
-from kenosis_ort.graph.constants import GraphIndex
-from kenosis_ort.graph.walk import attribute, attribute_float
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
-from kenosis_ort.passes.layers import Float64, Layer, array_of, store, weights_of
+from kenosis_ort.passes.layers import Float64, Layer, weights_of
 from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
 
 _log = logging.getLogger(__name__)
@@ -91,16 +90,15 @@ class Equalized:
         return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
 
 
-def scaled_by_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+def scaled_by_equalization(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> dict[str, int]:
     """All values whose channels `equalize` may scale, with the axis of their channels."""
-    index = GraphIndex(model)
-    return {value: axis for link in find_links(model, index, nodes=nodes) for value, axis in link.axes.items()}
+    return {value: axis for link in find_links(graph, nodes=nodes) for value, axis in link.axes.items()}
 
 
-def values_for_equalization(model: onnx.ModelProto, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+def values_for_equalization(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> dict[str, int]:
     """The values whose `channel_statistics` `equalize` needs, with the axis of their channels."""
     found: dict[str, int] = {}
-    for link in find_links(model, GraphIndex(model), nodes=nodes):
+    for link in find_links(graph, nodes=nodes):
         found[link.value] = -1 if link.repeat > 1 or not link.second.is_convolution else 1
         if link.clipped:
             found[link.clipped] = link.first.channel_axis
@@ -128,10 +126,10 @@ def equalize(
     Returns:
         A changed copy; where nothing pays, the model itself without pairs.
     """
-    index = GraphIndex.of_copy(model)
+    graph = LiveGraph(model, copied=True)
     pairs = []
-    for link in find_links(index.model, index, nodes=nodes):
-        pair = _equalize_link(link, index, peaks or {}, per_channel)
+    for link in find_links(graph, nodes=nodes):
+        pair = _equalize_link(link, graph, peaks or {}, per_channel)
         if pair is not None:
             pairs.append(pair)
     notes = []
@@ -139,19 +137,19 @@ def equalize(
         absorbed = sum(bool(pair.absorbed.any()) for pair in pairs)
         more = f" {absorbed} of them had biases that moved on to the second layer." if absorbed else ""
         notes.append(f"The channels between {len(pairs)} pairs of layers were equalized.{more}")
-    return Equalized(index.commit() if pairs else model, tuple(notes), tuple(pairs))
+    return Equalized(graph.write() if pairs else model, tuple(notes), tuple(pairs))
 
 
 def _equalize_link(
-    link: Link, index: GraphIndex, peaks: Mapping[str, ChannelStatistics], per_channel: bool
+    link: Link, graph: LiveGraph, peaks: Mapping[str, ChannelStatistics], per_channel: bool
 ) -> EqualizedPair | None:
     observed = _statistics(link, peaks)
     if observed is None and link.has_clip:
         return None
-    first, second = weights_of(index, link.first), weights_of(index, link.second)
+    first, second = weights_of(graph, link.first), weights_of(graph, link.second)
     if observed is None:
         observed = _from_weights(first)
-    absorbed = _absorb(link, index, observed, second)
+    absorbed = _absorb(link, graph, observed, second)
     if absorbed.any():
         observed = _shifted(observed, absorbed)
     noise = LinkNoise(link, observed, second, per_channel)
@@ -166,7 +164,7 @@ def _equalize_link(
                 best, factors = predicted, tried
     if best == start and not absorbed.any():
         return None
-    _apply(link, index, first, second, factors)
+    _apply(link, graph, first, second, factors)
     gain = 10.0 * math.log10(start / best) if best > 0.0 else 0.0
     names = link.first.name, link.second.name
     _log.debug("'%s' to '%s': factors %.3g..%.3g, %.1f dB", *names, factors.min(), factors.max(), gain)
@@ -177,12 +175,11 @@ def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Resc
     """Ranges of the values between the layers after the change, within the bounds of an activation."""
     axes, low, high = link.axes, -math.inf, math.inf
     found = {link.values[0]: Rescaling(link.first.channel_axis, factors, absorbed)}
-    for node in link.path:
+    for node, value in zip(link.path, link.values[1:], strict=True):
         if node.op_type == "Relu":
             low = max(low, 0.0)
         elif node.op_type == "Clip":
             low, high = max(low, link.bounds[0]), min(high, link.bounds[1])
-        value = str(node.output[0])
         spread = 1 if axes[value] == link.first.channel_axis else link.repeat
         found[value] = Rescaling(axes[value], np.repeat(factors, spread), np.repeat(absorbed, spread), low, high)
     return found
@@ -263,11 +260,10 @@ def _limits(link: Link, observed: ChannelStatistics) -> tuple[Float64, Float64]:
 # ---- biases and edits -----------------------------------------------------------------------------------------------
 
 
-def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: Float64) -> Float64:
+def _absorb(link: Link, graph: LiveGraph, observed: ChannelStatistics, second: Float64) -> Float64:
     """Moves the lower bound of each channel from the first layer's bias to the second's; returns it."""
     none = np.zeros(link.first.channels_out)
-    possible = link.is_relu and link.first.bias and link.second.bias and link.second.node.op_type != "MatMul"
-    if not possible or _pads(link.second) or link.has_clip or link.second.node.op_type == "ConvTranspose":
+    if not link.is_relu or _pads(link.second) or link.has_clip or link.second.operator in ("MatMul", "ConvTranspose"):
         return none
     if 0 < len(observed.sample_means) < _LEAST_SAMPLES:
         return none
@@ -276,38 +272,41 @@ def _absorb(link: Link, index: GraphIndex, observed: ChannelStatistics, second: 
     by = np.where(worth, floor, 0.0)
     if not by.any() or link.repeat != 1:
         return none
-    return by if _shift_biases(link, index, by, second) else none
+    return by if _shift_biases(link, graph, by, second) else none
 
 
-def _shift_biases(link: Link, index: GraphIndex, by: Float64, second: Float64) -> bool:
-    if any(attribute_float(layer.node, "beta", 1.0) != 1.0 for layer in (link.first, link.second)):
+def _shift_biases(link: Link, graph: LiveGraph, by: Float64, second: Float64) -> bool:
+    alpha, beta = (link.second.node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    biases = link.first.bias, link.second.bias
+    if biases[0] is None or biases[1] is None:
         return False
-    before = array_of(index, link.first.bias)
-    behind = array_of(index, link.second.bias)
+    if beta != 1.0 or link.first.node.attributes.get_float("beta", 1.0) != 1.0:
+        return False
+    before, behind = graph.content(biases[0]), graph.content(biases[1])
     if before.size != link.first.channels_out or behind.size != link.second.channels_out:
         return False
-    alpha = attribute_float(link.second.node, "alpha", 1.0)
     moved = (second.sum(axis=2) * link.second.by_group(by)).sum(axis=1) * alpha
-    store(index, link.first.bias, (before.astype(np.float64) - by.reshape(before.shape)).astype(np.float32))
-    store(index, link.second.bias, (behind.astype(np.float64) + moved.reshape(behind.shape)).astype(np.float32))
+    first = (before.astype(np.float64) - by.reshape(before.shape)).astype(np.float32)
+    graph.replace_array(biases[0], first)
+    graph.replace_array(biases[1], (behind.astype(np.float64) + moved.reshape(behind.shape)).astype(np.float32))
     return True
 
 
 def _pads(layer: Layer) -> bool:
-    pads, automatic = attribute(layer.node, "pads"), attribute(layer.node, "auto_pad")
-    named = automatic is not None and automatic.s not in (b"NOTSET", b"VALID", b"")
-    return layer.is_convolution and (named or (pads is not None and any(pads.ints)))
+    attributes = layer.node.attributes
+    named = attributes.get_string("auto_pad", "") not in ("NOTSET", "VALID", "")
+    return layer.is_convolution and (named or any(attributes.get_ints("pads", ())))
 
 
-def _apply(link: Link, index: GraphIndex, first: Float64, second: Float64, factors: Float64) -> None:
-    store(index, link.first.weight, link.first.stored(first * factors[:, None, None]))
-    for name in (link.first.bias, link.offset):
-        if name:
-            bias = array_of(index, name)
+def _apply(link: Link, graph: LiveGraph, first: Float64, second: Float64, factors: Float64) -> None:
+    graph.replace_array(link.first.weight, link.first.stored(first * factors[:, None, None]))
+    for constant in (link.first.bias, link.offset):
+        if constant is not None:
+            bias = graph.content(constant)
             scaled = bias.astype(np.float64) * (factors.reshape(-1) if bias.size == factors.size else 1.0)
-            store(index, name, scaled.reshape(bias.shape).astype(np.float32))
+            graph.replace_array(constant, scaled.reshape(bias.shape).astype(np.float32))
     inputs = link.second.by_group(np.repeat(factors, link.repeat))
-    store(index, link.second.weight, link.second.stored(second / inputs[:, :, None]))
+    graph.replace_array(link.second.weight, link.second.stored(second / inputs[:, :, None]))
 
 
 @dataclass(frozen=True)
@@ -324,10 +323,10 @@ class Equalization(WeightPass):
     equalize: bool = True
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
-        return values_for_equalization(state.prepared.proto, nodes=set(context.nodes))
+        return values_for_equalization(state.prepared.graph, nodes=set(context.nodes))
 
-    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        return scaled_by_equalization(model, nodes=nodes)
+    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+        return scaled_by_equalization(graph, nodes=nodes)
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         peaks, model = {**statistics, **context.known}, state.prepared.proto

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx.numpy_helper
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, element_types
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.graph.constants import LAYERS, GraphIndex
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
+from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.live import LiveGraph, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
@@ -45,7 +45,7 @@ class InputMoments:
 
     def __init__(self, layer: Layer, feeds: int, *, seed: int = 0) -> None:
         self.layer = layer
-        taps = 1 if layer.node.op_type == "ConvTranspose" else layer.taps
+        taps = 1 if layer.operator == "ConvTranspose" else layer.taps
         self._width = layer.channels_in // layer.groups * taps
         wanted = max(_LEAST_ROWS, _ROWS_PER_COLUMN * self._width)
         self._per_feed = -(-wanted // max(feeds, 1))
@@ -80,7 +80,7 @@ class InputMoments:
     def _rows(self, array: Array) -> Array:
         if not self.layer.is_convolution:
             return self._chosen(array.reshape(-1, array.shape[-1]))
-        if self.layer.node.op_type == "ConvTranspose" or self._is_pointwise():
+        if self.layer.operator == "ConvTranspose" or self._is_pointwise():
             return self._chosen(np.moveaxis(array, 1, -1).reshape(-1, array.shape[1]))
         windows = self._windows(array)
         spatial = (array.ndim - 2) if array.ndim > 2 else 0
@@ -98,8 +98,8 @@ class InputMoments:
         return np.asarray(rows[self._random.choice(len(rows), self._per_feed, replace=False)])
 
     def _is_pointwise(self) -> bool:
-        pads, strides = attribute(self.layer.node, "pads"), attribute(self.layer.node, "strides")
-        plain = (pads is None or not any(pads.ints)) and (strides is None or all(s == 1 for s in strides.ints))
+        attributes = self.layer.node.attributes
+        plain = not any(attributes.get_ints("pads", ())) and all(s == 1 for s in attributes.get_ints("strides", ()))
         return self.layer.taps == 1 and plain
 
     def _windows(self, array: Array) -> Array:
@@ -140,7 +140,7 @@ def gather_moments(
     moments = {layer.name: InputMoments(layer, len(feeds)) for layer in layers}
     readers: dict[str, list[InputMoments]] = {}
     for layer in layers:
-        readers.setdefault(str(layer.node.input[0]), []).append(moments[layer.name])
+        readers.setdefault(layer.data, []).append(moments[layer.name])
     made = dict.fromkeys(name for node in model.graph.node for name in node.output if name in readers)
     settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries), threads=threads)
 
@@ -160,21 +160,19 @@ def gather_moments(
     return {name: moment.result() for name, moment in moments.items() if moment.suffice}
 
 
-def _numbers(node: onnx.NodeProto, name: str, rank: int) -> list[int]:
-    found = attribute(node, name)
-    return [int(i) for i in found.ints] if found is not None and found.ints else [1] * rank
+def _numbers(node: ir.Node, name: str, rank: int) -> list[int]:
+    return list(node.attributes.get_ints(name, ())) or [1] * rank
 
 
 def _padding(
-    node: onnx.NodeProto, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]
+    node: ir.Node, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    rank = len(sizes)
-    automatic, pads = attribute(node, "auto_pad"), attribute(node, "pads")
-    if automatic is not None and automatic.s in (b"SAME_UPPER", b"SAME_LOWER"):
+    rank, automatic = len(sizes), node.attributes.get_string("auto_pad", "")
+    if automatic in ("SAME_UPPER", "SAME_LOWER"):
         total = [max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in zip(sizes, strides, reach, strict=True)]
         less, more = [t // 2 for t in total], [t - t // 2 for t in total]
-        return (less, more) if automatic.s == b"SAME_UPPER" else (more, less)
-    given = [int(p) for p in pads.ints] if pads is not None and pads.ints else [0] * (2 * rank)
+        return (less, more) if automatic == "SAME_UPPER" else (more, less)
+    given = list(node.attributes.get_ints("pads", ())) or [0] * (2 * rank)
     return given[:rank], given[rank:]
 
 
@@ -185,32 +183,26 @@ _FLOAT32 = onnx.TensorProto.FLOAT
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A node with constant float32 weights, affine in its data input.
+class Weights:
+    """How the weights of a layer lie in memory.
 
     Attributes:
-        node: The node.
-        weight: Name of its weights.
-        bias: Name of its constant bias, "" without one. A MatMul's Add is not looked at.
+        name: Name of the layer's node.
+        operator: Conv, ConvTranspose, Gemm or MatMul.
         shape: Shape of the weights as stored.
         groups: Groups of channels, 1 but for convolutions.
         transposed: Whether the weights are stored with output channels first (Conv, Gemm with transB).
     """
 
-    node: onnx.NodeProto
-    weight: str
-    bias: str
+    name: str
+    operator: str
     shape: tuple[int, ...]
     groups: int
     transposed: bool
 
     @property
-    def name(self) -> str:
-        return str(self.node.name)
-
-    @property
     def is_convolution(self) -> bool:
-        return self.node.op_type in _CONVOLUTIONS
+        return self.operator in _CONVOLUTIONS
 
     @property
     def taps(self) -> int:
@@ -219,38 +211,38 @@ class Layer:
 
     @property
     def channels_out(self) -> int:
-        if self.node.op_type == "ConvTranspose":
+        if self.operator == "ConvTranspose":
             return self.shape[1] * self.groups
         return self.shape[0] if self.transposed else self.shape[1]
 
     @property
     def channels_in(self) -> int:
-        if self.node.op_type == "Conv":
+        if self.operator == "Conv":
             return self.shape[1] * self.groups
         return self.shape[1] if self.transposed else self.shape[0]
 
     @property
     def channel_axis(self) -> int:
         """Axis of the channels in its data input and its output."""
-        return 1 if self.is_convolution or self.node.op_type == "Gemm" else -1
+        return 1 if self.is_convolution or self.operator == "Gemm" else -1
 
     def canonical(self, stored: npt.NDArray[np.generic]) -> Float64:
         """Weights as float64 of shape (output channels, input channels of the group, taps)."""
         real = np.asarray(stored, np.float64)
-        if self.node.op_type == "ConvTranspose":
+        if self.operator == "ConvTranspose":
             grouped = real.reshape(self.groups, self.shape[0] // self.groups, self.shape[1], self.taps)
             return np.asarray(grouped.transpose(0, 2, 1, 3).reshape(self.channels_out, -1, self.taps))
-        if self.node.op_type == "Conv":
+        if self.operator == "Conv":
             return real.reshape(self.shape[0], self.shape[1], self.taps)
         rows = real if self.transposed else real.T
         return rows.reshape(self.channels_out, self.channels_in, 1)
 
     def stored(self, canonical: Float64) -> npt.NDArray[np.float32]:
         """Canonical weights as they are stored, rounded to float32."""
-        if self.node.op_type == "ConvTranspose":
+        if self.operator == "ConvTranspose":
             per_group = self.shape[0] // self.groups
             back = canonical.reshape(self.groups, self.shape[1], per_group, self.taps).transpose(0, 2, 1, 3)
-        elif self.node.op_type == "Conv" or self.transposed:
+        elif self.operator == "Conv" or self.transposed:
             back = canonical
         else:
             back = canonical[:, :, 0].T
@@ -262,64 +254,71 @@ class Layer:
         return np.repeat(rows, self.channels_out // self.groups, axis=0)
 
 
-def layer_of(node: onnx.NodeProto, index: GraphIndex) -> Layer | None:
+@dataclass(frozen=True)
+class Layer(Weights):
+    """A node with constant float32 weights, affine in its data input.
+
+    Attributes:
+        node: The node.
+        weight: Its weights.
+        bias: Its constant bias, None without one. A MatMul's Add is not looked at.
+    """
+
+    node: ir.Node
+    weight: ir.Value
+    bias: ir.Value | None
+
+    @property
+    def data(self) -> str:
+        """Name of the value that the weights multiply."""
+        value = self.node.inputs[0]
+        return "" if value is None else value.name or ""
+
+    @property
+    def output(self) -> ir.Value:
+        """The value that the node writes."""
+        return self.node.outputs[0]
+
+    @property
+    def weights(self) -> Weights:
+        """What is plain data of it, for another process."""
+        return Weights(**{entry.name: getattr(self, entry.name) for entry in fields(Weights)})
+
+
+def layer_of(node: ir.Node, graph: LiveGraph) -> Layer | None:
     """A node as a layer, None where it has no constant float32 weights on input 1."""
-    if node.op_type not in LAYERS or node.domain not in MAIN_DOMAINS or len(node.input) < 2:
+    operator, attributes = node.op_type, node.attributes
+    if operator not in LAYERS or node.domain not in MAIN_DOMAINS:
         return None
-    weight = index.constant(node.input[1])
-    if weight is None or weight.data_type != _FLOAT32:
+    value = optional(node, 1)
+    weight = graph.constant(value)
+    if value is None or weight is None or weight.data_type != _FLOAT32:
         return None
     shape = tuple(weight.dims)
-    convolution, gemm = node.op_type in _CONVOLUTIONS, node.op_type == "Gemm"
+    convolution, gemm = operator in _CONVOLUTIONS, operator == "Gemm"
     if (
         (len(shape) < 3 if convolution else len(shape) != 2)
         or 0 in shape
-        or (gemm and attribute_int(node, "transA", 0))
+        or (gemm and attributes.get_int("transA", 0) != 0)
     ):
         return None
-    groups = attribute_int(node, "group", 1) if convolution else 1
+    groups = attributes.get_int("group", 1) if convolution else 1
     if shape[0] % groups:
         return None
-    bias = node.input[2] if node.op_type != "MatMul" and len(node.input) > 2 else ""
-    if bias and index.constant(bias) is None:
+    bias = optional(node, 2) if operator != "MatMul" else None
+    if bias is not None and graph.constant(bias) is None:
         return None
-    transposed = node.op_type == "Conv" or (gemm and bool(attribute_int(node, "transB", 0)))
-    return Layer(node, str(node.input[1]), str(bias), shape, groups, transposed)
+    transposed = operator == "Conv" or (gemm and bool(attributes.get_int("transB", 0)))
+    return Layer(node.name or "", operator, shape, groups, transposed, node, value, bias)
 
 
-def layers(index: GraphIndex, nodes: Collection[str] | None = None) -> Iterator[Layer]:
+def layers(graph: LiveGraph, nodes: Collection[str] | None = None) -> Iterator[Layer]:
     """Yields the layers of the main graph in graph order, all or those of these names."""
-    for node in list(index.nodes):
-        if (nodes is None or node.name in nodes) and (found := layer_of(node, index)) is not None:
+    for node in graph.nodes:
+        if (nodes is None or node.name in nodes) and (found := layer_of(node, graph)) is not None:
             yield found
 
 
-def shapes_of(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
-    """Shapes by value, -1 for a dimension that is not fixed."""
-    found = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        tensor = value.type.tensor_type
-        if tensor.HasField("shape"):
-            found[value.name] = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
-    return found
-
-
-def is_private_constant(index: GraphIndex, name: str) -> bool:
-    """Whether exactly one input of one node reads a constant and nothing else needs it."""
-    readers = index.readers.get(name, ())
-    return len(readers) == 1 and list(readers[0].input).count(name) == 1 and not index.is_pinned_constant(name)
-
-
-def array_of(index: GraphIndex, name: str) -> npt.NDArray[np.generic]:
-    """The content of a constant."""
-    return array_in(index.constants[name])
-
-
-def weights_of(index: GraphIndex, layer: Layer) -> Float64:
+def weights_of(graph: LiveGraph, layer: Layer) -> Float64:
     """Canonical weights of a layer as they are now."""
-    return layer.canonical(array_of(index, layer.node.input[1]))
-
-
-def store(index: GraphIndex, name: str, array: npt.NDArray[np.generic]) -> None:
-    """Replaces the content of a constant, keeping its name."""
-    index.replace_constant(name, onnx.numpy_helper.from_array(np.ascontiguousarray(array)))
+    return layer.canonical(graph.content(layer.weight))

@@ -16,12 +16,13 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.graph.constants import GraphIndex, Is, having, what
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
-from kenosis_ort.passes.layers import Float64, Layer, array_of, is_private_constant, layers, shapes_of
+from kenosis_ort.graph.constants import Is, having, what
+from kenosis_ort.graph.live import LiveGraph, further_outputs, optional
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.passes.layers import Float64, Layer, layers
 
 Bounds = tuple[float, float]
-Dims = dict[str, tuple[int, ...]]
 
 _HOMOGENEOUS = having(Is.POOL) | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
 
@@ -34,7 +35,7 @@ class Link:
         first: The layer that writes the channels.
         second: The layer that reads them.
         path: The nodes between them, in order.
-        offset: The constant that an Add behind a MatMul puts on its output channels, "" without one.
+        offset: The constant that an Add behind a MatMul puts on its output channels, None without one.
         bounds: Bounds of the Clips between them; infinite without.
         clipped: Output of the last Clip, "" without one.
         repeat: Input channels of the second layer that stem from one channel (behind a Flatten), else 1.
@@ -42,8 +43,8 @@ class Link:
 
     first: Layer
     second: Layer
-    path: tuple[onnx.NodeProto, ...]
-    offset: str
+    path: tuple[ir.Node, ...]
+    offset: ir.Value | None
     bounds: Bounds
     clipped: str
     repeat: int
@@ -51,20 +52,20 @@ class Link:
     @property
     def value(self) -> str:
         """The value that the second layer reads."""
-        return str(self.second.node.input[0])
+        return self.second.data
 
     @property
     def values(self) -> tuple[str, ...]:
         """All values between the layers whose channels are scaled."""
-        return (str(self.first.node.output[0]), *(str(node.output[0]) for node in self.path))
+        return tuple(node.outputs[0].name or "" for node in (self.first.node, *self.path))
 
     @property
     def axes(self) -> dict[str, int]:
         """Axis of the channels of each of `values`."""
         axis, found = self.first.channel_axis, {self.values[0]: self.first.channel_axis}
-        for node in self.path:
+        for node, value in zip(self.path, self.values[1:], strict=True):
             axis = -1 if node.op_type in ("Flatten", "Reshape") else axis
-            found[str(node.output[0])] = axis
+            found[value] = axis
         return found
 
     @property
@@ -83,102 +84,100 @@ class Link:
         )
 
 
-def find_links(model: onnx.ModelProto, index: GraphIndex, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
+def find_links(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
     """Every link of the main graph.
 
     Values between the layers have one reader each, are no outputs, and no body of control flow reads them; the
     weights and biases concerned are read once.
 
     Args:
-        model: The model, shapes inferred.
-        index: Its index; values that it keeps are left alone.
+        graph: The model, shapes inferred; values that it keeps are left alone.
         nodes: Names of the layers to look at, None for all.
     """
-    known = {layer.name: layer for layer in layers(index)}
-    dims = shapes_of(model.graph)
+    known = {layer.name: layer for layer in layers(graph)}
     found = []
     for layer in known.values():
-        if (nodes is None or layer.name in nodes) and _is_free(index, layer):
-            link = _follow(layer, known, index, dims)
-            if link is not None and (nodes is None or link.second.name in nodes) and _is_free(index, link.second):
+        if (nodes is None or layer.name in nodes) and _is_free(graph, layer):
+            link = _follow(layer, known, graph)
+            if link is not None and (nodes is None or link.second.name in nodes) and _is_free(graph, link.second):
                 found.append(link)
     return tuple(found)
 
 
-def _is_free(index: GraphIndex, layer: Layer) -> bool:
-    return is_private_constant(index, layer.weight) and (not layer.bias or is_private_constant(index, layer.bias))
+def _is_free(graph: LiveGraph, layer: Layer) -> bool:
+    return graph.is_read_once(layer.weight) and (layer.bias is None or graph.is_read_once(layer.bias))
 
 
-def _follow(first: Layer, known: dict[str, Layer], index: GraphIndex, dims: Dims) -> Link | None:
+def _follow(first: Layer, known: dict[str, Layer], graph: LiveGraph) -> Link | None:
     """The link from a layer to the next one; None where something on the way forbids it."""
-    value, offset, clipped, path = str(first.node.output[0]), "", "", list[onnx.NodeProto]()
+    value, offset, clipped, path = first.output, None, "", list[ir.Node]()
     low, high, repeat, is_flat = -math.inf, math.inf, 1, not first.is_convolution  # flat: channels are the last axis
-    while index.is_private(value):
-        node = index.readers[value][0]
-        if list(node.input).count(value) != 1 or node.domain not in MAIN_DOMAINS:
+    while graph.is_private(value):
+        (node,) = graph.readers(value)
+        if node.domain not in MAIN_DOMAINS:
             return None
-        second = known.get(node.name)
+        second = known.get(node.name or "")
         if second is not None:
-            fits = second.node.input[0] == value and second.is_convolution != is_flat
+            fits = node.inputs[0] is value and second.is_convolution != is_flat
             fits = fits and second.channels_in == first.channels_out * repeat
             return Link(first, second, tuple(path), offset, (low, high), clipped, repeat) if fits else None
-        if any(node.output[1:]):
+        if further_outputs(node):
             return None
-        if node.op_type == "Add" and first.node.op_type == "MatMul" and not path:
-            offset = _row_offset(node, value, first, index)
-            if not offset:
+        if node.op_type == "Add" and first.operator == "MatMul" and not path:
+            offset = _row_offset(node, value, first, graph)
+            if offset is None:
                 return None
-        elif node.op_type not in _HOMOGENEOUS or node.input[0] != value or (is_flat and Is.POOL in what(node)):
+        elif node.op_type not in _HOMOGENEOUS or node.inputs[0] is not value or (is_flat and Is.POOL in what(node)):
             return None  # a pool never leaves the last axis alone
         elif node.op_type == "Clip":
-            bounds = _bounds(node, index)
+            bounds = _bounds(node, graph)
             if bounds is None:
                 return None
-            low, high, clipped = max(low, bounds[0]), min(high, bounds[1]), str(node.output[0])
-        elif node.op_type == "PRelu" and index.constant(node.input[1]) is None:
+            low, high, clipped = max(low, bounds[0]), min(high, bounds[1]), node.outputs[0].name or ""
+        elif node.op_type == "PRelu" and graph.constant(node.inputs[1]) is None:
             return None
         elif node.op_type in ("Flatten", "Reshape"):
-            repeat, is_flat = 0 if is_flat else _flattened(node, first.channels_out, dims), True
+            repeat, is_flat = 0 if is_flat else _flattened(node, first.channels_out, graph), True
             if not repeat:
                 return None
         path.append(node)
-        value = str(node.output[0])
+        value = node.outputs[0]
     return None
 
 
-def _row_offset(node: onnx.NodeProto, value: str, first: Layer, index: GraphIndex) -> str:
-    """The constant that an Add puts on the last axis, "" if it is another kind of Add."""
-    other = next((str(name) for name in node.input if name != value), "")
-    tensor = index.constant(other)
+def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: LiveGraph) -> ir.Value | None:
+    """The constant that an Add puts on the last axis, None if it is another kind of Add."""
+    other = next((operand for operand in node.inputs if operand is not value), None)
+    tensor = graph.constant(other)
     fits = tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT
-    if tensor is None or not fits or not is_private_constant(index, other):
-        return ""
-    return other if list(tensor.dims)[-1:] == [first.channels_out] == [math.prod(tensor.dims)] else ""
+    if other is None or tensor is None or not fits or not graph.is_read_once(other):
+        return None
+    return other if list(tensor.dims)[-1:] == [first.channels_out] == [math.prod(tensor.dims)] else None
 
 
-def _bounds(node: onnx.NodeProto, index: GraphIndex) -> Bounds | None:
+def _bounds(node: ir.Node, graph: LiveGraph) -> Bounds | None:
     ends = []
     for position, name, default in ((1, "min", -math.inf), (2, "max", math.inf)):
-        given = node.input[position] if position < len(node.input) else ""
-        found_attribute = attribute(node, name)
-        if given:
-            if index.constant(given) is None:
-                return None
-            ends.append(float(array_of(index, given).reshape(-1)[0]))
+        given = optional(node, position)
+        if given is None:
+            ends.append(node.attributes.get_float(name, default))
+        elif graph.constant(given) is None:
+            return None
         else:
-            ends.append(default if found_attribute is None else float(found_attribute.f))
+            ends.append(float(graph.content(given).reshape(-1)[0]))
     low, high = (b if abs(b) < 3.4e38 else math.copysign(math.inf, b) for b in ends)
     return (low, high) if low <= 0.0 <= high and low < high else None
 
 
-def _flattened(node: onnx.NodeProto, channels: int, dims: Dims) -> int:
+def _flattened(node: ir.Node, channels: int, graph: LiveGraph) -> int:
     """Number of features of a flattened value that stem from one channel, 0 if it is not flattened like that."""
-    before, after = dims.get(node.input[0], ()), dims.get(node.output[0], ())
-    if len(before) < 3 or len(after) != 2 or before[1] != channels or -1 in before[1:]:
+    before, after = graph.dims(node.inputs[0]) or (), graph.dims(node.outputs[0]) or ()
+    if len(before) < 3 or len(after) != 2 or before[1] != channels:
         return 0
-    if node.op_type == "Flatten" and attribute_int(node, "axis", 1) != 1:
+    if node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1:
         return 0
-    spread = math.prod(before[2:])
+    sizes = [size for size in before[2:] if size is not None]
+    spread = math.prod(sizes) if len(sizes) == len(before) - 2 else 0
     return spread if spread and after[1] == channels * spread else 0
 
 

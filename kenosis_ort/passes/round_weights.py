@@ -29,12 +29,12 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in, put_outside
-from kenosis_ort.graph.qdq import LARGEST_PAIR, can_clip, on_grid, pair_order
+from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, on_grid, pair_order
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
-from kenosis_ort.passes.layers import Float64, Layer, array_of, gather_moments, is_private_constant, layers
+from kenosis_ort.passes.layers import Float64, Layer, Weights, gather_moments, layers
 from kenosis_ort.runtime.session import HERE, Executor
 
 Flags = npt.NDArray[np.bool_]
@@ -180,13 +180,15 @@ class WeightGrid:
         integers: As they are stored, int8.
         scale: One number an output channel, or one for all, float64.
         input_scale: Scale of the data input, 0 where it is not known.
+        order: In which a kernel that adds pairs in int16 reads them, None where none does.
     """
 
     integers: npt.NDArray[Any]
     scale: Float64
     input_scale: float
+    order: PairOrder | None
 
-    def dequantized(self, layer: Layer) -> Float64:
+    def dequantized(self, layer: Weights) -> Float64:
         """The canonical real weights."""
         return layer.canonical(self.integers) * self.scale.reshape(-1, 1, 1)
 
@@ -208,7 +210,7 @@ def weight_grids(quantized: onnx.ModelProto) -> dict[str, WeightGrid]:
         scale = arrays.get(source.input[1]) if source is not None else None
         step = float(array_in(scale).reshape(-1)[0]) if scale is not None else 0.0
         own = array_in(arrays[weight.input[1]]).reshape(-1).astype(np.float64)
-        found[str(node.name)] = WeightGrid(integers, own, step)
+        found[str(node.name)] = WeightGrid(integers, own, step, pair_order(node, integers.shape))
     return found
 
 
@@ -263,26 +265,27 @@ def learn_rounding(
     Raises:
         CalibrationError: The float model fails on a sample.
     """
-    index = GraphIndex(model)
+    graph = LiveGraph(model)
     grids = weight_grids(quantized)
     todo = [
         layer
-        for layer in layers(index, nodes)
-        if layer.name in grids and is_private_constant(index, layer.weight) and _width(layer) <= _WIDEST
+        for layer in layers(graph, nodes)
+        if layer.name in grids and graph.is_read_once(layer.weight) and _width(layer) <= _WIDEST
     ]
     gains: dict[str, float] = {}
     overlay: dict[str, dict[str, onnx.TensorProto]] = {}
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
         known = [layer for layer in group if layer.name in moments]
-        pieces = ((each, array_of(index, each.weight), grids[each.name], moments.pop(each.name)) for each in known)
+        pieces = ((e.weights, graph.content(e.weight), grids[e.name], moments.pop(e.name)) for e in known)
         for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):
-            tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(weights), layer.weight)
-            overlay[layer.name] = {layer.weight: put_outside(tensor)}
+            name = layer.weight.name or ""
+            tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(weights), name)
+            overlay[layer.name] = {name: put_outside(tensor)}
     return Rounded(overlay, gains)
 
 
-_Unrounded = tuple[Layer, npt.NDArray[np.generic], WeightGrid, Float64]
+_Unrounded = tuple[Weights, npt.NDArray[np.generic], WeightGrid, Float64]
 """A layer, its weights as stored, the grid to round to, and the moments of its input."""
 
 
@@ -292,7 +295,7 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
     real, nearest = layer.canonical(weights), layer.canonical(grid.integers)
     per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
     steps = real / per_row[:, None, None]
-    transposed = layer.node.op_type == "ConvTranspose"
+    transposed = layer.operator == "ConvTranspose"
     targets = _as_rows(steps, layer, transposed)
     start = _as_rows(nearest, layer, transposed)
     noise, top = grid.input_scale**2 / 12.0, float(np.abs(nearest).max())
@@ -309,9 +312,9 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
     return layer.stored(canonical * per_row[:, None, None]), float(gain)
 
 
-def _neighbours(layer: Layer, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
+def _neighbours(layer: Weights, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
     """Column whose products a kernel adds to each column's, -1 for none; None where the grid lets pairs clip."""
-    order = pair_order(layer.node, layer.shape)
+    order = grid.order
     if order is None or can_clip(grid.integers, order).any():
         return None
     inputs, taps = layer.channels_in // layer.groups, layer.taps
@@ -321,7 +324,7 @@ def _neighbours(layer: Layer, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
     return np.where(neighbour < place.size, column[np.minimum(neighbour, place.size - 1)], -1)
 
 
-def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
+def _as_rows(canonical: Float64, layer: Weights, transposed: bool) -> Float64:
     """(groups, rows, columns): a row multiplies one row of the layer's input."""
     channels, inputs, taps = canonical.shape
     ordered = canonical.transpose(0, 2, 1) if transposed else canonical
@@ -329,7 +332,7 @@ def _as_rows(canonical: Float64, layer: Layer, transposed: bool) -> Float64:
     return ordered.reshape(layer.groups, rows, inputs if transposed else inputs * taps)
 
 
-def _from_rows(rows: Float64, layer: Layer, transposed: bool) -> Float64:
+def _from_rows(rows: Float64, layer: Weights, transposed: bool) -> Float64:
     if transposed:
         return np.asarray(rows.reshape(layer.channels_out, layer.taps, -1).transpose(0, 2, 1))
     return np.asarray(rows.reshape(layer.channels_out, -1, layer.taps))
@@ -352,8 +355,8 @@ def _round(targets: Float64, start: Float64, hessian: Float64, grid: Grid) -> Fl
     return np.asarray(np.where(errors[0] <= errors[1], found[0], found[1]).transpose(0, 2, 1))
 
 
-def _width(layer: Layer) -> int:
-    taps = 1 if layer.node.op_type == "ConvTranspose" else layer.taps
+def _width(layer: Weights) -> int:
+    taps = 1 if layer.operator == "ConvTranspose" else layer.taps
     return layer.channels_in // layer.groups * taps
 
 

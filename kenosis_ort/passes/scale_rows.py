@@ -27,12 +27,11 @@ from onnx import helper, numpy_helper
 from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.statistics import Rescaling
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.view import infer_shapes
-from kenosis_ort.graph.walk import attribute_float, opset_of, reserve_name
+from kenosis_ort.graph.live import Attribute, LiveGraph
+from kenosis_ort.graph.view import infer_shapes, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.passes.layers import Float64, Layer, array_of, layer_of
+from kenosis_ort.passes.layers import Float64, Layer, layer_of
 from kenosis_ort.passes.smooth import SmoothQuant
 
 _AXES_ARE_INPUTS: Final = 18
@@ -85,17 +84,21 @@ def row_noise(
     Raises:
         CalibrationError: The model fails on a sample.
     """
-    index = GraphIndex(model)
-    groups = _groups(index, nodes)
+    graph = LiveGraph(model)
+    groups = _groups(graph, nodes)
     if not groups:
         return []
-    opset, axes = opset_of(model), index.fresh_name("rows_axes")
+    axes = graph.fresh_name("rows_axes")
     added: list[onnx.NodeProto] = []
-    if opset >= _AXES_ARE_INPUTS:
+    if graph.opset >= _AXES_ARE_INPUTS:
         last = numpy_helper.from_array(np.array([-1], np.int64))
         added.append(helper.make_node("Constant", [], [axes], name=axes, value=last))
-    parts = {index.fresh_name(f"{value}/{kind}"): (kind, value) for value in groups for kind in _PARTS}
-    added += [_reduced(*part, output, axes, opset, keepdims=0) for output, part in parts.items()]
+    parts = {graph.fresh_name(f"{value.name}/{kind}"): (kind, value.name or "") for value in groups for kind in _PARTS}
+    for output, (kind, value) in parts.items():
+        if graph.opset >= _AXES_ARE_INPUTS:
+            added.append(helper.make_node(kind, [value, axes], [output], name=output, keepdims=0))
+        else:
+            added.append(helper.make_node(kind, [value], [output], name=output, keepdims=0, axes=[-1]))
     outputs = list(parts)
     seen: list[list[Float64]] = [[] for _ in outputs]
     with ObservedModel(model, SessionSettings((), tuple(custom_op_libraries), 0)) as observed:
@@ -104,14 +107,14 @@ def row_noise(
             for rows, found in zip(seen, run(session, outputs, dict(feed), number), strict=True):
                 rows.append(np.asarray(found, np.float64).reshape(-1))
     noise = []
-    for at, (value, layers) in enumerate(groups.items()):
+    for at, (group, layers) in enumerate(groups.items()):
         low, high, squares = (np.concatenate(rows) for rows in seen[3 * at : 3 * at + 3])
         alive = squares > 0.0
         if alive.any():
             static, by_row = _shares(low[alive], high[alive], squares[alive] / layers[0].channels_in)
             # Abs, ReduceMax and Div read the row, and a Div each layer's output.
             price = 3 * layers[0].channels_in + sum(layer.channels_out for layer in layers)
-            noise.append(RowNoise(value, tuple(layer.name for layer in layers), static, by_row, price))
+            noise.append(RowNoise(group.name or "", tuple(layer.name for layer in layers), static, by_row, price))
     return noise
 
 
@@ -129,17 +132,12 @@ def with_row_scales(
         A copy, equal to the original in float but for rounding; and the values of one size, which the layers read now,
         with their channels.
     """
-    index = GraphIndex.of_copy(model)
-    maker = _Maker(index, opset_of(model))
-    for value, layers in _groups(index, nodes).items():
-        if value in values:
+    graph = LiveGraph(model, copied=True)
+    maker = _Maker(graph)
+    for value, layers in _groups(graph, nodes).items():
+        if value.name in values:
             maker.scale(value, layers)
-    result = index.commit()
-    result.graph.initializer.extend(maker.constants)
-    nodes_in_order: list[onnx.NodeProto] = []
-    for node in result.graph.node:
-        nodes_in_order += [*maker.before.get(node.name, ()), node, *maker.behind.get(node.name, ())]
-    replace_nodes(result.graph, nodes_in_order)
+    result = graph.write()
     infer_shapes(result, thorough=False)
     return result, maker.values
 
@@ -148,90 +146,74 @@ class _Maker:
     """Adds the nodes.
 
     Args:
-        index: Of the copy to change.
-        opset: Its operator set.
+        graph: The copy to change.
     """
 
-    def __init__(self, index: GraphIndex, opset: int) -> None:
-        self.index, self.opset = index, opset
-        self.before: dict[str, list[onnx.NodeProto]] = {}
-        self.behind: dict[str, list[onnx.NodeProto]] = {}
-        self.constants: list[onnx.TensorProto] = []
+    def __init__(self, graph: LiveGraph) -> None:
+        self.graph = graph
         self.values: dict[str, int] = {}
-        self._names = {node.name for node in index.nodes}
-        self._least = self._constant(np.float32(_LEAST), "least_row")
-        self._axes = self._constant(np.array([-1], np.int64), "row_axes") if opset >= _AXES_ARE_INPUTS else ""
+        self._least = graph.register(
+            numpy_helper.from_array(np.asarray(_LEAST, np.float32), graph.fresh_name("least_row"))
+        )
+        is_input = graph.opset >= _AXES_ARE_INPUTS
+        self._axes = [graph.add_constant(np.array([-1], np.int64), "row_axes")] if is_input else []
+        self._as_attribute: dict[str, Attribute] = {} if is_input else {"axes": [-1]}
 
-    def scale(self, value: str, layers: Sequence[Layer]) -> None:
+    def scale(self, value: ir.Value, layers: Sequence[Layer]) -> None:
         """Makes layers read the rows of a value at one size."""
+        first = layers[0].node
         parts = ("size", "largest", "rows", "inverse", "even")
-        new = {part: self.index.fresh_name(f"{value}_{part}") for part in parts}
-        first = self.before.setdefault(layers[0].name, [])
-        first.append(self._node("Abs", [value], new["size"]))
-        first.append(_reduced("ReduceMax", new["size"], new["largest"], self._axes, self.opset, keepdims=1))
-        first[-1].name = reserve_name(first[-1].name, self._names)
-        first.append(self._node("Max", [new["largest"], self._least], new["rows"]))
-        first.append(self._node("Div", [value, new["rows"]], new["even"]))
-        first.append(self._node("Reciprocal", [new["rows"]], new["inverse"]))
-        self.values[new["even"]] = layers[0].channels_in
+        size, largest, rows, inverse, even = (self._value(f"{value.name}_{part}") for part in parts)
+        add = self.graph.insert_before
+        add(first, "Abs", [value], output=size, base=f"{size.name}_Abs")
+        reduced = [size, *self._axes]
+        add(first, "ReduceMax", reduced, output=largest, base=largest.name or "", keepdims=1, **self._as_attribute)
+        add(first, "Max", [largest, self._least], output=rows, base=f"{rows.name}_Max")
+        add(first, "Div", [value, rows], output=even, base=f"{even.name}_Div")
+        add(first, "Reciprocal", [rows], output=inverse, base=f"{inverse.name}_Reciprocal")
+        self.values[even.name or ""] = layers[0].channels_in
         for layer in layers:
-            self._undo(layer, new["even"], new["inverse"])
+            self._undo(layer, even, inverse)
 
-    def _undo(self, layer: Layer, even: str, inverse: str) -> None:
+    def _undo(self, layer: Layer, even: ir.Value, inverse: ir.Value) -> None:
         """Gives a layer rows of one size, and its output their sizes; a Gemm's bias comes behind that."""
-        node = layer.node
-        output = str(node.output[0])
-        node.input[0] = even
+        node, name = layer.node, layer.output.name
+        self.graph.read(node, 0, even)
         bias = self._bias(layer)
-        inner = self.index.fresh_name(f"{output}_even")
-        node.output[0] = inner
-        scaled = self.index.fresh_name(f"{output}_scaled") if bias else output
-        behind = self.behind.setdefault(node.name, [])
-        behind.append(self._node("Div", [inner, inverse], scaled))
-        if bias:
-            behind.append(self._node("Add", [scaled, bias], output))
+        output = self.graph.hand_over(layer.output, f"{name}_even")
+        scaled = output if bias is None else self._value(f"{name}_scaled")
+        add = self.graph.append_behind
+        add(node, "Div", [layer.output, inverse], output=scaled, base=f"{scaled.name}_Div")
+        if bias is not None:
+            add(node, "Add", [scaled, bias], output=output, base=f"{output.name}_Add")
 
-    def _bias(self, layer: Layer) -> str:
-        """Takes the bias off a Gemm; returns the name of a constant to add instead, "" for none or zeros."""
-        if not layer.bias:
-            return ""
-        beta = attribute_float(layer.node, "beta", 1.0)
-        bias: Float64 = beta * np.asarray(array_of(self.index, layer.bias), np.float64)
-        self.index.release(layer.node, layer.bias)
-        del layer.node.input[2:]
-        return self._constant(bias.astype(np.float32), f"{layer.bias}_behind") if bias.any() else ""
+    def _bias(self, layer: Layer) -> ir.Value | None:
+        """Takes the bias off a Gemm; returns a constant to add instead, None for none or zeros."""
+        if layer.bias is None:
+            return None
+        beta = layer.node.attributes.get_float("beta", 1.0)
+        bias: Float64 = beta * np.asarray(self.graph.content(layer.bias), np.float64)
+        self.graph.read(layer.node, 2, None)
+        layer.node.resize_inputs(2)
+        return self.graph.add_constant(bias.astype(np.float32), f"{layer.bias.name}_behind") if bias.any() else None
 
-    def _constant(self, content: Any, base: str) -> str:
-        name = self.index.fresh_name(base)
-        self.constants.append(numpy_helper.from_array(np.asarray(content), name))
-        return name
-
-    def _node(self, kind: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
-        return helper.make_node(kind, inputs, [output], name=reserve_name(f"{output}_{kind}", self._names))
+    def _value(self, base: str) -> ir.Value:
+        return ir.Value(name=self.graph.fresh_name(base))
 
 
-def _groups(index: GraphIndex, nodes: Collection[str]) -> dict[str, list[Layer]]:
+def _groups(graph: LiveGraph, nodes: Collection[str]) -> dict[ir.Value, list[Layer]]:
     """The layers whose rows can be scaled, by the value that they read, in graph order."""
-    ranks = float_ranks(index.model)
-    found: dict[str, list[Layer]] = {}
-    for node in index.nodes:
+    ranks = float_ranks(graph.proto)
+    found: dict[ir.Value, list[Layer]] = {}
+    for node in graph.nodes:
         if node.op_type not in ("MatMul", "Gemm") or node.name not in nodes:
             continue
-        layer, value = layer_of(node, index), str(node.input[0])
-        if layer is None or attribute_float(node, "alpha", 1.0) != 1.0 or ranks.get(value, 0) < 2:
+        layer, value = layer_of(node, graph), node.inputs[0]
+        if layer is None or value is None or node.attributes.get_float("alpha", 1.0) != 1.0:
             continue
-        if min(layer.shape) >= _LEAST_SIZE:
+        if ranks.get(layer.data, 0) >= 2 and min(layer.shape) >= _LEAST_SIZE:
             found.setdefault(value, []).append(layer)
     return found
-
-
-def _reduced(kind: str, value: str, output: str, axes: str, opset: int, *, keepdims: int) -> onnx.NodeProto:
-    is_input = opset >= _AXES_ARE_INPUTS
-    inputs = [value, axes] if is_input else [value]
-    node = helper.make_node(kind, inputs, [output], name=output, keepdims=keepdims)
-    if not is_input:
-        node.attribute.append(helper.make_attribute("axes", [-1]))
-    return node
 
 
 def _shares(low: Float64, high: Float64, power: Float64) -> tuple[float, float]:

@@ -21,13 +21,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.view import infer_shapes
+from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import infer_shapes, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.layers import Float64, weights_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
@@ -95,7 +94,7 @@ class Smoothed:
 
 
 def values_for_smoothing(
-    model: onnx.ModelProto,
+    graph: LiveGraph,
     *,
     nodes: Collection[str] | None = None,
     insert: bool | None = None,
@@ -103,20 +102,19 @@ def values_for_smoothing(
     """The values whose `channel_statistics` `smooth` needs, with the axis of their channels (the last).
 
     Args:
-        model: Prepared model, shapes inferred.
+        graph: Prepared model, shapes inferred.
         nodes: As in `smooth`.
         insert: As in `smooth`.
     """
-    return {group.value: -1 for group in _wanted(model, GraphIndex(model), nodes, insert)}
+    return {group.name: -1 for group in _wanted(graph, nodes, insert)}
 
 
 def scaled_by_smoothing(
-    model: onnx.ModelProto, *, nodes: Collection[str] | None = None, insert: bool | None = None
+    graph: LiveGraph, *, nodes: Collection[str] | None = None, insert: bool | None = None
 ) -> dict[str, int]:
     """All values whose channels `smooth` may scale, with the axis of their channels (the last)."""
-    index = GraphIndex(model)
-    groups = _wanted(model, index, nodes, insert)
-    return {value: -1 for group in groups for value in (group.value, *group.scaled(index))}
+    groups = _wanted(graph, nodes, insert)
+    return {value: -1 for group in groups for value in (group.name, *group.scaled(graph))}
 
 
 def smooth(
@@ -145,39 +143,38 @@ def smooth(
         OptionError: ``alpha`` is not between 0 and 1.
     """
     alphas = _candidates(alpha)
-    index = GraphIndex.of_copy(model)
+    graph = LiveGraph(model, copied=True)
     done: list[SmoothedValue] = []
-    inserted: dict[str, onnx.NodeProto] = {}
-    for group in _wanted(index.model, index, nodes, insert):
-        statistics = peaks.get(group.value)
+    inserted = 0
+    for group in _wanted(graph, nodes, insert):
+        statistics = peaks.get(group.name)
         if statistics is None or statistics.channels != group.channels:
             continue
         counted = [layer for layer in group.layers if nodes is None or layer.name in nodes]
-        weights = [weights_of(index, layer)[:, :, 0] for layer in group.layers]
+        weights = [weights_of(graph, layer)[:, :, 0] for layer in group.layers]
         noisy = [w for w, layer in zip(weights, group.layers, strict=True) if layer in counted]
         before = _noise(statistics, noisy, np.ones(group.channels), per_channel)
         chosen, factors, after = _choose(statistics, noisy, alphas, per_channel)
         worth = _WORTH if group.folds or insert else _WORTH_A_MUL
         if (alpha == "auto" or worth == _WORTH_A_MUL) and not after < worth * before:
             continue
-        scale_channels(index, group, factors)
-        rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(index)}
+        scale_channels(graph, group, factors)
+        rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(graph)}
         if group.folds:
-            into = tuple(dict.fromkeys(fold.node.name for fold in group.folds))
+            into = tuple(dict.fromkeys(fold.node.name or "" for fold in group.folds))
         else:
-            inserted[group.value] = _mul(index, group, factors)
-            into = (inserted[group.value].name,)
-            rescaled[str(inserted[group.value].output[0])] = Rescaling(-1, 1.0 / factors, source=group.value)
+            mul = _insert_mul(graph, group, factors)
+            inserted, into = inserted + 1, (mul.name or "",)
+            rescaled[mul.outputs[0].name or ""] = Rescaling(-1, 1.0 / factors, source=group.name)
         gain = 10 * math.log10(max(before, 1e-300) / max(after, 1e-300))
         names = tuple(layer.name for layer in group.layers)
-        done.append(SmoothedValue(group.value, names, into, chosen, factors, gain, rescaled))
+        done.append(SmoothedValue(group.name, names, into, chosen, factors, gain, rescaled))
     if not done:
         return Smoothed(model, (), ())
-    result = index.commit()
+    result = graph.write()
     if inserted:
-        _place(result, inserted)
         infer_shapes(result, thorough=False)
-    return Smoothed(result, _notes(done, len(inserted)), tuple(done), len(inserted))
+    return Smoothed(result, _notes(done, inserted), tuple(done), inserted)
 
 
 def _candidates(alpha: float | str) -> Sequence[float]:
@@ -192,13 +189,11 @@ def _candidates(alpha: float | str) -> Sequence[float]:
     return (float(alpha),)
 
 
-def _wanted(
-    model: onnx.ModelProto, index: GraphIndex, nodes: Collection[str] | None, insert: bool | None
-) -> Iterable[SmoothGroup]:
+def _wanted(graph: LiveGraph, nodes: Collection[str] | None, insert: bool | None) -> Iterable[SmoothGroup]:
     """The groups that can be smoothed and that a quantized layer reads."""
     return [
         group
-        for group in find_groups(model, index)
+        for group in find_groups(graph)
         if (group.folds or ((group.normal if insert is None else insert) and group.direct))
         and any(nodes is None or layer.name in nodes for layer in group.layers)
     ]
@@ -251,26 +246,20 @@ def _noise(statistics: ChannelStatistics, weights: Sequence[Float64], factors: F
     return total
 
 
-def _mul(index: GraphIndex, group: SmoothGroup, factors: Float64) -> onnx.NodeProto:
-    """A Mul that divides the value, read by the group's layers in its place."""
-    output = index.fresh_name(f"{group.value}_smooth")
-    node = helper.make_node("Mul", [group.value, ""], [output], name=index.fresh_name(f"{group.value}_Smooth"))
-    inverse = numpy_helper.from_array((1.0 / factors).astype(np.float32))
-    index.store_constant(node, 1, inverse, f"{group.value}_smooth_factors")
+def _insert_mul(graph: LiveGraph, group: SmoothGroup, factors: Float64) -> ir.Node:
+    """Puts a Mul that divides the value behind it, read by the group's layers in its place; returns it."""
+    output = ir.Value(name=graph.fresh_name(f"{group.name}_smooth"))
+    name, maker = graph.fresh_name(f"{group.name}_Smooth"), group.value.producer()
+    if maker is None:
+        graph.insert_before(graph.nodes[0], "Mul", [group.value, None], output=output, base=name)
+    else:
+        graph.append_behind(maker, "Mul", [group.value, None], output=output, base=name)
+    mul = output.producer()
+    assert mul is not None
+    graph.store_array(mul, 1, (1.0 / factors).astype(np.float32), f"{group.name}_smooth_factors")
     for layer in group.layers:
-        layer.node.input[0] = output
-    return node
-
-
-def _place(model: onnx.ModelProto, inserted: Mapping[str, onnx.NodeProto]) -> None:
-    """Puts each new node behind the one that computes its input, or first for a graph input."""
-    graph = model.graph
-    made = {name for node in graph.node for name in node.output}
-    ordered = [node for value, node in inserted.items() if value not in made]
-    for node in graph.node:
-        ordered.append(node)
-        ordered += [inserted[name] for name in node.output if name in inserted]
-    replace_nodes(graph, ordered)
+        graph.read(layer.node, 0, output)
+    return mul
 
 
 def _notes(done: Sequence[SmoothedValue], inserted: int) -> tuple[str, ...]:
@@ -306,11 +295,11 @@ class SmoothQuant(contract.WeightPass):
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         nodes = set(context.nodes)
-        found = values_for_smoothing(state.prepared.proto, nodes=nodes, insert=self._inserts(context))
+        found = values_for_smoothing(state.prepared.graph, nodes=nodes, insert=self._inserts(context))
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
 
-    def scaled(self, model: onnx.ModelProto, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        return scaled_by_smoothing(model, nodes=nodes, insert=insert or None)
+    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+        return scaled_by_smoothing(graph, nodes=nodes, insert=insert or None)
 
     def apply(
         self, state: contract.State, statistics: contract.Statistics, context: contract.Context

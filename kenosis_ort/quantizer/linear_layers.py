@@ -10,19 +10,18 @@ directly they do not depend on its patterns. 2.0x to 3.5x of FP32 a layer, measu
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import helper, numpy_helper
 
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
+from kenosis_ort.graph.live import Attributes, LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
-from kenosis_ort.graph.view import drop_stale_value_info, value_types
+from kenosis_ort.graph.view import drop_stale_value_info, ir, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.quantizer.grids import quantize_weight
 
@@ -47,8 +46,8 @@ class LinearLayer:
         place: Which of how many layers it is, from 1.
     """
 
-    node: onnx.NodeProto
-    last: onnx.NodeProto
+    node: ir.Node
+    last: ir.Node
     constant: onnx.TensorProto
     transposed: bool
     bias: Float32 | None
@@ -56,14 +55,20 @@ class LinearLayer:
     place: tuple[int, int] = (1, 1)
 
     @property
+    def name(self) -> str:
+        """Name of its node."""
+        return self.node.name or ""
+
+    @property
     def data(self) -> str:
         """Name of a float32 value of shape (..., K), of rank 2 at least."""
-        return str(self.node.input[0])
+        value = self.node.inputs[0]
+        return "" if value is None else value.name or ""
 
     @property
     def output(self) -> str:
         """Name of the value of shape (..., N)."""
-        return str(self.last.output[0])
+        return self.last.outputs[0].name or ""
 
     @property
     def weight(self) -> tuple[str, bool]:
@@ -77,21 +82,27 @@ class LinearLayer:
         return np.ascontiguousarray(array.T) if self.transposed else array
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What takes a layer's place: nodes in order, the last one writes the layer's output; and constants."""
-
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: list[onnx.TensorProto] = field(default_factory=list)
+Maker = Callable[[LinearLayer, LiveGraph], bool]
+"""Makes a layer anew in a graph, by `become` or otherwise; tells whether it did."""
 
 
-Name = Callable[[str], str]
-Maker = Callable[[LinearLayer, Name], "Parts | None"]
+def become(
+    graph: LiveGraph,
+    layer: LinearLayer,
+    operator: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Attributes | None = None,
+) -> None:
+    """Makes a layer one node of the runtime's own domain, under the layer's name in the place of its last node."""
+    graph.rewrite(layer.last, operator, inputs, attributes, domain=CONTRIB)
+    if layer.last is not layer.node:
+        layer.last.name = layer.name
+        graph.remove(layer.node)
 
 
 def linear_layers(proto: onnx.ModelProto) -> tuple[str, ...]:
     """The names of a prepared model's nodes that `exchange_layers` would make anew, in graph order."""
-    return tuple(layer.node.name for layer in _layers(GraphIndex(proto), value_types(proto)))
+    return tuple(layer.name for layer in _layers(LiveGraph(proto), value_types(proto)))
 
 
 def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
@@ -99,83 +110,64 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
 
     Args:
         proto: A prepared float model: nodes named, constants as initializers. Not changed.
-        make: Called with a layer and a function that returns a free name near the one it is given, in graph order;
-            where it returns None the layer stays.
+        make: Called with each layer, in graph order, and the copy.
     """
-    index = GraphIndex.of_copy(proto)  # whose constants are copied when it is known which stay
-    layers = list(_layers(index, value_types(proto)))
+    graph = LiveGraph(proto, copied=True)
+    layers = list(_layers(graph, value_types(proto)))
     if not layers:
         return None
     readers = Counter(layer.data for layer in layers)
     ends = {
-        id(layer.last): replace(layer, siblings=readers[layer.data], place=(number, len(layers)))
+        layer.last: replace(layer, siblings=readers[layer.data], place=(number, len(layers)))
         for number, layer in enumerate(layers, 1)
     }
-    parts = {
-        id(node): made for node in index.nodes if id(node) in ends and (made := make(ends[id(node)], index.fresh_name))
-    }
-    exchanged = [layer for layer in layers if id(layer.last) in parts]
-    gone = {id(layer.node) for layer in exchanged}
-    nodes: list[onnx.NodeProto] = []
-    constants: list[onnx.TensorProto] = []
-    for node in index.nodes:
-        made = parts.get(id(node))
-        if made is not None:
-            nodes += made.nodes
-            constants += made.constants
-        elif id(node) not in gone:
-            nodes.append(node)
-    for layer in exchanged:
-        for node in {id(n): n for n in (layer.node, layer.last)}.values():
-            index.remove(node)
-    model = index.commit()
-    replace_nodes(model.graph, nodes)
-    model.graph.initializer.extend(constants)
-    drop_stale_value_info(model)
-    if not any(entry.domain == CONTRIB for entry in model.opset_import):
-        model.opset_import.add(domain=CONTRIB, version=1)
+    made = [make(ends[node], graph) for node in graph.nodes if node in ends]
+    model = graph.write()
+    if any(made):
+        drop_stale_value_info(model)
     return model
 
 
-def _layers(index: GraphIndex, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:
-    for node in index.nodes:
+def _layers(graph: LiveGraph, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:
+    for node in graph.nodes:
         if node.op_type not in ("MatMul", "Gemm") or node.domain not in MAIN_DOMAINS:
             continue
-        options = {a.name: a.f if a.type == onnx.AttributeProto.FLOAT else a.i for a in node.attribute}
-        if options.get("alpha", 1.0) != 1.0 or options.get("transA", 0):
+        options, (data, weight) = node.attributes, node.inputs[:2]
+        if options.get_float("alpha", 1.0) != 1.0 or options.get_int("transA", 0) != 0 or data is None:
             continue
-        if not _is_float_matrix(types.get(node.input[0])) or index.constant(node.input[0]) is not None:
+        if not _is_float_matrix(types.get(data.name or "")) or graph.constant(data) is not None:
             continue
-        matrix = _constant(index, node.input[1])
-        if matrix is None or matrix.ndim != 2 or min(matrix.shape) < _LEAST:
+        matrix, constant = _constant(graph, weight), graph.constant(weight)
+        if constant is None or matrix is None or matrix.ndim != 2 or min(matrix.shape) < _LEAST:
             continue
-        transposed = bool(options.get("transB", 0))
+        transposed = bool(options.get_int("transB", 0))
         columns = matrix.shape[0 if transposed else 1]
-        last, bias = _bias_behind(index, node, columns) if node.op_type == "MatMul" else (node, None)
-        if len(node.input) > 2 and node.input[2]:
-            row = _row(_constant(index, node.input[2]), columns)
+        last, bias = _bias_behind(graph, node, columns) if node.op_type == "MatMul" else (node, None)
+        given = optional(node, 2)
+        if given is not None:
+            row = _row(_constant(graph, given), columns)
             if row is None:
                 continue
-            bias = (row * np.float32(options.get("beta", 1.0))).astype(np.float32)
-        yield LinearLayer(node, last, index.constants[node.input[1]], transposed, bias)
+            bias = (row * np.float32(options.get_float("beta", 1.0))).astype(np.float32)
+        yield LinearLayer(node, last, constant, transposed, bias)
 
 
-def _bias_behind(index: GraphIndex, node: onnx.NodeProto, width: int) -> tuple[onnx.NodeProto, Float32 | None]:
+def _bias_behind(graph: LiveGraph, node: ir.Node, width: int) -> tuple[ir.Node, Float32 | None]:
     """The Add that puts a bias on a MatMul and that bias, or the MatMul itself and None."""
-    value = node.output[0]
-    if index.is_private(value):
-        (reader,) = index.readers[value]
+    value = node.outputs[0]
+    if graph.is_private(value):
+        (reader,) = graph.readers(value)
         if reader.op_type == "Add" and reader.domain in MAIN_DOMAINS:
-            other = reader.input[1] if reader.input[0] == value else reader.input[0]
-            bias = _row(_constant(index, other), width)
+            other = reader.inputs[1] if reader.inputs[0] is value else reader.inputs[0]
+            bias = _row(_constant(graph, other), width)
             if bias is not None:
                 return reader, bias
     return node, None
 
 
-def _constant(index: GraphIndex, name: str) -> Float32 | None:
+def _constant(graph: LiveGraph, value: ir.Value | None) -> Float32 | None:
     """The content of a finite float32 constant, None if the value is anything else."""
-    tensor = index.constant(name) if name else None
+    tensor = graph.constant(value)
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:
         return None
     array = np.asarray(array_in(tensor), np.float32)
@@ -228,27 +220,24 @@ class _Maker:
     def __init__(self, *, reduce_range: bool, largest_pair: int | None) -> None:
         self.reduce_range = reduce_range
         self.largest_pair = largest_pair
-        self.weights: dict[tuple[str, bool], tuple[str, str]] = {}
-        self.data: dict[str, tuple[str, str, str]] = {}
+        self.weights: dict[tuple[str, bool], tuple[ir.Value, ir.Value]] = {}
+        self.data: dict[str, list[ir.Value]] = {}
 
-    def __call__(self, layer: LinearLayer, name: Name) -> Parts:
-        parts = Parts()
-        weight, scale = self._weight(layer, name, parts)
-        bias = ""
-        if layer.bias is not None:
-            bias = name(f"{layer.output}_bias")
-            parts.constants.append(numpy_helper.from_array(layer.bias, bias))
+    def __call__(self, layer: LinearLayer, graph: LiveGraph) -> bool:
+        weight, scale = self._weight(layer, graph)
+        bias = None if layer.bias is None else graph.add_constant(layer.bias, f"{layer.output}_bias")
+        inputs: list[ir.Value | None]
         if layer.siblings == 1:
-            kind, inputs = "DynamicQuantizeMatMul", [layer.data, weight, scale, "", bias]
+            kind, inputs = "DynamicQuantizeMatMul", [layer.node.inputs[0], weight, scale, None, bias]
         else:
-            data, data_scale, zero_point = self._data(layer, name, parts)
-            kind, inputs = "MatMulIntegerToFloat", [data, weight, data_scale, scale, zero_point, "", bias]
-        while not inputs[-1]:
+            data, data_scale, zero_point = self._data(layer, graph)
+            kind, inputs = "MatMulIntegerToFloat", [data, weight, data_scale, scale, zero_point, None, bias]
+        while inputs[-1] is None:
             inputs.pop()
-        parts.nodes.append(helper.make_node(kind, inputs, [layer.output], name=layer.node.name, domain=CONTRIB))
-        return parts
+        become(graph, layer, kind, inputs)
+        return True
 
-    def _weight(self, layer: LinearLayer, name: Name, parts: Parts) -> tuple[str, str]:
+    def _weight(self, layer: LinearLayer, graph: LiveGraph) -> tuple[ir.Value, ir.Value]:
         key = layer.weight
         if key not in self.weights:
             quantized = quantize_weight(
@@ -258,17 +247,15 @@ class _Maker:
                 orders=() if self.largest_pair is None else (ROWS_DOWN,),
                 largest_pair=self.largest_pair,
             )
-            values, scale = name(f"{layer.constant.name}_int8"), name(f"{layer.constant.name}_scale")
-            parts.constants.append(numpy_helper.from_array(np.ascontiguousarray(quantized.values), values))
-            parts.constants.append(numpy_helper.from_array(quantized.scale, scale))
-            self.weights[key] = values, scale
+            values = graph.add_constant(quantized.values, f"{layer.constant.name}_int8")
+            self.weights[key] = values, graph.add_constant(quantized.scale, f"{layer.constant.name}_scale")
         return self.weights[key]
 
-    def _data(self, layer: LinearLayer, name: Name, parts: Parts) -> tuple[str, str, str]:
-        value = layer.data
-        if value not in self.data:
-            made = name(f"{value}_uint8"), name(f"{value}_scale"), name(f"{value}_zero_point")
-            self.data[value] = made
-            node = helper.make_node("DynamicQuantizeLinear", [value], list(made), name=name(f"{value}_quantize"))
-            parts.nodes.append(node)
-        return self.data[value]
+    def _data(self, layer: LinearLayer, graph: LiveGraph) -> list[ir.Value]:
+        name = layer.data
+        if name not in self.data:
+            made = [ir.Value(name=graph.fresh_name(f"{name}_{part}")) for part in ("uint8", "scale", "zero_point")]
+            base = graph.fresh_name(f"{name}_quantize")
+            graph.insert_before(layer.last, "DynamicQuantizeLinear", layer.node.inputs[:1], output=made, base=base)
+            self.data[name] = made
+        return self.data[name]

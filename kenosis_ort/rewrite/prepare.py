@@ -7,11 +7,13 @@ stays the same throughout.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import onnx
 
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
@@ -37,6 +39,11 @@ class PreparedModel:
     proto: onnx.ModelProto
     notes: tuple[str, ...] = ()
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> LiveGraph:
+        """Its main graph, for look-ups; who changes it works on a copy."""
+        return LiveGraph(self.proto, copied=True)
 
 
 class RewriteError(Exception):

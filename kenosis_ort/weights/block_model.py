@@ -29,7 +29,8 @@ from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
-from kenosis_ort.graph.constants import GraphIndex, meant_as_defaults
+from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
@@ -302,7 +303,7 @@ def _sensitive(
         return much_worse(own)
 
     def alone(name: str) -> onnx.ModelProto | None:
-        return blocks.with_block_weights(model, lambda layer: rounder.known(name) if layer.node.name == name else None)
+        return blocks.with_block_weights(model, lambda layer: rounder.known(name) if layer.name == name else None)
 
     errors = output_errors(model, alone, own, feeds[:SENSITIVITY_FEEDS], custom_op_libraries=libraries)
     return worth_their_bytes(errors, rounder.sizes)
@@ -317,8 +318,7 @@ class _Moments:
 
     def __init__(self, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], libraries: Sequence[str]) -> None:
         self._model, self._feeds, self._libraries = model, feeds, libraries
-        index = GraphIndex(model)
-        found = layers(index) if feeds else ()
+        found = layers(LiveGraph(model)) if feeds else ()
         self._todo = [layer for layer in found if not layer.is_convolution and layer.channels_in <= _WIDEST]
         self._known: dict[str, blocks.Float64] = {}
         self.factors: dict[str, blocks.Float64] = {}
@@ -373,7 +373,7 @@ class _Rounder:
 
     def __call__(self, layer: LinearLayer) -> tuple[blocks.UInt8, blocks.BlockGrid] | None:
         """Integers and grid of a layer, None where it is to stay float."""
-        name = layer.node.name
+        name = layer.name
         if name in self._excluded:
             return None
         bits = 8 if name in self.sensitive else self._bits

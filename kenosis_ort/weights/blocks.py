@@ -33,7 +33,7 @@ is important to protect (Lin et al., "AWQ", MLSys 2024).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -41,14 +41,15 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.constants import GraphIndex, replace_nodes
-from kenosis_ort.graph.outside import array_in, put_outside
+from kenosis_ort.graph.live import LiveGraph, optional
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import on_grid
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.passes.layers import array_of
+from kenosis_ort.passes.layers import weights_of
 from kenosis_ort.passes.round_weights import Grid, descend, pass_on
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
-from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, Name, Parts, exchange_layers
+from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, become, exchange_layers
 
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
@@ -252,25 +253,25 @@ def weigh_channels(model: onnx.ModelProto, moments: Moments, error: Error, exclu
         error: Rounds a layer, and returns what that costs.
         excluded: Names of nodes that stay float.
     """
-    index = GraphIndex.of_copy(model)
+    graph = LiveGraph(model, copied=True)
     found: dict[str, Float64] = {}
-    for group in find_groups(model, index):
+    for group in find_groups(graph):
         names = {layer.name for layer in group.layers}
-        if not group.folds or names & set(excluded) or _shares(index, group):
+        if not group.folds or names & set(excluded) or _shares(graph, group):
             continue
-        factors = _factors(index, group, moments, error)
+        factors = _factors(graph, group, moments, error)
         if factors is not None:
-            scale_channels(index, group, factors)
+            scale_channels(graph, group, factors)
             found.update(dict.fromkeys(names, factors))
-    return Weighed(index.commit() if found else model, found)
+    return Weighed(graph.write() if found else model, found)
 
 
-def _shares(index: GraphIndex, group: SmoothGroup) -> bool:
+def _shares(graph: LiveGraph, group: SmoothGroup) -> bool:
     """Whether others read a matrix too, which would have to be stored twice."""
-    return any(len(index.readers[layer.node.input[1]]) > 1 for layer in group.layers)
+    return any(len(graph.readers(layer.weight)) > 1 for layer in group.layers)
 
 
-def _factors(index: GraphIndex, group: SmoothGroup, moments: Moments, error: Error) -> Float64 | None:
+def _factors(graph: LiveGraph, group: SmoothGroup, moments: Moments, error: Error) -> Float64 | None:
     """The factors of least error, None where they are not worth it."""
     hessian = moments(group.layers[0].name)
     if hessian is None:
@@ -279,7 +280,7 @@ def _factors(index: GraphIndex, group: SmoothGroup, moments: Moments, error: Err
     middle = float(np.median(size))
     if not middle > 0.0 or float(size.max()) < _SPREAD * middle:
         return None
-    matrices = [layer.canonical(array_of(index, layer.node.input[1]))[:, :, 0].T for layer in group.layers]
+    matrices = [weights_of(graph, layer)[:, :, 0].T for layer in group.layers]
 
     def cost(factors: Float64) -> float:
         scaled = hessian / np.outer(factors, factors)
@@ -421,60 +422,51 @@ def with_block_weights(
     """
     made: dict[tuple[str, bool], _Stored | None] = {}
 
-    def make(layer: LinearLayer, name: Name) -> Parts | None:
-        parts = Parts()
+    def make(layer: LinearLayer, graph: LiveGraph) -> bool:
         if layer.weight not in made:
             chosen = choose(layer)
-            made[layer.weight] = None if chosen is None else _store(*chosen, layer.constant.name, name)
-            stored = made[layer.weight]
-            parts.constants.extend([] if stored is None else stored.constants)
+            made[layer.weight] = None if chosen is None else _store(*chosen, layer.constant.name, graph)
         stored = made[layer.weight]
         if stored is None:
-            return None
-        product = layer.output if layer.bias is None else name(f"{layer.output}_product")
-        rows, columns = stored.shape
-        parts.nodes.append(
-            helper.make_node(
-                "MatMulNBits",
-                [layer.data, *stored.names],
-                [product],
-                name=layer.node.name,
-                domain=CONTRIB,
-                K=rows,
-                N=columns,
-                bits=stored.bits,
-                block_size=stored.block,
-                accuracy_level=accuracy_level,
-            )
-        )
-        if layer.bias is not None:
-            bias = name(f"{layer.output}_bias")
-            parts.constants.append(numpy_helper.from_array(layer.bias, bias))
-            added = layer.last.name if layer.last is not layer.node else f"{layer.node.name}_bias"
-            parts.nodes.append(helper.make_node("Add", [product, bias], [layer.output], name=added))
-        return parts
+            return False
+        inputs, (rows, columns) = [layer.node.inputs[0], *stored.values], stored.shape
+        attributes = {"K": rows, "N": columns, "accuracy_level": accuracy_level}
+        attributes |= {"bits": stored.bits, "block_size": stored.block}
+        if layer.bias is None:
+            become(graph, layer, "MatMulNBits", inputs, attributes)
+            return True
+        node, last, name = layer.node, layer.last, f"{layer.name}_bias"
+        output = graph.hand_over(last.outputs[0])
+        if last is not node:
+            graph.move_before(node, last)
+            graph.remove(last)
+            name = last.name or ""
+        node.outputs[0].name = graph.fresh_name(f"{output.name}_product")
+        bias = graph.add_constant(layer.bias, f"{output.name}_bias")
+        added = graph.append_behind(node, "Add", [node.outputs[0], bias], output=output).producer()
+        assert added is not None
+        added.name = name
+        graph.rewrite(node, "MatMulNBits", inputs, attributes, domain=CONTRIB)
+        return True
 
     return exchange_layers(proto, make)
 
 
 @dataclass(frozen=True)
 class _Stored:
-    names: tuple[str, ...]
+    values: tuple[ir.Value, ...]
     bits: int
     block: int
     shape: tuple[int, int]
-    constants: list[TensorProto] = field(default_factory=list)
 
 
-def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, name: Name) -> _Stored:
+def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, graph: LiveGraph) -> _Stored:
     packed, scales, zeros = pack(integers, grid)
     arrays: dict[str, npt.NDArray[np.generic]] = {"packed": packed, "scales": scales}
     if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given
         arrays["zero_points"] = zeros
-    names = {what: name(f"{base}_{what}") for what in arrays}
-    constants = [put_outside(numpy_helper.from_array(array, names[what])) for what, array in arrays.items()]
-    shape = integers.shape[0], integers.shape[1]
-    return _Stored(tuple(names.values()), grid.bits, grid.block, shape, constants)
+    values = tuple(graph.add_constant(array, f"{base}_{what}") for what, array in arrays.items())
+    return _Stored(values, grid.bits, grid.block, (integers.shape[0], integers.shape[1]))
 
 
 def with_block_embeddings(
@@ -488,61 +480,43 @@ def with_block_embeddings(
         block: Numbers of a block; the width of a row has to hold a whole number of them.
         excluded: Names of nodes that stay as they are.
     """
-    index = GraphIndex.of_copy(proto)
-    nodes, constants, changed = [], list[TensorProto](), list[str]()
-    for node in index.nodes:
-        table = None if node.name in excluded else _table(index, node, block)
-        if table is None:
-            nodes.append(node)
+    graph, changed = LiveGraph(proto, copied=True), list[str]()
+    for node in graph.nodes:
+        value = optional(node, 0)
+        table = None if value is None or node.name in excluded else _table(graph, node, block)
+        if value is None or table is None:
             continue
         turned, grid = nearest(table.T, bits, block, symmetric=False)
-        integers, base = np.ascontiguousarray(turned.T), node.input[0]
-        zeros = np.ascontiguousarray(grid.zero.T.astype(np.uint8))
+        integers = np.ascontiguousarray(turned.T)
+        names = [graph.fresh_name(f"{value.name}_{what}") for what in ("packed", "scales", "zero_points")]
         scales = np.ascontiguousarray(grid.scale.T.astype(np.float32))
-        names = [index.fresh_name(f"{base}_{what}") for what in ("packed", "scales", "zero_points")]
-        constants.append(put_outside(_packed_tensor(integers, bits, names[0])))
-        constants.append(put_outside(numpy_helper.from_array(scales, names[1])))
-        constants.append(_packed_tensor(zeros, bits, names[2]))
-        nodes.append(
-            helper.make_node(
-                "GatherBlockQuantized",
-                [names[0], node.input[1], *names[1:]],
-                list(node.output),
-                name=node.name,
-                domain=CONTRIB,
-                gather_axis=0,
-                quantize_axis=1,
-                block_size=block,
-            )
+        tensors = (
+            _packed_tensor(integers, bits, names[0]),
+            numpy_helper.from_array(scales, names[1]),
+            _packed_tensor(np.ascontiguousarray(grid.zero.T.astype(np.uint8)), bits, names[2]),
         )
-        if bits == 8:
-            nodes[-1].attribute.append(helper.make_attribute("bits", 8))
-        index.remove(node)
-        changed.append(node.name)
-    model = index.commit()
-    if changed:
-        replace_nodes(model.graph, nodes)
-        model.graph.initializer.extend(constants)
-        if not any(entry.domain == CONTRIB for entry in model.opset_import):
-            model.opset_import.add(domain=CONTRIB, version=1)
-    return model, tuple(changed)
+        packed, *steps = (graph.register(tensor) for tensor in tensors)
+        attributes = {"block_size": block, "gather_axis": 0, "quantize_axis": 1} | ({"bits": 8} if bits == 8 else {})
+        graph.rewrite(node, "GatherBlockQuantized", [packed, node.inputs[1], *steps], attributes, domain=CONTRIB)
+        changed.append(node.name or "")
+    return graph.write(), tuple(changed)
 
 
 def embeddings_for_blocks(proto: onnx.ModelProto, block: int) -> tuple[str, ...]:
     """The names of a prepared model's nodes that `with_block_embeddings` would change, in graph order."""
-    index = GraphIndex(proto)
-    return tuple(node.name for node in index.nodes if _table(index, node, block) is not None)
+    graph = LiveGraph(proto)
+    return tuple(node.name or "" for node in graph.nodes if _table(graph, node, block) is not None)
 
 
-def _table(index: GraphIndex, node: onnx.NodeProto, block: int) -> npt.NDArray[np.float32] | None:
+def _table(graph: LiveGraph, node: ir.Node, block: int) -> npt.NDArray[np.float32] | None:
     """The rows that a node looks up, if they can be stored in blocks."""
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-    if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or axis != 0:
+    if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or node.attributes.get_int("axis", 0) != 0:
         return None
-    tensor = index.constant(node.input[0])
+    value = node.inputs[0]
+    tensor = graph.constant(value)
     if tensor is None or tensor.data_type != TensorProto.FLOAT or len(tensor.dims) != 2:
         return None
-    if tensor.dims[1] % block or tensor.dims[0] < LEAST_BLOCK or index.readers.get(node.input[0]) != [node]:
+    if tensor.dims[1] % block or tensor.dims[0] < LEAST_BLOCK or graph.readers(value) != [node]:
         return None
     table = array_in(tensor)
     return table if np.isfinite(table).all() else None

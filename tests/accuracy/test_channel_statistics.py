@@ -9,9 +9,10 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper, parser
+from onnx import parser
 
 from kenosis_ort.accuracy.channel_statistics import (
+    Activation,
     Response,
     activation_behind,
     batch_norm_statistics,
@@ -20,7 +21,8 @@ from kenosis_ort.accuracy.channel_statistics import (
 )
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.constants import GraphIndex
+from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import ir
 from kenosis_ort.passes.equalize_layers import equalize
 from tests import models, planning
 from tests.models import Net
@@ -142,21 +144,25 @@ def net(line: str) -> onnx.ModelProto:
 
 
 def response(line: str) -> Response:
-    model = net(line)
-    index = GraphIndex(model)
-    return Response(model, index, activation_behind(index, "v"), 4, 1, 1)
+    graph = LiveGraph(net(line))
+    return Response(graph, behind_v(graph), 4, 1, 1)
+
+
+def behind_v(graph: LiveGraph) -> Activation:
+    """The activation behind what the first node writes."""
+    return activation_behind(graph, graph.nodes[0].outputs[0])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_bounds(name: str) -> None:
     line, bounds = ACTIVATIONS[name]
-    index = GraphIndex(net(line))
-    assert clip_bounds(index, activation_behind(index, "v").nodes) == bounds
+    graph = LiveGraph(net(line))
+    assert clip_bounds(graph, behind_v(graph).nodes) == bounds
 
 
 def test_bounds_of_an_old_clip() -> None:
-    node = helper.make_node("Clip", ["v"], ["z"], min=-1.0, max=6.0)
-    assert clip_bounds(GraphIndex(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
+    node = ir.node("Clip", [ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
+    assert clip_bounds(LiveGraph(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -164,11 +170,10 @@ def test_bounds_of_an_old_clip() -> None:
 def test_computed_here_as_by_the_runtime(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     line = ACTIVATIONS[name][0]
-    ours, model = response(line), net(line)
-    index = GraphIndex(model)
+    ours, graph = response(line), LiveGraph(net(line))
     runtimes: Any = Response.__new__(Response)
     runtimes._axis, runtimes._rank, runtimes._over, runtimes._bounds = 1, 4, (2, 3), None
-    runtimes._session = runtimes._opened(model, index, activation_behind(index, "v"), 1)
+    runtimes._session = runtimes._opened(graph, behind_v(graph), 1)
     array = rng.normal(0, 2, (2, 3, 4, 5)).astype(np.float32)
     for shift in (np.zeros(3), rng.normal(0, 1, 3)):
         assert np.allclose(ours.means(array, shift), runtimes.means(array, shift), atol=1e-5)

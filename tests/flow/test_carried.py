@@ -24,6 +24,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import RewrittenNet, following_table
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
 from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
@@ -57,10 +58,10 @@ NETS = {"unbalanced": lambda: MODEL, "pooled": pooled, "depthwise": lambda: dept
 def test_equalized(net: str) -> None:
     model = planning.prepared(NETS[net]())
     feeds = models.feeds(model, 30, seed=1)  # through a Clip it is exact on the observed range
-    peaks = channel_statistics(model, feeds, values_for_equalization(model))
+    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)))
     found = equalize(model, peaks=peaks)
     assert found.pairs
-    axes = scaled_by_equalization(model)
+    axes = scaled_by_equalization(LiveGraph(model))
     assert found.rescaled.keys() <= axes.keys()
     follows(model, found.model, found.rescaled, axes, feeds)
 
@@ -69,10 +70,10 @@ def test_equalized(net: str) -> None:
 def test_smoothed(insert: bool) -> None:
     model, feeds = transformer()
     model = planning.prepared(model)
-    peaks = channel_statistics(model, feeds[:20], values_for_smoothing(model, insert=insert))
+    peaks = channel_statistics(model, feeds[:20], values_for_smoothing(LiveGraph(model), insert=insert))
     found = smooth(model, peaks=peaks, insert=insert)
     assert found.layers
-    follows(model, found.model, found.rescaled, scaled_by_smoothing(model, insert=insert), feeds)
+    follows(model, found.model, found.rescaled, scaled_by_smoothing(LiveGraph(model), insert=insert), feeds)
 
 
 def follows(
@@ -117,7 +118,7 @@ POOL = models.feeds(SMALL, 9, seed=5)
 
 
 def table_of(places: list[int]) -> CalibrationTable:
-    axes = scaled_by_equalization(SMALL)
+    axes = scaled_by_equalization(LiveGraph(SMALL))
     assert axes
     config, feeds = CalibrationConfig(sketch=True), [POOL[place] for place in places]
     return collect(SMALL, feeds, Points(SWEPT, config=config, channels=axes, threads=1))

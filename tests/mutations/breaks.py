@@ -46,7 +46,7 @@ BREAKS = (
     Break("passes/runner.py", "if held_out < each.least_held_out and not forced:", "if False:",
           "passes flow/test_ladder.py flow/test_held_out.py"),
     Break("passes/contract.py", "if nodes is None or node in nodes)", "if True)", "contracts/test_passes.py"),
-    Break("passes/equalize_layers.py", "index = GraphIndex.of_copy(model)", "index = GraphIndex(model)",
+    Break("passes/equalize_layers.py", "graph = LiveGraph(model, copied=True)", "graph = LiveGraph(model)",
           "contracts/test_passes.py"),
     Break("passes/runner.py", "self.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)",
           "self._try(each, state, passes[at + 1 :])", "contracts/test_passes.py"),

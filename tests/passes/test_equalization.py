@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.equalize_layers import Equalized, equalize, values_for_equalization
 from tests import models, planning
@@ -26,7 +27,7 @@ def distance(model: onnx.ModelProto, other: onnx.ModelProto, feeds: list[Feed]) 
 
 
 def equalized(model: onnx.ModelProto, feeds: list[Feed]) -> Equalized:
-    return equalize(model, peaks=channel_statistics(model, feeds, values_for_equalization(model), threads=1))
+    return equalize(model, peaks=channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)), threads=1))
 
 
 def spread(model: onnx.ModelProto, weight: str, *, axis: int, seed: int = 0, back: bool = False) -> onnx.ModelProto:
@@ -116,7 +117,7 @@ def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
     feeds = models.feeds(model, 4, seed=seed)
     result = equalized(model, feeds)
     assert distance(model, result.model, feeds) < 1e-5
-    peaks = channel_statistics(model, feeds, values_for_equalization(model), threads=1)
+    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)), threads=1)
     for pair in result.pairs:
         assert np.all(pair.scales[next(iter(peaks.values())).high >= 3.0] == 1.0)
 

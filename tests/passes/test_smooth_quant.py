@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.errors import OptionError
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes.smooth import Smoothed, smooth, values_for_smoothing
 from kenosis_ort.runtime.limits import runtime_limits
 from tests.passes.support import array, first
@@ -58,7 +59,7 @@ def feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
 
 def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
     insert = options.get("insert")
-    wanted = values_for_smoothing(model, nodes=options.get("nodes"), insert=insert)
+    wanted = values_for_smoothing(LiveGraph(model), nodes=options.get("nodes"), insert=insert)
     return smooth(model, peaks=channel_statistics(model, feeds(), wanted, threads=1), **options)
 
 
@@ -136,7 +137,7 @@ def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
     arrays = weights()
     arrays["gamma"][:] = 1.0
     model = net(f"{NORMS['layer norm']}\n{READERS['two linears']}", arrays)
-    peaks = channel_statistics(model, feeds(), values_for_smoothing(model), threads=1)
+    peaks = channel_statistics(model, feeds(), values_for_smoothing(LiveGraph(model)), threads=1)
     (fixed,) = smooth(model, peaks=peaks, alpha=0.0).layers  # moves the weights' difficulty to the activations
     assert fixed.alpha == 0.0
     assert all(done.gain_db > 0.45 for done in smooth(model, peaks=peaks).layers)
@@ -145,7 +146,7 @@ def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
 @pytest.mark.parametrize("insert", [True, None])
 def test_a_mul_where_nothing_takes_it(insert: bool | None) -> None:
     model = net(f"{NORMED} b = MatMul (n, w2)\n c = Add (a, b)\n y = Add (c, n)")
-    assert values_for_smoothing(model, insert=False) == {}
+    assert values_for_smoothing(LiveGraph(model), insert=False) == {}
     result = smoothed(model, insert=insert)
     assert [n.op_type for n in result.model.graph.node].count("Mul") == 1
     assert result.layers[0].gain_db > 5
