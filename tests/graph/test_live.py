@@ -197,3 +197,32 @@ def test_a_new_value_has_no_name_that_a_body_gives() -> None:
     ]
     assert inside
     assert not {graph.fresh_name(str(name)) for name in inside} & set(inside)
+
+
+def test_a_copy_is_changed_and_the_model_stays() -> None:
+    source = live().proto
+    before = source.SerializeToString(deterministic=True)
+    graph = LiveGraph(source, copied=True)
+    assert graph.write() is source
+    mul = node(graph, "Mul")
+    weight = mul.inputs[1]
+    assert weight is not None
+    assert graph.is_read_once(weight)
+    graph.replace_array(weight, np.array([4, 5, 6], np.float32))
+    graph.move_before(node(graph, "Relu"), mul)
+    copy = graph.write()
+    assert copy is not source
+    assert constants(copy) == {"w": [4, 5, 6]}
+    assert constants(source) == {"w": [1, 2, 3]}
+    assert source.SerializeToString(deterministic=True) == before
+    graph.insert_behind(mul, "Abs")
+    assert graph.write() is copy
+    assert ops(copy) == ["Relu", "Mul", "Abs", "Neg"]
+
+
+def test_a_constant_is_read_once_by_one_input_alone() -> None:
+    graph = live("a = Mul(x, w) b = Mul(a, w) y = Neg(b)")
+    weight = node(graph, "Mul").inputs[1]
+    assert weight is not None
+    assert not graph.is_read_once(weight)
+    assert graph.content(weight).tolist() == [1, 2, 3]
