@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -54,11 +54,7 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
     known = {node.name for graph in walk.all_graphs(proto.graph) for node in graph.node}
     types = {node.op_type for graph in walk.all_graphs(proto.graph) for node in graph.node}
     complaints = [
-        unknown_name(
-            f"{option} names '{name}', which is no node of the model.{did_you_mean(name, known)}",
-            where=option,
-            fix="use node names as in the model.",
-        )
+        _unknown(option, name, "node", known)
         for option, names in (
             ("nodes_to_quantize", request.nodes_to_quantize),
             ("nodes_to_exclude", request.nodes_to_exclude),
@@ -68,15 +64,8 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
         if name not in known
     ]
     if request.op_types_named and not types & set(request.op_types):
-        unknown = request.op_types[0]
-        complaints.append(
-            unknown_name(
-                f"op_types_to_quantize names '{unknown}', which is no operator of the model."
-                f"{did_you_mean(unknown, types)}",
-                where="op_types_to_quantize",
-                fix=f"the model has {sorted(types)}.",
-            )
-        )
+        fix = f"the model has {sorted(types)}."
+        complaints.append(_unknown("op_types_to_quantize", request.op_types[0], "operator", types, fix=fix))
     options, unknown_tensors = _fit_overrides(proto, request)
     complaints += unknown_tensors
     return replace(
@@ -107,14 +96,14 @@ def _fit_overrides(proto: onnx.ModelProto, request: Request) -> tuple[Mapping[st
             read[name] = stock.read_override(name, entries, proto, request.activation_type)
             _serve_override(request.target, name, read[name], weight=name in weights)
         else:
-            complaints.append(
-                unknown_name(
-                    f"{_OVERRIDES} names '{name}', which is no tensor of the model.{did_you_mean(name, known)}",
-                    where="extra_options",
-                    fix="use tensor names as in the model.",
-                )
-            )
+            complaints.append(_unknown(_OVERRIDES, name, "tensor", known, where="extra_options"))
     return {**request.extra_options, _OVERRIDES: read}, complaints
+
+
+def _unknown(option: str, name: str, kind: str, known: Collection[str], *, where: str = "", fix: str = "") -> str:
+    """The complaint about a name that fits nothing in the model."""
+    what = f"{option} names '{name}', which is no {kind} of the model.{did_you_mean(name, known)}"
+    return unknown_name(what, where=where or option, fix=fix or f"use {kind} names as in the model.")
 
 
 def _all_types(proto: onnx.ModelProto, request: Request) -> bool:

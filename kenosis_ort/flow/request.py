@@ -189,25 +189,19 @@ class Request:
     @property
     def explicit_option(self) -> str | None:
         """The option by which the caller chose types or nodes, so that none of these is left float for speed."""
-        extra = self.extra_options
-        if self.stock_reason is not None:
-            return None
-        if self.format in EXPORT_FORMATS:
-            return f"format='{self.format}'"
-        if not self.widths.are_bytes:
-            return "the number of bits"
-        if self.activation_type.tensor_type not in self.types.activations:
-            return f"activation_type=QuantType.{self.activation_type.name}"
-        if self.weight_type.tensor_type not in self.types.weights:
-            return f"weight_type=QuantType.{self.weight_type.name}"
-        if self.nodes_to_quantize and not self.names_all_nodes:
-            return "nodes_to_quantize"
-        if self.restricts_types and any(runs_float(self.target, op_type) for op_type in self.op_types):
-            return "op_types_to_quantize"
-        for key in ("TensorQuantOverrides", "BlockSize"):
-            if extra.get(key):
-                return f"extra_options['{key}']"
-        return "extra_options['ForceQuantizeNoInputCheck']" if self._forces_latent else None
+        extra, activation, weight = self.extra_options, self.activation_type, self.weight_type
+        latent = any(runs_float(self.target, op_type) for op_type in self.op_types)
+        options = (
+            (self.format in EXPORT_FORMATS, f"format='{self.format}'"),
+            (not self.widths.are_bytes, "the number of bits"),
+            (activation.tensor_type not in self.types.activations, f"activation_type=QuantType.{activation.name}"),
+            (weight.tensor_type not in self.types.weights, f"weight_type=QuantType.{weight.name}"),
+            (self.nodes_to_quantize and not self.names_all_nodes, "nodes_to_quantize"),
+            (self.restricts_types and latent, "op_types_to_quantize"),
+            *((extra.get(key), f"extra_options['{key}']") for key in ("TensorQuantOverrides", "BlockSize")),
+            (self._forces_latent, "extra_options['ForceQuantizeNoInputCheck']"),
+        )
+        return next((name for is_given, name in options if is_given), None) if self.stock_reason is None else None
 
     def is_requested(self, node: Any) -> bool:
         """Whether the caller names a node, or its type, that the target would leave float."""

@@ -173,18 +173,13 @@ def option_notes(request: Request) -> list[str]:
             if request.op_types_named
             else "operators that move bytes are quantized behind float nodes too"
         )
+    nothing = "it leaves out nothing that would be quantized, so it says nothing"
     if request.op_types_named:
-        effects["op_types_to_quantize"] = (
-            "no other operators are quantized"
-            if request.restricts_types
-            else "it leaves out nothing that would be quantized, so it says nothing"
-        )
+        only = "no other operators are quantized"
+        effects["op_types_to_quantize"] = only if request.restricts_types else nothing
     if request.nodes_to_quantize:
-        effects["nodes_to_quantize"] = (
-            "it leaves out nothing that would be quantized, so it says nothing"
-            if request.names_all_nodes
-            else "these nodes are quantized and no others"
-        )
+        only = "these nodes are quantized and no others"
+        effects["nodes_to_quantize"] = nothing if request.names_all_nodes else only
     for option, kind, why in (
         ("activation_type", request.activation_type, _why_float(request, request.activation_type.name, "activations")),
         ("weight_type", request.weight_type, _why_float(request, request.weight_type.name, "weights")),

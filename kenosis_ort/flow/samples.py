@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -122,6 +123,15 @@ _MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded a
 _FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
+class _Place(NamedTuple):
+    """A feed that was read ahead: its number in the spool and in the reader, digest and bytes."""
+
+    number: int
+    sample: int | None
+    digest: int
+    bytes: int
+
+
 class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     """Reads a reader once and keeps those feeds whose content has the least digests, within a budget.
 
@@ -161,11 +171,16 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         self._keep = keep
         self._budget = budget
         self._left: Iterator[Sample] = self._checked()
-        self._ahead = _Ahead(budget)
         self._ended = False
         self._count = 0
         self.last: Sample | None = None
         self.failure: Exception | None = None
+        self._forget_those_ahead()
+
+    def _forget_those_ahead(self) -> None:
+        """Begins anew with feeds that were read but not handed out yet; what does not fit into memory is on disk."""
+        self._spool, self._bytes_ahead = Spool(memory=self._budget), 0
+        self._ahead: deque[_Place] = deque()
 
     @property
     def feeds(self) -> list[Sample]:
@@ -184,37 +199,53 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def peek(self, count: int) -> list[Sample]:
         """The next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
-        while len(self._ahead) < count and self._ahead.bytes < self._budget and self._read_ahead():
+        while len(self._ahead) < count and self._bytes_ahead < self._budget and self._read_ahead():
             pass
-        return list(itertools.islice(self._ahead, count))
+        return self.ahead(range(min(count, len(self._ahead))))
 
     def foreseen(self, count: int) -> list[int] | None:
         """Indices, among feeds not handed out yet, of those that `some` will return once all are.
 
         Reads ahead for that; None where there is more data than can be put aside, or feeds were handed out.
         """
-        while self.last is None and self._ahead.bytes < _AHEAD * self._budget and self._read_ahead():
+        while self.last is None and self._bytes_ahead < _AHEAD * self._budget and self._read_ahead():
             pass
         if self.last is not None or not self._ended:
             return None
         cached = cached_samples.CachedSamples(self._keep, self._budget, copies=False)
-        for place, (digest, size) in enumerate(self._ahead.known):
-            cached.add(Sample({"": np.broadcast_to(np.uint8(0), size)}, place, digest))  # of its size, without data
+        for place, each in enumerate(self._ahead):
+            data = np.broadcast_to(np.uint8(0), each.bytes)  # of its size, without data
+            cached.add(Sample({"": data}, place, each.digest))
         return [sample.index for sample in cached.samples[:count] if sample.index is not None]
 
     def ahead(self, places: Sequence[int]) -> list[Sample]:
         """Some of the feeds that were read but not handed out yet, by their place among these."""
-        return [self._ahead[place] for place in places]
+        return [self._put_aside(self._ahead[place]) for place in places]
+
+    def _put_aside(self, place: _Place) -> Sample:
+        return Sample(self._spool[place.number], place.sample, place.digest)
 
     def _read_ahead(self) -> bool:
         """Puts the next feed aside; True if there was one."""
         feed = None if self._ended else self._read()
-        if feed is not None:
-            self._ahead.append(feed)
-        return feed is not None
+        if feed is None:
+            return False
+        size, digest = bytes_of(feed), cached_samples.digest_of(feed)
+        self._ahead.append(_Place(len(self._spool), feed.index, digest, size))
+        self._spool.append(feed)
+        self._bytes_ahead += size
+        return True
 
     def get_next(self) -> Sample | None:
-        feed = self._ahead.popleft() if self._ahead else self._read()
+        if self._ahead:
+            first = self._ahead.popleft()
+            feed: Sample | None = self._put_aside(first)
+            self._spool.release(first.number)
+            self._bytes_ahead -= first.bytes
+            if not self._ahead:
+                self._forget_those_ahead()
+        else:
+            feed = self._read()
         if feed is None:
             return None
         self.last = feed
@@ -224,7 +255,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
     def again(self) -> KeepingReader:
         """A reader that begins anew with the cached feeds, and goes on with those that were not handed out."""
         fresh = KeepingReader(self.reader, self._inputs, **self._settings)
-        fresh._left = itertools.chain(self.feeds, self._ahead, self._left)
+        fresh._left = itertools.chain(self.feeds, map(self._put_aside, self._ahead), self._left)
         return fresh
 
     def _read(self) -> Sample | None:
@@ -252,7 +283,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
 
     def set_range(self, start_index: int, end_index: int) -> None:
         self.reader.set_range(start_index=start_index, end_index=end_index)
-        self._ahead.clear()
+        self._forget_those_ahead()
         self._ended = False
         self._left = self._checked()
 
@@ -262,56 +293,6 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             number = feed.index if isinstance(feed, Sample) else self._count
             yield Sample(checked, number, cached_samples.feed_digest(checked))
             self._count += 1
-
-
-class _Ahead:
-    """Feeds that were read but not handed out yet, in their order; what does not fit into memory is on disk.
-
-    Args:
-        memory: Bytes to hold in memory.
-    """
-
-    def __init__(self, memory: int) -> None:
-        self._memory = memory
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets all of them."""
-        self._spool, self._first = Spool(memory=self._memory), 0
-        self._entries: list[tuple[int | None, int, int]] = []
-        self.bytes = 0
-
-    def append(self, feed: Sample) -> None:
-        """Puts a copy of a feed at the end."""
-        self._spool.append(feed)
-        size = bytes_of(feed)
-        self._entries.append((feed.index, cached_samples.digest_of(feed), size))
-        self.bytes += size
-
-    def popleft(self) -> Sample:
-        """The first of them, which is none of them any more."""
-        feed = self[0]
-        self._spool.release(self._first)
-        self._first += 1
-        self.bytes -= self._entries[self._first - 1][2]
-        if not len(self):
-            self.clear()
-        return feed
-
-    @property
-    def known(self) -> list[tuple[int, int]]:
-        """Digest and bytes of each."""
-        return [(digest, size) for _, digest, size in self._entries[self._first :]]
-
-    def __getitem__(self, place: int) -> Sample:
-        index, digest, _ = self._entries[self._first + place]
-        return Sample(self._spool[self._first + place], index, digest)
-
-    def __len__(self) -> int:
-        return len(self._entries) - self._first
-
-    def __iter__(self) -> Iterator[Sample]:
-        return map(self.__getitem__, range(len(self)))
 
 
 def feeds_wanted(request: Request) -> int:
@@ -332,15 +313,3 @@ def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = Fals
     if for_all or request.cache_path is not None:
         return max(feeds_wanted(request), cached_samples.MOST_FOR_PASSES)
     return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)
-
-
-def enough(feeds: Sequence[Mapping[str, Any]], *, rows: int, least: int) -> list[Mapping[str, Any]]:
-    """The first feeds that hold some number of rows, a batch counting as many; a least number of feeds."""
-    found: list[Mapping[str, Any]] = []
-    total = 0
-    for feed in feeds:
-        if total >= rows and len(found) >= least:
-            break
-        found.append(feed)
-        total += max((len(v) for v in feed.values() if isinstance(v, np.ndarray) and v.ndim > 0), default=1)
-    return found

@@ -248,40 +248,30 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
             return own
         return nearest(target.profiles, machine().features, saturates=target.data_types().saturates)
     profile = given if isinstance(given, HostProfile) else _named(target, given)
-    if profile.target != target.name:
-        raise OptionError(
-            f"host profile '{profile.name}' is of target '{profile.target}'",
-            where="host",
-            fix=f"target='{profile.target}', or a profile of '{target.name}'",
-        )
-    lacking = sorted(target.costs.kernels.keys() - profile.kernels.keys())
-    if lacking:
-        raise OptionError(
-            f"host profile '{profile.name}' lacks kernels: {', '.join(lacking[:5])}",
-            where="host",
-            fix="measure it with this version: kenosis-ort profile",
-        )
-    _check_architecture(profile, machine().features)
-    return profile
-
-
-def _check_architecture(profile: HostProfile, features: Sequence[str]) -> None:
-    """Refuses a profile whose processor takes other data types than those that the machine at hand decides."""
-    if not features:
-        return
-    if not profile.features:
-        raise OptionError(
-            f"host profile '{profile.name}' has an empty list of features: nothing says which processor it is of",
-            where="host",
-            fix="measure it on Linux, whose system lists them, or name a profile that comes with the target",
-        )
+    lacking = ", ".join(sorted(target.costs.kernels.keys() - profile.kernels.keys())[:5])
+    features = machine().features
     other, here = ("Arm" if processor_class(f) == ARM else "x86-64" for f in (profile.features, features))
-    if other != here:
-        raise OptionError(
-            f"host profile '{profile.name}' is of an {other} processor, and data types follow this one, of {here}",
-            where="host",
-            fix=f"a profile of an {here} processor, or leave host out",
-        )
+    for is_wrong, what, fix in (
+        (
+            profile.target != target.name,
+            f"is of target '{profile.target}'",
+            f"target='{profile.target}', or a profile of '{target.name}'",
+        ),
+        (lacking, f"lacks kernels: {lacking}", "measure it with this version: kenosis-ort profile"),
+        (
+            features and not profile.features,
+            "has an empty list of features: nothing says which processor it is of",
+            "measure it on Linux, whose system lists them, or name a profile that comes with the target",
+        ),
+        (
+            features and other != here,  # which takes other data types than those that this machine decides
+            f"is of an {other} processor, and data types follow this one, of {here}",
+            f"a profile of an {here} processor, or leave host out",
+        ),
+    ):
+        if is_wrong:
+            raise OptionError(f"host profile '{profile.name}' {what}", where="host", fix=fix)
+    return profile
 
 
 def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable:

@@ -18,7 +18,8 @@ from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import InputSpec
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
-from kenosis_ort.flow.samples import KeepingReader, enough, find_division
+from kenosis_ort.flow.finish import few_of
+from kenosis_ort.flow.samples import KeepingReader, find_division
 from kenosis_ort.passes.evaluator import Rows, some_of
 from kenosis_ort.runtime.session import counted
 from tests import models
@@ -71,14 +72,14 @@ def test_kept_feeds_are_copies() -> None:
     assert reader.feeds[0]["x"][0] == 0
 
 
-@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 100), st.integers(0, 4))
-def test_enough_rows(batches: list[int], rows: int, least: int) -> None:
+@given(st.lists(st.integers(1, 40), max_size=12))
+def test_few_samples_with_enough_rows(batches: list[int]) -> None:
     feeds = [{"x": np.zeros((n, 2), np.float32), "flag": np.array(True)} for n in batches]
-    found = enough(feeds, rows=rows, least=least)
-    assert found == feeds[: len(found)]
-    assert len(found) == len(feeds) or (sum(batches[: len(found)]) >= rows and len(found) >= least)
-    if len(found) > max(least, 1):
-        assert sum(batches[: len(found) - 1]) < rows
+    found, spread = few_of(feeds), feeds[:: max(1, -(-len(feeds) // 4))]
+    assert found == spread[: len(found)]
+    rows = [len(feed["x"]) for feed in found]
+    assert sum(rows[:-1]) < 32
+    assert sum(rows) >= 32 or len(found) == len(spread)
 
 
 @given(st.integers(0, 200), st.integers(1, 30), st.integers(1, 30), st.integers(0, 12))
