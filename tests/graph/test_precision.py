@@ -232,3 +232,21 @@ def test_bfloat16_becomes_float32():
 @pytest.mark.parametrize("kind", ["float16", "double"])
 def test_nothing_to_compute_is_nothing_to_convert(kind):
     assert compute_in_float32(net(f"({kind}[N,4] x) => ({kind}[N,4] y) {{ y = Relu(x) }}")) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("declared", "body", "kind"),
+    [
+        ("<float16[1,1] h = {15360}>", "m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+        ("", "h = Constant<value = float16[1,1] {15360}>() m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+        ("", "h = Cast<to = 10>(x) m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+        ("", "o = secret.Secret(x)", "float16"),
+    ],
+    ids=["stored", "constant", "attribute", "declared"],
+)
+def test_what_only_a_body_says_of_the_type_counts(declared, body, kind):
+    branch = f"() => ({kind}[4,4] o) {declared} {{ {body} }}"
+    text = f"""(float[4,4] x, bool c) => (float[4,4] y) {{ p = If(c) <then_branch = t {branch}, else_branch = e {branch}>
+    m = MatMul(p, p) y = Cast<to = 1>(m) }}"""
+    model = onnx.shape_inference.infer_shapes(net(text, opset=18, domains=("secret",)))
+    assert "computes in float16" in str(compute_in_float32(model)[1])
