@@ -211,6 +211,9 @@ def test_diff_tells_what_an_exclusion_changes_and_nothing_where_nothing_changed(
     assert len(lines) == len(other.diff(plan))
     everything = plan.diff(PlacementPlan(target.name))
     assert len(everything) == len(plan.by_edge) + len(plan.by_node)
+    wider = tuple(replace(d, dtype="int16") for d in plan.decisions)
+    grids = {f"{a.edge}: {a.grid} -> {b.grid}" for a, b in zip(plan.decisions, wider, strict=True)}
+    assert set(plan.diff(replace(plan, decisions=wider))) == grids
 
 
 @each_target

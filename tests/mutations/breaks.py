@@ -187,5 +187,16 @@ BREAKS = (
           "graph/test_states.py"),
     Break("graph/save.py", "        if had_data:\n            os.replace(previous, target)\n        raise",
           "        raise", "graph/test_save.py"),
+    Break("graph/precision.py", "    for graph in walk.all_graphs(model.graph):\n        for value in (*graph.input, *",
+          "    for graph in [model.graph]:\n        for value in (*graph.input, *", "graph/test_precision.py"),
+    Break("plan.py", "            elif a is not None and b is not None and a.grid != b.grid:", "            elif False:",
+          "contracts/test_targets.py"),
+    Break("fusing.py", "keep_types=True", "keep_types=False", "test_fusing.py"),
+    Break("placement/assignment.py", "    return found if len(found) < len(names) else {}", "    return found",
+          "placement/test_protection.py"),
+    Break("placement/absorption.py", "else min(x for x in lows", "else max(x for x in lows",
+          "placement/test_saturation.py"),
+    Break("demo/measurements.py", "(values.argmax(1) == digits.labels)", "(values.argmax(1) != digits.labels)",
+          "cli/test_demo.py"),
 )
 # fmt: on
