@@ -246,7 +246,7 @@ def test_nothing_to_compute_is_nothing_to_convert(kind):
 )
 def test_what_only_a_body_says_of_the_type_counts(declared, body, kind):
     branch = f"() => ({kind}[4,4] o) {declared} {{ {body} }}"
-    text = f"""(float[4,4] x, bool c) => (float[4,4] y) {{ p = If(c) <then_branch = t {branch}, else_branch = e {branch}>
-    m = MatMul(p, p) y = Cast<to = 1>(m) }}"""
+    text = f"""(float[4,4] x, bool c) => (float[4,4] y)
+    {{ p = If(c) <then_branch = t {branch}, else_branch = e {branch}> m = MatMul(p, p) y = Cast<to = 1>(m) }}"""
     model = onnx.shape_inference.infer_shapes(net(text, opset=18, domains=("secret",)))
     assert "computes in float16" in str(compute_in_float32(model)[1])
