@@ -189,7 +189,7 @@ BREAKS = (
           "        raise", "graph/test_save.py"),
     Break("graph/precision.py", "for graph in walk.all_graphs(model.graph):\n        for value in (*graph.input, *",
           "for graph in [model.graph]:\n        for value in (*graph.input, *", "graph/test_precision.py"),
-    Break("plan.py", "            elif a is not None and b is not None and a.grid != b.grid:", "            elif False:",
+    Break("plan.py", "elif a is not None and b is not None and a.grid != b.grid:", "elif False:",
           "contracts/test_targets.py"),
     Break("fusing.py", "keep_types=True", "keep_types=False", "test_fusing.py"),
     Break("placement/assignment.py", "    return found if len(found) < len(names) else {}", "    return found",
