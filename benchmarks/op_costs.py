@@ -4,7 +4,7 @@ Small nets of one kind of node are timed in both forms, one thread: chains of tw
 four nodes and nothing else; where a node cannot stand behind itself the runtime's profile tells its time. For every
 class of kernel the coefficients of `kenosis_ort.targets.profile.KernelCost` are fitted to the times, none below zero,
 each measurement weighted by its own size. ``kenosis-ort profile`` measures the host profiles of ``ort-cpu``;
-``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/__init__.py`` began with.
+``--target ort-web`` measures in Node what ``kenosis_ort/targets/ort_web/costs.json`` began with.
 
     python benchmarks/op_costs.py                       # a few minutes
     python benchmarks/op_costs.py --cases --only conv   # each measurement, beside the fitted time
@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -316,10 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.cases:
         show(samples, fitted)
     print(f"# {machine().cpu}; a run besides its kernels: {run:.1f} us")
-    for name, (of_float, of_integer) in fitted.items():
-        cells = ["None" if c is None else f"K({c.fixed:g}, {c.product:g}, {c.element:g}, {c.piece:g})"
-                 for c in (of_float, of_integer)]  # fmt: skip
-        print(f'        "{name}": ({cells[0]}, {cells[1]}),')
+    for name, costs in fitted.items():  # as a host profile has them
+        forms = zip(("float", "integer"), costs, strict=True)
+        print(f'"{name}":', json.dumps({form: None if cost is None else asdict(cost) for form, cost in forms}))
     if args.json:
         rows = [{"class": s.work.shape_class, "label": s.label, "work": vars(s.work), "float_us": s.float_us,
                  "integer_us": s.integer_us} for s in samples]  # fmt: skip

@@ -17,6 +17,7 @@ from kenosis_ort.bench.inputs import ModelSource, candidates
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
 from kenosis_ort.graph.outside import weight_bytes
+from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
 from kenosis_ort.runtime.session import Session, open_session, session_options
 from kenosis_ort.storage.writing import Scratch
@@ -64,8 +65,7 @@ def profile_ops(
     if not samples:
         raise CalibrationError("there is no feed to profile with", fix="give at least one feed")
     with Scratch("profile") as scratch:
-        names = _Names()
-        opened = names.tagged(model, scratch)
+        opened, graph = _tagged(model, scratch)
         options = session_options(threads=threads, spinning=True)
         options.enable_profiling = True
         options.profile_file_prefix = str(scratch / "ort")
@@ -81,8 +81,7 @@ def profile_ops(
     found = []
     for name, times in taken.items():
         counted = times[warmup * len(times) // (warmup + timed) :]
-        node, op_type = names.source(name, kernels[name])
-        found.append(OpTime(node, op_type or kernels[name], kernels[name], _quantile(counted, quantile)))
+        found.append(OpTime(*_source_of(name, kernels[name], graph), kernels[name], _quantile(counted, quantile)))
     return tuple(found)
 
 
@@ -120,64 +119,38 @@ def _quantile(times: Sequence[float], share: float) -> float:
     return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
-class _Names:
-    """Source node behind the runtime's name of a kernel."""
+def _tagged(model: ModelSource, folder: Path) -> tuple[str | bytes, SourceGraph | None]:
+    """Model that the runtime opens, with nodes named by tokens, and its index; too large a one unchanged, without."""
+    opened = candidates(model)[0].openable(folder / "model")
+    source = model if isinstance(model, onnx.ModelProto) else None
+    if isinstance(opened, bytes) and source is None:
+        source = parse_model(opened)
+    elif isinstance(opened, str):
+        source = load_model(opened, ask_runtime=False).proto
+    if source is None:
+        return opened, None
+    copy = tag(source)
+    return candidates(copy.proto)[0].openable(folder / "tagged"), SourceGraph(copy.proto, labels=copy.labels)
 
-    def __init__(self) -> None:
-        self._labels: tuple[str, ...] = ()
-        self._op_types: tuple[str, ...] = ()
-        self._by_value: dict[str, int] = {}
-        self._first_inputs: dict[int, str] = {}
 
-    def tagged(self, model: ModelSource, folder: Path) -> str | bytes:
-        """Model that the runtime opens: with nodes named by tokens, or unchanged where it is too large."""
-        opened = candidates(model)[0].openable(folder / "model")
-        source = model if isinstance(model, onnx.ModelProto) else None
-        if isinstance(opened, bytes) and source is None:
-            source = parse_model(opened)
-        elif isinstance(opened, str):
-            source = load_model(opened, ask_runtime=False).proto
-        if source is None:
-            return opened
-        copy = tag(source)
-        self._labels = copy.labels
-        self._op_types = tuple(node.op_type for node in source.graph.node)
-        self._by_value = {
-            name: token
-            for node in copy.proto.graph.node
-            for name in node.output
-            if (token := token_of(node.name)) is not None
-        }
-        self._first_inputs = {
-            token: next(iter(node.input), "")
-            for node in copy.proto.graph.node
-            if (token := token_of(node.name)) is not None
-        }
-        return candidates(copy.proto)[0].openable(folder / "tagged")
+def _source_of(name: str, kernel: str, graph: SourceGraph | None) -> tuple[str, str]:
+    """The name and the operator type of a kernel's source node; of one without its own name and type.
 
-    def source(self, name: str, kernel: str) -> tuple[str, str]:
-        """The source node's name and operator type; the name given and nothing for a kernel without one.
-
-        The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that
-        the kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
-        """
-        token = token_of(name)
-        if token is None:
-            token = self._above(self._by_value.get(name.removesuffix(_NCHWC)), base_op(kernel))
-        if token is None or token >= len(self._op_types):
-            return name if token is None else self._labels[token], ""
-        return self._labels[token], self._op_types[token]
-
-    def _above(self, token: int | None, op_type: str) -> int | None:
-        """The nearest node of a type at or before a node, the node itself where there is none."""
-        found = token
+    The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that the
+    kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
+    """
+    if graph is None:
+        return name, kernel
+    token = token_of(name)
+    node = graph.producer.get(name.removesuffix(_NCHWC)) if token is None else graph.nodes[token]
+    if token is None:
+        above = node
         for _ in range(_CHAIN_LIMIT):
-            if found is None or found >= len(self._op_types):
-                return token
-            if self._op_types[found] == op_type:
-                return found
-            found = self._by_value.get(self._first_inputs.get(found, ""))
-        return token
+            if above is not None and above.proto.op_type == base_op(kernel):
+                node = above
+                break
+            above = None if above is None else graph.producer.get(next(iter(above.proto.input), ""))
+    return (name, kernel) if node is None else (node.label, node.proto.op_type)
 
 
 def _run(session: Session, feeds: Sequence[Mapping[str, Any]], *, warmup: int, runs: int, budget_s: float) -> int:

@@ -69,7 +69,7 @@ def verify(arguments: argparse.Namespace, screen: Screen) -> bool:
         lambda: {"verdict": evidence.fusion_verdict(fusion), **facts},
         lambda: render_fusion(fusion, losses=losses, full=arguments.full),
     )
-    is_short = fusion.clipping() or not all(k.integer for k in evidence.heavy_kernels(fusion))
+    is_short = fusion.clipping() or not all(k.integer for k in fusion.heavy())
     return bool(arguments.strict and is_short)
 
 

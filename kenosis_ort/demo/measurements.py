@@ -21,7 +21,7 @@ from kenosis_ort.accuracy.outputs import sqnr_db
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench import bench
 from kenosis_ort.report import QuantizationReport
-from kenosis_ort.report.evidence import fusion_verdict, heavy_kernels
+from kenosis_ort.report.evidence import fusion_verdict
 from kenosis_ort.report.text import format_bytes, make_table, render_fusion
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import Scratch
@@ -304,5 +304,5 @@ def _table(
 
 
 def _integer_count(fusion: FusionReport) -> str:
-    heavy = heavy_kernels(fusion)
+    heavy = fusion.heavy()
     return f"{sum(k.integer for k in heavy)} of {len(heavy)}"

@@ -152,9 +152,10 @@ class _Forms:
         few = any(each.few_rows for each in found)
         forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
-        made = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
-        times: dict[str, Any] = {"float_milliseconds": made.float_milliseconds, "seconds": made.seconds}
-        return self._delivery(made.taken, made.model, self._summary(made.steps, notes, basis=str(made.basis), **times))
+        model, kept = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
+        assert kept.taken is not None  # the float model at last
+        speed = replace(kept, tune=request.speed.tune, notes=tuple(notes))
+        return self._delivery(kept.taken.name, model, speed)
 
     def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
         """Speed of a form that the caller asked for: the float model does not take its place."""
@@ -163,7 +164,7 @@ class _Forms:
         if (c := found.comparison) is None:
             return self._summary(())
         reason = f"{c.ratio:.2f}x of the float model's speed ({c.low:.2f} to {c.high:.2f}), measured"
-        taken = promise.Step(INT8, "int8 as asked for", promise.FormStatus.TAKEN, reason, c, found.milliseconds)
+        taken = promise.record_of(INT8, "int8 as asked for", promise.FormStatus.TAKEN, reason, c, found.milliseconds)
         return self._summary((taken,), basis="measured", float_milliseconds=found.reference_milliseconds)
 
     def as_recorded(self, choice: SpeedChoice) -> Delivery | None:
@@ -173,7 +174,7 @@ class _Forms:
         if form is None or model is None:
             return None
         reason = "as the recipe says; nothing was timed"
-        recorded = promise.Step(form.name, form.description, promise.FormStatus.TAKEN, reason)
+        recorded = promise.record_of(form.name, form.description, promise.FormStatus.TAKEN, reason)
         return self._delivery(form.name, model, self._summary((recorded,)))
 
     def by_table(self, why: str, notes: Sequence[str]) -> Delivery:
@@ -195,8 +196,8 @@ class _Forms:
         if not is_faster:
             taken, other, besides = stays, promise.FormStatus.TAKEN, "the float model stays as it is"
         steps = (
-            promise.Step(planned.name, planned.description, status, reason),
-            promise.Step(stays.name, stays.description, other, besides),
+            promise.record_of(planned.name, planned.description, status, reason),
+            promise.record_of(stays.name, stays.description, other, besides),
         )
         model = taken.build()
         assert model is not None  # the planned form is built, the float model is there
@@ -225,11 +226,9 @@ class _Forms:
         in_float = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), costs)
         return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
 
-    def _summary(self, steps: Sequence[promise.Step], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
+    def _summary(self, records: Sequence[SpeedCandidate], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:
         speed = self._request.speed
-        return SpeedSummary(
-            tuple(map(_candidate, steps)), threads=speed.threads, tune=speed.tune, notes=tuple(notes), **more
-        )
+        return SpeedSummary(tuple(records), threads=speed.threads, tune=speed.tune, notes=tuple(notes), **more)
 
     def _delivery(self, name: str, model: onnx.ModelProto, speed: SpeedSummary) -> Delivery:
         """The build to write once a candidate is chosen."""
@@ -255,13 +254,6 @@ def _least_us(model: onnx.ModelProto, setup: races.RaceSetup) -> float:
         if least > 50 * TINY_US:
             break
     return least
-
-
-def _candidate(step: promise.Step) -> SpeedCandidate:
-    c = step.comparison
-    ratio, low, high, verdict = (None, None, None, "") if c is None else (c.ratio, c.low, c.high, str(c.verdict))
-    status, ms, took = str(step.status), step.milliseconds, step.seconds
-    return SpeedCandidate(step.name, step.description, status, step.reason, ratio, low, high, verdict, ms, took)
 
 
 def _ends(build: Build) -> list[tuple[str, tuple[str, ...]]]:

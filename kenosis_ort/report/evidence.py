@@ -266,14 +266,9 @@ _NAMED = 3
 _IN_BLOCKS: Final = frozenset({"MatMulNBits", "GatherBlockQuantized"})
 
 
-def heavy_kernels(fusion: FusionReport) -> tuple[KernelReport, ...]:
-    """The kernels of the nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
-    return tuple(k for k in fusion.kernels if k.op_type in having(Is.HEAVY) and k.status != "removed")
-
-
 def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> str:
     """The outcome of a fusion proof in one sentence, compared with the plan if there is one."""
-    heavy = heavy_kernels(fusion)
+    heavy = fusion.heavy()
     blocks = sum(k.op_type in _IN_BLOCKS for k in fusion.kernels)
     weights = f"{blocks} layers and embeddings have weights in blocks, with float data" if blocks else ""
     recurrent = Counter(k.op_type for k in fusion.kernels if k.op_type in having(Is.RECURRENT) and not k.integer)
@@ -283,7 +278,7 @@ def fusion_verdict(fusion: FusionReport, plan: PlacementPlan | None = None) -> s
     integer = sum(k.integer for k in heavy)
     text = f"{integer} of {len(heavy)} Conv/Gemm/MatMul run on integer kernels{floats}"
     text += f"; {weights}" if weights else ""
-    broken = 0 if plan is None else len(left_float(fusion, plan))
+    broken = 0 if plan is None else len(fusion.avoidable(plan))
     if broken:
         return f"{text}; {broken} planned as integer run in float, see the table."
     if plan and integer < len(heavy):
@@ -303,13 +298,6 @@ def processors_line(fusion: FusionReport, losses: Sequence[ClippingLoss] = ()) -
     others = ", ".join(p.name for p in fusion.processors if not p.exact)
     what = f"products of 8-bit weights clip on {others}: layers (channels) {named}{more}"
     return "; ".join([what, *map(str, losses)])
-
-
-def left_float(fusion: FusionReport, plan: PlacementPlan) -> tuple[KernelReport, ...]:
-    """The nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
-    planned = set(plan.integer_nodes())
-    running = ("float", "absorbed")
-    return tuple(k for k in fusion.kernels if k.node in planned and not k.integer and k.status in running)
 
 
 # What the caller can do about a float node, by the plan's rule. A rule that is not here has no remedy but another net.

@@ -15,7 +15,7 @@ from kenosis_ort.options import Stages
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict, left_float
+from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, plain, to_data
 from kenosis_ort.storage.writing import check_apart, write_text
@@ -182,7 +182,7 @@ class QuantizationReport:
 
     def left_float(self) -> tuple[KernelReport, ...]:
         """The nodes that the plan calls integer and the runtime runs in float (empty is the goal)."""
-        return () if self.fusion is None else left_float(self.fusion, self.plan)
+        return () if self.fusion is None else self.fusion.avoidable(self.plan)
 
     @property
     def processors(self) -> tuple[ProcessorClass, ...]:

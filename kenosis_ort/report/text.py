@@ -127,11 +127,7 @@ def render_fusion(
     full: bool = False,
 ) -> RenderableType:
     """A fusion proof for a rich console; compared with the plan if there is one."""
-    broken = (
-        bool(evidence.left_float(fusion, plan))
-        if plan is not None
-        else any(not k.integer for k in evidence.heavy_kernels(fusion))
-    )
+    broken = any(not k.integer for k in fusion.heavy()) if plan is None else bool(fusion.avoidable(plan))
     return Group(
         _verdict(evidence.fusion_verdict(fusion, plan), good=not broken),
         Text(f"asked: {fusion.runtime} {fusion.runtime_version}, all optimizations", style="dim"),
@@ -213,12 +209,10 @@ def _fusion_tables(
         blocks.append(Text(f"added by the runtime: {extra}", style="dim"))
     if line := evidence.processors_line(fusion, losses):
         blocks.append(Text(line, style="yellow" if fusion.clipping() else "dim"))
-    silent = [k.node for k in fusion.kernels if k.silently_quantized]
-    if silent:
+    if silent := [k.node for k in fusion.silently_quantized()]:
         blocks.append(Text(f"float weights that the runtime quantizes by itself: {', '.join(silent)}", style="yellow"))
-    floats = [k for k in fusion.kernels if k.status == "float"]
-    if floats:
-        planned = {k.node for k in evidence.left_float(fusion, plan)} if plan is not None else set()
+    if floats := fusion.float_nodes():
+        planned = set() if plan is None else {k.node for k in fusion.avoidable(plan)}
         blocks.append((_float_nodes if full else _float_groups)(floats, planned))
     return Group(*blocks)
 

@@ -202,9 +202,13 @@ class FusionReport:
         """Number of kernels by type that execute source nodes, most frequent first."""
         return dict(Counter(k.kernel for k in self.kernels if k.kernel and k.absorbed_into is None).most_common())
 
+    def heavy(self) -> tuple[KernelReport, ...]:
+        """The nodes that carry the arithmetic, Conv, Gemm and MatMul, unless computed at load."""
+        return tuple(k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED)
+
     def integer_share(self) -> float:
         """The share of Conv, Gemm and MatMul that run on integer kernels, 0..1; 1.0 if there are none."""
-        heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
+        heavy = self.heavy()
         return sum(k.integer for k in heavy) / len(heavy) if heavy else 1.0
 
     def float_nodes(self) -> tuple[KernelReport, ...]:
@@ -228,15 +232,9 @@ class FusionReport:
         return tuple(k for k in self.kernels if k.silently_quantized)
 
     def avoidable(self, plan: PlacementPlan) -> tuple[KernelReport, ...]:
-        """The nodes that the plan calls integer and that run in float."""
-        return tuple(
-            k
-            for k in self.kernels
-            if not k.integer
-            and k.status in (Status.FLOAT, Status.ABSORBED)
-            and (decision := plan.by_node.get(k.node)) is not None
-            and decision.kind is Kind.INTEGER
-        )
+        """The nodes that the plan calls integer and that run in float (empty is the goal)."""
+        planned, running = set(plan.integer_nodes()), (Status.FLOAT, Status.ABSORBED)
+        return tuple(k for k in self.kernels if k.node in planned and not k.integer and k.status in running)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -254,7 +252,7 @@ class FusionReport:
         return of_data(cls, data)
 
     def __str__(self) -> str:
-        heavy = [k for k in self.kernels if k.op_type in HEAVY_OPS and k.status is not Status.REMOVED]
+        heavy = self.heavy()
         share = f"{sum(k.integer for k in heavy)} of {len(heavy)} Conv/Gemm/MatMul on integer kernels"
         counts = ", ".join(f"{n} {status}" for status, n in self.counts().items())
         lines = [f"{self.runtime} {self.runtime_version}: {share}; nodes: {counts}"]

@@ -26,6 +26,7 @@ import onnx
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
+from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.tuning.races import Race, RaceSetup, race
 
 _log = logging.getLogger(__name__)
@@ -132,62 +133,22 @@ class FormStatus(str, Enum):
         return self.value
 
 
-_REFUSED: Final = (FormStatus.SLOWER, FormStatus.UNDECIDED, FormStatus.DROPPED)
+def record_of(
+    name: str,
+    description: str,
+    status: FormStatus,
+    reason: str,
+    comparison: SpeedComparison | None = None,
+    milliseconds: float | None = None,
+    seconds: float = 0.0,
+) -> SpeedCandidate:
+    """The report's record of a form, with its speed relative to the float model where it was timed."""
+    c = comparison
+    ratio, low, high, verdict = (None, None, None, "") if c is None else (c.ratio, c.low, c.high, str(c.verdict))
+    return SpeedCandidate(name, description, str(status), reason, ratio, low, high, verdict, milliseconds, seconds)
+
+
 _UNKNOWN: Final = (FormStatus.UNDECIDED, FormStatus.UNTIMED)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One form's record.
-
-    Attributes:
-        name: Of the form.
-        description: Of the form.
-        status: What became of it.
-        reason: Why, in one sentence.
-        comparison: Its speed relative to the float model; None if it was not timed.
-        milliseconds: Median time of a run; None if it was not timed.
-        seconds: What building, checking and timing it took.
-    """
-
-    name: str
-    description: str
-    status: FormStatus
-    reason: str
-    comparison: SpeedComparison | None = None
-    milliseconds: float | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The form to deliver, and why.
-
-    Attributes:
-        model: The model that was taken.
-        taken: Name of its form.
-        steps: All candidates, in order.
-        basis: What that rests on.
-        float_milliseconds: Median time of a run of the float model; None if nothing was timed.
-        seconds: What it took.
-    """
-
-    model: onnx.ModelProto
-    taken: str
-    steps: tuple[Step, ...]
-    basis: Basis
-    float_milliseconds: float | None
-    seconds: float
-
-    @property
-    def step(self) -> Step:
-        """The record of the form that was taken."""
-        return next(step for step in self.steps if step.status is FormStatus.TAKEN)
-
-    def __str__(self) -> str:
-        gone = [f"{s.description}: {s.reason}" for s in self.steps if s.status in _REFUSED]
-        before = f" ({'; '.join(gone)})" if gone else ""
-        return f"{self.step.description}: {self.step.reason}{before}"
 
 
 def keep_promise(
@@ -199,7 +160,7 @@ def keep_promise(
     usable: Usable | None = None,
     quality: Quality | None = None,
     further: Sequence[RaceSetup] = (),
-) -> Outcome:
+) -> tuple[onnx.ModelProto, SpeedSummary]:
     """Takes the first form that is not slower than the float model, or one that challenges it with success.
 
     Args:
@@ -213,6 +174,9 @@ def keep_promise(
             `LEAST_SQNR_DB` against the float model.
         quality: Returns the least signal-to-noise ratio of a model's outputs in dB; by default over two feeds.
         further: Setups of other scenarios; a form is to be slower in none.
+
+    Returns:
+        The model that was taken, and the record of all candidates, with what the choice rests on.
 
     Raises:
         VerificationError: The float model does not run.
@@ -233,8 +197,8 @@ class _Trial:
     """What became of a form.
 
     Attributes:
-        status: As in `Step`.
-        reason: As there.
+        status: What became of it.
+        reason: Why, in one sentence.
         raced: The race against the float model, if there was one.
         model: The model of a form that is taken.
         basis: What that rests on.
@@ -272,8 +236,8 @@ class _Ladder:
         self._clock = setups[0].budget
         self._begin = self._clock()
         self._deadline = self._begin + budget_s
-        self._steps: list[Step] = []
-        self._taken: tuple[Step, _Trial] | None = None
+        self._records: list[SpeedCandidate] = []
+        self._taken: tuple[SpeedCandidate, _Trial] | None = None
         self._taken_db: float | None = None
         self._enough = False
         self._float_ms: float | None = None
@@ -286,31 +250,32 @@ class _Ladder:
         comparison = None if trial.raced is None else trial.raced.comparison
         milliseconds = None if trial.raced is None else trial.raced.milliseconds
         took = self._clock() - start
-        step = Step(form.name, form.description, trial.status, trial.reason, comparison, milliseconds, took)
+        record = record_of(form.name, form.description, trial.status, trial.reason, comparison, milliseconds, took)
         if trial.status is FormStatus.TAKEN:
-            self._enough = not self._steps and comparison is not None and comparison.ratio >= ENOUGH
-            self._taken, self._taken_db = (step, trial), None
+            self._enough = not self._records and record.ratio is not None and record.ratio >= ENOUGH
+            self._taken, self._taken_db = (record, trial), None
             if before is not None:
-                outrun = replace(before[0], status=FormStatus.OUTRUN, reason=f"{form.name} has {trial.gain}")
-                self._steps[self._steps.index(before[0])] = outrun
-        self._steps.append(step)
+                outrun = replace(before[0], status=str(FormStatus.OUTRUN), reason=f"{form.name} has {trial.gain}")
+                self._records[self._records.index(before[0])] = outrun
+        self._records.append(record)
 
-    def outcome(self) -> Outcome:
-        """The form to deliver, with the record of all candidates."""
+    def outcome(self) -> tuple[onnx.ModelProto, SpeedSummary]:
+        """The model to deliver, with the record of all candidates."""
         if self._taken is None or self._taken[1].model is None:
             raise VerificationError(
-                f"not even the float model can be delivered: {self._steps[-1].reason}",
+                f"not even the float model can be delivered: {self._records[-1].reason}",
                 fix="check the float model in onnxruntime alone",
             )
-        step, trial = self._taken
-        doubted = step.comparison is None and any(each.status in _UNKNOWN for each in self._steps)
-        basis, seconds = Basis.UNDECIDED if doubted else trial.basis, self._clock() - self._begin
+        record, trial = self._taken
+        doubted = record.ratio is None and any(each.status in _UNKNOWN for each in self._records)
+        basis, seconds = str(Basis.UNDECIDED if doubted else trial.basis), self._clock() - self._begin
         assert trial.model is not None
-        return Outcome(trial.model, step.name, tuple(self._steps), basis, self._float_ms, seconds)
+        found = SpeedSummary(tuple(self._records), basis, self._float_ms, self._setups[0].threads, seconds=seconds)
+        return trial.model, found
 
-    def _trial(self, form: Form, taken: tuple[Step, _Trial] | None, *, late: bool) -> _Trial:
+    def _trial(self, form: Form, taken: tuple[SpeedCandidate, _Trial] | None, *, late: bool) -> _Trial:
         if taken is None:
-            timed = any(step.comparison is not None for step in self._steps)
+            timed = any(record.ratio is not None for record in self._records)
             if timed and late and not form.is_float:
                 return _Trial(FormStatus.UNTIMED, "the time for measuring was over")
             return self._against_float(form)
@@ -350,7 +315,7 @@ class _Ladder:
         assert worst is not None, "there is a scenario"
         return _decided(form, model, worst, where)
 
-    def _against_taken(self, form: Form, taken: Step, trial: _Trial) -> _Trial:
+    def _against_taken(self, form: Form, taken: SpeedCandidate, trial: _Trial) -> _Trial:
         """Races a form against the one that is taken, which gives way where it is slower and computes no better."""
         assert trial.model is not None
         try:
@@ -379,7 +344,7 @@ class _Ladder:
 
     def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, setup: RaceSetup, border: float) -> Race:
         budget = max(_SHARE * (self._deadline - self._clock()) / len(self._setups), 0.0)
-        return race(reference, model, setup, budget_s=budget, border=border, seed=len(self._steps))
+        return race(reference, model, setup, budget_s=budget, border=border, seed=len(self._records))
 
 
 def _decided(form: Form, model: onnx.ModelProto, raced: Race, where: str) -> _Trial:

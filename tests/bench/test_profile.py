@@ -29,6 +29,14 @@ def test_every_conv_is_timed_once_under_its_own_name(tmp_path: Path):
     assert {t.node for t in profile_ops(tmp_path / "m.onnx", few, runs=1)} == {t.node for t in times}
 
 
+def test_kernels_behind_and_inside_a_body_are_told_by_their_nodes():
+    model = models.net_with_if()
+    told = {t.node: t.op_type for t in profile_ops(model, feeds(model, 1), runs=1)}
+    nodes = {n.name: n.op_type for n in model.graph.node} | {"then_tanh": "Tanh", "else_neg": "Neg"}
+    assert {name: nodes[name] for name in told if name in nodes} == {n: op for n, op in told.items() if n in nodes}
+    assert {"conv0", "conv1", "else_neg"} <= set(told)
+
+
 def test_at_least_one_run_counts():
     model = models.mlp()
     assert profile_ops(model, feeds(model, 1), runs=50, budget_s=0.0)

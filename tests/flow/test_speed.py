@@ -15,8 +15,9 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort import KenosisWarning, QuantizationReport, Recipe, quantize_static
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.timed_feeds import scenarios
+from kenosis_ort.report import SpeedCandidate, SpeedSummary
 from kenosis_ort.tuning import promise
-from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus, Outcome, Step
+from kenosis_ort.tuning.promise import Basis, Estimate
 from tests import models
 from tests.flow.support import QDQ, make, quantized, run
 from tests.models import FeedReader
@@ -149,10 +150,10 @@ def test_the_default_call(tmp_path: Path, net: Callable[..., onnx.ModelProto], s
 def deciding(form: str) -> Any:
     """A promise whose clock makes one form the first that is not slower."""
 
-    def decided(_: Any, candidates: Any, *args: Any, **kwargs: Any) -> Outcome:
+    def decided(_: Any, candidates: Any, *args: Any, **kwargs: Any) -> tuple[Any, SpeedSummary]:
         candidate = next(each for each in candidates if each.name == form)
-        step = Step(form, candidate.description, FormStatus.TAKEN, "fast")
-        return Outcome(candidate.build(), form, (step,), Basis.MEASURED, 1.0, 1.0)
+        record = SpeedCandidate(form, candidate.description, "taken", "fast")
+        return candidate.build(), SpeedSummary((record,), str(Basis.MEASURED), 1.0)
 
     return decided
 

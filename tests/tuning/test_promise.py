@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import onnx
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.report import SpeedSummary
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.races import RaceSetup
 from tests import models
@@ -24,13 +27,19 @@ def form(name: str) -> Form:
     return Form(name, f"form {name}", lambda: net(name))
 
 
-def consider(stadium: FakeStadium, candidates: list[Form], *, budget_s: float = 100.0, usable=lambda model: None,
-          quality=None):  # fmt: skip
-    return keep_promise(net("float"), candidates, stadium.setup(), budget_s=budget_s, usable=usable, quality=quality)
+def deliver(stadium: FakeStadium, candidates: Sequence[Form], **more: Any) -> tuple[str, SpeedSummary]:
+    """The name of the model that is delivered, and the record."""
+    how = {"budget_s": 100.0, "usable": lambda model: None, **more}
+    model, found = keep_promise(net("float"), candidates, stadium.setup(), **how)
+    return model.graph.name, found
 
 
-def statuses(outcome) -> dict[str, FormStatus]:
-    return {step.name: step.status for step in outcome.steps}
+def consider(stadium: FakeStadium, candidates: Sequence[Form], **more: Any) -> SpeedSummary:
+    return deliver(stadium, candidates, **more)[1]
+
+
+def statuses(found: SpeedSummary) -> dict[str, str]:
+    return {record.name: record.status for record in found.candidates}
 
 
 def test_a_faster_plan_is_taken_and_nothing_else_is_built():
@@ -38,26 +47,25 @@ def test_a_faster_plan_is_taken_and_nothing_else_is_built():
         raise AssertionError("built")
 
     stadium = FakeStadium({"float": 0.02, "int8": 0.01})
-    outcome = consider(stadium, [form("int8"), Form("weights", "weight-only", never), FLOAT_FORM])
-    assert outcome.taken == "int8"
-    assert outcome.model.graph.name == "int8"
-    assert statuses(outcome) == {"int8": FormStatus.TAKEN, "weights": FormStatus.SPARE, "fp32": FormStatus.SPARE}
-    assert outcome.step.comparison.verdict is Verdict.FASTER
-    assert outcome.step.milliseconds == pytest.approx(10)
-    assert outcome.float_milliseconds == pytest.approx(20)
-    assert outcome.basis is Basis.MEASURED
-    assert "2.00x" in str(outcome)
+    name, found = deliver(stadium, [form("int8"), Form("weights", "weight-only", never), FLOAT_FORM])
+    assert name == found.taken.name == "int8"
+    assert statuses(found) == {"int8": FormStatus.TAKEN, "weights": FormStatus.SPARE, "fp32": FormStatus.SPARE}
+    assert found.taken.verdict == "faster"
+    assert found.taken.milliseconds == pytest.approx(10)
+    assert found.float_milliseconds == pytest.approx(20)
+    assert found.basis == Basis.MEASURED
+    assert "2.00x" in found.sentence()
 
 
 def test_a_slower_plan_gives_way_to_the_best_of_the_others():
     stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "fair": 0.0097, "best": 0.007, "less": 0.008})
     names = ["int8", "regions", "fair", "best", "less"]
     outcome = consider(stadium, [*(form(n) for n in names), FLOAT_FORM], quality=lambda model: 30.0)
-    assert outcome.taken == "best"
-    assert [str(step.status) for step in outcome.steps] == ["slower", "slower", "outrun", "taken", "spare", "spare"]
-    assert outcome.steps[0].comparison.ratio == pytest.approx(0.5)
-    assert outcome.step.comparison.ratio == pytest.approx(10 / 7)
-    assert "only 0.50x" in str(outcome)
+    assert outcome.taken.name == "best"
+    assert [record.status for record in outcome.candidates] == ["slower", "slower", "outrun", "taken", "spare", "spare"]
+    assert outcome.candidates[0].ratio == pytest.approx(0.5)
+    assert outcome.taken.ratio == pytest.approx(10 / 7)
+    assert "only 0.50x" in outcome.candidates[0].reason
 
 
 def test_a_plan_that_is_hardly_faster_is_held_against_the_others_too():
@@ -69,14 +77,14 @@ def test_a_plan_that_is_hardly_faster_is_held_against_the_others_too():
         [*map(form, ("int8", "weights", "coarse")), FLOAT_FORM],
         quality=lambda model: loss[model.graph.name],
     )
-    assert outcome.taken == "weights"
-    assert "dB less" in outcome.steps[2].reason
+    assert outcome.taken.name == "weights"
+    assert "dB less" in outcome.candidates[2].reason
     assert "coarse" not in stadium.opened, "what it computes is asked before its speed"
 
 
 def test_a_plan_that_is_clearly_faster_is_not_held_against_the_others():
     stadium = FakeStadium({"float": 0.0115, "int8": 0.01, "weights": 0.007})
-    assert consider(stadium, [form("int8"), form("weights"), FLOAT_FORM]).taken == "int8"
+    assert consider(stadium, [form("int8"), form("weights"), FLOAT_FORM]).taken.name == "int8"
     assert "weights" not in stadium.opened
 
 
@@ -98,18 +106,17 @@ def test_a_rung_that_fails_is_dropped_and_named():
     ]
     stadium = FakeStadium({"float": 0.01, "unloadable": RuntimeError("NOT_IMPLEMENTED"), "wrong": 0.001, "good": 0.005})
     outcome = consider(stadium, candidates, usable=lambda m: "only 3 dB" if m.graph.name == "wrong" else None)
-    assert outcome.taken == "good"
-    steps = {step.name: step for step in outcome.steps}
+    assert outcome.taken.name == "good"
+    steps = {record.name: record for record in outcome.candidates}
     assert steps["broken"].reason == "it cannot be built: the bias is off"
     assert steps["buggy"].reason == "it cannot be built: KeyError: 'scale'"
-    assert steps["absent"].status is FormStatus.ABSENT
+    assert steps["absent"].status == FormStatus.ABSENT
     assert "NOT_IMPLEMENTED" in steps["unloadable"].reason
     assert steps["wrong"].reason == "only 3 dB"
-    assert all(steps[n].status is FormStatus.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
-    assert "form wrong: only 3 dB" in str(outcome)
+    assert all(steps[n].status == FormStatus.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
     assert "wrong" not in stadium.opened
     checked = [Form("wrong", "", lambda: net("wrong"), checked=True), FLOAT_FORM]
-    assert consider(stadium, checked, usable=lambda _: "never asked").taken == "wrong"
+    assert consider(stadium, checked, usable=lambda _: "never asked").taken.name == "wrong"
 
 
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
@@ -117,17 +124,17 @@ def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
     for seed in range(10):
         stadium = FakeStadium({"float": 0.01, "int8": 0.0105}, spread=0.5, seed=seed)
         outcome = consider(stadium, [form("int8"), FLOAT_FORM])
-        if outcome.basis is Basis.MEASURED:
+        if outcome.basis == Basis.MEASURED:
             continue
         undecided += 1
-        assert (outcome.taken, outcome.basis) == ("fp32", Basis.UNDECIDED)
-        assert "the machine is too noisy to tell" in outcome.steps[0].reason
-        assert "the cost table says nothing of it" in outcome.steps[0].reason
+        assert (outcome.taken.name, outcome.basis) == ("fp32", Basis.UNDECIDED)
+        assert "the machine is too noisy to tell" in outcome.candidates[0].reason
+        assert "the cost table says nothing of it" in outcome.candidates[0].reason
         for speed, taken in ((2.0, "int8"), (0.7, "fp32")):
             estimated = replace(form("int8"), estimate=lambda speed=speed: Estimate(speed, 1.4))
             told = consider(FakeStadium(stadium.seconds, spread=0.5, seed=seed), [estimated, FLOAT_FORM])
-            assert (told.taken, told.basis) == (taken, Basis.ESTIMATED if taken == "int8" else Basis.UNDECIDED)
-            assert f"estimated at {speed:.2f}x" in told.steps[0].reason
+            assert (told.taken.name, told.basis) == (taken, Basis.ESTIMATED if taken == "int8" else Basis.UNDECIDED)
+            assert f"estimated at {speed:.2f}x" in told.candidates[0].reason
     assert undecided >= 7, "an interval of 95 % is wrong now and then"
 
 
@@ -157,7 +164,7 @@ def test_a_race_that_hardly_misses_the_border_outweighs_the_table():
 def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
     # 0.97x with an interval around 1: enough to keep the plan, too little to choose another form for its speed.
     costs = {"float": 0.01, "int8": 0.02, "weights": 0.0104}
-    taken = [consider(FakeStadium(costs, spread=0.08, seed=s), [form("int8"), form("weights"), FLOAT_FORM]).taken
+    taken = [consider(FakeStadium(costs, spread=0.08, seed=s), [form("int8"), form("weights"), FLOAT_FORM]).taken.name
              for s in range(6)]  # fmt: skip
     assert taken.count("fp32") >= 4
 
@@ -165,18 +172,18 @@ def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
 @pytest.mark.parametrize(("ratio", "taken"), [(1.05, "int8"), (1.01, "int8"), (1.0, "int8"), (0.96, "fp32")])
 def test_the_choice_does_not_flip_between_runs(ratio: float, taken: str):
     costs = {"float": 0.01, "int8": 0.01 / ratio}
-    still = consider(FakeStadium(costs), [form("int8"), FLOAT_FORM])
-    assert (still.taken, still.basis) == (taken, Basis.MEASURED)
-    assert ratio != 1 or "not slower" in still.step.reason
-    assert still.model.graph.name == ("int8" if taken == "int8" else "float")
-    runs = [consider(FakeStadium(costs, spread=0.02, seed=s), [form("int8"), FLOAT_FORM]).taken for s in range(20)]
+    name, still = deliver(FakeStadium(costs), [form("int8"), FLOAT_FORM])
+    assert (still.taken.name, still.basis) == (taken, Basis.MEASURED)
+    assert ratio != 1 or "not slower" in still.taken.reason
+    assert name == ("int8" if taken == "int8" else "float")
+    runs = [consider(FakeStadium(costs, spread=0.02, seed=s), [form("int8"), FLOAT_FORM]).taken.name for s in range(20)]
     assert runs.count(taken) >= 19
 
 
 def test_a_slow_net_needs_time_for_a_verdict():
     stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
     outcome = consider(stadium, [form("int8"), form("weights"), FLOAT_FORM], budget_s=60.0)
-    assert statuses(outcome)["int8"] is FormStatus.SLOWER
+    assert statuses(outcome)["int8"] == FormStatus.SLOWER
     slow = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
 
     def waste() -> onnx.ModelProto:
@@ -184,8 +191,8 @@ def test_a_slow_net_needs_time_for_a_verdict():
         return net("int8")
 
     outcome = consider(slow, [Form("int8", "", waste), form("weights"), FLOAT_FORM], budget_s=30.0)
-    assert outcome.taken == "fp32"  # a single round: no verdict, and nothing is known of it
-    assert outcome.basis is Basis.UNDECIDED
+    assert outcome.taken.name == "fp32"  # a single round: no verdict, and nothing is known of it
+    assert outcome.basis == Basis.UNDECIDED
 
 
 def test_a_plan_found_slower_at_the_end_of_the_time_gives_way_to_the_float_model():
@@ -217,21 +224,21 @@ def test_on_the_installed_runtime_unusable_outputs_are_seen():
         Form("same", "a copy", lambda: models.mlp()),
         Form("fp32", "the float model", lambda: float_model, is_float=True),
     ]
-    outcome = keep_promise(float_model, candidates, RaceSetup(models.feeds(float_model, 2)), budget_s=1.0)
-    assert outcome.steps[0].status is FormStatus.DROPPED
-    assert "dB" in outcome.steps[0].reason
-    assert outcome.taken in ("same", "fp32")
+    _, outcome = keep_promise(float_model, candidates, RaceSetup(models.feeds(float_model, 2)), budget_s=1.0)
+    assert outcome.candidates[0].status == FormStatus.DROPPED
+    assert "dB" in outcome.candidates[0].reason
+    assert outcome.taken.name in ("same", "fp32")
 
 
 def test_a_form_must_be_slower_in_no_situation():
     prompts, tokens = FakeStadium({"float": 0.02, "int8": 0.01}), FakeStadium({"float": 0.001, "int8": 0.002})
     candidates = [form("int8"), FLOAT_FORM]
-    outcome = keep_promise(
+    _, outcome = keep_promise(
         net("float"), candidates, prompts.setup(name="prompts"), further=[tokens.setup(name="tokens")], budget_s=100.0,
         usable=lambda model: None,
     )  # fmt: skip
     assert statuses(outcome) == {"int8": FormStatus.SLOWER, "fp32": FormStatus.TAKEN}
-    assert outcome.steps[0].reason.startswith("only 0.50x of the float model's speed for tokens")
+    assert outcome.candidates[0].reason.startswith("only 0.50x of the float model's speed for tokens")
     assert outcome.float_milliseconds == pytest.approx(20)
 
 
@@ -245,29 +252,28 @@ def challenged(times: dict[str, float], lost: dict[str, float], *, more: dict[st
     return keep_promise(
         net("float"), candidates, setups[0], further=setups[1:], budget_s=100.0, usable=lambda model: None,
         quality=lambda model: 40.0 - lost.get(model.graph.name, 0.0),
-    )  # fmt: skip
+    )[1]  # fmt: skip
 
 
 def test_a_faster_form_that_computes_as_well_takes_the_place_of_one_that_is_not_slower():
     times = {"float": 0.02, "int8": 0.01, "dynamic": 0.008}
     outcome = challenged(times, {})
     assert statuses(outcome) == {"int8": FormStatus.OUTRUN, "dynamic": FormStatus.TAKEN, "fp32": FormStatus.SPARE}
-    assert outcome.model.graph.name == "dynamic"
-    assert outcome.step.comparison.ratio == pytest.approx(2.5)
-    assert "1.25x of the speed of form int8" in outcome.steps[0].reason
-    assert challenged(times, {"dynamic": 5.0}).taken == "int8"
-    assert challenged(times, {"int8": 5.0}).taken == "dynamic"
-    assert challenged({**times, "dynamic": 0.0099}, {}).taken == "int8", "within the margin"
-    assert challenged({**times, "dynamic": 0.0097}, {}).taken == "int8", "clearly faster, but not worth it"
+    assert outcome.taken.ratio == pytest.approx(2.5)
+    assert "1.25x of the speed of form int8" in outcome.candidates[0].reason
+    assert challenged(times, {"dynamic": 5.0}).taken.name == "int8"
+    assert challenged(times, {"int8": 5.0}).taken.name == "dynamic"
+    assert challenged({**times, "dynamic": 0.0099}, {}).taken.name == "int8", "within the margin"
+    assert challenged({**times, "dynamic": 0.0097}, {}).taken.name == "int8", "clearly faster, but not worth it"
 
 
 def test_a_challenger_has_to_be_faster_over_all_situations_and_slower_than_float_in_none():
     times, long = {"float": 0.02, "int8": 0.01, "dynamic": 0.005}, {"float": 2, "int8": 1.0, "dynamic": 1.1}
     outcome = challenged(times, {}, more=long)
-    assert outcome.taken == "dynamic"
-    assert "1.35x of the speed of form int8 (2.00x for 0, 0.91x for 1)" in outcome.steps[0].reason
-    assert challenged(times, {}, more={**long, "dynamic": 3.0}).taken == "int8"
-    assert challenged({**times, "dynamic": 0.001}, {}, more={**long, "dynamic": 3.0}).taken == "int8"
+    assert outcome.taken.name == "dynamic"
+    assert "1.35x of the speed of form int8 (2.00x for 0, 0.91x for 1)" in outcome.candidates[0].reason
+    assert challenged(times, {}, more={**long, "dynamic": 3.0}).taken.name == "int8"
+    assert challenged({**times, "dynamic": 0.001}, {}, more={**long, "dynamic": 3.0}).taken.name == "int8"
 
 
 def test_a_challenger_that_fails_costs_nothing():
@@ -276,6 +282,5 @@ def test_a_challenger_that_fails_costs_nothing():
 
     stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": 0.005})
     candidates = [form("int8"), Form("dynamic", "dynamic", lambda: net("dynamic"), challenges=True), FLOAT_FORM]
-    usable = lambda model: None  # noqa: E731
-    outcome = keep_promise(net("float"), candidates, stadium.setup(), budget_s=100.0, usable=usable, quality=broken)
+    outcome = consider(stadium, candidates, quality=broken)
     assert statuses(outcome) == {"int8": FormStatus.TAKEN, "dynamic": FormStatus.DROPPED, "fp32": FormStatus.SPARE}

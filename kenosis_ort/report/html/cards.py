@@ -16,7 +16,6 @@ from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.recipe import RECIPES, Recipe, SpeedChoice
-from kenosis_ort.report.evidence import heavy_kernels
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate
 from kenosis_ort.report.text import format_bytes
@@ -269,7 +268,7 @@ def _speed(report: QuantizationReport) -> _Content:
         return _timed(form, "" if report.speed is None else report.speed.basis)
     if report.fusion is None:
         return "–", "Neither timed nor verified.", "unknown", "not measured"
-    heavy = heavy_kernels(report.fusion)
+    heavy = report.fusion.heavy()
     integer = sum(k.integer for k in heavy)
     broken = len(report.left_float())
     sentence = f"{integer} of {len(heavy)} Conv, Gemm and MatMul run on integer kernels; not timed."
