@@ -130,7 +130,6 @@ class Call(Journal):
         measured: What the build that was compared last loses on held-out samples.
         division: How the kept samples are taken apart; None before that is known.
         divided: The samples that passes are fitted to, and the evaluator that knows the others; None before any.
-        evaluator: Knows the samples that no pass was fitted to; None where there were none.
     """
 
     isolates: bool = True
@@ -144,7 +143,6 @@ class Call(Journal):
     validation: Validation | None = None
     division: Division | None = None
     divided: tuple[list[Feed], Evaluator] | None = None
-    evaluator: Evaluator | None = None
     measure: sections.MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
@@ -214,8 +212,12 @@ class Call(Journal):
                 fit, held_out = samples, list(self.validation.some())
             evaluator = self.evaluator_on(model, held_out)
             self.divided = fit if held_out else samples, evaluator
-            self.evaluator = evaluator if held_out else None
         return self.divided
+
+    @property
+    def evaluator(self) -> Evaluator | None:
+        """Knows the samples that no pass was fitted to; None where there were none."""
+        return None if self.divided is None or not self.divided[1].feeds else self.divided[1]
 
     def part_to_fit(self, model: onnx.ModelProto) -> Part:
         """The part of the samples that passes will be fitted to, where it is known before they are read.

@@ -25,7 +25,7 @@ from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
-from kenosis_ort.flow import body_plans, calibrate, finish, samples, weights_alone
+from kenosis_ort.flow import body_plans, calibrate, finish, improve, samples
 from kenosis_ort.flow.builder import draft, for_integers
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.fit import with_open_defaults
@@ -178,7 +178,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
     """The plan as far as it needs no ranges; empty where stock's placement is used."""
     with _opened(source, request) as call:
         if call.request.recipe.weight_only:
-            return weights_alone.planned_weights(call.loaded, call.request)
+            return improve.planned_weights(call.loaded, call.request)
         builder = draft(call.loaded.proto, call.request, call).for_integers()
         return replace(builder.plan, nodes=(*builder.plan.nodes, *body_plans.planned_in_bodies(builder)))
 

@@ -295,7 +295,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         attempted = attempts.pop(0)
         call = first.again(attempted)
         try:
-            return _weight_only(call) if request.recipe.weight_only else _quantized(call)
+            return improve.weight_only(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except WorthlessError as error:
@@ -321,12 +321,6 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
                 first.cache = None
         first.data = None if first.data is None else first.data.again()
     return deliver_float(first, why)
-
-
-def _weight_only(call: Call) -> QuantizationReport:
-    from kenosis_ort.flow.weights_alone import weight_only  # few calls need what it loads
-
-    return weight_only(call)
 
 
 def _check_numbers(request: Request, data: KeepingReader) -> None:
