@@ -351,8 +351,9 @@ def _value(name: str, word: Any, where: str) -> Any:
             if stage not in Stages.__dataclass_fields__:
                 hint = did_you_mean(stage, Stages.__dataclass_fields__)
                 raise OptionError(f"[options.stages] knows no '{stage}'.{hint}", where=where, fix="see Stages")
+    check = checks.word if name == "target" else OPTIONS[name].check  # in a file it is a name
     try:
-        return OPTIONS[name].check(name, value_of(name, word))
+        return check(name, value_of(name, word))
     except OptionError as error:
         raise OptionError(f"[options] {error.what}", where=where, fix=error.fix) from error
     except (TypeError, ValueError, OverflowError) as error:  # an array of another type than it names

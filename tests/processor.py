@@ -15,9 +15,7 @@ LARGEST_WEIGHT = 62 if SATURATES else 127
 """Of weights drawn at random, so that no two clip, stored one lower either."""
 
 USUAL = replace(
-    at_hand(),
-    cpu="a processor of the tests",
-    features=("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni"),
+    at_hand(), cpu="a processor of the tests", features=("avx2", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni")
 )
 """What calls of the tests run on, wherever the tests run, so that files are laid out alike."""
 

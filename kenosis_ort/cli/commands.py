@@ -236,10 +236,7 @@ a model is quantized already, and how.
   kenosis-ort inspect model.onnx
   kenosis-ort inspect model.onnx --json
 """,
-        (
-            flags.path("model", "MODEL", "any ONNX model"),
-            flags.switch("--full", "show every operator"),
-        ),
+        (flags.path("model", "MODEL", "any ONNX model"), flags.switch("--full", "show every operator")),
         "judging_commands:inspect",
     ),
     "convert": Command(
@@ -292,10 +289,7 @@ had seen all samples.
 
   kenosis-ort merge all.json day.json night.json
 """,
-        (
-            _OUT,
-            flags.path("tables", "TABLE", "tables that calibrate wrote", nargs="+"),
-        ),
+        (_OUT, flags.path("tables", "TABLE", "tables that calibrate wrote", nargs="+")),
         "file_commands:merge",
     ),
     "fuse": Command(
@@ -305,10 +299,7 @@ exporter it came from. quantize does this as well.
 
   kenosis-ort fuse bert.onnx fused.onnx
 """,
-        (
-            flags.path("model", "MODEL", "the float model"),
-            _OUT,
-        ),
+        (flags.path("model", "MODEL", "the float model"), _OUT),
         "file_commands:fuse_attention",
     ),
     "weights": Command(

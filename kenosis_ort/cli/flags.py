@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -30,12 +30,6 @@ class Argument(NamedTuple):
     def dest(self) -> str:
         """Name of the parsed value."""
         return str(self.settings.get("dest", self.names[0].lstrip("-").replace("-", "_")))
-
-    @property
-    def choices(self) -> Sequence[str]:
-        """The texts it takes; empty for any."""
-        choices: Sequence[str] = self.settings.get("choices", ())
-        return choices
 
     def changed(self, **settings: Any) -> Argument:
         """The argument under no heading, with other settings, as one command has it."""
@@ -97,6 +91,11 @@ def _option(text: str = "", names: str = "", metavar: str = "", **settings: Any)
     return argument(names, metavar, text, **settings)
 
 
+def _names(text: str, names: str, metavar: str) -> Argument:
+    """Argument of an option that may be given several times."""
+    return argument(names, metavar, text, action="append")
+
+
 _SWITCH: Final = argparse.BooleanOptionalAction  # --name and --no-name
 _TYPES: Final = ("uint8", "int8", "uint16", "int16")
 _GOAL: Final = "what to aim at"
@@ -118,9 +117,7 @@ _TABLE: Final[Mapping[str, Mapping[str, Argument]]] = {
             type=parser.share,
         ),
         "target": _option("the runtime that it will run on, see: kenosis-ort targets (default: ort-cpu)"),
-        "nodes_to_exclude": _option(
-            "leave this node float (may be repeated)", "--exclude", metavar="NODE", action="append"
-        ),
+        "nodes_to_exclude": _names("leave this node float (may be repeated)", "--exclude", "NODE"),
     },
     "the promise that the result is not slower than the float model": {
         "promise": _option("--no-promise: keep INT8 even where it is slower than the float model", action=_SWITCH),
@@ -175,26 +172,17 @@ _TABLE: Final[Mapping[str, Mapping[str, Argument]]] = {
         ),
     },
     "what to quantize": {
-        "nodes_to_quantize": _option(
-            "quantize this node only (may be repeated)", "--only", metavar="NODE", action="append"
-        ),
-        "op_types_to_quantize": _option(
-            "quantize this type only (may be repeated)", "--op-type", metavar="TYPE", action="append"
-        ),
-        "primary_inputs": _option(
-            "input that carries the data proper", "--primary-input", metavar="NAME", action="append"
-        ),
+        "nodes_to_quantize": _names("quantize this node only (may be repeated)", "--only", "NODE"),
+        "op_types_to_quantize": _names("quantize this type only (may be repeated)", "--op-type", "TYPE"),
+        "primary_inputs": _names("input that carries the data proper", "--primary-input", "NAME"),
     },
     FILES: {
         "use_external_data_format": _option("write weights to OUT.data", "--external-data", action=_SWITCH),
         "calibration_cache_path": _option(
             "calibration table in place of data, or to write", "--cache --table", metavar="PATH"
         ),
-        "custom_op_libraries": _option(
-            "shared library with custom operators to register first (may be repeated)",
-            "--custom-op-library",
-            "PATH",
-            action="append",
+        "custom_op_libraries": _names(
+            "shared library with custom operators to register first (may be repeated)", "--custom-op-library", "PATH"
         ),
         "verify": _option("--no-verify: skip the fusion proof", action=_SWITCH),
     },
@@ -329,21 +317,17 @@ OPTIONS: Final = (
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options that were given, by the API's names and as the shell gave them, and nothing else."""
     named = {option: getattr(arguments, option) for option in FLAGS}
-    named |= {"recipe": _recipe(arguments), "extra_options": dict(arguments.extra_options or ()) or None}
+    named["extra_options"] = dict(arguments.extra_options or ()) or None
+    if arguments.settings:
+        from kenosis_ort.option_types import resolve
+
+        named["recipe"] = resolve(arguments.recipe or "fast").with_settings(dict(arguments.settings))
     return {option: value for option, value in named.items() if value is not None}
 
 
 def given_data(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options about data that were given, and nothing else."""
     return {name: value for name in DATA_NAMES if (value := getattr(arguments, name)) not in (None, [])}
-
-
-def _recipe(arguments: argparse.Namespace) -> Any:
-    if not arguments.settings:
-        return arguments.recipe
-    from kenosis_ort.option_types import resolve
-
-    return resolve(arguments.recipe or "fast").with_settings(dict(arguments.settings))
 
 
 def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,15 +343,16 @@ def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
     from kenosis_ort.options import INT8_CACHE
     from kenosis_ort.recipe import is_recipe_file
 
-    def absolute_path(name: str, value: Any) -> Any:
-        if name == "custom_op_libraries":  # one that is no file here is for the system's loader to find
-            return [str(absolute(path)) if os.path.exists(path) else path for path in value]
-        is_path = name == "calibration_cache_path" or (name == "host" and os.path.exists(value))
-        is_path = is_path or (name == "kv_cache" and value != INT8_CACHE)
-        is_path = is_path or (name == "recipe" and is_recipe_file(value))
-        return absolute(value) if is_path else value
-
-    return {name: absolute_path(name, value) for name, value in called.items()}
+    found = dict(called)
+    for name in {"calibration_cache_path", "host", "kv_cache", "recipe"} & called.keys():
+        value = called[name]
+        is_word = (name == "host" and not os.path.exists(value)) or (name == "kv_cache" and value == INT8_CACHE)
+        if not is_word and (name != "recipe" or is_recipe_file(value)):
+            found[name] = absolute(value)
+    if "custom_op_libraries" in called:  # one that is no file here is for the system's loader to find
+        paths = called["custom_op_libraries"]
+        found["custom_op_libraries"] = [str(absolute(path)) if os.path.exists(path) else path for path in paths]
+    return found
 
 
 _BARE: Final = "|".join(option for option in FLAGS if "_" in option)

@@ -50,9 +50,10 @@ class Parser(argparse.ArgumentParser):
             about = "show all options, of which these are the first"
             self.add_argument("--help-all", action=_HelpAll, nargs=0, help=about)
 
-    def format_help(self) -> str:
-        """The help text with the first options."""
-        left = [a for a in self._actions if self.first and a.option_strings and not {*a.option_strings} & {*self.first}]
+    def format_help(self, *, whole: bool = False) -> str:
+        """The help text with the first options, or all of them."""
+        short = self.first and not whole
+        left = [a for a in self._actions if short and a.option_strings and not {*a.option_strings} & {*self.first}]
         texts = [action.help for action in left]
         for action in left:
             action.help = argparse.SUPPRESS
@@ -61,10 +62,6 @@ class Parser(argparse.ArgumentParser):
         finally:
             for action, text in zip(left, texts, strict=True):
                 action.help = text
-
-    def format_all(self) -> str:
-        """The help text with all options."""
-        return super().format_help()
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -105,7 +102,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         if isinstance(parser, Parser):
-            print(parser.format_all(), end="")
+            print(parser.format_help(whole=True), end="")
         parser.exit()
 
 

@@ -280,11 +280,7 @@ def render(found: Demonstration) -> RenderableType:
     return Group(*blocks)
 
 
-def _table(
-    quality: Mapping[str, Quality],
-    speed: Mapping[str, DemoSpeed],
-    proofs: Mapping[str, FusionReport],
-) -> Table:
+def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proofs: Mapping[str, FusionReport]) -> Table:
     rows = []
     for name, measured in quality.items():
         exact = name == FLOAT

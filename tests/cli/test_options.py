@@ -48,8 +48,8 @@ def words_of(name: str) -> list[tuple[list[str], object]]:
     known, first = OPTIONS[name].words, flag.names[0]
     if flag.settings.get("action") is argparse.BooleanOptionalAction:
         return [([first], True), ([f"--no-{first.removeprefix('--')}"], False)]
-    if flag.choices:
-        return [([first, word], {"qoperator": "qop"}.get(word, known.get(word, word))) for word in flag.choices]
+    if choices := flag.settings.get("choices"):
+        return [([first, word], {"qoperator": "qop"}.get(word, known.get(word, word))) for word in choices]
     if flag.settings.get("action") == "append" and name != "extra_options":
         return [([first, "/a/Conv", first, "n2"], ["/a/Conv", "n2"])]
     return [([option, word], value) for option in flag.names for word, value in SAMPLES.get(name, [("a", "a")])]
@@ -83,8 +83,8 @@ def test_an_option_means_the_same_on_the_command_line_in_a_file_in_python_and_in
 
 def test_the_words_are_those_of_the_library():
     assert flags.FLAGS.keys() <= OPTIONS.keys()
-    assert {*flags.FLAGS["calibrate_method"].choices} == OPTIONS["calibrate_method"].words.keys()
-    assert {*flags.FLAGS["format"].choices} == {*get_args(Format), "qoperator"}
+    assert {*flags.FLAGS["calibrate_method"].settings["choices"]} == OPTIONS["calibrate_method"].words.keys()
+    assert {*flags.FLAGS["format"].settings["choices"]} == {*get_args(Format), "qoperator"}
 
 
 def test_a_preset_is_a_recipe():
@@ -215,6 +215,6 @@ def test_every_option_it_names_exists():
         rewrites=False quant_format=QuantFormat.QDQ calibrate_method=CalibrationMethod.MinMax
         kinds={'x': k} input_ranges={'x': r} input_shapes={'x': s}"""
     named = {word for word in flags.in_shell_words(texts).split() if word.startswith("--")}
-    everything = build_parser().parse_args(["quantize", "m.onnx"]).parser.format_all()
+    everything = build_parser().parse_args(["quantize", "m.onnx"]).parser.format_help(whole=True)
     assert len(named) == 19
     assert all(option in everything for option in named)

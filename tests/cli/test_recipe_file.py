@@ -69,10 +69,6 @@ def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[options]\nper_chanel = true", "Did you mean 'per_channel'?"),
-        ('[options]\nper_channel = "yes"', "per_channel='yes'"),
-        ("[options]\nthreads = true", "threads=True"),
-        ('[options]\nactivation_type = "uint9"', "Did you mean 'uint8'?"),
         ('[data]\nmeen = "1"', "Did you mean 'mean'?"),
         ('[data]\nmean = "grey"', "'grey' is not a list of numbers"),
     ],
