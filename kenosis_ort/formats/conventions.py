@@ -15,21 +15,20 @@ nodes that stand there for one runtime's sake alone. Source: `qonnx` 1.0.0: `uti
 read ``kernel_shape``, `cleanup` asserts one entry a value; measured.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
-from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.live import Attribute, optional, required
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes, value_types
+from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes, ir, value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
 _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
@@ -43,7 +42,6 @@ class Export(Edits):
         model: The canonical model. Not changed.
 
     Attributes:
-        index: Of a private copy.
         tensors: Its quantized tensors, but for biases, which are float constants now.
 
     Raises:
@@ -52,40 +50,37 @@ class Export(Edits):
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
-        found = quantizers_of(self.index.model)
+        found = quantizers_of(model)
         self.tensors = tuple(t for t in found if t.elem_type != TensorProto.INT32 or t.constant is None)
         for tensor in found:
             if tensor not in self.tensors:
-                self.store(tensor, tensor.real_values())
-        for node in list(self.index.nodes):
-            if node.op_type == "Max" and node.domain in MAIN_DOMAINS and len(node.input) == 1:  # a barrier
+                self._make_float(tensor)
+        for node in self.nodes:
+            if node.op_type == "Max" and node.domain in MAIN_DOMAINS and len(node.inputs) == 1:  # a barrier
                 self._bypass(node)
         self._one_dequantizer_a_tensor()
-        self._before: dict[str, list[onnx.NodeProto]] = {}
 
-    def store(self, tensor: QuantizedTensor, real: npt.NDArray[np.float32]) -> None:
+    def dequantize(self, tensor: QuantizedTensor) -> ir.Node:
+        """The DQ of a tensor."""
+        return self.makers[tensor.dequantize.output[0]]
+
+    def _make_float(self, tensor: QuantizedTensor) -> None:
         """Makes the value of a constant's DQ an initializer, and takes the DQ away."""
-        value = str(tensor.dequantize.output[0])
-        self.index.remove(tensor.dequantize)
-        if self.index.is_pinned(value):
-            self.index.replace_constant(value, numpy_helper.from_array(np.asarray(real, order="C"), value))
+        node, real = self.dequantize(tensor), tensor.real_values()
+        value = node.outputs[0]
+        self.remove(node)
+        if self.is_pinned(value):
+            self.add_initializer(numpy_helper.from_array(np.asarray(real, order="C"), value.name), value)
         else:
-            self.index.redirect(value, self.constant(real, tensor.integers.removesuffix("_quantized")))
-
-    def insert(self, node: onnx.NodeProto, nodes: Sequence[onnx.NodeProto]) -> None:
-        """Puts nodes in front of one."""
-        self._before.setdefault(node.output[0], []).extend(nodes)
+            self.redirect(value, self.store(real, tensor.integers.removesuffix("_quantized")))
 
     def finish(self) -> onnx.ModelProto:
         """The model, as the tools take it."""
-        for node in reversed(self.index.nodes):
-            unread = not any(self.index.readers.get(v) or self.index.is_pinned(v) for v in node.output)
-            if unread and node.op_type in ("QuantizeLinear", "Clip") and node.output[0]:
-                self.index.remove(node)
-        model = self.index.commit()
-        if self._before:
-            ordered = [n for node in model.graph.node for n in (*self._before.get(node.output[0], ()), node)]
-            replace_nodes(model.graph, ordered)
+        for node in reversed(self.nodes):
+            named = node.op_type in ("QuantizeLinear", "Clip") and node.outputs[0].name
+            if named and node.graph is not None and not any(map(self.is_read, node.outputs)):
+                self.remove(node)
+        model = self.write()
         keep = {node.domain for node in all_nodes(model)} | {f.domain for f in model.functions} | set(MAIN_DOMAINS)
         imports = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain in keep]
         model.ClearField("opset_import")
@@ -95,17 +90,16 @@ class Export(Edits):
         fit_ir_version(model, max_ir=_NEWEST_IR)
         return model
 
-    def _bypass(self, node: onnx.NodeProto) -> None:
+    def _bypass(self, node: ir.Node) -> None:
         """Takes a node away that only hands a value on."""
-        source, value = str(node.input[0]), str(node.output[0])
-        maker = self.index.producers.get(source)
-        if not self.index.is_pinned(value):
-            self.index.remove(node)
-            self.index.redirect(value, source)
-        elif maker is not None and len(maker.output) == 1 and not self.index.is_pinned(source):
-            self.index.remove(node)
-            self.index.redirect(source, value)
-            self.index.take_over_output(maker, value)
+        source, value = required(node, 0), node.outputs[0]
+        maker = source.producer()
+        if not self.is_pinned(value):
+            self.remove(node)
+            self.redirect(value, source)
+        elif maker is not None and len(maker.outputs) == 1 and not self.is_pinned(source):
+            self.remove(node)
+            self.take_over_output(maker, value)
 
     def _one_dequantizer_a_tensor(self) -> None:
         """Makes the readers of several DQs of one tensor read the first of them."""
@@ -113,11 +107,11 @@ class Export(Edits):
         remaining = []
         for tensor in self.tensors:
             other = first.setdefault(tensor.integers, tensor)
-            value, twin = (str(t.dequantize.output[0]) for t in (tensor, other))
+            node = self.dequantize(tensor)
             same = tensor is not other and tensor.quantizer.same_as(other.quantizer)
-            if same and not self.index.is_pinned(value):
-                self.index.remove(tensor.dequantize)
-                self.index.redirect(value, twin)
+            if same and not self.is_pinned(node.outputs[0]):
+                self.remove(node)
+                self.redirect(node.outputs[0], self.dequantize(other).outputs[0])
             else:
                 remaining.append(tensor)
         self.tensors = tuple(remaining)
@@ -186,26 +180,25 @@ def to_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _spell_out(export: Export, tensor: QuantizedTensor) -> None:
     """Puts a float constant, Q and Clip in front of a DQ."""
-    assert tensor.constant is not None
-    index, dequantize, q = export.index, tensor.dequantize, tensor.quantizer
+    dequantize, q = export.dequantize(tensor), tensor.quantizer
     base = tensor.integers.removesuffix("_quantized")
-    real = export.constant(tensor.real_values(), base)
-    scale = str(dequantize.input[1])
+    real, scale, zero_point = export.store(tensor.real_values(), base), required(dequantize, 1), optional(dequantize, 2)
     container = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-    zero_point = str(dequantize.input[2]) if len(dequantize.input) > 2 else ""
-    zero_point = zero_point or export.constant(q.zero_point.astype(container), f"{base}_zero_point")
-    axis: dict[str, Any] = {} if q.axis is None else {"axis": q.axis}
-    integers = index.fresh_name(f"{base}_QuantizeLinear_Output")
-    nodes = [helper.make_node("QuantizeLinear", [real, scale, zero_point], [integers], f"{base}_Quantize", **axis)]
+    zero_point = zero_point or export.store(q.zero_point.astype(container), f"{base}_zero_point")
+    axis: dict[str, int] = {} if q.axis is None else {"axis": q.axis}
+    integers = ir.Value(name=export.fresh_name(f"{base}_QuantizeLinear_Output"))
+    parts = [real, scale, zero_point]
+    export.insert_before(dequantize, "QuantizeLinear", parts, output=integers, base=f"{base}_Quantize", **axis)
     low, high = q.bounds
     if (low, high) != integer_bounds(8, signed=q.signed) and tensor.elem_type in (TensorProto.INT8, TensorProto.UINT8):
-        clipped = index.fresh_name(f"{base}_Clip_Output")
-        ends = [export.constant(np.asarray(end, container), f"{base}_bound") for end in (low, high)]
-        nodes.append(helper.make_node("Clip", [integers, *ends], [clipped], f"{base}_Clip"))
+        clipped = ir.Value(name=export.fresh_name(f"{base}_Clip_Output"))
+        ends = [export.store(np.asarray(end, container), f"{base}_bound") for end in (low, high)]
+        export.insert_before(dequantize, "Clip", [integers, *ends], output=clipped, base=f"{base}_Clip")
         integers = clipped
-    export.put(dequantize, "DequantizeLinear", [integers, scale, zero_point], axis)
-    dequantize.ClearField("domain")  # no empty string, as in the nodes before it
-    export.insert(dequantize, nodes)
+    dequantize.resize_inputs(3)
+    for position, value in enumerate((integers, scale, zero_point)):
+        export.read(dequantize, position, value)
+    export.set_attribute(dequantize, "axis", q.axis)
 
 
 DOMAIN = "qonnx.custom_op.general"
@@ -226,40 +219,40 @@ def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
     types = value_types(model)
     for tensor in export.tensors:
         if tensor.quantize is not None:
-            rank = _rank(tensor, types)
-            _write(export, tensor, str(tensor.quantize.input[0]), rank)
+            source = required(export.makers[tensor.quantize.output[0]], 0)
+            _write(export, tensor, source, _rank(tensor, types))
         elif tensor.constant is not None:
             real = tensor.real_values()
             base = tensor.integers.removesuffix("_quantized")
-            _write(export, tensor, export.constant(real, base), real.ndim)
+            _write(export, tensor, export.store(real, base), real.ndim)
     written = export.finish()
-    written.opset_import.append(onnx.helper.make_opsetid(DOMAIN, _VERSION))
+    gone = {tensor.integers for tensor in export.tensors if tensor.quantize is not None or tensor.constant is not None}
+    for entry in list(written.graph.quantization_annotation):
+        if entry.tensor_name in gone:
+            written.graph.quantization_annotation.remove(entry)
+    if not any(entry.domain == DOMAIN for entry in written.opset_import):
+        written.opset_import.append(helper.make_opsetid(DOMAIN, _VERSION))
     return written
 
 
-def _write(export: Export, tensor: QuantizedTensor, source: str, rank: int | None) -> None:
+def _write(export: Export, tensor: QuantizedTensor, source: ir.Value, rank: int | None) -> None:
     """Makes a DQ the Quant of a float value."""
-    q, node = tensor.quantizer, tensor.dequantize
+    q, node = tensor.quantizer, export.dequantize(tensor)
     if q.axis is not None and rank is None:
         raise UnsupportedModelError(
-            f"the rank of '{source}', which has scales by channel, is unknown",
+            f"the rank of '{source.name}', which has scales by channel, is unknown",
             where=tensor.where,
             fix="have shapes inferred into the model first, with onnx.shape_inference",
         )
-    base = str(node.output[0]).removesuffix("_DequantizeLinear_Output")
-    scale = export.constant(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
+    base = (node.outputs[0].name or "").removesuffix("_DequantizeLinear_Output")
+    scale = export.store(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
     if _is_bipolar(tensor):
         export.put(node, "BipolarQuant", [source, scale], {}, domain=DOMAIN)
-    else:
-        zero_point = export.constant(
-            tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point"
-        )
-        bits = export.constant(np.float32(q.bits), f"{base}_quant_bits")
-        given = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
-        export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=DOMAIN)
-    for entry in list(export.index.graph.quantization_annotation):
-        if entry.tensor_name == tensor.integers:
-            export.index.graph.quantization_annotation.remove(entry)
+        return
+    zero_point = export.store(tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point")
+    bits = export.store(np.float32(q.bits), f"{base}_quant_bits")
+    given: dict[str, Attribute] = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
+    export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=DOMAIN)
 
 
 def _is_bipolar(tensor: QuantizedTensor) -> bool:

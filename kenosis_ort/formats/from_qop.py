@@ -69,9 +69,15 @@ OPERATORS: Final[Mapping[str, QOperator]] = {
 """The quantized operators that have a form with QuantizeLinear."""
 
 
-def weight_axis(op_type: str, node: onnx.NodeProto, rank: int) -> int:
-    """The axis of a layer's weights along which its output channels lie; ``op_type`` is that of the float operator."""
-    return 0 if op_type == "Conv" or attribute_int(node, "transB", 0) else rank - 1
+def weight_axis(op_type: str, transposed: int, rank: int) -> int:
+    """The axis of a layer's weights along which its output channels lie.
+
+    Args:
+        op_type: The float operator.
+        transposed: Its ``transB``, 0 without one.
+        rank: Of the weights.
+    """
+    return 0 if op_type == "Conv" or transposed else rank - 1
 
 
 _DATA_MOVEMENT: Final = (having(Is.MOVE) | having(Is.PICK)) - having(Is.POOL) - having(Is.REDUCTION) | {
@@ -143,7 +149,8 @@ class _Reader(Draft):
         for kind in row.kinds(len(node.input) // _INPUTS[DATA]):
             places[kind] = at
             if kind in (DATA, WEIGHT):
-                axis = weight_axis(row.op_type, node, self.rank(given[at]) or 0) if kind == WEIGHT else None
+                transposed, rank = attribute_int(node, "transB", 0), self.rank(given[at]) or 0
+                axis = weight_axis(row.op_type, transposed, rank) if kind == WEIGHT else None
                 integers, scale, zero_point = given[at : at + 3]
                 inputs.append(self.dequantized(node, integers, scale, zero_point, axis))
             elif kind == OTHER:

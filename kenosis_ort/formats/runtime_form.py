@@ -84,10 +84,8 @@ class _Layers(Draft):
             return None
         if node.op_type == "MatMul" and integers.ndim != 2:
             return None
-        rank = integers.ndim
-        if scale.size > 1 and attribute_int(maker, "axis", 1) % rank != weight_axis(node.op_type, node, rank):
-            return None
-        return maker
+        axis = weight_axis(node.op_type, attribute_int(node, "transB", 0), integers.ndim)
+        return maker if scale.size <= 1 or attribute_int(maker, "axis", 1) % integers.ndim == axis else None
 
     def _absorb(self, node: onnx.NodeProto) -> None:
         """Takes what follows a layer into it, and puts its bias on the grid of its products."""
@@ -119,7 +117,7 @@ class _Layers(Draft):
         weight = self._weight(node)
         assert weight is not None
         integers, scale, zero_point = (np.asarray(self.array(name)) for name in weight.input[:3])
-        axis = weight_axis(node.op_type, node, integers.ndim)
+        axis = weight_axis(node.op_type, attribute_int(node, "transB", 0), integers.ndim)
         channels = integers.shape[axis]
         bias = self._bias(node, channels)
         if bias is None:

@@ -25,9 +25,11 @@ import onnx.numpy_helper
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.constants import GraphIndex, drop_unread, replace_nodes
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.constants import drop_unread, replace_nodes
+from kenosis_ort.graph.live import Attributes, LiveGraph
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import INTEGERS, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute_int, captured_names, reserve_name
 
 _MOVED: Final = 128  # between int8 and uint8
@@ -391,47 +393,43 @@ class Draft:
         return self.model
 
 
-class Edits:
-    """A canonical model whose nodes become others, in a private copy.
+class Edits(LiveGraph):
+    """A canonical model whose nodes become others, in a copy.
 
     Args:
         model: The canonical model. Not changed.
 
     Attributes:
-        index: Of the copy.
+        makers: The nodes that the graph came with, by the names of the values that they write.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.index = GraphIndex(copy_model(model))
+        super().__init__(model, copied=True)
+        self._is_written = False  # a copy in any case
+        self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
 
-    def constant(self, array: npt.ArrayLike, base: str) -> str:
-        """Adds a constant and returns its name."""
-        name = self.index.fresh_name(base)
-        self.index.replace_constant(name, onnx.numpy_helper.from_array(np.asarray(array, order="C"), name))
-        return name
+    def store(self, array: npt.ArrayLike, base: str) -> ir.Value:
+        """Adds a constant, of no dimension where the array has none."""
+        return self.register(onnx.numpy_helper.from_array(np.asarray(array, order="C"), self.fresh_name(base)))
+
+    def is_read(self, value: ir.Value) -> bool:
+        """Whether anything needs a value."""
+        return bool(self.readers(value)) or self.is_pinned(value)
 
     def put(
         self,
-        node: onnx.NodeProto,
-        op_type: str,
-        inputs: Iterable[str],
-        attributes: Mapping[str, Any] | None = None,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Attributes | None = None,
         *,
         domain: str = "",
     ) -> None:
         """Makes a node another one that writes the same value; without ``attributes`` it keeps those that it has."""
-        for value in node.input:
-            if value:
-                self.index.release(node, value)
-        node.op_type, node.domain = op_type, domain
-        node.ClearField("input")
-        node.input.extend(inputs)
-        for value in node.input:
-            if value:
-                self.index.readers.setdefault(value, []).append(node)
-        if attributes is not None:
-            node.ClearField("attribute")
-            node.attribute.extend(onnx.helper.make_attribute(name, attributes[name]) for name in attributes)
+        own = dict(node.attributes)
+        self.rewrite(node, operator, inputs, attributes, domain=domain)
+        if attributes is None:
+            node.attributes.update(own)
 
 
 def forget_types(graph: onnx.GraphProto, names: Collection[str]) -> None:

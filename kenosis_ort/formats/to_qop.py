@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ from onnx import TensorProto, helper
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT, weight_axis
 from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
-from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.live import Attribute, further_outputs, optional, required
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.view import drop_stale_value_info, has_rank, value_types
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int, opset_of
+from kenosis_ort.graph.view import drop_stale_value_info, has_rank, ir, value_types
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
 _INTEGERS: Final = (*_BYTES, TensorProto.INT32)
@@ -59,17 +59,17 @@ def to_qop(model: onnx.ModelProto, *, clip: bool = False) -> onnx.ModelProto:
 
 @dataclass(frozen=True)
 class _Integers:
-    """A value of integers as an operator takes it: its name, and the names of scale and zero point."""
+    """A value of integers as an operator takes it, with its scale and zero point."""
 
-    value: str
-    scale: str
-    zero_point: str
+    value: ir.Value
+    scale: ir.Value
+    zero_point: ir.Value
     quantizer: QuantizationSpec
     elem_type: int
     constant: TensorProto | None = None
 
     @property
-    def ends(self) -> list[str]:
+    def ends(self) -> list[ir.Value]:
         return [self.value, self.scale, self.zero_point]
 
     def same_scale(self, other: _Integers) -> bool:
@@ -86,102 +86,95 @@ class _Writer(Edits):
 
     def __init__(self, model: onnx.ModelProto, tensors: Sequence[QuantizedTensor]) -> None:
         super().__init__(model)
-        self.opset = opset_of(model)
         self.types = value_types(model)
-        self._dequantized = {t.dequantize.output[0]: t for t in tensors}
-        self._by_integers = {t.quantize.output[0]: t for t in tensors if t.quantize is not None}
+        self._dequantized = {self.makers[t.dequantize.output[0]]: t for t in tensors}
+        self._quantized = {self.makers[t.quantize.output[0]]: t for t in tensors if t.quantize is not None}
 
     def run(self) -> onnx.ModelProto:
-        for node in self.index.nodes:
-            if node.domain not in MAIN_DOMAINS:
+        for node in self.nodes:
+            if node.domain not in MAIN_DOMAINS or node.graph is None:
                 continue
             if node.op_type in _SAME_SCALE:
                 self._move_integers(node)
             elif node.op_type in _ROWS and not (node.op_type == "MatMul" and self._add_bias(node)):
                 self._write(node)
-        for node in reversed(self.index.nodes):
-            if node.op_type == "DequantizeLinear" and not self._is_read(node.output[0]):
-                self.index.remove(node)
-        model = self.index.commit()
+        for node in reversed(self.nodes):
+            if node.op_type == "DequantizeLinear" and node.graph is not None and not self.is_read(node.outputs[0]):
+                self.remove(node)
+        model = self.write()
         drop_stale_value_info(model)
-        if any(n.domain == MICROSOFT for n in model.graph.node) and not any(
-            entry.domain == MICROSOFT for entry in model.opset_import
-        ):
-            model.opset_import.add(domain=MICROSOFT, version=1)
         return model
-
-    def _is_read(self, value: str) -> bool:
-        return bool(self.index.readers.get(value)) or self.index.is_pinned(value)
 
     # ---- what stands around a node --------------------------------------------------------------------------------
 
-    def integers(self, value: str) -> _Integers | None:
+    def integers(self, value: ir.Value | None) -> _Integers | None:
         """The integers behind the DQ that writes a value; None where no DQ of bytes writes it."""
-        tensor = self._dequantized.get(value)
-        if tensor is None or tensor.elem_type not in _INTEGERS:
+        node = None if value is None else value.producer()
+        tensor = None if node is None else self._dequantized.get(node)
+        if node is None or tensor is None or tensor.elem_type not in _INTEGERS:
             return None
-        return self._of(tensor, tensor.dequantize.input, tensor.integers)
+        return self._of(tensor, node, required(node, 0))
 
-    def _of(self, tensor: QuantizedTensor, inputs_read: Sequence[str], value: str) -> _Integers:
-        zero_point = inputs_read[2] if len(inputs_read) > 2 else ""
-        if not zero_point:
+    def _of(self, tensor: QuantizedTensor, node: ir.Node, value: ir.Value) -> _Integers:
+        scale, zero_point = required(node, 1), optional(node, 2)
+        if zero_point is None:
             array = np.zeros(tensor.quantizer.scale.shape, helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-            zero_point = self.constant(array, f"{inputs_read[1]}_zero_point")
-        return _Integers(value, inputs_read[1], zero_point, tensor.quantizer, tensor.elem_type, tensor.constant)
+            zero_point = self.store(array, f"{scale.name}_zero_point")
+        return _Integers(value, scale, zero_point, tensor.quantizer, tensor.elem_type, tensor.constant)
 
-    def activation(self, value: str) -> _Integers | None:
+    def activation(self, value: ir.Value | None) -> _Integers | None:
         """The bytes behind a value; None where it has a scale by channel or no DQ of bytes writes it."""
         found = self.integers(value)
         return None if found is None or found.quantizer.scale.ndim or found.elem_type not in _BYTES else found
 
-    def result(self, value: str) -> tuple[_Integers, list[onnx.NodeProto]] | None:
+    def result(self, value: ir.Value) -> tuple[_Integers, list[ir.Node]] | None:
         """Quantized value that the only reader of a value computes, and the nodes that become superfluous.
 
         The reader is Q, or a Relu or Clip whose bounds the integers keep anyway, with Q behind it.
         """
-        gone: list[onnx.NodeProto] = []
-        while self.index.is_private(value):
-            (reader,) = self.index.readers[value]
+        gone: list[ir.Node] = []
+        while self.is_private(value):
+            (reader,) = self.readers(value)
             gone.append(reader)
             if reader.op_type == "QuantizeLinear":
-                tensor = self._by_integers.get(reader.output[0])
+                tensor = self._quantized.get(reader)
                 if tensor is None or tensor.quantizer.scale.ndim or tensor.elem_type not in _BYTES:
                     return None
-                found = self._of(tensor, reader.input, reader.output[0])
+                found = self._of(tensor, reader, reader.outputs[0])
                 return (found, gone) if all(self._keeps(n, tensor.quantizer) for n in gone[:-1]) else None
             if reader.op_type not in ("Relu", "Clip") or reader.domain not in MAIN_DOMAINS:
                 return None
-            value = reader.output[0]
+            value = reader.outputs[0]
         return None
 
-    def _keeps(self, node: onnx.NodeProto, quantizer: QuantizationSpec) -> bool:
+    def _keeps(self, node: ir.Node, quantizer: QuantizationSpec) -> bool:
         """Whether no integer represents a value outside the bounds of a Relu or Clip, to half a step."""
         scale, zero = float(quantizer.scale), int(quantizer.zero_point)
         least, most = ((end - zero) * scale for end in quantizer.bounds)
         low, high = (0.0, np.inf) if node.op_type == "Relu" else self._bounds(node)
         return least > low - scale / 2 and most < high + scale / 2
 
-    def _bounds(self, node: onnx.NodeProto) -> tuple[float, float]:
-        ends = [attribute_float(node, "min", -np.inf), attribute_float(node, "max", np.inf)]
-        for position, name in enumerate(node.input[1:3]):
-            tensor = self.index.constant(name) if name else None
-            if name and tensor is None:
+    def _bounds(self, node: ir.Node) -> tuple[float, float]:
+        ends = [node.attributes.get_float("min", -np.inf), node.attributes.get_float("max", np.inf)]
+        for position, value in enumerate(node.inputs[1:3]):
+            array = self.array(value)
+            if value is not None and array is None:
                 return np.inf, -np.inf
-            if tensor is not None:
-                ends[position] = float(array_in(tensor).reshape(()))
+            if array is not None:
+                ends[position] = float(array.reshape(()))
         return ends[0], ends[1]
 
-    def real(self, value: str) -> npt.NDArray[np.float64] | None:
+    def real(self, value: ir.Value) -> npt.NDArray[np.float64] | None:
         """A constant's real content, behind DQ or not."""
-        tensor = self.index.constant(value)
-        if tensor is not None:
-            return np.asarray(array_in(tensor), np.float64)
-        found = self._dequantized.get(value)
+        array, maker = self.array(value), value.producer()
+        if array is not None:
+            return np.asarray(array, np.float64)
+        found = None if maker is None else self._dequantized.get(maker)
         known = found is not None and found.constant is not None and found.elem_type in _INTEGERS
         return found.real_values(np.float64) if found is not None and known else None
 
-    def bias(self, value: str, data: _Integers, weight: _Integers, beta: float = 1.0) -> str | None:
-        """The name of the int32 bias at ``data scale * weight scale``; None where it is not constant."""
+    def bias(self, value: ir.Value, data: _Integers, weight: _Integers, beta: float = 1.0) -> ir.Value | None:
+        """The int32 bias at ``data scale * weight scale``; None where it is not constant."""
         scale = (data.quantizer.scale * weight.quantizer.scale).astype(np.float32)
         known = self.integers(value)
         if known is not None and known.elem_type == TensorProto.INT32 and beta == 1.0:
@@ -193,19 +186,19 @@ class _Writer(Edits):
             return None
         limit = np.iinfo(np.int32)
         values = on_grid(real.reshape(-1) * beta, scale.astype(np.float64), 0, limit.min, limit.max)
-        return self.constant(values.astype(np.int32), f"{value}_quantized")
+        return self.store(values.astype(np.int32), f"{value.name}_quantized")
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    def _take_place(self, node: onnx.NodeProto, output: str, gone: Sequence[onnx.NodeProto]) -> None:
+    def _take_place(self, node: ir.Node, output: ir.Value, gone: Sequence[ir.Node]) -> None:
         """Has a node write what the nodes behind it wrote."""
         for reader in gone:
-            self.index.remove(reader)
-        self.index.take_over_output(node, output)
+            self.remove(reader)
+        self.take_over_output(node, output)
 
-    def _write(self, node: onnx.NodeProto) -> None:
+    def _write(self, node: ir.Node) -> None:
         """Writes a node of one output for which there is an operator; a layer with float output too."""
-        behind = self.result(node.output[0])
+        behind = self.result(node.outputs[0])
         inputs = self._inputs(node, None if behind is None else behind[0])
         if inputs is None:
             return
@@ -217,25 +210,26 @@ class _Writer(Edits):
         if behind is not None:
             self._take_place(node, behind[0].value, behind[1])
 
-    def _inputs(self, node: onnx.NodeProto, result: _Integers | None) -> list[str] | None:
+    def _inputs(self, node: ir.Node, result: _Integers | None) -> list[ir.Value | None] | None:
         """The inputs of the operator that stands for a node, None where none does."""
         _, row = _ROWS[node.op_type]
-        known = row.attributes is None or {a.name for a in node.attribute} <= set(row.attributes)
+        known = row.attributes is None or node.attributes.keys() <= set(row.attributes)
         if not known or (result is None and node.op_type not in ("Gemm", "MatMul")):
             return None
-        if (attribute_float(node, "alpha", 1.0) != 1.0 and WEIGHT in row.layout) or attribute_int(node, "transA", 0):
+        given = node.attributes
+        if (given.get_float("alpha", 1.0) != 1.0 and WEIGHT in row.layout) or given.get_int("transA", 0) != 0:
             return None
-        inputs, values = list[str](), iter(node.input)
+        inputs, values = list[ir.Value | None](), iter(node.inputs)
         read: dict[str, _Integers] = {}
-        for kind in row.kinds(len(node.input)):
-            value = next(values, "") if kind != RESULT else ""
+        for kind in row.kinds(len(node.inputs)):
+            value = next(values, None) if kind != RESULT else None
             if kind == RESULT:
-                inputs += ["", ""] if result is None else [result.scale, result.zero_point]
+                inputs += [None, None] if result is None else [result.scale, result.zero_point]
             elif kind == OTHER:
                 inputs.append(value)
             elif kind == BIAS:
-                bias = self._bias(node, value, read[DATA], read[WEIGHT]) if value else ""
-                if bias is None:
+                bias = None if value is None else self._bias(node, value, read[DATA], read[WEIGHT])
+                if value is not None and bias is None:
                     return None
                 inputs.append(bias)
             else:
@@ -244,11 +238,11 @@ class _Writer(Edits):
                     return None
                 read[kind] = found
                 inputs += found.ends
-        while not inputs[-1]:
+        while inputs[-1] is None:
             inputs.pop()
         return inputs
 
-    def _weight(self, node: onnx.NodeProto, value: str) -> _Integers | None:
+    def _weight(self, node: ir.Node, value: ir.Value | None) -> _Integers | None:
         """The bytes of a layer's weights, None where their scales are not those of its output channels."""
         found = self.integers(value)
         if found is None or found.elem_type not in _BYTES:
@@ -257,74 +251,75 @@ class _Writer(Edits):
         if node.op_type == "Gemm" and not rank:
             return None
         axis = found.quantizer.axis
-        fits = axis == weight_axis(node.op_type, node, rank) and (node.op_type != "MatMul" or rank == 2)
+        fits = axis == self._axis(node, rank) and (node.op_type != "MatMul" or rank == 2)
         return found if axis is None or fits else None
 
-    def _bias(self, node: onnx.NodeProto, value: str, data: _Integers, weight: _Integers) -> str | None:
-        real = self.real(value)
-        axis = weight_axis(node.op_type, node, 2)
-        if real is None or (weight.constant is not None and real.size != weight.constant.dims[axis]):
-            return None
-        return self.bias(value, data, weight, attribute_float(node, "beta", 1.0))
+    def _axis(self, node: ir.Node, rank: int) -> int:
+        return weight_axis(node.op_type, node.attributes.get_int("transB", 0), rank)
 
-    def _attributes(self, node: onnx.NodeProto) -> dict[str, Any] | None:
+    def _bias(self, node: ir.Node, value: ir.Value, data: _Integers, weight: _Integers) -> ir.Value | None:
+        real = self.real(value)
+        if real is None or (weight.constant is not None and real.size != weight.constant.dims[self._axis(node, 2)]):
+            return None
+        return self.bias(value, data, weight, node.attributes.get_float("beta", 1.0))
+
+    def _attributes(self, node: ir.Node) -> dict[str, Attribute] | None:
         """The attributes of the operator that stands for a node, None where they are the node's."""
         if node.op_type == "Gemm":
-            return {"alpha": 1.0, "transB": attribute_int(node, "transB", 0)}
+            return {"alpha": 1.0, "transB": node.attributes.get_int("transB", 0)}
         if node.op_type == "Softmax":
-            axis = attribute_int(node, "axis", -1 if self.opset >= 13 else 1)
+            axis = node.attributes.get_int("axis", -1 if self.opset >= 13 else 1)
             return {"axis": axis, "opset": self.opset}
         return None
 
-    def _move_integers(self, node: onnx.NodeProto) -> None:
+    def _move_integers(self, node: ir.Node) -> None:
         """Moves a node of one scale in front of the DQs before it, where all that it writes is quantized so again."""
-        source = self.activation(node.input[0]) if node.input else None
+        source = self.activation(node.inputs[0]) if node.inputs else None
         if source is None or not self._takes_bytes(node):
             return
-        behind = [(position, self.result(value)) for position, value in enumerate(node.output) if value]
+        behind = [(position, self.result(value)) for position, value in enumerate(node.outputs) if value.name]
         if not all(found is not None and len(found[1]) == 1 and source.same_scale(found[0]) for _, found in behind):
             return
-        self.put(node, node.op_type, [source.value, *node.input[1:]])
+        self.put(node, node.op_type, [source.value, *node.inputs[1:]])
         for position, found in behind:
             if found is not None:
-                self.index.remove(found[1][0])
-                self.index.take_over_output(node, found[0].value, position=position)
+                self.remove(found[1][0])
+                self.take_over_output(node, found[0].value, position=position)
 
-    def _takes_bytes(self, node: onnx.NodeProto) -> bool:
+    def _takes_bytes(self, node: ir.Node) -> bool:
         if node.op_type == "MaxPool":
-            return self.opset >= 12 and len([o for o in node.output if o]) == 1
+            return self.opset >= 12 and not further_outputs(node)
         if node.op_type == "Resize":
-            mode = attribute(node, "mode")
-            return self.opset >= 13 and (mode is None or mode.s == b"nearest")
+            return self.opset >= 13 and node.attributes.get_string("mode", "nearest") == "nearest"
         return node.op_type != "DepthToSpace" or self.opset >= 13
 
-    def _add_bias(self, node: onnx.NodeProto) -> bool:
+    def _add_bias(self, node: ir.Node) -> bool:
         """Makes a MatMul of matrices and the Add behind it one QGemm, where the operand is a bias; tells whether."""
-        data, weight = self.activation(node.input[0]), self._weight(node, node.input[1])
-        if data is None or weight is None or weight.constant is None or self._rank(node.input[0]) != 2:
+        data, weight = self.activation(node.inputs[0]), self._weight(node, node.inputs[1])
+        if data is None or weight is None or weight.constant is None or self._rank(node.inputs[0]) != 2:
             return False
-        if not self.index.is_private(node.output[0]):
+        if not self.is_private(node.outputs[0]):
             return False
-        (add,) = self.index.readers[node.output[0]]
+        (add,) = self.readers(node.outputs[0])
         if add.op_type != "Add" or add.domain not in MAIN_DOMAINS:
             return False
-        other = add.input[1] if add.input[0] == node.output[0] else add.input[0]
+        other = required(add, 1 if add.inputs[0] is node.outputs[0] else 0)
         real = self.real(other)
         if real is None or real.size != weight.constant.dims[1] or real.ndim > 2 or real.shape[-1] != real.size:
             return False
-        behind = self.result(add.output[0])
+        behind = self.result(add.outputs[0])
         bias = self.bias(other, data, weight)
         if bias is None:
             return False
         ends = [] if behind is None else [behind[0].scale, behind[0].zero_point]
         attributes = {"alpha": 1.0, "transB": 0}
         self.put(node, "QGemm", [*data.ends, *weight.ends, bias, *ends], attributes, domain=MICROSOFT)
-        self._take_place(node, *(add.output[0], [add]) if behind is None else (behind[0].value, [add, *behind[1]]))
+        self._take_place(node, *(add.outputs[0], [add]) if behind is None else (behind[0].value, [add, *behind[1]]))
         return True
 
-    def _rank(self, value: str) -> int | None:
-        kind = self.types.get(value)
-        info = None if kind is None else onnx.ValueInfoProto(name=value, type=kind)
+    def _rank(self, value: ir.Value | None) -> int | None:
+        kind = None if value is None else self.types.get(value.name or "")
+        info = None if kind is None else onnx.ValueInfoProto(name="", type=kind)
         return len(kind.tensor_type.shape.dim) if kind is not None and has_rank(info) else None
 
 

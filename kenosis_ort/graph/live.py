@@ -200,7 +200,7 @@ class LiveGraph:
     def add_initializer(self, tensor: onnx.TensorProto, instead_of: ir.Value) -> None:
         """Makes a tensor the constant that stands in the place of a removed node's output, under its name."""
         value = self.register(tensor)
-        instead_of.replace_all_uses_with(value)
+        instead_of.replace_all_uses_with(value, replace_graph_outputs=True)
 
     def read(self, node: ir.Node, position: int, value: ir.Value | None) -> None:
         """Makes a node read another value, None for nothing, in the place of one that it reads."""
@@ -447,6 +447,14 @@ class LiveGraph:
 def optional(node: ir.Node, position: int) -> ir.Value | None:
     """The input at a position, None where the node has none there."""
     return node.inputs[position] if position < len(node.inputs) else None
+
+
+def required(node: ir.Node, position: int) -> ir.Value:
+    """The input at a position where a valid node has one."""
+    value = optional(node, position)
+    if value is None:
+        raise ValueError(f"node '{node.name}' lacks its input {position}")
+    return value
 
 
 def further_outputs(node: ir.Node) -> list[ir.Value]:
