@@ -10,7 +10,7 @@ order by barycenters. Long edges get no bends, so that the work stays proportion
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -244,24 +244,29 @@ def _columns(graph: Layered, x: Sequence[float]) -> list[int]:
     )
     typical = extents[int(0.8 * (len(extents) - 1))] + _GUTTER
     wanted = max(1, round(math.sqrt(_ASPECT * layers * ROW / typical)))
-    crossing = _crossing(graph, layers)
+    ends = ((graph.layer_of[chain[0]], graph.layer_of[chain[-1]]) for chain in graph.chains)
+    come_from_above = crossing((sorted(pair) for pair in ends), layers)
     starts = [0]
     for number in range(1, wanted):
         ideal = number * layers / wanted
         slack = max(2, int(0.2 * layers / wanted))
         choices = [c for c in range(int(ideal) - slack, int(ideal) + slack + 1) if starts[-1] + 2 < c < layers - 1]
         if choices:
-            starts.append(min(choices, key=lambda c: (crossing[c], abs(c - ideal))))
+            starts.append(min(choices, key=lambda c: (come_from_above[c], abs(c - ideal))))
     return starts
 
 
-def _crossing(graph: Layered, layers: int) -> list[int]:
-    """Number of edges by layer that come from above it."""
-    change = [0] * (layers + 1)
-    for chain in graph.chains:
-        top, bottom = sorted((graph.layer_of[chain[0]], graph.layer_of[chain[-1]]))
-        change[top + 1] += 1
-        change[bottom + 1 if bottom + 1 <= layers else layers] -= 1
+def crossing(spans: Iterable[Sequence[int]], count: int) -> list[int]:
+    """Number of spans by place that come from before it and end there or behind it.
+
+    Args:
+        spans: First and last place of each.
+        count: Number of places.
+    """
+    change = [0] * (count + 1)
+    for first, last in spans:
+        change[first + 1] += 1
+        change[min(last + 1, count)] -= 1
     return list(accumulate(change))
 
 

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from kenosis_ort.report.evidence import (
     explain_plan,
 )
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
-from kenosis_ort.report.html.layout import GraphLayout, layout_of
+from kenosis_ort.report.html.layout import GraphLayout, crossing, layout_of
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets.proof import KernelReport
 
@@ -298,12 +297,8 @@ class _Items:
 
     def crossing(self) -> list[int]:
         """Number of edges by node that lead from before it to it or behind it."""
-        change = [0] * (self.count + 1)
-        for a, b in self.edges:
-            if a < b:
-                change[a + 1] += 1
-                change[b + 1 if b + 1 <= self.count else self.count] -= 1
-        return list(accumulate(change))[self.first_node : self.first_output]
+        forward = (edge for edge in self.edges if edge[0] < edge[1])
+        return crossing(forward, self.count)[self.first_node : self.first_output]
 
 
 def _node_view(items: _Items) -> dict[str, Any]:
