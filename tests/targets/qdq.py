@@ -21,10 +21,11 @@ import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from kenosis_ort.graph.load import base_op
 from kenosis_ort.verify import Status, verify_fusion
+from tests.models import Net
 from tests.verify.expect import check_complete
 
 Array = npt.NDArray[Any]
@@ -33,6 +34,7 @@ MS = "com.microsoft"
 STEP = 8 / 255  # default step of an activation: 256 levels over -4..4
 RELU_STEP = 4 / 255  # the same for 0..4
 FLOAT_ONLY_DB = 100.0  # outputs that differ by float rounding only
+VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 LAYOUT = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput"})
 
 
@@ -62,34 +64,22 @@ class QdqGraph:
     def __init__(
         self, *, opset: int = 17, act: npt.DTypeLike = np.uint8, weight: npt.DTypeLike = np.int8, seed: int = 0
     ) -> None:
-        self.opset = opset
+        self.net = Net(opset=opset, seed=seed, suffix="")
         self.act = act
         self.weight = weight
-        self._rng = np.random.default_rng(seed)
-        self._nodes: list[onnx.NodeProto] = []
-        self._initializers: list[onnx.TensorProto] = []
-        self._inputs: list[onnx.ValueInfoProto] = []
         self._scales: dict[str, Array] = {}
-        self._count = 0
-
-    def _name(self, stem: str) -> str:
-        self._count += 1
-        return f"{stem}_{self._count}"
 
     def model(self, *outputs: str) -> onnx.ModelProto:
-        """Returns the model with the given float values as graph outputs."""
-        infos = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
-        graph = helper.make_graph(self._nodes, "qdq", self._inputs, infos, self._initializers)
-        opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(MS, 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+        """Returns the model with the given float values as graph outputs, unchecked: the runtime is to judge it."""
+        self.net.outputs = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
+        opsets = [helper.make_opsetid("", self.net.opset), helper.make_opsetid(MS, 1)]
+        return helper.make_model(self.net.graph("qdq"), opset_imports=opsets, ir_version=IR_VERSION)
 
     # ---- values -----------------------------------------------------------------------------------------------
 
     def input(self, shape: Sequence[int | str] = (1, 16, 12, 12), elem_type: int = TensorProto.FLOAT) -> str:
         """Adds a graph input."""
-        name = self._name("x")
-        self._inputs.append(helper.make_tensor_value_info(name, elem_type, list(shape)))
-        return name
+        return self.net.input(f"x_{len(self.net.inputs)}", shape, elem_type)
 
     def act_input(self, shape: Sequence[int | str] = (1, 16, 12, 12), scale: float = STEP) -> str:
         """Adds a graph input with a Q/DQ pair behind it."""
@@ -97,10 +87,7 @@ class QdqGraph:
 
     def const(self, value: Any, dtype: npt.DTypeLike = np.float32) -> str:
         """Adds an initializer; the element type of a numpy value is kept."""
-        array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else np.array(value, dtype=dtype)
-        name = self._name("c")
-        self._initializers.append(numpy_helper.from_array(array, name))
-        return name
+        return self.net.const(value if isinstance(value, (np.ndarray, np.generic)) else np.array(value, dtype))
 
     def ints(self, *values: int) -> str:
         """Adds an int64 vector initializer."""
@@ -112,18 +99,16 @@ class QdqGraph:
 
     def random(self, *shape: int, spread: float = 0.5) -> Array:
         """Returns float32 normal values of the given shape."""
-        return (self._rng.standard_normal(shape) * spread).astype(np.float32)
+        return (self.net.rng.standard_normal(shape) * spread).astype(np.float32)
 
     def op(self, op_type: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
         """Adds a node with one output."""
-        return self.ops(op_type, *inputs, count=1, domain=domain, **attributes)[0]
+        return self.net.op(op_type, inputs, domain=domain, **attributes)
 
     def ops(self, op_type: str, *inputs: str, count: int, domain: str = "", **attributes: Any) -> list[str]:
         """Adds a node with ``count`` outputs."""
-        name = self._name(op_type)
-        outputs = [f"{name}:{i}" for i in range(count)]
-        self._nodes.append(helper.make_node(op_type, list(inputs), outputs, name=name, domain=domain, **attributes))
-        return outputs
+        first = self.net.op(op_type, inputs, outputs=count, domain=domain, **attributes)
+        return [first, *(f"{first}_{i}" for i in range(1, count))]
 
     def q(
         self,

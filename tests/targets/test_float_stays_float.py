@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx
-import onnxruntime as ort
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from .qdq import QdqGraph, build, compute_ops, quantized_weights, snr_db
+from .qdq import VERSION, QdqGraph, build, compute_ops, quantized_weights, snr_db
 
 Step = Callable[[QdqGraph, str], str]
 FLOAT_ONLY_DB = 100.0
-VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 
 NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
     "Conv": ("QLinearConv", lambda g: g.conv(g.act_input(), weight="float")),

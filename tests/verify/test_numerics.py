@@ -32,7 +32,7 @@ def test_misaligned_bias_is_found(factor: float) -> None:
     model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=factor))
     (problem,) = check_bias_alignment(model)
     assert problem.kind == "bias-scale"
-    assert problem.node.startswith("Gemm")
+    assert problem.node.startswith("gemm")
 
 
 def test_tiny_scales_are_judged_in_steps_of_float32() -> None:

@@ -87,7 +87,7 @@ def test_no_cut_where_the_order_is_not_topological() -> None:
 def test_a_body_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _residual_net()
     graph = model.graph
-    captured = next(n.output[0] for n in graph.node if n.op_type == "DequantizeLinear" and "Quantize" in n.input[0])
+    captured = next(n.output[0] for n in graph.node if n.op_type == "DequantizeLinear" and "quantize" in n.input[0])
     graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, ()))
     bodies = [
         helper.make_graph(
