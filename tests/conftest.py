@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import Phase, settings
 
-from kenosis_ort.calibration.accumulators import block_size
+from kenosis_ort.calibration.part_session import block_size
 from kenosis_ort.runtime.limits import machine, on, runtime_limits
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests.one_core import open_session

@@ -79,7 +79,7 @@ class ImageFolderReader(IndexedReader):
         dtype: npt.DTypeLike = np.float32,
     ) -> None:
         if min(batch_size, 1 if limit is None else limit) < 1:
-            raise CalibrationError("limit and batch_size must be positive.")
+            raise CalibrationError("limit and batch_size must be positive.", fix="Give whole numbers above 0.")
         self._pixels = Pixels(size, layout, mean, std, scale, channel_order, resize, fill, dtype)
         self._files = _find(absolute(folder))[:limit]
         self._input_name, self._batch_size = input_name, batch_size
@@ -123,10 +123,10 @@ class Pixels:
                     f"{name}={getattr(self, name)!r} is not known.", fix=f"Use one of {', '.join(known)}."
                 )
         if min(self.size) < 1:
-            raise CalibrationError("size must be positive.")
+            raise CalibrationError("size must be positive.", fix="Give height and width in pixels.")
         self._per_channel("mean")
         if not self._per_channel("std").all():
-            raise CalibrationError("std must not be 0.")
+            raise CalibrationError("std must not be 0.", fix="Give what the model was trained with.")
 
     def _per_channel(self, name: str) -> npt.NDArray[np.float32]:
         array, channels = np.asarray(getattr(self, name), np.float32).reshape(-1), 1 if self._is_grey else 3
@@ -328,7 +328,9 @@ class TarReader(_FileReader):
     def _field(self, archive: tarfile.TarFile, entry: tarfile.TarInfo) -> Array:
         where = f"{entry.name} in {self._path}"
         if entry.size > _LARGEST:
-            raise CalibrationError(f"An entry of {entry.size} bytes is too large for a sample.", where=where)
+            raise CalibrationError(
+                f"An entry of {entry.size} bytes is too large for a sample.", where=where, fix="Leave it out."
+            )
         opened = archive.extractfile(entry)
         content = b"" if opened is None else opened.read()
         if not entry.name.lower().endswith("npy"):
@@ -432,5 +434,7 @@ class ParquetReader(_FileReader):
             return array.reshape(self._shapes[name]) if name in self._shapes else array
         except ValueError as error:
             raise CalibrationError(
-                f"{array.size} numbers are not of shape {self._shapes[name]}.", where=f"input '{name}', {where}"
+                f"{array.size} numbers are not of shape {self._shapes[name]}.",
+                where=f"input '{name}', {where}",
+                fix=f"Correct shapes['{name}'].",
             ) from error

@@ -12,29 +12,13 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration import part_session
+from kenosis_ort.calibration import accumulators, part_session
+from kenosis_ort.calibration import feeds as sources
 from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
-from kenosis_ort.calibration.feeds import (
-    Feed,
-    Part,
-    Sample,
-    check_feed,
-    input_specs,
-    mark_chunks,
-    reader_length,
-    sample_feeds,
-    strided_feeds,
-)
+from kenosis_ort.calibration.feeds import Feed, Part, Sample
 from kenosis_ort.calibration.parts import StagedModel
-from kenosis_ort.calibration.statistics import (
-    CalibrationConfig,
-    Functions,
-    TensorStatistics,
-    functions_of,
-    unions_of,
-    united,
-)
+from kenosis_ort.calibration.statistics import CalibrationConfig, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
@@ -135,7 +119,7 @@ class Sweep(Closing):
     def __init__(self, proto: onnx.ModelProto, points: Points, part: Part = MappingProxyType({})) -> None:
         self._points = points
         config, channels, seen_as = points.config, points.channels, points.seen_as
-        self._inputs = input_specs(proto)
+        self._inputs = sources.input_specs(proto)
         proto = in_order(proto)
         groups = _classify(proto, points.tensors)
         settings = part_session.SessionSettings(
@@ -149,12 +133,12 @@ class Sweep(Closing):
             types = _types(self._model, proto, groups)
             computed, fed, constant = (_observable(names, types) for names in groups)
             # Values that follow from others: none where all elements count, or ranges are to be stock's.
-            functions: Functions = {}
+            functions: accumulators.Functions = {}
             if not (config.uses_histogram or config.bit_exact or config.moving_average):
-                functions = functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
+                functions = accumulators.functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
             made = {name for of_one in functions.values() for name in of_one}
             whole = not (config.moving_average or config.bit_exact or config.sketch)
-            self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
+            self._unions = accumulators.unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
             # Those that are fetched, in any order where nothing asks for theirs.
             fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
             ordered = {name for name in seen_as if name not in functions}  # a function of the array
@@ -211,11 +195,11 @@ class Sweep(Closing):
         if not required and not optional:
             feeds, total = iter([{}, None]), 1
         else:
-            total, config = reader_length(reader), self._points.config
+            total, config = sources.reader_length(reader), self._points.config
             feeds = (
-                strided_feeds(reader, config.strided)
+                sources.strided_feeds(reader, config.strided)
                 if config.strided
-                else mark_chunks(sample_feeds(reader), config.max_intermediate_outputs)
+                else sources.mark_chunks(sources.sample_feeds(reader), config.max_intermediate_outputs)
             )
         if progress is not None:
             progress(0, total)
@@ -229,7 +213,7 @@ class Sweep(Closing):
                     collector.end_chunk()
                 continue
             number = first + self.samples - before
-            checked = check_feed(feed, required, optional, number)
+            checked = sources.check_feed(feed, required, optional, number)
             known: int | None = getattr(feed, "digest", None)
             digest = feed_digest(checked) if known is None else known
             for piece, chosen in self._pieces(checked):
@@ -315,7 +299,7 @@ class Sweep(Closing):
         return self._named(found)
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
-        found = united({**found, **self._constant}, self._unions)
+        found = accumulators.united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in dict.fromkeys(self._points.tensors) if name in found}
 
 
@@ -394,6 +378,7 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
                 "A tensor to observe is not in the model's main graph."
                 f"{did_you_mean(name, [*outputs, *inputs, *initializers])}",
                 where=f"tensor '{name}'",
+                fix="Name a node's output, an input or an initializer.",
             )
     return (
         [name for name in outputs if name in wanted],

@@ -119,6 +119,7 @@ class ClosedLoopReader(CalibrationDataReader):  # type: ignore[misc]
                     raise CalibrationError(
                         f"A state names an {what} that the model does not have.{did_you_mean(value, sorted(known))}",
                         where=f"'{value}'",
+                        fix=f"There are: {', '.join(sorted(known))}.",
                     )
         if not self._states:
             raise CalibrationError(

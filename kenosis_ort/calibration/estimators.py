@@ -310,7 +310,9 @@ def _method(text: str) -> tuple[str, _Method]:
         except ValueError:
             method = replace(method, number=-1.0)
         if not low <= method.number <= high:
-            raise OptionError(f"The number of the range estimator {text!r} must lie between {low:g} and {high:g}.")
+            raise OptionError(
+                f"The number of the range estimator {text!r} must lie between {low:g} and {high:g}.", fix="Correct it."
+            )
     return name, method
 
 

@@ -1,38 +1,108 @@
-"""Runtime sessions of the float model with chosen tensors as outputs."""
+"""Runtime sessions of the float model with chosen tensors as outputs, also as its convolutions lay them out.
+
+Kernels for pictures keep the channels in blocks: those of one block lie side by side at each place. Where such a value
+leaves the graph, the runtime puts it in order first, a pass over memory that takes longer than some convolutions.
+Extremes do not ask for order, extremes by channel and single elements can be had from either one.
+"""
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx.helper
 import onnxruntime as ort
 
-from kenosis_ort.calibration.accumulators import without_reorders
 from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.walk import read_names
-from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import (
-    TENSOR_TYPES,
-    Closing,
-    Session,
-    map_weights,
-    open_session,
-    session_options,
-    write_optimized,
-)
+from kenosis_ort.graph.walk import attribute_int, read_names
+from kenosis_ort.runtime import session as sessions
+from kenosis_ort.runtime.limits import fact_of_processor, runtime_limits
+from kenosis_ort.runtime.session import Closing, Session
 from kenosis_ort.storage.writing import Scratch
 
 _log = logging.getLogger(__name__)
 
 _EXTERNAL_FROM = 4096
 _RANDOM = having(Is.RANDOM)
+_DOMAIN = "com.microsoft.nchwc"
+_REORDER = "ReorderOutput"
+_BLOCKS = (4, 8, 16, 32)
+
+Array = npt.NDArray[Any]
+
+
+class Blocked(np.ndarray[Any, Any]):
+    """An array of shape (images, channels / block, height, width, block), all of it in one piece."""
+
+
+@lru_cache(maxsize=1)
+def block_size() -> int:
+    """Number of channels of a block on this processor; found out once, see `fact_of_processor`."""
+    return fact_of_processor("block", _probed_block_size, lambda size: type(size) is int and size in _BLOCKS)
+
+
+def _probed_block_size() -> int:
+    reorder = onnx.helper.make_node("ReorderInput", ["x"], ["y"], domain=_DOMAIN)
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4, 1, 1])
+    graph = onnx.helper.make_graph([reorder], "block", [x], [onnx.ValueInfoProto(name="y")])
+    opsets = [onnx.helper.make_opsetid("", 13), onnx.helper.make_opsetid(_DOMAIN, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=7)
+    session = sessions.open_session(model, optimize=False)
+    (y,) = session.run(None, {"x": np.zeros((1, 4, 1, 1), np.float32)})
+    return int(y.shape[1])
+
+
+def without_reorders(optimized: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
+    """Has an optimized model return values in blocks that it would put in order first.
+
+    Values whose channels do not fill their blocks are put in order as before: what fills up is no value.
+
+    Args:
+        optimized: As the runtime writes it; changed.
+        names: Outputs that may come in blocks.
+
+    Returns:
+        By the name of an output, that of the one that takes its place; without those that stay.
+    """
+    graph = optimized.graph
+    found = {}
+    for node in graph.node:
+        reorders = node.op_type == _REORDER and node.domain == _DOMAIN and not attribute_int(node, "channels_last", 0)
+        if reorders and node.output[0] in names and attribute_int(node, "channels", 1) % block_size() == 0:
+            found[node.output[0]] = node.input[0]
+    if found:
+        uses = Counter(name for node in graph.node for name in set(read_names(node)))
+        rest = [n for n in graph.node if n.op_type != _REORDER or n.output[0] not in found or uses[n.output[0]]]
+        outputs = dict.fromkeys(found.get(value.name, value.name) for value in graph.output)
+        typed = {value.name: value for value in graph.output}
+        returned = [typed.get(name) or onnx.ValueInfoProto(name=name) for name in outputs]
+        del graph.node[:], graph.output[:]
+        graph.node.extend(rest)
+        graph.output.extend(returned)
+    return found
+
+
+def as_blocked(array: Array) -> Blocked:
+    """Array that the runtime returned in blocks, in its logical shape and type."""
+    images, channels, height, width = array.shape
+    block = block_size()
+    return array.reshape(images, channels // block, height, width, block).view(Blocked)
+
+
+def in_order(array: Blocked) -> Array:
+    """The elements in order, (images, channels, height, width)."""
+    images, blocks, height, width, block = array.shape
+    plain: Array = np.asarray(array).transpose(0, 1, 4, 2, 3).reshape(images, blocks * block, height, width)
+    return plain
 
 
 @dataclass(frozen=True)
@@ -166,7 +236,7 @@ class ObservedModel(Closing):
         """The element types of values as the runtime infers them, 0 for what is no tensor of a known type."""
         if not names:
             return {}
-        return {arg.name: TENSOR_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
+        return {arg.name: sessions.TENSOR_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
     def segment(
         self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any], *, alone: bool = True
@@ -204,7 +274,7 @@ class ObservedModel(Closing):
 
         Returns:
             The session, and by the names of outputs that come in blocks what they are called there
-            (`kenosis_ort.calibration.accumulators.as_blocked` takes their arrays).
+            (`as_blocked` takes their arrays).
 
         Raises:
             CalibrationError: As `segment`.
@@ -270,17 +340,17 @@ class ObservedModel(Closing):
         """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
         settings = self._settings
         try:
-            options = session_options(
+            options = sessions.session_options(
                 threads=settings.threads,
                 optimize=optimize,
             )
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
             if self._is_mapped:
-                map_weights(self._skeleton, options)  # a part computes as the whole does
+                sessions.map_weights(self._skeleton, options)  # a part computes as the whole does
             if written_to is not None:
-                write_optimized(options, written_to, _EXTERNAL_FROM)
-            return open_session(
+                sessions.write_optimized(options, written_to, _EXTERNAL_FROM)
+            return sessions.open_session(
                 source,
                 options=options,
                 custom_op_libraries=settings.custom_op_libraries,
@@ -331,7 +401,7 @@ def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) ->
     """
     array = value.numpy() if isinstance(value, ort.OrtValue) else value
     if not isinstance(array, (np.ndarray, np.generic)):
-        raise CalibrationError(f"The graph cannot be cut at '{name}': it is no tensor.")
+        raise CalibrationError(f"The graph cannot be cut at '{name}': it is no tensor.", fix="Raise fetch_budget.")
     kind = onnx.TensorProto.STRING if array.dtype.kind in "OSU" else onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     fixed = array.ndim == 1 and annotated is not None and _declared_sizes(annotated) == array.shape
     return onnx.helper.make_tensor_value_info(name, kind, array.shape if fixed else [None] * array.ndim)

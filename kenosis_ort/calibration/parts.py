@@ -20,9 +20,8 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from kenosis_ort.calibration.accumulators import as_blocked
 from kenosis_ort.calibration.feeds import bytes_of
-from kenosis_ort.calibration.part_session import ObservedModel, Segment, constant_values, run
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, as_blocked, constant_values, run
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes
 from kenosis_ort.graph.walk import all_names, read_names, reserve_name
@@ -230,7 +229,7 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
-        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.accumulators.Blocked`.
+        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.part_session.Blocked`.
 
     Attributes:
         is_heavy: Its weights are too many for one part: it is best run on several feeds at a time.

@@ -51,18 +51,13 @@ def greedy(outputs: Values) -> Array:
     Raises:
         CalibrationError: It is not clear which output holds scores.
     """
-    scores = _scores(outputs)
-    if scores is None:
+    scores = [v for name, v in outputs.items() if "logits" in name.lower() and v.ndim == 3]
+    if len(scores) != 1:
         raise CalibrationError(
             f"No output is clearly the scores of tokens: there are {', '.join(outputs)}.",
             fix="Give choose=, a function that returns the next tokens [batch, 1] for a decoder's outputs.",
         )
-    return np.asarray(scores[:, -1:, :].argmax(-1), np.int64)
-
-
-def _scores(outputs: Values) -> Array | None:
-    named = [v for name, v in outputs.items() if "logits" in name.lower() and v.ndim == 3]
-    return named[0] if len(named) == 1 else None
+    return np.asarray(scores[0][:, -1:, :].argmax(-1), np.int64)
 
 
 @dataclass
@@ -110,12 +105,16 @@ class Generation:
         found: dict[str, Array] = {}
         tokens = self._tokens(piece, inputs)
         for spec in inputs:
-            value = self._linked(spec, links[spec.name]) if spec.name in links else self._value(spec, caches, tokens)
+            if spec.name not in links:
+                value = self._value(spec, caches, tokens)
+            elif (value := self._stored(links[spec.name])) is None:  # still to be computed: a cache is empty then
+                value = self._empty(spec)
             if value is None:
+                known = ", ".join(sorted({*self.values, *self.sample})) or "none"
                 raise CalibrationError(
                     f"Nothing is known that the input '{spec.name}' of the model '{piece}' could get.",
                     where=f"model '{piece}', input '{spec.name}'",
-                    fix=f"Give links={{'{piece}': {{'{spec.name}': name}}}} with one of: {self._known()}.",
+                    fix=f"Give links={{'{piece}': {{'{spec.name}': name}}}} with one of: {known}.",
                 )
             found[spec.name] = value
         return found
@@ -161,12 +160,9 @@ class Generation:
             )
         return self.tokens
 
-    def _linked(self, spec: InputSpec, name: str) -> Array | None:
-        """The value that the caller linked to an input; where it is still to be computed, an empty cache."""
-        for known in (self.values, self.sample):
-            if name in known:
-                return known[name]
-        return self._empty(spec)
+    def _stored(self, name: str) -> Array | None:
+        """An output of a piece, or a value of the sample."""
+        return self.values.get(name, self.sample.get(name))
 
     def _value(self, spec: InputSpec, caches: Mapping[str, str], tokens: Array | None) -> Array | None:
         name = spec.name
@@ -179,10 +175,8 @@ class Generation:
             grown = self._grown(spec, tokens)
             if grown is not None:
                 return grown
-        for known in (self.values, self.sample):
-            if name in known:
-                return known[name]
-        return self._of_encoder(spec) if self.is_behind_encoder else None
+        found = self._stored(name)
+        return self._of_encoder(spec) if found is None and self.is_behind_encoder else found
 
     def _grown(self, spec: InputSpec, tokens: Array) -> Array | None:
         """A mask or positions for the tokens seen and those to read."""
@@ -227,9 +221,6 @@ class Generation:
         sizes = [d if isinstance(d, int) else self.batch if axis == 0 else 0 for axis, d in enumerate(spec.shape)]
         return np.zeros(sizes, spec.dtype)
 
-    def _known(self) -> str:
-        return ", ".join(sorted({*self.values, *self.sample})) or "none"
-
 
 @dataclass(frozen=True)
 class _Piece:
@@ -238,16 +229,14 @@ class _Piece:
     Attributes:
         name: As the caller calls it.
         model: On disk, with weights that its sessions share.
-        required: Inputs that must be fed.
-        optional: Inputs with a default value.
+        specs: Inputs that must be fed, and those with a default value.
         inputs: Declarations of the inputs.
         outputs: Declarations of the outputs.
     """
 
     name: str
     model: ObservedModel
-    required: tuple[InputSpec, ...]
-    optional: tuple[InputSpec, ...]
+    specs: tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
     inputs: tuple[onnx.ValueInfoProto, ...]
     outputs: tuple[onnx.ValueInfoProto, ...]
 
@@ -258,7 +247,7 @@ class _Piece:
     def checked(self, feed: Mapping[str, Any], sample: int) -> dict[str, Any]:
         """A feed as the model takes it."""
         with self._named():
-            return check_feed(feed, self.required, self.optional, sample)
+            return check_feed(feed, *self.specs, sample)
 
     def run(self, feed: Mapping[str, Any], sample: int) -> dict[str, Array]:
         """The outputs by name."""
@@ -361,15 +350,17 @@ class PipelineReader:
     def _check_links(self) -> None:
         for piece, wiring in self._links.items():
             if piece not in self._pieces:
-                raise CalibrationError(f"A link names no model.{did_you_mean(piece, self._pieces)}", where=f"'{piece}'")
+                hint, known = did_you_mean(piece, self._pieces), ", ".join(self._pieces)
+                raise CalibrationError(f"A link names no model.{hint}", where=f"'{piece}'", fix=f"One of {known}.")
             computed = {value.name for p in self._pieces.values() for value in p.outputs}
-            known = {"input": {v.name for v in self._pieces[piece].inputs}, "value": computed | set(self._samples[0])}
-            for what, name in [("input", name) for name in wiring] + [("value", name) for name in wiring.values()]:
-                if name not in known[what]:
+            inputs = {v.name for v in self._pieces[piece].inputs}
+            of_values = computed | set(self._samples[0])
+            for what, names, there in (("input", wiring, inputs), ("value", wiring.values(), of_values)):
+                for name in (name for name in names if name not in there):
                     raise CalibrationError(
-                        f"A link of '{piece}' names an {what} that there is not.{did_you_mean(name, known[what])}",
+                        f"A link of '{piece}' names an {what} that there is not.{did_you_mean(name, there)}",
                         where=f"'{name}'",
-                        fix=f"There are: {', '.join(sorted(known[what]))}.",
+                        fix=f"There are: {', '.join(sorted(there))}.",
                     )
 
     def _generated(self, wanted: str) -> Iterator[dict[str, Any]]:
@@ -393,10 +384,10 @@ class PipelineReader:
 
     def _fed(self, state: Generation, piece: _Piece, sample: int) -> dict[str, Any]:
         if self._is_encoder(piece):
-            names = [spec.name for spec in (*piece.required, *piece.optional)]
-            return piece.checked({name: state.sample[name] for name in names if name in state.sample}, sample)
-        links = self._links.get(piece.name, {})
-        return piece.checked(state.feed(piece.name, piece.required, self._cache_inputs[piece.name], links), sample)
+            names = {value.name for value in piece.inputs}
+            return piece.checked({name: value for name, value in state.sample.items() if name in names}, sample)
+        caches, links = self._cache_inputs[piece.name], self._links.get(piece.name, {})
+        return piece.checked(state.feed(piece.name, piece.specs[0], caches, links), sample)
 
     def _step(self, state: Generation, piece: _Piece, feed: Mapping[str, Any], sample: int) -> bool:
         """Runs a piece; tells whether its sequences go on."""
@@ -409,6 +400,7 @@ class PipelineReader:
             raise CalibrationError(
                 f"choose returned {chosen.dtype} of shape {chosen.shape}, not integers of shape (batch, 1).",
                 where=f"model '{piece.name}', sample {sample}",
+                fix="Return the numbers of the next tokens, one a sequence.",
             )
         state.take(outputs, self._cache_outputs[piece.name], chosen)
         return self._stop is None or not bool((chosen == self._stop).all())
@@ -456,16 +448,11 @@ def _caches(pieces: Sequence[_Piece]) -> tuple[dict[str, dict[str, str]], dict[s
 
 def _opened(name: str, model: Any, settings: SessionSettings) -> _Piece:
     proto = load_model(model, ask_runtime=False).proto
-    required, optional = input_specs(proto)
-    inputs, outputs = ([_bare(v) for v in values] for values in (proto.graph.input, proto.graph.output))
-    return _Piece(name, ObservedModel(proto, settings), required, optional, tuple(inputs), tuple(outputs))
-
-
-def _bare(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    """A copy that does not keep the model it came from in memory."""
-    copied = onnx.ValueInfoProto()
-    copied.CopyFrom(value)
-    return copied
+    inputs, outputs = (  # copies, which do not keep the model in memory
+        tuple(onnx.ValueInfoProto.FromString(v.SerializeToString()) for v in values)
+        for values in (proto.graph.input, proto.graph.output)
+    )
+    return _Piece(name, ObservedModel(proto, settings), input_specs(proto), inputs, outputs)
 
 
 def _recording(piece: _Piece, sample: int, seen: Spool | None) -> Callable[..., dict[str, Array]]:

@@ -66,7 +66,10 @@ class IndexedReader(OwnReader):
     def set_range(self, start_index: int, end_index: int) -> None:
         """Makes ``get_next`` return the feeds from ``start_index`` up to, and without, ``end_index``."""
         if not 0 <= start_index <= end_index:
-            raise CalibrationError(f"The range {start_index}..{end_index} of calibration samples is not valid.")
+            raise CalibrationError(
+                f"The range {start_index}..{end_index} of calibration samples is not valid.",
+                fix="0 <= start <= end",
+            )
         self._next, self._end = start_index, min(end_index, len(self))
 
     def rewind(self) -> None:
@@ -211,7 +214,7 @@ class ArrayReader(IndexedReader):
             )
         samples = next(iter(counts.values()), 0)
         if samples == 0:
-            raise CalibrationError("The calibration data holds no sample.", where=where)
+            raise CalibrationError("The calibration data holds no sample.", where=where, fix="Give at least one.")
         return samples
 
     @property

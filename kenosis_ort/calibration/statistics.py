@@ -1,16 +1,7 @@
-"""Statistics of one tensor, the range that follows from them, and values whose statistics follow from others'.
+"""Statistics of one tensor, and the range that follows from them.
 
 A pass that moves scales from one layer to the next changes values whose ranges were collected before. Minima and maxima
 by channel scale with the channels; they merge as those of the whole tensor do, and cost next to nothing to collect.
-
-A gate such as ``Sigmoid(x)`` and the product ``x * Sigmoid(x)`` hold as many elements as ``x``, and nets with such
-activations would return three times what they compute. Where only extremes are kept, and bins of a part of the
-elements, those of the function follow from those of ``x``: each end is the function's over the interval that ``x``
-spans, so a range is never narrower than what was seen, and wider only where no element came near the function's least
-value inside. What a sample adds follows from this sample alone, so that tables merge as those of observed values do.
-
-What only moves elements about, or strings values together, has the elements of others: its extremes and histogram are
-theirs together, exactly, unless a histogram is of a part of the elements, which would be another part.
 
 How they are collected and turned into ranges is a `CalibrationConfig`; its defaults are those of
 ``onnxruntime.quantization``.
@@ -19,26 +10,15 @@ How they are collected and turned into ranges is a `CalibrationConfig`; its defa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
-from kenosis_ort.calibration.histogram import (
-    Extremes,
-    Histogram,
-    Moments,
-    distribution_moments,
-    entropy_range,
-    percentile_range,
-)
+from kenosis_ort.calibration import histogram as histograms
 from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
-from kenosis_ort.graph.constants import LAYOUT
-from kenosis_ort.graph.walk import attribute_float
 
 Method = Literal["minmax", "entropy", "percentile", "distribution"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -121,7 +101,9 @@ class CalibrationConfig:
 
     def _check(self, ok: bool, field: str, requirement: str) -> None:
         if not ok:
-            raise OptionError(f"Calibration option {field}={getattr(self, field)!r} must be {requirement}.")
+            raise OptionError(
+                f"Calibration option {field}={getattr(self, field)!r} must be {requirement}.", fix=f"Correct {field}."
+            )
 
     @classmethod
     def from_extra_options(cls, method: Any, extra_options: Mapping[str, Any]) -> CalibrationConfig:
@@ -236,7 +218,7 @@ class TensorStatistics:
 
     Attributes:
         low: Smallest value seen, exact; of a gate such as ``x * Sigmoid(x)`` the least that it takes over the range of
-            ``x`` (`kenosis_ort.calibration.statistics`). 0 if no element was seen.
+            ``x`` (`kenosis_ort.calibration.accumulators`). 0 if no element was seen.
         high: Largest value seen, likewise.
         count: Number of elements seen; 0 for a tensor that was always empty, or where it is not known.
         dtype: ``"float32"`` or ``"float16"``, the tensor's element type.
@@ -250,7 +232,7 @@ class TensorStatistics:
     high: float
     count: int = 0
     dtype: str = "float32"
-    histogram: Histogram | None = None
+    histogram: histograms.Histogram | None = None
     averaged: tuple[float, float] | None = None
     fixed: tuple[float, float] | None = None
     channels: ChannelRange | None = None
@@ -281,7 +263,7 @@ class TensorStatistics:
             return 0.0, 0.0
         histogram = self._histogram_or_raise(config, name)
         if config.method == "percentile":
-            return percentile_range(
+            return histograms.percentile_range(
                 histogram,
                 self.low,
                 self.high,
@@ -290,18 +272,20 @@ class TensorStatistics:
                 symmetric=config.is_symmetric,
             )
         if config.method == "entropy":
-            return entropy_range(
+            return histograms.entropy_range(
                 histogram, self.low, self.high, bins=config.bins, quantized_bins=config.num_quantized_bins
             )
         top = max(abs(self.low), abs(self.high))
         return -top, top
 
-    def moments(self, config: CalibrationConfig, name: str = "") -> Moments:
+    def moments(self, config: CalibrationConfig, name: str = "") -> histograms.Moments:
         """Mean and standard deviation as the distribution method defines them."""
         histogram = self._histogram_or_raise(config, name)
-        return distribution_moments(histogram, self.low, self.high, bins=config.bins, scenario=config.scenario)
+        return histograms.distribution_moments(
+            histogram, self.low, self.high, bins=config.bins, scenario=config.scenario
+        )
 
-    def _histogram_or_raise(self, config: CalibrationConfig, name: str) -> Histogram:
+    def _histogram_or_raise(self, config: CalibrationConfig, name: str) -> histograms.Histogram:
         if self.histogram is None:
             raise CalibrationError(
                 f"The calibration method '{config.method}' needs a histogram, and this table holds none.",
@@ -397,146 +381,3 @@ class Rescaling:
 
 def _in_proportion(known: float, before: float, now: float) -> float:
     return known * (now / before) if before else known + now
-
-
-Array = npt.NDArray[Any]
-
-_SIGMOID_FLEX = -1.2784645  # where x * Sigmoid(x) is least
-_LEAST_EXPONENT = -700.0  # a Sigmoid of less is 0, and its exponential no number
-_HARD_SIGMOID = (0.2, 0.5)
-_HARD_SWISH = (1.0 / 6.0, 0.5)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A gate, or the product of its input and the gate.
-
-    Attributes:
-        slope: Of a gate ``max(0, min(1, slope * x + offset))``, positive; 0.0 for a Sigmoid.
-        offset: Of the same, above 0 and at most 1.
-        times_input: The value is ``x * gate(x)``.
-    """
-
-    slope: float = 0.0
-    offset: float = 0.0
-    times_input: bool = False
-
-    @property
-    def gate_key(self) -> tuple[float, float]:
-        """What functions of one gate have in common."""
-        return self.slope, self.offset
-
-    def gate(self, values: Array) -> Array:
-        """The gate of float32 values, float32 of the same shape."""
-        one = np.float32(1.0)
-        with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
-            found: Array = (
-                np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
-                if self.slope
-                else one / (one + np.exp(-values))
-            )
-        return found
-
-    def of(self, seen: Extremes) -> Extremes:
-        """The least and largest value over the interval that the input spans."""
-        points = [seen.low, seen.high]
-        flex = -self.offset / (2.0 * self.slope) if self.slope else _SIGMOID_FLEX
-        if self.times_input and seen.low < flex < seen.high:
-            points.append(flex)
-        ends = [self._at(point) for point in points]  # a NaN stands first
-        return Extremes(min(ends), max(ends), seen.count)
-
-    def _at(self, x: float) -> float:
-        if self.slope:
-            gate = min(max(self.slope * x + self.offset, 0.0), 1.0)
-        else:
-            gate = 1.0 / (1.0 + math.exp(-x)) if x > _LEAST_EXPONENT or math.isnan(x) else 0.0
-        return float(np.float32(x * gate if self.times_input else gate))
-
-
-Functions = Mapping[str, Mapping[str, Function]]
-
-
-def functions_of(
-    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str], required: Collection[str] = ()
-) -> dict[str, dict[str, Function]]:
-    """The observed values that are functions of other ones: by the name of that, functions by their own name.
-
-    Args:
-        graph: The graph; a name is written once in it.
-        observed: Numpy types of the observed values, by name: those that nodes compute, in their order, and those fed.
-        apart: Those of them that are collected in a way of their own.
-        required: Those that follow from no other, but others may from them.
-    """
-    makers = {node.output[0]: node for node in graph.node if node.output}
-    free = {name for name, dtype in observed.items() if dtype == "float32" and name not in apart}
-    found: dict[str, dict[str, Function]] = {}
-    made: set[str] = set()
-    for name in observed:
-        node = makers.get(name)
-        if node is None or name not in free or name in required:
-            continue
-        source, function = _gate(node) or _gated(node, makers) or ("", None)
-        if function is not None and source in free - made:
-            found.setdefault(source, {})[name] = function
-            made.add(name)
-    return found
-
-
-def unions_of(
-    graph: onnx.GraphProto, observed: Mapping[str, str], apart: Collection[str]
-) -> dict[str, tuple[str, ...]]:
-    """The observed values whose elements are those of others, all of them: by name, the names of the others.
-
-    Extremes and counts of a union follow from those of its parts without error.
-
-    Args:
-        graph: The graph; a name is written once in it.
-        observed: Numpy types of the observed values that nodes compute, by name and in their order.
-        apart: Those of them that are neither unions nor parts of one.
-    """
-    makers = {node.output[0]: node for node in graph.node if node.output}
-    free = {name: dtype for name, dtype in observed.items() if name not in apart}
-    found = {}
-    for name, dtype in free.items():
-        node = makers.get(name)
-        if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in (*LAYOUT, "Concat"):
-            continue
-        parts = tuple(node.input if node.op_type == "Concat" else node.input[:1])
-        if parts and all(free.get(part) == dtype for part in parts):
-            found[name] = parts
-    return found
-
-
-def united(
-    statistics: Mapping[str, TensorStatistics], unions: Mapping[str, Sequence[str]]
-) -> dict[str, TensorStatistics]:
-    """The statistics with those of unions, which come in the order of the graph."""
-    found = dict(statistics)
-    for name, parts in unions.items():
-        of_parts = [replace(found[part], channels=None) for part in parts]
-        found[name] = reduce(lambda one, other: one.merge(other, weights=(1, 1)), of_parts)
-    return found
-
-
-def _gate(node: onnx.NodeProto) -> tuple[str, Function] | None:
-    """Input of a gate, and its function."""
-    if node.domain or node.op_type not in ("Sigmoid", "HardSigmoid", "HardSwish"):
-        return None
-    if node.op_type == "Sigmoid":
-        return node.input[0], Function()
-    if node.op_type == "HardSwish":
-        return node.input[0], Function(*_HARD_SWISH, times_input=True)
-    slope, offset = (attribute_float(node, n, by) for n, by in zip(("alpha", "beta"), _HARD_SIGMOID, strict=True))
-    return (node.input[0], Function(slope, offset)) if slope > 0.0 and 0.0 < offset <= 1.0 else None
-
-
-def _gated(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> tuple[str, Function] | None:
-    """The input of a gate that a product takes beside the gate's value, and the product's function."""
-    if node.domain or node.op_type != "Mul":
-        return None
-    for value, other in (node.input, reversed(node.input)):
-        gate = _gate(makers[other]) if other in makers else None
-        if gate is not None and gate[0] == value and not gate[1].times_input:
-            return value, Function(gate[1].slope, gate[1].offset, times_input=True)
-    return None

@@ -43,6 +43,7 @@ _STOCK_NAMES: Final = {
     "distribution": "Distribution",
 }
 _DAMAGED: Final = "Delete the cache file, so that calibration runs again."
+_ALIKE: Final = "Collect both of the same model, with the same settings."
 
 
 @dataclass(frozen=True)
@@ -174,16 +175,20 @@ class CalibrationTable:
                 fix="Write the tables with kenosis_ort.calibrate of this version.",
             )
         if self.model_fingerprint != other.model_fingerprint:
-            raise CalibrationError("Calibration tables of different models cannot be merged.")
+            raise CalibrationError("Calibration tables of different models cannot be merged.", fix=_ALIKE)
         if self.config.relevant() != other.config.relevant():
-            raise CalibrationError("Calibration tables of different settings cannot be merged.")
+            raise CalibrationError("Calibration tables of different settings cannot be merged.", fix=_ALIKE)
         if self.tensors.keys() != other.tensors.keys():
             odd = sorted(self.tensors.keys() ^ other.tensors.keys())
             where = ", ".join(odd[:5])
-            raise CalibrationError("Calibration tables of different tensors cannot be merged.", where=where)
+            raise CalibrationError("Calibration tables of different tensors cannot be merged.", where=where, fix=_ALIKE)
         fixed = [n for n, s in (*self.tensors.items(), *other.tensors.items()) if s.fixed is not None]
         if fixed:
-            raise CalibrationError("Calibration tables with ranges set by hand cannot be merged.", where=fixed[0])
+            raise CalibrationError(
+                "Calibration tables with ranges set by hand cannot be merged.",
+                where=fixed[0],
+                fix="Set them later.",
+            )
         weights = (max(self.samples, 1), max(other.samples, 1))
         merged = {n: s.merge(other.tensors[n], weights=weights) for n, s in self.tensors.items()}
         data = None
@@ -221,7 +226,7 @@ class CalibrationTable:
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise CalibrationError(f"The calibration cache is not valid JSON: {error}.") from error
+            raise CalibrationError(f"The calibration cache is not valid JSON: {error}.", fix=_DAMAGED) from error
         return _from_dict(raw)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -236,7 +241,9 @@ class CalibrationTable:
             write_text(target, self.to_json(), "the calibration cache")
         except OSError as error:
             reason = error.what if isinstance(error, OutputError) else error.strerror or error
-            raise CalibrationError(f"The calibration cache cannot be written: {reason}.", where=str(target)) from error
+            raise CalibrationError(
+                f"The calibration cache cannot be written: {reason}.", where=str(target), fix="Name another path."
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CalibrationTable:

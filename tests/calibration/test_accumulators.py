@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as hnp
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration import part_session as session
-from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, Blocked, extremes_and_some, in_order, pick
+from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some, pick
 from kenosis_ort.calibration.histogram import BLOCK, HALF, Histogram, exponent_of, extremes, fold
-from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings
+from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import histogram_of as build

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, collector
-from kenosis_ort.calibration.accumulators import Collector
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators
+from kenosis_ort.calibration.accumulators import Collector, Function, unions_of
 from kenosis_ort.calibration.histogram import Extremes
-from kenosis_ort.calibration.statistics import Function, unions_of
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.session import counted
 from tests.calibration.support import histogram_of, swept
@@ -130,7 +129,7 @@ def test_unions_have_what_their_parts_have(
         return table, counts.total.copied
 
     found, copied = both()
-    monkeypatch.setattr(collector, "unions_of", lambda *_: {})
+    monkeypatch.setattr(accumulators, "unions_of", lambda *_: {})
     seen, most = both()
     assert found.tensors == seen.tensors
     assert found.part is not None

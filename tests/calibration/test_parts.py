@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect, collector, parts
-from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.part_session import (
     ObservedModel,
     Segment,
@@ -30,6 +29,7 @@ from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes, with_weights_on_disk
 from kenosis_ort.graph.walk import read_names
+from kenosis_ort.runtime import session
 from kenosis_ort.storage.spool import Spool
 from tests import models, planning
 from tests.calibration.support import node_outputs, one_node_model, random_feeds, swept

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration.accumulators import block_size
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import InputSpec
+from kenosis_ort.calibration.part_session import block_size
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
 from kenosis_ort.flow.finish import few_of

@@ -162,6 +162,7 @@ def _doubled(values: Units, axis: int, size: int) -> Units:
 
 
 Pixels = npt.NDArray[np.uint8]
+Span = tuple[int, int]
 
 _SHAPES_PER_PICTURE = (60, 380)
 _PERIODS = (2, 24)  # of stripes, in pixels
@@ -230,18 +231,18 @@ def _scene(draws: Draws, height: int, width: int) -> tuple[npt.NDArray[np.intp],
     kinds = draws.integers(0, 2, (count,))
     which = np.zeros((height, width), np.intp)
     for number, i in enumerate(order.tolist(), 1):
-        _paint(which, number, centres[i].tolist(), float(radii[i]), turns[i].tolist(), float(flat[i]), int(kinds[i]))
+        _paint(which, number, int(kinds[i]), centres[i], float(radii[i]), turns[i], float(flat[i]))
     return which, _attributes(draws, count + 1)
 
 
 def _paint(
     which: npt.NDArray[np.intp],
     number: int,
+    kind: int,
     centre: list[float],
     radius: float,
     turn: list[float],
     flat: float,
-    kind: int,
 ) -> None:
     """Puts a shape's number where it is seen: an ellipse, a rectangle or a triangle."""
     height, width = which.shape
@@ -277,8 +278,7 @@ def _attributes(draws: Draws, count: int) -> _Shapes:
     texture = np.where(smooth, 1, draws.integers(2, draws.integer(4, 30), (count,)))
     striped = draws.integers(0, 99, (count,)) < draws.integer(0, 25)
     wave = np.zeros((count, 2), np.int64)
-    period = draws.integers(*_PERIODS, (count,))
-    share = draws.integers(-256, 256, (count, 2))
+    period, share = draws.integers(*_PERIODS, (count,)), draws.integers(-256, 256, (count, 2))
     wave[:] = (65536 // period)[:, None] * share // 256
     return _Shapes(
         colour=np.clip(bright[:, None] + tint, 0, 255).astype(np.int32),
@@ -315,8 +315,7 @@ def _developed(draws: Draws, image: Units) -> Units:
         image = image + (draws.bells((height, width)) * draws.integer(1, 7) >> 15)
     if draws.chance(12):
         fill = _FRAME_FILLS[draws.integer(0, len(_FRAME_FILLS) - 1)]
-        share = draws.integer(8, 40)
-        across = draws.chance(50)
+        share, across = draws.integer(8, 40), draws.chance(50)
         edge = (width if across else height) * share // 100
         if across:
             image[:, :, width - edge :] = fill
@@ -390,8 +389,7 @@ def _write(draws: Draws, ink: Doubles, top: int, size: int) -> None:
     across = max(size * draws.integer(38, 75) // 100, 2)
     thick = max(size * draws.integer(8, 19) / 100, 1.0)
     slant = draws.integer(-2, 25) / 100 if draws.chance(30) else 0.0
-    at = draws.integer(0, width // 3)
-    end = width - draws.integer(0, width // 4)
+    at, end = draws.integer(0, width // 3), width - draws.integer(0, width // 4)
     while at + across < end:
         for _ in range(draws.integer(1, 9)):
             if at + across >= end:
@@ -402,9 +400,7 @@ def _write(draws: Draws, ink: Doubles, top: int, size: int) -> None:
         at += across * draws.integer(60, 130) // 100
 
 
-def _mark(
-    draws: Draws, ink: Doubles, rows: tuple[int, int], columns: tuple[int, int], thick: float, slant: float
-) -> None:
+def _mark(draws: Draws, ink: Doubles, rows: Span, columns: Span, thick: float, slant: float) -> None:
     """Draws two to four strokes into a box."""
     height, width = ink.shape
     reach = int(thick) + 2

@@ -18,18 +18,11 @@ from kenosis_ort.calibration.computed_feeds import StateLoop
 from kenosis_ort.calibration.feeds import Provenance, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.readers import IndexedReader
-from kenosis_ort.calibration.synthetic.kinds import (
-    Array,
-    InputInfo,
-    InputKind,
-    Maker,
-    SyntheticSample,
-    classify,
-    find_shapes,
-    shapes_of,
-)
+from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
-from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
+from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, shows_writing
+from kenosis_ort.calibration.synthetic.shapes import find_shapes, shapes_of
+from kenosis_ort.calibration.synthetic.ways import given_way
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model
@@ -90,9 +83,9 @@ class SyntheticReader(IndexedReader):
         custom_op_libraries: Sequence[str] = (),
     ) -> None:
         if samples < 1:
-            raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.")
+            raise CalibrationError(f"The number of synthetic samples, {samples}, is not positive.", fix="Give one.")
         if seed < 0:
-            raise CalibrationError(f"The seed, {seed}, is negative.")
+            raise CalibrationError(f"The seed, {seed}, is negative.", fix="Give 0 or more.")
         proto = load_model(model, ask_runtime=False).proto
         self._samples, self._seed = samples, seed
         settings = SessionSettings((), tuple(custom_op_libraries), threads=1, optimize=False)
@@ -242,9 +235,13 @@ def _range(name: str, value: tuple[float, float]) -> tuple[float, float]:
     try:
         low, high = (float(end) for end in value)
     except (TypeError, ValueError) as error:
-        raise CalibrationError(f"The range {value!r} is no pair of numbers.", where=name) from error
+        raise CalibrationError(
+            f"The range {value!r} is no pair of numbers.", where=name, fix="Give (lowest, highest)."
+        ) from error
     if not (np.isfinite(low) and np.isfinite(high) and low <= high):
-        raise CalibrationError(f"The range ({low}, {high}) is not finite or upside down.", where=name)
+        raise CalibrationError(
+            f"The range ({low}, {high}) is not finite or upside down.", where=name, fix="Give (lowest, highest)."
+        )
     return low, high
 
 
@@ -253,7 +250,7 @@ def _channels(name: str, value: float | Sequence[float] | None) -> tuple[float, 
         return None
     numbers = tuple(float(v) for v in np.asarray(value, np.float64).reshape(-1))
     if len(numbers) not in (1, 3, 4) or not np.isfinite(numbers).all():
-        raise CalibrationError(f"{name}={value!r} must be one number, or one a channel.")
+        raise CalibrationError(f"{name}={value!r} must be one number, or one a channel.", fix=f"Correct {name}.")
     return numbers
 
 
