@@ -7,19 +7,18 @@ import math
 from collections.abc import Mapping
 from itertools import pairwise
 
-import numpy as np
 import onnx
 import pytest
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.cost import estimate
-from kenosis_ort.placement.planner import Planner, choose_regions
+from kenosis_ort.placement.cost import CostEstimate, estimate
+from kenosis_ort.placement.planner import Planner, Regions, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.profile import CostTable, KernelCost, Work
 from tests import models
+from tests.planning import parse, prepared
 
 TARGET = get_target("ort-cpu")
 assert TARGET.costs is not None
@@ -36,30 +35,42 @@ def flat_table(**kernels: tuple[float, float | None]) -> CostTable:
 
 
 class Case:
-    """A model with its plan and the means to change it."""
+    """A model, or an ONNX text, with its plan and the means to change it."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.view = GraphView(prepare(model, min_opset=13, max_opset=17, max_ir=10).proto)
+    def __init__(self, model: onnx.ModelProto | str) -> None:
+        self.view = GraphView(prepared(parse(model) if isinstance(model, str) else model))
         self.plan = self.replan({})
 
     def replan(self, keep: Mapping[str, str]) -> PlacementPlan:
         return Planner(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8")).plan()
 
+    def estimate(self, table: CostTable = ORT, plan: PlacementPlan | None = None) -> CostEstimate:
+        return estimate(self.view, self.plan if plan is None else plan, table)
 
-def chain(widths: list[int], *, size: int = 16, k: int = 3, groups: bool = False) -> onnx.ModelProto:
-    """Conv and Relu pairs."""
+    def regions(self, table: CostTable = ORT) -> Regions:
+        return choose_regions(self.view, self.plan, table, self.replan)
+
+
+def chain(*widths: int, size: int = 16, slow: int = -1) -> onnx.ModelProto:
+    """Conv and Relu pairs, one Conv of which may be depthwise."""
     net = models.Net()
     x = net.input("x", [1, widths[0], size, size])
     for i, (a, b) in enumerate(pairwise(widths)):
-        x = net.op("Relu", [net.conv(x, a, b, k=k, groups=a if groups else 1, name=f"conv{i}")], name=f"relu{i}")
-    net.output(x, None)
-    return net.model()
+        x = net.op("Relu", [net.conv(x, a, b, groups=a if i == slow else 1, name=f"conv{i}")], name=f"relu{i}")
+    return net.of(x)
+
+
+def between(body: str, channels: int = 32) -> str:
+    """Two Convs, ``a`` and ``b``, with nodes from ``c`` to ``d`` between them, and a Relu."""
+    conv = "Conv <pads = [1,1,1,1]>"
+    kernels = f"float[{channels},{channels},3,3]"
+    return f"""(float[1,{channels},8,8] x) => (float[1,{channels},8,8] y) <{kernels} w, {kernels} v>
+    {{ [a] c = {conv} (x, w) {body} [b] e = {conv} (d, v) [last] y = Relu (e) }}"""
 
 
 def test_the_sum_of_all_kernels_and_borders():
-    case = Case(chain([32, 32, 32, 32]))
     table = flat_table(conv_dense=(10, 4), clip=(3, None), quantize=(2, 2), dequantize=(1, 1), channels_last=(0.5, 0.5))
-    found = estimate(case.view, case.plan, table)
+    found = Case(chain(32, 32, 32, 32)).estimate(table)
     assert found.float_us == pytest.approx(30)  # a Relu behind a float Conv is part of it
     assert found.borders_us == pytest.approx({"x": 2.5, "relu2_out": 1.5})
     assert found.planned_us == pytest.approx(3 * 4 + 4)
@@ -70,11 +81,9 @@ def test_the_sum_of_all_kernels_and_borders():
 
 
 def test_a_float_region_has_borders_on_both_sides():
-    case = Case(chain([32, 32, 32, 32]))
-    table = flat_table(
-        conv_dense=(10, 4), quantize=(2, 2), dequantize=(1, 1), channels_last=(0.5, 0.5), blocked=(0.25, 0.25)
-    )
-    found = estimate(case.view, case.replan({"conv1": "why not"}), table)
+    case = Case(chain(32, 32, 32, 32))
+    borders = {"quantize": (2, 2), "dequantize": (1, 1), "channels_last": (0.5, 0.5), "blocked": (0.25, 0.25)}
+    found = case.estimate(flat_table(conv_dense=(10, 4), **borders), case.replan({"conv1": "why not"}))
     assert found.by_node["conv1"].kind is Kind.FLOAT
     assert found.by_node["conv1"].planned_us == 10
     assert found.borders_us == pytest.approx({"x": 2.5, "relu0_out": 1.75, "relu1_out": 2.75, "relu2_out": 1.5})
@@ -82,47 +91,38 @@ def test_a_float_region_has_borders_on_both_sides():
 
 
 def test_an_empty_plan_is_float():
-    case = Case(chain([32, 32, 32]))
-    found = estimate(case.view, PlacementPlan(TARGET.name), ORT)
+    found = Case(chain(32, 32, 32)).estimate(plan=PlacementPlan(TARGET.name))
     assert found.planned_us == pytest.approx(found.float_us)
     assert found.borders_us == {}
     assert found.float_share == 1
 
 
 def test_activations_beside_integer_kernels_are_no_part_of_them():
-    net = models.Net()
-    y = net.op("HardSwish", [net.conv(net.input("x", [1, 32, 8, 8]), 32, 32, name="a")], name="act")
-    net.output(net.op("Relu", [net.conv(y, 32, 32, name="b")]), None)
-    case = Case(net.model())
-    found = estimate(case.view, case.plan, flat_table(conv_dense=(10, 4), hard_sigmoid=(3, None)))
+    case = Case(between("[act] d = HardSwish (c)"))
+    found = case.estimate(flat_table(conv_dense=(10, 4), hard_sigmoid=(3, None)))
     assert found.by_node["act"].float_us == 0
     assert found.by_node["act"].planned_us == 3
 
 
 def test_unknown_shapes_are_told():
-    net = models.Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 16, "h", "w"]), 16, 16, name="c")], name="r")
-    net.output(y, None)
-    case = Case(net.model())
-    found = estimate(case.view, case.plan, ORT)
-    assert set(found.unknown) == {"c", "r"}
-    assert choose_regions(case.view, case.plan, ORT, case.replan).keep_float == {}
+    case = Case("(float[1,16,h,w] x) => (y) <float[16,16,1,1] k> { [c] c = Conv (x, k) [r] y = Relu (c) }")
+    assert set(case.estimate().unknown) == {"c", "r"}
+    assert case.regions().keep_float == {}
 
 
 def test_microsecond_nets_are_left_in_float_as_a_whole():
-    case = Case(models.mlp(n_in=16, hidden=32, n_out=16, layers=6))
-    regions = choose_regions(case.view, case.plan, ORT, case.replan)
+    regions = Case(models.mlp(n_in=16, hidden=32, n_out=16, layers=6)).regions()
     assert regions.whole_net
     assert regions.cost.speed * ORT.error < 1
     assert "0." in regions.reason
 
 
 @pytest.mark.parametrize("model", [
-    chain([64] * 6), chain([16, 32, 64, 128], size=32), models.mlp(n_in=512, hidden=512, n_out=512)
+    chain(*[64] * 6), chain(16, 32, 64, 128, size=32), models.mlp(n_in=512, hidden=512, n_out=512)
 ])  # fmt: skip
 def test_nets_that_gain_stay_integer(model: onnx.ModelProto):
     case = Case(model)
-    regions = choose_regions(case.view, case.plan, ORT, case.replan)
+    regions = case.regions()
     assert not regions.whole_net
     assert regions.plan is case.plan
     assert regions.keep_float == {}
@@ -131,9 +131,8 @@ def test_nets_that_gain_stay_integer(model: onnx.ModelProto):
 
 @pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])
 def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix: set[str]):
-    case = Case(chain([3, 32, 64, 64, 64]))
     table = flat_table(conv_few_channels=(10, stem_us), conv_dense=(10, 3), quantize=(0.5, 0.5))
-    regions = choose_regions(case.view, case.plan, table, case.replan)
+    regions = Case(chain(3, 32, 64, 64, 64)).regions(table)
     assert set(regions.keep_float) == prefix
     assert not regions.whole_net
     if prefix:
@@ -143,19 +142,12 @@ def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix:
 
 
 def test_a_region_within_a_net_is_left_in_float_for_a_clear_gain():
-    net = models.Net()
-    x = net.input("x", [1, 32, 16, 16])
-    for name, groups in (("a", 1), ("b", 1), ("slow", 32), ("c", 1), ("d", 1)):
-        x = net.op("Relu", [net.conv(x, 32, 32, groups=groups, name=name)], name=f"{name}_relu")
-    net.output(x, None)
-    case = Case(net.model())
+    case = Case(chain(*[32] * 6, slow=2))
     kernels = {"conv_dense": (10, 4), "quantize": (0.5, 0.5), "dequantize": (0.5, 0.5), "channels_last": (0, 0)}
-    slow = flat_table(conv_depthwise=(10, 60), blocked=(0, 0), **kernels)
-    regions = choose_regions(case.view, case.plan, slow, case.replan)
-    assert set(regions.keep_float) == {"slow"}
+    regions = case.regions(flat_table(conv_depthwise=(10, 60), blocked=(0, 0), **kernels))
+    assert set(regions.keep_float) == {"conv2"}
     assert regions.cost.planned_us == pytest.approx(4 * 4 + 10 + 4 * 0.5)
-    even = flat_table(conv_depthwise=(10, 12), blocked=(0, 0), **kernels)
-    assert choose_regions(case.view, case.plan, even, case.replan).keep_float == {}
+    assert case.regions(flat_table(conv_depthwise=(10, 12), blocked=(0, 0), **kernels)).keep_float == {}
 
 
 def test_the_table_is_sound():
@@ -192,24 +184,17 @@ def test_weights_that_are_used_once_cost_half_where_the_near_caches_hold_them():
 
 
 def test_what_float_kernels_take_in_costs_nothing():
-    net = models.Net()
-    x = net.conv(net.input("x", [1, 16, 8, 8]), 16, 16, name="a")
-    gate = net.op("Sigmoid", [x], name="gate")
-    y = net.op("Mul", [x, gate], name="silu")
-    y = net.op("Relu", [net.op("Add", [net.conv(y, 16, 16, name="b"), y], name="sum")], name="act")
-    net.output(net.op("Sigmoid", [y], name="last"), None)
-    case = Case(net.model())
-    found = estimate(case.view, PlacementPlan(TARGET.name), ORT)
-    free = {cost.node for cost in found.nodes if cost.float_us == 0}
-    assert free == {"gate", "sum", "act"}
+    text = between("[gate] g = Sigmoid (c) [silu] d = Mul (c, g)", 16)
+    text = text.replace("y = Relu (e)", "y = Sigmoid (r)").replace(
+        "[last]", "[sum] s = Add (e, d) [act] r = Relu (s) [last]"
+    )
+    found = Case(text).estimate(plan=PlacementPlan(TARGET.name))
+    assert {cost.node for cost in found.nodes if cost.float_us == 0} == {"gate", "sum", "act"}
 
 
 @pytest.mark.parametrize(("constant", "costs"), [(True, 0.0), (False, 5.0)])
 def test_the_bias_of_a_product_with_weights_costs_nothing_in_float(constant: bool, costs: float):
-    net = models.Net()
-    x = net.input("x", [1, 6, 16])
-    other = net.const(np.ones(16, np.float32)) if constant else net.input("y", [1, 6, 16])
-    net.output(net.op("Add", [net.op("MatMul", [x, net.weight((16, 16), name="w")]), other], name="it"), None)
-    case = Case(net.model())
-    found = estimate(case.view, case.plan, flat_table(add=(5.0, None), linear=(1.0, None)))
+    inputs, weights = ("", ", float[16] b") if constant else (", float[1,6,16] b", "")
+    text = f"(float[1,6,16] x{inputs}) => (y) <float[16,16] w{weights}> {{ m = MatMul (x, w) [it] y = Add (m, b) }}"
+    found = Case(text).estimate(flat_table(add=(5.0, None), linear=(1.0, None)))
     assert found.by_node["it"].float_us == pytest.approx(costs)

@@ -11,87 +11,65 @@ from tests import models
 from tests.placement.build import view_of
 
 
-def inputs_net(*declared: str) -> str:
-    names = [d.split()[-1] for d in declared]
-    sums = "\n".join(f"y{i} = Neg ({name})" for i, name in enumerate(names))
-    outs = ", ".join(f"y{i}" for i in range(len(names)))
-    return f"net ({', '.join(declared)}) => ({outs}) {{ {sums} }}"
+def secondary(declared: str, primary: list[str] | None = None) -> list[str]:
+    """The secondary inputs of a net with these inputs."""
+    names = [each.split()[-1] for each in declared.split(", ")]
+    body = " ".join(f"y{i} = Neg ({name})" for i, name in enumerate(names))
+    outputs = ", ".join(f"y{i}" for i in range(len(names)))
+    return list(secondary_inputs(view_of(f"({declared}) => ({outputs}) {{ {body} }}"), primary))
+
+
+SECONDARY = """scale_factor im_shape image_shape im_info attention_mask token_type_ids position_ids sr h0 c0 state
+    hidden_state past_key_values cache_k orig_target_sizes x_lengths"""
+PRIMARY = "image x input pixel_values audio src features tokens"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["scale_factor", "im_shape", "image_shape", "im_info", "attention_mask", "token_type_ids", "position_ids", "sr",
-     "h0", "c0", "state", "hidden_state", "past_key_values", "cache_k", "orig_target_sizes", "x_lengths"],
-)  # fmt: skip
-def test_secondary_by_name(name: str) -> None:
-    view = view_of(inputs_net("float[1,3,8,8] image", f"float[1,2] {name}"))
-    assert list(secondary_inputs(view, None)) == [name]
-
-
-@pytest.mark.parametrize("name", ["image", "x", "input", "pixel_values", "audio", "src", "features", "tokens"])
-def test_primary_by_name(name: str) -> None:
-    assert secondary_inputs(view_of(inputs_net(f"float[1,3,8,8] {name}")), None) == {}
-
-
-def test_a_small_vector_beside_a_picture_is_secondary() -> None:
-    view = view_of(inputs_net("float[1,3,8,8] picture", "float[1,2] extra", "float[1,64] embedding"))
-    assert list(secondary_inputs(view, None)) == ["extra"]
-
-
-def test_two_matrices_are_both_primary() -> None:
-    assert secondary_inputs(view_of(inputs_net("float[1,4] a", "float[1,2] b")), None) == {}
-
-
-def test_a_model_never_has_secondary_inputs_only() -> None:
-    assert secondary_inputs(view_of(inputs_net("float[1,3,8,8] mask")), None) == {}
+    ("declared", "found"),
+    [
+        *((f"float[1,3,8,8] image, float[1,2] {name}", [name]) for name in SECONDARY.split()),
+        *((f"float[1,3,8,8] {name}", []) for name in PRIMARY.split()),
+        ("float[1,3,8,8] picture, float[1,2] extra, float[1,64] embedding", ["extra"]),  # small beside a picture
+        ("float[1,4] a, float[1,2] b", []),  # two matrices
+        ("float[1,3,8,8] mask", []),  # never all of them
+    ],
+)
+def test_inputs_are_secondary_by_name_or_as_small_vectors(declared: str, found: list[str]) -> None:
+    assert secondary(declared) == found
 
 
 def test_the_callers_word_counts() -> None:
-    view = view_of(inputs_net("float[1,3,8,8] image", "float[1,3,8,8] mask"))
-    assert list(secondary_inputs(view, ["mask"])) == ["image"]
-    assert secondary_inputs(view, ["image", "mask"]) == {}
+    declared = "float[1,3,8,8] image, float[1,3,8,8] mask"
+    assert secondary(declared, ["mask"]) == ["image"]
+    assert secondary(declared, ["image", "mask"]) == []
     with pytest.raises(OptionError, match=r"'imge'.*Did you mean 'image'"):
-        secondary_inputs(view, ["imge"])
+        secondary(declared, ["imge"])
 
 
 def test_the_flood_stops_where_it_meets_the_data() -> None:
     protected = protect(view_of(models.two_input_detector()), None)
     assert set(protected) == {"scale_twice", "scale_unsqueeze", "box_rescale"}
     assert "mixes main data" in protected["box_rescale"]
+    # A mask up to the Add behind the scores.
+    assert set(protect(view_of(models.transformer_block()), None)) == {"hide", "hide_future", "masked"}
 
 
-def test_a_mask_stays_float_up_to_the_add_behind_the_scores() -> None:
-    protected = protect(view_of(models.transformer_block()), None)
-    assert set(protected) == {"hide", "hide_future", "masked"}
-
-
-def test_what_derives_from_a_shape_stays_float() -> None:
-    text = """net (float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z) {
-      s = Shape (x)
-      f = Cast <to = 1> (s)
-      y = Mul (f, two)
-      z = Neg (x)
-    }"""
-    protected = protect(view_of(text, {"two": np.float32(2)}), None)
-    assert set(protected) == {"Shape_s", "Cast_f", "Mul_y"}
-
-
-def test_what_only_steers_stays_float() -> None:
-    """Here a Clip's bound is computed from the data: the chain to the bound is float, the data are not protected."""
-    text = """net (float[1,3,8,8] x) => (y) {
-      m = ReduceMax <keepdims = 0> (x)
-      h = Mul (m, half)
-      y = Clip (x, zero, h)
-    }"""
-    protected = protect(view_of(text, {"half": np.float32(0.5), "zero": np.float32(0)}), None)
-    assert set(protected) == {"ReduceMax_m", "Mul_h"}
-    assert protected["Mul_h"] == "computes a shape, a bound or an index, not data"
-
-
-def test_a_value_that_steers_and_feeds_is_data() -> None:
-    text = """net (float[1,3,8,8] x) => (y, z) {
-      m = ReduceMax <keepdims = 0> (x)
-      y = Clip (x, zero, m)
-      z = Neg (m)
-    }"""
-    assert protect(view_of(text, {"zero": np.float32(0)}), None) == {}
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("""(float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z)
+            { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y"),
+        # The bound of a Clip is computed from the data: the chain to it is float, the data are not protected.
+        ("(float[1,3,8,8] x) => (y) { m = ReduceMax <keepdims = 0> (x) h = Mul (m, half) y = Clip (x, zero, h) }",
+         "ReduceMax_m Mul_h"),
+        # What steers and feeds is data.
+        ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", ""),
+    ],
+    ids=["shape", "bound", "both"],
+)  # fmt: skip
+def test_what_only_steers_stays_float(text: str, found: str) -> None:
+    known = {name: np.float32(value) for name, value in (("half", 0.5), ("zero", 0)) if name in text}
+    protected = protect(view_of(text, known), None)
+    assert set(protected) == set(found.split())
+    if "Mul_h" in protected:
+        assert protected["Mul_h"] == "computes a shape, a bound or an index, not data"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,57 +33,39 @@ def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> Non
         assert groups.root(name) == roots[name], "the provider's root keeps providing"
 
 
-def nowhere(_: str) -> bool:
-    return False
-
-
-def elsewhere(_: str) -> bool:
-    return True
+def may_share(groups: ScaleGroups, *, elsewhere: bool = False) -> str | None:
+    return groups.may_share("v", "out", lambda _: elsewhere)
 
 
 @pytest.mark.parametrize(
-    ("own", "shared", "read_elsewhere", "may"),
+    ("own", "limit", "shared", "elsewhere", "said"),
     [
-        ((0.0, 1.0), (0.0, 1.4), True, True),
-        ((0.0, 1.0), (0.0, 1.6), True, False),
-        ((0.0, 1.0), (0.0, 100.0), False, True),
-        ((2.0, 3.0), (0.0, 4.0), True, True),  # ranges are widened to hold 0 before they are compared
-        ((-1.0, 0.0), (-1.0, 1.0), True, False),
+        # Read elsewhere, a value must not lose resolution; ranges are widened to hold 0 before they are compared.
+        ((0.0, 1.0), None, (0.0, 1.4), True, None),
+        ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
+        ((0.0, 1.0), None, (0.0, 100.0), False, None),
+        ((2.0, 3.0), None, (0.0, 4.0), True, None),
+        ((-1.0, 0.0), None, (-1.0, 1.0), True, "'v' is read elsewhere"),
+        # An absorbed activation must stay absorbed.
+        ((0.0, 4.0), (0.0, None), (-1.0, 4.0), False, "below 0.0"),
+        ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
+        ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
+        ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
     ],
 )
-def test_a_value_that_is_read_elsewhere_must_not_lose_resolution(
-    own: tuple[float, float], shared: tuple[float, float], read_elsewhere: bool, may: bool
-) -> None:
-    groups = ScaleGroups({"v": own, "out": shared}, {}, 1.5)
-    reason = groups.may_share("v", "out", elsewhere if read_elsewhere else nowhere)
-    assert (reason is None) == may
-    assert reason is None or "'v' is read elsewhere" in reason
-
-
-@pytest.mark.parametrize(
-    ("limit", "shared", "said"),
-    [
-        (RangeLimit("v", 0.0, None), (-1.0, 4.0), "below 0.0"),
-        (RangeLimit("v", 0.0, 6.0), (0.0, 8.0), "above 6.0"),
-        (RangeLimit("v", 0.0, 6.0), (0.0, 6.0), None),
-        (RangeLimit("v", 0.0, None), (0.5, 4.0), None),
-    ],
-)
-def test_an_absorbed_activation_must_stay_absorbed(
-    limit: RangeLimit, shared: tuple[float, float], said: str | None
-) -> None:
-    groups = ScaleGroups({"v": (0.0, 4.0), "out": shared}, {"v": limit}, 1.5)
-    reason = groups.may_share("v", "out", nowhere)
+def test_what_a_value_may_share(own: Any, limit: Any, shared: Any, elsewhere: bool, said: str | None) -> None:
+    limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
+    reason = may_share(ScaleGroups({"v": own, "out": shared}, limits, 1.5), elsewhere=elsewhere)
     assert (reason is None) if said is None else (reason is not None and said in reason)
 
 
 def test_every_member_of_the_group_counts() -> None:
     groups = ScaleGroups({"v": (0, 1), "u": (0, 1), "out": (-1, 1)}, {"u": RangeLimit("u", 0.0, None)}, 1.5)
-    assert groups.may_share("v", "out", nowhere) is None
+    assert may_share(groups) is None
     groups.tie("u", "v")
-    assert groups.may_share("v", "out", nowhere) is not None
+    assert may_share(groups) is not None
 
 
 def test_before_calibration_everything_may_be_shared() -> None:
     """So that every value that may need its own range is observed."""
-    assert ScaleGroups({}, {"v": RangeLimit("v", 0.0, None)}, 1.5).may_share("v", "out", elsewhere) is None
+    assert may_share(ScaleGroups({}, {"v": RangeLimit("v", 0.0, None)}, 1.5), elsewhere=True) is None

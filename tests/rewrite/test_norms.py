@@ -80,8 +80,7 @@ def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale,
     x = normal((*lead, *sizes), seed, magnitude)
     result = check(collapse_layer_norm, g.of(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
     (node,) = result.proto.graph.node
-    assert (node.name, helper.get_node_attr_value(node, "axis")) == (y, -len(sizes))
-    assert set(result.nodes) == {n.name for n in g.nodes} - {y}
+    assert helper.get_node_attr_value(node, "axis") == -len(sizes)
     assert len(result.proto.graph.initializer) == (2 if shift else 1)
 
 
@@ -108,14 +107,20 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
 def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
     g = Net.over([*lead, size], opset=23, seed=seed)
     y = norm(g, centred=False, scale=affine(g.rng, (size,), scale), **form)
-    result = check(collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
-    assert result.proto.graph.node[0].name == y
+    check(collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
 
 
-@pytest.mark.parametrize(("opset", "centred"), [(22, False), (16, True)])
-def test_a_norm_stays_before_its_operator_set(opset, centred):
+@pytest.mark.parametrize(
+    ("rule", "opset", "make"),
+    [
+        (collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
+        (collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
+        (collapse_affine_norm, 16, lambda g: affine_norm(g)),
+    ],
+)
+def test_a_norm_stays_before_its_operator_set(rule, opset, make):
     g = Net.over([2, SIZE], opset=opset)
-    refused(collapse_layer_norm, g.of(norm(g, centred=centred, scale=np.ones(SIZE))), None)
+    refused(rule, g.of(make(g)), None)
 
 
 def test_symbolic_leading_dimensions_stay_symbolic():
@@ -164,9 +169,7 @@ def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e
 )
 def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, seed, **form):
     g = Net.over([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
-    y = affine_norm(g, **form)
-    result = check(collapse_affine_norm, g.of(y), normal((*lead, SIZE), seed, magnitude), LAYER)
-    assert result.proto.graph.node[0].name == y
+    check(collapse_affine_norm, g.of(affine_norm(g, **form)), normal((*lead, SIZE), seed, magnitude), LAYER)
 
 
 def test_the_runtime_knows_the_result_only():
@@ -174,11 +177,6 @@ def test_the_runtime_knows_the_result_only():
     proto = g.of(affine_norm(g))
     assert LAYER not in {k.op_type for k in kernels(proto)}
     assert [k.op_type for k in kernels(rewritten(collapse_affine_norm, proto).proto)] == [LAYER]
-
-
-def test_an_affine_norm_stays_before_its_operator_set():
-    g = Net.over((2, 3, SIZE), opset=16)
-    refused(collapse_affine_norm, g.of(affine_norm(g)), None)
 
 
 OPERATORS = {True: LAYER, False: "SimplifiedLayerNormalization"}

@@ -48,7 +48,6 @@ def test_any_stem_cut(block, kernel, blocks, pads, mode, channels, bias, seed):
     with mock.patch.multiple(rewrites, _BLOCKS=(2, 3, 4), _LARGEST_GROWTH=1000):  # exact whether or not it pays
         prepared = check(space_to_depth_stem, proto, normal((2, channels, *size), seed), "SpaceToDepth Conv")
     conv = prepared.proto.graph.node[1]
-    assert (conv.name, conv.output[0]) == ("stem", "stem")
     assert not {a.name for a in conv.attribute} & {"strides", "auto_pad", "group"}
     assert min([0, *next((a.ints for a in conv.attribute if a.name == "pads"), [])]) >= 0
 
@@ -91,7 +90,7 @@ def test_any_stem_filled_up(kernel, strides, pads, dilation, channels, seed):
     proto = stem(kernel, ("H", "W"), channels=channels, bias=False, seed=seed, **form)
     prepared = check(pad_stem_channels, proto, normal((2, channels, 9, 11), seed), "Pad Conv")
     conv = prepared.proto.graph.node[1]
-    assert (conv.name, conv.output[0], conv.input[1]) == ("stem", "stem", "w_padded")
+    assert conv.input[1] == "w_padded"
     (inner,) = prepared.proto.graph.value_info
     assert inner.type.tensor_type.shape.dim[1].dim_value == (4 if channels < 4 else 8)
 

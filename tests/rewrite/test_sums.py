@@ -115,8 +115,7 @@ def test_the_parts_compute_the_same(op, opset, beta, bias, skip, epsilon, total,
     proto = joined(op, opset=opset, beta=beta, bias=bias, skip=skip, epsilon=epsilon, total=total)
     feeds = {"x": normal((2, 3, WIDTH), seed, magnitude), "skip": normal(skip, seed + 1, magnitude)}
     expected = "Sum LayerNormalization" if op == JOINED else "Sum Pow ReduceMean Add Sqrt Div Mul"
-    last = check(split_skip_norm, proto, feeds, expected).proto.graph.node[-1]
-    assert (last.name, last.output[0]) == ("norm", "norm")
+    check(split_skip_norm, proto, feeds, expected)
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
@@ -148,8 +147,7 @@ def test_any_sum_is_the_same_to_the_bit(shapes, seed):
     feeds = {
         name: normal(shape, seed + at) for at, (name, shape) in enumerate(zip(["x", *others], shapes, strict=True))
     }
-    last = check(sum_to_add, proto, feeds, ["Add"] * len(others), rtol=0).proto.graph.node[-1]
-    assert (last.name, last.output[0]) == ("sum", "sum")
+    check(sum_to_add, proto, feeds, ["Add"] * len(others), rtol=0)
 
 
 def test_one_value_twice():
