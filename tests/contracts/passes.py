@@ -12,16 +12,13 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import Recipe
 from tests import models
+from tests.flow.support import changed
 from tests.flow.test_recipes import sentences, t5
 from tests.models import Feed, Net
 
 OFF: Mapping[str, Any] = {
-    "ranges": "minmax",
-    "row_scales": False,
-    "equalize": False,
-    "smooth": "off",
-    "bias_correction": False,
-}
+    "ranges": "minmax", "row_scales": False, "equalize": False, "smooth": "off", "bias_correction": False
+}  # fmt: skip
 """Settings of a recipe without any pass."""
 
 
@@ -54,20 +51,10 @@ class Example:
 
 def uneven(op: str = "Relu") -> onnx.ModelProto:
     """Two Convs with channels of very different size between them."""
-    net = Net(seed=1)
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="first")
-    first, bias = net.initializers
-    scale = np.float32(10.0) ** np.linspace(-2, 1, 8, dtype=np.float32)
-    for tensor, shape in ((first, (8, 1, 1, 1)), (bias, (8,))):
-        held = onnx.numpy_helper.to_array(tensor) * scale.reshape(shape)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(held, tensor.name))
-    y = net.op(op, [y], name="between")
-    y = net.conv(y, 8, 8, name="second")
-    second = net.initializers[-2]
-    held = onnx.numpy_helper.to_array(second) / scale.reshape(1, 8, 1, 1)
-    second.CopyFrom(onnx.numpy_helper.from_array(held.astype(np.float32), second.name))
-    net.output(y, [1, 8, 8, 8])
-    return net.model()
+    net, scale = Net(seed=1), 10.0 ** np.linspace(-2, 1, 8)
+    y = net.op(op, [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="first")], name="between")
+    model = net.of(net.conv(y, 8, 8, name="second"))
+    return changed(model, first_w=scale.reshape(8, 1, 1, 1), first_b=scale, second_w=1 / scale.reshape(1, 8, 1, 1))
 
 
 def normalized(outliers: float) -> onnx.ModelProto:
@@ -78,8 +65,7 @@ def normalized(outliers: float) -> onnx.ModelProto:
     y = net.input("x", [1, 10, width])
     y = net.op("LayerNormalization", [y, net.const(gamma), net.const(np.zeros(width))], name="norm", axis=-1)
     y = net.op("Relu", [net.linear(y, width, width, name="fc0")], name="relu")
-    net.output(net.linear(y, width, 8, name="fc1"), [1, 10, 8])
-    return net.model()
+    return net.of(net.linear(y, width, 8, name="fc1"))
 
 
 def coarse(depth: int = 3) -> onnx.ModelProto:
@@ -88,8 +74,7 @@ def coarse(depth: int = 3) -> onnx.ModelProto:
     y = net.input("x", [1, 4, 8, 8])
     for at in range(depth):
         y = net.op("Relu", [net.conv(y, 4, 4, name=f"conv{at}")], name=f"relu{at}")
-    net.output(net.conv(y, 4, 4, name="last"), [1, 4, 8, 8])
-    return net.model()
+    return net.of(net.conv(y, 4, 4, name="last"))
 
 
 def whole() -> onnx.ModelProto:
@@ -97,8 +82,7 @@ def whole() -> onnx.ModelProto:
     net = Net(seed=4)
     weights = net.rng.integers(-127, 128, (16, 8)).astype(np.float32)
     weights[0] = 127.0
-    net.output(net.op("MatMul", [net.input("x", [4, 16]), net.const(weights)], name="exact"), [4, 8])
-    return net.model()
+    return net.of(net.op("MatMul", [net.input("x", [4, 16]), net.const(weights)], name="exact"))
 
 
 def integers() -> list[Feed]:

@@ -1,4 +1,4 @@
-"""Any small net through the public call: it loads, it computes what the float model computes, its plan holds."""
+"""Any small net: what is made of it is what the plan says, loads, and computes what the float model computes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ from pathlib import Path
 import numpy as np
 import onnx
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kenosis_ort import quantize_static
+from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.plan import Kind
-from tests import models
+from tests import models, planning
 from tests.graph.build import run
+from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
 HEAVY = ("Conv", "Gemm", "MatMul")
 
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
+@given(nets(), st.data())
+def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model: onnx.ModelProto, data: st.DataObject) -> None:
+    names = [node.name for node in planning.prepared(model).graph.node]
+    done = planning.quantize(
+        model,
+        nodes_to_exclude=frozenset(data.draw(st.lists(st.sampled_from(names), max_size=2))),
+        protect_outputs=data.draw(st.sampled_from(["auto", "float", "int8", None])),
+        per_channel=data.draw(st.booleans()),
+    )
+    Performed(done.model, done.quantized, done.plan).check()
+    assert verify_fusion(done.quantized, plan=done.plan).avoidable(done.plan) == ()
+
+
+@settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets())
-def test_any_net(model: onnx.ModelProto) -> None:
-    check(model)
-
-
-def check(model: onnx.ModelProto) -> None:
+def test_the_public_call(model: onnx.ModelProto) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random nets may well be of poor quality
         out = Path(folder) / "out.onnx"

@@ -17,21 +17,15 @@ from kenosis_ort.targets import TARGETS, DataTypes, Hooks, Target, get_target
 from tests import models
 from tests.flow.support import run, sqnr_db
 from tests.models import Net
+from tests.planning import parse
 
 ORT = get_target("ort-cpu")
 ABSORBS = ("Relu", "Clip", "LeakyRelu", "HardSwish", "Sigmoid", "Tanh", "PRelu", "Elu")
 OWN = dataclasses.replace(
-    ORT,
-    name="a-runtime-elsewhere",
-    absorbs=ABSORBS,
-    clamps=(),
-    gates=("Sigmoid",),
-    constant_steps=("Mul",),
-    longest_epilogue=4,
-    costs=None,
-    kernel_forms=(),
+    ORT, name="a-runtime-elsewhere", absorbs=ABSORBS, clamps=(), gates=("Sigmoid",), constant_steps=("Mul",),
+    longest_epilogue=4, costs=None, kernel_forms=(),
     hooks=Hooks(data_types=ORT.hooks.data_types, writes_float=ORT.hooks.writes_float),
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -63,8 +57,7 @@ def chain(*activations: str) -> onnx.ModelProto:
     for index, op_type in enumerate((*activations, "Relu")):
         y, channels = net.conv(y, channels, 8, name=f"c{index}"), 8
         y = net.op("Mul", [y, net.op("Sigmoid", [y])]) if op_type == "SiLU" else net.op(op_type, [y])
-    net.output(net.conv(y, 8, 4, name="last"), [1, 4, 8, 8])
-    return net.model()
+    return net.of(net.conv(y, 8, 4, name="last"))
 
 
 @pytest.mark.usefixtures("no_runtime")
@@ -118,51 +111,42 @@ def test_a_net_of_every_family(name: str, tmp_path: Path) -> None:
             assert sqnr_db(a, b) > 8
 
 
+def text(body: str, last: str) -> onnx.ModelProto:
+    """Convs of eight channels with nodes between them."""
+    return parse(f"""(float[1,8,8,8] x) => (y) <float[8,8,1,1] w, float[8,8,1,1] v, float[8,8,1,1] u, float[4,16,1,1] t>
+        {{ [c] c = Conv (x, w) {body} [last] y = Conv ({last}) }}""")
+
+
 def test_epilogues_end_where_the_table_says() -> None:
-    net = Net()
-    y = net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="c")
-    for index, op_type in enumerate(("LeakyRelu", "Tanh", "Elu", "HardSwish", "Sigmoid")):
-        y = net.op(op_type, [y], name=f"a{index}")
-    net.output(net.conv(y, 8, 4, name="last"), [1, 4, 8, 8])
-    found = preview(net.model(), target=OWN)
-    kinds = {n.node: n.kind for n in found.nodes}
-    assert [kinds[f"a{i}"] for i in range(5)] == [Kind.ABSORBED] * 4 + [Kind.INTEGER]
+    found = preview(text("""[a0] p = LeakyRelu (c) [a1] q = Tanh (p) [a2] r = Elu (q) [a3] s = HardSwish (r)
+        [a4] z = Sigmoid (s)""", "z, u"), target=OWN)  # fmt: skip
+    assert [found.by_node[f"a{i}"].kind for i in range(5)] == [Kind.ABSORBED] * 4 + [Kind.INTEGER]
     carried = {d.edge.value for d in found.decisions if d.dtype and d.edge.consumer.startswith("a")}
     assert carried == {next(d.edge.value for d in found.decisions if d.edge.consumer == "a4")}
 
 
 def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone() -> None:
     model = models.residual_block()
-    (add,) = [n for n in model.graph.node if n.op_type == "Add"]
-    both = preview(model, target=OWN)
-    read = {d.edge.index: d.dtype for d in both.decisions if d.edge.consumer == add.name}
-    assert set(read.values()) == {"uint8"}
-    alone = preview(model, target=dataclasses.replace(OWN, residual="shortcut"))
-    read = {d.edge.index: d.dtype for d in alone.decisions if d.edge.consumer == add.name}
-    assert sorted(read.values()) == ["", "uint8"]
-    assert alone.by_node[add.name].kind is Kind.ABSORBED
+    for target, kinds in ((OWN, ["uint8"] * 2), (dataclasses.replace(OWN, residual="shortcut"), ["", "uint8"])):
+        plan = preview(model, target=target)
+        assert sorted(d.dtype for d in plan.decisions if d.edge.consumer == "add") == kinds
+        assert (plan.by_node["add"].kind is Kind.ABSORBED) == (target is not OWN)
 
 
 def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
-    net = Net()
-    x = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")])
-    y = net.op("Add", [net.conv(x, 8, 8, name="main"), net.conv(x, 8, 8, name="projection")], name="add")
-    net.output(net.conv(net.op("Relu", [y], name="behind"), 8, 4, name="last"), [1, 4, 8, 8])
-    found = preview(net.model(), target=dataclasses.replace(OWN, residual="shortcut"))
+    net = text("""r = Relu (c) [main] m = Conv (r, v) [projection] p = Conv (r, u)
+        [add] a = Add (m, p) [behind] b = Relu (a)""", "b, w")  # fmt: skip
+    found = preview(net, target=dataclasses.replace(OWN, residual="shortcut"))
     assert {found.by_node[name].kind for name in ("add", "behind")} == {Kind.ABSORBED}
     assert found.by_node["add"].reason.endswith("'main'")
     read = {d.edge.value: d.dtype for d in found.decisions if d.edge.consumer == "add"}
     assert sorted(read.values()) == ["", "uint8"]
-    assert read["projection_out"] == "uint8"
+    assert read["p"] == "uint8"
 
 
 def test_a_concat_computes_no_activation() -> None:
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    y = net.op("Concat", [net.conv(x, 3, 4, name=n) for n in "ab"], name="joint", axis=1)
-    net.output(net.conv(net.op("HardSwish", [y], name="act"), 8, 4, name="last"), [1, 4, 8, 8])
-    kinds = {n.node: n.kind for n in preview(net.model(), target=OWN).nodes}
-    assert kinds["act"] is Kind.FLOAT
+    net = text("d = Conv (x, v) j = Concat <axis = 1> (c, d) [act] a = HardSwish (j)", "a, t")
+    assert preview(net, target=OWN).by_node["act"].kind is Kind.FLOAT
 
 
 def test_a_value_with_parameters_of_the_callers_own_ends_an_epilogue() -> None:
@@ -174,15 +158,9 @@ def test_a_value_with_parameters_of_the_callers_own_ends_an_epilogue() -> None:
 
 
 def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
-    types = DataTypes(
-        activation=onnx.TensorProto.INT8,
-        activations=(onnx.TensorProto.INT8,),
-        weights=(onnx.TensorProto.INT8,),
-        only_these=True,
-        symmetric=True,
-        weight_symmetric=True,
-        why="a test says so",
-    )
+    int8 = onnx.TensorProto.INT8
+    types = DataTypes(activation=int8, activations=(int8,), weights=(int8,), only_these=True, symmetric=True,
+                      weight_symmetric=True, why="a test says so")  # fmt: skip
     signed = dataclasses.replace(OWN, types=types, hooks=Hooks(writes_float=ORT.hooks.writes_float), bias="float")
     model, out = chain("HardSwish", "SiLU"), tmp_path / "out.onnx"
     report = quantized(model, out, signed)

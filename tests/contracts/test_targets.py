@@ -61,18 +61,18 @@ def test_every_rule_and_every_fact_names_a_test_that_exists(target: Target, proo
 
 
 @each_target
-def test_identifiers_and_operators_are_unique(target: Target) -> None:
+def test_rules_and_facts_have_names_of_their_own_and_reasons_and_are_found_by_operators(target: Target) -> None:
     identifiers = [r.id for r in target.rules] + [i for i, _ in target.facts]
     assert len(identifiers) == len(set(identifiers))
-    for rules in map(target.rules_of, {o for r in target.rules for o in r.op_types}):
-        assert all(rule.requires for rule in rules[:-1])  # else those behind it never count
     assert [i for i in identifiers if not _ID.fullmatch(i)] == []
-
-
-@each_target
-def test_every_rule_and_fact_says_why(target: Target) -> None:
     assert all(r.why and r.op_types for r in target.rules)
     assert all(sentence for _, sentence in target.facts)
+    for op_type in {o for r in target.rules for o in r.op_types}:
+        rules = target.rules_of(op_type)
+        assert all(rule.requires for rule in rules[:-1])  # else those behind it never count
+        assert list(rules) == [rule for rule in target.rules if op_type in rule.op_types]
+        assert target.rule(op_type) is rules[0]
+    assert target.rule("NoSuchOperator") is None
 
 
 @each_target
@@ -82,15 +82,6 @@ def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None
     assert set(target.clamps) <= set(target.absorbs)
     assert TargetRole.ANCHOR not in {roles.get(o) for o in target.absorbs}
     assert {roles.get(o) for o in target.float_output} <= {TargetRole.ANCHOR}
-
-
-@each_target
-def test_a_rule_is_found_by_its_operators(target: Target) -> None:
-    for rule in target.rules:
-        for op_type in rule.op_types:
-            assert rule in target.rules_of(op_type)
-            assert target.rule(op_type) is target.rules_of(op_type)[0]
-    assert target.rule("NoSuchOperator") is None
 
 
 @pytest.mark.parametrize("requirement", Requirement)
@@ -118,14 +109,9 @@ STATEMENTS: dict[str, str] = {
 }  # fmt: skip
 """A node of each operator whose form is not ``Operator (x)``; what its rule asks for is there."""
 CONSTANTS = {
-    "r": [1, 256],
-    "p": [0] * 8,
-    "i": [0, 1],
-    "s": [2, 2],
-    "f": np.float32([1, 1, 2, 2]),
-    "lo": np.float32(0),
-    "hi": np.float32(6),
-}
+    "r": [1, 256], "p": [0] * 8, "i": [0, 1], "s": [2, 2], "f": np.float32([1, 1, 2, 2]),
+    "lo": np.float32(0), "hi": np.float32(6),
+}  # fmt: skip
 FORMS = {"qnn-matmul-activations": "MatMul (m, n)", "qnn-resample": 'Resize <mode = "linear"> (x, , f)'}
 """Of rules about a further form of an operator."""
 
@@ -148,37 +134,32 @@ def test_a_rule_decides_about_its_operator(target: Target, rule: FusionRule) -> 
 
 @each_target
 @each_model
-def test_plans_round_trip_json(target: Target, name: str) -> None:
-    plan = plan_for(target, name)
-    back = PlacementPlan.from_json(plan.to_json())
-    assert back == plan
-    assert back.to_json() == plan.to_json()
-    assert plan.diff(back) == []
-
-
-@each_target
-@each_model
 def test_planning_changes_neither_the_model_nor_the_view(target: Target, name: str) -> None:
     proto = prepared(models.ALL[name]())
     before = proto.SerializeToString(deterministic=True)
     view = GraphView(proto)
-    nodes = [(n.name, n.op_type, [v and v.name for v in n.inputs], [v.name for v in n.outputs]) for n in view.nodes]
-    first = Planner(view, target, PlacementOptions()).plan()
-    again = Planner(view, target, PlacementOptions()).plan()
+    nodes = list(map(str, view.nodes))
+    first, again = (Planner(view, target, PlacementOptions()).plan() for _ in range(2))
     assert first == again, "planning twice gives the same plan"
     assert proto.SerializeToString(deterministic=True) == before
-    assert nodes == [
-        (n.name, n.op_type, [v and v.name for v in n.inputs], [v.name for v in n.outputs]) for n in view.nodes
-    ]
+    assert list(map(str, view.nodes)) == nodes
 
 
 @each_target
 @each_model
-def test_plans_are_consistent(target: Target, name: str) -> None:
+def test_plans_are_consistent_explain_every_node_and_round_trip(target: Target, name: str) -> None:
     """What a reader of a plan may rely on, whoever made it."""
     plan = plan_for(target, name)
-    model = prepared(models.ALL[name]())
-    nodes = {n.name: n for n in model.graph.node}
+    back = PlacementPlan.from_json(plan.to_json())
+    assert (back, back.to_json(), plan.diff(back)) == (plan, plan.to_json(), [])
+    for n in plan.nodes:
+        text = plan.explain(n.node)
+        assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
+        assert n.reason in text
+        assert len(text.splitlines()) == 1 + sum(d.edge.consumer == n.node for d in plan.decisions)
+    with pytest.raises(OptionError):
+        plan.explain("no such node")
+    nodes = {n.name: n for n in prepared(models.ALL[name]()).graph.node}
     quantized = dict(plan.quantized_values())
     known = {r.id for r in target.rules} | {i for i, _ in target.facts}
     own_words = {"integer-domain", "not-quantized", "float-producer", "output-protection", "protected-input",
@@ -214,19 +195,6 @@ def test_diff_tells_what_an_exclusion_changes_and_nothing_where_nothing_changed(
     wider = tuple(replace(d, dtype="int16") for d in plan.decisions)
     grids = {f"{a.edge}: {a.grid} -> {b.grid}" for a, b in zip(plan.decisions, wider, strict=True)}
     assert set(plan.diff(replace(plan, decisions=wider))) == grids
-
-
-@each_target
-@each_model
-def test_explain_prints_the_decision_about_every_node(target: Target, name: str) -> None:
-    plan = plan_for(target, name)
-    for n in plan.nodes:
-        text = plan.explain(n.node)
-        assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
-        assert n.reason in text
-        assert len(text.splitlines()) == 1 + sum(d.edge.consumer == n.node for d in plan.decisions)
-    with pytest.raises(OptionError):
-        plan.explain("no such node")
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:

@@ -39,19 +39,8 @@ STRINGS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "op_type": (
         *sorted({schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")}),
-        *(
-            "NoSuchOp",
-            "",
-            "FusedConv",
-            "QLinearConv",
-            "FusedMatMul",
-            "Attention",
-            "block",
-            "silu",
-            "FastGelu",
-            "Affine",
-        ),
-        *("MatMulNBits", "SkipLayerNormalization", "Trilu", "BiasGelu", "QuickGelu", "DynamicQuantizeMatMul"),
+        *("NoSuchOp", "", "FusedConv", "QLinearConv", "FusedMatMul", "Attention", "block", "silu", "FastGelu"),
+        *("Affine", "MatMulNBits", "SkipLayerNormalization", "Trilu", "BiasGelu", "QuickGelu", "DynamicQuantizeMatMul"),
     ),
     "attribute": (
         *("axis", "axes", "perm", "pads", "kernel_shape", "strides", "dilations", "group", "alpha", "beta", "transA"),

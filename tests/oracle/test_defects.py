@@ -6,7 +6,7 @@ import logging
 import signal
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,46 +25,32 @@ from kenosis_ort.runtime.limits import at_hand
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from kenosis_ort.verify import check_bias_alignment
 from tests import models, planning
-from tests.flow.support import heavy, initializers, quality, quantized, run, sqnr_db
+from tests.flow import support
 from tests.graph.build import steps
-from tests.models import Feed, Net
+from tests.models import Feed
 
 needs_x64 = pytest.mark.skipif(is_arm(at_hand().family), reason="a defect of the x86-64 kernels")
 
 
-class Made:
-    """Quantizes to ``out.onnx`` as a drop-in call does, but for timing."""
-
-    def __init__(self, model: onnx.ModelProto, folder: Path, feeds: list[Feed] | None = None, **options: Any) -> None:
-        self.model, self.out = model, folder / "out.onnx"
-        self.feeds = models.feeds(model) if feeds is None else feeds
-        self.report = quantized(model, self.out, self.feeds, **{"recipe": "fast", **options})
-        self.written, self.held = onnx.load(self.out), initializers(self.out)
-
-    @property
-    def heavy(self) -> dict[str, bool]:
-        return heavy(self.report)
-
-    def db(self, reference: onnx.ModelProto | None = None) -> float:
-        """SQNR of the worst output."""
-        outputs = range(len(self.model.graph.output))
-        return min(quality(reference or self.model, self.out, self.feeds, i) for i in outputs)
+def made(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, **options: Any) -> support.Made:
+    """Quantizes as a drop-in call does, but for timing."""
+    return support.make(model, out, feeds, **{"recipe": "fast", **options})
 
 
 # ---- files that load and are close to the float model -----------------------------------------------------------
 
 
-def _pre_quantized(*, zero_point: bool, transpose: bool) -> onnx.ModelProto:
-    """A Conv whose weight is DequantizeLinear of an int8 initializer; optionally a Transpose reads it too."""
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    inputs: list[Any] = [net.rng.integers(-127, 128, (4, 3, 3, 3)).astype(np.int8), np.float32(0.01)]
-    w = net.op("DequantizeLinear", [*inputs, *([np.array(0, np.int8)] if zero_point else [])], name="w_dq")
-    y = net.op("Relu", [net.op("Conv", [x, w], name="conv", pads=[1, 1, 1, 1])], name="relu")
-    net.output(net.conv(y, 4, 4, name="conv2"), [1, 4, 8, 8])
-    if transpose:
-        net.output(net.op("Transpose", [w], name="transpose", perm=[1, 0, 2, 3]), [3, 4, 3, 3])
-    return net.model()
+def _pre_quantized(zero_point: str = "", more: str = "", outputs: str = "") -> onnx.ModelProto:
+    """A Conv whose weight is DequantizeLinear of an int8 initializer."""
+    weights = {"q": np.random.default_rng(0).integers(-127, 128, (4, 3, 3, 3)), "s": 0.01}
+    return planning.parse(
+        f"""(float[1,3,8,8] x) => (float[1,4,8,8] y{outputs})
+        <int8[4,3,3,3] q, float s, int8 z, float[4,4,3,3] v, float[4] b> {{
+        [w_dq] w = DequantizeLinear (q, s{zero_point})
+        [conv] c = Conv <pads = [1,1,1,1]> (x, w) [relu] r = Relu (c) [conv2] y = Conv <pads = [1,1,1,1]> (r, v, b)
+        {more} }}""",
+        weights,
+    )
 
 
 def _weights_as_inputs() -> onnx.ModelProto:
@@ -93,11 +79,11 @@ CLOSE: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], float]] = 
         lambda: planning.parse(UPSAMPLE, {"twice": [1, 1, 2, 2]}, opset=9, ir_version=6, checked=False), {}, 20.0),
     "treats weights that are listed as inputs as activations": (_weights_as_inputs, {}, 20.0),
     "loops for ever where a quantized weight has two readers": (
-        lambda: _pre_quantized(zero_point=True, transpose=True), {}, 20.0),
+        lambda: _pre_quantized(", z", "t = Transpose <perm = [1,0,2,3]> (w)", ", float[3,4,3,3] t"), {}, 20.0),
     **{
         f"IndexError where the optional zero point is absent: {zero_point}": (
-            lambda zero_point=zero_point: _pre_quantized(zero_point=zero_point, transpose=False), {}, 20.0)
-        for zero_point in (False, True)
+            lambda zero_point=zero_point: _pre_quantized(zero_point), {}, 20.0)
+        for zero_point in ("", ", z")
     },
     **{
         f"ValueError, truth value of an array, from a bias of two dimensions: {per_channel}": (
@@ -138,7 +124,7 @@ def deadline(seconds: int) -> Iterator[None]:
 def test_the_file_is_close_to_the_float_model(stock: str, tmp_path: Path) -> None:
     build, options, least = CLOSE[stock]
     with deadline(60):
-        found = Made(build(), tmp_path, **options)
+        found = made(build(), tmp_path, **options)
     assert found.db() > least
     assert not check_bias_alignment(found.written)
     assert [i.name for i in found.written.graph.input] == ["x"]
@@ -149,37 +135,38 @@ def test_newer_ir_version_than_the_runtime(tmp_path: Path) -> None:
     """Stock: calibrates, then fails with the runtime's load error."""
     model, newer = models.conv_relu_chain(4), models.conv_relu_chain(4)
     newer.ir_version = onnx.IR_VERSION
-    assert Made(newer, tmp_path).db(model) > 20
+    found = made(newer, tmp_path)
+    assert support.quality(model, found.out, found.feeds) > 20
 
 
 def test_boxes_and_scores_in_one_concat(tmp_path: Path) -> None:
     """Stock: one scale for boxes of hundreds of pixels and scores of 0..1; YOLOX-Nano's mAP falls to 0.002."""
     model = models.two_input_detector()
     feeds = [{**feed, "scale_factor": np.float32([[0.5, 0.75]])} for feed in models.feeds(model)]
-    out = Made(model, tmp_path, feeds).out
-    want, got = (np.concatenate([o[0] for o in run(m, feeds)]) for m in (model, out))
-    assert sqnr_db(want[..., 4:], got[..., 4:]) > 25
-    assert sqnr_db(want[..., :4], got[..., :4]) > 20
+    out = made(model, tmp_path, feeds).out
+    want, got = (np.concatenate([o[0] for o in support.run(m, feeds)]) for m in (model, out))
+    assert support.sqnr_db(want[..., 4:], got[..., 4:]) > 25
+    assert support.sqnr_db(want[..., :4], got[..., :4]) > 20
 
 
 def test_a_mask_is_no_scale_and_a_body_keeps_what_it_captures(tmp_path: Path) -> None:
     """Stock: the -1e9 of a mask becomes the scale of scores; a folded Relu renames what the If reads: INVALID_GRAPH."""
     masked, captured = models.transformer_block(), models.net_with_if()
     feeds = [{**feed, "mask": (feed["mask"] > 1.5).astype(np.float32)} for feed in models.feeds(masked)]
-    assert Made(masked, tmp_path, feeds).db() > 20
+    assert made(masked, tmp_path, feeds).db() > 20
     feeds = [{**feed, "flag": np.array(i % 2 == 0)} for i, feed in enumerate(models.feeds(captured))]
-    assert Made(captured, tmp_path, feeds).db() > 20
+    assert made(captured, tmp_path, feeds).db() > 20
 
 
 @needs_x64
 @pytest.mark.parametrize("build", [models.silu_net, models.residual_block, models.concat_net])
 def test_defaults_run_on_integer_kernels(tmp_path: Path, build: Callable[[], onnx.ModelProto]) -> None:
     """Stock: int8 activations by default; with two consumers they stay int8 and ORT runs the Convs in float."""
-    found = Made(build(), tmp_path, protect_outputs="int8")
+    found = made(build(), tmp_path, protect_outputs="int8")
     assert found.heavy
     assert all(found.heavy.values()), found.heavy
     assert found.db() > 20
-    signed = Made(build(), tmp_path, activation_type=QuantType.QInt8, protect_outputs="int8").heavy
+    signed = made(build(), tmp_path, activation_type=QuantType.QInt8, protect_outputs="int8").heavy
     assert all(signed.values()), signed
 
 
@@ -187,7 +174,7 @@ def test_defaults_run_on_integer_kernels(tmp_path: Path, build: Callable[[], onn
 def test_excluded_node_stays_float(tmp_path: Path, excluded: str) -> None:
     """Stock: ORT's session quantizes the float weight of an excluded Conv or Gemm silently, per tensor."""
     model = models.residual_block()
-    found = Made(model, tmp_path, nodes_to_exclude=[excluded])
+    found = made(model, tmp_path, nodes_to_exclude=[excluded])
     assert found.heavy[excluded] is False
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
@@ -207,7 +194,7 @@ def test_long_chain_is_linear(tmp_path: Path) -> None:
 
     def calls(pairs: int) -> int:
         model = models.conv_relu_chain(pairs, channels=2, size=2)
-        return steps(lambda: Made(model, tmp_path, models.feeds(model, 1), verify=False))
+        return steps(lambda: made(model, tmp_path, models.feeds(model, 1), verify=False))
 
     calls(10)  # imports and caches
     few, more, most = map(calls, (10, 30, 70))
@@ -222,7 +209,7 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
     def peak(samples: int) -> int:
         feed = models.feeds(model, 1)[0]
         tracemalloc.start()
-        Made(model, tmp_path, [feed] * samples, calibrate_method=method, verify=False, recipe="plain")
+        made(model, tmp_path, [feed] * samples, calibrate_method=method, verify=False, recipe="plain")
         high = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return high
@@ -239,7 +226,7 @@ def test_max_intermediate_outputs_loses_nothing(tmp_path: Path) -> None:
     feeds[0] = {"x": feeds[0]["x"] * 100}
     extra: list[dict[str, Any]] = [{}, {"CalibMaxIntermediateOutputs": 1}]
     plain, limited = (
-        Made(model, tmp_path, feeds, extra_options=options, recipe="plain").held["x_scale"] for options in extra
+        made(model, tmp_path, feeds, extra_options=options, recipe="plain").held["x_scale"] for options in extra
     )
     assert limited == plain
     assert limited > 1
@@ -268,7 +255,7 @@ def test_an_unknown_name_is_not_ignored(tmp_path: Path, option: str, wrong: Any,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            Made(models.conv_relu_chain(4), tmp_path, **{option: wrong})
+            made(models.conv_relu_chain(4), tmp_path, **{option: wrong})
             text = " ".join(str(w.message) for w in caught)
         except OptionError as error:
             text = str(error)
@@ -279,9 +266,9 @@ def test_an_unknown_name_is_not_ignored(tmp_path: Path, option: str, wrong: Any,
 def test_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     """Stock: accepted silently; same tensor names, other weights."""
     cache = str(tmp_path / "ranges.json")
-    Made(models.conv_relu_chain(4, seed=0), tmp_path, calibration_cache_path=cache).out.unlink()
+    made(models.conv_relu_chain(4, seed=0), tmp_path, calibration_cache_path=cache).out.unlink()
     with pytest.raises(CalibrationError):
-        Made(models.conv_relu_chain(4, seed=1), tmp_path, calibration_cache_path=cache)
+        made(models.conv_relu_chain(4, seed=1), tmp_path, calibration_cache_path=cache)
     assert not (tmp_path / "out.onnx").exists()
 
 
@@ -298,19 +285,18 @@ def test_nothing_is_left_in_the_working_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     if fails:
         with pytest.raises(CalibrationError):
-            Made(models.bn_net(), target, [{"x": np.full((1, 3, 8, 8), np.nan, np.float32)}])
+            made(models.bn_net(), target, [{"x": np.full((1, 3, 8, 8), np.nan, np.float32)}])
     else:
-        Made(models.bn_net(), target)
+        made(models.bn_net(), target)
     assert [[p.name for p in folder.iterdir()] for folder in folders] == [[], [], [] if fails else ["out.onnx"]]
 
 
 def test_incomplete_shape_inference_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock: symbolic shape inference saves the model in the working folder where it does not get through."""
-    net = Net()
-    y = net.op("Unheard", [net.input("x", [1, 3, 8, 8])], name="unheard", domain="example.custom")
-    net.output(net.conv(y, 3, 4, name="conv"), [1, 4, 8, 8])
+    text = """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w>
+    { u = example.custom.Unheard (x) y = Conv (u, w) }"""
     monkeypatch.chdir(tmp_path)
-    prepare(net.model(), min_opset=13, max_ir=10, max_opset=21)
+    prepare(planning.parse(text, domains=["example.custom"]), min_opset=13, max_ir=10, max_opset=21)
     assert not list(tmp_path.iterdir())
 
 
@@ -323,7 +309,7 @@ def test_no_prints_no_root_logger_but_progress_and_the_callers_objects_stay(
     before = model.SerializeToString()
     options: dict[str, Any] = {"nodes_to_exclude": ["conv1"], "extra_options": {"MinimumRealRange": 0.001}}
     with caplog.at_level(logging.INFO):
-        Made(model, tmp_path, progress=lambda done, _total: seen.append(done), **options)
+        made(model, tmp_path, progress=lambda done, _total: seen.append(done), **options)
     assert max(seen) == 4
     assert capfd.readouterr().out == ""
     assert [r.getMessage() for r in caplog.records if r.name == "root" and r.levelno >= logging.WARNING] == []
@@ -336,4 +322,4 @@ def test_no_prints_no_root_logger_but_progress_and_the_callers_objects_stay(
 def test_boolean_models(tmp_path: Path, op_type: str) -> None:
     """Stock: the augmented model does not load."""
     model = planning.parse(f"(bool[3,4] x, bool[3,4] y) => (bool[3,4] z) {{ [op] z = {op_type} (x, y) }}")
-    assert Made(model, tmp_path).written == model
+    assert made(model, tmp_path).written == model

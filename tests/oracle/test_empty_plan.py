@@ -132,19 +132,11 @@ def test_empty_plan_equals_stock(options: str) -> None:
     assert quantized > (0 if options in ("only_front", "some_op_types") else len(graphs) // 2)
 
 
-END_TO_END = (
-    "u8s8",
-    "u8s8_per_channel",
-    "s8s8_symmetric",
-    "keep_removable",
-    "dedicated_pairs",
-    "without_front",
-    "u16s8",
-)
+END_TO_END = "u8s8 u8s8_per_channel s8s8_symmetric keep_removable dedicated_pairs without_front u16s8"
 
 
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
-@pytest.mark.parametrize("options", END_TO_END)
+@pytest.mark.parametrize("options", END_TO_END.split())
 def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
     chosen = OPTIONS[options]
     arguments: dict[str, Any] = {

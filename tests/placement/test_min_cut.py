@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.placement.cost import MinCut
@@ -13,7 +13,6 @@ from kenosis_ort.placement.cost import MinCut
 _COST = st.integers(0, 9)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(_COST, _COST), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), _COST), max_size=12),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.placement.decisions import ScaleGroups
@@ -14,7 +14,6 @@ from kenosis_ort.plan import RangeLimit
 NAMES = list("abcdefgh")
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=15))
 def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> None:
     groups = ScaleGroups({}, {}, 1.5)

@@ -15,7 +15,6 @@ from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer.grids import absorbs
 
 Array = npt.NDArray[Any]
-_THROUGH_DQ = (How.OWN, How.SHARED, How.DEQUANTIZED)
 
 
 class Performed:
@@ -83,14 +82,10 @@ class Performed:
         name = self._read_name(d)
         if d.how is How.FLOAT:
             self._check_is_float_value(d, name)
-        elif d.role is EdgeRole.BIAS:
-            self._check_bias(d, name)
-        elif d.role is EdgeRole.WEIGHT:
-            self._check_weight(d, name)
         elif d.edge.value in self.float_constants:
-            self._check_scalar(d, name)
+            self._check_constant(d, name)
         else:
-            assert d.how in _THROUGH_DQ
+            assert d.how in (How.OWN, How.SHARED, How.DEQUANTIZED)
             self._check_pair(d, name)
 
     def _check_is_float_value(self, d: Decision, name: str) -> None:
@@ -132,33 +127,38 @@ class Performed:
         self.parameters[d.edge.value] = (float(scale), int(zero_point), zero_point.dtype)
         self.scale_names[d.edge.value] = (q.input[1], q.input[2])
 
-    def _check_weight(self, d: Decision, name: str) -> None:
+    def _check_constant(self, d: Decision, name: str) -> None:
+        """A weight or bias lies within half a step of the grid that its role asks for, a scalar on it."""
         dq = self._dq(d, name)
         values, scale, zero_point = (self.constants[i] for i in dq.input)
-        assert values.dtype == np.int8
-        assert not zero_point.any(), "weights are symmetric"
         real = self.float_constants[d.edge.value].astype(np.float64)
-        if d.axis is None:
-            assert scale.shape == ()
-        else:
+        if d.role not in (EdgeRole.WEIGHT, EdgeRole.BIAS):
+            assert values.shape == real.shape
+            assert scale.shape == zero_point.shape == ()
+            exact = (values.astype(np.float64) - int(zero_point)) * float(scale)
+            np.testing.assert_allclose(exact, real, rtol=1e-6)
+            return
+        assert not zero_point.any(), "symmetric"
+        assert values.dtype == zero_point.dtype == (np.int32 if d.role is EdgeRole.BIAS else np.int8)
+        step = scale.astype(np.float64)
+        if d.role is EdgeRole.BIAS:
+            self._check_grid_of_products(d, scale)
+            real = real.reshape(values.shape) * d.beta
+        elif d.axis is not None:
             assert scale.shape == (real.shape[d.axis],)
             assert onnx.helper.get_node_attr_value(dq, "axis") == d.axis
-        step = _spread(scale, real.ndim, d.axis)
-        assert (np.abs(values * step - real) <= step * (0.5 + 1e-6)).all()
+            step = step.reshape([-1 if axis == d.axis else 1 for axis in range(real.ndim)])
+        else:
+            assert scale.shape == ()
+        assert (np.abs(values * step - real) <= step * (0.5 + 1e-6)).all(), "a step, or the bias overflowed"
 
-    def _check_bias(self, d: Decision, name: str) -> None:
-        dq = self._dq(d, name)
-        values, scale, zero_point = (self.constants[i] for i in dq.input)
-        assert values.dtype == zero_point.dtype == np.int32
-        assert not zero_point.any()
+    def _check_grid_of_products(self, d: Decision, scale: Array) -> None:
+        """The scales of a bias are the products of those that its integer kernel reads."""
         consumer = self._integer_reader(d)
         x, w = (self.producer[consumer.input[i]] for i in (0, 1))
         grid = self.constants[x.input[1]] * self.constants[w.input[1]]
         np.testing.assert_array_equal(scale, grid)
         assert scale.dtype == grid.dtype == np.float32
-        real = self.float_constants[d.edge.value].astype(np.float64).reshape(values.shape) * d.beta
-        step = scale.astype(np.float64)
-        assert (np.abs(values * step - real) <= step * (0.5 + 1e-6)).all(), "the bias overflowed"
         if consumer.op_type == "Gemm":
             beta = [a.f for a in consumer.attribute if a.name == "beta"]
             assert beta in ([], [1.0]), "beta was multiplied into the bias"
@@ -170,15 +170,6 @@ class Performed:
             return consumer
         (other,) = (name for i, name in enumerate(consumer.input) if i != d.edge.index)
         return self.producer[other]
-
-    def _check_scalar(self, d: Decision, name: str) -> None:
-        dq = self._dq(d, name)
-        values, scale, zero_point = (self.constants[i] for i in dq.input)
-        real = self.float_constants[d.edge.value]
-        assert values.shape == real.shape
-        assert scale.shape == zero_point.shape == ()
-        exact = (values.astype(np.float64) - int(zero_point)) * float(scale)
-        np.testing.assert_allclose(exact, real, rtol=1e-6)
 
     def _check_groups_and_limits(self) -> None:
         by_group: dict[str, set[tuple[str, str]]] = {}
@@ -194,10 +185,3 @@ class Performed:
         for scale, zero_point, dtype in self.parameters.values():
             info = np.iinfo(dtype)
             assert info.min <= zero_point <= info.max, f"0.0 is off the grid of step {scale}"
-
-
-def _spread(scale: Array, rank: int, axis: int | None) -> Array:
-    shape = [1] * rank
-    if axis is not None:
-        shape[axis] = -1
-    return scale.astype(np.float64).reshape(shape)

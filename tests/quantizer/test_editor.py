@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import helper, numpy_helper, parser
@@ -85,7 +85,6 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
     return helper.make_model(helper.make_graph(draw(st.permutations(nodes)), "g", inputs, inputs[:1], constants))
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_nodes_are_sorted_as_stock_sorts_them(model: onnx.ModelProto) -> None:
     stock = ONNXModel(copy_model(model))

@@ -3,12 +3,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.quantizer.grids import QuantizedWeight, quantize_bias, quantize_weight
 
-ANY = settings(deadline=None)
 TINY = float(np.finfo(np.float32).tiny)
 HALF = 0.5 * (1 + 1e-9)
 Float32 = npt.NDArray[np.float32]
@@ -34,7 +33,6 @@ def step(q: QuantizedWeight) -> npt.NDArray[np.float64]:
     return q.scale.astype(np.float64).reshape(shape if q.axis is not None else ())
 
 
-@ANY
 @given(weights(), st.booleans(), st.sampled_from([1, 3, 7]))
 def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(
     made: tuple[Float32, int | None], reduce_range: bool, block: int
@@ -61,7 +59,6 @@ def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(
     np.testing.assert_array_equal(parts.scale, q.scale)
 
 
-@ANY
 @given(weights(), st.floats(1e-6, 1.0), st.floats(0.0, 1e6), st.integers(0, 2**16))
 def test_widening_keeps_the_bias_in_int32(
     made: tuple[Float32, int | None], input_scale: float, size: float, seed: int
@@ -114,7 +111,6 @@ def test_extreme_weights_have_a_normal_float32_scale(size: float) -> None:
 # ---- bias -------------------------------------------------------------------------------------------------------
 
 
-@ANY
 @given(
     st.floats(2**-20, 100, width=32),
     st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=5),
@@ -146,7 +142,6 @@ def test_a_bias_beyond_int32_saturates() -> None:
     np.testing.assert_array_equal(q.values, [2**31 - 1, -(2**31)])
 
 
-@ANY
 @given(st.integers(0, 2**16), st.floats(1e-12, 1e6), st.sampled_from([1.0, 1e-30, 1e-40, 0.0]))
 def test_the_product_of_the_scales_does_not_underflow(seed: int, input_scale: float, tiny: float) -> None:
     rng = np.random.default_rng(seed)
