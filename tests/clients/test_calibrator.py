@@ -6,32 +6,20 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnxruntime.quantization.calibrate import (
-    CalibraterBase,
-    CalibrationMethod,
-    DistributionCalibrater,
-    EntropyCalibrater,
-    MinMaxCalibrater,
-    PercentileCalibrater,
-)
-from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
+from onnxruntime.quantization import calibrate as stock
+from onnxruntime.quantization.calibrate import CalibrationMethod
 
 from kenosis_ort import CalibrationError, create_calibrator
 from tests import models, planning
 from tests.clients.support import ranges
 
-CLASSES = {
-    CalibrationMethod.MinMax: MinMaxCalibrater,
-    CalibrationMethod.Entropy: EntropyCalibrater,
-    CalibrationMethod.Percentile: PercentileCalibrater,
-    CalibrationMethod.Distribution: DistributionCalibrater,
-}
 METHODS = pytest.mark.parametrize("method", list(CalibrationMethod), ids=lambda m: m.name)
 
 
@@ -45,6 +33,12 @@ def ends(data: Any) -> dict[str, tuple[float, float]]:
     return {k: (float(np.ravel(v.lowest)[0]), float(np.ravel(v.highest)[0])) for k, v in data.items()}
 
 
+def by_both(model: onnx.ModelProto, samples: int, folder: Path, **options: Any) -> list[Any]:
+    """Ranges by stock's calibrator and by ours."""
+    feeds, both = models.feeds(model, samples), (stock.create_calibrator, create_calibrator)
+    return [ranges(model, feeds, folder, create=create, **options) for create in both]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"symmetric": True}, {"moving_average": True, "averaging_constant": 0.3}, {"averaging_constant": 7}],
@@ -52,12 +46,7 @@ def ends(data: Any) -> dict[str, tuple[float, float]]:
 )
 @pytest.mark.parametrize("op_types", [None, ["Conv"]], ids=str)
 def test_minmax_ranges_are_stocks_to_the_bit(options: dict[str, Any], op_types: Any, tmp_path: Path) -> None:
-    model = models.residual_block()
-    feeds = models.feeds(model, 6)
-    want, got = (
-        ranges(model, feeds, tmp_path, create=create, op_types=op_types, calls=2, **options)
-        for create in (stock_create_calibrator, create_calibrator)
-    )
+    want, got = by_both(models.residual_block(), 6, tmp_path, op_types=op_types, calls=2, **options)
     assert ends(got) == ends(want)
     assert got.calibration_method == want.calibration_method
     for name in want.keys():  # noqa: SIM118 - TensorsData is no dictionary
@@ -67,13 +56,7 @@ def test_minmax_ranges_are_stocks_to_the_bit(options: dict[str, Any], op_types: 
 
 @pytest.mark.parametrize("method", ["Percentile", "Entropy", "Distribution"])
 def test_histogram_methods_are_near_stocks(method: str, tmp_path: Path) -> None:
-    model = models.residual_block(size=24)
-    feeds = models.feeds(model, 4)
-    which = CalibrationMethod[method]
-    want, got = (
-        ranges(model, feeds, tmp_path, create=create, method=which)
-        for create in (stock_create_calibrator, create_calibrator)
-    )
+    want, got = by_both(models.residual_block(size=24), 4, tmp_path, method=CalibrationMethod[method])
     assert ends(got).keys() == ends(want).keys()
     for name, (low, high) in ends(want).items():
         width = high - low
@@ -84,7 +67,7 @@ def test_histogram_methods_are_near_stocks(method: str, tmp_path: Path) -> None:
 def test_the_object_is_stocks_with_its_interface(method: CalibrationMethod, net: Path, tmp_path: Path) -> None:
     augmented = tmp_path / "augmented.onnx"
     calibrator = create_calibrator(str(net), ["Conv"], str(augmented), method)
-    assert isinstance(calibrator, CLASSES[method])
+    assert isinstance(calibrator, getattr(stock, f"{method.name}Calibrater"))
     assert augmented.exists()
     assert calibrator.get_augment_model() is calibrator.model
     assert len(calibrator.get_augment_model().graph.output) > 1
@@ -95,9 +78,7 @@ def test_the_object_is_stocks_with_its_interface(method: CalibrationMethod, net:
     assert len(calibrator.infer_session.get_outputs()) > 1
 
 
-def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(
-    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(net: Path, tmp_path: Path) -> None:
     calibrator = create_calibrator(net, None, str(tmp_path / "augmented.onnx"))
     (tmp_path / "augmented.onnx").unlink()
     calibrator.collect_data(models.reader(models.residual_block()))
@@ -106,7 +87,7 @@ def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(
 
 def test_ranges_by_channel_are_stocks(net: Path, tmp_path: Path) -> None:
     calibrator = create_calibrator(net, None, str(tmp_path / "a.onnx"), extra_options={"per_channel": True})
-    assert type(calibrator) is MinMaxCalibrater
+    assert type(calibrator) is stock.MinMaxCalibrater
 
 
 def test_the_same_errors_as_stock(net: Path, tmp_path: Path) -> None:
@@ -126,20 +107,21 @@ def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path
     alive: list[int] = []
     references: list[weakref.ref[Any]] = []
 
-    class Reader:
-        left = 8
-
-        def get_next(self) -> Any:
-            if not self.left:
-                return None
-            self.left -= 1
-            array = np.random.default_rng(self.left).standard_normal((1, 3, 8, 8)).astype(np.float32)
+    def feeds() -> Iterator[Any]:
+        for seed in range(8):
+            array = np.random.default_rng(seed).standard_normal((1, 3, 8, 8)).astype(np.float32)
             references.append(weakref.ref(array))
             gc.collect()
             alive.append(sum(r() is not None for r in references))
-            return {"x": array}
+            feed = {"x": array}
+            del array  # held by the feed alone
+            yield feed
+            del feed
 
-    create_calibrator(net, None, str(tmp_path / "a.onnx"), method).collect_data(Reader())
+    left = feeds()
+    reader = SimpleNamespace(get_next=lambda: next(left, None))
+    create_calibrator(net, None, str(tmp_path / "a.onnx"), method).collect_data(reader)
+    assert len(alive) == 8
     assert max(alive) <= 3
 
 
@@ -163,7 +145,7 @@ def test_where_the_collection_cannot_begin_stock_takes_over(
         raise CalibrationError("not today")
 
     monkeypatch.setattr("kenosis_ort.clients.calibrator.Sweep", fails)
-    calibrator: CalibraterBase = create_calibrator(net, None, str(tmp_path / "a.onnx"))
+    calibrator = create_calibrator(net, None, str(tmp_path / "a.onnx"))
     with pytest.warns(UserWarning, match="as stock does: not today") as caught:
         calibrator.collect_data(models.reader(models.residual_block()))
     assert caught[0].filename == __file__
