@@ -40,26 +40,32 @@ def reader_of(model: Path, *arguments: str):
     return sources.make_reader(build_parser().parse_args(["quantize", str(model), "out.onnx", *arguments]), model)
 
 
-def test_kind_of_a_folder(tmp_path: Path):
-    images = write_images(tmp_path / "images")
-    assert holds_images(images)
-    arrays = tmp_path / "arrays"
-    arrays.mkdir()
-    np.save(arrays / "a.npy", np.zeros(3, np.float32))
-    (arrays / "readme.txt").write_text("x")
-    assert not holds_images(arrays)
-    np.save(images / "a.npy", np.zeros(3, np.float32))
-    with pytest.raises(CalibrationError, match="both images and arrays"):
-        holds_images(images)
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ("folder/a.png folder/notes.txt", True),
+        ("folder/sub/a.JPG", True),
+        ("folder/a.npy folder/notes.txt", False),
+        ("folder/a.npy folder/sub/a.png", "folder holds both images and arrays"),
+        ("folder/notes.txt", "folder holds neither images nor arrays"),
+        ("notes.txt", "data does not exist"),
+    ],
+)
+def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path: Path, files: str, found: bool | str):
+    for file in files.split():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    if isinstance(found, bool):
+        assert holds_images(tmp_path / "folder") is found
+        return
+    with pytest.raises(CalibrationError, match=f"{found}.*folder.*Fix: "):
+        holds_images(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("name", ["none", "notes.txt", "empty"])
-def test_what_holds_no_data_is_refused_with_a_fix(tmp_path: Path, name: str):
-    (tmp_path / "notes.txt").write_text("x")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CalibrationError, match="Fix: ") as raised:
-        holds_images(tmp_path / name)
-    assert name in str(raised.value)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CalibrationError, match=r"unknown kind.*notes.txt.*Fix: .*\.npz"):
+        holds_images(tmp_path / "notes.txt")
 
 
 @pytest.mark.parametrize(
@@ -80,19 +86,14 @@ def test_images_follow_the_models_input(tmp_path: Path, shape: list[int | str], 
     assert feed["in0"].dtype == np.float32
 
 
-def test_images_are_normalized_and_limited(tmp_path: Path):
-    images = write_images(tmp_path / "images")
+def test_images_are_normalized_and_limited_and_a_size_that_is_not_fixed_has_to_be_said(tmp_path: Path):
+    images = str(write_images(tmp_path / "images"))
     normalize = "--scale 1 --mean 0,100,200 --std 1,2,4 --batch-size 2 --limit 2"
-    model = image_model(tmp_path / "m.onnx", ["n", 6, 4, 3])
-    reader = reader_of(model, "--data", str(images), *normalize.split())
+    reader = reader_of(image_model(tmp_path / "m.onnx", ["n", 6, 4, 3]), "--data", images, *normalize.split())
     np.testing.assert_allclose(reader.get_next()["in0"][1, 0, 0], [40, 0, 0], atol=1e-4)
     assert reader.get_next() is None
-
-
-def test_dynamic_image_size_has_to_be_said(tmp_path: Path):
-    images = write_images(tmp_path / "images")
     with pytest.raises(CalibrationError, match="--size"):
-        reader_of(image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"]), "--data", str(images))
+        reader_of(image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"]), "--data", images)
 
 
 def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
