@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, Stages
 from tests import models
-from tests.flow.support import good, make, pairs, proof
+from tests.flow.support import good, make, pairs
 from tests.models import Net
 
 STAGES = [f.name for f in fields(Stages)]
@@ -143,61 +143,38 @@ def with_image_info() -> onnx.ModelProto:
     return net.model()
 
 
-def test_input_protection_keeps_secondary_inputs_float(tmp_path: Path) -> None:
-    model = with_image_info()
-    info = np.array([[800.0, 1333.0, 0.5]], np.float32)
-    feeds = [{**feed, "im_info": info} for feed in models.feeds(model)]
-    on = make(model, tmp_path / "on.onnx", feeds)
-    assert on.heavy == {"conv0": True, "info": False, "info2": False, "conv1": True}
-    assert "im_info" not in on.grids
-    assert "'im_info'" in on.report.plan.by_node["info"].reason
-    unprotected = make(model, tmp_path, feeds, stages=off("protect_inputs"))
-    assert all(unprotected.heavy.values())
-    assert "im_info" in unprotected.grids
+INFO = {"info", "info2"}
 
 
-@pytest.mark.parametrize("primary", [["image", "im_info"], ["im_info"]])
-def test_primary_inputs_overrule_names_and_shapes(tmp_path: Path, primary: list[str]) -> None:
-    layers = make(with_image_info(), tmp_path, primary_inputs=primary).heavy
-    assert layers["info"] is True
-    assert layers["conv0"] is ("image" in primary)
+@pytest.mark.parametrize(
+    ("options", "stays_float"),
+    [
+        ({}, INFO),
+        ({"stages": off("protect_inputs")}, set()),
+        ({"primary_inputs": ["image", "im_info"]}, set()),
+        ({"primary_inputs": ["im_info"]}, {"conv0"}),
+    ],
+)
+def test_input_protection(tmp_path: Path, options: dict[str, Any], stays_float: set[str]) -> None:
+    """Which inputs are secondary is tested in `tests.placement`."""
+    model, info = with_image_info(), np.array([[800.0, 1333.0, 0.5]], np.float32)
+    made = make(model, tmp_path, [{**feed, "im_info": info} for feed in models.feeds(model)], **options)
+    assert {name for name, integer in made.heavy.items() if not integer} == stays_float
+    assert ("im_info" in made.grids) == (stays_float != INFO)
+    if stays_float == INFO:
+        assert "'im_info'" in made.report.plan.by_node["info"].reason
 
 
 def test_output_protection_writes_gemm_heads_as_float(tmp_path: Path) -> None:
-    model = models.residual_block()
-    on = make(model, tmp_path / "on.onnx", models.feeds(model, 32))
-    assert on.heavy["head"] is True
-    head = on.written.graph.output[0].name
-    assert not any(name.startswith(head) for name in pairs(on.out))
-    crushed = make(model, tmp_path, on.feeds, stages=off("protect_outputs"))
-    assert any(name.startswith(head) for name in pairs(crushed.out))
-    assert on.db() >= crushed.db()
-
-
-def test_output_protection_reaches_back_through_concat_and_sigmoid(tmp_path: Path) -> None:
-    net = Net()
-    x = net.op("Relu", [net.conv(net.input("image", [1, 3, 8, 8]), 3, 8, name="stem")], name="relu")
-    boxes = net.op("Mul", [net.conv(x, 8, 4, k=1, name="box"), net.const(100.0)], name="stride")
-    scores = net.op("Sigmoid", [net.conv(x, 8, 3, k=1, name="score")], name="sigmoid")
-    net.output(net.op("Concat", [boxes, scores], name="both", axis=1), [1, 7, 8, 8])
-    made = make(net.model(), tmp_path, rewrites=False)
-    assert {k.node for k in proof(made.report).float_nodes()} >= {"stride", "sigmoid", "both"}
-    assert pairs(made.out) <= {"image", "relu_out", "box_out", "score_out"}
-    crushed = make(net.model(), tmp_path, stages=off("protect_outputs"))
-    assert proof(crushed.report).by_node["both"].integer is True
-
-
-@pytest.mark.parametrize("policy", ["auto", "float", "int8"])
-def test_output_policy_of_conv_heads(tmp_path: Path, policy: Any) -> None:
-    made = make(models.silu_net(), tmp_path, protect_outputs=policy)
-    assert made.db() > 25
-    if policy == "float":
-        assert made.heavy["head"] is False
-        assert "output" in made.report.plan.by_node["head"].reason
-    elif policy == "int8":
+    """What lies behind a head, and the policies, are tested in `tests.placement`."""
+    model, found = models.residual_block(), []
+    for number, stages in enumerate((Stages(), off("protect_outputs"))):
+        made = make(model, tmp_path / f"{number}.onnx", models.feeds(model, 32), stages=stages)
         assert made.heavy["head"] is True
-        assert "head_out_QuantizeLinear_Input" in pairs(made.out)
-    assert not proof(made.report).silently_quantized()
+        head = made.written.graph.output[0].name
+        assert any(name.startswith(head) for name in pairs(made.out)) == (number == 1)
+        found.append(made.db())
+    assert found[0] >= found[1]
 
 
 # ---- rewrites -------------------------------------------------------------------------------------------------

@@ -120,16 +120,10 @@ GOOD = {"x": np.zeros((1, 3, 8, 8), np.float32)}
 @pytest.mark.parametrize(
     ("reader", "texts"),
     [
-        (lambda: FeedReader([]), ["yields no sample"]),
         (lambda: FeedReader([{}]), ["no sample"]),  # an empty dictionary is the end of the data, as in stock
         (lambda: None, ["calibration_data_reader"]),
         (object, ["object"]),
-        (lambda: 7, ["int"]),
-        (lambda: FeedReader([np.zeros((1, 3, 8, 8), np.float32)]), ["ndarray", "sample 0"]),  # type: ignore[list-item]
-        (lambda: FeedReader([{"x": [[1.0], [1.0, 2.0]]}]), ["is no array", "input 'x'", "sample 0"]),  # type: ignore[dict-item]
         (lambda: FeedReader([{"y": GOOD["x"]}]), ["'y'", "sample 0"]),
-        (lambda: FeedReader([{"x": GOOD["x"].astype(np.uint8)}]), ["'x'", "uint8"]),
-        (lambda: FeedReader([{"x": GOOD["x"][0]}]), ["'x'", "(3, 8, 8)"]),
         (lambda: ArrayReader({"input": np.zeros((4, 3, 8, 8), np.float32)}), ["'input'", "x"]),
     ],
 )
@@ -137,25 +131,16 @@ GOOD = {"x": np.zeros((1, 3, 8, 8), np.float32)}
 def test_no_readers_and_no_feeds(
     refused: Refused, reader: Callable[[], Any], texts: Sequence[str], options: dict[str, Any]
 ) -> None:
+    """What all is told from a feed is in `tests.calibration.test_feeds`."""
     refused(errors.CalibrationError, *texts, reader=reader(), **options)
 
 
 @pytest.mark.parametrize(
     "stages", [Stages(), Stages(placement=False), Stages.none()], ids=["all", "stock placement", "stock"]
 )
-@pytest.mark.parametrize(
-    ("second", "texts"),
-    [
-        ({"y": np.zeros((1, 3, 8, 8), np.float32)}, ("'y'", "Fix:")),
-        ({"x": np.zeros((1, 3, 9, 8), np.float32)}, ("'x'", "(1, 3, 8, 8)", "(1, 3, 9, 8)")),
-        ({"x": np.zeros((3, 8, 8), np.float32)}, ("'x'", "array[None]")),
-        ({"x": np.zeros((1, 8, 8, 3), np.float32)}, ("'x'", "channels-last")),
-        ({"x": np.zeros((1, 3, 8, 8), np.uint8)}, ("'x'", "uint8", "float32", "astype")),
-    ],
-    ids=["name", "shape", "no batch", "layout", "bytes"],
-)
-def test_wrong_feeds(refused: Refused, second: Feed, texts: tuple[str, ...], stages: Stages) -> None:
-    refused(errors.CalibrationError, *texts, reader=FeedReader([GOOD, second]), stages=stages, where="sample 1")
+def test_wrong_feeds(refused: Refused, stages: Stages) -> None:
+    reader = FeedReader([GOOD, {"x": np.zeros((1, 8, 8, 3), np.float32)}])
+    refused(errors.CalibrationError, "'x'", "channels-last", reader=reader, stages=stages, where="sample 1")
 
 
 def test_a_wrong_or_missing_input_is_named(refused: Refused) -> None:
@@ -175,7 +160,8 @@ METHODS = [CalibrationMethod.MinMax, CalibrationMethod.Entropy, CalibrationMetho
 def test_nan_in_the_data(refused: Refused, method: CalibrationMethod, value: float) -> None:
     feeds = models.feeds(models.residual_block(), 3)
     feeds[2]["x"][0, 1, 2, 3] = value
-    refused(errors.CalibrationError, "'x'", reader=FeedReader(feeds), calibrate_method=method, where="sample 2")
+    options = {"calibrate_method": method, "on_failure": "float"}  # it is no defect of ours
+    refused(errors.CalibrationError, "'x'", reader=FeedReader(feeds), where="sample 2", **options)
 
 
 def test_nan_made_by_a_node_is_computed_as_the_runtime_does(tmp_path: Path) -> None:
@@ -253,23 +239,12 @@ FLOAT8 = QuantType.QFLOAT8E4M3FN
         ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),
         ({"extra_options": {"CalibPercentile": 200}, "calibrate_method": CalibrationMethod.Percentile}, ("200",)),
         ({"tune": "modell"}, ("Did you mean 'model'",)),
-        ({"threads": -1}, ("threads=-1",)),
-        # names in one string would name the nodes h, e, a and d
-        *(({name: "head"}, (name, "list")) for name in (
-            "nodes_to_exclude", "nodes_to_quantize", "op_types_to_quantize", "primary_inputs", "rewrites")),
+        ({"nodes_to_exclude": "head"}, ("nodes_to_exclude", "list")),  # which would name the nodes h, e, a and d
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
-)  # fmt: skip
+)
 def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str, ...]) -> None:
     refused(errors.OptionError, *texts, **options)
-
-
-@pytest.mark.parametrize("cache", ["{", "[]", '{"schema": 99}'])
-def test_broken_cache(refused: Refused, tmp_path: Path, cache: str) -> None:
-    path = tmp_path / "ranges.json"
-    path.write_text(cache)
-    refused(errors.CalibrationCacheError, "ranges.json", calibration_cache_path=path)
-    assert path.read_text() == cache
 
 
 # ---- the output -----------------------------------------------------------------------------------------------

@@ -79,19 +79,6 @@ def test_no_output_is_an_input_or_another_output(
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-@pytest.mark.parametrize("kind", [".npy", ".npz"])
-def test_files_of_a_folder_of_arrays_are_data_too(tmp_path: Path, kind: str) -> None:
-    for index, feed in enumerate(models.feeds(MODEL, 4)):
-        if kind == ".npz":
-            np.savez(tmp_path / f"{index}.npz", **feed)
-        elif index == 0:
-            np.save(tmp_path / "x.npy", feed["x"])
-    reader = ArrayReader(tmp_path)
-    with pytest.raises(OutputError, match="calibration data"):
-        quantize_static(MODEL, next(tmp_path.iterdir()), reader)
-    quantize_static(MODEL, tmp_path / "out.onnx", reader, recipe="plain", promise=False)
-
-
 def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Path, folder: Path) -> None:
     class Wanderer(FeedReader):
         def get_next(self) -> Feed | None:

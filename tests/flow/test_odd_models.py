@@ -11,7 +11,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import changed, good, make, run, session
 from tests.models import Feed, Net
@@ -227,15 +226,6 @@ def test_sizes_that_the_model_leaves_open_get_no_made_up_names(tmp_path: Path) -
     shapes = [[o.shape for o in session(m).get_outputs()] for m in (model, made.out)]
     assert shapes == [[["n", 4, 8, 8], [4, None]]] * 2
     assert made.report.warnings == ()
-
-
-@pytest.mark.parametrize("opset", [7, 9, 11, 12, 13, 18, 19, 20, 21, 22, 23, 24])
-def test_operator_sets(tmp_path: Path, opset: int) -> None:
-    if opset > runtime_limits().max_opset:
-        pytest.skip("newer than the runtime")
-    made = good(models.conv_relu_chain(4, opset=opset), tmp_path, least=25)
-    assert all(made.heavy.values())
-    assert {o.version for o in made.written.opset_import if not o.domain} >= {max(opset, 13)}
 
 
 # ---- values ---------------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import CalibrationMethod, QuantType, quant_utils
+from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort import KenosisError, OptionError, SyntheticReader, quantize_static, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
@@ -25,13 +24,13 @@ from tests.planning import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLED = """net (float[1,3,16,16] x) => (float[1,4] y)
-    <float[8,3,3,3] w, float[8,8,3,3] v, float[8,8,3,3] u, float[4,8] h> {
+    <float[8,3,3,3] w, float[8,8,3,3] v, float[8,8,3,3] u, float[4,8] h, float[4] hb> {
     a = Conv <pads = [1,1,1,1]> (x, w)  b = Relu (a)  p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (b)
     c = Conv <pads = [1,1,1,1]> (p, v)  d = Relu (c)  e = Conv <pads = [1,1,1,1]> (d, u)
-    m = GlobalAveragePool (e)  f = Flatten (m)  y = Gemm <transB = 1> (f, h) }"""
+    m = GlobalAveragePool (e)  f = Flatten (m)  y = Gemm <transB = 1> (f, h, hb) }"""
 
 
-@pytest.mark.parametrize("opset", [13, 21, 22, 23, 24])
+@pytest.mark.parametrize("opset", [7, 9, 11, 12, 13, 18, 19, 20, 21, 22, 23, 24])
 def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: int) -> None:
     if opset > onnx.defs.onnx_opset_version():
         pytest.skip(f"onnx {onnx.__version__} knows no operator set {opset}")
@@ -39,7 +38,7 @@ def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: in
     integer = ("Conv_a", "MaxPool_p", "Conv_c", "Conv_e", "GlobalAveragePool_m", "Gemm_y")
     assert all(proof(made.report).by_node[name].integer for name in integer)
     written = next(o.version for o in made.written.opset_import if not o.domain)
-    assert written == min(opset, runtime_limits().best_opset({"MaxPool"}))
+    assert written == max(min(opset, runtime_limits().best_opset({"MaxPool"})), 13)
     assert any("lowered" in note for note in made.report.notes) == (written < opset)
 
 
@@ -220,15 +219,6 @@ def made_of(name: str, folder: Path) -> bytes:
     folder.mkdir(exist_ok=True)
     quantized(models.ALL[name](), folder / name)
     return (folder / name).read_bytes()
-
-
-@pytest.mark.parametrize("method", list(CalibrationMethod), ids=lambda m: m.name)
-@pytest.mark.parametrize("recipe", ["plain", "fast"])
-def test_again(tmp_path: Path, method: CalibrationMethod, recipe: str) -> None:
-    model = models.bn_net()
-    options: dict[str, Any] = {"recipe": recipe, "calibrate_method": method}
-    files = {make(model, tmp_path, models.feeds(model, 8), **options).out.read_bytes() for _ in range(2)}
-    assert len(files) == 1
 
 
 def test_from_a_path_as_from_memory(tmp_path: Path) -> None:

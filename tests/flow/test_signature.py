@@ -23,16 +23,8 @@ from tests.flow.support import Made, Untouched, chosen, make, quality, quantized
 from tests.models import Feed, FeedReader
 
 FIRST = [
-    "recipe",
-    "accuracy_budget",
-    "metric",
-    "eval_reader",
-    "target",
-    "format",
-    "speed",
-    "placement",
-    "custom_op_libraries",
-    "progress",
+    *("recipe", "accuracy_budget", "metric", "eval_reader", "target", "format", "speed", "placement"),
+    *("custom_op_libraries", "progress"),
 ]
 FURTHER = [
     *("verify", "evidence", "executor", "kv_cache", "on_failure", "weight_bits", "activation_bits"),

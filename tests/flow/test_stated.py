@@ -59,24 +59,13 @@ VALUES: dict[str, tuple[Any, str]] = {
 }
 """An option with a value that it has not by itself, and how the shell says it."""
 BESIDE = {"weight_bits": {"format": "qcdq"}, "activation_bits": {"format": "qcdq"}}
-USUAL: dict[str, Any] = {
-    "target": "ort-cpu",
-    "quant_format": QuantFormat.QDQ,
-    "use_external_data_format": False,
-    "verify": True,
-    "nodes_to_exclude": [],
-    "protect_outputs": "auto",
-    "rewrites": True,
-    "max_opset": None,
-    "on_failure": "error",
-    "kv_cache": None,
-    "promise": True,
-    "tune": "model",
-    "threads": 1,
-    "sequence_lengths": (),
-}
-"""Options at their defaults, which the call states."""
 SPEED = ("promise", "tune", "threads", "sequence_lengths")
+STATED = (
+    *("target", "quant_format", "use_external_data_format", "verify", "protect_outputs", "rewrites", "max_opset"),
+    *("on_failure", "kv_cache", *SPEED),
+)
+USUAL: dict[str, Any] = {"nodes_to_exclude": [], **{name: OPTIONS[name].default for name in STATED}}
+"""Options at their defaults, which the call states."""
 
 
 def request(**given: Any) -> Request:

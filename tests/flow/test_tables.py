@@ -191,15 +191,19 @@ def edit_stock_range(text: str) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x", edit_range, edit_stock_range],
-    ids=["last characters", "half", "empty", "longer", "edited", "edited for stock"],
+    [
+        *(lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x"),
+        *(lambda _: "[]", lambda _: '{"schema": 99}', edit_range, edit_stock_range),
+    ],
+    ids=["last characters", "half", "empty", "longer", "a list", "a later schema", "edited", "edited for stock"],
 )
 def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, damage: Callable[[str], str]) -> None:
-    cache.write_text(damage(cache.read_text()))
+    cache.write_text(damaged := damage(cache.read_text()))
     for feeds in (FEEDS, None):
         with pytest.raises(errors.CalibrationError) as caught:
             run(tmp_path / "out.onnx", feeds, calibration_cache_path=cache)
         assert caught.value.where == str(cache)
+    assert cache.read_text() == damaged
     assert not (tmp_path / "out.onnx").exists()
 
 
