@@ -295,12 +295,11 @@ def convert_model(
             f"Weights are stored as uint8, which computes the same on every processor: int8 products of {named}{more} "
             "clip without VNNI."
         )
-    size = write_model(
-        result,
-        destination,
-        external_data=found.loaded.is_split,
-        check=lambda file: _check_loads(file, libraries),
-    )
+
+    def loads(file: Path) -> None:
+        open_session(spell_out(load_model(file, ask_runtime=False).proto), custom_op_libraries=libraries)
+
+    size = write_model(result, destination, external_data=found.loaded.is_split, check=loads)
     return Conversion(
         source=found.loaded.name,
         output=str(destination),
@@ -445,9 +444,3 @@ def _check(
 def _float_outputs(model: onnx.ModelProto) -> set[str]:
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE, onnx.TensorProto.UNDEFINED)
     return {v.name for v in model.graph.output if v.type.tensor_type.elem_type in floats}
-
-
-def _check_loads(file: Path, libraries: Sequence[str]) -> None:
-    """Loads what was written; QONNX in the spelling of ONNX' own operators."""
-    written = load_model(file, ask_runtime=False)
-    open_session(spell_out(written.proto), custom_op_libraries=libraries)

@@ -67,13 +67,15 @@ def fit_names(proto: onnx.ModelProto, request: Request) -> Request:
         fix = f"the model has {sorted(types)}."
         complaints.append(_unknown("op_types_to_quantize", request.op_types[0], "operator", types, fix=fix))
     options, unknown_tensors = _fit_overrides(proto, request)
+    named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
+    others = (node.op_type for node in proto.graph.node if node.name not in named)
     complaints += unknown_tensors
     return replace(
         request,
         extra_options=options,
         complaints=tuple(dict.fromkeys((*request.complaints, *complaints))),
         names_all_types=request.op_types_named and _all_types(proto, request),
-        names_all_nodes=bool(request.nodes_to_quantize) and _all_nodes(proto, request),
+        names_all_nodes=bool(request.nodes_to_quantize) and all(runs_float(request.target, op) for op in others),
     )
 
 
@@ -112,12 +114,6 @@ def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
     types = {node.op_type for node in proto.graph.node if node.name not in excluded} - _NEVER_LISTED
     missing = types - set(request.op_types)
     return missing.isdisjoint(stock.QUANTIZABLE_OPS) or all(runs_float(request.target, op) for op in missing)
-
-
-def _all_nodes(proto: onnx.ModelProto, request: Request) -> bool:
-    """Whether the list of nodes leaves out no node that the target would quantize."""
-    named = {*request.nodes_to_quantize, *request.nodes_to_exclude}
-    return all(runs_float(request.target, n.op_type) for n in proto.graph.node if n.name not in named)
 
 
 def with_names_of(prepared: PreparedModel, request: Request) -> Request:
@@ -201,7 +197,9 @@ def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple
         )
     paired = {o: i for o, i in bodies.state_pairs(model).items() if i in inputs}
     left = sorted(inputs - set(paired.values()))
-    grown = [name for name in left if _is_grown(model, name)]
+    nodes = (node for graph in walk.all_graphs(model.graph) for node in graph.node)
+    appended_to = {name for node in nodes if node.op_type == "Concat" for name in node.input}
+    grown = [name for name in left if name in appended_to]
     apart = sorted(outputs - paired.keys())
     if grown or (source == INT8_CACHE and apart):
         name = (grown or apart)[0]
@@ -223,41 +221,27 @@ def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple
 
 def with_scales(caches: Sequence[int8_cache.Cache], table: CalibrationTable) -> tuple[int8_cache.Cache, ...]:
     """Caches with the scales that they have by ranges, where they have none yet."""
+    ranges = ([table.range_of(name) for name in cache.names] for cache in caches)
     return tuple(
-        replace(cache, scale=int8_cache.scale_for([table.range_of(name) for name in cache.names]))
-        if cache.scale is None
-        else cache
-        for cache in caches
+        replace(cache, scale=cache.scale or int8_cache.scale_for(seen))
+        for cache, seen in zip(caches, ranges, strict=True)
     )
 
 
 def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int8_cache.Cache, ...]:
-    scales = {bodies.state_stem(name): scale for name, scale in _scales_in(path).items()}
+    known = int8_cache.cache_scales(load_model(path, ask_runtime=False).proto, str(path))
+    scales = {bodies.state_stem(name): scale for name, scale in known.items()}
     for cache in caches:
         if bodies.state_stem(cache.names[0]) not in scales:
-            raise OptionError(
-                f"the cache of '{path}' has nothing like '{cache.names[0]}'",
-                where="kv_cache",
-                fix="give the file that goes on with this one's cache",
-            )
+            what, fix = f"'{path}' has no int8 cache", f"make it with kv_cache='{INT8_CACHE}' first"
+            if scales:
+                what = f"the cache of '{path}' has nothing like '{cache.names[0]}'"
+                fix = "give the file that goes on with this one's cache"
+            raise OptionError(what, where="kv_cache", fix=fix)
     return tuple(replace(cache, scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
-
-
-def _scales_in(path: Path) -> Mapping[str, float]:
-    scales = int8_cache.cache_scales(load_model(path, ask_runtime=False).proto, str(path))
-    if not scales:
-        raise OptionError(
-            f"'{path}' has no int8 cache", where="kv_cache", fix=f"make it with kv_cache='{INT8_CACHE}' first"
-        )
-    return scales
 
 
 def _is_cache(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     named = _NAMED.search(value.name.lower().replace("_", " "))
     return named is not None and tensor.elem_type == TensorProto.FLOAT and len(tensor.shape.dim) >= _LEAST_RANK
-
-
-def _is_grown(model: onnx.ModelProto, name: str) -> bool:
-    """Whether tokens are appended to an input."""
-    return any(n.op_type == "Concat" and name in n.input for graph in walk.all_graphs(model.graph) for n in graph.node)

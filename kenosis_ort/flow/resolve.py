@@ -27,7 +27,6 @@ from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DataTypes, Hooks, Target, get_target
-from kenosis_ort.targets.profile import HostProfile
 
 
 def request_of(called: Mapping[str, Any], signature: inspect.Signature) -> Request:
@@ -101,7 +100,8 @@ def resolve(given: Mapping[str, Any]) -> Request:
     o.stages = placement.stages or Stages()
     stock = o.stages == Stages.none()
     o.extra_options, o.complaints = option_types.check_extra_options(o.extra_options)
-    o.quant_format = _quant_format(o.quant_format)
+    if isinstance(o.quant_format, str):
+        o.quant_format = QuantFormat.__members__.get(o.quant_format, o.quant_format)
     o.target = get_target(o.target)
     check_installed(o.extra_options)
     # Recipe, machine, bits, format.
@@ -170,7 +170,8 @@ def resolve(given: Mapping[str, Any]) -> Request:
     o.choices |= {name: OptionChoice(shown[name], "caller") for name in _NAMES if shown[name]}
     if o.host is not None:
         host = o.speed.host
-        named = host if isinstance(host, (str, os.PathLike)) else _shipped(o.host, o.target)
+        shipped = o.host.name if o.host in o.target.profiles else None  # so that it can be asked for again
+        named = host if isinstance(host, (str, os.PathLike)) else shipped
         o.choices["host"] = OptionChoice(named, "host default" if host is None else "caller")
     differ = [name for name in _SHOWN if shown[name] != option_types.OPTIONS[name].default]
     o.choices |= {name: OptionChoice(shown[name], "caller") for name in differ}
@@ -188,11 +189,6 @@ def resolve(given: Mapping[str, Any]) -> Request:
     _check_types(request)
     target_options.check_combinations(request)
     return request
-
-
-def _shipped(profile: HostProfile, target: Target) -> str | None:
-    """The profile's name where it comes with the target, so that it can be asked for again."""
-    return profile.name if profile in target.profiles else None
 
 
 def _chosen_rewrites(passed: bool | Sequence[str], target: Target) -> frozenset[str]:
@@ -221,11 +217,6 @@ def _suited_rewrites(target: Target) -> frozenset[str]:
 def _name_of(given: Any) -> str | None:
     """Name of a caller's object in the report."""
     return None if given is None else str(getattr(given, "__name__", type(given).__name__))
-
-
-def _quant_format(passed: Any) -> Any:
-    """The ``QuantFormat`` of that name; other values as they are."""
-    return QuantFormat[passed] if isinstance(passed, str) and passed in QuantFormat.__members__ else passed
 
 
 def _activation_beside(weight: Any, types: DataTypes) -> Any:

@@ -68,11 +68,6 @@ def without_optional_work(request: Request) -> Request:
     return replace(request, rewrites=frozenset(), recipe=plain)
 
 
-def is_of_the_model(error: Exception) -> bool:
-    """Whether an error is about the model, or its form after a rewrite, and not a defect."""
-    return isinstance(error, (finish.RewriteMismatchError, *OF_THE_MODEL))
-
-
 def defect(call: Call, error: Exception) -> Exception:
     """The error for a planner, an emitter or a proof that failed; running out of memory is none of them."""
     if isinstance(error, MemoryError):
@@ -307,7 +302,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
                 first.tell("The proof", error)
                 request = replace(attempted, verify=False, speed=replace(attempted.speed, promise=False))
                 attempts = [request, without_optional_work(request)]
-            elif not is_of_the_model(error):
+            elif not isinstance(error, (finish.RewriteMismatchError, *OF_THE_MODEL)):  # a defect
                 if request.on_failure == "error":
                     raise defect(first, error) from error
                 report_it = "please report this as a bug of kenosis-ort, with the model"

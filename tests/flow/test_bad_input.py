@@ -143,15 +143,6 @@ def test_wrong_feeds(refused: Refused, stages: Stages) -> None:
     refused(errors.CalibrationError, "'x'", "channels-last", reader=reader, stages=stages, where="sample 1")
 
 
-def test_a_wrong_or_missing_input_is_named(refused: Refused) -> None:
-    model = models.two_input_detector()
-    feed = models.feeds(model)[0]
-    scale = feed.pop("scale_factor")
-    refused(errors.CalibrationError, "'scale_factor'", model=model, reader=FeedReader([feed]), where="sample 0")
-    wrong = FeedReader([{**feed, "scale_facto": scale}])
-    refused(errors.CalibrationError, "'scale_facto'", "Did you mean 'scale_factor'?", model=model, reader=wrong)
-
-
 METHODS = [CalibrationMethod.MinMax, CalibrationMethod.Entropy, CalibrationMethod.Percentile]
 
 
