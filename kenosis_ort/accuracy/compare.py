@@ -278,7 +278,7 @@ def _advice(
         own,
         first=above <= quantized_inputs,
         last=jump.name in {o.name for o in outputs},
-        saturating=bool(_SATURATING.intersection(pairing.reader_types(jump.name))),
+        saturating=any(node.op_type in _SATURATING for node in pairing.float_readers.get(jump.name, ())),
     )
 
 

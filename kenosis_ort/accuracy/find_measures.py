@@ -17,19 +17,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 
+from kenosis_ort.accuracy import measures as found_by
 from kenosis_ort.accuracy.error import Array, Float64, Outputs
 from kenosis_ort.accuracy.measured import Measure
-from kenosis_ort.accuracy.measures import (
-    THRESHOLD,
-    BoxLayout,
-    ClassAgreement,
-    ClassOverlap,
-    DetectionF1,
-    MaskOverlap,
-    RelativeError,
-    SameTokens,
-    YesOrNo,
-)
+from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap
+from kenosis_ort.accuracy.outputs import product
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares
@@ -71,10 +63,10 @@ def find_measures(
     alone = len(arrays) == 1  # a head of boxes and scores has more than one thing behind it
     layout = _layout({n: found for n, found in arrays.items() if not (alone and producers[n] <= _SOFTMAX | _YES_NO)})
     if layout is not None:
-        return (DetectionF1(layout),)
+        return (found_by.DetectionF1(layout),)
     decided = [_decision(n, found, producers[n], shapes) for n, found in arrays.items() if n not in again]
     measures = tuple(measure for measure in decided if measure is not None)
-    return measures or tuple(RelativeError(name) for name, found in arrays.items() if _varies(found))
+    return measures or tuple(found_by.RelativeError(name) for name, found in arrays.items() if _varies(found))
 
 
 def _producers(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
@@ -134,7 +126,7 @@ def _labels(name: str, arrays: Sequence[Array]) -> Measure | None:
     if all(a.ndim >= 2 and min(a.shape[-2:]) >= 8 for a in squeezed):
         classes = max(int(a.max(initial=0)) for a in arrays) + 2  # labels that only the quantized model knows: one more
         return ClassOverlap(name, None, classes) if all(a.min() >= 0 for a in arrays) else None
-    return SameTokens(name)
+    return found_by.SameTokens(name)
 
 
 def _probabilities(name: str, arrays: Sequence[Array]) -> Measure | None:
@@ -144,9 +136,9 @@ def _probabilities(name: str, arrays: Sequence[Array]) -> Measure | None:
     shape = np.squeeze(arrays[0]).shape
     if len(shape) >= 2 and min(shape[-2:]) >= 8 and arrays[0].ndim >= 3:
         undecided = float(np.mean((values > 0.1) & (values < 0.9)))
-        return MaskOverlap(name) if undecided <= _UNDECIDED else None
+        return found_by.MaskOverlap(name) if undecided <= _UNDECIDED else None
     alone = all(a.size == a.shape[0] for a in arrays)
-    return YesOrNo(name) if alone else None
+    return found_by.YesOrNo(name) if alone else None
 
 
 def _of_softmax(name: str, arrays: Sequence[Array]) -> Measure | None:
@@ -216,8 +208,8 @@ def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, A
         if alike:
             x, y = (np.concatenate([_some(array) for array in side]) for side in zip(*alike, strict=True))
             x, y = x - x.mean(), y - y.mean()
-            size = float(np.sqrt((x @ x) * (y @ y)))
-            if size > 0 and float(x @ y) > _LIKE * size:
+            size = np.sqrt(product(x, x) * product(y, y))
+            if size > 0 and product(x, y) > _LIKE * size:
                 return True
     return False
 
@@ -264,7 +256,7 @@ def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> BoxLayout | No
     }
     labels = next((n for n, f in alike.items() if f[0].dtype.kind in "iu" and f[0].ndim == len(positions[0])), None)
     for scores, found in alike.items():
-        if found[0].dtype.kind != "f" or not _are_shares(found):
+        if found[0].dtype.kind != "f" or any(a.size and (a.min() < 0.0 or a.max() > 1.0) for a in found):
             continue
         columns: tuple[int, ...] = ()
         if found[0].ndim == len(positions[0]) + 1:
@@ -306,10 +298,6 @@ def _as_rows(array: Array, *, transposed: bool) -> Float64:
     shaped = np.asarray(array, np.float64)
     shaped = shaped.swapaxes(-1, -2) if transposed else shaped
     return shaped.reshape(-1, shaped.shape[-1])
-
-
-def _are_shares(arrays: Sequence[Array]) -> bool:
-    return all(a.size == 0 or (a.min() >= 0.0 and a.max() <= 1.0) for a in arrays)
 
 
 def _holds(layout: BoxLayout, arrays: Mapping[str, Sequence[Array]]) -> bool:

@@ -76,27 +76,15 @@ class ClassAgreement(Measure):
             return None
         margin, noise = np.concatenate(details).T
         spread = math.sqrt(float(np.mean(noise**2)))
-        return 1.0 if spread == 0.0 else 1.0 - float(np.mean([_tail(m / spread) for m in margin]))
+        return (
+            1.0
+            if spread == 0.0
+            else 1.0 - float(np.mean([0.5 * math.erfc(m / (spread * math.sqrt(2.0))) for m in margin]))
+        )
 
     def _scores(self, array: Float64) -> Float64:
         rows = _rows(array)
         return np.log(np.maximum(rows, _LEAST_PROBABILITY)) if self.logarithms else rows
-
-
-@dataclass(frozen=True)
-class YesOrNo(Measure):
-    """Share of values on the same side of one half as the float model's."""
-
-    output: str
-
-    title = "agreement with the float model at 0.5 in"
-    unit = "share of decisions"
-    independent = True
-
-    def sums(self, actual: Outputs, expected: Outputs) -> Float64:
-        a, b = actual[self.output] >= 0.5, expected[self.output] >= 0.5
-        same = int((a == b).sum()) if a.shape == b.shape else 0
-        return np.array([same, max(a.size, b.size)], np.float64)
 
 
 @dataclass(frozen=True)
@@ -109,9 +97,27 @@ class SameTokens(Measure):
     unit = "share of tokens"
 
     def sums(self, actual: Outputs, expected: Outputs) -> Float64:
-        a, b = actual[self.output], expected[self.output]
+        a, b = (self.decided(outputs[self.output]) for outputs in (actual, expected))
         same = int((a == b).sum()) if a.shape == b.shape else 0
         return np.array([same, max(a.size, b.size)], np.float64)
+
+    @staticmethod
+    def decided(values: Array) -> Array:
+        """What is compared of an output's values."""
+        return values
+
+
+@dataclass(frozen=True)
+class YesOrNo(SameTokens):
+    """Share of values on the same side of one half as the float model's."""
+
+    title = "agreement with the float model at 0.5 in"
+    unit = "share of decisions"
+    independent = True
+
+    @staticmethod
+    def decided(values: Array) -> Array:
+        return np.asarray(values >= 0.5)
 
 
 @dataclass(frozen=True)
@@ -331,7 +337,3 @@ def _rows(array: Float64) -> Float64:
 def _winners(rows: Float64) -> Float64:
     """The place of the largest score of each row; -1 where one is no number."""
     return np.asarray(np.where(np.isnan(rows).any(axis=1), -1, rows.argmax(axis=1)))
-
-
-def _tail(x: float) -> float:
-    return 0.5 * math.erfc(x / math.sqrt(2.0))

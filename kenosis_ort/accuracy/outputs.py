@@ -94,7 +94,7 @@ def decibels(signal: float, noise: float) -> float:
     return float(10 * np.log10(signal / noise)) if signal > 0 else -np.inf
 
 
-def _product(x: Array, y: Array) -> float:
+def product(x: Array, y: Array) -> float:
     """The product of two vectors, in this thread: `x @ y` wakes others, which takes longer."""
     return float(np.einsum("i,i->", x, y))
 
@@ -137,10 +137,10 @@ class _Sums:
         difference = x - y
         self.elements += x.size
         self.equal += int(np.sum(difference == 0))
-        self.signal += _product(x, x)
-        self.other += _product(y, y)
-        self.dot += _product(x, y)
-        self.noise += _product(difference, difference)
+        self.signal += product(x, x)
+        self.other += product(y, y)
+        self.dot += product(x, y)
+        self.noise += product(difference, difference)
         self.max_abs = max(self.max_abs, float(np.abs(difference).max(initial=0.0)))
 
     def sqnr_db(self) -> float:

@@ -60,10 +60,10 @@ class Pairing:
 
     def __init__(self, float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> None:
         self._float_nodes = {node.name: node for node in float_model.graph.node if node.name}
-        self._float_readers: dict[str, list[onnx.NodeProto]] = {}
+        self.float_readers: dict[str, list[onnx.NodeProto]] = {}
         for node in float_model.graph.node:
             for name in node.input:
-                self._float_readers.setdefault(name, []).append(node)
+                self.float_readers.setdefault(name, []).append(node)
         self._float_outputs = {v.name for v in float_model.graph.output}
         self._float_values = {v.name for v in float_model.graph.input}
         self._float_values |= {name for node in float_model.graph.node for name in node.output if name}
@@ -123,10 +123,6 @@ class Pairing:
             pending += list(maker.input)
         return found
 
-    def reader_types(self, name: str) -> set[str]:
-        """The operator types of the nodes that read a value of the float model."""
-        return {node.op_type for node in self._float_readers.get(name, ())}
-
     def _quantizer(self, dequantizer: onnx.NodeProto) -> onnx.NodeProto | None:
         """The Q in front of a DQ, before the Clip of integers that is between them below 8 bits."""
         node = self._producers.get(dequantizer.input[0])
@@ -159,7 +155,7 @@ class Pairing:
 
     def _behind_absorbed(self, name: str) -> str:
         """Output of the activation that reads the value in the float model and is gone in the other."""
-        readers = self._float_readers.get(name, [])
+        readers = self.float_readers.get(name, [])
         if len(readers) == 1 and readers[0].op_type in _ABSORBED and name not in self._float_outputs:
             written = str(readers[0].output[0])
             if written not in self._producers and f"{written}{_SUFFIXES[0]}" not in self._producers:

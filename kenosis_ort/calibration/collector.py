@@ -14,7 +14,7 @@ import onnx
 
 from kenosis_ort.calibration import accumulators, part_session
 from kenosis_ort.calibration import feeds as sources
-from kenosis_ort.calibration.accumulators import Accumulator, Array, Collector, SeenAs
+from kenosis_ort.calibration.accumulators import Array, Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.feeds import Feed, Part, Sample
 from kenosis_ort.calibration.parts import StagedModel
@@ -148,8 +148,11 @@ class Sweep(Closing):
         except BaseException:
             self.close()
             raise
-        arrays = part_session.initializer_arrays(proto, set(constant))
-        self._constant = {name: _of_constant(arrays[name], dtype, config) for name, dtype in constant.items()}
+        constants = Collector(constant, replace(config, method="minmax", sketch=False))
+        for name, array in part_session.initializer_arrays(proto, set(constant)).items():
+            constants.add(name, array)
+        constants.end_chunk()
+        self._constant = constants.statistics()
         kinds = {n: dtype for n, dtype in (*computed.items(), *fed.items()) if n not in self._unions}
         self._fresh = partial(Collector, kinds, config, channels, functions, seen_as)
         self._fed = tuple(fed)
@@ -268,9 +271,12 @@ class Sweep(Closing):
         def take(place: int, arrays: dict[str, Array]) -> None:
             number, chosen = origins[place]
             collector = self._collectors[0 if chosen else -1]
-            broken = self._adder.add(arrays, collector.add)
-            if broken:
-                raise _non_finite(_broken_inputs(feeds[place]) or broken, number)
+            if broken := self._adder.add(arrays, collector.add):
+                given = {
+                    name: as_array(value) for name, value in feeds[place].items()
+                }  # more telling than what follows
+                bad = [name for name, a in given.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
+                raise _non_finite(bad or broken, number)
 
         for place, feed in enumerate(feeds):
             take(place, {name: as_array(feed[name]) for name in self._fed if name in feed})
@@ -328,20 +334,6 @@ class _Adder:
     def _pool(self) -> ThreadPoolExecutor:
         """Threads beside the caller's; they end with the object."""
         return ThreadPoolExecutor(self._threads - 1, initializer=np.seterr, initargs=("ignore",))  # as the caller's
-
-
-def _of_constant(array: Array, dtype: str, config: CalibrationConfig) -> TensorStatistics:
-    """The statistics of a tensor that never changes."""
-    extremes = Accumulator(dtype, replace(config, method="minmax", sketch=False))
-    extremes.take(*extremes.look(array))
-    extremes.end_chunk()
-    return extremes.statistics()
-
-
-def _broken_inputs(feed: dict[str, Any]) -> list[str]:
-    """The inputs that hold NaN or infinity themselves: more telling than what the model makes of them."""
-    arrays = {name: as_array(value) for name, value in feed.items()}
-    return [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
 
 
 def _non_finite(names: list[str], sample: int) -> CalibrationError:

@@ -20,7 +20,7 @@ import onnx
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.part_session import initializer_arrays, outputs_of
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.synthetic.stem import ChannelMoments
+from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance
 from kenosis_ort.graph.constants import BOUNDS, Is, having
 from kenosis_ort.graph.walk import attribute_float
 
@@ -162,7 +162,6 @@ def _fit(node: onnx.NodeProto, arrays: Mapping[str, Any], seen: ChannelMoments) 
     stored = np.sqrt(np.maximum(variance0, 0.0) + epsilon)
     mean, spread = seen.mean, seen.deviation
     live = stored > _LIVE * np.median(stored)
-    cost = np.log(np.maximum(spread, 1e-12) / stored) ** 2 + ((mean - mean0) / stored) ** 2
     excited = live & (spread > _EXCITED * stored)
     scale = np.maximum(spread, 1e-30)
     ends = [np.clip((end - mean) / scale, -_MOST_DEVIATIONS, _MOST_DEVIATIONS) for end in (seen.low, seen.high)]
@@ -171,7 +170,7 @@ def _fit(node: onnx.NodeProto, arrays: Mapping[str, Any], seen: ChannelMoments) 
     return BatchNormFit(
         node.name,
         node.output[0],
-        float(np.median(cost[live])),
+        distance(mean, spread, mean0, stored, live),
         (float(used[0].min()), float(used[1].max())),
     )
 
@@ -229,14 +228,9 @@ def silent_outputs(
         top = max(float(array.max()) for array in arrays)
         if made_by.get(name) in _YES_OR_NO and bounds.get(name) == (0.0, 1.0) and top < _YES:
             found[name] = f"never rises above {top:.2g} of 1"
-        elif _is_same(arrays):
-            found[name] = "is the same for all samples"
+        elif len({array.shape for array in arrays}) == 1:
+            stacked = np.stack(arrays).astype(np.float64)
+            change, size = float(np.abs(stacked - stacked[0]).max()), float(np.abs(stacked).max())
+            if size > 0 and change <= _SAME * size:
+                found[name] = "is the same for all samples"
     return found
-
-
-def _is_same(arrays: Sequence[np.ndarray[Any, Any]]) -> bool:
-    if len({array.shape for array in arrays}) > 1:
-        return False
-    stacked = np.stack(arrays).astype(np.float64)
-    change, size = float(np.abs(stacked - stacked[0]).max()), float(np.abs(stacked).max())
-    return size > 0 and change <= _SAME * size

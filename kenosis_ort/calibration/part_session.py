@@ -340,10 +340,7 @@ class ObservedModel(Closing):
         """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
         settings = self._settings
         try:
-            options = sessions.session_options(
-                threads=settings.threads,
-                optimize=optimize,
-            )
+            options = sessions.session_options(threads=settings.threads, optimize=optimize)
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
             if self._is_mapped:
@@ -403,12 +400,10 @@ def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) ->
     if not isinstance(array, (np.ndarray, np.generic)):
         raise CalibrationError(f"The graph cannot be cut at '{name}': it is no tensor.", fix="Raise fetch_budget.")
     kind = onnx.TensorProto.STRING if array.dtype.kind in "OSU" else onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    fixed = array.ndim == 1 and annotated is not None and _declared_sizes(annotated) == array.shape
+    dims = [] if annotated is None else annotated.type.tensor_type.shape.dim
+    declared = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in dims)
+    fixed = array.ndim == 1 and declared == array.shape
     return onnx.helper.make_tensor_value_info(name, kind, array.shape if fixed else [None] * array.ndim)
-
-
-def _declared_sizes(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:

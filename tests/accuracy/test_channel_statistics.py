@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import parser
 
-from kenosis_ort.accuracy.channel_statistics import (
-    Activation,
-    Response,
-    activation_behind,
-    batch_norm_statistics,
-    channel_statistics,
-    clip_bounds,
-)
+from kenosis_ort.accuracy import channel_statistics as found_by
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.live import LiveGraph
@@ -40,7 +33,7 @@ def net_of(opset):
 def test_equal_to_numpy(opset):
     model = net_of(opset)
     feeds = models.feeds(model, 3, dims={"n": 2})
-    found = channel_statistics(model, feeds, {"a_out": 1, "r": 1, "g_out": -1}, threads=1)
+    found = found_by.channel_statistics(model, feeds, {"a_out": 1, "r": 1, "g_out": -1}, threads=1)
     with ObservedModel(model, SessionSettings(threads=1)) as observed:
         session = observed.session(["a_out", "r", "g_out"])
     for at, name in enumerate(("a_out", "r", "g_out")):
@@ -60,7 +53,7 @@ def test_channels_of_a_linear_layer_are_the_last_axis():
     net = Net()
     net.output(net.linear(net.input("x", ["n", 7, 6]), 6, 4, name="m"))
     model = planning.prepared(net.model())
-    found = channel_statistics(model, models.feeds(model, 2), {"m_out": -1}, threads=1)
+    found = found_by.channel_statistics(model, models.feeds(model, 2), {"m_out": -1}, threads=1)
     assert found["m_out"].channels == 4
 
 
@@ -70,7 +63,7 @@ def test_large_means_are_accurate():
     net.output(net.op("Add", [net.input("x", ["n", 2, 256, 256]), net.const(np.float32(1000))], name="a"))
     model = planning.prepared(net.model())
     feeds = models.feeds(model, 2)
-    mean = channel_statistics(model, feeds, ["a_out"], threads=1)["a_out"].mean
+    mean = found_by.channel_statistics(model, feeds, ["a_out"], threads=1)["a_out"].mean
     exact = np.mean(
         [np.float32(f["x"] + np.float32(1000)).astype(np.float64).mean(axis=(0, 2, 3)) for f in feeds], axis=0
     )
@@ -80,14 +73,14 @@ def test_large_means_are_accurate():
 def test_what_is_wrong_is_said():
     model = net_of(17)
     with pytest.raises(CalibrationError, match="computed by no node"):
-        channel_statistics(model, models.feeds(model, 1), ["nothing"])
+        found_by.channel_statistics(model, models.feeds(model, 1), ["nothing"])
     with pytest.raises(CalibrationError, match="no sample"):
-        channel_statistics(model, [], ["r"])
+        found_by.channel_statistics(model, [], ["r"])
     broken = models.feeds(model, 2)
     broken[1]["x"][0, 0, 0, 0] = np.nan
     with pytest.raises(CalibrationError, match="sample 1"):
-        channel_statistics(model, broken, ["a_out"], threads=1)
-    assert channel_statistics(model, [], []) == {}
+        found_by.channel_statistics(model, broken, ["a_out"], threads=1)
+    assert found_by.channel_statistics(model, [], []) == {}
 
 
 def trained_net(act="Relu"):
@@ -107,9 +100,9 @@ def trained_net(act="Relu"):
 
 def test_batch_norm_knows_its_output():
     source = trained_net()
-    known = batch_norm_statistics(source)["normed"]
+    known = found_by.batch_norm_statistics(source)["normed"]
     model = planning.prepared(source)
-    measured = channel_statistics(model, models.feeds(model, 32), ["normed"], threads=1)["normed"]
+    measured = found_by.channel_statistics(model, models.feeds(model, 32), ["normed"], threads=1)["normed"]
     np.testing.assert_allclose(known.mean, measured.mean, atol=0.1)
     np.testing.assert_allclose(known.second_moment, measured.second_moment, rtol=0.15, atol=0.05)
     assert np.all(known.high > known.mean)
@@ -118,7 +111,7 @@ def test_batch_norm_knows_its_output():
 def test_equalization_through_a_clip_by_what_batch_norm_says():
     source = trained_net("Clip")
     model = planning.prepared(source)
-    known = batch_norm_statistics(source)
+    known = found_by.batch_norm_statistics(source)
     result = equalize(model, peaks=known)
     for pair in result.pairs:
         assert np.all(pair.scales[known["normed"].high >= 1.5] == 1.0)
@@ -143,26 +136,26 @@ def net(line: str) -> onnx.ModelProto:
     return model
 
 
-def response(line: str) -> Response:
+def response(line: str) -> found_by.Response:
     graph = LiveGraph(net(line))
-    return Response(graph, behind_v(graph), 4, 1, 1)
+    return found_by.Response(graph, behind_v(graph), 4, 1, 1)
 
 
-def behind_v(graph: LiveGraph) -> Activation:
+def behind_v(graph: LiveGraph) -> found_by.Activation:
     """The activation behind what the first node writes."""
-    return activation_behind(graph, graph.nodes[0].outputs[0])
+    return found_by.activation_behind(graph, graph.nodes[0].outputs[0])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_bounds(name: str) -> None:
     line, bounds = ACTIVATIONS[name]
     graph = LiveGraph(net(line))
-    assert clip_bounds(graph, behind_v(graph).nodes) == bounds
+    assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds
 
 
 def test_bounds_of_an_old_clip() -> None:
     node = ir.node("Clip", [ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
-    assert clip_bounds(LiveGraph(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
+    assert found_by.clip_bounds(LiveGraph(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -171,7 +164,7 @@ def test_computed_here_as_by_the_runtime(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     line = ACTIVATIONS[name][0]
     ours, graph = response(line), LiveGraph(net(line))
-    runtimes: Any = Response.__new__(Response)
+    runtimes: Any = found_by.Response.__new__(found_by.Response)
     runtimes._axis, runtimes._rank, runtimes._over, runtimes._bounds = 1, 4, (2, 3), None
     runtimes._session = runtimes._opened(graph, behind_v(graph), 1)
     array = rng.normal(0, 2, (2, 3, 4, 5)).astype(np.float32)

@@ -10,27 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.measured import (
-    LEAST_SAMPLES,
-    Measure,
-    Measured,
-    bootstrap,
-    measure_pairs,
-    of_parts,
-    wilson,
-    worst,
-)
-from kenosis_ort.accuracy.measures import (
-    BoxLayout,
-    ClassAgreement,
-    ClassOverlap,
-    DetectionF1,
-    MaskOverlap,
-    RelativeError,
-    SameTokens,
-    YesOrNo,
-    overlaps,
-)
+from kenosis_ort.accuracy import measured, measures
 
 
 def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -76,15 +56,15 @@ def _found(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
     return {"y": boxes + 8 * noise * rng.normal(size=boxes.shape), "s": scores}
 
 
-CASES: list[tuple[Measure, Any]] = [
-    (ClassAgreement("y"), _classes),
-    (ClassAgreement("y", "token"), _sequence),
-    (YesOrNo("y"), _share),
-    (SameTokens("y"), _ids),
-    (MaskOverlap("y"), _mask),
-    (ClassOverlap("y", 1, 4), _map),
-    (DetectionF1(BoxLayout("y", "s", score_columns=(0, 1, 2))), _found),
-    (RelativeError("y"), _classes),
+CASES: list[tuple[measured.Measure, Any]] = [
+    (measures.ClassAgreement("y"), _classes),
+    (measures.ClassAgreement("y", "token"), _sequence),
+    (measures.YesOrNo("y"), _share),
+    (measures.SameTokens("y"), _ids),
+    (measures.MaskOverlap("y"), _mask),
+    (measures.ClassOverlap("y", 1, 4), _map),
+    (measures.DetectionF1(measures.BoxLayout("y", "s", score_columns=(0, 1, 2))), _found),
+    (measures.RelativeError("y"), _classes),
 ]
 by_measure = pytest.mark.parametrize(
     ("measure", "make"), CASES, ids=[type(m).__name__ + str(i) for i, (m, _) in enumerate(CASES)]
@@ -95,14 +75,14 @@ def _outputs(make: Any, seed: int, noise: float, count: int) -> list[Mapping[str
     return [make(np.random.default_rng([seed, i]), noise) for i in range(count)]
 
 
-def _measured(measure: Measure, outputs: Any, reference: Any) -> Measured:
-    return measure_pairs([measure], zip(outputs, reference, strict=True))[0]
+def _measured(measure: measured.Measure, outputs: Any, reference: Any) -> measured.Measured:
+    return measured.measure_pairs([measure], zip(outputs, reference, strict=True))[0]
 
 
 @by_measure
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**16), noise=st.floats(0.0, 3.0), count=st.integers(1, 12))
-def test_bounds_and_interval(measure: Measure, make: Any, seed: int, noise: float, count: int) -> None:
+def test_bounds_and_interval(measure: measured.Measure, make: Any, seed: int, noise: float, count: int) -> None:
     found = _measured(measure, _outputs(make, seed, noise, count), _outputs(make, seed, 0.0, count))
     assert found.samples == count
     assert found.value >= 0.0
@@ -117,7 +97,7 @@ def test_bounds_and_interval(measure: Measure, make: Any, seed: int, noise: floa
 @by_measure
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**16), count=st.integers(1, 10))
-def test_the_reference_itself_is_perfect(measure: Measure, make: Any, seed: int, count: int) -> None:
+def test_the_reference_itself_is_perfect(measure: measured.Measure, make: Any, seed: int, count: int) -> None:
     reference = _outputs(make, seed, 0.0, count)
     found = _measured(measure, reference, reference)
     assert found.value == found.float_value == (1.0 if found.higher_is_better else 0.0)
@@ -128,7 +108,7 @@ def test_the_reference_itself_is_perfect(measure: Measure, make: Any, seed: int,
 @by_measure
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**16), order=st.permutations(range(9)))
-def test_the_order_of_samples_is_nothing(measure: Measure, make: Any, seed: int, order: list[int]) -> None:
+def test_the_order_of_samples_is_nothing(measure: measured.Measure, make: Any, seed: int, order: list[int]) -> None:
     outputs, reference = _outputs(make, seed, 1.0, 9), _outputs(make, seed, 0.0, 9)
     one = _measured(measure, outputs, reference)
     other = _measured(measure, [outputs[i] for i in order], [reference[i] for i in order])
@@ -137,17 +117,17 @@ def test_the_order_of_samples_is_nothing(measure: Measure, make: Any, seed: int,
 
 
 @by_measure
-def test_noise_costs(measure: Measure, make: Any) -> None:
+def test_noise_costs(measure: measured.Measure, make: Any) -> None:
     reference = _outputs(make, 3, 0.0, 30)
     less, more = (_measured(measure, _outputs(make, 3, noise, 30), reference).loss for noise in (0.3, 2.0))
     assert 0.0 < less < more or (less == 0.0 < more)
 
 
 @by_measure
-def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: Measure, make: Any) -> None:
+def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: measured.Measure, make: Any) -> None:
     reference = _outputs(make, 5, 0.0, 3)
     for spoilt in (_broken, _short):
-        if spoilt is _short and isinstance(measure, DetectionF1):
+        if spoilt is _short and isinstance(measure, measures.DetectionF1):
             continue  # boxes without scores are no output of any model
         outputs = [{name: spoilt(value) for name, value in entry.items()} for entry in reference]
         assert _measured(measure, outputs, reference).loss > 0.4, spoilt
@@ -168,12 +148,14 @@ def test_expected_agreement_is_what_many_samples_say() -> None:
     scores = rng.normal(size=(40_000, 10)).astype(np.float32) * margin
     noisy = scores + noise * rng.normal(size=scores.shape).astype(np.float32)
 
-    def measured(count: int, start: int = 0) -> Measured:
+    def of_rows(count: int, start: int = 0) -> measured.Measured:
         parts = [slice(at, at + 64) for at in range(start, start + count, 64)]
-        return _measured(ClassAgreement("y"), [{"y": noisy[p]} for p in parts], [{"y": scores[p]} for p in parts])
+        return _measured(
+            measures.ClassAgreement("y"), [{"y": noisy[p]} for p in parts], [{"y": scores[p]} for p in parts]
+        )
 
-    many = measured(20_000)
-    few = [measured(64, 64 * i) for i in range(100)]
+    many = of_rows(20_000)
+    few = [of_rows(64, 64 * i) for i in range(100)]
     assert 0.005 < many.loss < 0.1
     assert 1.0 - many.expected == pytest.approx(many.loss, rel=0.15)
     assert np.std([1.0 - m.expected for m in few]) < 0.75 * np.std([m.loss for m in few])
@@ -186,27 +168,27 @@ def test_relative_error_is_an_amplitude() -> None:
     signal = np.random.default_rng(1).normal(size=(1, 3, 64, 64)) + 7.0
     reference = [{"y": signal}]
     off = [{"y": signal + 0.01 * signal.std() * np.sign(np.random.default_rng(2).normal(size=signal.shape))}]
-    assert _measured(RelativeError("y"), off, reference).value == pytest.approx(0.01, rel=1e-6)
+    assert _measured(measures.RelativeError("y"), off, reference).value == pytest.approx(0.01, rel=1e-6)
 
 
 def test_the_output_that_lost_most_speaks() -> None:
-    a, b = (Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
-    error = Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
-    assert worst([b, a]) is a
-    assert worst([b, a, error]) is error
+    a, b = (measured.Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
+    error = measured.Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
+    assert measured.worst([b, a]) is a
+    assert measured.worst([b, a, error]) is error
 
 
 def test_boxes_are_matched_by_class_and_overlap() -> None:
-    layout = BoxLayout("boxes", "scores", label="labels")
+    layout = measures.BoxLayout("boxes", "scores", label="labels")
     boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [50, 50, 60, 60.0]])[None]
     one = {"boxes": boxes, "scores": np.array([[0.9, 0.8, 0.7]]), "labels": np.array([[1, 1, 2]])}
-    f1 = DetectionF1(layout)
+    f1 = measures.DetectionF1(layout)
     assert f1.sums(one, one).tolist() == [4.0, 4.0]  # the second box is the first again
     other = {**one, "labels": np.array([[1, 1, 3]])}
     assert f1.sums(other, one).tolist() == [2.0, 4.0]
     assert f1.value(np.array([0.0, 0.0])) == 1.0
-    assert overlaps(boxes[0], boxes[0]).diagonal() == pytest.approx(1.0)
-    assert overlaps(boxes[0], boxes[0])[0, 2] == 0.0
+    assert measures.overlaps(boxes[0], boxes[0]).diagonal() == pytest.approx(1.0)
+    assert measures.overlaps(boxes[0], boxes[0])[0, 2] == 0.0
 
 
 def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
@@ -214,8 +196,8 @@ def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
     centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
     scores = np.array([[0.9, 0.1], [0.2, 0.8]])
     head = np.concatenate([centers, scores], axis=1)[None]
-    straight = BoxLayout("y", "y", corners=False, score_columns=(4, 5))
-    turned = BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
+    straight = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5))
+    turned = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
     assert straight.boxes_of({"y": head})[0] == pytest.approx(corners)
     assert turned.boxes_of({"y": head.swapaxes(1, 2)})[0] == pytest.approx(corners)
     assert straight.scores_of({"y": head})[1].tolist() == [[0, 1]]
@@ -223,16 +205,16 @@ def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
 def test_wilson_is_within_bounds_and_holds_the_share(count: int, share: float) -> None:
-    low, high = wilson(share, count)
+    low, high = measured.wilson(share, count)
     assert 0.0 <= low <= share <= high <= 1.0
 
 
 def test_wilson_as_published() -> None:
     """Two hundred of two hundred: the loss may be 1.9 %, and half a percent is not told."""
-    low, high = wilson(1.0, 200)
+    low, high = measured.wilson(1.0, 200)
     assert low == pytest.approx(0.98115, abs=1e-5)
     assert high == 1.0
-    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert measured.wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["wilson", "bootstrap", "parts"])
@@ -242,22 +224,24 @@ def test_coverage(kind: str) -> None:
         seen = rng.uniform(size=200) < truth
         value = float(seen.mean())
         if kind == "wilson":
-            interval = wilson(value, 200)
+            interval = measured.wilson(value, 200)
         elif kind == "bootstrap":
-            interval = bootstrap(np.stack([seen, np.ones(200)], axis=1).astype(float), YesOrNo("y").value)
+            interval = measured.bootstrap(
+                np.stack([seen, np.ones(200)], axis=1).astype(float), measures.YesOrNo("y").value
+            )
         else:
-            interval = of_parts(value, seen.reshape(10, 20).mean(axis=1), samples=200, scale=1.0)
+            interval = measured.of_parts(value, seen.reshape(10, 20).mean(axis=1), samples=200, scale=1.0)
         assert interval is not None
         held += interval[0] <= truth <= interval[1]
     assert 0.88 <= held / 200 <= 0.995
 
 
 def test_few_samples_tell_no_interval() -> None:
-    assert bootstrap(np.ones((LEAST_SAMPLES - 1, 2)), YesOrNo("y").value) is None
-    assert of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
+    assert measured.bootstrap(np.ones((measured.LEAST_SAMPLES - 1, 2)), measures.YesOrNo("y").value) is None
+    assert measured.of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
 
 
 def test_nothing_seen_to_change_may_still_change() -> None:
-    low, high = of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
+    low, high = measured.of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
     assert 0.005 < 0.9 - low < 0.02
     assert high - 0.9 == pytest.approx(0.9 - low)

@@ -13,28 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect, net_evidence, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
-from kenosis_ort.calibration.net_evidence import (
-    fit_batch_norms,
-    hard_bounds,
-    net_evidence,
-    predicted_ranges,
-    probe_feeds,
-    silent_outputs,
-)
-from kenosis_ort.calibration.trust import (
-    RangeSource,
-    TensorAssessment,
-    TrustLevel,
-    assess,
-    collect_with_trust,
-    depths,
-    extend,
-    growth_between,
-    real_samples_needed,
-    verdict_on,
-)
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models
@@ -44,40 +24,40 @@ from tests.downloaded import ZOO
 from tests.models import Net
 from tests.planning import parse
 
-STEADY = {"a": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
-SHAKY = {**STEADY, "b": TensorAssessment(RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
+STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
+SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
 
 
-def verdict(**changes: Any) -> tuple[TrustLevel, tuple[str, ...], tuple[str, ...]]:
+def verdict(**changes: Any) -> tuple[trust.TrustLevel, tuple[str, ...], tuple[str, ...]]:
     known: dict[str, Any] = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
     known.update(natural=True, real=0, needed=None)
-    return verdict_on(**{**known, **changes})
+    return trust.verdict_on(**{**known, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "expected", "cause", "supply"),
     [
-        ({}, TrustLevel.TRUSTED, "", ""),
-        ({"known": {"x": Known.CONVENTION}}, TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
-        ({"known": {"x": Known.GUESS}}, TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
-        ({"natural": False}, TrustLevel.USABLE, "made up", "ten real samples"),
-        ({"natural": False, "misfits": {"bn": 0.1}}, TrustLevel.TRUSTED, "", ""),
-        ({"misfits": {"bn": 0.6}}, TrustLevel.USABLE, "'bn'", "mean="),
-        ({"misfits": {"bn": 3.0}}, TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
-        ({"silent": {"y": "is zero"}}, TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
-        ({"silent": {"y": "is zero"}, "real": 9}, TrustLevel.TRUSTED, "", ""),
-        ({"tensors": SHAKY}, TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
-        ({"known": {"x": Known.GUESS}, "real": 9}, TrustLevel.TRUSTED, "", ""),
-        ({"real": 3}, TrustLevel.USABLE, "last of 3 real", "more real samples"),
-        ({"real": 3, "needed": 1}, TrustLevel.TRUSTED, "", ""),
+        ({}, trust.TrustLevel.TRUSTED, "", ""),
+        ({"known": {"x": Known.CONVENTION}}, trust.TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
+        ({"known": {"x": Known.GUESS}}, trust.TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
+        ({"natural": False}, trust.TrustLevel.USABLE, "made up", "ten real samples"),
+        ({"natural": False, "misfits": {"bn": 0.1}}, trust.TrustLevel.TRUSTED, "", ""),
+        ({"misfits": {"bn": 0.6}}, trust.TrustLevel.USABLE, "'bn'", "mean="),
+        ({"misfits": {"bn": 3.0}}, trust.TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
+        ({"silent": {"y": "is zero"}}, trust.TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
+        ({"silent": {"y": "is zero"}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
+        ({"tensors": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
+        ({"known": {"x": Known.GUESS}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
+        ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
+        ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
     ],
 )
-def test_rules(changes: dict[str, Any], expected: TrustLevel, cause: str, supply: str) -> None:
+def test_rules(changes: dict[str, Any], expected: trust.TrustLevel, cause: str, supply: str) -> None:
     found, causes, supplies = verdict(**changes)
     assert found is expected
     assert cause in " ".join(causes)
     assert supply in " ".join(supplies)
-    assert bool(causes) == bool(supplies) == (expected is not TrustLevel.TRUSTED)
+    assert bool(causes) == bool(supplies) == (expected is not trust.TrustLevel.TRUSTED)
 
 
 def tables(model: onnx.ModelProto, feeds: list[Any], groups: int) -> list[CalibrationTable]:
@@ -88,38 +68,38 @@ def tables(model: onnx.ModelProto, feeds: list[Any], groups: int) -> list[Calibr
 def test_ranges_hold_what_was_measured_within_bounds() -> None:
     model = models.mlp()
     made_up = tables(model, random_feeds(16, (1, 16)), 4)
-    table, trust = assess(model, made_up, provenance=Provenance(known={"x": Known.GIVEN}))
-    assert trust.samples == 16
-    assert set(trust.tensors) == set(node_outputs(model)) == set(table.tensors)
-    for name, tensor in trust.tensors.items():
+    table, told = trust.assess(model, made_up, provenance=Provenance(known={"x": Known.GIVEN}))
+    assert told.samples == 16
+    assert set(told.tensors) == set(node_outputs(model)) == set(table.tensors)
+    for name, tensor in told.tensors.items():
         assert table.range_of(name) == tensor.used
         assert tensor.used[0] <= tensor.measured[0] <= tensor.measured[1] <= tensor.used[1]
         if tensor.measured[0] >= 0:
             assert tensor.used[0] >= 0
-    assert trust.tensors["x"].used == trust.tensors["x"].measured
+    assert told.tensors["x"].used == told.tensors["x"].measured
 
 
 def test_real_samples_decide_where_there_are_any() -> None:
     model = models.mlp()
     real = tables(model, random_feeds(4, (1, 16), seed=5), 4)
     made_up = tables(model, [{"x": f["x"] * 100} for f in random_feeds(16, (1, 16))], 4)
-    table, trust = assess(model, made_up, real, provenance=Provenance(real=4))
+    table, told = trust.assess(model, made_up, real, provenance=Provenance(real=4))
     whole = real[0].merge(real[1]).merge(real[2]).merge(real[3])
     for name in table.tensors:
         (low, high), (least, most) = whole.range_of(name), table.range_of(name)
         assert least <= low
         assert high <= most
-    assert {t.source for t in trust.tensors.values()} == {RangeSource.REAL}
-    assert trust.real_samples == 4
+    assert {t.source for t in told.tensors.values()} == {trust.RangeSource.REAL}
+    assert told.real_samples == 4
 
 
 def test_how_many_real_samples_were_enough() -> None:
     model = models.mlp()
     feeds = random_feeds(1, (1, 16)) * 6
-    assert real_samples_needed(tables(model, feeds, 6)) == 1
+    assert trust.real_samples_needed(tables(model, feeds, 6)) == 1
     growing = [{"x": feeds[0]["x"] * (i + 1)} for i in range(6)]
-    assert real_samples_needed(tables(model, growing, 6)) is None
-    assert real_samples_needed(tables(model, feeds[:2], 2)) is None
+    assert trust.real_samples_needed(tables(model, growing, 6)) is None
+    assert trust.real_samples_needed(tables(model, feeds[:2], 2)) is None
 
 
 def test_collection_in_groups_sees_every_sample_once() -> None:
@@ -127,7 +107,7 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     reader = SyntheticReader(model, samples=11, input_range=(-1, 1))
     seen: list[tuple[int, int | None]] = []
     names = node_outputs(model)
-    table, trust = collect_with_trust(
+    table, told = trust.collect_with_trust(
         model,
         reader,
         Points(names, threads=1),
@@ -136,41 +116,41 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
         progress=lambda *args: seen.append(args),
     )
     plain = collect(model, SyntheticReader(model, samples=11, input_range=(-1, 1)), Points(names, threads=1))
-    assert table.samples == trust.samples == 11
+    assert table.samples == told.samples == 11
     assert table.data_fingerprint == plain.data_fingerprint
-    assert {n: t.measured for n, t in trust.tensors.items()} == {n: plain.range_of(n) for n in names}
+    assert {n: t.measured for n, t in told.tensors.items()} == {n: plain.range_of(n) for n in names}
     assert [done for done, _ in seen if done] == sorted(done for done, _ in seen if done)
     assert seen[-1] == (11, 11)
-    assert trust.verdict in TrustLevel
+    assert told.verdict in trust.TrustLevel
     config = CalibrationConfig(moving_average=True, max_intermediate_outputs=2)
-    told, again = reader.provenance, SyntheticReader(model, samples=11)
+    source, again = reader.provenance, SyntheticReader(model, samples=11)
     with pytest.raises(CalibrationError, match="order of the samples"):
-        collect_with_trust(model, again, Points(names, config), provenance=told, samples=11)
+        trust.collect_with_trust(model, again, Points(names, config), provenance=source, samples=11)
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cifar_resnet20_bn", {TrustLevel.TRUSTED}),
-        ("cifar_resnet20", {TrustLevel.USABLE}),
-        ("mlperf_kws_dscnn", {TrustLevel.TRUSTED}),
-        ("silero_vad_16k", {TrustLevel.USABLE, TrustLevel.DO_NOT_SHIP}),
+        ("cifar_resnet20_bn", {trust.TrustLevel.TRUSTED}),
+        ("cifar_resnet20", {trust.TrustLevel.USABLE}),
+        ("mlperf_kws_dscnn", {trust.TrustLevel.TRUSTED}),
+        ("silero_vad_16k", {trust.TrustLevel.USABLE, trust.TrustLevel.DO_NOT_SHIP}),
     ],
 )
-def test_zoo(name: str, expected: set[TrustLevel]) -> None:
+def test_zoo(name: str, expected: set[trust.TrustLevel]) -> None:
     model = load_model(ZOO / f"{name}.onnx").proto
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
-    _, trust = collect_with_trust(
+    _, told = trust.collect_with_trust(
         model,
         reader,
         Points([v.name for v in model.graph.output], threads=1),
         provenance=reader.provenance,
         samples=16,
-        evidence=net_evidence(model, probe_feeds(reader)),
+        evidence=net_evidence.net_evidence(model, net_evidence.probe_feeds(reader)),
     )
-    assert trust.verdict in expected
+    assert told.verdict in expected
 
 
 def test_gaussian_noise_is_found_out() -> None:
@@ -179,8 +159,8 @@ def test_gaussian_noise_is_found_out() -> None:
     model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
-    misfits = net_evidence(model, noise).misfits
-    assert verdict(misfits=misfits)[0] is not TrustLevel.TRUSTED
+    misfits = net_evidence.net_evidence(model, noise).misfits
+    assert verdict(misfits=misfits)[0] is not trust.TrustLevel.TRUSTED
 
 
 ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p[0] + p[1]))
@@ -192,7 +172,7 @@ GROUPS = st.lists(ENDS, min_size=1, max_size=6)
 def test_extension_holds_the_measured_range_and_grows_with_depth(
     groups: list[tuple[float, float]], shallow: float, more: float
 ) -> None:
-    one, two = extend(groups, shallow), extend(groups, min(shallow + more, 1.0))
+    one, two = trust.extend(groups, shallow), trust.extend(groups, min(shallow + more, 1.0))
     assert one.measured == (min(g[0] for g in groups), max(g[1] for g in groups))
     assert two.extended[0] <= one.extended[0] <= one.measured[0]
     assert one.measured[1] <= one.extended[1] <= two.extended[1]
@@ -203,7 +183,7 @@ def test_extension_holds_the_measured_range_and_grows_with_depth(
 
 def test_inputs_constants_and_single_groups_are_not_extended() -> None:
     for groups, depth in (([(0.0, 1.0), (0.0, 2.0)], 0.0), ([(3.0, 3.0)] * 4, 1.0), ([(0.0, 5.0)], 1.0)):
-        growth = extend(groups, depth)
+        growth = trust.extend(groups, depth)
         assert growth.extended == growth.measured
 
 
@@ -212,7 +192,7 @@ def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
     reached: list[float] = []
     for _ in range(200):
         values = rng.gumbel(10, 1, (4, 100)).max(axis=1)
-        reached.append(extend([(0.0, float(v)) for v in values], 1.0).extended[1])
+        reached.append(trust.extend([(0.0, float(v)) for v in values], 1.0).extended[1])
     expected = 10 + math.log(4000) + 0.5772
     assert abs(np.mean(reached) - expected) < 0.5
 
@@ -222,8 +202,8 @@ def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
 def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
     groups: list[tuple[float, float]], real: tuple[float, float], count: int
 ) -> None:
-    made_up = extend(groups, 0.5)
-    low, high = growth_between(real, made_up, count, 64)
+    made_up = trust.extend(groups, 0.5)
+    low, high = trust.growth_between(real, made_up, count, 64)
     assert min(real[0], made_up.extended[0]) <= low <= real[0]
     assert real[1] <= high <= max(real[1], made_up.extended[1])
 
@@ -247,7 +227,7 @@ INF = math.inf
 )
 def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | None) -> None:
     model = parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
-    assert hard_bounds(model).get("z") == expected
+    assert net_evidence.hard_bounds(model).get("z") == expected
     if expected is not None:
         feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
         low, high = collect(model, [feed], Points(["z"], threads=1)).range_of("z")
@@ -257,12 +237,12 @@ def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | Non
 def test_bounds_of_clip_and_concat() -> None:
     model = parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
         a = Clip (x, zero, six)  b = Clip (x, , six)  c = Concat <axis = 1> (a, a)  d = Concat <axis = 1> (a, x) }""")
-    assert hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
+    assert net_evidence.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
 
 
 def test_depth_counts_layers() -> None:
     model = models.conv_relu_chain(4)
-    found = depths(model)
+    found = trust.depths(model)
     assert found["x"] == 0
     assert found[model.graph.output[0].name] == 1
     values = [found[node.output[0]] for node in model.graph.node]
@@ -280,12 +260,12 @@ def normalized(scale: float = 1.0) -> tuple[onnx.ModelProto, np.ndarray]:
 
 def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> None:
     model, data = normalized()
-    (fit,) = fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
+    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
     assert fit.misfit < 0.01
     real = collect(model, [{"x": data}], Points(["y", "z"], threads=1))
-    weak = fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
+    weak = net_evidence.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
     assert weak[0].misfit > 0.4
-    predicted = predicted_ranges(model, weak, hard_bounds(model))
+    predicted = net_evidence.predicted_ranges(model, weak, net_evidence.hard_bounds(model))
     np.testing.assert_allclose(predicted["y"], real.range_of("y"), rtol=1e-3)
     np.testing.assert_allclose(predicted["z"], real.range_of("z"), rtol=1e-3)
 
@@ -293,10 +273,10 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> Non
 def test_dead_channels_and_models_without_statistics() -> None:
     model, data = normalized()
     data[:, 0] = 1.0
-    (fit,) = fit_batch_norms(model, [{"x": data}])
+    (fit,) = net_evidence.fit_batch_norms(model, [{"x": data}])
     assert np.isfinite(fit.range).all()
-    assert fit_batch_norms(models.conv_relu_chain(2), []) == ()
-    assert fit_batch_norms(model, []) == ()
+    assert net_evidence.fit_batch_norms(models.conv_relu_chain(2), []) == ()
+    assert net_evidence.fit_batch_norms(model, []) == ()
 
 
 def feeds(count: int = 6) -> list[dict[str, np.ndarray]]:
@@ -304,8 +284,8 @@ def feeds(count: int = 6) -> list[dict[str, np.ndarray]]:
 
 
 def test_a_map_that_never_says_yes() -> None:
-    assert silent_outputs(edges(), feeds()) == {}
-    found = silent_outputs(edges(bias=-1000.0), feeds())
+    assert net_evidence.silent_outputs(edges(), feeds()) == {}
+    found = net_evidence.silent_outputs(edges(bias=-1000.0), feeds())
     assert "never rises above 0" in found["probability_out"]
 
 
@@ -314,14 +294,14 @@ def test_an_output_that_does_not_depend_on_the_sample() -> None:
     x = net.input("x", [1, 4])
     net.output(net.op("Add", [net.op("Mul", [x, net.const(1e-9)]), net.const(3.0)], name="flat"), [1, 4])
     model = net.model()
-    assert silent_outputs(model, models.feeds(model, 6)) == {"flat_out": "is the same for all samples"}
-    assert silent_outputs(model, models.feeds(model, 3)) == {}, "too few to tell"
+    assert net_evidence.silent_outputs(model, models.feeds(model, 6)) == {"flat_out": "is the same for all samples"}
+    assert net_evidence.silent_outputs(model, models.feeds(model, 3)) == {}, "too few to tell"
 
 
 @pytest.mark.parametrize("build", [models.residual_block, models.mlp, models.two_input_detector])
 def test_other_nets_answer(build: object) -> None:
     model: onnx.ModelProto = build()  # type: ignore[operator]
-    assert silent_outputs(model, models.feeds(model, 6)) == {}
+    assert net_evidence.silent_outputs(model, models.feeds(model, 6)) == {}
 
 
 def test_the_report_says_do_not_ship(tmp_path: Path) -> None:

@@ -74,12 +74,6 @@ def resolve_shapes(
     return out
 
 
-def sizes_to_try(infos: Sequence[InputInfo]) -> tuple[int | None, ...]:
-    """Sizes for the dynamic axes, the usual ones first; for sound those of the blocks that nets take."""
-    audio = any(info.kind is InputKind.AUDIO for info in infos)
-    return (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES))
-
-
 def has_free_axes(info: InputInfo) -> bool:
     """Whether an axis other than the batch is dynamic."""
     return not all(isinstance(d, int) for d in info.shape[1:])
@@ -163,7 +157,9 @@ def find_shapes(
         session = model.session(watched)
     first_error: CalibrationError | None = None
     found: list[tuple[Shapes, int, float]] = []
-    for size in sizes_to_try(infos):
+    # The usual sizes first; for sound those of the blocks that nets take.
+    audio = any(info.kind is InputKind.AUDIO for info in infos)
+    for size in (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES)):
         try:
             shapes = shapes_for(size)
             values = run(session, watched, dict(feed(shapes)), 0)

@@ -79,17 +79,22 @@ class ChannelMoments:
 
 
 def misfit(point: StemPoint, responses: list[Doubles]) -> float:
-    """How far the statistics at a BatchNormalization are from the stored ones.
-
-    The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``: 0 for equal statistics, 0.5 for half or
-    double the deviation.
-    """
+    """How far the statistics at a BatchNormalization are from the stored ones, see `distance`."""
     assert point.mean is not None
     assert point.deviation is not None
     values = np.concatenate(responses, axis=1)
     live = point.deviation > _DEAD * np.median(point.deviation)
-    mean, spread = values.mean(axis=1), np.maximum(values.std(axis=1), 1e-12)
-    cost = np.log(spread / point.deviation) ** 2 + ((mean - point.mean) / point.deviation) ** 2
+    return distance(values.mean(axis=1), values.std(axis=1), point.mean, point.deviation, live)
+
+
+def distance(
+    mean: Doubles, spread: Doubles, stored_mean: Doubles, stored: Doubles, live: npt.NDArray[np.bool_]
+) -> float:
+    """The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``.
+
+    0 for equal statistics, 0.5 for half or double the deviation.
+    """
+    cost = np.log(np.maximum(spread, 1e-12) / stored) ** 2 + ((mean - stored_mean) / stored) ** 2
     return float(np.median(cost[live]))
 
 

@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.part_session import SessionSettings
-from kenosis_ort.calibration.synthetic import SyntheticReader, makers, pixels, reader
-from kenosis_ort.calibration.synthetic.drawing import (
-    BELL_DEVIATION,
-    UNIT,
-    Draws,
-    deviation,
-    is_line,
-    page,
-    photograph,
-    pink,
-)
+from kenosis_ort.calibration.synthetic import SyntheticReader, drawing, makers, pixels, reader
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, SyntheticSample
 from kenosis_ort.calibration.synthetic.makers import audio_maker, noise_field, waveform
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker
@@ -49,14 +39,16 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_the_same_bytes_everywhere(name: str) -> None:
-    draws = Draws(3, 1, "x")
+    draws = drawing.Draws(3, 1, "x")
     made = {
         "words": lambda: draws.words(100),
         "integers": lambda: draws.integers(-5, 1000, (50,)),
         "bells": lambda: draws.bells((7, 5)),
-        "pink": lambda: pink(draws, (2, 33, 20), axes=2, fading=200),
-        "photograph": lambda: photograph(draws, 150, 224),
-        "small photograph": lambda: np.concatenate([photograph(Draws(0, i), 32, 32) for i in range(16)]),
+        "pink": lambda: drawing.pink(draws, (2, 33, 20), axes=2, fading=200),
+        "photograph": lambda: drawing.photograph(draws, 150, 224),
+        "small photograph": lambda: np.concatenate(
+            [drawing.photograph(drawing.Draws(0, i), 32, 32) for i in range(16)]
+        ),
         "waveform": lambda: np.round(waveform(draws, 8000) * 2**20).astype(np.int64),
         "field": lambda: np.round(noise_field(draws, (2, 10, 12)) * 2**20).astype(np.int64),
     }
@@ -68,47 +60,47 @@ def test_the_same_bytes_everywhere(name: str) -> None:
 @settings(deadline=None)
 @given(low=st.integers(-(2**31), 2**31), span=st.integers(0, 2**32 - 1), seed=st.integers(0, 2**63))
 def test_integers_stay_within_their_bounds(low: int, span: int, seed: int) -> None:
-    numbers = Draws(seed).integers(low, low + span, (40,))
+    numbers = drawing.Draws(seed).integers(low, low + span, (40,))
     assert low <= numbers.min()
     assert numbers.max() <= low + span
 
 
 def test_distributions() -> None:
-    draws = Draws(0)
-    bells = draws.bells((100_000,)) / BELL_DEVIATION
+    draws = drawing.Draws(0)
+    bells = draws.bells((100_000,)) / drawing.BELL_DEVIATION
     assert abs(bells.mean()) < 0.02
     assert abs(bells.std() - 1) < 0.02
     counts = np.bincount(draws.integers(0, 9, (50_000,)), minlength=10)
     assert counts.min() > 4600
     assert abs(draws.fractions((50_000,)).mean() - 0.5) < 0.01
     assert abs(draws.bytes((50_000,)).mean() - 127.5) < 1
-    assert 2000 < sum(Draws(i).chance(25) for i in range(10_000)) < 3000
+    assert 2000 < sum(drawing.Draws(i).chance(25) for i in range(10_000)) < 3000
 
 
 def test_streams_depend_on_every_part_of_the_key() -> None:
     keys = [(0, 0), (0, 1), (1, 0), (0, 0, "a"), (0, 0, "b"), (0, 0, "a", 1)]
-    assert len({int(Draws(*key).words(1)[0]) for key in keys}) == len(keys)
+    assert len({int(drawing.Draws(*key).words(1)[0]) for key in keys}) == len(keys)
 
 
 @settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), axes=st.integers(0, 2), seed=st.integers(0, 1000))
 def test_noise_of_any_shape(shape: list[int], axes: int, seed: int) -> None:
-    noise = pink(Draws(seed), shape, axes=min(axes, len(shape)))
+    noise = drawing.pink(drawing.Draws(seed), shape, axes=min(axes, len(shape)))
     assert noise.shape == tuple(shape)
-    assert np.abs(noise).max() < 60 * UNIT
+    assert np.abs(noise).max() < 60 * drawing.UNIT
 
 
 @settings(deadline=None)
 @given(values=st.lists(st.integers(-(2**20), 2**20), min_size=1, max_size=200))
 def test_exact_deviation(values: list[int]) -> None:
     array = np.array(values, np.int32)
-    assert deviation(array) == max(int(array.astype(np.float64).std() + 1e-9), 1)
+    assert drawing.deviation(array) == max(int(array.astype(np.float64).std() + 1e-9), 1)
 
 
 def test_noise_falls_with_frequency() -> None:
-    noise = pink(Draws(0), (64, 64), axes=2).astype(np.float64)
+    noise = drawing.pink(drawing.Draws(0), (64, 64), axes=2).astype(np.float64)
     assert slope(noise) > 10
-    line = pink(Draws(0), (4096,), axes=1).astype(np.float64)
+    line = drawing.pink(drawing.Draws(0), (4096,), axes=1).astype(np.float64)
     power = np.abs(np.fft.rfft(line)) ** 2
     assert power[2:20].mean() > 20 * power[500:2000].mean()
 
@@ -119,7 +111,7 @@ def slope(image: np.ndarray) -> float:
 
 
 def test_photographs_look_natural() -> None:
-    images = np.stack([photograph(Draws(1, i), 64, 80) for i in range(40)]).astype(np.float64)
+    images = np.stack([drawing.photograph(drawing.Draws(1, i), 64, 80) for i in range(40)]).astype(np.float64)
     assert images.shape == (40, 3, 64, 80)
     steep = [slope(image.mean(axis=0)[:64, :64]) for image in images]
     assert np.median(steep) > 10
@@ -134,11 +126,11 @@ def test_photographs_look_natural() -> None:
 
 def test_photographs_of_any_size() -> None:
     for height, width in ((1, 1), (3, 50), (17, 8)):
-        assert photograph(Draws(0), height, width).shape == (3, height, width)
+        assert drawing.photograph(drawing.Draws(0), height, width).shape == (3, height, width)
 
 
 def test_sound_has_pauses_and_stays_within_bounds() -> None:
-    sounds = [waveform(Draws(i), 16_000) for i in range(12)]
+    sounds = [waveform(drawing.Draws(i), 16_000) for i in range(12)]
     loudest = [float(np.abs(s).max()) for s in sounds]
     assert max(loudest) <= 1
     assert min(loudest) < 0.1 < max(loudest)
@@ -153,7 +145,7 @@ def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch: pytest.MonkeyPa
     alone = [audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN).make(sample) for sample in samples]
     made: list[int] = []
 
-    def counted(draws: Draws, steps: int) -> np.ndarray:
+    def counted(draws: drawing.Draws, steps: int) -> np.ndarray:
         made.append(steps)
         return waveform(draws, steps)
 
@@ -192,7 +184,7 @@ def brightness(monkeypatch: pytest.MonkeyPatch, noisy: int) -> None:
     """Makes photographs and writing flat but for one of them, which is noise."""
 
     def drawn(level: int) -> Any:
-        def draw(draws: Draws, height: int, width: int) -> Any:
+        def draw(draws: drawing.Draws, height: int, width: int) -> Any:
             spread = 80 if level == noisy else 0
             return (level + draws.integers(-1, 1, (3, height, width)) * spread % 56).astype(np.uint8)
 
@@ -210,20 +202,20 @@ def maker_of(model: onnx.ModelProto, **options: Any) -> ImageMaker:
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (16, 16), (48, 320), (96, 96)])
 def test_pages_of_any_size_repeat(size: tuple[int, int]) -> None:
-    pages = [page(Draws(0, i, "x"), *size) for i in range(3)]
+    pages = [drawing.page(drawing.Draws(0, i, "x"), *size) for i in range(3)]
     assert all(p.shape == (3, *size) and p.dtype == np.uint8 for p in pages)
-    assert all(np.array_equal(p, page(Draws(0, i, "x"), *size)) for i, p in enumerate(pages))
+    assert all(np.array_equal(p, drawing.page(drawing.Draws(0, i, "x"), *size)) for i, p in enumerate(pages))
 
 
 def test_a_page_is_the_same_on_every_platform() -> None:
-    assert [int(page(Draws(0, i, "x"), 64, 64).astype(np.int64).sum()) for i in range(4)] == CHECKSUMS
+    assert [int(drawing.page(drawing.Draws(0, i, "x"), 64, 64).astype(np.int64).sum()) for i in range(4)] == CHECKSUMS
 
 
 def test_rows_of_ink_and_blank_rows() -> None:
     """On paper, rows of writing and blank ones take turns, and writing is a small part of the picture."""
     found = 0
     for i in range(24):
-        grey = page(Draws(1, i, "x"), 128, 128).astype(np.int64).sum(axis=0)
+        grey = drawing.page(drawing.Draws(1, i, "x"), 128, 128).astype(np.int64).sum(axis=0)
         paper = np.median(grey)
         ink = np.abs(grey - paper) > 120
         if np.abs(grey - paper)[~ink].max() > 60 and ink.mean() > 0.4:
@@ -238,7 +230,7 @@ def test_rows_of_ink_and_blank_rows() -> None:
     ("size", "line"), [((48, 320), True), ((32, 100), True), ((64, 64), False), ((375, 1242), False)]
 )
 def test_lines(size: tuple[int, int], line: bool) -> None:
-    assert is_line(*size) is line
+    assert drawing.is_line(*size) is line
 
 
 def test_a_net_that_writing_excites_is_shown_it(monkeypatch: pytest.MonkeyPatch) -> None:
