@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,19 @@ from kenosis_ort import Stages, preview, quantize_static, verify_fusion
 from kenosis_ort.errors import OptionError
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import configured, open_session
-from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target
+from kenosis_ort.targets import TARGETS, Target
 from tests import models
+from tests.contracts.test_own_target import OWN
 from tests.flow.support import run, sqnr_db
-from tests.golden.plan_text import FOLDER, plan_text
 from tests.oracle.compare import differences
 from tests.processor import SATURATES
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-each_other = pytest.mark.parametrize("target", [t for t in TARGETS if t != DEFAULT_TARGET])
 each_model = pytest.mark.parametrize("name", models.ALL)
 
 
 @pytest.mark.filterwarnings("ignore:.* not run on integers on target")
-@each_target
+@pytest.mark.parametrize("target", [*TARGETS.values(), OWN], ids=lambda target: target.name)
 @each_model
 def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> None:
     model, out = models.ALL[name](), tmp_path / "out.onnx"
@@ -53,16 +51,6 @@ def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> Non
     for want, got in zip(itertools.chain(*run(model, feeds)), itertools.chain(*ran), strict=True):
         if want.dtype.kind == "f":
             assert sqnr_db(want, got) > 8
-
-
-@each_other
-@each_model
-def test_the_plan_is_the_golden_one(target: str, name: str) -> None:
-    """After a change of placement that is meant: ``python -m tests.golden.regenerate``, then read the diff."""
-    want = (FOLDER / target / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    got = plan_text(preview(models.ALL[name](), target=target)).splitlines()
-    diff = "\n".join(difflib.unified_diff(want, got, "golden", "now", lineterm=""))
-    assert got == want, f"if this is meant, run python -m tests.golden.regenerate\n{diff}"
 
 
 @each_target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
@@ -20,7 +20,6 @@ def truncated(net: Net, x: str, *parameters: float, rounding_mode: str = "FLOOR"
     return net.op("Trunc", [x, *map(np.float32, parameters)], domain=DOMAIN, rounding_mode=rounding_mode)
 
 
-@settings(deadline=None)
 @given(
     bits=st.integers(2, 8),
     signed=st.booleans(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.formats.integer_bias import Outputs, fit
@@ -16,7 +16,6 @@ def integers(sums: Any, step: float, shift: float, outputs: Outputs) -> Any:
     return np.clip(whole, outputs.low, outputs.high)
 
 
-@settings(deadline=None)
 @given(
     coarse=st.floats(0.001, 2.0),
     bits=st.integers(2, 4),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -84,7 +84,6 @@ def test_a_pool_of_integers_that_feeds_others_stands_between_dq_and_q():
 # ---- Q, Clip and DQ -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
 @given(stored=st.booleans(), by_channel=st.booleans(), bits=st.integers(2, 8), seed=st.integers(0, 2**16))
 def test_weights_of_qcdq_become_integers_in_range(stored, by_channel, bits, seed):
     rng = np.random.default_rng(seed)

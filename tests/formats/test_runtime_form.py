@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto
 
@@ -32,7 +32,6 @@ def rewritten(
     return made
 
 
-@settings(deadline=None)
 @given(
     layer=st.sampled_from(["Conv", "Gemm", "MatMul"]),
     kinds=st.lists(st.sampled_from(["BatchNormalization", "Mul", "Add", "Div", "Sub"]), max_size=3),

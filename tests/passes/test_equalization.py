@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
@@ -72,7 +72,6 @@ def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 
     return planning.prepared(spread(net.model(), "a_w", axis=0 if first in ("gemm", "conv") else 1, seed=seed))
 
 
-@settings(deadline=None)
 @given(
     first=st.sampled_from(["conv", "transposed"]),
     act=st.sampled_from(["relu", "leaky", "prelu", "none", "pool"]),
@@ -110,7 +109,6 @@ def test_a_pool_mixes_the_channels_of_linear_layers(pool: str) -> None:
     assert equalize(planning.prepared(spread(net.model(), "a_w", axis=1))).pairs == ()
 
 
-@settings(max_examples=20, deadline=None)
 @given(groups=st.sampled_from([1, 8]), seed=st.integers(0, 2**16))
 def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
     model = pair_net("conv", "clip", "conv", groups=groups, seed=seed)

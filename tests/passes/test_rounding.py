@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.graph.live import LiveGraph
@@ -96,7 +96,6 @@ def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing() -> 
     assert learned(planning.quantize(shared, feeds=smooth_feeds(shared, 4)), smooth_feeds(shared, 4)).gains == {}
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(["conv", "transposed"]),
     groups=st.sampled_from([1, 2, 8]),
@@ -134,7 +133,6 @@ def test_canonical_weights_come_back_as_they_were(kind: str, groups: int) -> Non
     np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.booleans(), st.integers(0, 10**6))
 def test_groups_are_rounded_together_as_each_alone(
     groups: int, rows: int, columns: int, paired: bool, seed: int

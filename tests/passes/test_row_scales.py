@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.passes.scale_rows import row_noise, with_row_scales
@@ -41,7 +41,6 @@ def read(model: onnx.ModelProto) -> list[str]:
     return list(dict.fromkeys(node.input[0] for node in model.graph.node if node.name in layers(model)))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(BODIES)), st.sampled_from([13, 17, 18, 21]), st.integers(1, 5), st.floats(0, 4))
 def test_it_computes_the_same(body: str, opset: int, length: int, power: float) -> None:
     model = net(BODIES[body], opset=opset)

@@ -64,17 +64,11 @@ class Rename(Pass):
         return True
 
     def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
-        if isinstance(self.finds, Exception):
-            raise self.finds
         return self.finds or Candidate(named(self.to), f"named {self.to}")
 
 
 class Careful(Rename, WeightPass):
     pass
-
-
-class Raises(Rename):
-    finds = IndexError("out of names")
 
 
 class Nothing(Rename):
@@ -128,13 +122,6 @@ def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
     assert outcome.reason
     if not isinstance(each, Nothing):
         assert (outcome.error_before, outcome.error_after) == (1.0, ERRORS[each.to])  # type: ignore[attr-defined]
-
-
-def test_what_raises_is_undone_told_and_recorded() -> None:
-    state, runner, call = run(Raises(), Rename("better"))
-    assert state.prepared.proto.graph.name == "better"
-    assert [outcome.kept for outcome in runner.outcomes] == [False, True]
-    assert "Renaming failed" in call.warnings[0]
 
 
 def test_what_the_caller_insists_on_is_kept_unseen() -> None:

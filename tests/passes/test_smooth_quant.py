@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
@@ -87,7 +87,6 @@ def test_folded_into_what_is_before(norm: str, reader: str) -> None:
     st.sampled_from(["auto", 0.0, 0.3, 0.5, 0.85, 1.0]),
     st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
 def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
     model = net(f"{NORMS[norm]}\n{READERS['two linears']}", weights(gain, seed))
     check_exact(model, smoothed(model, alpha=alpha))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kenosis_ort.weights.blocks import block_of, find_grid, fitted_steps, pack, relative_error, round_in_blocks
@@ -20,7 +20,6 @@ def matrix_of(rows: int, columns: int, seed: int) -> np.ndarray:
     return rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
 
 
-@settings(deadline=None)
 @given(**SIZES, **KINDS)
 def test_integers_fit_their_bits_and_the_error_is_no_more_than_that_of_the_whole_range(
     rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool
@@ -43,7 +42,6 @@ def test_integers_fit_their_bits_and_the_error_is_no_more_than_that_of_the_whole
     assert (worst <= count * steps**2 * 1.001 + 1e-30).all()
 
 
-@settings(deadline=None)
 @given(**SIZES, **KINDS)
 def test_what_is_packed_is_what_was_meant(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
     matrix = matrix_of(rows, columns, seed)
@@ -62,7 +60,6 @@ def test_what_is_packed_is_what_was_meant(rows: int, columns: int, seed: int, bl
     np.testing.assert_array_equal(scales.T, grid.scale.astype(np.float32))
 
 
-@settings(max_examples=25, deadline=None)
 @given(rows=st.integers(8, 80), columns=st.integers(1, 6), seed=st.integers(0, 999), **KINDS)
 def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
     rng = np.random.default_rng(seed)
@@ -100,7 +97,6 @@ def test_blocks_are_powers_of_two_that_the_matrix_fills(rows: int, block: int):
     assert block_of(rows, 128) == block
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([16, 32]), st.integers(20, 70))
 def test_fitted_steps_are_the_best_for_their_integers(seed: int, block: int, rows: int):
     rng = np.random.default_rng(seed)

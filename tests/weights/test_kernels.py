@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -155,7 +155,6 @@ def test_seven_bit_weights():
     assert np.abs(weight).max() == 64
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(16, 150), columns=st.integers(16, 40), lines=st.integers(1, 5), seed=st.integers(0, 1000),
     transposed=st.booleans(),
@@ -173,7 +172,6 @@ def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
     return net.model()
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(16, 60), width=st.sampled_from([32, 64]), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99)
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
@@ -65,7 +65,6 @@ def weighed(model: onnx.ModelProto, error: Any = error, **options: Any) -> Weigh
 
 
 @given(gain=st.floats(8.0, 200.0), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
 def test_exact_in_float_and_the_model_is_not_changed(gain: float, seed: int) -> None:
     model = net(gain, seed)
     before, plain = model.SerializeToString(), moments(model)
