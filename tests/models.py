@@ -8,6 +8,7 @@ as a `CalibrationDataReader` does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,33 @@ def reader(
 ) -> FeedReader:
     """Returns a one-shot reader of random feeds for the model."""
     return FeedReader(feeds(model, count, seed=seed, dims=dims))
+
+
+# ---- the runtime ----------------------------------------------------------------------------------------------
+
+
+def session(
+    model: onnx.ModelProto | str | Path, *libraries: str, optimize: bool = True, saved: Path | None = None
+) -> ort.InferenceSession:
+    """Opens a session of one thread.
+
+    Args:
+        model: The model or its path.
+        libraries: Of custom operators.
+        optimize: The runtime optimizes the graph; else nodes run as they stand.
+        saved: Where it writes the graph that it runs.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if saved is not None:
+        options.optimized_model_filepath = str(saved)
+    for library in libraries:
+        options.register_custom_ops_library(library)
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 # ---- models ---------------------------------------------------------------------------------------------------

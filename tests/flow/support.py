@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import numpy_helper
 
 from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static, verify_fusion
@@ -19,7 +18,7 @@ from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.targets.proof import HEAVY_OPS
 from kenosis_ort.verify import check_bias_alignment
 from tests import models
-from tests.models import Array, Feed, FeedReader
+from tests.models import Array, Feed, FeedReader, session
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 
@@ -42,17 +41,6 @@ def quantized(
     if feeds is None:
         feeds = models.feeds(onnx.load(model) if isinstance(model, Path) else model)
     return quantize_static(model, out, FeedReader(feeds), **options)
-
-
-def session(model: onnx.ModelProto | Path, *libraries: str) -> ort.InferenceSession:
-    """Opens a fresh session of one thread."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    for library in libraries:
-        options.register_custom_ops_library(library)
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def run(model: onnx.ModelProto | Path, feeds: Sequence[Feed]) -> list[list[Array]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -96,12 +95,7 @@ def draw(shape: Sequence[int] = (2, 3, 6, 6), seed: int = 1) -> Any:
 
 def run(model: onnx.ModelProto | Path, feed: Any, *, optimize: bool = False) -> list[Any]:
     """The outputs for a feed, or for an ``x``, of the nodes as they stand unless optimized."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = str(model) if isinstance(model, Path) else model.SerializeToString()
-    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    session = models.session(model, optimize=optimize)
     return list(session.run(None, feed if isinstance(feed, dict) else {"x": feed}))
 
 

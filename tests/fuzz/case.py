@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 from onnxruntime.quantization import StaticQuantConfig
@@ -385,12 +384,7 @@ def _as_it_loads(work: Work) -> Path:
 
 
 def _outputs(path: Path, feeds: list[Feed], *, optimize: bool = True) -> dict[str, list[Array]]:
-    options = ort.SessionOptions()
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = models.session(path, optimize=optimize)
     names = [value.name for value in session.get_outputs()]
     wanted = {value.name for value in session.get_inputs()} | {v.name for v in session.get_overridable_initializers()}
     results = [session.run(None, {k: v for k, v in feed.items() if k in wanted}) for feed in feeds]

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from random import Random
 
-import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
@@ -16,6 +15,7 @@ from tests.fuzz.gentle import GENTLE
 from tests.fuzz.isolated import IS_POSSIBLE
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model, split_data
 from tests.fuzz.structure import STRUCTURAL, Mutation
+from tests.models import session
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "fuzz.py"
 
@@ -43,9 +43,8 @@ def test_every_seed_runs_in_the_runtime(name: str, tmp_path: Path) -> None:
     model = seed_model(name)
     (tmp_path / "weights.bin").write_bytes(split_data(model))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    session = ort.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    for feed in seed_feeds(name):
-        assert session.run(None, feed)
+    opened = session(tmp_path / "model.onnx")
+    assert all(opened.run(None, feed) for feed in seed_feeds(name))
 
 
 @pytest.mark.parametrize("mutation", sorted({*STRUCTURAL, *GENTLE}, key=lambda m: m.__name__), ids=lambda m: m.__name__)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx
 import onnx.checker
-import onnxruntime
 
 from kenosis_ort.rewrite.prepare import PreparedModel, prepare
 from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
+from tests import models
 from tests.planning import parse
 
 
@@ -27,17 +27,8 @@ def ready(proto: onnx.ModelProto, *, min_opset: int = 13, rewrites: Sequence[Rew
     return prepare(proto, min_opset=min_opset, rewrites=rewrites, **options)
 
 
-def session(proto: onnx.ModelProto | str) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = proto if isinstance(proto, str) else proto.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-
-
 def run(proto: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return session(proto).run(None, dict(feeds))
+    return models.session(proto, optimize=False).run(None, dict(feeds))
 
 
 def assert_same(before, after, feeds, *, rtol=1e-4):

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from onnx.parser import parse_node
 
 from kenosis_ort.graph.qdq import PairOrder, can_clip, exact_grid, pair_order, pair_orders, pair_sums
 from tests.graph.build import net
+from tests.models import session
 from tests.processor import SATURATES
 
 
@@ -32,10 +32,7 @@ def run_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 def computed(interface: str, body: str, x: np.ndarray, constants: dict[str, Any]) -> np.ndarray:
     """What the runtime's own choice of kernels computes."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    model = net(f"({interface}) {{ {body} }}", constants).SerializeToString()
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    return session(net(f"({interface}) {{ {body} }}", constants)).run(None, {"x": x})[0]
 
 
 def clipped(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime as ort
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from onnxruntime.quantization import QDQQuantizer, QuantType, create_calibrator
@@ -24,7 +23,7 @@ from kenosis_ort.errors import KenosisError
 from kenosis_ort.options import Stages
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import stock_model
-from tests.models import FeedReader
+from tests.models import FeedReader, session
 from tests.oracle import corpus
 from tests.oracle.compare import differences
 from tests.oracle.corpus import GRAPHS, OPTIONS, Options
@@ -87,10 +86,8 @@ def _quantize(make: Any, source: onnx.ModelProto, name: str, options: Options, *
 
 
 def _loads(model: onnx.ModelProto) -> bool:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session(model)
     except (ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.NotImplemented):
         return False
     return True

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
@@ -18,11 +17,7 @@ from tests.passes.support import array
 
 def _plain(model: onnx.ModelProto, feed: dict[str, Any], names: list[str]) -> list[np.ndarray]:
     """Runs a model without any optimization: what the file says, rounding by rounding."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [np.asarray(o) for o in session.run(names, feed)]
+    return [np.asarray(o) for o in models.session(model, optimize=False).run(names, feed)]
 
 
 @pytest.mark.parametrize("name", models.ALL)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.rewrite import residual_to_sum, split_skip_norm, sum_to_add
-from tests.graph.build import ready, session
-from tests.models import Net, normal
+from tests.graph.build import ready
+from tests.models import Net, normal, session
 from tests.rewrite.forms import check, ops, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
