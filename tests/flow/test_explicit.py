@@ -14,7 +14,7 @@ from onnxruntime.quantization import quantize_static as stock_quantize_static
 
 from kenosis_ort import OptionError, verify_fusion
 from tests import models
-from tests.flow.support import Made, chosen, good, make, pairs, quality, quantized
+from tests.flow.support import Made, chosen, good, make, pairs, proof, quality, quantized
 from tests.models import FeedReader, Net
 from tests.planning import parse
 
@@ -323,6 +323,7 @@ def test_minimum_real_range(tmp_path: Path) -> None:
         ({"nodes_to_quantize": ["conv1", "conv2"]}, {"conv1", "conv2"}),
         ({"nodes_to_quantize": ["conv1", "conv2"], "nodes_to_exclude": ["conv2"]}, {"conv1"}),
         ({"op_types_to_quantize": ["Conv"]}, {"stem", "conv1", "conv2"}),
+        ({"nodes_to_exclude": ["stem", "add", "head"]}, {"conv1", "conv2"}),
     ],
 )
 def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any], integer: set[str]) -> None:
@@ -331,11 +332,10 @@ def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any],
     assert {"stem_w", "conv1_w", "conv2_w", "head_w"} & made.held.keys() >= {"head_w"}
     assert {f"{name}_w_quantized" for name in integer - {"stem"}} <= made.held.keys()
     assert not any(n.startswith("add_out") for n in made.grids)
-    assert (
-        len(options) > 1
-        or "nodes_to_quantize" not in options
-        or any("nodes_to_quantize" in note for note in made.report.notes)
-    )
+    assert (options.keys() != {"nodes_to_quantize"}) or any("nodes_to_quantize" in n for n in made.report.notes)
+    for name in options.get("nodes_to_exclude", ()):
+        assert proof(made.report).by_node[name].absorbed_into is None
+        assert "excluded" in made.report.plan.explain(name)
 
 
 @pytest.mark.parametrize(

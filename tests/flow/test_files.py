@@ -37,8 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(MODEL)]))
     Recipe("plain").save(tmp_path / "recipe.toml")
     quantized(MODEL, tmp_path / "other.onnx", calibration_cache_path=tmp_path / "cache.json")
-    (tmp_path / "link.onnx").symlink_to("weights.bin")
-    os.link(tmp_path / "data.npz", tmp_path / "hard.onnx")
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -48,9 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("model", "output", "options", "text"),
     [
         ("model.onnx", "weights.bin", {}, "the output is the float model's external data"),
-        ("model.onnx", "link.onnx", {}, "the output is the float model's external data"),
         ("model.onnx", "sub/../data.npz", {}, "the output is the calibration data"),
-        ("model.onnx", "hard.onnx", {}, "the output is the calibration data"),
         ("model.onnx", "recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
         ("model.onnx", "cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
         (
@@ -121,18 +117,9 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("kenosis_ort.calibration.part_session.ObservedModel._strip", full, "No space left on device"),
-        ("tempfile.tempdir", "gone", "No temporary folder can be made"),
-    ],
-)
-def test_a_full_folder_of_temporary_files_and_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, what: str
-) -> None:
-    monkeypatch.setattr(name, str(tmp_path / value) if isinstance(value, str) else value)
-    with pytest.raises(OutputError, match=what) as caught:
+def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenosis_ort.calibration.part_session.ObservedModel._strip", full)
+    with pytest.raises(OutputError, match="No space left on device") as caught:
         quantized(MODEL, tmp_path / "out.onnx")
     assert "TMPDIR" in str(caught.value.fix)
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def test_the_plan_follows_the_options() -> None:
         preview(MODEL, nodes_to_exlude=[heavy])  # type: ignore[call-arg]
     with pytest.raises(errors.OptionError):
         preview(MODEL, recipe="quick")
+
+
+def test_the_model_is_laid_out_for_its_target_as_for_a_file() -> None:
+    open_sizes = parse("net (float[N,3,H,8] x) => (float[N,4,H,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }")
+    for call in (preview, layer_times, partial(calibrate, calibration_data_reader=FEEDS)):
+        arguments = ("table.json",) if isinstance(call, partial) else ()
+        with pytest.raises(errors.UnsupportedModelError, match="takes static shapes alone, and input 'x'"):
+            call(open_sizes, *arguments, target="qnn")
 
 
 def test_a_calibration_table_is_what_quantization_reads(tmp_path: Path) -> None:
