@@ -57,8 +57,7 @@ def with_bodies(call: Call, builder: Builder, quantize: Quantize) -> Builder:
     def quantized() -> Builder:
         found: list[BodyBuilder] = []
         idle: list[NodeDecision] = []
-        for owner, place, graph in _with_layers(builder):
-            body = _taken_out(builder, place, graph)
+        for owner, place, graph, body in _with_layers(builder):
             why = "the type of a value that it reads is not known."
             if body is not None:
                 libraries = builder.request.custom_op_libraries
@@ -210,8 +209,7 @@ def without_bodies(call: Call, builder: Builder, costly: Mapping[str, str]) -> B
 def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
     """Plan of the nodes in a model's bodies as far as it needs no data."""
     found: list[NodeDecision] = []
-    for _, place, graph in _with_layers(builder):
-        body = _taken_out(builder, place, graph)
+    for *_, body in _with_layers(builder):
         if body is not None:
             with suppress(NothingToQuantizeError):
                 inner = draft(body.model, of_body(builder.request, body), builder.journal).for_integers()
@@ -219,20 +217,14 @@ def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
     return tuple(found)
 
 
-def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx.GraphProto]]:
-    """Yields the bodies that are worth a look, with the nodes that own them."""
-    if not builder.quantizes_bodies:
-        return
-    for owner in owners(builder.prepared.proto):
+def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx.GraphProto, Body | None]]:
+    """Yields the bodies that are worth a look, with the nodes that own them; None where a type is not known."""
+    outer, libraries = builder.prepared.proto, builder.request.custom_op_libraries
+    for owner in owners(outer) if builder.quantizes_bodies else ():
         for place, graph in places(owner):
             if has_layers(graph):
-                yield owner, place, graph
-
-
-def _taken_out(builder: Builder, place: Place, graph: onnx.GraphProto) -> Body | None:
-    outer = builder.prepared.proto
-    types = value_types(outer, walk.outer_names(graph), builder.request.custom_op_libraries)
-    return take_out(outer, place, graph, types)
+                types = value_types(outer, walk.outer_names(graph), libraries)
+                yield owner, place, graph, take_out(outer, place, graph, types)
 
 
 def of_body(request: Request, body: Body) -> Request:

@@ -227,17 +227,12 @@ def finish(
         if wide.tensor_type in request.types.activations and request.activation_type != wide:
             more = f"activation_type=QuantType.{wide.name}, which target '{request.target.name}' takes, "
         call.warnings.append(f"{text}. Fix: {more}calibrate on real data, or exclude nodes (nodes_to_exclude).")
-    call.notes += [
-        f"Output '{c.name}' is random, another one on each run of the float model, and was not compared."
-        for c in compared
-        if c.random
-    ]
-    call.notes += [
-        f"Output '{c.name}' has another number of rows than the float model's on {c.skipped} of {c.samples} samples, "
-        "and was not compared there."
-        for c in compared
-        if c.skipped and not c.random
-    ]
+    rows = "has another number of rows than the float model's"
+    for c in compared:
+        why = "is random, another one on each run of the float model, and was not compared" if c.random else ""
+        if c.skipped and not c.random:
+            why = f"{rows} on {c.skipped} of {c.samples} samples, and was not compared there"
+        call.notes += [f"Output '{c.name}' {why}."] if why else []
     _warn_int8(call, build.fusion)
     if request.target.whole and build.plan:
         _warn_not_whole(call, build)
@@ -251,9 +246,8 @@ def finish(
             + (f"it was load-verified in {pieces} pieces." if pieces else "it was load-verified unoptimized.")
         )
     # Evidence for the report, while node names are those of the plan.
-    evidence = call.attempt(
-        "The report's picture", lambda: _evidence(call, reference, build, feeds if pieces == 1 else ()), None
-    )
+    looked_at: Sequence[Feed] = feeds if pieces == 1 else ()
+    evidence = call.attempt("The report's picture", lambda: _evidence(call, reference, build, looked_at), None)
     # The file, checked before it takes its place.
     save.restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
@@ -273,26 +267,23 @@ def finish(
             written,
             request.output,
             external_data=request.use_external_data_format,
-            check=lambda path: _check_written(path, build, request, feeds[:1] if pieces == 1 else (), pieces),
+            check=lambda path: _check_written(path, build, request, looked_at[:1], pieces),
             warn=call.warnings.append,
         )
     # Facts about the written file, and the report.
-    clips = fusion is not None and fusion.clipping() and feeds and pieces == 1
     losses: tuple[ClippingLoss, ...] = ()
-    if clips:
-        losses = call.attempt("The loss without VNNI", lambda: clipping_loss(written, few_of(feeds)), losses)
+    if fusion is not None and fusion.clipping() and looked_at:
+        losses = call.attempt("The loss without VNNI", lambda: clipping_loss(written, few_of(looked_at)), losses)
     times = None if evidence is None else evidence.times
     none: tuple[LayerTime, ...] = ()
     layers = call.attempt(
         "The times of layers", lambda: layers_of(view, build.plan, request.target, fusion, times), none
     )
-    table = build.table
-    observed = len(table.tensors)
-    calibration = CalibrationSummary(table.config.method, samples, observed, call.seconds["calibrate"])
+    method, observed = build.table.config.method, len(build.table.tensors)
     return call.report(
         build.plan,
         fusion,
-        calibration,
+        CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
         tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1)),
         evidence=evidence,
         layers=layers,

@@ -47,22 +47,21 @@ def serve(
     Raises:
         OptionError: The target cannot serve something that the caller asks for.
     """
-    _check_type(target, "activation_type", activation, types.activations, types)
-    _check_type(target, "weight_type", weight, types.weights, types)
-    own: dict[str, Any] = {}
-    if types.symmetric:
-        _check_symmetric(target, given, "ActivationSymmetric")
-        own["ActivationSymmetric"] = True
-    if types.only_these and types.weight_symmetric:
-        _check_symmetric(target, given, "WeightSymmetric")
-    if target.bias == "float":
-        own["QuantizeBias"] = False
+    kinds = ("activation_type", activation, types.activations), ("weight_type", weight, types.weights)
+    for option, kind, taken in kinds:
+        if types.only_these and kind.tensor_type not in taken:
+            raise not_taken(f"{option}=QuantType.{kind.name}", option, target, types, taken)
+    symmetric = {"ActivationSymmetric": types.symmetric, "WeightSymmetric": types.only_these and types.weight_symmetric}
+    for option, is_wanted in symmetric.items():
+        if is_wanted and given.get(option) is False:
+            raise OptionError(
+                f"target '{target.name}' takes zero point 0 alone, and {option} is False",
+                where="extra_options",
+                fix=f"leave out {option}",
+            )
+    own: dict[str, Any] = {"ActivationSymmetric": True} if types.symmetric else {}
+    own |= {"QuantizeBias": False} if target.bias == "float" else {}
     return {key: value for key, value in own.items() if key not in given}
-
-
-def _check_type(target: Target, option: str, kind: stock.QuantType, taken: tuple[int, ...], types: DataTypes) -> None:
-    if types.only_these and kind.tensor_type not in taken:
-        raise not_taken(f"{option}=QuantType.{kind.name}", option, target, types, taken)
 
 
 def not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Sequence[int]) -> OptionError:
@@ -73,15 +72,6 @@ def not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Se
         where=where,
         fix=f"leave it out, or pass {names}",
     )
-
-
-def _check_symmetric(target: Target, given: Mapping[str, Any], option: str) -> None:
-    if given.get(option) is False:
-        raise OptionError(
-            f"target '{target.name}' takes zero point 0 alone, and {option} is False",
-            where="extra_options",
-            fix=f"leave out {option}",
-        )
 
 
 def chosen_format(given: Format | None, quant_format: Any) -> Format:
