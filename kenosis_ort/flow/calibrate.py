@@ -263,7 +263,7 @@ def find_ranges(
             "Calibrated again: the calibration cache is of an earlier version, which had changed the weights before."
         )
         return table
-    cache.keep(replace(table, cached=None if data is None else data.cached))
+    replace(table, cached=None if data is None else data.cached).save(cache.path)
     if data is not None and len(data.cached):
         call.notes.append(
             f"The calibration cache holds {len(data.cached)} of the samples ({data.cached.bytes / 2**20:.1f} MB), so "

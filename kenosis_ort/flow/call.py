@@ -29,12 +29,10 @@ from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.model_runs import Reference
 from kenosis_ort.passes.runner import PassOutcome
-from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import sections
-from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime import session
-from kenosis_ort.targets.proof import FusionReport
 
 _log = logging.getLogger(__name__)
 _MESSAGE_LIMIT = 300
@@ -154,7 +152,7 @@ class Call(Journal):
     @property
     def feeds(self) -> list[Feed]:
         """The kept samples that passes and comparisons look at."""
-        return [] if self.data is None else [*self.data.some(feeds_wanted(self.request))]
+        return [] if self.data is None else [*self.data.feeds[: feeds_wanted(self.request)]]
 
     @cached_property
     def original(self) -> Reference | None:
@@ -271,17 +269,11 @@ class Call(Journal):
             self.division = find_division(lambda feed: self.reference(model).run(feed), feeds, count=count)
         return self.division
 
-    def report(
-        self,
-        plan: PlacementPlan,
-        fusion: FusionReport | None,
-        calibration: CalibrationSummary,
-        outputs: tuple[OutputQuality, ...] = (),
-        **more: Any,
-    ) -> QuantizationReport:
+    def report(self, **facts: Any) -> QuantizationReport:
+        """The report of what gathered, with facts of the written file by the names that it has for them."""
         target, taken = self.request.target, None if self.speed is None else self.speed.taken
         passes, trust = tuple(self.passes), self.trust
-        if "float_because" in more or (taken is not None and not taken.is_planned):  # the file holds nothing of these
+        if "float_because" in facts or (taken is not None and not taken.is_planned):  # the file holds nothing of these
             form = "the float model" if taken is None else taken.description
             undone = f"not in the file, which is {form}"
             passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
@@ -297,15 +289,11 @@ class Call(Journal):
             host=host_label(self.request),
             unproved="" if target.hooks.prove is not None else target.unasked,
             options=self.request.choices,
-            plan=plan,
-            fusion=fusion,
-            calibration=calibration,
             notes=tuple(self.notes),
             warnings=tuple(self.warnings),
             size_before=self.size_before,
             size_after=self.size_after,
             seconds=self.seconds,
-            outputs=outputs,
             recipe=replace(self.request.recipe, speed=self.choice),
             passes=passes,
             speed=self.speed,
@@ -313,5 +301,5 @@ class Call(Journal):
             fallbacks=tuple(self.fallbacks),
             measure=self.measure,
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
-            **more,
+            **facts,
         )

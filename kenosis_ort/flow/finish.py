@@ -281,10 +281,10 @@ def finish(
     )
     method, observed = build.table.config.method, len(build.table.tensors)
     return call.report(
-        build.plan,
-        fusion,
-        CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
-        tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1)),
+        plan=build.plan,
+        fusion=fusion,
+        calibration=CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
+        outputs=tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1)),
         evidence=evidence,
         layers=layers,
         cache=scales,

@@ -167,14 +167,6 @@ class CalibrationCache:
         if None not in (known, fingerprint) and known != fingerprint:
             raise self._refusal("The calibration cache was produced from other data.")
 
-    def keep(self, table: CalibrationTable) -> None:
-        """Writes the table for the next run.
-
-        Raises:
-            CalibrationError: The file cannot be written.
-        """
-        table.save(self.path)
-
     @contextmanager
     def _refusing(self) -> Iterator[None]:
         try:

@@ -139,7 +139,8 @@ def deliver_float(
         call.warnings.append("The cache of the file is float, as in the float model. Fix: feed it so.")
     seconds = call.seconds.get("calibrate", 0.0)
     calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
-    return call.report(PlacementPlan(request.target.name), None, calibration, float_because=why)
+    plan = PlacementPlan(request.target.name)
+    return call.report(plan=plan, fusion=None, calibration=calibration, float_because=why)
 
 
 _log = logging.getLogger(__name__)

@@ -193,10 +193,6 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         names = self.reader.left_aside if isinstance(self.reader, (readers.ArrayReader, readers.Shards)) else ()
         return [f"Left aside in the data, no input of the model: {', '.join(names)}."] if names else []
 
-    def some(self, count: int) -> list[Sample]:
-        """At most so many of the cached feeds: those that would be kept where so many are to be."""
-        return self.feeds[:count]
-
     def peek(self, count: int) -> list[Sample]:
         """The next few feeds, which `get_next` still hands out; fewer if the byte budget or the data ends."""
         while len(self._ahead) < count and self._bytes_ahead < self._budget and self._read_ahead():
@@ -204,7 +200,7 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
         return self.ahead(range(min(count, len(self._ahead))))
 
     def foreseen(self, count: int) -> list[int] | None:
-        """Indices, among feeds not handed out yet, of those that `some` will return once all are.
+        """Indices, among feeds not handed out yet, of those that will be kept first of all once all are.
 
         Reads ahead for that; None where there is more data than can be put aside, or feeds were handed out.
         """

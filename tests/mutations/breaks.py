@@ -81,7 +81,7 @@ BREAKS = (
           '{"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}', "{}",
           "cluster/test_shards.py"),
     Break("flow/preparation.py", "if gain < _WORTH_AN_OPSET:", "if gain < 0:", "flow/test_stated.py"),
-    Break("flow/call.py", '        if "float_because" in more or (taken is not None and not taken.is_planned):',
+    Break("flow/call.py", '        if "float_because" in facts or (taken is not None and not taken.is_planned):',
           "        if taken is not None and not taken.is_planned:", "report/test_of_the_file.py"),
     Break("flow/run.py", '                if request.on_failure == "error":',
           '                if request.on_failure != "error":', "flow/test_ladder.py"),
