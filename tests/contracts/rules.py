@@ -41,127 +41,62 @@ _POOL = "(float[n,3,h,k] x) => (float y) { y = AveragePool"
 _STEM = "=> (float y) <float[4,3,3,3] w> { y = Conv"
 
 EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
-    "drop_identity": (
-        "Relu Relu",
-        """(float[2,3] x) => (float y)
-        { a = Relu(x) b = Identity(a) c = Dropout(b) y = Relu(c) }""",
-    ),
-    "fold_constants": (
-        "MatMul",
-        """(float[2,3] x) => (float y) <float[4,3] w>
-        { t = Transpose<perm = [1,0]>(w) y = MatMul(x, t) }""",
-    ),
-    "inline_branch": (
-        "Relu",
-        """(float[2] x) => (float y) <bool yes> { y = If(yes) <
-        then_branch = t () => (float[2] p) { p = Relu(x) }, else_branch = e () => (float[2] q) { q = Neg(x) }> }""",
-    ),
-    "fold_gemm_factors": (
-        "Transpose Gemm",
-        """(float[3,2] x) => (float y) <float[3,4] w, float[4] b>
-        { y = Gemm<alpha = 0.5, beta = 2.0, transA = 1>(x, w, b) }""",
-    ),
-    "fold_batch_norm": (
-        "Conv",
-        f"""{_CONV}, float[8] g, float[8] h, float[8] i, float[8] j>
-        {{ c = Conv(x, w, b) y = BatchNormalization(c, g, h, i, j) }}""",
-    ),
-    "collapse_clip": (
-        "Clip",
-        """(float[2,3] x) => (float y) { m = Max(x, zero) y = Min(m, four) }""",
-    ),
-    "collapse_silu": (
-        "QuickGelu",
-        """(float[2,3] x) => (float y) { a = Mul(x, two) s = Sigmoid(a) y = Mul(x, s) }""",
-    ),
-    "collapse_gelu": (
-        "Gelu",
-        """(float[2,3] x) => (float y)
-        { a = Div(x, root2) e = Erf(a) s = Add(e, one) p = Mul(x, s) y = Mul(p, half) }""",
-    ),
-    "collapse_hard_swish": (
-        "HardSwish",
-        """(float[2,3] x) => (float y) { a = Add(x, three) c = Clip(a, zero, six) p = Mul(x, c) y = Div(p, six) }""",
-    ),
-    "fold_scale": (
-        "Conv",
-        f"""{_CONV}, float[8,1,1] k, float[8,1,1] t>
-        {{ c = Conv(x, w, b) d = Mul(c, k) y = Add(d, t) }}""",
-    ),
-    "collapse_layer_norm": (
-        "LayerNormalization",
-        f"""(float[2,5] x) => (float y) <float[5] g, float[5] h>
-        {{ {_NORM} r = Sqrt(a) q = Div(d, r) p = Mul(q, g) y = Add(p, h) }}""",
-    ),
-    "collapse_affine_norm": (
-        "LayerNormalization",
-        f"""(float[2,5] x) => (float y) <float[5] g, float[5] h> {{ {_NORM} r = Sqrt(a)
-        i = Reciprocal(r) k = Mul(i, g) o = Mul(x, k) n = Mul(m, k) t = Sub(h, n) y = Add(o, t) }}""",
-    ),
-    "spell_norm": (
-        "Pow ReduceMean Add Sqrt Div Mul",
-        f"""(float[2,5] x) => (float y) <float[5] g>
-        {{ {_RMS} i = Reciprocal(r) q = Mul(x, i) y = Mul(q, g) }}""",
-    ),
-    "split_skip_norm": (
-        "Sum LayerNormalization",
-        """(float[2,3,4] x, float[2,3,4] z) => (float[2,3,4] y) <float[4] g, float[4] h>
-        { y = com.microsoft.SkipLayerNormalization(x, z, g, h) }""",
-    ),
-    "residual_to_sum": (
-        "Sum LayerNormalization",
-        "(float[2,3,4] x, float[2,3,4] z) => (float y) <float[4] g> { s = Add(x, z) y = LayerNormalization(s, g) }",
-    ),
-    "pool_from_mean": (
-        "GlobalAveragePool Flatten",
-        """(float[1,3,4,4] x) => (float y)
-        { y = ReduceMean<axes = [2,3], keepdims = 0>(x) }""",
-    ),
-    "lrn_to_pool": (
-        "Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div",
-        "(float[1,5,4,4] x) => (float y) { y = LRN<size = 3, alpha = 0.1>(x) }",
-    ),
-    "fuse_attention": (
-        "Attention",
-        """(float[1,2,3,4] q, float[1,2,5,4] k, float[1,2,5,4] v) => (float y)
-        { t = Transpose<perm = [0,1,3,2]>(k) s = MatMul(q, t) w = Softmax<axis = -1>(s) y = MatMul(w, v) }""",
-    ),
-    "batch_norm_to_conv": (
-        "Relu Conv",
-        """(float[1,4,3,3] x) => (float y) <float[4] g, float[4] h, float[4] i, float[4] j>
-        { r = Relu(x) y = BatchNormalization(r, g, h, i, j) }""",
-    ),
-    "average_pool_to_conv": (
-        "Conv",
-        """(float[1,4,6,6] x) => (float y)
-        { y = AveragePool<kernel_shape = [2,2], strides = [2,2]>(x) }""",
-    ),
+    "drop_identity": ("Relu Relu",
+     "(float[2,3] x) => (float y) { a = Relu(x) b = Identity(a) c = Dropout(b) y = Relu(c) }"),
+    "fold_constants": ("MatMul",
+     "(float[2,3] x) => (float y) <float[4,3] w> { t = Transpose<perm = [1,0]>(w) y = MatMul(x, t) }"),
+    "inline_branch": ("Relu", """(float[2] x) => (float y) <bool yes> { y = If(yes) <
+        then_branch = t () => (float[2] p) { p = Relu(x) }, else_branch = e () => (float[2] q) { q = Neg(x) }> }"""),
+    "fold_gemm_factors": ("Transpose Gemm", """(float[3,2] x) => (float y) <float[3,4] w, float[4] b>
+        { y = Gemm<alpha = 0.5, beta = 2.0, transA = 1>(x, w, b) }"""),
+    "fold_batch_norm": ("Conv", f"""{_CONV}, float[8] g, float[8] h, float[8] i, float[8] j>
+        {{ c = Conv(x, w, b) y = BatchNormalization(c, g, h, i, j) }}"""),
+    "collapse_clip": ("Clip", "(float[2,3] x) => (float y) { m = Max(x, zero) y = Min(m, four) }"),
+    "collapse_silu": ("QuickGelu", "(float[2,3] x) => (float y) { a = Mul(x, two) s = Sigmoid(a) y = Mul(x, s) }"),
+    "collapse_gelu": ("Gelu",
+     "(float[2,3] x) => (float y) { a = Div(x, root2) e = Erf(a) s = Add(e, one) p = Mul(x, s) y = Mul(p, half) }"),
+    "collapse_hard_swish": ("HardSwish",
+     "(float[2,3] x) => (float y) { a = Add(x, three) c = Clip(a, zero, six) p = Mul(x, c) y = Div(p, six) }"),
+    "fold_scale": ("Conv",
+     f"{_CONV}, float[8,1,1] k, float[8,1,1] t> {{ c = Conv(x, w, b) d = Mul(c, k) y = Add(d, t) }}"),
+    "collapse_layer_norm": ("LayerNormalization", f"""(float[2,5] x) => (float y) <float[5] g, float[5] h>
+        {{ {_NORM} r = Sqrt(a) q = Div(d, r) p = Mul(q, g) y = Add(p, h) }}"""),
+    "collapse_affine_norm": ("LayerNormalization",
+     f"""(float[2,5] x) => (float y) <float[5] g, float[5] h> {{ {_NORM} r = Sqrt(a)
+        i = Reciprocal(r) k = Mul(i, g) o = Mul(x, k) n = Mul(m, k) t = Sub(h, n) y = Add(o, t) }}"""),
+    "spell_norm": ("Pow ReduceMean Add Sqrt Div Mul",
+     f"(float[2,5] x) => (float y) <float[5] g> {{ {_RMS} i = Reciprocal(r) q = Mul(x, i) y = Mul(q, g) }}"),
+    "split_skip_norm": ("Sum LayerNormalization",
+     """(float[2,3,4] x, float[2,3,4] z) => (float[2,3,4] y) <float[4] g, float[4] h>
+        { y = com.microsoft.SkipLayerNormalization(x, z, g, h) }"""),
+    "residual_to_sum": ("Sum LayerNormalization",
+     "(float[2,3,4] x, float[2,3,4] z) => (float y) <float[4] g> { s = Add(x, z) y = LayerNormalization(s, g) }"),
+    "pool_from_mean": ("GlobalAveragePool Flatten",
+     "(float[1,3,4,4] x) => (float y) { y = ReduceMean<axes = [2,3], keepdims = 0>(x) }"),
+    "lrn_to_pool": ("Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div",
+     "(float[1,5,4,4] x) => (float y) { y = LRN<size = 3, alpha = 0.1>(x) }"),
+    "fuse_attention": ("Attention", """(float[1,2,3,4] q, float[1,2,5,4] k, float[1,2,5,4] v) => (float y)
+        { t = Transpose<perm = [0,1,3,2]>(k) s = MatMul(q, t) w = Softmax<axis = -1>(s) y = MatMul(w, v) }"""),
+    "batch_norm_to_conv": ("Relu Conv",
+     """(float[1,4,3,3] x) => (float y) <float[4] g, float[4] h, float[4] i, float[4] j>
+        { r = Relu(x) y = BatchNormalization(r, g, h, i, j) }"""),
+    "average_pool_to_conv": ("Conv",
+     "(float[1,4,6,6] x) => (float y) { y = AveragePool<kernel_shape = [2,2], strides = [2,2]>(x) }"),
     "sum_to_add": ("Add Add", "(float[2,3] x, float[2,3] z, float[3] v) => (float y) { y = Sum(x, z, v) }"),
     "hard_swish_to_product": ("Add Clip Mul Conv", f"{_CONV}> {{ h = HardSwish(x) y = Conv(h, w, b) }}"),
     "hard_sigmoid_to_clip": ("Conv Clip", f"{_CONV}> {{ c = Conv(x, w, b) y = HardSigmoid(c) }}"),
-    "linear_to_gemm": (
-        "Reshape Gemm Reshape",
-        "(float[n,4,3] x) => (float[n,4,5] y) <float[3,5] w, float[5] b> { m = MatMul(x, w) y = Add(m, b) }",
-    ),
-    "fold_channel_shuffle": (
-        "Conv Conv",
-        f"""{_CONV}, int64[5] split, int64[4] joined> {{ c = Conv(x, w, b) r = Reshape(c, split)
-        t = Transpose<perm = [0,2,1,3,4]>(r) j = Reshape(t, joined) y = Conv(j, u) }}""",
-    ),
-    "space_to_depth_stem": (
-        "SpaceToDepth Conv",
-        "(float[1,3,8,8] x) => (float y) <float[4,3,2,2] w, float[4] b> { y = Conv<strides = [2,2]>(x, w, b) }",
-    ),
-    "pad_stem_channels": (
-        "Pad Conv",
-        """(float[1,3,8,8] x) => (float y) <float[4,3,3,3] w, float[4] b>
-        { y = Conv(x, w, b) }""",
-    ),
-    "pad_depthwise": (
-        "Conv Relu Conv Conv",
-        """(float[1,4,5,5] x) => (float y) <float[24,4,1,1] w, float[24] b, float[24,1,3,3] d, float[4,24,1,1] u>
-        { c = Conv(x, w, b) r = Relu(c) e = Conv<group = 24>(r, d) y = Conv(e, u) }""",
-    ),
+    "linear_to_gemm": ("Reshape Gemm Reshape",
+     "(float[n,4,3] x) => (float[n,4,5] y) <float[3,5] w, float[5] b> { m = MatMul(x, w) y = Add(m, b) }"),
+    "fold_channel_shuffle": ("Conv Conv",
+     f"""{_CONV}, int64[5] split, int64[4] joined> {{ c = Conv(x, w, b) r = Reshape(c, split)
+        t = Transpose<perm = [0,2,1,3,4]>(r) j = Reshape(t, joined) y = Conv(j, u) }}"""),
+    "space_to_depth_stem": ("SpaceToDepth Conv",
+     "(float[1,3,8,8] x) => (float y) <float[4,3,2,2] w, float[4] b> { y = Conv<strides = [2,2]>(x, w, b) }"),
+    "pad_stem_channels": ("Pad Conv",
+     "(float[1,3,8,8] x) => (float y) <float[4,3,3,3] w, float[4] b> { y = Conv(x, w, b) }"),
+    "pad_depthwise": ("Conv Relu Conv Conv",
+     """(float[1,4,5,5] x) => (float y) <float[24,4,1,1] w, float[24] b, float[24,1,3,3] d, float[4,24,1,1] u>
+        { c = Conv(x, w, b) r = Relu(c) e = Conv<group = 24>(r, d) y = Conv(e, u) }"""),
 }  # fmt: skip
 """For each rule the operators of the result, and the net."""
 
@@ -350,71 +285,42 @@ _PICTURE = (
 )
 
 KERNELS: Final[Mapping[str, tuple[str, str]]] = {
-    "average_pool_to_conv": (
-        "QLinearConv QLinearConv QLinearConv",
-        f"""{_PICTURE}> {{ c = Conv(x, w, b)
-        p = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c) y = Conv(p, u, e) }}""",
-    ),
-    "batch_norm_to_conv": (
-        "QLinearConv QLinearConv QLinearConv",
-        f"""{_PICTURE}, float[16] g, float[16] h, float[16] i, float[16] j> {{ c = Conv(x, w, b) a = Relu(c)
-        n = BatchNormalization(a, g, h, i, j) r = Relu(n) y = Conv(r, u, e) }}""",
-    ),
-    "collapse_clip": (
-        "QLinearConv QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) m = Max(c, zero) k = Min(m, half) y = Conv(k, u, e) }}",
-    ),
-    "collapse_silu": (
-        "QLinearConv QuickGelu QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, u, e) }}",
-    ),
-    "collapse_gelu": (
-        "QLinearConv Gelu QLinearConv",
-        f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Div(c, root2) t = Erf(a) s = Add(t, one) p = Mul(c, s)
-        m = Mul(p, half) y = Conv(m, u, e) }}""",
-    ),
-    "collapse_hard_swish": (
-        "QLinearConv HardSigmoid Mul QLinearConv",
-        f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Add(c, three) l = Clip(a, zero, six) p = Mul(c, l)
-        m = Div(p, six) y = Conv(m, u, e) }}""",
-    ),
-    "fold_scale": (
-        "QLinearConv QLinearConv",
-        f"""{_PICTURE}, float[16,1,1] k, float[16,1,1] t> {{ c = Conv(x, w, b) d = Mul(c, k) a = Add(d, t) r = Relu(a)
-        y = Conv(r, u, e) }}""",
-    ),
-    "sum_to_add": (
-        "QLinearConv QLinearConv QLinearConv QLinearAdd QLinearAdd QLinearConv",
-        f"""{_PICTURE}, float[16,16,1,1] v> {{ c = Conv(x, w, b) d = Conv(x, u, b) f = Conv(x, v, e) s = Sum(c, d, f)
-        r = Relu(s) y = Conv(r, u, e) }}""",
-    ),
-    "hard_swish_to_product": (
-        "QLinearConv QLinearAdd QLinearMul QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSwish(c) y = Conv(h, u, e) }}",
-    ),
-    "hard_sigmoid_to_clip": (
-        "QLinearConv QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSigmoid(c) y = Conv(h, u, e) }}",
-    ),
-    "pool_from_mean": (
-        "QLinearConv QLinearGlobalAveragePool QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) m = ReduceMean<axes = [2,3]>(c) y = Conv(m, u, e) }}",
-    ),
-    "lrn_to_pool": (
-        "QLinearConv Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div QLinearConv",
-        f"{_PICTURE}> {{ c = Conv(x, w, b) m = LRN<size = 5, alpha = 0.01, bias = 2.0>(c) y = Conv(m, u, e) }}",
-    ),
-    "pad_stem_channels": (
-        "Pad QLinearConv QLinearConv",
-        """(float[n,3,12,12] x) => (float[n,8,r,s] y) <float[16,3,3,3] w, float[8,16,3,3] u>
-        { c = Conv(x, w) r = Relu(c) y = Conv(r, u) }""",
-    ),
-    "space_to_depth_stem": (
-        "SpaceToDepth QLinearConv QLinearConv",
-        """(float[n,3,16,16] x) => (float[n,8,r,s] y) <float[16,3,2,2] w, float[8,16,3,3] u>
-        { c = Conv<strides = [2,2]>(x, w) r = Relu(c) y = Conv(r, u) }""",
-    ),
-}
+    "average_pool_to_conv": ("QLinearConv QLinearConv QLinearConv", f"""{_PICTURE}> {{ c = Conv(x, w, b)
+        p = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c) y = Conv(p, u, e) }}"""),
+    "batch_norm_to_conv": ("QLinearConv QLinearConv QLinearConv",
+     f"""{_PICTURE}, float[16] g, float[16] h, float[16] i, float[16] j> {{ c = Conv(x, w, b) a = Relu(c)
+        n = BatchNormalization(a, g, h, i, j) r = Relu(n) y = Conv(r, u, e) }}"""),
+    "collapse_clip": ("QLinearConv QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) m = Max(c, zero) k = Min(m, half) y = Conv(k, u, e) }}"),
+    "collapse_silu": ("QLinearConv QuickGelu QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, u, e) }}"),
+    "collapse_gelu": ("QLinearConv Gelu QLinearConv",
+     f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Div(c, root2) t = Erf(a) s = Add(t, one) p = Mul(c, s)
+        m = Mul(p, half) y = Conv(m, u, e) }}"""),
+    "collapse_hard_swish": ("QLinearConv HardSigmoid Mul QLinearConv",
+     f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Add(c, three) l = Clip(a, zero, six) p = Mul(c, l)
+        m = Div(p, six) y = Conv(m, u, e) }}"""),
+    "fold_scale": ("QLinearConv QLinearConv",
+     f"""{_PICTURE}, float[16,1,1] k, float[16,1,1] t> {{ c = Conv(x, w, b) d = Mul(c, k) a = Add(d, t) r = Relu(a)
+        y = Conv(r, u, e) }}"""),
+    "sum_to_add": ("QLinearConv QLinearConv QLinearConv QLinearAdd QLinearAdd QLinearConv",
+     f"""{_PICTURE}, float[16,16,1,1] v> {{ c = Conv(x, w, b) d = Conv(x, u, b) f = Conv(x, v, e) s = Sum(c, d, f)
+        r = Relu(s) y = Conv(r, u, e) }}"""),
+    "hard_swish_to_product": ("QLinearConv QLinearAdd QLinearMul QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSwish(c) y = Conv(h, u, e) }}"),
+    "hard_sigmoid_to_clip": ("QLinearConv QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSigmoid(c) y = Conv(h, u, e) }}"),
+    "pool_from_mean": ("QLinearConv QLinearGlobalAveragePool QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) m = ReduceMean<axes = [2,3]>(c) y = Conv(m, u, e) }}"),
+    "lrn_to_pool": ("QLinearConv Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div QLinearConv",
+     f"{_PICTURE}> {{ c = Conv(x, w, b) m = LRN<size = 5, alpha = 0.01, bias = 2.0>(c) y = Conv(m, u, e) }}"),
+    "pad_stem_channels": ("Pad QLinearConv QLinearConv",
+     """(float[n,3,12,12] x) => (float[n,8,r,s] y) <float[16,3,3,3] w, float[8,16,3,3] u>
+        { c = Conv(x, w) r = Relu(c) y = Conv(r, u) }"""),
+    "space_to_depth_stem": ("SpaceToDepth QLinearConv QLinearConv",
+     """(float[n,3,16,16] x) => (float[n,8,r,s] y) <float[16,3,2,2] w, float[8,16,3,3] u>
+        { c = Conv<strides = [2,2]>(x, w) r = Relu(c) y = Conv(r, u) }"""),
+}  # fmt: skip
 """The kernels, but for conversions and transposes, that the runtime has for a quantized net after the rule."""
 
 

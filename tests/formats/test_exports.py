@@ -23,6 +23,7 @@ from kenosis_ort.graph.walk import attribute
 from kenosis_ort.placement.eligibility import Widths, with_widths
 from tests import planning
 from tests.contracts.test_formats import grids
+from tests.flow.support import changed
 from tests.formats.qonnx import run
 from tests.formats.test_model import model_of
 from tests.formats.test_to_qop import CONV_NET
@@ -81,11 +82,7 @@ def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model: on
 
 
 def test_weights_of_one_step_are_bipolar() -> None:
-    model = model_of(0, 15, weight="INT2")
-    for tensor in model.graph.initializer:
-        if tensor.name == "w":
-            integers = np.where(onnx.numpy_helper.to_array(tensor) > 0, 1, -1).astype(np.int8)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(integers, "w"))
+    model = changed(model_of(0, 15, weight="INT2"), w=lambda w: np.where(w > 0, 1, -1))
     feed = {"x": np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)}
     made = to_qonnx(model)
     assert [n.op_type for n in made.graph.node] == ["Quant", "BipolarQuant", "Conv"]

@@ -18,13 +18,9 @@ from tests.formats.qonnx import X86, conv_net, draw, operators, run, same
 from tests.planning import parse
 
 GRIDS = {
-    "s": np.float32(0.05),
-    "z": np.uint8(120),
-    "s2": np.float32(0.1),
-    "z2": np.uint8(100),
-    "s3": np.float32(1 / 256),
-    "z3": np.uint8(0),
-}
+    "s": np.float32(0.05), "z": np.uint8(120), "s2": np.float32(0.1), "z2": np.uint8(100),
+    "s3": np.float32(1 / 256), "z3": np.uint8(0),
+}  # fmt: skip
 PAIR = "q = QuantizeLinear (x, s, z)\n d = DequantizeLinear (q, s, z)"
 
 
@@ -42,20 +38,15 @@ OPERATORS = {
     "QLinearSigmoid": ("com.microsoft.QLinearSigmoid (q, s, z, s3, z3)", "s3, z3"),
     "QLinearLeakyRelu": ("com.microsoft.QLinearLeakyRelu <alpha = 0.1> (q, s, z, s2, z2)", "s2, z2"),
     "QLinearSoftmax": ("com.microsoft.QLinearSoftmax <axis = -1, opset = 17> (q, s, z, s3, z3)", "s3, z3"),
-    "QLinearGlobalAveragePool": (
-        "com.microsoft.QLinearGlobalAveragePool <channels_last = 0> (q, s, z, s2, z2)",
-        "s2, z2",
-    ),
-    "QLinearAveragePool": (
-        "com.microsoft.QLinearAveragePool <kernel_shape = [2, 2]> (q, s, z, s2, z2)",
-        "s2, z2",
-    ),
+    "QLinearGlobalAveragePool": ("com.microsoft.QLinearGlobalAveragePool <channels_last = 0> (q, s, z, s2, z2)",
+                                 "s2, z2"),
+    "QLinearAveragePool": ("com.microsoft.QLinearAveragePool <kernel_shape = [2, 2]> (q, s, z, s2, z2)", "s2, z2"),
     "QLinearConcat": ("com.microsoft.QLinearConcat <axis = 1> (s2, z2, q, s, z, q, s, z)", "s2, z2"),
     "QLinearMatMul": ("QLinearMatMul (q, s, z, w, ws, wz, s2, z2)", "s2, z2"),
     "MaxPool": ("MaxPool <kernel_shape = [2, 2]> (q)", "s, z"),
     "Transpose": ("Transpose <perm = [0, 2, 3, 1]> (q)", "s, z"),
     "Flatten": ("Flatten (q)", "s, z"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op_type", OPERATORS)

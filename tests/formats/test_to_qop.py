@@ -13,6 +13,7 @@ from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.verify import verify_fusion
 from tests import models, planning
+from tests.flow.support import changed
 from tests.formats.qonnx import operators, run
 from tests.formats.test_model import model_of
 from tests.quantizer.random_nets import nets
@@ -87,13 +88,11 @@ def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
     out = net.op("Relu", [net.conv(net.input("x", [1, 3, 6, 6]), 3, 4)])
     net.output(net.conv(out, 4, 2, out="y"), [1, 2, 6, 6])
     done = planning.quantize(net.model("relu"), protect_outputs="int8")
-    grid = next(t for t in quantizers_of(done.quantized) if t.real.startswith("relu"))
-    for tensor in done.quantized.graph.initializer:
-        if grid.quantize is not None and tensor.name == grid.quantize.input[2]:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(np.uint8(7), tensor.name))
-    qop = to_qop(done.quantized)
+    grid = next(t.quantize for t in quantizers_of(done.quantized) if t.real.startswith("relu"))
+    quantized = changed(done.quantized, **{grid.input[2]: lambda _: 7})
+    qop = to_qop(quantized)
     assert (operators(qop)["Relu"], operators(qop)["Conv"]) == (1, 1)
-    check_same(done.quantized, qop, done.feeds)
+    check_same(quantized, qop, done.feeds)
 
 
 @pytest.mark.parametrize("behind", [10, 20])

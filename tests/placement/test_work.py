@@ -5,42 +5,26 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.graph.view import GraphView
-from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.work import _CLASSES, conv_work, linear_work, work_of
 from kenosis_ort.targets.profile import Work
-from tests import models
+from tests.placement.build import view_of
 
 
-def viewed(model: onnx.ModelProto) -> GraphView:
-    return GraphView(prepare(model, min_opset=13, max_opset=17, max_ir=10).proto)
-
-
-def works(model: onnx.ModelProto) -> dict[str, Work | None]:
-    view = viewed(model)
-    return {str(node.name): work_of(view, node) for node in view.nodes}
-
-
-def one_op(op: str, inputs: list[tuple[str, list]], constants: dict[str, object] | None = None, **attributes):
-    net = models.Net()
-    names = [net.input(name, shape) for name, shape in inputs]
-    names += [net.const(value, name) for name, value in (constants or {}).items()]
-    net.output(net.op(op, names, name="it", **attributes), None)
-    return works(net.model())["it"]
+def work(text: str) -> Work | None:
+    """The work of the only node of a net."""
+    view = view_of(text)
+    return work_of(view, view.nodes[0])
 
 
 def test_a_convolution():
-    net = models.Net()
-    y = net.conv(net.input("x", [2, 8, 10, 12]), 8, 20, k=3, stride=2, name="c")
-    net.output(y, None)
     pixels = 2 * 5 * 6
-    assert works(net.model())["c"] == Work(
+    assert work("""(float[2,8,10,12] x) => (y) <float[20,8,3,3] w, float[20] b>
+        { y = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w, b) }""") == Work(
         "conv-dense", pixels * 20 * 72, pixels * 32 * 72, pixels * 20, pixels * 3, pixels * 72, 20 * 72
     )
 
@@ -74,13 +58,10 @@ def test_kernels_never_do_less_than_the_arithmetic(pixels, read, written, groups
     assert work.macs % work.elements == 0
 
 
-@pytest.mark.parametrize(("op", "attributes"), [("MatMul", {}), ("Gemm", {}), ("Gemm", {"transB": 1})])
-def test_linear_layers(op: str, attributes: dict):
-    net = models.Net()
-    shape = (24, 40) if attributes else (40, 24)
-    y = net.op(op, [net.input("x", [3, 40]), net.weight(shape, name="w")], name="it", **attributes)
-    net.output(y, None)
-    assert works(net.model())["it"] == Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
+@pytest.mark.parametrize(("op", "shape"), [("MatMul", "40,24"), ("Gemm", "40,24"), ("Gemm <transB = 1>", "24,40")])
+def test_linear_layers(op: str, shape: str):
+    found = work(f"(float[3,40] x) => (y) <float[{shape}] w> {{ y = {op} (x, w) }}")
+    assert found == Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
 
 
 def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
@@ -90,43 +71,40 @@ def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
 
 
 def test_a_product_of_activations():
-    assert one_op("MatMul", [("a", [2, 5, 7]), ("b", [2, 7, 3])]) == Work("matmul", 2 * 5 * 7 * 3, 210, 30)
+    found = work("(float[2,5,7] a, float[2,7,3] b) => (y) { y = MatMul (a, b) }")
+    assert found == Work("matmul", 2 * 5 * 7 * 3, 210, 30)
 
 
-@pytest.mark.parametrize(("op", "attributes", "expected"), [
-    ("Relu", {}, Work("clip", elements=2 * 4 * 36)),
-    ("Sigmoid", {}, Work("sigmoid", elements=2 * 4 * 36)),
-    ("GlobalAveragePool", {}, Work("global-pool", elements=2 * 4 * 36)),
-    ("MaxPool", {"kernel_shape": [2, 3], "strides": [2, 2]}, Work("max-pool", 0, 6 * 48, 48, 6 * 48, 2 * 4 * 36)),
-    ("AveragePool", {"kernel_shape": [2, 2]}, Work("average-pool", 0, 4 * 200, 200, 4 * 200, 2 * 4 * 36)),
-    ("Softmax", {"axis": -1}, Work("softmax", elements=2 * 4 * 36, pieces=48)),
-    ("Softmax", {"axis": 1}, Work("softmax", elements=2 * 4 * 36, pieces=72, reads=2 * 4 * 36)),
-    ("SpaceToDepth", {"blocksize": 2}, Work("transpose", elements=2 * 4 * 36, reads=2 * 4 * 36)),
-    ("DepthToSpace", {"blocksize": 2}, Work("transpose", elements=2 * 4 * 36, pieces=2 * 4 * 36)),
-    ("Flatten", {}, Work("nothing")),
-    ("Sin", {}, Work("other", elements=2 * 4 * 36)),
+@pytest.mark.parametrize(("op", "expected"), [
+    ("Relu", Work("clip", elements=2 * 4 * 36)),
+    ("Sigmoid", Work("sigmoid", elements=2 * 4 * 36)),
+    ("GlobalAveragePool", Work("global-pool", elements=2 * 4 * 36)),
+    ("MaxPool <kernel_shape = [2,3], strides = [2,2]>", Work("max-pool", 0, 6 * 48, 48, 6 * 48, 2 * 4 * 36)),
+    ("AveragePool <kernel_shape = [2,2]>", Work("average-pool", 0, 4 * 200, 200, 4 * 200, 2 * 4 * 36)),
+    ("Softmax <axis = -1>", Work("softmax", elements=2 * 4 * 36, pieces=48)),
+    ("Softmax <axis = 1>", Work("softmax", elements=2 * 4 * 36, pieces=72, reads=2 * 4 * 36)),
+    ("SpaceToDepth <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, reads=2 * 4 * 36)),
+    ("DepthToSpace <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, pieces=2 * 4 * 36)),
+    ("Flatten", Work("nothing")),
+    ("Sin", Work("other", elements=2 * 4 * 36)),
 ])  # fmt: skip
-def test_other_operators(op: str, attributes: dict, expected: Work):
-    assert one_op(op, [("x", [2, 4, 6, 6])], **attributes) == expected
+def test_other_operators(op: str, expected: Work):
+    assert work(f"(float[2,4,6,6] x) => (y) {{ y = {op} (x) }}") == expected
 
 
 def test_a_free_batch_counts_as_one_and_other_free_sizes_are_unknown():
-    assert one_op("Relu", [("x", ["batch", 4])]) == Work("clip", elements=4)
-    assert one_op("Relu", [("x", [1, "length"])]) is None
+    assert work("(float[batch,4] x) => (y) { y = Relu (x) }") == Work("clip", elements=4)
+    assert work("(float[1,length] x) => (y) { y = Relu (x) }") is None
 
 
 def test_a_recurrent_layer():
-    net = models.Net()
-    x = net.input("x", [6, 1, 10])
-    w, r = net.weight((1, 4 * 8, 10), name="w"), net.weight((1, 4 * 8, 8), name="r")
-    net.output(net.op("LSTM", [x, w, r], name="it", outputs=3, hidden_size=8), [6, 1, 1, 8])
-    assert works(net.model())["it"].macs == 6 * 4 * 8 * (10 + 8)
+    found = work("""(float[6,1,10] x) => (float[6,1,1,8] y) <float[1,32,10] w, float[1,32,8] r>
+        { y = LSTM <hidden_size = 8> (x, w, r) }""")
+    assert found.macs == 6 * 4 * 8 * (10 + 8)
 
 
 def test_elements_of_values():
-    net = models.Net()
-    net.output(net.op("Relu", [net.input("x", ["n", 3, 5])]), None)
-    view = viewed(net.model())
+    view = view_of("(float[n,3,5] x) => (y) { y = Relu (x) }")
     assert math.prod(view.shape_of_one(view.inputs[0])) == 15
 
 

@@ -15,6 +15,8 @@ from kenosis_ort.accuracy.outputs import compare_outputs
 from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.weights.blocks import weight_only, with_block_embeddings
 from tests import models
+from tests.flow.support import changed
+from tests.planning import parse
 
 FORMS = [weight_only, dynamic]
 Form = Callable[[onnx.ModelProto], onnx.ModelProto | None]
@@ -92,14 +94,6 @@ def overridable() -> onnx.ModelProto:
     return model
 
 
-def infinite() -> onnx.ModelProto:
-    model = one_layer()
-    array = np.array(onnx.numpy_helper.to_array(model.graph.initializer[0]))
-    array[0, 0] = np.inf
-    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(array, "w"))
-    return model
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("build", [
     lambda: models.conv_relu_chain(2),
@@ -109,7 +103,7 @@ def infinite() -> onnx.ModelProto:
     lambda: one_layer(bias=np.ones((3, 1))),
     lambda: one_layer(columns=8),
     overridable,  # what callers may override is no constant
-    infinite,
+    lambda: changed(one_layer(), w=np.inf),
 ])  # fmt: skip
 def test_other_nets_have_no_such_form(form: Form, build: Callable[[], onnx.ModelProto]):
     assert form(build()) is None
@@ -123,13 +117,8 @@ def test_data_that_several_layers_read_is_quantized_once():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
-    net = models.Net()
-    x = net.input("x", [2, 32])
-    w = net.weight((32, 32), name="w")
-    y = net.op("MatMul", [net.op("Relu", [net.op("MatMul", [x, w])]), w])
-    z = net.op("Gemm", [y, w], transB=1)  # the transpose is another matrix
-    net.output(net.op("Relu", [z]), [2, 32])
-    model = net.model()
+    model = parse("""(float[2,32] x) => (float[2,32] y) <float[32,32] w>
+        { a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) d = Gemm<transB = 1>(c, w) y = Relu(d) }""")  # another matrix
     made = form(model)
     assert len(kernels(made)) == 3
     assert len(made.graph.initializer) == 4
@@ -138,12 +127,9 @@ def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_matrix_with_another_reader_stays_too(form: Form):
-    net = models.Net()
-    ids = net.input("ids", [4], TensorProto.INT64)
-    table = net.weight((50, 32), scale=1.0, name="table")
-    rows = net.op("Gather", [table, ids])
-    net.output(net.op("Gemm", [rows, table], transB=1), [4, 50])
-    model = net.model()
+    text = """(int64[4] ids) => (float[4,50] y) <float[50,32] table>
+        { rows = Gather(table, ids) y = Gemm<transB = 1>(rows, table) }"""
+    model = parse(text)
     made = form(model)
     assert "table" in {t.name for t in made.graph.initializer}
     assert quality(model, made) > 30

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 import kenosis_ort
 from tests import models
-from tests.flow.support import quality
+from tests.flow.support import changed, quality
 from tests.models import FeedReader
 
 
@@ -60,13 +60,9 @@ def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(
     tmp_path: Path, coarse: bool, samples: int, bits: int
 ) -> None:
     """A table on a grid of 16 steps loses nothing by 4 bits, one of random numbers more than the layers behind it."""
-    model = decoder()
-    (table,) = (t for t in model.graph.initializer if t.name == "table")
-    if coarse:
-        steps = np.random.default_rng(1).integers(0, 16, tuple(table.dims))
-        steps[:, ::32], steps[:, 1::32] = 0, 15
-        table.CopyFrom(onnx.numpy_helper.from_array((steps / 8 - 1).astype(np.float32), "table"))
-    out = tmp_path / "out.onnx"
+    steps = np.random.default_rng(1).integers(0, 16, (50, 64))
+    steps[:, ::32], steps[:, 1::32] = 0, 15
+    model, out = changed(decoder(), table=lambda table: steps / 8 - 1 if coarse else table), tmp_path / "out.onnx"
     reader = FeedReader(feeds(samples)) if samples else None
     report = kenosis_ort.quantize_weights(model, out, reader)
     assert {layer.node: layer.bits for layer in report.layers}["embed"] == bits
@@ -89,13 +85,8 @@ def test_samples_make_it_better_on_others(tmp_path: Path):
 
 
 def test_a_layer_that_loses_much_more_than_the_others_keeps_eight_bits(tmp_path: Path):
-    model = decoder()
-    (weight,) = (t for t in model.graph.initializer if t.name == "head_w")
-    array = np.array(onnx.numpy_helper.to_array(weight))
-    array[::16] *= 40  # of each block one row takes all the range
-    weight.CopyFrom(onnx.numpy_helper.from_array(array, "head_w"))
-    for column in (3, 7):
-        array[column] = 0
+    one_of_a_block = np.where(np.arange(64) % 16, 1, 40)[:, None]  # takes all the range
+    model = changed(decoder(), head_w=one_of_a_block)
     report = kenosis_ort.quantize_weights(model, tmp_path / "out.onnx", embeddings=False, block_size=128)
     bits = {layer.node: layer.bits for layer in report.layers}
     assert set(bits.values()) <= {4, 8}

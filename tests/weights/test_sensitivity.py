@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
 from tests import models
+from tests.flow.support import changed
+from tests.planning import parse
 
 LAYERS = st.dictionaries(
     st.sampled_from("abcdefgh"), st.tuples(st.floats(1e-9, 1.0), st.integers(16, 10_000)), min_size=1
@@ -36,25 +36,10 @@ def test_what_is_far_above_the_middle_is_much_worse():
 
 
 def test_a_layer_alone_is_told_by_the_outputs_and_not_by_states():
-    net = models.Net(seed=0)
-    x, past = net.input("x", [2, 16]), net.input("past_0", [2, 16])
-    loud = net.op("MatMul", [x, net.weight((16, 16), name="loud")], name="loud")
-    quiet = net.op("MatMul", [past, net.weight((16, 16), name="quiet")], name="quiet")
-    net.output(loud, [2, 16])
-    net.output(quiet, [2, 16])
-    model = net.model("states")
-    model.graph.output[1].name = "present_0"
-    next(node for node in model.graph.node if node.name == "quiet").output[0] = "present_0"
-
-    def alone(name: str) -> onnx.ModelProto:
-        made = onnx.ModelProto()
-        made.CopyFrom(model)
-        (tensor,) = (t for t in made.graph.initializer if t.name == name)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), name))
-        return made
-
-    rng = np.random.default_rng(0)
-    feeds = [{n: rng.standard_normal((2, 16)).astype(np.float32) for n in ("x", "past_0")} for _ in range(3)]
-    found = output_errors(model, alone, ["loud", "quiet"], feeds)
+    model = parse("""(float[2,16] x, float[2,16] past_0) => (float[2,16] y, float[2,16] present_0)
+        <float[16,16] loud, float[16,16] quiet>
+        { [loud] y = MatMul(x, loud) [quiet] present_0 = MatMul(past_0, quiet) }""")
+    feeds = models.feeds(model, 3)
+    found = output_errors(model, lambda name: changed(model, **{name: 1.5}), ["loud", "quiet"], feeds)
     assert found["loud"] == pytest.approx(0.25, rel=0.2)
     assert found["quiet"] == 0.0
