@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.cost import CostEstimate, estimate
+from kenosis_ort.placement.cost import CostEstimate, MinCut, estimate
 from kenosis_ort.placement.planner import Planner, Regions, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
@@ -55,7 +57,7 @@ def chain(*widths: int, size: int = 16, slow: int = -1) -> onnx.ModelProto:
     """Conv and Relu pairs, one Conv of which may be depthwise."""
     net = models.Net()
     x = net.input("x", [1, widths[0], size, size])
-    for i, (a, b) in enumerate(pairwise(widths)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         x = net.op("Relu", [net.conv(x, a, b, groups=a if i == slow else 1, name=f"conv{i}")], name=f"relu{i}")
     return net.of(x)
 
@@ -198,3 +200,44 @@ def test_the_bias_of_a_product_with_weights_costs_nothing_in_float(constant: boo
     text = f"(float[1,6,16] x{inputs}) => (y) <float[16,16] w{weights}> {{ m = MatMul (x, w) [it] y = Add (m, b) }}"
     found = Case(text).estimate(flat_table(add=(5.0, None), linear=(1.0, None)))
     assert found.by_node["it"].float_us == pytest.approx(costs)
+
+
+# ---- the cheapest parting against all partings ----------------------------------------------------------------------
+
+
+_COST = st.integers(0, 9)
+
+
+@given(
+    st.lists(st.tuples(_COST, _COST), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), _COST), max_size=12),
+)
+def test_no_parting_is_cheaper(sides: list[tuple[int, int]], pairs: list[tuple[int, int, int]]) -> None:
+    pairs = [p for p in pairs if p[0] < len(sides) and p[1] < len(sides) and p[0] != p[1]]
+
+    def total(here: set[int]) -> int:
+        own = sum(costs[0] if thing in here else costs[1] for thing, costs in enumerate(sides))
+        return own + sum(cost for a, b, cost in pairs if a in here and b not in here)
+
+    cut: MinCut[int] = MinCut()
+    for thing, (here, there) in enumerate(sides):
+        cut.cost(thing, here=here, there=there)
+    for a, b, cost in pairs:
+        cut.part(a, b, cost)
+    things = range(len(sides))
+    subsets = itertools.chain.from_iterable(itertools.combinations(things, n) for n in range(len(sides) + 1))
+    found = cut.solve()
+    assert total(found) == min(total(set(subset)) for subset in subsets)
+
+
+def test_what_may_not_be_parted_stays_together() -> None:
+    cut: MinCut[str] = MinCut()
+    cut.cost("dear here", here=9, there=1)
+    cut.cost("cheap here", here=1, there=9.5)
+    cut.part("cheap here", "dear here", math.inf)
+    assert cut.solve() == {"cheap here", "dear here"} or cut.solve() == set()
+    cut = MinCut()
+    cut.cost("a", here=math.inf, there=0)
+    cut.cost("b", here=0, there=5)
+    cut.part("b", "a", 7)
+    assert cut.solve() == set()

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, numpy_helper
+from onnxruntime.quantization import QuantType, quant_utils
 
 from kenosis_ort.quantizer.grids import QuantizedWeight, quantize_bias, quantize_weight
+from tests import models
+from tests.flow.support import make
 
 TINY = float(np.finfo(np.float32).tiny)
 HALF = 0.5 * (1 + 1e-9)
@@ -152,3 +159,25 @@ def test_the_product_of_the_scales_does_not_underflow(seed: int, input_scale: fl
     made = quantize_bias(bias, input_scale=input_scale, weight_scale=q.scale)
     assert (np.abs(made.scale - exact) <= 1e-6 * exact).all()
     assert (np.abs(made.values * exact - bias) <= exact * HALF + 1e-6 * np.abs(bias)).all()
+
+
+# ---- 4 bits, also on runtimes whose own quantizer looks for types that onnx dropped ----------------------------------
+
+
+TABLES = ("ONNX_TYPE_TO_NP_TYPE", "ONNX_INT_TYPE_RANGE", "ONNX_INT_TYPE_SYMMETRIC_RANGE", "ONNX_INT_TYPE_REDUCED_RANGE")
+
+
+@pytest.mark.parametrize(
+    ("weight_type", "dtype"), [(QuantType.QInt4, TensorProto.INT4), (QuantType.QUInt4, TensorProto.UINT4)]
+)
+def test_weights_are_four_bit_and_close(weight_type: QuantType, dtype: int, tmp_path: Path) -> None:
+    tables = {name: copy.deepcopy(getattr(quant_utils, name)) for name in TABLES}
+    made = make(models.conv_relu_chain(2), tmp_path, weight_type=weight_type, per_channel=False)
+    (stored,) = (tensor for tensor in made.written.graph.initializer if tensor.name == "conv0_w_quantized")
+    assert stored.data_type == dtype
+    values, scale, zero = (
+        made.held[f"conv0_w_{part}"].astype(np.float32) for part in ("quantized", "scale", "zero_point")
+    )
+    (weight,) = (tensor for tensor in made.model.graph.initializer if tensor.name == "conv0_w")
+    np.testing.assert_allclose((values - zero) * scale, numpy_helper.to_array(weight), atol=0.51 * float(scale))
+    assert {name: getattr(quant_utils, name) for name in TABLES} == tables
