@@ -71,7 +71,7 @@ def test_an_updated_metric_is_reset_before_and_after() -> None:
     assert metric.seen == []
 
 
-def test_old_metrics_of_two_arguments_go_on() -> None:
+def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told() -> None:
     def plain(outputs: Any, reference: Any) -> float:
         return float(len(outputs) == len(reference) == 4)
 
@@ -86,13 +86,13 @@ def test_old_metrics_of_two_arguments_go_on() -> None:
         checked = check_metric(metric)
         assert not checked.takes_indices
         assert checked.score(_pairs([0, 1, 2, 3]), [0, 1, 2, 3]).value == value
+    told = check_metric(lambda outputs, reference, indices=(): float(sum(indices)))
+    assert told.score(_pairs([3, 4]), [3, 4]).value == 7.0
 
 
-def test_indices_with_a_default_are_told() -> None:
-    def metric(outputs: Any, reference: Any, indices: Any = ()) -> float:
-        return float(sum(indices))
-
-    assert check_metric(metric).score(_pairs([3, 4]), [3, 4]).value == 7.0
+class Broken(Accuracy):
+    def update(self, outputs: Any, reference: Any, index: int) -> None:
+        raise KeyError("logits")
 
 
 class NoReset:
@@ -127,20 +127,12 @@ def test_wrong_shapes_are_refused_at_once(metric: Any, message: str) -> None:
         (lambda o, r: None, "returned NoneType"),
         (lambda o, r: 1 / 0, "raised ZeroDivisionError"),
         (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
+        (Broken(), "raised KeyError"),
     ],
 )
 def test_a_broken_metric_is_said(metric: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_metric(metric).score(_pairs([0, 1]), [0, 1])
-
-
-def test_a_broken_update_is_said() -> None:
-    class Broken(Accuracy):
-        def update(self, outputs: Any, reference: Any, index: int) -> None:
-            raise KeyError("logits")
-
-    with pytest.raises(OptionError, match="raised KeyError"):
-        check_metric(Broken()).score(_pairs([0, 1]), [0, 1])
 
 
 def test_a_metric_that_parts_break_has_no_interval() -> None:

@@ -176,8 +176,11 @@ def test_minmax_of_a_table_is_its_own_range() -> None:
 
 
 def test_a_table_without_histograms() -> None:
+    statistics = TensorStatistics(0.0, 1.0, 5)
     with pytest.raises(CalibrationError, match="histograms"):
-        estimate_all(CalibrationTable({"a": TensorStatistics(0.0, 1.0, 5)}), "mse")
+        estimate_all(CalibrationTable({"a": statistics}), "mse")
+    with pytest.raises(CalibrationError, match="histogram"):
+        sketch(statistics)
 
 
 # ---- distributions --------------------------------------------------------------------------------------------------
@@ -227,11 +230,6 @@ def test_extremes_that_a_partial_histogram_missed() -> None:
     values = sketch(TensorStatistics(-50.0, 90.0, 5000, histogram=part.histogram))
     assert (values.low, values.high) == (-50.0, 90.0)
     assert values.total == pytest.approx(1000.4)
-
-
-def test_no_histogram_is_an_error() -> None:
-    with pytest.raises(CalibrationError, match="histogram"):
-        sketch(TensorStatistics(0.0, 1.0, 5))
 
 
 # ---- stock's methods -------------------------------------------------------------------------------------------------
@@ -352,14 +350,6 @@ def test_percentile_bound_on_any_distribution(
     assert below <= low <= max(above, data.min())
     assert data.min() <= low
     assert high <= data.max()
-
-
-def test_histogram_methods_do_not_depend_on_stride_or_order() -> None:
-    model, samples = one_node_model(), random_feeds(6, (40, 50))
-    a, b = (swept(model, s, ["y"], method="percentile", percentile=99.0) for s in (samples, samples[::-1]))
-    assert a.tensors["y"].histogram == b.tensors["y"].histogram
-    assert a.range_of("y") == b.range_of("y")
-    assert a.data_fingerprint == b.data_fingerprint
 
 
 def test_other_percentile_from_the_same_table() -> None:

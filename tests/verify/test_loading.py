@@ -59,17 +59,16 @@ def test_float_node_with_external_scales(tmp_path: Path) -> None:
     assert check_bias_alignment(onnx.load(path, load_external_data=False), base=tmp_path) == []
 
 
-def test_missing_external_data(model: onnx.ModelProto, tmp_path: Path) -> None:
+def test_missing_files(model: onnx.ModelProto, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
     (tmp_path / "model.data").unlink()
     with pytest.raises(VerificationError):
         verify_fusion(path)
-
-
-def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="does not exist"):
         verify_fusion(tmp_path / "none.onnx")
+    with pytest.raises(VerificationError):
+        verify_fusion(model, custom_op_libraries=[str(tmp_path / "none.so")])
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model at all", b"\x08\x0a"])
@@ -104,11 +103,6 @@ def test_custom_operator_library() -> None:
     found = verify_fusion(model, custom_op_libraries=[extensions.get_library_path()])
     assert one(found, "ai.onnx.contrib.Inverse").kernel == "ai.onnx.contrib.Inverse"
     assert one(found, "Gemm").integer
-
-
-def test_missing_custom_operator_library(model: onnx.ModelProto, tmp_path: Path) -> None:
-    with pytest.raises(VerificationError):
-        verify_fusion(model, custom_op_libraries=[str(tmp_path / "none.so")])
 
 
 def test_large_model_goes_through_a_file(

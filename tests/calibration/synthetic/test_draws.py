@@ -124,11 +124,6 @@ def test_photographs_look_natural() -> None:
     assert {int(images.min()), int(images.max())} == {0, 255}
 
 
-def test_photographs_of_any_size() -> None:
-    for height, width in ((1, 1), (3, 50), (17, 8)):
-        assert drawing.photograph(drawing.Draws(0), height, width).shape == (3, height, width)
-
-
 def test_sound_has_pauses_and_stays_within_bounds() -> None:
     sounds = [waveform(drawing.Draws(i), 16_000) for i in range(12)]
     loudest = [float(np.abs(s).max()) for s in sounds]
@@ -200,11 +195,12 @@ def maker_of(model: onnx.ModelProto, **options: Any) -> ImageMaker:
     return maker
 
 
-@pytest.mark.parametrize("size", [(1, 1), (5, 3), (16, 16), (48, 320), (96, 96)])
-def test_pages_of_any_size_repeat(size: tuple[int, int]) -> None:
-    pages = [drawing.page(drawing.Draws(0, i, "x"), *size) for i in range(3)]
-    assert all(p.shape == (3, *size) and p.dtype == np.uint8 for p in pages)
-    assert all(np.array_equal(p, drawing.page(drawing.Draws(0, i, "x"), *size)) for i, p in enumerate(pages))
+@pytest.mark.parametrize("draw", [drawing.page, drawing.photograph])
+@pytest.mark.parametrize("size", [(1, 1), (5, 3), (17, 8), (48, 320), (96, 96)])
+def test_pictures_of_any_size_repeat(size: tuple[int, int], draw: Any) -> None:
+    pictures = [draw(drawing.Draws(0, i, "x"), *size) for i in range(3)]
+    assert all(p.shape == (3, *size) and p.dtype == np.uint8 for p in pictures)
+    assert all(np.array_equal(p, draw(drawing.Draws(0, i, "x"), *size)) for i, p in enumerate(pictures))
 
 
 def test_a_page_is_the_same_on_every_platform() -> None:
@@ -245,14 +241,13 @@ def test_a_net_that_writing_excites_is_shown_it(monkeypatch: pytest.MonkeyPatch)
         assert 0 < sum(written[::every]) < 32 // every, "whoever takes every second sample gets some of both"
 
 
-def test_a_net_that_photographs_excite_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_that_photographs_excite_is_not_and_one_that_takes_lines_needs_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     brightness(monkeypatch, NATURAL)
     maker = maker_of(edges())
     assert not maker.writing
     assert "writing" not in maker.says
-
-
-def test_a_net_that_takes_lines_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model = edges(size=(32, 128))
     monkeypatch.setattr(pixels, "_excitement", lambda *_, writing, **__: ([1.1 if writing else 1.0], [1.0]))
     assert maker_of(model).writing
