@@ -84,11 +84,8 @@ def with_free_weights(call: Call, builder: Builder, build: Build, evaluator: Eva
         return builder, build
     target = replace(request.target, types=replace(request.target.types, largest_pair=None))
     wanted = replace(builder.request, target=target)
-    free = replace(
-        Builder.of(builder.prepared, wanted, builder.journal),
-        bodies=builder.bodies,
-        idle=builder.idle,
-    )
+    free = Builder.of(builder.prepared, wanted, builder.journal)
+    free = replace(free, bodies=builder.bodies, idle=builder.idle)
     made = free.build(build.table, build.keep_float, build.corrections)
     if not evaluator.score(made.quantized).beats(evaluator.score(build.quantized)):
         return builder, build

@@ -56,23 +56,14 @@ def with_static_shapes(loaded: LoadedModel, target: str) -> tuple[LoadedModel, t
         return loaded, ()
     proto = outside.copy_model(loaded.proto)
     names = {info.name for info in opened}
-    for info in proto.graph.input:
-        if info.name in names:
-            batch = info.type.tensor_type.shape.dim[0]
-            if batch.dim_param:
-                _set_everywhere(proto.graph, batch.dim_param, 1)
-            batch.dim_value = 1
+    symbols = {info.type.tensor_type.shape.dim[0].dim_param for info in opened} - {""}
+    for info in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for at, dim in enumerate(info.type.tensor_type.shape.dim):
+            if dim.dim_param in symbols or (at == 0 and info.name in names):
+                dim.dim_value = 1
     shown = ", ".join(f"'{info.name}' {_text(info)}" for info in opened)
     note = f"Target '{target}' takes static shapes alone: the batch is 1 in the file (inputs were {shown})."
     return replace(loaded, proto=proto), (note,)
-
-
-def _set_everywhere(graph: onnx.GraphProto, symbol: str, size: int) -> None:
-    """Gives a symbolic dimension its size, wherever the graph names it."""
-    for info in (*graph.input, *graph.output, *graph.value_info):
-        for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param == symbol:
-                dim.dim_value = size
 
 
 def _is_static(info: onnx.ValueInfoProto) -> bool:
@@ -191,10 +182,8 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
         if request.needs_wide_types and highest >= _WIDE_OPSET:
             bounds.insert(0, (_WIDE_OPSET, max(best, _WIDE_OPSET)))
         prepared = _prepared_at_first(prepare_at, bounds)
-        own, is_chosen = (
-            max(walk.opset_of(proto), _MIN_OPSET),
-            request.max_opset is not None or request.needs_wide_types,
-        )
+        own = max(walk.opset_of(proto), _MIN_OPSET)
+        is_chosen = request.max_opset is not None or request.needs_wide_types
         costs, table = request.target.costs, request.target
         if walk.opset_of(prepared.proto) <= own or is_chosen or (costs is None and table.min_opset > own):
             return prepared
