@@ -409,14 +409,8 @@ def layer_times(
             fix="leave it out, or name the float model",
         )
     source = SyntheticReader(model, samples=_PROFILED_FEEDS) if feeds is None else feeds
-    return running_layers(
-        model,
-        list(islice(sample_feeds(source), _PROFILED_FEEDS)),
-        threads=request.speed.threads,
-        budget_s=real("budget_s", budget_s, above=0),
-        custom_op_libraries=request.custom_op_libraries,
-        target=options.get("target"),
-    )
+    few, seconds = list(islice(sample_feeds(source), _PROFILED_FEEDS)), real("budget_s", budget_s, above=0)
+    return running_layers(model, request, few, budget_s=seconds, target=options.get("target"))
 
 
 def _previewed(model_input: Any, options: Mapping[str, Any]) -> Request:

@@ -229,11 +229,7 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
     )
 
 
-def find_ranges(
-    call: Call,
-    drafted: Builder,
-    builder: Builder,
-) -> CalibrationTable:
+def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
     """The ranges of the weights as they came: from the table where there is one, else they go there.
 
     Args:

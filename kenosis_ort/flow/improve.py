@@ -183,10 +183,7 @@ _ENOUGH: Final = 24
 
 
 def with_weight_passes(
-    call: Call,
-    drafted: Builder,
-    builder: Builder,
-    table: CalibrationTable,
+    call: Call, drafted: Builder, builder: Builder, table: CalibrationTable
 ) -> tuple[Builder, CalibrationTable]:
     """Builder and ranges with weights changed for integers, where that is better on calibration samples.
 

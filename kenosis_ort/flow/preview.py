@@ -36,7 +36,6 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
 from kenosis_ort.storage.writing import write_text
-from kenosis_ort.targets import Target
 from kenosis_ort.verify import verify_fusion
 
 Source = str | os.PathLike[str] | onnx.ModelProto
@@ -58,27 +57,21 @@ def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
 
 
 def running_layers(
-    source: Source,
-    feeds: Sequence[Mapping[str, Any]],
-    *,
-    threads: int,
-    budget_s: float,
-    custom_op_libraries: Sequence[str],
-    target: str | Target | None,
+    source: Source, request: Request, feeds: Sequence[Mapping[str, Any]], *, budget_s: float, target: Any
 ) -> tuple[LayerTime, ...]:
     """The layers of a quantized model as the runtime runs them, measured.
 
     Args:
         source: The quantized model, of any origin.
+        request: Of the call: its threads and libraries.
         feeds: What it is run on.
-        threads: Threads of a session.
         budget_s: Seconds of running.
-        custom_op_libraries: Libraries with custom operators to register.
         target: Whose runtime is asked; None for the one that the file says.
     """
-    fusion = verify_fusion(source, custom_op_libraries=custom_op_libraries, threads=threads, target=target)
+    threads, libraries = request.speed.threads, request.custom_op_libraries
+    fusion = verify_fusion(source, custom_op_libraries=libraries, threads=threads, target=target)
     times = profile_in_fresh_sessions(
-        source, feeds, threads=threads, runs=_RUNS, budget_s=budget_s, custom_op_libraries=custom_op_libraries
+        source, feeds, threads=threads, runs=_RUNS, budget_s=budget_s, custom_op_libraries=libraries
     )
     return layer_times(fusion, {}, None, OpTimes((), times, threads, _RUNS))
 
@@ -184,12 +177,7 @@ def plan_only(source: Source, request: Request) -> PlacementPlan:
 
 
 def calibrate_only(
-    source: Source,
-    request: Request,
-    reader: CalibrationDataReader,
-    *,
-    keep_samples: bool,
-    resume: bool = False,
+    source: Source, request: Request, reader: CalibrationDataReader, *, keep_samples: bool, resume: bool = False
 ) -> CalibrationTable:
     """Collects the statistics that quantization needs, and writes them to the request's cache path if it has one.
 

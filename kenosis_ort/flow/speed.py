@@ -297,10 +297,7 @@ def delivered(
     for cannot, why in (
         (request.target.hooks.time is None, f"Not timed: {request.target.unasked}."),
         (elsewhere, "Not timed: the file is laid out for another machine than this one."),
-        (
-            request.format in EXPORT_FORMATS,
-            f"Not timed against the float model: {explicit} says what is quantized.",
-        ),
+        (request.format in EXPORT_FORMATS, f"Not timed against the float model: {explicit} says what is quantized."),
     ):
         if cannot:
             call.notes.append(why)

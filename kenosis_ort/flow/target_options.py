@@ -29,11 +29,7 @@ from kenosis_ort.tuning.measure import pays
 
 
 def serve(
-    target: Target,
-    types: DataTypes,
-    activation: stock.QuantType,
-    weight: stock.QuantType,
-    given: Mapping[str, Any],
+    target: Target, types: DataTypes, activation: stock.QuantType, weight: stock.QuantType, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The extra options that the target sets where the caller gave none.
 
@@ -68,9 +64,7 @@ def not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Se
     """The error for a data type that a target does not take."""
     names = ", ".join(f"QuantType.{known.name}" for known in stock.QuantType if known.tensor_type in taken)
     return OptionError(
-        f"target '{target.name}' does not take {what}: {types.why}",
-        where=where,
-        fix=f"leave it out, or pass {names}",
+        f"target '{target.name}' does not take {what}: {types.why}", where=where, fix=f"leave it out, or pass {names}"
     )
 
 
