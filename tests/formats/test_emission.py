@@ -31,11 +31,10 @@ def net() -> onnx.ModelProto:
     net = models.Net(seed=5)
     x = net.input("x", [1, 3, 12, 12])
     a = net.op("Relu", [net.conv(x, 3, 8, name="stem")])
-    b = net.op("Clip", [net.conv(a, 8, 8, name="second"), net.const(0.0), net.const(6.0)])
+    b = net.op("Clip", [net.conv(a, 8, 8, name="second"), 0.0, 6.0])
     c = net.op("Add", [a, net.conv(b, 8, 8, name="third")])
     pooled = net.op("Flatten", [net.op("GlobalAveragePool", [net.op("Relu", [c])])])
-    net.output(net.op("Gemm", [pooled, net.weight((8, 4)), net.const(np.zeros(4))], name="head"), [1, 4])
-    return net.model("bits")
+    return net.of(net.op("Gemm", [pooled, net.weight((8, 4)), np.zeros(4)], name="head"))
 
 
 def written(tmp_path: Path, **options: Any) -> onnx.ModelProto:

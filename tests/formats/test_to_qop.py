@@ -65,11 +65,9 @@ def test_every_operator_of_a_net_is_one_of_integers() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rank", [2, 3])
 def test_products_with_quantized_and_float_output(rank: int, bias: bool) -> None:
-    shape = [4, 16] if rank == 2 else [1, 4, 16]
-    net = models.Net(seed=3)
-    hidden = net.op("Relu", [net.linear(net.input("x", shape), 16, 16, bias=bias)])
-    net.output(net.linear(hidden, 16, 8, bias=bias), [*shape[:-1], 8])
-    done = planning.quantize(net.model("products"))
+    net = models.Net.over([4, 16] if rank == 2 else [1, 4, 16], seed=3)
+    hidden = net.op("Relu", [net.linear("x", 16, 16, bias=bias)])
+    done = planning.quantize(net.of(net.linear(hidden, 16, 8, bias=bias)))
     qop = to_qop(done.quantized)
     check_same(done.quantized, qop, done.feeds)
     found = operators(qop)
@@ -84,11 +82,10 @@ def test_a_clip_of_integers_follows_the_operator() -> None:
 
 
 def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
-    net = models.Net(seed=1)
-    out = net.op("Relu", [net.conv(net.input("x", [1, 3, 6, 6]), 3, 4)])
-    net.output(net.conv(out, 4, 2, out="y"), [1, 2, 6, 6])
-    done = planning.quantize(net.model("relu"), protect_outputs="int8")
-    grid = next(t.quantize for t in quantizers_of(done.quantized) if t.real.startswith("relu"))
+    text = """(float[1,3,6,6] x) => (y) <float[4,3,1,1] w, float[4] b, float[2,4,1,1] v>
+        { c = Conv (x, w, b) relu = Relu (c) y = Conv (relu, v) }"""
+    done = planning.quantize(text, protect_outputs="int8")
+    grid = next(t.quantize for t in quantizers_of(done.quantized) if t.real == "relu")
     quantized = changed(done.quantized, **{grid.input[2]: lambda _: 7})
     qop = to_qop(quantized)
     assert (operators(qop)["Relu"], operators(qop)["Conv"]) == (1, 1)

@@ -94,11 +94,10 @@ def test_means_of_the_float_model_are_computed_once_for_the_same_samples() -> No
 
 
 def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
-    net = Net(seed=1)
-    y = net.conv(net.op("Abs", [net.input("x", [1, 4, 8, 8])]), 4, 8, name="a")
-    top = net.op("ReduceMax", [y], axes=[0, 2, 3], keepdims=1)
-    net.output(net.conv(net.op("Sub", [y, top]), 8, 4, k=1, name="b"))
-    model = planning.prepared(net.model())
+    text = """(float[1,4,8,8] x) => (y) <float[8,4,3,3] a_w, float[8] a_b, float[4,8,1,1] b_w, float[4] b_b> {
+        p = Abs (x) [a] c = Conv <pads = [1,1,1,1]> (p, a_w, a_b) top = ReduceMax <axes = [0,2,3], keepdims = 1> (c)
+        d = Sub (c, top) [b] y = Conv (d, b_w, b_b) }"""
+    model = planning.prepared(planning.parse(text))
     bad, feeds = damaged(model, "b"), models.feeds(model, 6)
     with counted() as counts:
         shifts = bias_shifts(model, bad, feeds, nodes={"b"}, threads=1)
@@ -114,10 +113,9 @@ def test_equal_models_need_no_shift() -> None:
 
 
 def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
-    net = Net()
-    y = net.linear(net.input("x", ["n", 6]), 6, 8, name="m")
-    net.output(net.gemm(net.op("Relu", [y]), 8, 4, name="g"))
-    model = planning.prepared(net.model())
+    text = """(float[n,6] x) => (y) <float[6,8] m_w, float[8] m_b, float[8,4] g_w, float[4] g_b>
+        { [m] m = MatMul (x, m_w) a = Add (m, m_b) r = Relu (a) [g] y = Gemm (r, g_w, g_b) }"""
+    model = planning.prepared(planning.parse(text))
     bad = damaged(model, "m")
     feeds = [{"x": np.abs(f["x"])} for f in models.feeds(model, 8, dims={"n": 4})]
     assert set(bias_shifts(model, bad, feeds, threads=1)) == {"m", "g"}
@@ -127,12 +125,9 @@ def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
 
 
 def test_every_layer_gets_a_bias_of_its_own() -> None:
-    net = Net()
-    y, shared = net.input("x", ["n", 4, 6, 6]), net.const(np.ones(4, np.float32), "shared")
-    for name in "ab":
-        y = net.op("Conv", [y, net.weight((4, 4, 1, 1)), shared], name=name)
-    net.output(net.conv(y, 4, 4, bias=False, name="c"))
-    model = planning.prepared(net.model())
+    text = """(float[n,4,6,6] x) => (y) <float[4,4,1,1] u, float[4,4,1,1] v, float[4,4,1,1] w, float[4] shared>
+        { [a] p = Conv (x, u, shared) [b] q = Conv (p, v, shared) [c] y = Conv (q, w) }"""
+    model = planning.prepared(planning.parse(text))
     result = with_biases(model)
     assert len({node.input[2] for node in result.graph.node}) == 3
     assert noise(model, result, models.feeds(model, 2)) == 0.0
@@ -141,9 +136,8 @@ def test_every_layer_gets_a_bias_of_its_own() -> None:
 
 
 def test_gemm_with_beta_moves_by_the_shift() -> None:
-    net = Net()
-    net.output(net.gemm(net.input("x", ["n", 4]), 4, 3, name="g", beta=0.5))
-    model = planning.prepared(net.model())
+    text = "(float[n,4] x) => (y) <float[4,3] w, float[3] b> { [g] y = Gemm <beta = 0.5> (x, w, b) }"
+    model = planning.prepared(planning.parse(text))
     feeds, moved = models.feeds(model, 2), corrected(model, {"g": np.array([1.0, 2.0, 3.0])})
     np.testing.assert_allclose(means(moved, feeds) - means(model, feeds), [1, 2, 3], rtol=1e-5)
 

@@ -12,7 +12,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import QuantizationReport
 from tests import models
-from tests.flow.support import initializers, proof, quantized, run
+from tests.flow.support import changed, initializers, proof, quantized, run
 from tests.models import Net
 
 
@@ -23,8 +23,7 @@ def net_of_convs() -> onnx.ModelProto:
     y = net.op("Relu", [net.conv(y, 64, 64, name="deep")], name="r1")
     y = net.op("Conv", [y, net.weight((64, 1, 3, 3), name="dw")], name="depthwise", group=64, pads=[1] * 4)
     y = net.op("Relu", [net.conv(y, 64, 16, name="narrow")], name="r2")
-    net.output(net.gemm(net.op("Flatten", [y], name="flat"), 16 * 144, 64, name="head"), [1, 64])
-    return net.model()
+    return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * 144, 64, name="head"))
 
 
 def on_tiles(out: Path, **options: Any) -> QuantizationReport:
@@ -56,12 +55,8 @@ def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
 def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     with_tiles, without = tmp_path / "tiles.onnx", tmp_path / "direct.onnx"
     on_tiles(with_tiles, **options)
-    model = onnx.load(with_tiles)
-    for tensor in model.graph.initializer:  # the same weights, stored as they are
-        if tensor.name in ("deep_w_quantized", "deep_w_zero_point"):
-            raised = onnx.numpy_helper.to_array(tensor) + np.int8(1)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(np.asarray(raised, np.int8), tensor.name))
-    onnx.save(model, without)
+    raised = dict.fromkeys(("deep_w_quantized", "deep_w_zero_point"), lambda w: w + np.int8(1))
+    onnx.save(changed(onnx.load(with_tiles), **raised), without)  # the same weights, stored as they are
     assert zero_points(without)["deep"] == {0}
     feeds = models.feeds(net_of_convs(), 4)
     for a, b in zip(run(with_tiles, feeds), run(without, feeds), strict=True):
@@ -71,10 +66,7 @@ def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) ->
 @pytest.mark.parametrize("weights", [np.full((64, 64, 3, 3), -1.0), np.ones((64, 64, 3, 3))])
 def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
     """Alike weights of one sign: two of them stored one lower sum to what 16 bits hold."""
-    model = net_of_convs()
-    for tensor in model.graph.initializer:
-        if tensor.name == "deep_w":
-            tensor.CopyFrom(onnx.numpy_helper.from_array(weights.astype(np.float32), "deep_w"))
+    model = changed(net_of_convs(), deep_w=lambda _: weights)
     quantized(model, tmp_path / "out.onnx", tune="model", host="amx")
     held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
     assert set(np.unique(held)) <= {-64, 62}

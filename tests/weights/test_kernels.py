@@ -152,10 +152,8 @@ def test_any_shape(rows: int, columns: int, lines: int, seed: int, transposed: b
 
 
 def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
-    net = models.Net(seed=seed)
-    ids = net.input("ids", [4], TensorProto.INT64)
-    net.output(net.op("Gather", [net.weight((rows, width), scale=1.0, name="table"), ids], name="look"), [4, width])
-    return net.model()
+    text = f"(int64[4] ids) => (y) <float[{rows},{width}] table> {{ [look] y = Gather (table, ids) }}"
+    return parse(text, seed=seed)
 
 
 @given(

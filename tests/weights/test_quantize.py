@@ -23,8 +23,7 @@ def decoder(width: int = 64, rows: int = 50, seed: int = 0) -> onnx.ModelProto:
     for i in range(3):
         y = net.op("Relu", [net.linear(x, width, width, name=f"layer{i}")])
         x = net.op("Add", [x, y])
-    net.output(net.op("MatMul", [x, net.weight((width, rows), name="head_w")], name="head"), [1, 6, rows])
-    return net.model("decoder")
+    return net.of(net.op("MatMul", [x, net.weight((width, rows), name="head_w")], name="head"))
 
 
 def feeds(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
