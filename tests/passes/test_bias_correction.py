@@ -42,8 +42,7 @@ def chain(act: str) -> onnx.ModelProto:
     y = net.op("Abs", [net.input("x", ["n", 4, 8, 8])])
     for at, name in enumerate(LAYERS):
         y = ACTIVATIONS[act](net, net.conv(y, 8 if at else 4, 8, name=name))
-    net.output(net.conv(y, 8, 4, k=1, name="last"))
-    return planning.prepared(net.model())
+    return planning.prepared(net.of(net.conv(y, 8, 4, k=1, name="last")))
 
 
 def corrected(model: onnx.ModelProto, shifts: Any) -> onnx.ModelProto:

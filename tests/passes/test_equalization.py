@@ -68,8 +68,7 @@ def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 
         y = net.conv(y, 8, 8, groups=groups, name="b")
     else:
         y = net.op("ConvTranspose", [y, net.weight((8, 3, 3, 3), name="b_w")], name="b", group=groups)
-    net.output(y)
-    return planning.prepared(spread(net.model(), "a_w", axis=0 if first in ("gemm", "conv") else 1, seed=seed))
+    return planning.prepared(spread(net.of(y), "a_w", axis=0 if first in ("gemm", "conv") else 1, seed=seed))
 
 
 @given(
@@ -136,8 +135,7 @@ def test_depthwise_triple_keeps_its_function_and_quantizes_better() -> None:
     net = Net(seed=3)
     y = net.op("Relu", [net.conv(net.input("x", ["n", 4, 8, 8]), 4, 8, k=1, name="a")])
     y = net.op("Relu", [net.conv(y, 8, 8, groups=8, name="b")])
-    net.output(net.conv(y, 8, 4, k=1, name="c"))
-    model = net.model()
+    model = net.of(net.conv(y, 8, 4, k=1, name="c"))
     for seed, (first, second, axis) in enumerate((("a", "b", 0), ("b", "c", 1))):
         for name in (f"{first}_w", f"{first}_b"):
             model = spread(model, name, axis=0, seed=seed)
@@ -183,6 +181,5 @@ def test_what_others_need_is_not_touched(case: str) -> None:
     z = net.conv(y, 8, 8, name="b")
     if case == "shared weight":
         z = net.op("Conv", [net.op("Relu", [z]), "b_w"], name="c", pads=[1, 1, 1, 1])
-    net.output(z)
-    model = planning.prepared(spread(net.model(), "a_w", axis=0))
+    model = planning.prepared(spread(net.of(z), "a_w", axis=0))
     assert equalize(model, nodes={"b"} if case == "excluded" else None).pairs == ()

@@ -47,8 +47,7 @@ def one_layer(kind: str, *, groups: int = 1, stride: int = 1, pads: int = 1, dil
         inputs = [net.input("x", ["n", 8, 9, 11]), net.weight((8, 8 // groups, 3, 3), name="a_w"), np.zeros(8)]
         how = {"group": groups, "strides": [stride] * 2, "dilations": [dilation] * 2, "pads": [pads] * 4}
         y = net.op("ConvTranspose" if kind == "transposed" else "Conv", inputs, name="a", **how)
-    net.output(y)
-    return planning.prepared(net.model())
+    return planning.prepared(net.of(y))
 
 
 def dequantized(model: onnx.ModelProto, outcome: planning.Outcome) -> onnx.ModelProto:
@@ -91,8 +90,7 @@ def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing() -> 
     assert learned(planning.quantize(conv, feeds=smooth_feeds(conv, 4)), [], nodes=()).gains == {}
     net = Net()
     y = net.op("Relu", [net.conv(net.input("x", ["n", 8, 6, 6]), 8, 8, name="a")])
-    net.output(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1]))
-    shared = planning.prepared(net.model())
+    shared = planning.prepared(net.of(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1])))
     assert learned(planning.quantize(shared, feeds=smooth_feeds(shared, 4)), smooth_feeds(shared, 4)).gains == {}
 
 
