@@ -168,7 +168,6 @@ def test_every_error_says_what_to_do() -> None:
     trees = {
         file.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
         for file in PACKAGE.rglob("*.py")
-        if "calibration" not in file.parts
     }
     known = {"KenosisError"}
     classes = [node for nodes in trees.values() for node in nodes if isinstance(node, ast.ClassDef)]
@@ -177,7 +176,7 @@ def test_every_error_says_what_to_do() -> None:
     calls = [(file, node) for file, nodes in trees.items() for node in nodes if isinstance(node, ast.Call)]
     made = [(file, ast.unparse(call.func).removeprefix("errors."), call) for file, call in calls]
     made = [(file, name, call) for file, name, call in made if name in known]  # not argparse.ArgumentTypeError, for one
-    assert len(made) > 250
+    assert len(made) > 350
     without = {(f, name): call.lineno for f, name, call in made if not any(k.arg == "fix" for k in call.keywords)}
     assert {key: line for key, line in without.items() if key not in WITHOUT_A_FIX} == {}
     assert without.keys() == WITHOUT_A_FIX.keys()
