@@ -211,20 +211,15 @@ _UNSTABLE = 0.3  # spread of a range over seeds beyond which the report says so
 
 def trust_summary(trust: CalibrationTrust) -> TrustSummary:
     """The trust as the report shows it, the least stable tensors first."""
-    tensors = sorted(trust.tensors.items(), key=lambda item: -item[1].spread)
+    tensors, changes = sorted(trust.tensors.items(), key=lambda t: -t[1].spread), "its range changes with the seed"
     return TrustSummary(
         verdict=trust.verdict.value,
         reason="; ".join(trust.causes) or "every range is bounded by the net or the same for every seed",
         source="mixed" if trust.real_samples else "synthetic",
         advice="; ".join(trust.supply),
         tensors=tuple(
-            TensorTrust(
-                name,
-                found.source.value,
-                1.0 - min(found.spread, 1.0),
-                "its range changes with the seed" if found.spread > _UNSTABLE else "",
-            )
-            for name, found in tensors
+            TensorTrust(name, t.source.value, 1.0 - min(t.spread, 1.0), changes if t.spread > _UNSTABLE else "")
+            for name, t in tensors
         ),
     )
 
@@ -245,10 +240,8 @@ def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTa
         config = calibration_config(builder.request)
         cached = cache.table_for(builder.prepared.proto, builder.tensors, config, data)
     if cached is not None:
-        if cached.made_up:
-            call.notes.append(
-                "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
-            )
+        made_up = "The ranges are of made-up samples; the run that wrote the cache reported how far to trust them."
+        call.notes += [made_up] if cached.made_up else []
         return cached
     table = _collected(call, drafted, builder)
     if cache is None:
