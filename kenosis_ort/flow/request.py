@@ -109,16 +109,10 @@ class Request:
     def with_stock_placement(self, why: str) -> Request:
         """The request with stock's placement: weights by tensor, and of 7 bits for kernels that add pairs in int16."""
         seven_bits = self.types.largest_pair is not None and self.weight_type == QuantType.QInt8
-        default = {"per_channel": False, "reduce_range": seven_bits}
+        default: dict[str, Any] = {"per_channel": False, "reduce_range": seven_bits}
         open_ones = {name: value for name, value in default.items() if not self.is_explicit(name)}
         choices = {name: OptionChoice(value, "stock default") for name, value in open_ones.items()}
-        return replace(
-            self,
-            stock_reason=why,
-            per_channel=open_ones.get("per_channel", self.per_channel),
-            reduce_range=open_ones.get("reduce_range", self.reduce_range),
-            choices={**self.choices, **choices},
-        )
+        return replace(self, stock_reason=why, choices={**self.choices, **choices}, **open_ones)
 
     def rewrites_with(self, rule: Callable[..., Any]) -> bool:
         """Whether the caller allows a rewrite."""

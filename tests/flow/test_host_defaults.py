@@ -53,30 +53,24 @@ def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend)
     assert files[0] == files[1]
 
 
-def test_the_caller_overrules_the_host(tmp_path: Path, pretend: Pretend) -> None:
-    pretend(NO_VNNI)
-    given = {"reduce_range": False, "per_channel": False, "activation_type": QuantType.QUInt8}
-    made = make(models.residual_block(), tmp_path, **given)
-    assert {name: chosen(made.report)[name] for name in given} == {n: (value, "caller") for n, value in given.items()}
-    assert np.abs(made.held["conv1_w_quantized"]).max() > 64
-    assert made.held["conv1_w_scale"].shape == ()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"weight_type": QuantType.QUInt8}, {"per_channel": (False, "host default")}),
         ({"activation_type": QuantType.QUInt8.tensor_type.real}, {"activation_type": (QuantType.QUInt8, "caller")}),
         (
+            {"reduce_range": True, "per_channel": False},
+            {"reduce_range": (True, "caller"), "per_channel": (False, "caller")},
+        ),
+        (
             {"stages": Stages.none()},
             {
                 "activation_type": (QuantType.QInt8, "stock default"),
-                "per_channel": (False, "stock default"),
-                "reduce_range": (False, "stock default"),
+                **dict.fromkeys(("per_channel", "reduce_range"), (False, "stock default")),
             },
         ),
     ],
-    ids=["uint8 weights", "raw element types", "without stages"],
+    ids=["uint8 weights", "raw element types", "said", "without stages"],
 )
 def test_other_defaults(tmp_path: Path, options: dict[str, Any], said: dict[str, Any]) -> None:
     found = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", **options))
