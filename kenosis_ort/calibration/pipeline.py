@@ -72,7 +72,8 @@ class Generation:
         tokens: What the next decoder reads, [batch, positions]; None before the first.
         seen: Tokens in the cache.
         began: A decoder has run.
-        is_behind_encoder: The first piece was an encoder.
+        is_behind_encoder: The first piece was an encoder, which reads no tokens of ours.
+        encoded: Its outputs.
     """
 
     sample: Values
@@ -83,7 +84,7 @@ class Generation:
     seen: int = 0
     began: bool = False
     is_behind_encoder: bool = False
-    _first: dict[str, Array] = field(default_factory=dict)
+    encoded: Values = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -144,13 +145,10 @@ class Generation:
             return None
         if self.tokens is not None:
             return self.tokens
-        if not self.is_behind_encoder:
-            self.tokens = self.sample.get(names[0])
-        elif names[0] != "input_ids" and names[0] in self.sample:
-            self.tokens = self.sample[names[0]]
-        elif "decoder_input_ids" in self.sample:
-            self.tokens = self.sample["decoder_input_ids"]
-        elif self.start is not None:
+        # Behind an encoder "input_ids" of the sample are those of the encoder.
+        own = [n for n in (names[0], "decoder_input_ids") if n != "input_ids"] if self.is_behind_encoder else names[:1]
+        self.tokens = next((self.sample[name] for name in own if name in self.sample), None)
+        if self.tokens is None and self.is_behind_encoder and self.start is not None:
             self.tokens = np.full((self.batch, 1), self.start, np.int64)
         if self.tokens is None:
             raise CalibrationError(
@@ -206,14 +204,8 @@ class Generation:
         if short != spec.name and short in self.sample:
             return self.sample[short]
         rank = None if spec.shape is None else len(spec.shape)
-        alike = [v for v in self._first.values() if v.dtype == spec.dtype and v.ndim == (rank or 3)]
+        alike = [v for v in self.encoded.values() if v.dtype == spec.dtype and v.ndim == (rank or 3)]
         return alike[0] if len(alike) == 1 else None
-
-    def behind_encoder(self, outputs: Values) -> None:
-        """Takes the outputs of the first piece in, which reads no tokens of ours."""
-        self.is_behind_encoder = True
-        self._first = dict(outputs)
-        self.values.update(outputs)
 
     def _empty(self, spec: InputSpec) -> Array | None:
         if spec.shape is None or spec.dtype is None:
@@ -315,8 +307,7 @@ class PipelineReader:
     ) -> None:
         self._tokens = whole("tokens", tokens, least=1)
         self._start, self._stop = start_token, stop_token
-        self._choose = choose or greedy
-        self._run = run
+        self._choose, self._run = choose or greedy, run
         settings = SessionSettings((), tuple(custom_op_libraries), threads)
         self._pieces = {name: _opened(name, model, settings) for name, model in mapping("models", models).items()}
         if not self._pieces:
@@ -364,20 +355,17 @@ class PipelineReader:
                     )
 
     def _generated(self, wanted: str) -> Iterator[dict[str, Any]]:
-        """Yields what a piece gets, sample by sample."""
+        """Yields what a piece gets, sample by sample; what lies behind its last feed does not run."""
+        steps = [*self._order, *[self._order[-1]] * (self._tokens - 1)]
+        end = max(at for at, piece in enumerate(steps) if piece.name == wanted)
         for number, sample in enumerate(self._samples):
             state = Generation(sample, self._start)
-            yield from (feed for name, feed in self._walk(state, wanted, number) if name == wanted)
-
-    def _walk(self, state: Generation, wanted: str, sample: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields which piece gets what, for one sample; what lies behind the last feed of a piece does not run."""
-        for piece in self._order:
-            rounds = self._tokens if piece is self._order[-1] else 1
-            for step in range(rounds):
-                feed = self._fed(state, piece, sample)
-                yield piece.name, feed
-                if (piece.name == wanted and step + 1 == rounds) or not self._step(state, piece, feed, sample):
-                    return
+            for at, piece in enumerate(steps[: end + 1]):
+                feed = self._fed(state, piece, number)
+                if piece.name == wanted:
+                    yield feed
+                if at == end or not self._step(state, piece, feed, number):
+                    break
 
     def _is_encoder(self, piece: _Piece) -> bool:
         return piece is self._order[0] and len(self._order) > 1 and not self._cache_outputs[piece.name]
@@ -393,7 +381,8 @@ class PipelineReader:
         """Runs a piece; tells whether its sequences go on."""
         outputs = piece.run(feed, sample)
         if self._is_encoder(piece):
-            state.behind_encoder(outputs)
+            state.is_behind_encoder, state.encoded = True, outputs
+            state.values.update(outputs)
             return True
         chosen = np.asarray(self._choose(outputs))
         if chosen.ndim != 2 or chosen.dtype.kind not in "iu":
@@ -430,16 +419,12 @@ def _caches(pieces: Sequence[_Piece]) -> tuple[dict[str, dict[str, str]], dict[s
     made = {state_stem(value.name): value for piece in pieces for value in piece.outputs}
     inputs: dict[str, dict[str, str]] = {}
     for piece in pieces:
-        stems = {value.name: state_stem(value.name) for value in piece.inputs}
+        stems = [state_stem(value.name) for value in piece.inputs]
         inputs[piece.name] = {
             value.name: stem
-            for value in piece.inputs
-            if (stem := stems[value.name]) in made
-            and stem
-            and list(stems.values()).count(stem) == 1
-            and value.name != made[stem].name
-            and value.name not in TOKEN_INPUTS
-            and alike(value, made[stem])
+            for value, stem in zip(piece.inputs, stems, strict=True)
+            if stem and stem in made and stems.count(stem) == 1 and value.name not in (made[stem].name, *TOKEN_INPUTS)
+            if alike(value, made[stem])
         }
     read = {stem for found in inputs.values() for stem in found.values()}
     outputs = {p.name: {v.name: s for v in p.outputs if (s := state_stem(v.name)) in read} for p in pieces}
