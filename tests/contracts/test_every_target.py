@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
 from kenosis_ort import Stages, preview, quantize_static, verify_fusion
-from kenosis_ort.errors import OptionError
+from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import configured, open_session
 from kenosis_ort.targets import TARGETS, Target
@@ -105,6 +106,28 @@ def test_what_an_override_may_not_ask(target: str, weight: bool, entry: dict[str
     overrides = {"TensorQuantOverrides": {name: [entry]}}
     with pytest.raises(OptionError, match=f"target '{target}' takes? .*'{name}'|not take .*'{name}'"):
         quantize_static(model, "never.onnx", reader, target=target, extra_options=overrides)
+
+
+@pytest.mark.parametrize(
+    ("target", "said", "words"),
+    [
+        ("onednn", {"weight_type": QuantType.QUInt8}, "weight_type"),
+        ("qnn", {"activation_type": QuantType.QInt8}, "target 'qnn' does not take"),
+        ("qnn", {"weight_type": QuantType.QInt16}, "target 'qnn' does not take"),
+        ("tensorrt", {"activation_type": QuantType.QUInt8}, "int8 with zero point 0 alone"),
+        ("tensorrt", {"weight_type": QuantType.QUInt8}, "int8 with zero point 0 alone"),
+    ],
+)
+def test_types_without_kernels_are_refused_before_calibration(target: str, said: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        quantize_static(models.residual_block(), "never.onnx", models.FeedReader([]), target=target, **said)
+
+
+@pytest.mark.parametrize("module", ["onednn.openvino_proof", "ort_web", "qnn.htp_proof"])
+def test_libraries_of_operators_for_onnxruntime_are_refused_elsewhere(module: str) -> None:
+    prove = importlib.import_module(f"kenosis_ort.targets.{module}").prove
+    with pytest.raises(VerificationError, match="leave custom_op_libraries out"):
+        prove(models.mlp(), custom_op_libraries=["lib.so"])
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "arm", "ort-web"])

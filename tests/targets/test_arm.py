@@ -7,34 +7,28 @@ from __future__ import annotations
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantType
 
 from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
-from kenosis_ort import preview, quantize_static
+from kenosis_ort import preview
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from tests import models
 from tests.models import Net
+from tests.targets.files import DQ, Q, Written
 
 PYTHON = os.environ.get("KENOSIS_ARM_PYTHON", "")
 there = pytest.mark.skipif(not PYTHON, reason="KENOSIS_ARM_PYTHON names no Python on Arm")
 
 
-def quantized(model: onnx.ModelProto, out: Path, **options: object) -> onnx.ModelProto:
-    options = {"recipe": "plain", "promise": False, **options}
-    quantize_static(model, out, models.reader(model, 4), target="arm", **options)  # type: ignore[arg-type]
-    return onnx.load(out)
-
-
-def quantized_types(model: onnx.ModelProto) -> set[int]:
-    held = {t.name: t.data_type for t in model.graph.initializer}
-    return {held[n.input[2]] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+written = partial(Written, target="arm")
 
 
 def branches() -> onnx.ModelProto:
@@ -59,14 +53,12 @@ def norm_in_parts() -> onnx.ModelProto:
 
 
 def test_activations_are_int8_with_one_pair_for_all_readers(tmp_path: Path) -> None:
-    model = quantized(branches(), tmp_path / "out.onnx")
-    assert quantized_types(model) == {TensorProto.INT8}
+    assert written(branches(), tmp_path).types == {"int8"}
     assert preview(branches(), target="arm").splits == {}
 
 
 def test_uint8_weights_go_with_uint8_activations(tmp_path: Path) -> None:
-    model = quantized(branches(), tmp_path / "out.onnx", weight_type=QuantType.QUInt8)
-    assert quantized_types(model) == {TensorProto.UINT8}
+    assert written(branches(), tmp_path, weight_type=QuantType.QUInt8).types == {"uint8"}
 
 
 def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
@@ -75,13 +67,9 @@ def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    feeds = models.feeds(model, 4)
-    quantize_static(model, tmp_path / "out.onnx", models.FeedReader(feeds), target="arm", recipe="plain", promise=False)
-    written = onnx.load(tmp_path / "out.onnx")
-    scales = {n.input[1] for n in written.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")}
-    held = {t.name: t.data_type for t in written.graph.initializer}
-    assert scales
-    assert {held[name] for name in scales} == {TensorProto.FLOAT}
+    made = written(model, tmp_path)
+    scales = [made.constants[n.input[1]] for n in made.model.graph.node if n.op_type in (Q, DQ)]
+    assert {scale.dtype.name for scale in scales} == {"float32"}
 
 
 @pytest.mark.skipif(is_arm(os.uname().machine), reason="asked and timed on Arm itself")
@@ -97,8 +85,7 @@ def test_rule_arm_norm_stays_in_parts() -> None:
 
 @there
 def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
-    path = tmp_path / "out.onnx"
-    quantized(branches(), path)
+    path = written(branches(), tmp_path).path
     save_feeds(path, models.feeds(branches(), 1))
     kernels = prove_there(PYTHON, [path])[str(path)]["kernels"]
     assert [name for name in ("stem", "a", "b", "last") if not kernels[name][2]] == []
@@ -106,23 +93,13 @@ def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
 
 @there
 def test_rule_arm_float16_refused(tmp_path: Path) -> None:
-    weight = numpy_helper.from_array(np.ones((8, 3, 3, 3), np.int8), "w")
-    step, zero = numpy_helper.from_array(np.float16(0.1), "s"), numpy_helper.from_array(np.int8(0), "z")
-    pairs = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-        helper.make_node("DequantizeLinear", ["w", "s", "z"], ["v"]),
-        helper.make_node("Conv", ["d", "v"], ["c"]),
-        helper.make_node("QuantizeLinear", ["c", "s", "z"], ["r"]),
-        helper.make_node("DequantizeLinear", ["r", "s", "z"], ["y"]),
-    ]
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape)
-        for name, shape in (("x", [1, 3, 8, 8]), ("y", [1, 8, 6, 6]))
-    )
-    graph = helper.make_graph(pairs, "g", [x], [y], [weight, step, zero])
-    path = tmp_path / "half.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), path)
+    text = """<ir_version: 9, opset_import: ["" : 19]> g (float16[1,3,8,8] x) => (float16[1,8,6,6] y) {
+      q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) v = DequantizeLinear (w, s, z) c = Conv (d, v)
+      r = QuantizeLinear (c, s, z) y = DequantizeLinear (r, s, z) }"""
+    model, path = onnx.parser.parse_model(text), tmp_path / "half.onnx"
+    for name, array in (("w", np.ones((8, 3, 3, 3), np.int8)), ("s", np.float16(0.1)), ("z", np.int8(0))):
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(model, path)
     code = f"import onnxruntime as o; o.InferenceSession({str(path)!r}, providers=['CPUExecutionProvider'])"
     done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -140,6 +117,4 @@ def test_files_made_here_run_there_with_the_predicted_kernels(tmp_path: Path) ->
 
 def test_what_x86_64_does_to_int8_values_is_switched_off_where_files_are_judged(tmp_path: Path) -> None:
     """The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm."""
-    report_to = tmp_path / "out.onnx"
-    quantized(models.transformer_block(), report_to)
-    assert quantized_types(onnx.load(report_to)) == {TensorProto.INT8}
+    assert written(models.transformer_block(), tmp_path).types == {"int8"}

@@ -18,7 +18,6 @@ from kenosis_ort.errors import KenosisWarning, OptionError, VerificationError
 from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph, can_clip, pair_orders
 from kenosis_ort.plan import Kind
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets import other_process
 from kenosis_ort.targets.onednn import openvino_proof as runtime
 from kenosis_ort.targets.onednn import openvino_rules as rules
@@ -29,9 +28,11 @@ from tests import models
 from tests.flow.support import run
 from tests.models import Net
 from tests.processor import Pretend, with_flags
+from tests.targets.files import DQ, Written
 from tests.targets.onednn_nets import Quantized, chain, conv, silu
 
 openvino = pytest.mark.usefixtures("_openvino")
+written = partial(Written, target="onednn")
 
 
 @pytest.fixture
@@ -311,11 +312,6 @@ def test_what_executes_no_node_is_overhead() -> None:
     assert report.overhead == {"Subgraph": 1, "Reorder": 1}
 
 
-def test_custom_operators_are_refused() -> None:
-    with pytest.raises(VerificationError, match="custom_op_libraries"):
-        prove(conv(), custom_op_libraries=["lib.so"])
-
-
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
@@ -328,14 +324,6 @@ def block(epilogue: Callable[[Net, str], str]) -> onnx.ModelProto:
     z = net.op("Relu", [net.op("Add", [z, y], name="add")], name="relu")
     net.output(net.gemm(net.op("Flatten", [net.op("GlobalAveragePool", [z])]), 8, 4, name="head"))
     return net.model()
-
-
-def quantized(model: onnx.ModelProto, folder: Path, **options: object) -> tuple[onnx.ModelProto, QuantizationReport]:
-    out = folder / "out.onnx"
-    report = quantize_static(
-        model, out, models.reader(model, 6), target="onednn", promise=False, recipe="plain", **options
-    )  # type: ignore[arg-type]
-    return onnx.load(out), report
 
 
 def odd_channels() -> onnx.ModelProto:
@@ -362,19 +350,11 @@ def bright(count: int) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel: bool) -> None:
-    out = tmp_path / "out.onnx"
-    quantize_static(
-        odd_channels(), out, bright(4), target="onednn", promise=False, recipe="plain", verify=False,
-        per_channel=per_channel,
-    )  # fmt: skip
-    model = onnx.load(out)
-    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    stored = {n.output[0]: constants.get(n.input[0]) for n in model.graph.node if n.op_type == "DequantizeLinear"}
+    made = written(odd_channels(), tmp_path, feeds=bright(4), verify=False, per_channel=per_channel)
     seen = 0
-    for node in model.graph.node:
+    for node in made.model.graph.node:
         if node.op_type in ("Conv", "Gemm", "MatMul"):
-            weight = stored[node.input[1]]
-            assert weight is not None
+            weight = made.constants[made.makers[node.input[1]].input[0]]
             assert weight.dtype == np.int8
             orders = pair_orders(node, weight.shape, even_channels=True)
             assert len(orders) == (2 if node.op_type == "Conv" and weight.shape[1] % 2 else 1)
@@ -385,8 +365,7 @@ def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel:
 
 @openvino
 def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -> None:
-    out = tmp_path / "out.onnx"
-    quantize_static(odd_channels(), out, bright(4), target="onednn", promise=False, recipe="plain")
+    out = written(odd_channels(), tmp_path, feeds=bright(4)).path
     plain = onnxruntime.SessionOptions()
     plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     exact = onnxruntime.InferenceSession(out, plain, providers=["CPUExecutionProvider"])
@@ -402,42 +381,26 @@ def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
     def epilogue(net: Net, y: str) -> str:
         return net.op("Mul", [y, net.op("Sigmoid", [y])]) if op == "SiLU" else net.op(op, [y])
 
-    model, _ = quantized(block(epilogue), tmp_path, verify=False)
-    report = verify_patterns(model)
+    made = written(block(epilogue), tmp_path, verify=False)
+    report = verify_patterns(made.model)
     assert report.conforms, str(report)
     want = 2 if op == "SiLU" else 1
     assert [(len(c.epilogue), c.src, c.weights, c.bias, c.dst) for c in report.convs] == [
         (want, "u8", "s8", "f32", "u8")
     ] * 2
-    makers = {o: n for n in model.graph.node for o in n.output}
-    add = next(n for n in model.graph.node if n.op_type == "Add")
-    assert {makers[v].op_type for v in add.input} == {"DequantizeLinear"}
-    assert next(n for n in model.graph.node if n.name == "relu").input[0] == add.output[0]
+    assert made.before("add") == [DQ, DQ]
+    assert made.before("relu") == ["Add"]
 
 
 def test_weights_are_int8_by_channel_and_symmetric(tmp_path: Path) -> None:
-    model, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
-    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    makers = {o: n for n in model.graph.node for o in n.output}
-    for node in model.graph.node:
-        if node.op_type in ("Conv", "Gemm"):
-            dq = makers[node.input[1]]
-            weight, scale, zero = (constants[v] for v in dq.input)
-            assert weight.dtype == np.int8
-            assert scale.size == weight.shape[0] == zero.size
-            assert not zero.any()
-            assert constants[node.input[2]].dtype == np.float32
-    assert not any(n.op_type == "Clip" for n in model.graph.node)
-
-
-def test_uint8_weights_are_refused_before_calibration(tmp_path: Path) -> None:
-    from onnxruntime.quantization import QuantType
-
-    model = models.residual_block()
-    reader = models.reader(model, 4)
-    with pytest.raises(OptionError, match="weight_type"):
-        quantize_static(model, tmp_path / "o.onnx", reader, target="onednn", weight_type=QuantType.QUInt8)
-    assert reader.handed_out == 0
+    made = written(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
+    for node in (n for n in made.model.graph.node if n.op_type in ("Conv", "Gemm")):
+        weight, scale, zero = (made.constants[v] for v in made.makers[node.input[1]].input)
+        assert weight.dtype == np.int8
+        assert scale.size == weight.shape[0] == zero.size
+        assert not zero.any()
+        assert made.constants[node.input[2]].dtype == np.float32
+    assert "Clip" not in made.operators
 
 
 def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
@@ -445,18 +408,16 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
 ) -> None:
     pretend(with_flags("amx_int8"))
     float_model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
-    model, _ = quantized(float_model, tmp_path, verify=False)
-    report = verify_patterns(model)
+    report = verify_patterns(written(float_model, tmp_path, verify=False).model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
     assert all(c.dst == "u8" for c in report.convs)
     monkeypatch.setattr(rules, "_MOST_ELEMENTS", 799)  # the sums have 800
-    large, _ = quantized(float_model, tmp_path, verify=False)
-    assert [c.epilogue for c in verify_patterns(large).convs] == [("Sigmoid", "Multiply")] * 2
+    large = verify_patterns(written(float_model, tmp_path, verify=False).model)
+    assert [c.epilogue for c in large.convs] == [("Sigmoid", "Multiply")] * 2
     monkeypatch.undo()
-    plain, _ = quantized(float_model, tmp_path, verify=False, rewrites=False)
-    assert not any(n.op_type == "Max" for n in plain.graph.node)
-    calm, _ = quantized(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
-    assert not any(n.op_type == "Max" for n in calm.graph.node)
+    assert "Max" not in written(float_model, tmp_path, verify=False, rewrites=False).operators
+    calm = block(lambda net, y: net.op("Relu", [y]))
+    assert "Max" not in written(calm, tmp_path, verify=False).operators
 
 
 def strided(pads: tuple[int, ...] = (0, 0, 0, 0), other_strides: tuple[int, int] = (2, 2)) -> onnx.ModelProto:
@@ -522,11 +483,10 @@ def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
     gate = net.op("HardSigmoid", [net.conv(net.op("GlobalAveragePool", [y]), 8, 8, k=1, name="gate")])
     z = net.op("Sum", [net.op("Mul", [y, gate]), net.conv(y, 8, 8, name="branch")])
     net.output(net.conv(z, 8, 8, name="last"))
-    model, report = quantized(net.model(), tmp_path, verify=False)
-    kinds = {n.op_type for n in model.graph.node}
-    assert "Clip" in kinds
-    assert not kinds & {"HardSigmoid", "Sum"}
-    assert {d.dtype for d in report.plan.decisions if d.edge.consumer.startswith(("mul", "sum"))} == {"uint8"}
+    made = written(net.model(), tmp_path, verify=False)
+    assert "Clip" in made.operators
+    assert not {"HardSigmoid", "Sum"} & set(made.operators)
+    assert {d.dtype for d in made.report.plan.decisions if d.edge.consumer.startswith(("mul", "sum"))} == {"uint8"}
 
 
 def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path: Path) -> None:
@@ -534,9 +494,8 @@ def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_
     y = net.op("MaxPool", [net.conv(net.input("x", [1, 16, 10, 10]), 16, 16, name="first")], kernel_shape=[2, 2])
     z = net.op("Relu", [net.batch_norm(y, 16)])
     net.output(net.conv(z, 16, 16, name="second"))
-    model, _ = quantized(net.model(), tmp_path, verify=False)
-    pool = next(n for n in model.graph.node if n.op_type == "MaxPool")
-    assert {o: n.op_type for n in model.graph.node for o in n.output}[pool.input[0]] == "DequantizeLinear"
+    made = written(net.model(), tmp_path, verify=False)
+    assert made.before(next(n.name for n in made.model.graph.node if n.op_type == "MaxPool")) == [DQ]
 
 
 # ---- end to end ---------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
 from tests.models import Net
+from tests.targets.files import Written
 
 there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
 Array = npt.NDArray[Any]
@@ -43,14 +44,8 @@ def chain(activation: str = "Relu", channels: int = 32) -> onnx.ModelProto:
     return net.model()
 
 
-def quantized(model: onnx.ModelProto, out: Path, **options: Any) -> onnx.ModelProto:
-    options = {"recipe": "plain", "promise": False, "tune": "off", "protect_outputs": "int8", **options}
-    quantize_static(model, out, models.reader(model, 4), target="ort-web", **options)
-    return onnx.load(out)
-
-
-def ops(model: onnx.ModelProto) -> list[str]:
-    return [n.op_type for n in model.graph.node if n.op_type not in ("QuantizeLinear", "DequantizeLinear")]
+def written(model: onnx.ModelProto, folder: Path, target: str = "ort-web", **options: Any) -> Written:
+    return Written(model, folder, target, **{"tune": "off", "protect_outputs": "int8", **options})
 
 
 def kernels(report: FusionReport, op_type: str) -> list[tuple[Status, str]]:
@@ -60,45 +55,28 @@ def kernels(report: FusionReport, op_type: str) -> list[tuple[Status, str]]:
 # -- the rules ---------------------------------------------------------------------------------------------------------
 
 
-def test_rule_web_relu_as_table(tmp_path: Path) -> None:
-    model = quantized(chain(), tmp_path / "out.onnx")
-    assert ops(model).count("LeakyRelu") == 3
-    assert all(a.f == 0.0 for n in model.graph.node if n.op_type == "LeakyRelu" for a in n.attribute)
+@pytest.mark.parametrize("activation", ["Relu", "Clip"])
+def test_rule_web_relu_as_table(activation: str, tmp_path: Path) -> None:
+    made = written(chain(activation), tmp_path)
+    assert made.operators.count("LeakyRelu") == 3
+    assert activation not in made.operators
+    assert all(a.f == 0.0 for n in made.model.graph.node if n.op_type == "LeakyRelu" for a in n.attribute)
     if not ort_web.missing():
-        report = prove(tmp_path / "out.onnx")
-        assert {s for s, _ in kernels(report, "LeakyRelu")} == {Status.INTEGER}
-        assert all("QLinearLeakyRelu" in kernel for _, kernel in kernels(report, "LeakyRelu"))
+        found = kernels(prove(made.path), "LeakyRelu")
+        assert {status for status, _ in found} == {Status.INTEGER}
+        assert all("QLinearLeakyRelu" in kernel for _, kernel in found)
 
 
-def test_rule_web_clip_as_table(tmp_path: Path) -> None:
-    model = quantized(chain("Clip"), tmp_path / "out.onnx")
-    assert "Clip" not in ops(model)
-    if not ort_web.missing():
-        assert {s for s, _ in kernels(prove(tmp_path / "out.onnx"), "LeakyRelu")} == {Status.INTEGER}
+test_rule_web_clip_as_table = test_rule_web_relu_as_table
 
 
 def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
-    made = {t: tmp_path / f"{t}.onnx" for t in ("ort-cpu", "ort-web")}
-    for target, out in made.items():
-        quantize_static(
-            chain(),
-            out,
-            models.reader(chain(), 4),
-            target=target,
-            recipe="plain",
-            promise=False,
-            protect_outputs="int8",
-        )
-
-    def zero_points(path: Path) -> list[int]:
-        model = onnx.load(path)
-        held = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-        made_by = {v: n.op_type for n in model.graph.node for v in n.output}
-        behind = [n for n in model.graph.node if n.op_type == "QuantizeLinear" and made_by.get(n.input[0]) == "Conv"]
-        return [int(held[n.input[2]]) for n in behind]
-
-    assert len(zero_points(made["ort-web"])) == 4
-    assert min(zero_points(made["ort-web"])) > 50
+    made = written(chain(), tmp_path)
+    behind = [
+        zero for name, (_, zero) in made.grids.items() if name in made.makers and made.makers[name].op_type == "Conv"
+    ]
+    assert len(behind) == 4
+    assert min(behind) > 50
     limits = preview(chain("Clip"), target="ort-web").saturations
     assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
 
@@ -148,9 +126,9 @@ def test_rule_web_attention_refused() -> None:
 @pytest.mark.parametrize("activation", ["Relu", "Clip"])
 def test_the_file_computes_what_was_planned(activation: str, tmp_path: Path) -> None:
     model = chain(activation)
-    written = quantized(model, tmp_path / "out.onnx")
+    made = written(model, tmp_path)
     meant = onnx.ModelProto()
-    meant.CopyFrom(written)
+    meant.CopyFrom(made.model)
     for n in meant.graph.node:
         if n.op_type == "LeakyRelu":
             n.op_type = "Relu"
@@ -158,7 +136,7 @@ def test_the_file_computes_what_was_planned(activation: str, tmp_path: Path) -> 
     feeds = models.feeds(model, 4)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    one, other = (ort.InferenceSession(m.SerializeToString(), options) for m in (written, meant))
+    one, other = (ort.InferenceSession(m.SerializeToString(), options) for m in (made.model, meant))
     for feed in feeds:
         np.testing.assert_array_equal(one.run(None, feed)[0], other.run(None, feed)[0])
 
@@ -238,19 +216,12 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ort_web.Node(3)
 
 
-def test_libraries_of_operators_are_refused() -> None:
-    with pytest.raises(VerificationError, match="libraries"):
-        prove(chain(), custom_op_libraries=["x.so"])
-
-
 @there
 def test_it_computes_what_stock_does(tmp_path: Path) -> None:
-    model = chain()
-    quantized(model, tmp_path / "out.onnx")
-    feed = models.feeds(model, 1)[0]
-    runner, before = ort_web.WebRunner(tmp_path / "out.onnx"), ort_web.clock()
+    path, feed = written(chain(), tmp_path).path, models.feeds(chain(), 1)[0]
+    runner, before = ort_web.WebRunner(path), ort_web.clock()
     (got,) = runner.run(None, feed)
-    (want,) = ort.InferenceSession(tmp_path / "out.onnx").run(None, feed)
+    (want,) = ort.InferenceSession(path).run(None, feed)
     assert got.shape == want.shape
     assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
     assert runner.seconds > 0
@@ -259,9 +230,7 @@ def test_it_computes_what_stock_does(tmp_path: Path) -> None:
 
 @there
 def test_the_proof_names_what_is_float(tmp_path: Path) -> None:
-    model = chain()
-    quantized(model, tmp_path / "out.onnx", nodes_to_exclude=["b"])
-    report = prove(tmp_path / "out.onnx")
+    report = prove(written(chain(), tmp_path, nodes_to_exclude=["b"]).path)
     assert report.runtime == "ONNX Runtime Web"
     found = {k.node: k.status for k in report.kernels if k.op_type == "Conv"}
     assert found == {"a": Status.INTEGER, "b": Status.FLOAT, "c": Status.INTEGER, "last": Status.INTEGER}

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview, quantize_static
@@ -36,6 +36,7 @@ from kenosis_ort.targets.qnn import htp_proof as runtime
 from kenosis_ort.targets.qnn.htp_proof import PROVIDER, Answer, prove, report_of
 from tests import models
 from tests.models import Net
+from tests.targets.files import Written
 
 WIDE = QuantType.QUInt16
 IMAGE = (1, 6, 8, 8)
@@ -55,12 +56,10 @@ def net_of(body: Callable[[Net, str], str], shape: tuple[int, ...] = IMAGE, opse
     return net.model()
 
 
-def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[QuantizationReport, onnx.ModelProto]:
+def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[QuantizationReport, Written]:
     """Quantizes for HTP, without passes."""
-    out = folder / "out.onnx"
-    settled = {"recipe": "plain", "promise": False, "rewrites": False, **options}
-    report = quantize_static(model, out, models.reader(model, 4), target="qnn", **settled)
-    return report, onnx.load(out)
+    written = Written(model, folder, "qnn", **{"rewrites": False, **options})
+    return written.report, written
 
 
 def left(report: FusionReport) -> dict[str, str]:
@@ -153,27 +152,17 @@ def test_rule_qnn_matmul(tmp_path: Path) -> None:
     report, written = made(net_of(lambda net, x: net.op("MatMul", [x, net.weight([8, 4])]), (2, 3, 8)), tmp_path)
     assert report.fusion is not None
     assert list(left(report.fusion).values()) == ["integer"]
-    weights = next(t for t in written.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
-    assert [len(t.dims) for t in written.graph.initializer if t.name == f"{weights.name[:-10]}_scale"] == [1]
-
-
-def grids(model: onnx.ModelProto) -> dict[str, tuple[float, int]]:
-    """Returns scale and zero point of each Q, by the name of what it quantizes."""
-    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    return {
-        n.input[0]: (float(constants[n.input[1]]), int(constants[n.input[2]]))
-        for n in model.graph.node
-        if n.op_type == "QuantizeLinear"
-    }
+    weights = next(t for t in written.model.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
+    assert [len(t.dims) for t in written.model.graph.initializer if t.name == f"{weights.name[:-10]}_scale"] == [1]
 
 
 @pytest.mark.parametrize(("name", "grid"), [("Sigmoid", (1 / 65536, 0)), ("Tanh", (1 / 32768, 32768))])
 def test_one_grid_in_sixteen_bits(name: str, grid: tuple[float, int], tmp_path: Path) -> None:
     model = net_of(lambda net, x: net.op("Relu", [net.op(name, [x], out="y")]))
     _, wide = made(model, tmp_path, activation_type=WIDE, verify=False)
-    assert grids(wide)["y"] == grid
+    assert wide.grids["y"] == grid
     _, narrow = made(model, tmp_path, verify=False)
-    assert grids(narrow)["y"][0] < grid[0] * 256  # the range that was observed
+    assert narrow.grids["y"][0] < grid[0] * 256  # the range that was observed
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_type": WIDE}])
@@ -183,7 +172,7 @@ def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tm
         return net.op("Concat", [probabilities, net.op("Mul", [x, net.const(np.float32(0.02))])], out="y", axis=1)
 
     _, written = made(net_of(body), tmp_path, verify=False, **options)
-    found = grids(written)
+    found = written.grids
     assert found["p"] == found["t"] != found["y_QuantizeLinear_Input"]
     assert found["p"][1] == 0
     scale, zero_point = found["y_QuantizeLinear_Input"]  # covers what it reads: HTP's Concat would wrap around
@@ -195,7 +184,7 @@ def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path: Path) -
     """HTP would compute half of the range away, without a word."""
     model = net_of(lambda net, x: net.op("Softmax", [net.op("Neg", [x], out="n")], out="p"))
     report, written = made(model, tmp_path, extra_options={"ActivationSymmetric": True}, verify=False)
-    found = grids(written)
+    found = written.grids
     (softmax,) = (grid for name, grid in found.items() if name.startswith("p"))
     assert softmax[1] == 0
     assert found["n"][1] in (127, 128)
@@ -215,7 +204,7 @@ def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
     reads = [d for d in report.plan.decisions if d.edge.consumer == "join"]
     assert {d.provider for d in reads} == {"y"}
     assert report.plan.by_node["relu"].kind is Kind.INTEGER  # on that grid it would not vanish
-    found = grids(written)
+    found = written.grids
     assert len({found[d.edge.value] for d in reads}) == 1
 
 
@@ -228,7 +217,7 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
 
     model = net_of(body)
     _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
-    found = grids(written)
+    found = written.grids
     scale, zero_point = found["y_QuantizeLinear_Input"]
     assert found["s"] == (1 / 65536, 0)
     assert (65535 - zero_point) * scale >= 65535 / 65536 * 0.9999
@@ -278,14 +267,14 @@ def test_rule_qnn_whole(tmp_path: Path) -> None:
         model = build()
         report, written = made(model, tmp_path, verify=False, rewrites=True)
         kinds = {n.node: n.kind for n in report.plan.nodes}
-        graph = SourceGraph(written)
+        graph = SourceGraph(written.model)
         for node in graph.nodes:
             if node.is_compute and kinds.get(node.label) in (Kind.INTEGER, Kind.PASS_THROUGH) and not node.graph:
                 written_values = [v for v in node.proto.output if graph.is_float(v)]
                 readers = [r for v in written_values for r in graph.consumers.get(v, [])]
                 inner = {kinds.get(r.label) for r in readers if not r.is_qdq}
                 assert inner <= {Kind.ABSORBED}, f"{name}: {node.label}"
-        floats = {o.name for o in written.graph.output if o.type.tensor_type.elem_type == TensorProto.FLOAT}
+        floats = {o.name for o in written.model.graph.output if o.type.tensor_type.elem_type == TensorProto.FLOAT}
         assert {graph.producer[o].op_type for o in floats} == {"DequantizeLinear"}, name
 
 
@@ -294,11 +283,11 @@ def test_rule_qnn_static_shapes(tmp_path: Path) -> None:
     """A file with a batch of any size is refused as a whole."""
     model = models.ALL["mlp"]()
     _, written = made(model, tmp_path)
-    assert not prove(written).float_nodes()
-    for info in (*written.graph.input, *written.graph.output):
+    assert not prove(written.model).float_nodes()
+    for info in (*written.model.graph.input, *written.model.graph.output):
         info.type.tensor_type.shape.dim[0].dim_param = "batch"
-    del written.graph.value_info[:]
-    report = prove(written)
+    del written.model.graph.value_info[:]
+    report = prove(written.model)
     assert Status.INTEGER not in {k.status for k in report.kernels}
     assert "static" in report.kernels[0].reason
 
@@ -320,7 +309,7 @@ def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
 def test_a_batch_of_any_size_becomes_one(tmp_path: Path) -> None:
     model = models.ALL["mlp"]()
     report, written = made(model, tmp_path, verify=False)
-    for info in (*written.graph.input, *written.graph.output):
+    for info in (*written.model.graph.input, *written.model.graph.output):
         assert info.type.tensor_type.shape.dim[0].dim_value == 1
     assert any("the batch is 1 in the file (inputs were 'x' [batch, " in note for note in report.notes)
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -341,14 +330,6 @@ def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_
         quantize_static(model, tmp_path / "out.onnx", models.FeedReader([]), target="qnn")
     assert "make_dynamic_shape_fixed --input_name x" in str(caught.value)
     assert not (tmp_path / "out.onnx").exists()
-
-
-@pytest.mark.parametrize("said", [{"activation_type": QuantType.QInt8}, {"weight_type": QuantType.QInt16}])
-def test_other_types_are_refused(said: Mapping[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="target 'qnn' does not take"):
-        quantize_static(
-            models.ALL["mlp"](), tmp_path / "out.onnx", models.reader(models.ALL["mlp"](), 2), target="qnn", **said
-        )
 
 
 def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +375,7 @@ def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
     report, written = made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
     assert report.fusion is not None, report.warnings
     assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
-    assert TensorProto.UINT16 in {t.data_type for t in written.graph.initializer}
+    assert TensorProto.UINT16 in {t.data_type for t in written.model.graph.initializer}
 
 
 # ---- the proof --------------------------------------------------------------------------------------------------
@@ -433,7 +414,7 @@ def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
     model = net_of(lambda net, x: net.op("LRN", [net.conv(x, 6, 6, name="conv")], name="lrn", size=3))
     runs_whole(model, tmp_path, wide=False)
     _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
-    assert {k.node: k.status for k in prove(written).kernels} == {"conv": Status.OTHER, "lrn": Status.FLOAT}
+    assert {k.node: k.status for k in prove(written.model).kernels} == {"conv": Status.OTHER, "lrn": Status.FLOAT}
     report, _ = made(model, tmp_path, activation_type=WIDE)  # repaired: without Q around it, it loads
     assert report.fusion is not None
     assert left(report.fusion) == {"conv": "integer", "lrn": "float"}
@@ -475,7 +456,7 @@ def test_what_the_compiler_refuses_is_found_node_by_node(
 
     _, written = made(net_of(body), tmp_path, verify=False)
     asked = refused_by(monkeypatch, "Selu", ends=ends)
-    found = {k.node: k for k in prove(written).kernels}
+    found = {k.node: k for k in prove(written.model).kernels}
     assert {name for name, k in found.items() if k.status is Status.FLOAT} == {"one", "two"}
     assert "with it the model does not load" in found["one"].reason
     pieces = [[op for op in ops if "Linear" not in op] for ops in asked[1:]]
@@ -488,7 +469,7 @@ def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypat
     whole = proof.ask
     monkeypatch.setattr(proof, "ask", lambda paths: whole(paths) if len(paths) == 1 else [Answer() for _ in paths])
     with pytest.raises(VerificationError, match="each of 2 nodes tried loads in a model of its own: Failed to final"):
-        prove(written)
+        prove(written.model)
 
 
 @simulated
@@ -534,5 +515,5 @@ def test_files_run_on_the_cpu_too(tmp_path: Path) -> None:
     model = models.ALL["residual_block"]()
     made(model, tmp_path, activation_type=WIDE, verify=False)
     want = open_session(model).run(None, models.feeds(model, 1)[0])[0]
-    got = open_session(tmp_path / "out.onnx").run(None, models.feeds(model, 1)[0])[0]
+    got = open_session(tmp_path / "qnn.onnx").run(None, models.feeds(model, 1)[0])[0]
     assert np.abs(want - got).max() < 0.05 * np.abs(want).max()

@@ -1,0 +1,75 @@
+"""Files as they are made for a target, with what tests ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import numpy_helper
+
+from kenosis_ort import quantize_static
+from tests import models
+from tests.flow.support import run, sqnr_db
+from tests.models import Feed
+
+Q, DQ = "QuantizeLinear", "DequantizeLinear"
+
+
+class Written:
+    """A file for a target, with its report.
+
+    Args:
+        model: The float net.
+        folder: Where it is written.
+        target: Name of the target.
+        feeds: Samples; six random ones by default.
+        options: Of the call; by default the recipe is plain, and nothing is promised.
+    """
+
+    def __init__(
+        self, model: onnx.ModelProto, folder: Path, target: str, *, feeds: Sequence[Feed] = (), **options: Any
+    ) -> None:
+        self.source, self.path = model, folder / f"{target}.onnx"
+        options = {"recipe": "plain", "promise": False, **options}
+        reader = models.FeedReader(feeds or models.feeds(model, 6))
+        self.report = quantize_static(model, self.path, reader, target=target, **options)
+        self.model = onnx.load(self.path)
+        self.nodes = {n.name: n for n in self.model.graph.node}
+        self.makers = {v: n for n in self.model.graph.node for v in n.output}
+        self.constants = {t.name: numpy_helper.to_array(t) for t in self.model.graph.initializer}
+
+    @property
+    def operators(self) -> list[str]:
+        """The operators of the file in order, Q and DQ left out."""
+        return [n.op_type for n in self.model.graph.node if n.op_type not in (Q, DQ)]
+
+    @property
+    def grids(self) -> dict[str, tuple[float, int]]:
+        """Scale and zero point of each Q, by the name of what it quantizes."""
+        return {
+            n.input[0]: (float(self.constants[n.input[1]]), int(self.constants[n.input[2]]))
+            for n in self.model.graph.node
+            if n.op_type == Q
+        }
+
+    @property
+    def types(self) -> set[str]:
+        """The types of activations."""
+        return {self.constants[n.input[2]].dtype.name for n in self.model.graph.node if n.op_type == Q}
+
+    def readers(self, name: str) -> list[str]:
+        """The operators behind a node."""
+        made = set(self.nodes[name].output)
+        return sorted(n.op_type for n in self.model.graph.node if made & set(n.input))
+
+    def before(self, name: str) -> list[str]:
+        """The operator before each input of a node, "" for graph inputs and constants."""
+        makers = [self.makers.get(v) for v in self.nodes[name].input]
+        return ["" if maker is None else maker.op_type for maker in makers]
+
+    def decibels(self) -> float:
+        """The signal of its outputs against the float net's."""
+        feeds = models.feeds(self.source, 4)
+        return sqnr_db([o[0] for o in run(self.source, feeds)], [o[0] for o in run(self.path, feeds)])
