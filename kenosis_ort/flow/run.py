@@ -49,18 +49,6 @@ _CALLERS: Final = (
 )
 
 
-class WorthlessError(errors.KenosisError):
-    """The quantized model has nothing in common with the float model.
-
-    Attributes:
-        samples: How many samples were calibrated on.
-    """
-
-    def __init__(self, why: str, samples: int) -> None:
-        super().__init__(why)
-        self.samples = samples
-
-
 def without_optional_work(request: Request) -> Request:
     """The request without rewrites and passes."""
     recipe = request.recipe
@@ -294,8 +282,6 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
             return improve.weight_only(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
-        except WorthlessError as error:
-            return deliver_float(call, reason_of(error), error.samples)
         except Exception as error:
             if request.is_stock or is_the_callers(error, call):
                 raise
@@ -331,11 +317,10 @@ def _check_numbers(request: Request, data: KeepingReader) -> None:
 
 
 def _quantized(call: Call) -> QuantizationReport:
-    """Quantizes in one way.
+    """Quantizes in one way; a result that is of no use gives way to the float model.
 
     Raises:
         NothingToQuantizeError: There is nothing to quantize.
-        WorthlessError: The result is of no use.
         KenosisError: Or any other exception; nothing was written.
     """
     request = call.request
@@ -352,7 +337,7 @@ def _quantized(call: Call) -> QuantizationReport:
         chosen, is_useful = call.attempt("Timing", lambda: speed.delivered(call, builder, build, feeds, bad), timed)
         bad = None if is_useful else bad
     if bad is not None:
-        raise WorthlessError(bad, samples)
+        return deliver_float(call, bad, samples)
     if request.caches and not cache_scales(chosen.quantized):
         chosen = finish.with_int8_cache(chosen, request.caches)
     if chosen is not build:
