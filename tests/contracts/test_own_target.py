@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, preview, quantize_static, verify_fusion
-from kenosis_ort.plan import Kind
+from kenosis_ort.plan import How, Kind
 from kenosis_ort.targets import TARGETS, DataTypes, Hooks, Target, get_target
 from tests import models
 from tests.flow.support import run, sqnr_db
@@ -125,9 +125,9 @@ def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
     found = preview(net, target=dataclasses.replace(OWN, residual="shortcut"))
     assert {found.by_node[name].kind for name in ("add", "behind")} == {Kind.ABSORBED}
     assert found.by_node["add"].reason.endswith("'main'")
-    read = {d.edge.value: d.dtype for d in found.decisions if d.edge.consumer == "add"}
-    assert sorted(read.values()) == ["", "uint8"]
-    assert read["p"] == "uint8"
+    read = {d.edge.value: d for d in found.decisions if d.edge.consumer == "add"}
+    assert {value: (d.how, d.dtype) for value, d in read.items()} == {"m": (How.FLOAT, ""), "p": (How.OWN, "uint8")}
+    assert read["p"].reason == "the shortcut that the kernel of 'main' adds"
 
 
 def test_a_concat_computes_no_activation() -> None:

@@ -45,11 +45,6 @@ def written(tmp_path: Path, **options: Any) -> onnx.ModelProto:
     return onnx.load(out)
 
 
-def bits_of(model: onnx.ModelProto) -> dict[str, int]:
-    """Returns the bits of weights and activations by the name of their value."""
-    return {(t.real or t.integers): t.quantizer.bits for t in quantizers_of(model) if t.quantizer.bits <= 8}
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
 def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path: Path, bits: int) -> None:
     made = written(tmp_path, format="qcdq", weight_bits=bits, activation_bits=bits, recipe="plain")
@@ -70,7 +65,8 @@ def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path: Path
 def test_bits_by_node(tmp_path: Path) -> None:
     by_node = {"second": {"weights": 8}, "third": {"activations": 6}}
     recipe = replace(RECIPES["plain"], weight_bits=4, activation_bits=4, bits=by_node)
-    found = bits_of(written(tmp_path, format="qcdq", recipe=recipe))
+    tensors = quantizers_of(written(tmp_path, format="qcdq", recipe=recipe))
+    found = {t.real or t.integers: t.quantizer.bits for t in tensors if t.quantizer.bits <= 8}
     assert sorted(b for name, b in found.items() if name.endswith("_quantized")) == [4, 4, 4, 8]
     assert found["third_out"] == 6
     assert found["relu_1_out"] == 4

@@ -200,5 +200,7 @@ BREAKS = (
           "placement/test_saturation.py"),
     Break("demo/measurements.py", "(values.argmax(1) == digits.labels)", "(values.argmax(1) != digits.labels)",
           "cli/test_demo.py"),
+    Break("placement/absorption.py", "        self.shortcuts[str(node.name)] = others[0]", "        pass",
+          "contracts/test_own_target.py"),
 )
 # fmt: on

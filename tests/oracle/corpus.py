@@ -199,9 +199,3 @@ OPTIONS: dict[str, Options] = {
 def feeds(model: onnx.ModelProto, count: int = 2) -> list[models.Feed]:
     """Random feeds; integer inputs stay below 3."""
     return models.feeds(model, count, high=3, dims={"batch": 2})
-
-
-def at_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Returns the model at a newer opset (the corpus' operators have adapters)."""
-    current = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
-    return model if current == opset else onnx.version_converter.convert_version(model, opset)

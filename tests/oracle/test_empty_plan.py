@@ -20,6 +20,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.errors import KenosisError
+from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.options import Stages
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import stock_model
@@ -40,7 +41,10 @@ def _quiet() -> Iterator[None]:
 
 @functools.cache
 def _model(name: str, opset: int) -> bytes:
-    model = onnx.shape_inference.infer_shapes(corpus.at_opset(GRAPHS[name](), opset))
+    model = GRAPHS[name]()
+    if opset_of(model) != opset:
+        model = onnx.version_converter.convert_version(model, opset)  # the corpus' operators have adapters
+    model = onnx.shape_inference.infer_shapes(model)
     add_pre_process_metadata(model)
     return bytes(model.SerializeToString())
 
