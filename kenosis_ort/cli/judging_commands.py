@@ -6,7 +6,6 @@ What looks at one file does without calibration and passes, so those are importe
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import kenosis_ort.verify as proofs
 from kenosis_ort.cli.commands import WORST_LAYERS
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.screen import Form, Screen, cells, table
-from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean
+from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.load import ModelSummary, load_model, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
@@ -52,12 +51,8 @@ def verify(arguments: argparse.Namespace, screen: Screen) -> bool:
         report = proofs.verify_patterns(arguments.model, target=arguments.patterns)
         screen.result(report.to_dict, lambda: Text(str(report)))
         return bool(arguments.strict and not report.conforms)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", KenosisWarning)
-        libraries = tuple(arguments.custom_op_libraries)
-        fusion = proofs.verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
-    for warning in caught:
-        screen.warn(in_shell_words(str(warning.message)))
+    libraries = tuple(arguments.custom_op_libraries)
+    fusion = proofs.verify_fusion(arguments.model, custom_op_libraries=libraries, target=arguments.target)
     feeds = _reader(arguments, arguments.model)
     losses: Sequence[ClippingLoss] = ()
     if feeds is not None:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+import warnings
 from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.parser import ERROR, INTERRUPTED, SHORT, SUCCESS, TERMINATED, Parser, epilog
 from kenosis_ort.cli.screen import Screen
-from kenosis_ort.errors import KenosisError, ModelLoadError, did_you_mean, last_gate
+from kenosis_ort.errors import KenosisError, KenosisWarning, ModelLoadError, did_you_mean, last_gate
 from kenosis_ort.storage.writing import room_is_needed
 
 _MODELS = ("model", "float_model", "quantized_model")
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     screen = Screen(as_json=arguments.json, quiet=arguments.quiet)
     try:
-        with _logging(arguments.verbose), _terminable(), room_is_needed():
+        with _logging(arguments.verbose), _warned(screen), _terminable(), room_is_needed():
             for path in (vars(arguments)[name] for name in _MODELS if name in arguments):
                 _check_model(path)
             code = SHORT if last_gate(arguments.command_data.run)(arguments, screen) else SUCCESS
@@ -117,6 +118,23 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _warned(screen: Screen) -> Iterator[None]:
+    """Prints warnings of ours as lines of the command, in its words."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", KenosisWarning)
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, KenosisWarning):
+                screen.warn(flags.in_shell_words(str(message)))
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = shown
+        yield
 
 
 @contextmanager

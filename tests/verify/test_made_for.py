@@ -70,7 +70,10 @@ def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path: Path, capsys: p
         verify_fusion(path)
     with pytest.raises(OptionError, match="'tensorrt' has no runtime here"):
         verify_fusion(path, target="tensorrt")
-    assert main(["verify", str(path)]) == 0
-    printed = capsys.readouterr()
-    assert "made for target 'tensorrt'" in printed.err
-    assert "asked: onnxruntime" in printed.out
+    for command, shown in (("verify", "asked: onnxruntime"), ("explain", "nodes that carry arithmetic")):
+        assert main([command, str(path)]) == 0
+        printed = capsys.readouterr()
+        assert printed.err.startswith("kenosis-ort: warning: "), command
+        assert "made for target 'tensorrt'" in printed.err
+        assert printed.err.count("\n") == 1
+        assert shown in printed.out
