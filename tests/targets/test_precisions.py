@@ -11,26 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from kenosis_ort.targets.ort_cpu.rules import PRECISIONS
+from kenosis_ort.targets.ort_cpu.rules import PRECISIONS, Runs
 from tests.targets.qdq import VERSION, QdqGraph, compute_ops, random_feeds, run
 
 K, N, BLOCK = 64, 32, 32
-KERNELS = {
-    "int16-activations": "Conv, Gemm, MatMul",
-    "int16-weights": "MatMul",
-    "int4-activations": "",
-    "float8": "",
-    "int4-weights-int8-activations": "MatMul",
-    "int4-conv": "Conv",
-    "int4-weights": "MatMulNBits",
-    "int8-weights": "MatMulNBits",
-    "int2-weights": "MatMulNBits",
-    "blocked-int8-weights": "",
-    "float16-qdq": "Conv, MatMul",
-    "float16-inputs": "QLinearConv",
-    "float16-int4-weights": "MatMulNBits",
-}
-"""The kernels that execute each row; none where the runtime refuses the model, at load or when it runs."""
 SINCE_1_32 = {"int16-activations/2": "MatMulNBits", "blocked-int8-weights/0": "MatMul"}
 """What onnxruntime 1.32 does otherwise: a MatMul of 16-bit values takes blocks of 8 bits, and float8 loads."""
 Make = Callable[[QdqGraph], str]
@@ -146,13 +130,14 @@ def _feeds(model: onnx.ModelProto) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_row(case: str) -> None:
     key, model = CASES[case]
-    wanted = SINCE_1_32.get(case, KERNELS[key]) if VERSION >= (1, 32) else KERNELS[key]
-    if not wanted:
+    (row,) = (row for row in PRECISIONS if row.key == key)
+    since = SINCE_1_32.get(case) if VERSION >= (1, 32) else None
+    if row.runs is Runs.FAILS and since is None:
         with pytest.raises(Exception, match=r"invalid|was false"):
             run(model, _feeds(model))
         return
     kernels = set(compute_ops(model)) - {"Cast"}
-    assert kernels <= set(wanted.split(", "))
+    assert kernels <= set((since or row.kernel).split(", "))
     fast, plain = run(model, _feeds(model))[0], run(model, _feeds(model), optimize=False)[0]
     noise = float(np.square(fast.astype(np.float64) - plain).sum())
     assert noise < 1e-3 * float(np.square(plain.astype(np.float64)).sum())
@@ -186,5 +171,7 @@ def test_matmul_n_bits_computes_in_integers() -> None:
 
 
 def test_refusals_say_what_to_do() -> None:
-    assert set(KERNELS) == set(PRECISIONS)
-    assert all(len(reason) > 30 and not reason.endswith(".") for reason in PRECISIONS.values())
+    for row in PRECISIONS:
+        assert row.offered is False or row.runs is Runs.INTEGER
+        assert len(row.reason) > 30
+        assert not row.reason.endswith(".")

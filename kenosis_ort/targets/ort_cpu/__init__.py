@@ -28,7 +28,7 @@ ORT_CPU: Final = Target(
     types=DataTypes(largest_pair=INT16_SUM),
     own_forms=OWN_FORMS,
     formats=("qdq", "qop", "qcdq", "qop-clip"),
-    precisions=PRECISIONS,
+    precisions={p.key: p.reason for p in PRECISIONS},
     facts=FACTS,
     costs=ORT_CPU_COSTS,
     profiles=PROFILES,
