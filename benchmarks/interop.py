@@ -30,7 +30,7 @@ from kenosis_ort import ArrayReader, bench, convert, quantize_static, verify_fus
 from kenosis_ort.demo.measurements import load_digits, model_path
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.graph.view import value_types
+from kenosis_ort.graph.shapes import value_types
 
 BITS = ((8, 8), (4, 8), (4, 4), (3, 3), (2, 4), (2, 2))
 FORMATS = ("qdq", "qop", "qcdq", "qop-clip", "qcdq-qonnx", "qonnx")

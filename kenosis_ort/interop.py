@@ -33,7 +33,7 @@ from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model, external_files
 from kenosis_ort.graph.qdq import store_exactly
 from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
-from kenosis_ort.graph.view import infer_shapes, value_types
+from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
 from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits

@@ -77,8 +77,8 @@ def test_no_name_of_the_package_loads_what_is_heavy(tmp_path: Path) -> None:
 
 def test_shapes_are_inferred_without_torch(tmp_path: Path) -> None:
     onnx.save(models.mlp(), tmp_path / "model.onnx")
-    code = "import onnx\nfrom kenosis_ort.graph import view\n"
-    code += f"model = onnx.load({str(tmp_path / 'model.onnx')!r})\nassert view._infer_symbolic(model)"
+    code = "import onnx\nfrom kenosis_ort.graph import shapes\n"
+    code += f"model = onnx.load({str(tmp_path / 'model.onnx')!r})\nassert shapes._infer_symbolic(model)"
     modules = loaded_by(code, tmp_path)
     assert "sympy" in modules
     assert "torch" not in modules

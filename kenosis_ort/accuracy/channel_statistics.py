@@ -30,9 +30,8 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, known_as, opset_of, reserve_name
 from kenosis_ort.runtime.session import Session, open_session
 
@@ -254,7 +253,7 @@ class Activation:
     output: str
 
 
-def activation_behind(graph: LiveGraph, value: ir.Value) -> Activation:
+def activation_behind(graph: GraphView, value: ir.Value) -> Activation:
     """The activation that every reader of a value sees it through: one node, or ``x * gate(x)``."""
     readers, name = graph.readers(value), value.name or ""
     plain = Activation((), name, name)
@@ -274,7 +273,7 @@ def activation_behind(graph: LiveGraph, value: ir.Value) -> Activation:
     return plain
 
 
-def clip_bounds(graph: LiveGraph, nodes: Sequence[ir.Node]) -> tuple[float, float] | None:
+def clip_bounds(graph: GraphView, nodes: Sequence[ir.Node]) -> tuple[float, float] | None:
     """The bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
     if not nodes:
         return -np.inf, np.inf
@@ -305,14 +304,14 @@ class Response:
         threads: Threads of the runtime, 0 for its own choice.
     """
 
-    def __init__(self, graph: LiveGraph, activation: Activation, rank: int, axis: int, threads: int) -> None:
+    def __init__(self, graph: GraphView, activation: Activation, rank: int, axis: int, threads: int) -> None:
         self._axis, self._rank = axis % rank, rank
         self._over = tuple(a for a in range(1, rank) if a != self._axis)
         self._bounds = clip_bounds(graph, activation.nodes)
         if self._bounds is None:
             self._session = self._opened(graph, activation, threads)
 
-    def _opened(self, graph: LiveGraph, activation: Activation, threads: int) -> ort.InferenceSession:
+    def _opened(self, graph: GraphView, activation: Activation, threads: int) -> ort.InferenceSession:
         rank, over = self._rank, list(self._over)
         shifted = f"{activation.value}/shifted"
         nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
@@ -327,7 +326,7 @@ class Response:
         constants = [tensor for tensor in read if tensor is not None]
         if not over:
             nodes.append(helper.make_node("Identity", [result], [_MEAN]))
-        elif graph.opset >= 18:
+        elif graph.opset() >= 18:
             constants.append(numpy_helper.from_array(np.array(over, np.int64), "over"))
             nodes.append(helper.make_node("ReduceMean", [result, "over"], [_MEAN], keepdims=0))
         else:

@@ -15,7 +15,7 @@ from kenosis_ort.accuracy.outputs import Array, decibels
 from kenosis_ort.accuracy.pairing import Pairing
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
-from kenosis_ort.graph.view import infer_shapes, value_types
+from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.runtime.session import open_session
 
 Float64 = npt.NDArray[np.float64]

@@ -133,7 +133,7 @@ class Builder:
         if request.stock_reason is not None:
             return cls(prepared, request, journal, None, None)
         with journal.stage("plan"):
-            view = GraphView(prepared.proto)
+            view = prepared.graph
             planner = None if like is None else like.planner
             if planner is None:
                 finish = partial(_finished, view, request)
@@ -226,7 +226,7 @@ class Builder:
         if self.planner is not None:
             values = values_of_own_scale(self.planner.view, self.planner.plan(None))
             return seen_as(self.planner.view, values, self.planner.saturations)
-        view = GraphView(self.prepared.proto)
+        view = self.prepared.graph
         found = seen_as(view, [o for node in view.nodes for o in node.outputs])
         return {name: seen for name, seen in found.items() if seen.axes or seen.filling}  # else stock's very ranges
 

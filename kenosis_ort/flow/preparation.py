@@ -11,7 +11,7 @@ import onnx
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph import outside, view, walk
+from kenosis_ort.graph import outside, shapes, walk
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.placement.cost import least_us
@@ -282,8 +282,8 @@ def _rewrite_for_integers(
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
             after = _outline(editor.write())
             if after != before:
-                view.drop_stale_value_info(editor.proto)
-                view.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)
+                shapes.drop_stale_value_info(editor.proto)
+                shapes.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)
                 editor.reopen()
                 before, changed = after, True
     if not changed:

@@ -28,7 +28,8 @@ from kenosis_ort.graph.live import Attribute, optional, required
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes, ir, value_types
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes, value_types
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
 _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")

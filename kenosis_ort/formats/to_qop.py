@@ -22,7 +22,8 @@ from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, W
 from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.live import Attribute, further_outputs, optional, required
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.view import drop_stale_value_info, has_rank, ir, value_types
+from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)
@@ -268,8 +269,8 @@ class _Writer(Edits):
         if node.op_type == "Gemm":
             return {"alpha": 1.0, "transB": node.attributes.get_int("transB", 0)}
         if node.op_type == "Softmax":
-            axis = node.attributes.get_int("axis", -1 if self.opset >= 13 else 1)
-            return {"axis": axis, "opset": self.opset}
+            axis = node.attributes.get_int("axis", -1 if self.opset() >= 13 else 1)
+            return {"axis": axis, "opset": self.opset()}
         return None
 
     def _move_integers(self, node: ir.Node) -> None:
@@ -288,10 +289,10 @@ class _Writer(Edits):
 
     def _takes_bytes(self, node: ir.Node) -> bool:
         if node.op_type == "MaxPool":
-            return self.opset >= 12 and not further_outputs(node)
+            return self.opset() >= 12 and not further_outputs(node)
         if node.op_type == "Resize":
-            return self.opset >= 13 and node.attributes.get_string("mode", "nearest") == "nearest"
-        return node.op_type != "DepthToSpace" or self.opset >= 13
+            return self.opset() >= 13 and node.attributes.get_string("mode", "nearest") == "nearest"
+        return node.op_type != "DepthToSpace" or self.opset() >= 13
 
     def _add_bias(self, node: ir.Node) -> bool:
         """Makes a MatMul of matrices and the Add behind it one QGemm, where the operand is a bias; tells whether."""

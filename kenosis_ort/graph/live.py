@@ -16,15 +16,16 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.outside import array_in, copy_without_weights, put_outside
-from kenosis_ort.graph.view import drop_stale_value_info, ir, read_model
-from kenosis_ort.graph.walk import opset_of, reserve_name
+from kenosis_ort.graph.outside import copy_without_weights, put_outside
+from kenosis_ort.graph.shapes import drop_stale_value_info
+from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.walk import reserve_name
 
 Attribute = int | float | str | Sequence[int]
 Attributes = Mapping[str, Attribute]
 
 
-class LiveGraph:
+class LiveGraph(GraphView):
     """Look-ups and edits of a main graph.
 
     Args:
@@ -33,28 +34,23 @@ class LiveGraph:
 
     Attributes:
         proto: The model; the copy behind `write`.
-        graph: The main graph.
         nodes: Its nodes as they were when `begin` was called; those removed since are among them.
         keep_values: Names of values that must keep existing with their meaning.
     """
 
     def __init__(self, proto: onnx.ModelProto, *, copied: bool = False) -> None:
-        self.proto = proto
         self.keep_values: frozenset[str] = frozenset()
         self._copied = copied
-        self.reopen()
+        super().__init__(proto)
 
     def reopen(self) -> None:
         """Reads the protobuf again, after something else than this object changed it."""
-        self.graph = read_model(self.proto).graph
-        stored = self.proto.graph.node
-        self._stored_nodes: dict[ir.Node, onnx.NodeProto] = dict(zip(self.graph, stored, strict=True))
+        super().reopen()
+        self._stored_nodes: dict[ir.Node, onnx.NodeProto] = dict(zip(self.graph, self.proto.graph.node, strict=True))
         self._rewritten: set[ir.Node] = set()
         self._other_attributes: set[ir.Node] = set()
-        self._bodies = {node for node in self.graph if any(_has_body(a) for a in node.attributes.values())}
-        inner = self.graph.all_nodes() if self._bodies else ()
+        inner = self.graph.all_nodes() if self._owners else ()
         self._body_names = {output.name or "" for node in inner for output in node.outputs}
-        self._tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer}
         self._changed: set[str] = set()
         self._stale: set[str] = set()
         self._renamed: dict[str, ir.Value] = {}
@@ -71,58 +67,12 @@ class LiveGraph:
         self._node_names = {node.name or "" for node in self.nodes}
         self._own = frozenset(self.nodes)
         self._last_behind: dict[ir.Node, ir.Node] = {}
-        self._stored: dict[str, None] = {}  # new constants of `store_constant`, which come last
+        self._stored: dict[str, None] = {}  # new constants of `store_array`, which come last
         self._released: dict[str, ir.Value] = {}
 
-    # -- look-ups -----------------------------------------------------------------------------------------------
-
-    @property
-    def opset(self) -> int:
-        """The version of the main operator set."""
-        return opset_of(self.proto)
-
-    def readers(self, value: ir.Value | None) -> list[ir.Node]:
-        """The main graph's nodes that read a value, each as often as it does."""
-        return [] if value is None else [node for node, _ in value.uses() if node.graph is self.graph]
-
-    def has_body(self, node: ir.Node) -> bool:
-        """Whether the node carries bodies of control flow."""
-        return node in self._bodies
-
-    def is_captured(self, value: ir.Value) -> bool:
-        """Whether a body of control flow reads the value."""
-        return any(node.graph is not self.graph for node, _ in value.uses()) if self._bodies else False
-
-    def is_output(self, value: ir.Value) -> bool:
-        """Whether the value is an output of the main graph, or of a body."""
-        return value.is_graph_output()
-
-    def is_private(self, value: ir.Value) -> bool:
-        """Whether exactly one node of the main graph reads the value and nothing else depends on it."""
-        return len(self.readers(value)) == 1 and not self.is_pinned(value)
-
     def is_pinned(self, value: ir.Value) -> bool:
-        """Whether the value's name and meaning are needed outside the main graph's nodes."""
-        return value.is_graph_output() or value.name in self.keep_values or self.is_captured(value)
-
-    def is_read_once(self, constant: ir.Value) -> bool:
-        """Whether one input of one node of the main graph reads a constant, and nothing else needs it."""
-        return len(constant.uses()) == len(self.readers(constant)) == 1 and not constant.is_graph_output()
-
-    def constant(self, value: ir.Value | None) -> onnx.TensorProto | None:
-        """The initializer that a value is unless callers can override it."""
-        if value is None or not value.is_initializer() or value.is_graph_input():
-            return None
-        return self._tensors.get(value.name or "")
-
-    def array(self, value: ir.Value | None) -> npt.NDArray[np.generic] | None:
-        """The content of a constant, None if the value is not constant."""
-        tensor = self.constant(value)
-        return None if tensor is None else array_in(tensor)
-
-    def content(self, constant: ir.Value) -> npt.NDArray[np.generic]:
-        """The content of a value that is known to be constant."""
-        return array_in(self._tensors[constant.name or ""])
+        """Whether the value's name and meaning are needed outside the main graph's nodes, or by the caller."""
+        return value.name in self.keep_values or super().is_pinned(value)
 
     def rank(self, value: ir.Value | None) -> int | None:
         """The rank of a value, None if it is not known."""
@@ -460,10 +410,6 @@ def required(node: ir.Node, position: int) -> ir.Value:
 def further_outputs(node: ir.Node) -> list[ir.Value]:
     """The outputs behind the first one that have a name."""
     return [output for output in node.outputs[1:] if output.name]
-
-
-def _has_body(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 def _is_typed(value: ir.Value) -> bool:

@@ -25,7 +25,7 @@ import onnx.version_converter
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
-from kenosis_ort.graph.view import infer_shapes
+from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
 
 _OLDEST = 7

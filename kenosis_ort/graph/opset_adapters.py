@@ -15,7 +15,7 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import value_types
+from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import all_names, reserve_name
 
 Array = npt.NDArray[np.generic]

@@ -1,34 +1,17 @@
-"""The main graph of a model for planning: a read-only view of it, and the types and shapes of its values.
+"""The main graph of a model as `onnx_ir` has it: nodes, who reads what, types, shapes and constants.
 
-The view holds nodes, consumers, types, shapes and constants. A value that an ``If``, ``Loop`` or ``Scan`` body reads
-from the outer graph counts as consumed by the node that owns the body, so that a rule about single consumers never
-misses one.
+A value that an ``If``, ``Loop`` or ``Scan`` body reads from the outer graph counts as consumed by the node that owns
+the body, so that a rule about single consumers never misses one.
 
 ``onnx_ir`` is imported here without sympy, which it needs only where symbolic dimensions are computed.
-
-Types and shapes come from three sources in turn:
-
-1. ONNX's own shape inference, on a copy of the model without its weights (a weight is replaced by an input of its
-   type and shape), so that the 2 GiB limit never matters and nothing large is serialised.
-2. The runtime: a session on that copy without optimization says what it inferred. It knows the operators of
-   ``com.microsoft`` and of registered custom-op libraries.
-3. onnxruntime's symbolic shape inference, where it is installed with its dependency and still something is missing.
-   Only types and ranks are taken from it: it guesses dimensions (a Split by computed sizes counts as equal parts).
-
-Each source only fills what the ones before left open. A source that fails is logged and passed over: shapes
-help quantization, they are not a condition of it. Nothing is written to disk.
 """
 
 import importlib
 import importlib.util
-import logging
-import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,12 +20,9 @@ import numpy.typing as npt
 import onnx
 import onnx.helper
 import onnx.shape_inference
-import onnxruntime
 
-from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.outside import array_in, copy_without_weights, is_outside
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_nodes, known_as
-from kenosis_ort.runtime.session import TENSOR_TYPES, open_session
+from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.walk import all_graphs, known_as
 
 _DEFERRED = ("sympy", "onnx_ir._symbolic_shapes")  # the latter names sympy's functions when it is imported
 
@@ -81,7 +61,7 @@ __all__ = ["ir"]
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Consumer:
     """A main-graph node that reads a value; ``index`` is the input position or `CAPTURED`."""
 
@@ -90,62 +70,75 @@ class Consumer:
 
 
 class GraphView:
-    """Indexes one prepared model. All look-ups are constant time.
+    """Look-ups in the main graph of a prepared model.
 
     Args:
-        proto: A prepared model: unique node names, constants as initializers, shapes inferred. Not changed.
+        proto: The model: unique node names, constants as initializers, shapes inferred. Not changed.
+
+    Attributes:
+        proto: The model.
+        graph: Its main graph.
+        nodes: Its nodes, in order, their operators by the names of `known_as`.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self.model = read_model(proto)
-        graph = self.model.graph
-        self.nodes: tuple[ir.Node, ...] = tuple(graph)
+        self.proto = proto
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Reads the protobuf, whose tensors are referred to and not copied."""
+        self.graph = read_model(self.proto).graph
+        self.nodes = list(self.graph)
+        self._tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        self._owners: dict[ir.Graph, ir.Node] = {}
         for node in self.nodes:
             node.op_type = known_as(node.domain, node.op_type)
-        self.inputs: tuple[ir.Value, ...] = tuple(v for v in graph.inputs if v.name not in graph.initializers)
-        self.outputs: tuple[ir.Value, ...] = tuple(graph.outputs)
-        self._by_name = {node.name: node for node in self.nodes if node.name}
-        self._output_ids = {id(v) for v in graph.outputs}
-        self._consumers: dict[int, list[Consumer]] = {}
-        self._captured: dict[int, list[ir.Value]] = {}
-        self._largest: dict[int, float] = {}
-        self._constants = dict(graph.initializers)
-        self._on_disk = {tensor.name: tensor for tensor in proto.graph.initializer if is_outside(tensor)}
-        for node in self.nodes:
-            for index, value in enumerate(node.inputs):
-                if value is not None:
-                    self._consumers.setdefault(id(value), []).append(Consumer(node, index))
-            captured = list(_captured(node, graph))
-            if captured:
-                self._captured[id(node)] = captured
-            for value in captured:
-                self._consumers.setdefault(id(value), []).append(Consumer(node, CAPTURED))
+            self._owners.update(dict.fromkeys(_bodies_in(node), node))
+        self._by_name: dict[str, ir.Node] = {}
+        self._largest: dict[ir.Value, float] = {}
+
+    # -- nodes and who reads what -------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> tuple[ir.Value, ...]:
+        """The inputs that have no default."""
+        return tuple(value for value in self.graph.inputs if value.name not in self.graph.initializers)
+
+    @property
+    def outputs(self) -> tuple[ir.Value, ...]:
+        """The outputs."""
+        return tuple(self.graph.outputs)
 
     def node(self, name: str) -> ir.Node | None:
+        """The node of a name."""
+        if not self._by_name:
+            self._by_name = {node.name: node for node in self.nodes if node.name}
         return self._by_name.get(name)
-
-    def constant(self, name: str) -> ir.Value | None:
-        """The initializer of that name."""
-        return self._constants.get(name)
 
     def opset(self, domain: str = "") -> int:
         """The imported version of an operator set, 0 if it is not imported."""
-        imports = self.model.graph.opset_imports
+        imports = self.graph.opset_imports
         version = imports.get(domain)
         if version is None and domain == "":
             version = imports.get("ai.onnx")
         return int(version or 0)
 
+    def readers(self, value: ir.Value | None) -> list[ir.Node]:
+        """The main graph's nodes that read a value, each as often as it does."""
+        return [] if value is None else [node for node, _ in value.uses() if node.graph is self.graph]
+
     def consumers(self, value: ir.Value) -> list[Consumer]:
-        """The main-graph consumers of a value (graph outputs are not among them)."""
-        return self._consumers.get(id(value), [])
+        """The main-graph consumers of a value (graph outputs are not among them), owners of bodies once each."""
+        found = dict[Consumer, None]()
+        for node, index in value.uses():
+            consumer = Consumer(node, index) if node.graph is self.graph else Consumer(self._owner(node), CAPTURED)
+            found[consumer] = None
+        return list(found)
 
-    def captured_by(self, node: ir.Node) -> list[ir.Value]:
-        """The main-graph values that the bodies of a node read."""
-        return self._captured.get(id(node), [])
-
-    def is_output(self, value: ir.Value) -> bool:
-        return id(value) in self._output_ids
+    def _owner(self, inner: ir.Node) -> ir.Node:
+        """The main graph's node in whose bodies a node stands."""
+        assert isinstance(inner.graph, ir.Graph)
+        return self._owners[inner.graph]
 
     def sole_consumer(self, value: ir.Value) -> Consumer | None:
         """The only consumer, or None if there are several, none, a captured one, or a graph output."""
@@ -154,66 +147,99 @@ class GraphView:
             return found[0]
         return None
 
+    def has_body(self, node: ir.Node) -> bool:
+        """Whether the node carries bodies of control flow."""
+        return bool(self._owners) and node in self._owners.values()
+
+    def captured_by(self, node: ir.Node) -> list[ir.Value]:
+        """The main-graph values that the bodies of a node read."""
+        return list(_captured(node, self.graph)) if self.has_body(node) else []
+
+    def is_captured(self, value: ir.Value) -> bool:
+        """Whether a body of control flow reads the value."""
+        return bool(self._owners) and any(node.graph is not self.graph for node, _ in value.uses())
+
+    def is_output(self, value: ir.Value) -> bool:
+        """Whether the value is an output of the main graph."""
+        return value.is_graph_output() and (not self._owners or any(value is out for out in self.graph.outputs))
+
+    def is_private(self, value: ir.Value) -> bool:
+        """Whether exactly one node of the main graph reads the value and nothing else depends on it."""
+        return len(self.readers(value)) == 1 and not self.is_pinned(value)
+
+    def is_pinned(self, value: ir.Value) -> bool:
+        """Whether the value's name and meaning are needed outside the main graph's nodes."""
+        return value.is_graph_output() or self.is_captured(value)
+
+    # -- constants ----------------------------------------------------------------------------------------------
+
+    def initializer(self, name: str) -> ir.Value | None:
+        """The initializer of a name."""
+        return self.graph.initializers.get(name)
+
     def is_constant(self, value: ir.Value | None) -> bool:
+        """Whether a value is an initializer."""
         return value is not None and value.producer() is None and value.const_value is not None
 
-    def array(self, value: ir.Value) -> npt.NDArray[np.generic]:
-        """The content of a constant value."""
-        if value.const_value is None:
-            raise ValueError(f"'{value.name}' is not a constant")
-        if value.name in self._on_disk:
-            return array_in(self._on_disk[value.name])
-        return value.const_value.numpy()
+    def constant(self, value: ir.Value | None) -> onnx.TensorProto | None:
+        """The initializer that a value is unless callers can override it."""
+        if value is None or not value.is_initializer() or value.is_graph_input():
+            return None
+        return self._tensors.get(value.name or "")
+
+    def is_read_once(self, constant: ir.Value) -> bool:
+        """Whether one input of one node of the main graph reads a constant, and nothing else needs it."""
+        return len(constant.uses()) == len(self.readers(constant)) == 1 and not constant.is_graph_output()
+
+    def array(self, value: ir.Value | None) -> npt.NDArray[np.generic] | None:
+        """The content of a constant, None if the value is not constant."""
+        tensor = self.constant(value)
+        return None if tensor is None else array_in(tensor)
+
+    def content(self, constant: ir.Value) -> npt.NDArray[np.generic]:
+        """The content of a value that is known to be constant."""
+        return array_in(self._tensors[constant.name or ""])
 
     def largest(self, value: ir.Value) -> float:
         """The largest magnitude in a constant value, nan if it holds one; 0 if it is empty."""
-        if id(value) not in self._largest:
-            array = self.array(value)
-            self._largest[id(value)] = max(abs(float(array.min())), abs(float(array.max()))) if array.size else 0.0
-        return self._largest[id(value)]
+        if value not in self._largest:
+            array = self.content(value)
+            self._largest[value] = max(abs(float(array.min())), abs(float(array.max()))) if array.size else 0.0
+        return self._largest[value]
+
+    # -- types and shapes ---------------------------------------------------------------------------------------
 
     def is_float32(self, value: ir.Value) -> bool:
+        """Whether a value is known to be float32."""
         return value.dtype == ir.DataType.FLOAT
+
+    def rank(self, value: ir.Value | None) -> int | None:
+        """The rank of a value, None if it is not known."""
+        return None if value is None or value.shape is None else len(value.shape)
+
+    def dims(self, value: ir.Value | None) -> tuple[int | None, ...] | None:
+        """The shape of a value with None for dimensions that are not known, None without a rank."""
+        if value is None or value.shape is None:
+            return None
+        return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+    def shape_of_one(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        """A known shape, the first dimension (the batch) 1 where it has no number."""
+        dims = self.dims(value)
+        if dims is None:
+            return None
+        known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
+        return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
 
     def is_row_bias(self, matmul: ir.Node, bias: ir.Value) -> bool:
         """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
-        weight = matmul.inputs[1]
-        columns = None if weight is None else self.dims(weight)
+        columns = self.dims(matmul.inputs[1])
         dims, rank = self.dims(bias), self.rank(matmul.outputs[0])
         if not columns or not dims or rank is None or rank < 2:
             return False
         if not self.is_constant(bias) or not self.is_float32(bias):
             return False
         return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
-
-    def shape_of_one(self, value: ir.Value | None) -> tuple[int, ...] | None:
-        """A known shape, the first dimension (the batch) 1 where it has no number."""
-        dims = None if value is None else self.dims(value)
-        if dims is None:
-            return None
-        known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
-        return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
-
-    def rank(self, value: ir.Value) -> int | None:
-        return None if value.shape is None else len(value.shape)
-
-    def dims(self, value: ir.Value) -> tuple[int | None, ...] | None:
-        """The shape with None for symbolic dimensions, or None if even the rank is unknown."""
-        if value.shape is None:
-            return None
-        return tuple(d if isinstance(d, int) else None for d in value.shape)
-
-    def attribute_int(self, node: ir.Node, name: str, default: int) -> int:
-        attribute = node.attributes.get(name)
-        return default if attribute is None else int(attribute.as_int())
-
-    def attribute_float(self, node: ir.Node, name: str, default: float) -> float:
-        attribute = node.attributes.get(name)
-        return default if attribute is None else float(attribute.as_float())
-
-    def attribute_str(self, node: ir.Node, name: str, default: str) -> str:
-        attribute = node.attributes.get(name)
-        return default if attribute is None else str(attribute.as_string())
 
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:
@@ -228,12 +254,20 @@ def _captured(node: ir.Node, outer: ir.Graph) -> Iterator[ir.Value]:
     bodies = [body for attribute in node.attributes.values() for body in _bodies(attribute)]
     while bodies:
         body = bodies.pop()
-        reads = [v for inner in body for v in inner.inputs] + list(body.outputs)
-        for value in reads:
+        for value in (v for inner in body for v in inner.inputs):  # the runtime refuses outer values as outputs
             if value is not None and id(value) not in seen and _belongs_to(value, outer):
                 seen.add(id(value))
                 yield value
         bodies += [b for inner in body for attribute in inner.attributes.values() for b in _bodies(attribute)]
+
+
+def _bodies_in(node: ir.Node) -> list[ir.Graph]:
+    """The bodies of a node, and those nested in them."""
+    found = [body for attribute in node.attributes.values() for body in _bodies(attribute)]
+    for body in found:
+        attributes = (attribute for inner in body for attribute in inner.attributes.values())
+        found += [nested for attribute in attributes for nested in _bodies(attribute)]
+    return found
 
 
 def _bodies(attribute: ir.Attr) -> list[ir.Graph]:
@@ -275,242 +309,3 @@ def _holds_map(kind: onnx.TypeProto) -> bool:
     if kind.HasField("optional_type"):
         return _holds_map(kind.optional_type.elem_type)
     return bool(kind.HasField("map_type"))
-
-
-_log = logging.getLogger(__name__)
-
-_MOST_ELEMENTS = 1024
-"""Tensors up to this size are kept for inference: shapes, axes, slice bounds."""
-
-_FATAL = frozenset(
-    {("", "EyeLike"), ("", "RegexFullMatch"), ("ai.onnx.ml", "DictVectorizer"), ("ai.onnx.ml", "LabelEncoder")}
-)
-"""Operators whose inference in onnx 1.23 reads the type of an input that has none, as behind a contrib operator."""
-
-_HIDDEN = "kenosis_ort.hidden"
-
-_SYMBOLIC_NODES = 2000
-"""Symbolic inference takes milliseconds a node; larger graphs do without it."""
-
-
-def infer_shapes(
-    model: onnx.ModelProto, *, custom_op_libraries: Sequence[str] = (), thorough: bool = True
-) -> str | None:
-    """Completes ``value_info`` of the main graph, and outputs declared without a shape, in place.
-
-    Args:
-        model: The model to change. What its value_info says is kept where ONNX leaves a value open.
-        custom_op_libraries: Libraries to register with the runtime; none is loaded unasked.
-        thorough: Whether to ask the runtime and the symbolic inference about what ONNX leaves open.
-
-    Returns:
-        A note if values are left without type or rank, else None.
-    """
-    skeleton = _skeleton(model)
-    inferred = _infer_onnx(skeleton)
-    known = _known_values(inferred if inferred is not None else skeleton)
-    _complete_outputs(model, inferred)
-    missing = _missing(model, known)
-    if missing and thorough:
-        found = _infer_runtime(skeleton, missing, custom_op_libraries)
-        _complete(known, found)
-        missing = _missing(model, known)
-    if missing and thorough and len(model.graph.node) <= _SYMBOLIC_NODES:
-        _complete(known, _infer_symbolic(skeleton))
-        missing = _missing(model, known)
-    produced = {name for node in model.graph.node for name in node.output if name}
-    produced -= {value.name for value in model.graph.output}
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(v for name, v in known.items() if name in produced and _has_type(v))
-    if not missing:
-        return None
-    shown = ", ".join(f"'{name}'" for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return f"Shape inference left {len(missing)} values without type or rank: {shown}."
-
-
-def _has_type(value: onnx.ValueInfoProto) -> bool:
-    """Whether the entry says a type at all; the runtime refuses one that does not."""
-    kind = value.type.WhichOneof("value")
-    return kind is not None and (kind != "tensor_type" or value.type.tensor_type.elem_type != 0)
-
-
-def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
-    """Removes value_info of values that the main graph no longer has, or whose type has changed, in place."""
-    graph = model.graph
-    names = {name for node in graph.node for name in node.output}
-    names.update(value.name for value in graph.input)
-    names.difference_update(changed)
-    remaining = onnx.GraphProto()
-    remaining.value_info.extend(value for value in graph.value_info if value.name in names)
-    del graph.value_info[:]
-    graph.value_info.MergeFrom(remaining.value_info)
-
-
-def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-    """Types and shapes that ONNX infers for the values of the main graph and its bodies, weights included.
-
-    Where bodies reuse a name, the first one found stands for all.
-    """
-    skeleton = _skeleton(model)
-    inferred = _infer_onnx(skeleton)
-    types: dict[str, onnx.TypeProto] = {}
-    for graph in all_graphs((inferred if inferred is not None else skeleton).graph):
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            types.setdefault(value.name, value.type)
-        for tensor in graph.initializer:
-            types.setdefault(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
-    return types
-
-
-def has_rank(value: onnx.ValueInfoProto | None) -> bool:
-    """Whether a value's element type and rank are known; sequences and the like need only a type."""
-    if value is None:
-        return False
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return kind is not None
-    return bool(value.type.tensor_type.elem_type) and value.type.tensor_type.HasField("shape")
-
-
-def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    def large(tensor: onnx.TensorProto) -> bool:
-        return bool(math.prod(tensor.dims) > _MOST_ELEMENTS)
-
-    skeleton = copy_without_weights(model, large)
-    listed = {value.name for value in skeleton.graph.input}
-    skeleton.graph.input.extend(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        for tensor in model.graph.initializer
-        if large(tensor) and tensor.name not in listed
-    )
-    return skeleton
-
-
-def _without_fatal(skeleton: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the nodes hidden of which ONNX's inference dies where their input has no type."""
-    if not any(_is_fatal(node) for node in all_nodes(skeleton)):
-        return skeleton
-    hidden = onnx.ModelProto()
-    hidden.CopyFrom(skeleton)
-    for node in all_nodes(hidden):
-        if _is_fatal(node):
-            node.domain = _HIDDEN
-    hidden.opset_import.add(domain=_HIDDEN, version=1)
-    return hidden
-
-
-def _is_fatal(node: onnx.NodeProto) -> bool:
-    return ("" if node.domain in MAIN_DOMAINS else node.domain, node.op_type) in _FATAL
-
-
-def _infer_onnx(skeleton: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Infers from the graph alone; what the model declares counts only where that leaves a value open.
-
-    The runtime goes by what it infers too, and a declaration may be wrong. The skeleton loses those not needed.
-    """
-    declared = onnx.GraphProto()
-    declared.value_info.extend(skeleton.graph.value_info)
-    del skeleton.graph.value_info[:]
-    inferred = _run_onnx(skeleton)
-    found = {} if inferred is None else _known_values(inferred)
-    needed = [value for value in declared.value_info if not has_rank(found.get(value.name))]
-    if not needed:
-        return inferred
-    skeleton.graph.value_info.extend(needed)
-    return _run_onnx(skeleton) or inferred
-
-
-def _run_onnx(skeleton: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto | None:
-    try:
-        return onnx.shape_inference.infer_shapes(_without_fatal(skeleton), data_prop=data_prop)
-    except Exception as error:  # the binding lets any C++ exception through
-        _log.debug("onnx shape inference (data_prop=%s) failed: %s", data_prop, error)
-    if data_prop:
-        return _run_onnx(skeleton, data_prop=False)
-    _log.info("ONNX shape inference failed on this model; the other sources are used")
-    return None
-
-
-def _infer_runtime(
-    skeleton: onnx.ModelProto, missing: Iterable[str], custom_op_libraries: Sequence[str]
-) -> list[onnx.ValueInfoProto]:
-    """Asks the runtime about values by making them outputs, since it tells types of outputs only."""
-    try:
-        found = open_session(
-            skeleton, optimize=False, custom_op_libraries=custom_op_libraries, further=missing
-        ).get_outputs()
-    except VerificationError as error:
-        _log.info("the runtime could not infer shapes: %s", error.what)
-        return []
-    return [
-        # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
-        onnx.helper.make_tensor_value_info(value.name, TENSOR_TYPES[value.type], list(value.shape) or None)
-        for value in found
-        if value.type in TENSOR_TYPES
-    ]
-
-
-@cache
-def _symbolic_inference() -> Any:
-    """The runtime's module for it, loaded by itself: the package that it stands in imports torch."""
-    file = Path(onnxruntime.__file__).parent / "tools" / "symbolic_shape_infer.py"
-    spec = importlib.util.spec_from_file_location(f"{__package__}.symbolic_shape_infer", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _infer_symbolic(skeleton: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    try:
-        # Its one-call form leaves a file in the working folder where it does not get through.
-        inference = _symbolic_inference().SymbolicShapeInference(2**31 - 1, False, False, 0)
-        inference._preprocess(skeleton)  # noqa: SLF001
-        while inference.run_:
-            inference._infer_impl()  # noqa: SLF001
-        values = list(inference.out_mp_.graph.value_info)
-    except Exception as error:  # third-party code on arbitrary graphs: asserts, KeyErrors, sympy errors, ImportError
-        _log.info("symbolic shape inference failed: %s", error)
-        return []
-    for value in values:
-        for dim in value.type.tensor_type.shape.dim:
-            dim.Clear()
-    return values
-
-
-def _known_values(model: onnx.ModelProto) -> dict[str, onnx.ValueInfoProto]:
-    return {value.name: value for value in model.graph.value_info}
-
-
-def _complete(known: dict[str, onnx.ValueInfoProto], found: Iterable[onnx.ValueInfoProto]) -> None:
-    for value in found:
-        present = known.get(value.name)
-        if not has_rank(present) and (has_rank(value) or present is None):
-            known[value.name] = value
-
-
-def _complete_outputs(model: onnx.ModelProto, inferred: onnx.ModelProto | None) -> None:
-    """Fills in types of graph outputs that were declared without type or rank."""
-    known = [] if inferred is None else [*inferred.graph.input, *inferred.graph.output]
-    found = {value.name: value for value in known if has_rank(value)}
-    for tensor in model.graph.initializer:
-        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        found.setdefault(tensor.name, info)
-    named = {d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim} | {""}
-    for value in model.graph.output:
-        if not has_rank(value) and has_rank(found.get(value.name)):
-            value.type.CopyFrom(found[value.name].type)
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.dim_param not in named:  # inference makes up names, the interface has those of the model
-                    dim.Clear()
-
-
-def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> list[str]:
-    declared = {value.name for value in model.graph.output}
-    return [
-        name
-        for node in model.graph.node
-        for name in node.output
-        if name and name not in declared and not has_rank(known.get(name))
-    ]

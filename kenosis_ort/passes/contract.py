@@ -24,8 +24,8 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_with
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.rewrite.prepare import PreparedModel
@@ -342,7 +342,7 @@ class WeightPass(Pass):
     must_beat: ClassVar[bool] = True
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
 
-    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+    def scaled(self, graph: GraphView, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
         """All values whose channels it may scale, with the axis of their channels.
 
         Args:

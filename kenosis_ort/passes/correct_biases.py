@@ -47,7 +47,7 @@ from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.live import LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.layers import Float64, Layer, layers
 from kenosis_ort.runtime.session import open_session
@@ -113,7 +113,7 @@ def bias_shifts(
     Raises:
         CalibrationError: A model fails on a sample.
     """
-    graph = LiveGraph(model)
+    graph = GraphView(model)
     targets = _targets(graph, quantized, nodes)
     feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
     if not targets or not feeds:
@@ -124,7 +124,7 @@ def bias_shifts(
 
 
 def _layer_by_layer(
-    graph: LiveGraph,
+    graph: GraphView,
     quantized: onnx.ModelProto,
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
@@ -185,7 +185,7 @@ def chosen_feeds(model: onnx.ModelProto, feeds: Sequence[Feed], values: Sequence
     return [feeds[int(at)] for at in np.linspace(0, len(feeds) - 1, count).round()]
 
 
-def _targets(graph: LiveGraph, quantized: onnx.ModelProto, nodes: Collection[str] | None) -> list[Corrected]:
+def _targets(graph: GraphView, quantized: onnx.ModelProto, nodes: Collection[str] | None) -> list[Corrected]:
     """The layers with a bias whose output, and the activation behind it, are float tensors of known rank."""
     outputs = {node.name: str(node.output[0]) for node in quantized.graph.node if node.name and node.output}
     ranks = float_ranks(graph.proto)
@@ -229,7 +229,7 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
     return graph.write()
 
 
-def bias_of(layer: Layer, graph: LiveGraph) -> ir.Value | None:
+def bias_of(layer: Layer, graph: GraphView) -> ir.Value | None:
     """The constant that shifts the output channels of a layer alone, None if there is none.
 
     A MatMul's is that of the Add which alone reads it.
@@ -257,7 +257,7 @@ def with_shifts(
         shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
         overlay: What layers have in place of the model's constants before.
     """
-    graph = LiveGraph(model)
+    graph = GraphView(model)
     by_name = {layer.name: layer for layer in layers(graph, shifts)}
     found = {node: dict(tensors) for node, tensors in overlay.items()}
     for node, shift in shifts.items():

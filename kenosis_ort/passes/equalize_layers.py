@@ -35,6 +35,7 @@ import onnx
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
 from kenosis_ort.passes.layers import Float64, Layer, weights_of
 from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
@@ -90,12 +91,12 @@ class Equalized:
         return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
 
 
-def scaled_by_equalization(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+def scaled_by_equalization(graph: GraphView, *, nodes: Collection[str] | None = None) -> dict[str, int]:
     """All values whose channels `equalize` may scale, with the axis of their channels."""
     return {value: axis for link in find_links(graph, nodes=nodes) for value, axis in link.axes.items()}
 
 
-def values_for_equalization(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> dict[str, int]:
+def values_for_equalization(graph: GraphView, *, nodes: Collection[str] | None = None) -> dict[str, int]:
     """The values whose `channel_statistics` `equalize` needs, with the axis of their channels."""
     found: dict[str, int] = {}
     for link in find_links(graph, nodes=nodes):
@@ -325,7 +326,7 @@ class Equalization(WeightPass):
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         return values_for_equalization(state.prepared.graph, nodes=set(context.nodes))
 
-    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+    def scaled(self, graph: GraphView, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
         return scaled_by_equalization(graph, nodes=nodes)
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:

@@ -19,8 +19,8 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.live import LiveGraph, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.live import optional
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 Array = npt.NDArray[Any]
@@ -285,7 +285,7 @@ class Layer(Weights):
         return Weights(**{entry.name: getattr(self, entry.name) for entry in fields(Weights)})
 
 
-def layer_of(node: ir.Node, graph: LiveGraph) -> Layer | None:
+def layer_of(node: ir.Node, graph: GraphView) -> Layer | None:
     """A node as a layer, None where it has no constant float32 weights on input 1."""
     operator, attributes = node.op_type, node.attributes
     if operator not in LAYERS or node.domain not in MAIN_DOMAINS:
@@ -312,13 +312,13 @@ def layer_of(node: ir.Node, graph: LiveGraph) -> Layer | None:
     return Layer(node.name or "", operator, shape, groups, transposed, node, value, bias)
 
 
-def layers(graph: LiveGraph, nodes: Collection[str] | None = None) -> Iterator[Layer]:
+def layers(graph: GraphView, nodes: Collection[str] | None = None) -> Iterator[Layer]:
     """Yields the layers of the main graph in graph order, all or those of these names."""
     for node in graph.nodes:
         if (nodes is None or node.name in nodes) and (found := layer_of(node, graph)) is not None:
             yield found
 
 
-def weights_of(graph: LiveGraph, layer: Layer) -> Float64:
+def weights_of(graph: GraphView, layer: Layer) -> Float64:
     """Canonical weights of a layer as they are now."""
     return layer.canonical(graph.content(layer.weight))

@@ -17,8 +17,8 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.graph.constants import Is, having, what
-from kenosis_ort.graph.live import LiveGraph, further_outputs, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.live import further_outputs, optional
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.passes.layers import Float64, Layer, layers
 
@@ -84,7 +84,7 @@ class Link:
         )
 
 
-def find_links(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
+def find_links(graph: GraphView, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
     """Every link of the main graph.
 
     Values between the layers have one reader each, are no outputs, and no body of control flow reads them; the
@@ -104,11 +104,11 @@ def find_links(graph: LiveGraph, *, nodes: Collection[str] | None = None) -> tup
     return tuple(found)
 
 
-def _is_free(graph: LiveGraph, layer: Layer) -> bool:
+def _is_free(graph: GraphView, layer: Layer) -> bool:
     return graph.is_read_once(layer.weight) and (layer.bias is None or graph.is_read_once(layer.bias))
 
 
-def _follow(first: Layer, known: dict[str, Layer], graph: LiveGraph) -> Link | None:
+def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | None:
     """The link from a layer to the next one; None where something on the way forbids it."""
     value, offset, clipped, path = first.output, None, "", list[ir.Node]()
     low, high, repeat, is_flat = -math.inf, math.inf, 1, not first.is_convolution  # flat: channels are the last axis
@@ -145,7 +145,7 @@ def _follow(first: Layer, known: dict[str, Layer], graph: LiveGraph) -> Link | N
     return None
 
 
-def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: LiveGraph) -> ir.Value | None:
+def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: GraphView) -> ir.Value | None:
     """The constant that an Add puts on the last axis, None if it is another kind of Add."""
     other = next((operand for operand in node.inputs if operand is not value), None)
     tensor = graph.constant(other)
@@ -155,7 +155,7 @@ def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: LiveGraph) 
     return other if list(tensor.dims)[-1:] == [first.channels_out] == [math.prod(tensor.dims)] else None
 
 
-def _bounds(node: ir.Node, graph: LiveGraph) -> Bounds | None:
+def _bounds(node: ir.Node, graph: GraphView) -> Bounds | None:
     ends = []
     for position, name, default in ((1, "min", -math.inf), (2, "max", math.inf)):
         given = optional(node, position)
@@ -169,7 +169,7 @@ def _bounds(node: ir.Node, graph: LiveGraph) -> Bounds | None:
     return (low, high) if low <= 0.0 <= high and low < high else None
 
 
-def _flattened(node: ir.Node, channels: int, graph: LiveGraph) -> int:
+def _flattened(node: ir.Node, channels: int, graph: GraphView) -> int:
     """Number of features of a flattened value that stem from one channel, 0 if it is not flattened like that."""
     before, after = graph.dims(node.inputs[0]) or (), graph.dims(node.outputs[0]) or ()
     if len(before) < 3 or len(after) != 2 or before[1] != channels:

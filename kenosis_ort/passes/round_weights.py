@@ -29,9 +29,9 @@ import numpy.typing as npt
 import onnx
 import onnx.numpy_helper
 
-from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in, put_outside
 from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, on_grid, pair_order
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.layers import Float64, Layer, Weights, gather_moments, layers
@@ -265,7 +265,7 @@ def learn_rounding(
     Raises:
         CalibrationError: The float model fails on a sample.
     """
-    graph = LiveGraph(model)
+    graph = GraphView(model)
     grids = weight_grids(quantized)
     todo = [
         layer

@@ -28,7 +28,8 @@ from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import Attribute, LiveGraph
-from kenosis_ort.graph.view import infer_shapes, ir
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
@@ -90,12 +91,12 @@ def row_noise(
         return []
     axes = graph.fresh_name("rows_axes")
     added: list[onnx.NodeProto] = []
-    if graph.opset >= _AXES_ARE_INPUTS:
+    if graph.opset() >= _AXES_ARE_INPUTS:
         last = numpy_helper.from_array(np.array([-1], np.int64))
         added.append(helper.make_node("Constant", [], [axes], name=axes, value=last))
     parts = {graph.fresh_name(f"{value.name}/{kind}"): (kind, value.name or "") for value in groups for kind in _PARTS}
     for output, (kind, value) in parts.items():
-        if graph.opset >= _AXES_ARE_INPUTS:
+        if graph.opset() >= _AXES_ARE_INPUTS:
             added.append(helper.make_node(kind, [value, axes], [output], name=output, keepdims=0))
         else:
             added.append(helper.make_node(kind, [value], [output], name=output, keepdims=0, axes=[-1]))
@@ -155,7 +156,7 @@ class _Maker:
         self._least = graph.register(
             numpy_helper.from_array(np.asarray(_LEAST, np.float32), graph.fresh_name("least_row"))
         )
-        is_input = graph.opset >= _AXES_ARE_INPUTS
+        is_input = graph.opset() >= _AXES_ARE_INPUTS
         self._axes = [graph.add_constant(np.array([-1], np.int64), "row_axes")] if is_input else []
         self._as_attribute: dict[str, Attribute] = {} if is_input else {"axes": [-1]}
 

@@ -26,7 +26,8 @@ from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.live import LiveGraph
-from kenosis_ort.graph.view import infer_shapes, ir
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.layers import Float64, weights_of
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
@@ -94,7 +95,7 @@ class Smoothed:
 
 
 def values_for_smoothing(
-    graph: LiveGraph,
+    graph: GraphView,
     *,
     nodes: Collection[str] | None = None,
     insert: bool | None = None,
@@ -110,7 +111,7 @@ def values_for_smoothing(
 
 
 def scaled_by_smoothing(
-    graph: LiveGraph, *, nodes: Collection[str] | None = None, insert: bool | None = None
+    graph: GraphView, *, nodes: Collection[str] | None = None, insert: bool | None = None
 ) -> dict[str, int]:
     """All values whose channels `smooth` may scale, with the axis of their channels (the last)."""
     groups = _wanted(graph, nodes, insert)
@@ -189,7 +190,7 @@ def _candidates(alpha: float | str) -> Sequence[float]:
     return (float(alpha),)
 
 
-def _wanted(graph: LiveGraph, nodes: Collection[str] | None, insert: bool | None) -> Iterable[SmoothGroup]:
+def _wanted(graph: GraphView, nodes: Collection[str] | None, insert: bool | None) -> Iterable[SmoothGroup]:
     """The groups that can be smoothed and that a quantized layer reads."""
     return [
         group
@@ -298,7 +299,7 @@ class SmoothQuant(contract.WeightPass):
         found = values_for_smoothing(state.prepared.graph, nodes=nodes, insert=self._inserts(context))
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
 
-    def scaled(self, graph: LiveGraph, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
+    def scaled(self, graph: GraphView, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
         return scaled_by_smoothing(graph, nodes=nodes, insert=insert or None)
 
     def apply(

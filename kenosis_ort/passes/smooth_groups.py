@@ -12,7 +12,7 @@ import numpy as np
 
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.live import LiveGraph, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import known_as
 from kenosis_ort.passes.layers import Float64, Layer, layer_of, weights_of
 
@@ -75,7 +75,7 @@ class SmoothGroup:
         """Name of the value."""
         return self.value.name or ""
 
-    def scaled(self, graph: LiveGraph) -> tuple[str, ...]:
+    def scaled(self, graph: GraphView) -> tuple[str, ...]:
         """The values that are divided where the folds are: from these on up to the layers."""
         ends = {layer.name for layer in self.layers}
         found: dict[str, None] = {}
@@ -90,7 +90,7 @@ class SmoothGroup:
         return tuple(found)
 
 
-def find_groups(graph: LiveGraph) -> Iterator[SmoothGroup]:
+def find_groups(graph: GraphView) -> Iterator[SmoothGroup]:
     """Yields the groups of a prepared model, shapes inferred, in graph order; each layer is in one at most."""
     finder = _Finder(graph)
     seen: set[ir.Value] = set()
@@ -126,7 +126,7 @@ def scale_channels(graph: LiveGraph, group: SmoothGroup, factors: Float64) -> No
 
 
 class _Finder:
-    def __init__(self, graph: LiveGraph) -> None:
+    def __init__(self, graph: GraphView) -> None:
         self.graph = graph
 
     def linear(self, node: ir.Node) -> Layer | None:

@@ -228,9 +228,9 @@ def _clip_ends(view: GraphView, node: ir.Node) -> Bounds:
     def end(position: int, attribute: str) -> float | None:
         value = node.inputs[position] if position < len(node.inputs) else None
         if value is None:
-            bound = view.attribute_float(node, attribute, _LARGEST)
+            bound = node.attributes.get_float(attribute, _LARGEST)
         else:
-            bound = float(view.array(value).reshape(-1)[0]) if view.is_constant(value) else _LARGEST
+            bound = float(view.content(value).reshape(-1)[0]) if view.is_constant(value) else _LARGEST
         return None if abs(bound) >= _LARGEST else bound
 
     return end(1, "min"), end(2, "max")
@@ -279,13 +279,13 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
     if consumer.index == CAPTURED:
         return None
     if node.op_type == "HardSigmoid":
-        alpha, beta = view.attribute_float(node, "alpha", 0.2), view.attribute_float(node, "beta", 0.5)
+        alpha, beta = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
         return (-beta / alpha, (1.0 - beta) / alpha) if alpha > 0 and 0 <= beta <= 1 else None
     if node.op_type in _SILU:
-        alpha = view.attribute_float(node, "alpha", _SILU[node.op_type])
+        alpha = node.attributes.get_float("alpha", _SILU[node.op_type])
         return (_SILU_LOW / alpha, None) if alpha > 0 else None
     if node.op_type in _FLOORED:
-        alpha = view.attribute_float(node, "alpha", _FLOORED[node.op_type])
+        alpha = node.attributes.get_float("alpha", _FLOORED[node.op_type])
         # Celu bends by x / alpha, the others scale by alpha.
         return ((_FLOOR * alpha if node.op_type == "Celu" else _FLOOR), None) if 0 < alpha <= 3 else None
     if node.op_type == "Clip":
@@ -318,9 +318,9 @@ def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
 def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
     """The constant operand of one number, None if there is none."""
     constants = [v for v in node.inputs if v is not None and view.is_constant(v)]
-    if len(constants) != 1 or view.array(constants[0]).size != 1:
+    if len(constants) != 1 or view.content(constants[0]).size != 1:
         return None
-    return float(view.array(constants[0]).reshape(-1)[0])
+    return float(view.content(constants[0]).reshape(-1)[0])
 
 
 def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds | None:
@@ -339,7 +339,7 @@ def _gate_bounds(view: GraphView, value: ir.Value, product: ir.Node) -> Bounds |
     if read is value and gate.op_type == "Sigmoid":
         return _SILU_LOW, None
     if read is value and gate.op_type == "HardSigmoid":
-        alpha, beta = view.attribute_float(gate, "alpha", 0.2), view.attribute_float(gate, "beta", 0.5)
+        alpha, beta = gate.attributes.get_float("alpha", 0.2), gate.attributes.get_float("beta", 0.5)
         return (-beta / alpha, None) if alpha > 0 and beta >= 0 else None
     return None
 
@@ -431,18 +431,18 @@ def _softmax_axes(view: GraphView, value: ir.Value, consumer: Consumer) -> tuple
     if node.op_type != "Softmax":
         return ()
     if view.opset() >= 13:
-        return (view.attribute_int(node, "axis", -1),)
-    rank, axis = view.rank(value), view.attribute_int(node, "axis", 1)
+        return (node.attributes.get_int("axis", -1),)
+    rank, axis = view.rank(value), node.attributes.get_int("axis", 1)
     return () if rank is None else tuple(range(axis % rank, rank))
 
 
 def _filling(view: GraphView, value: ir.Value) -> float | None:
     """The constant that a Pad fills with, None if it is none or larger than data could be."""
     node = value.producer()
-    if node is None or node.op_type != "Pad" or view.attribute_str(node, "mode", "constant") != "constant":
+    if node is None or node.op_type != "Pad" or node.attributes.get_string("mode", "constant") != "constant":
         return None
     constant = node.inputs[2] if len(node.inputs) > 2 else None
     if constant is None or not view.is_constant(constant):
         return None
-    filling = float(view.array(constant).reshape(-1)[0])
+    filling = float(view.content(constant).reshape(-1)[0])
     return filling if filling <= _FAR_BELOW else None

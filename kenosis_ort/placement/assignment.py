@@ -235,7 +235,7 @@ class Assignment:
     def natural_axis(self, node: ir.Node) -> int | None:
         """The axis of output channels of a node's weight, None for a node without weights."""
         weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
-        return channel_axis(self.view, node) if weight is not None and self.view.is_constant(weight) else None
+        return channel_axis(node) if weight is not None and self.view.is_constant(weight) else None
 
     def bias_follows(self, node: ir.Node) -> bool:
         """Whether the bias of a node becomes int32 where its data is quantized."""
@@ -292,10 +292,10 @@ class Assignment:
         return {str(value.name): value for value in found if value is not None}
 
 
-def channel_axis(view: GraphView, node: ir.Node) -> int:
+def channel_axis(node: ir.Node) -> int:
     """The axis of output channels of a layer's weight."""
     if node.op_type == "ConvTranspose":
         return 1
-    if node.op_type == "Conv" or view.attribute_int(node, "transB", 0):
+    if node.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0:
         return 0
     return 1

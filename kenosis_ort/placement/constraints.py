@@ -225,16 +225,16 @@ class Constraints:
         name, rank = str(weight.name), view.rank(weight) or 1
         if name in self.overrides:
             axis = self.overrides.axis(name)
-        elif not self.options.per_channel or node.op_type in self.options.per_tensor or self._is_ambiguous(view, node):
+        elif not self.options.per_channel or node.op_type in self.options.per_tensor or self._is_ambiguous(node):
             axis = None
         else:
             axis = self.options.matmul_axis if node.op_type == "MatMul" else None
             axis = natural_axis if axis is None else axis
         return None if axis is None or not -rank <= axis < rank else axis % rank
 
-    def _is_ambiguous(self, view: GraphView, node: ir.Node) -> bool:
+    def _is_ambiguous(self, node: ir.Node) -> bool:
         """Whether all groups would share the scales of one, beside an int32 bias that has one a channel."""
-        groups = view.attribute_int(node, "group", 1) if node.op_type == "ConvTranspose" else 1
+        groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
         return groups > 1 and self.options.quantize_bias
 
 

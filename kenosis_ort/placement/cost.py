@@ -18,7 +18,8 @@ from typing import Final, Generic, TypeVar
 import onnx
 
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import GraphView, infer_shapes, ir
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.rewrite.norms import norm_around
 from kenosis_ort.rewrite.rule import Editor

@@ -145,7 +145,7 @@ def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Ran
         if node not in integer or d.how not in (How.OWN, How.SHARED):
             continue
         if d.role is EdgeRole.WEIGHT:
-            value = view.constant(d.edge.value)
+            value = view.initializer(d.edge.value)
             weights[node] = d.edge.value, view.largest(value) if value is not None else 0.0
         elif d.edge.value in ranges:
             largest = max(abs(end) for end in ranges[d.edge.value])
@@ -261,7 +261,7 @@ class Decider:
             data = node.inputs[0]
             if not assigned.bias_follows(node) or data is None or str(data.name) not in self.quantized:
                 return Decision(edge, EdgeRole.BIAS, How.FLOAT, c.rule, "the bias stays float")
-            beta, grids = self.view.attribute_float(node, "beta", 1.0), _grids(node)
+            beta, grids = node.attributes.get_float("beta", 1.0), _grids(node)
             return Decision(edge, EdgeRole.BIAS, How.DERIVED, c.rule, _AS_INT32, scale_from=grids, beta=beta)
         table = assigned.target.rule(node.op_type)
         named = requested and table is not None and table.role is Role.BINARY
@@ -273,7 +273,7 @@ class Decider:
         """The axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
         if self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY:
             # Along the axis that the kernel sums over.
-            return 1 - channel_axis(self.view, node) if node.op_type in ("Gemm", "MatMul") else 0
+            return 1 - channel_axis(node) if node.op_type in ("Gemm", "MatMul") else 0
         weight = node.inputs[1]
         assert weight is not None
         axes = {
@@ -327,7 +327,7 @@ class Decider:
             symmetric = self.options.weight_symmetric
             symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric
         elif symmetric is None:
-            symmetric = self.options.activation_symmetric and not self.view.constant(value)
+            symmetric = self.options.activation_symmetric and not self.view.initializer(value)
             symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 

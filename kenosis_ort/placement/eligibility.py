@@ -135,19 +135,19 @@ def _out_channels(view: GraphView, node: ir.Node) -> int | None:
     if not dims:
         return None
     if node.op_type == "ConvTranspose":
-        return None if len(dims) < 2 or dims[1] is None else dims[1] * view.attribute_int(node, "group", 1)
-    first = node.op_type == "Conv" or view.attribute_int(node, "transB", 0)
+        return None if len(dims) < 2 or dims[1] is None else dims[1] * node.attributes.get_int("group", 1)
+    first = node.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0
     return dims[0] if first else dims[-1]
 
 
-def _unit_alpha(view: GraphView, node: ir.Node) -> str | None:
-    if view.attribute_float(node, "alpha", 1.0) != 1.0:
+def _unit_alpha(_: GraphView, node: ir.Node) -> str | None:
+    if node.attributes.get_float("alpha", 1.0) != 1.0:
         return "alpha is not 1: the runtime would run it in float"
     return None
 
 
-def _no_trans_a(view: GraphView, node: ir.Node) -> str | None:
-    return "its first operand is transposed" if view.attribute_int(node, "transA", 0) else None
+def _no_trans_a(_: GraphView, node: ir.Node) -> str | None:
+    return "its first operand is transposed" if node.attributes.get_int("transA", 0) else None
 
 
 def _weight_rank_2(view: GraphView, node: ir.Node) -> str | None:
@@ -155,8 +155,8 @@ def _weight_rank_2(view: GraphView, node: ir.Node) -> str | None:
     return "its weight is not a matrix" if weight is None or view.rank(weight) != 2 else None
 
 
-def _resize_nearest(view: GraphView, node: ir.Node) -> str | None:
-    mode = view.attribute_str(node, "mode", "nearest")
+def _resize_nearest(_: GraphView, node: ir.Node) -> str | None:
+    mode = node.attributes.get_string("mode", "nearest")
     return f"{mode} interpolation runs in float" if mode != "nearest" else None
 
 
@@ -176,14 +176,14 @@ def _whole_pool(view: GraphView, node: ir.Node) -> str | None:
 
 def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
     for value in node.inputs:
-        if value is not None and view.is_constant(value) and view.array(value).size != 1:
+        if value is not None and view.is_constant(value) and view.content(value).size != 1:
             return f"its constant operand '{value.name}' holds several values, which one scale would blur"
     return None
 
 
 def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
     for value in node.inputs:
-        if value is not None and view.is_constant(value) and exact_grid(view.array(value)) is None:
+        if value is not None and view.is_constant(value) and exact_grid(view.content(value)) is None:
             return f"its constant operand '{value.name}' holds several values, which 8 bits would blur"
     return None
 

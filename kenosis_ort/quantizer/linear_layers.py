@@ -21,7 +21,8 @@ import onnx
 from kenosis_ort.graph.live import Attributes, LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
-from kenosis_ort.graph.view import drop_stale_value_info, ir, value_types
+from kenosis_ort.graph.shapes import drop_stale_value_info, value_types
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.quantizer.grids import quantize_weight
 
@@ -102,7 +103,7 @@ def become(
 
 def linear_layers(proto: onnx.ModelProto) -> tuple[str, ...]:
     """The names of a prepared model's nodes that `exchange_layers` would make anew, in graph order."""
-    return tuple(layer.name for layer in _layers(LiveGraph(proto), value_types(proto)))
+    return tuple(layer.name for layer in _layers(GraphView(proto), value_types(proto)))
 
 
 def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | None:
@@ -128,7 +129,7 @@ def exchange_layers(proto: onnx.ModelProto, make: Maker) -> onnx.ModelProto | No
     return model
 
 
-def _layers(graph: LiveGraph, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:
+def _layers(graph: GraphView, types: Mapping[str, onnx.TypeProto]) -> Iterator[LinearLayer]:
     for node in graph.nodes:
         if node.op_type not in ("MatMul", "Gemm") or node.domain not in MAIN_DOMAINS:
             continue
@@ -152,7 +153,7 @@ def _layers(graph: LiveGraph, types: Mapping[str, onnx.TypeProto]) -> Iterator[L
         yield LinearLayer(node, last, constant, transposed, bias)
 
 
-def _bias_behind(graph: LiveGraph, node: ir.Node, width: int) -> tuple[ir.Node, Float32 | None]:
+def _bias_behind(graph: GraphView, node: ir.Node, width: int) -> tuple[ir.Node, Float32 | None]:
     """The Add that puts a bias on a MatMul and that bias, or the MatMul itself and None."""
     value = node.outputs[0]
     if graph.is_private(value):
@@ -165,7 +166,7 @@ def _bias_behind(graph: LiveGraph, node: ir.Node, width: int) -> tuple[ir.Node, 
     return node, None
 
 
-def _constant(graph: LiveGraph, value: ir.Value | None) -> Float32 | None:
+def _constant(graph: GraphView, value: ir.Value | None) -> Float32 | None:
     """The content of a finite float32 constant, None if the value is anything else."""
     tensor = graph.constant(value)
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT:

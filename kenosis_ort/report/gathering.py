@@ -17,7 +17,7 @@ from kenosis_ort.accuracy.outputs import decibels
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import array_in, is_outside, tensor_bytes
-from kenosis_ort.graph.view import value_types
+from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import MAIN_DOMAINS, read_names
 from kenosis_ort.report.evidence import Bars, GraphSketch, ReportEvidence, SketchNode, TensorProfile
 

@@ -187,7 +187,7 @@ def _collapse_gelu(editor: Editor, bend: ir.Node, x: ir.Value, argument: Express
     editor.require_float32(x)
     editor.require_closed(inner, last)
     editor.require_no_growth(x, argument.constants | result.constants)
-    if editor.opset < _STANDARD_SINCE:
+    if editor.opset() < _STANDARD_SINCE:
         editor.become(last, _OPERATORS[bend.op_type], [x], inner=inner, domain=MICROSOFT)
         return
     editor.become(last, "Gelu", [x], {"approximate": "tanh"} if bend.op_type == "Tanh" else {}, inner=inner)
@@ -257,7 +257,7 @@ def collapse_hard_swish(editor: Editor, node: ir.Node) -> None:
     without the factor ``1 / h`` behind it is no hard sigmoid.
     """
     last = _collapse_clip(editor, node) if node.op_type == "Clip" else node
-    if last is not None and last.op_type == "HardSigmoid" and editor.opset >= _HARD_SWISH_OPSET:
+    if last is not None and last.op_type == "HardSigmoid" and editor.opset() >= _HARD_SWISH_OPSET:
         _collapse_product(editor, last)
 
 
@@ -333,7 +333,7 @@ def _write_gate(editor: Editor, clip: ir.Node, gate: _Gate) -> None:
     attributes = {"alpha": gate.alpha, "beta": gate.beta}
     if not gate.times_x:
         editor.become(gate.last, "HardSigmoid", [gate.x], attributes, inner=gate.inner)
-    elif editor.opset >= _HARD_SWISH_OPSET and _is_hard_swish(gate.alpha, gate.beta):
+    elif editor.opset() >= _HARD_SWISH_OPSET and _is_hard_swish(gate.alpha, gate.beta):
         editor.become(gate.last, "HardSwish", [gate.x], inner=gate.inner)
     else:
         inner = [node for node in gate.inner if node is not clip]

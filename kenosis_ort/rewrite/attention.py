@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.view import infer_shapes, ir
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
 from kenosis_ort.runtime.limits import runtime_limits
@@ -297,7 +298,7 @@ def fuse_attention(editor: Editor) -> None:
     model = editor.proto
     if not _found(editor):
         return
-    if editor.opset < ATTENTION_OPSET:
+    if editor.opset() < ATTENTION_OPSET:
         limits = runtime_limits()
         best = limits.best_opset({node.op_type for node in editor.graph})
         if best < ATTENTION_OPSET:

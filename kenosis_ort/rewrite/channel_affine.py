@@ -169,7 +169,7 @@ def batch_norm_to_conv(editor: Editor, node: ir.Node) -> None:
 
 def _of_norm(editor: Editor, norm: ir.Node) -> tuple[FloatArray, FloatArray]:
     """Scale and shift of a BatchNormalization in inference."""
-    if editor.opset < _INFERENCE_BY_DEFAULT or norm.attributes.get_int("training_mode", 0) != 0:
+    if editor.opset() < _INFERENCE_BY_DEFAULT or norm.attributes.get_int("training_mode", 0) != 0:
         raise NotCollapsibleError("it is in training mode")
     if not norm.attributes.get_int("spatial", 1):
         raise NotCollapsibleError("it normalizes each element (spatial=0)")

@@ -278,8 +278,8 @@ def split_skip_norm(editor: Editor, joined: ir.Node) -> None:
     Not split: a mean or deviation that is used, an operator set before 17 (for LayerNormalization), a type other than
     float32.
     """
-    _check(editor, joined, editor.opset)
-    _split(editor, joined, editor.opset)
+    _check(editor, joined, editor.opset())
+    _split(editor, joined, editor.opset())
 
 
 def _check(editor: Editor, joined: ir.Node, opset: int) -> None:

@@ -61,7 +61,7 @@ def collapse_layer_norm(editor: Editor, root: ir.Node) -> None:
     stays behind the operator.
     """
     norm = norm_around(editor, root)
-    if norm is not None and (norm.centred or editor.opset >= RMS_NORM_OPSET):
+    if norm is not None and (norm.centred or editor.opset() >= RMS_NORM_OPSET):
         _collapse(editor, norm)
 
 
@@ -322,7 +322,7 @@ def spell_norm(editor: Editor, root: ir.Node) -> None:
     Not changed: norms over other dimensions than the last or without a constant scale behind them, which the runtime
     does not know in any spelling; a type other than float32; an inner value that is needed elsewhere.
     """
-    opset = editor.opset
+    opset = editor.opset()
     norm = None if opset >= RMS_NORM_OPSET else norm_around(editor, root)
     if norm is None or (norm.centred and opset >= LAYER_NORM_OPSET) or not _is_scaled(editor, norm):
         return

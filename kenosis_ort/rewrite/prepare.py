@@ -13,11 +13,11 @@ import onnx
 
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
-from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.view import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.rule import Editor, Rewrite, RewriteResult, Rule
 
@@ -41,9 +41,9 @@ class PreparedModel:
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def graph(self) -> LiveGraph:
-        """Its main graph, for look-ups; who changes it works on a copy."""
-        return LiveGraph(self.proto, copied=True)
+    def graph(self) -> GraphView:
+        """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
+        return GraphView(self.proto)
 
 
 class RewriteError(Exception):

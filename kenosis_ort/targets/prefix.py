@@ -145,4 +145,4 @@ def _weight(view: GraphView, node: ir.Node) -> tuple[Sequence[int | None], int]:
     """Shape of a Conv's weight, empty where it is not known or the node no Conv, and the Conv's groups."""
     weight = node.inputs[1] if node.op_type == "Conv" else None
     dims = None if weight is None else view.dims(weight)
-    return dims or (), view.attribute_int(node, "group", 1)
+    return dims or (), node.attributes.get_int("group", 1)

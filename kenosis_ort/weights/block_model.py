@@ -30,10 +30,10 @@ from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.passes.layers import Layer, gather_moments, layers
@@ -318,7 +318,7 @@ class _Moments:
 
     def __init__(self, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], libraries: Sequence[str]) -> None:
         self._model, self._feeds, self._libraries = model, feeds, libraries
-        found = layers(LiveGraph(model)) if feeds else ()
+        found = layers(GraphView(model)) if feeds else ()
         self._todo = [layer for layer in found if not layer.is_convolution and layer.channels_in <= _WIDEST]
         self._known: dict[str, blocks.Float64] = {}
         self.factors: dict[str, blocks.Float64] = {}

@@ -44,7 +44,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.graph.live import LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.passes.layers import weights_of
 from kenosis_ort.passes.round_weights import Grid, descend, pass_on
@@ -266,12 +266,12 @@ def weigh_channels(model: onnx.ModelProto, moments: Moments, error: Error, exclu
     return Weighed(graph.write() if found else model, found)
 
 
-def _shares(graph: LiveGraph, group: SmoothGroup) -> bool:
+def _shares(graph: GraphView, group: SmoothGroup) -> bool:
     """Whether others read a matrix too, which would have to be stored twice."""
     return any(len(graph.readers(layer.weight)) > 1 for layer in group.layers)
 
 
-def _factors(graph: LiveGraph, group: SmoothGroup, moments: Moments, error: Error) -> Float64 | None:
+def _factors(graph: GraphView, group: SmoothGroup, moments: Moments, error: Error) -> Float64 | None:
     """The factors of least error, None where they are not worth it."""
     hessian = moments(group.layers[0].name)
     if hessian is None:
@@ -504,11 +504,11 @@ def with_block_embeddings(
 
 def embeddings_for_blocks(proto: onnx.ModelProto, block: int) -> tuple[str, ...]:
     """The names of a prepared model's nodes that `with_block_embeddings` would change, in graph order."""
-    graph = LiveGraph(proto)
+    graph = GraphView(proto)
     return tuple(node.name or "" for node in graph.nodes if _table(graph, node, block) is not None)
 
 
-def _table(graph: LiveGraph, node: ir.Node, block: int) -> npt.NDArray[np.float32] | None:
+def _table(graph: GraphView, node: ir.Node, block: int) -> npt.NDArray[np.float32] | None:
     """The rows that a node looks up, if they can be stored in blocks."""
     if node.op_type != "Gather" or node.domain not in MAIN_DOMAINS or node.attributes.get_int("axis", 0) != 0:
         return None

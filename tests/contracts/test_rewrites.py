@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import infer_shapes
+from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.rewrite.rule import RewriteResult
 from tests import models

@@ -18,7 +18,7 @@ from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import value_types
+from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import attribute
 from kenosis_ort.placement.eligibility import Widths, with_widths
 from tests import planning

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.opset_adapters import ADAPTERS
-from kenosis_ort.graph.view import has_rank
+from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import has_rank
+from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
 from kenosis_ort.rewrite.prepare import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits

@@ -112,10 +112,10 @@ def with_matrix_products(
 
 def _gains(decision: Decision, view: GraphView, costs: CostTable) -> bool:
     node = view.node(decision.edge.consumer)
-    weight = view.constant(decision.edge.value)
-    if node is None or weight is None or node.op_type != "Conv" or view.attribute_int(node, "group", 1) != 1:
+    weight = view.initializer(decision.edge.value)
+    if node is None or weight is None or node.op_type != "Conv" or node.attributes.get_int("group", 1) != 1:
         return False
-    outputs, inputs, *window = view.array(weight).shape
+    outputs, inputs, *window = view.content(weight).shape
     work = costs.work(view, node) or conv_work(pixels=_USUAL, inputs=inputs, outputs=outputs, window=window)
     direct, product = costs.integer_us(work), costs.shifted_us(work)
     return direct is not None and product is not None and product * CLEAR < direct
@@ -279,8 +279,8 @@ def _pool(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
     return replace(pool_work(out, taps=taps, reads=math.prod(read)), shape_class=_POOLS[node.op_type])
 
 
-def _softmax(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
-    return softmax_work(out, view.attribute_int(node, "axis", -1))
+def _softmax(_: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
+    return softmax_work(out, node.attributes.get_int("axis", -1))
 
 
 def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
@@ -291,7 +291,7 @@ def _conv(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | None:
     if any(size is None for size in weight):
         return None
     window = [size for size in weight[2:] if size is not None]
-    groups = view.attribute_int(node, "group", 1)
+    groups = node.attributes.get_int("group", 1)
     if node.op_type == "ConvTranspose":
         macs = math.prod(data) * (out[1] // groups) * math.prod(window)
         return Work("conv-transpose", macs, macs, math.prod(out))
@@ -305,13 +305,13 @@ def _product(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | Non
     if not out or weight is None:
         return None
     if view.is_constant(weight) and view.rank(weight) == _MATRIX:
-        matrix = view.array(weight).shape
-        rows = matrix[1 if node.op_type == "Gemm" and view.attribute_int(node, "transB", 0) else 0]
+        matrix = view.content(weight).shape
+        rows = matrix[1 if node.op_type == "Gemm" and node.attributes.get_int("transB", 0) != 0 else 0]
         return linear_work(lines=math.prod(out[:-1]), rows=rows, columns=out[-1])
     data = view.shape_of_one(node.inputs[0])
     if data is None:
         return None
-    transposed = node.op_type == "Gemm" and view.attribute_int(node, "transA", 0)
+    transposed = node.op_type == "Gemm" and node.attributes.get_int("transA", 0) != 0
     macs = math.prod(out) * data[0 if transposed else -1]
     return Work("matmul", macs, macs, math.prod(out))
 
@@ -322,7 +322,7 @@ def _attention(view: GraphView, node: ir.Node, out: tuple[int, ...]) -> Work | N
     elements, flat = math.prod(out), len(out) == _SEQUENCE
     if len(out) < _SEQUENCE:
         return None
-    heads = view.attribute_int(node, "num_heads", view.attribute_int(node, "q_num_heads", 1)) if flat else 1
+    heads = node.attributes.get_int("num_heads", node.attributes.get_int("q_num_heads", 1)) if flat else 1
     positions = out[-2] if keys is None or len(keys) != len(out) else keys[-2]
     scores = math.prod(out[:-1]) * heads * positions
     macs = 2 * elements * positions
@@ -335,7 +335,7 @@ def _recurrent(view: GraphView, node: ir.Node, _: tuple[int, ...]) -> Work | Non
     if data is None or shape is None or len(data) != 3 or len(shape) != 3:
         return None
     directions, gates, read = shape
-    hidden = view.attribute_int(node, "hidden_size", 0)
+    hidden = node.attributes.get_int("hidden_size", 0)
     macs = data[0] * data[1] * directions * gates * (read + hidden)
     return Work("recurrent", macs, macs, data[0] * data[1] * directions * hidden, directions * gates * (read + hidden))
 
