@@ -153,7 +153,8 @@ class GraphView:
 
     def captured_by(self, node: ir.Node) -> list[ir.Value]:
         """The main-graph values that the bodies of a node read."""
-        return list(_captured(node, self.graph)) if self.has_body(node) else []
+        read = (value for body in _bodies_in(node) for inner in body for value in inner.inputs)
+        return list(dict.fromkeys(value for value in read if value is not None and _belongs_to(value, self.graph)))
 
     def is_captured(self, value: ir.Value) -> bool:
         """Whether a body of control flow reads the value."""
@@ -246,19 +247,6 @@ def read_model(proto: onnx.ModelProto) -> ir.Model:
     """A model as `onnx_ir` has it; types of maps, which that does not read, are left out."""
     with _maps_untyped(proto):
         return ir.from_proto(proto)
-
-
-def _captured(node: ir.Node, outer: ir.Graph) -> Iterator[ir.Value]:
-    """Yields the values of ``outer`` that the bodies of ``node`` read, at any depth, each once."""
-    seen: set[int] = set()
-    bodies = [body for attribute in node.attributes.values() for body in _bodies(attribute)]
-    while bodies:
-        body = bodies.pop()
-        for value in (v for inner in body for v in inner.inputs):  # the runtime refuses outer values as outputs
-            if value is not None and id(value) not in seen and _belongs_to(value, outer):
-                seen.add(id(value))
-                yield value
-        bodies += [b for inner in body for attribute in inner.attributes.values() for b in _bodies(attribute)]
 
 
 def _bodies_in(node: ir.Node) -> list[ir.Graph]:
