@@ -22,7 +22,7 @@ import onnx.helper
 import onnx.shape_inference
 
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.walk import all_graphs, known_as
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, known_as
 
 _DEFERRED = ("sympy", "onnx_ir._symbolic_shapes")  # the latter names sympy's functions when it is imported
 
@@ -92,7 +92,8 @@ class GraphView:
         self._tensors = {tensor.name: tensor for tensor in self.proto.graph.initializer}
         self._owners: dict[ir.Graph, ir.Node] = {}
         for node in self.nodes:
-            node.op_type = known_as(node.domain, node.op_type)
+            if node.domain not in MAIN_DOMAINS:
+                node.op_type = known_as(node.domain, node.op_type)
             self._owners.update(dict.fromkeys(_bodies_in(node), node))
         self._by_name: dict[str, ir.Node] = {}
         self._largest: dict[ir.Value, float] = {}
