@@ -37,6 +37,7 @@ from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import quantize_cache
 from kenosis_ort.quantizer.stock import stock_tensors
 from kenosis_ort.rewrite.prepare import PreparedModel
+from kenosis_ort.runtime.session import make_room
 from kenosis_ort.targets import Hooks
 
 
@@ -250,6 +251,7 @@ class Builder:
             if (patched := self._patched(plan, keep, ranges, own)) is not None:
                 return Build(self.prepared.proto, table, keep, *patched, corrections=corrections)
             self._latest = None
+            make_room(self.prepared.proto)
             source = materialize(self.prepared.proto, corrections, integer)
             quantizer = emit(source, self, plan, ranges)
             quantized = quantizer.model.model

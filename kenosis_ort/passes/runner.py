@@ -23,6 +23,7 @@ from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth import SmoothQuant
+from kenosis_ort.runtime.session import make_room
 from kenosis_ort.storage.data import Data
 
 
@@ -104,7 +105,9 @@ class PassRunner:
         if held_out < each.least_held_out and not forced:
             found: Candidate | Skipped = Skipped(f"{held_out} held-out calibration samples are too few")
         else:
-            found = each.apply(state, self._statistics(each, state, later), context)
+            statistics = self._statistics(each, state, later)
+            make_room(state.prepared.proto)
+            found = each.apply(state, statistics, context)
         if isinstance(found, Candidate) and each.before_calibration:
             after = found.state  # one that does not list the values that it rescaled is believed nothing
             if after.prepared is not state.prepared and after.rescaled.keys() == state.rescaled.keys():

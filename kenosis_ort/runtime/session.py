@@ -334,15 +334,20 @@ def _malloc_trim() -> Callable[[int], object]:
     return found
 
 
+def make_room(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> None:
+    """Gives memory that nothing uses back to the system, before a large model is opened or copied."""
+    if _size(source) >= MAPPED_FROM:
+        gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
+        _malloc_trim()(0)  # of weights let go before, much is still held between small objects
+
+
 def _opened(
     source: str | os.PathLike[str] | bytes | onnx.ModelProto,
     options: ort.SessionOptions,
     providers: list[Any],
     further: Collection[str],
 ) -> Session:
-    if _size(source) >= MAPPED_FROM:
-        gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
-        _malloc_trim()(0)  # of weights let go before, much is still held between small objects
+    make_room(source)
     if not isinstance(source, onnx.ModelProto):
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
     added = _returning(source, further)
