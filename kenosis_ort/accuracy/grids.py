@@ -157,10 +157,10 @@ class GridReader:
             consumer: What reads the DQ of a weight.
         """
         elem_type = self._elem_type(node)
-        held, point = [*(self.constants.get(name) for name in node.input[1:3]), None, None][:2]
-        if held is None or elem_type not in _TYPES:
+        scales, point = [*(self.constants.get(name) for name in node.input[1:3]), None, None][:2]
+        if scales is None or elem_type not in _TYPES:
             return None
-        scale, zero = array_in(held), None if point is None else array_in(point)
+        scale, zero = array_in(scales), None if point is None else array_in(point)
         flat = scale.astype(np.float64).ravel()
         zeros = np.zeros(flat.size, np.int64) if zero is None else zero.astype(np.int64).ravel()
         stored = self.constants.get(node.input[0]) if node.op_type == qdq.DQ else None
@@ -218,7 +218,7 @@ def read_grids(float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> dict
                 maker = reader.producers.get(value)
                 if maker is None or maker.op_type != qdq.DQ:
                     continue
-                held = reader.constants.get(maker.input[0])
-                if held is None or held.data_type != TensorProto.INT32:
+                stored = reader.constants.get(maker.input[0])
+                if stored is None or stored.data_type != TensorProto.INT32:
                     add(original, reader.grid(maker, node))
     return found

@@ -160,11 +160,11 @@ def resolve(given: Mapping[str, Any]) -> Request:
         "eval_reader": _name_of(o.eval_reader),
         **{name: tuple(getattr(placement, name, getattr(o, name)) or ()) for name in _NAMES},
     }
-    told = (
+    in_report = (
         *("quant_format", "format", "activation_type", "weight_type", "per_channel", "reduce_range"),
         *("calibrate_method", "protect_outputs", "target", "rewrites", "recipe", "stages"),
     )
-    o.choices = {name: chosen.get(name) or OptionChoice(shown[name], "caller") for name in told}
+    o.choices = {name: chosen.get(name) or OptionChoice(shown[name], "caller") for name in in_report}
     for key, value in o.extra_options.items():
         o.choices[f"extra_options.{key}"] = OptionChoice(value, "target default" if key in own else "caller")
     o.choices |= {name: OptionChoice(shown[name], "caller") for name in _NAMES if shown[name]}

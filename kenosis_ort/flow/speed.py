@@ -152,10 +152,10 @@ class _Forms:
         few = any(each.few_rows for each in found)
         forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
-        model, kept = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
-        assert kept.taken is not None  # the float model at last
-        speed = replace(kept, tune=request.speed.tune, notes=tuple(notes))
-        return self._delivery(kept.taken.name, model, speed)
+        model, raced = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
+        assert raced.taken is not None  # the float model at last
+        speed = replace(raced, tune=request.speed.tune, notes=tuple(notes))
+        return self._delivery(raced.taken.name, model, speed)
 
     def as_requested(self, feeds: Sequence[Feed], budget_s: float) -> SpeedSummary:
         """Speed of a form that the caller asked for: the float model does not take its place."""

@@ -183,10 +183,10 @@ class Domain:
             if node.op_type in self.target.eager and self._is_eager(c, anchors, available):
                 demanded.update(id(v) for v in node.outputs)
             for value in node.outputs:
-                readers, leaves = self.view.consumers(value), self.view.is_output(value)
+                readers, is_output = self.view.consumers(value), self.view.is_output(value)
                 # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads that.
-                moved = passes and (leaves or any(c.index == CAPTURED for c in readers))
-                if moved or (leaves and self._outputs_take_int8) or any(map(asks, readers)):
+                moved = passes and (is_output or any(c.index == CAPTURED for c in readers))
+                if moved or (is_output and self._outputs_take_int8) or any(map(asks, readers)):
                     demanded.add(id(value))
         return demanded
 
