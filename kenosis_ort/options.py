@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from onnx import TensorProto
 from typing_extensions import Self
@@ -29,6 +29,16 @@ NARROW_FORMATS: Final = ("qcdq", "qcdq-qonnx", "qop-clip", "qonnx")
 OPERATOR_FORMATS: Final = ("qop", "qop-clip")
 EXPORT_FORMATS: Final = ("qcdq-qonnx", "qonnx")
 """Formats for other tools than the runtime."""
+
+
+OptionSource = Literal["caller", "host default", "stock default", "target default"]
+
+
+class OptionChoice(NamedTuple):
+    """An option's value and who chose it."""
+
+    value: Any
+    source: OptionSource
 
 
 class Unset:

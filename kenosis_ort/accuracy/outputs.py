@@ -11,8 +11,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.load import open_source
-from kenosis_ort.runtime.session import Session, repeats
+from kenosis_ort.runtime.session import Session, open_session, repeats
 
 Array = npt.NDArray[Any]
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto
@@ -184,11 +183,10 @@ def compare_outputs(
         One entry per output of the reference, in its order; sequences and maps count as one array each.
 
     Raises:
-        ModelLoadError: A file is missing or is not an ONNX model.
         VerificationError: The runtime refuses a model or a sample, an output is missing or of another rank.
     """
     expected, actual = (
-        open_source(m, custom_op_libraries=custom_op_libraries, threads=threads) for m in (reference, quantized)
+        open_session(m, custom_op_libraries=custom_op_libraries, threads=threads) for m in (reference, quantized)
     )
     check_names(expected.outputs, actual.outputs)
     own = ({k: v for k, v in feed.items() if k in expected.inputs} for feed in feeds)

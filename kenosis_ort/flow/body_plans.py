@@ -81,7 +81,7 @@ def with_bodies(call: Call, builder: Builder, quantize: Quantize) -> Builder:
 def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Quantize) -> tuple[Builder, Build] | None:
     """A quantized body, since all that is kept of it is how it is made; None where nothing in it can be quantized."""
     request = of_body(outer, body)
-    loaded, most = LoadedModel(body.model, None, str(body.place)), samples.most_feeds(body.model, request)
+    loaded, most = LoadedModel(body.model, None, str(body.place)), request.most_feeds(body.model)
     data = samples.KeepingReader(fed(), input_specs(body.model), keep=most)
     inner = Call(loaded=loaded, request=request, data=data, executor=call.executor)
     try:
@@ -179,7 +179,7 @@ def trial_of_bodies(call: Call, builder: Builder, table: CalibrationTable, prepa
     build = builder.build(table)
     if not build.is_quantized or not build.is_whole:
         return None
-    wanted = samples.feeds_wanted(request)
+    wanted = request.feeds_wanted
     (fit, evaluator), further = call.divide(prepared, call.feeds), data.feeds[wanted:]
     fit, held_out = [*fit, *further[::2]], [*evaluator.feeds, *further[1::2][:_TRIAL_FEEDS]]
     evaluator = call.evaluator_on(prepared, held_out or fit)

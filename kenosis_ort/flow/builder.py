@@ -18,16 +18,16 @@ from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
 from kenosis_ort.flow import fit, preparation
-from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.qdq import store_exactly
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
@@ -36,7 +36,6 @@ from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import quantize_cache
 from kenosis_ort.quantizer.stock import stock_tensors
-from kenosis_ort.rewrite.prepare import PreparedModel
 from kenosis_ort.runtime.session import make_room
 from kenosis_ort.targets import Hooks
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -21,94 +20,24 @@ from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import Division, KeepingReader, feeds_wanted, find_division
-from kenosis_ort.flow.target_options import host_label
+from kenosis_ort.flow.samples import Division, KeepingReader, find_division
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.model_runs import Reference
-from kenosis_ort.passes.runner import PassOutcome
+from kenosis_ort.passes.runner import Journal
 from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import sections
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime import session
 
 _log = logging.getLogger(__name__)
-_MESSAGE_LIMIT = 300
 _MOST_WEIGHTS = 2**27  # bytes of a float model whose session stays open
-OF_THE_MODEL: Final = (
-    errors.CalibrationError,
-    errors.UnsupportedModelError,
-)  # what the model computes or is, and no defect of ours
-T = TypeVar("T")
 _FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""
 _PIECES: Final = 32
 """So many at least are made of them: of so many a fourth is enough to evaluate on."""
-
-
-@dataclass
-class Journal:
-    """What gathers on the way of a call, and the one place where optional work is isolated.
-
-    Attributes:
-        isolates: An optional step that raises is left out, and told of; else its error is the caller's.
-        seconds: Wall time by stage.
-        passes: What became of each pass.
-    """
-
-    isolates: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
-    passes: list[PassOutcome] = field(default_factory=list)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Times a named stage."""
-        start = time.perf_counter()
-        with session.at_stage(name):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
-        """Result of an optional step; where it raises, the value before the step, with a warning.
-
-        Args:
-            what: The step, as the subject of a sentence.
-            step: Leaves nothing changed where it raises.
-            otherwise: What holds without the step.
-
-        Raises:
-            OptionError: The caller's own metric or options are at fault.
-            ClusterError: The caller's cluster is.
-        """
-        try:
-            return step()
-        except (errors.OptionError, errors.ClusterError):
-            raise
-        except Exception as error:
-            self.tell(what, error)
-            return otherwise
-
-    def tell(self, what: str, error: Exception) -> None:
-        """Records a failure that the call survives; raises it where nothing is isolated."""
-        if not self.isolates:
-            raise error
-        _log.debug("%s failed", what, exc_info=error)
-        bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
-        fix = f"nothing, the file is made without it{bug}"
-        if isinstance(error, errors.VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
-            fix = error.fix
-        self.warnings.append(f"{what} failed and was left out: {reason_of(error)}. Fix: {fix}.")
-
-
-def reason_of(error: Exception) -> str:
-    """Message of an error, without a full stop."""
-    text = error.what if isinstance(error, errors.KenosisError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
 
 
 @dataclass(kw_only=True)
@@ -152,7 +81,7 @@ class Call(Journal):
     @property
     def feeds(self) -> list[Feed]:
         """The kept samples that passes and comparisons look at."""
-        return [] if self.data is None else [*self.data.feeds[: feeds_wanted(self.request)]]
+        return [] if self.data is None else [*self.data.feeds[: self.request.feeds_wanted]]
 
     @cached_property
     def original(self) -> Reference | None:
@@ -227,7 +156,7 @@ class Call(Journal):
         wanted = self.request.chooses_ranges or any(each.before_calibration for each in self.request.passes)
         if data is None or not wanted:
             return {}
-        places = data.foreseen(feeds_wanted(self.request)) or []
+        places = data.foreseen(self.request.feeds_wanted) or []
         feeds = data.ahead(places)
         whole = Division(tuple(() for _ in feeds))
         division = self.attempt("Taking batches apart", lambda: self._division(model, feeds), whole)
@@ -286,7 +215,7 @@ class Call(Journal):
             model_input=self.loaded.name,
             model_output=self.request.output_name,
             target=target.name,
-            host=host_label(self.request),
+            host=self.request.host_label,
             unproved="" if target.hooks.prove is not None else target.unasked,
             options=self.request.choices,
             notes=tuple(self.notes),

@@ -13,14 +13,13 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
-from kenosis_ort.flow import target_options
-from kenosis_ort.flow.request import Request, runs_float
+from kenosis_ort.flow.request import Request, not_taken, runs_float
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import bodies, constants, walk
 from kenosis_ort.graph.load import check_not_quantized, load_model
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import INT8_CACHE
 from kenosis_ort.quantizer import int8_cache, stock
-from kenosis_ort.rewrite.prepare import PreparedModel
 from kenosis_ort.targets import Role, Target
 
 _OVERRIDES: Final = "TensorQuantOverrides"
@@ -151,7 +150,7 @@ def _serve_override(target: Target, name: str, entries: Sequence[Mapping[str, An
     for entry in (part for given in entries for part in (given, given.get("convert")) if part):
         kind = entry.get("quant_type")
         if kind is not None and kind.tensor_type not in taken:
-            raise target_options.not_taken(f"QuantType.{kind.name} for '{name}'", _OVERRIDES, target, types, taken)
+            raise not_taken(f"QuantType.{kind.name} for '{name}'", _OVERRIDES, target, types, taken)
         if fixed and (entry.get("symmetric") is False or np.any(np.asarray(entry.get("zero_point", 0)))):
             raise OptionError(
                 f"target '{target.name}' takes zero point 0 alone, and the entry of '{name}' says another",

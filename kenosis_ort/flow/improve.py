@@ -64,7 +64,7 @@ def improved(call: Call, builder: Builder, build: Build) -> tuple[Builder, Build
             return builder, build
         is_real = not build.table.made_up if call.trust is None else call.trust.source != "synthetic"
         context = replace(context_of(call, fit, evaluator, builder), real_samples=is_real)
-        state = PassRunner(context, call.attempt, call.passes).run(passes, State(builder.prepared, build))
+        state = PassRunner(context, call).run(passes, State(builder.prepared, build))
         return with_free_weights(call, builder, state.built, evaluator)
 
     with call.stage("accuracy"):
@@ -210,7 +210,7 @@ def with_weight_passes(
         def change() -> State:
             made_up = call.data is not None and isinstance(call.data.reader, SyntheticReader)
             known = batch_norm_statistics(call.loaded.proto) if made_up else {}  # which say more about channels
-            return PassRunner(replace(ranges.context(), known=known), call.attempt, call.passes).run(passes, state)
+            return PassRunner(replace(ranges.context(), known=known), call).run(passes, state)
 
         with call.stage("equalize"):
             state = call.attempt("The change of weights", change, state)
@@ -334,7 +334,7 @@ def weight_only(call: Call) -> QuantizationReport:
     request, data = call.request, call.data
     _check_form(request)
     with call.stage("calibrate"):
-        feeds: list[Feed] = [] if data is None else list(data.peek(samples.feeds_wanted(request)))
+        feeds: list[Feed] = [] if data is None else list(data.peek(request.feeds_wanted))
     fit, held_out = split_feeds(feeds)
     if call.validation is not None:
         fit, held_out = list(feeds), list(call.validation.some())

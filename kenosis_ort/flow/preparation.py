@@ -9,17 +9,18 @@ from typing import Final, TypeVar
 import onnx
 
 from kenosis_ort.errors import OptionError, UnsupportedModelError
-from kenosis_ort.flow.call import Journal
 from kenosis_ort.flow.request import Request
-from kenosis_ort.graph import outside, shapes, walk
+from kenosis_ort.graph import constants, outside, shapes, walk
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.cost import least_us
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
-from kenosis_ort.rewrite.prepare import PreparedModel, RewriteError, applied, prepare
+from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
 from kenosis_ort.rewrite.rule import Editor, Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
@@ -282,7 +283,7 @@ def _rewrite_for_integers(
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
             after = _outline(editor.write())
             if after != before:
-                shapes.drop_stale_value_info(editor.proto)
+                constants.drop_stale_value_info(editor.proto)
                 shapes.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)
                 editor.reopen()
                 before, changed = after, True

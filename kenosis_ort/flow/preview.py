@@ -238,7 +238,7 @@ def _calibrated(call: Call, reader: CalibrationDataReader, *, keep_samples: bool
         builder,
         data.reader if away else data,
         channels=calibrate.channels_to_follow(drafted, builder, all_passes=True),
-        keep=samples.most_feeds(proto, request, for_all=True) if keep_samples else 0,
+        keep=request.most_feeds(proto, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
     return replace(found, made_up=isinstance(reader, SyntheticReader))

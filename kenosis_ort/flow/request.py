@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from kenosis_ort import options
 from kenosis_ort.accuracy.metric import CheckedMetric
+from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.options import EXPORT_FORMATS, Evidence, Failure, Format, OutputPolicy, PlacementOptions, Speed, Stages
+from kenosis_ort.errors import OptionError
+from kenosis_ort.graph import bodies
+from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.runner import passes_of
@@ -21,7 +25,6 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile
@@ -32,6 +35,9 @@ if TYPE_CHECKING:  # which few calls have, and which loads asyncio
 
 Progress = Callable[[int, int | None], None]
 EIGHT_BIT = (QuantType.QInt8, QuantType.QUInt8)
+_COMPARED_FEEDS = 4
+_MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded as well
+_FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Request:
     extra_options: Mapping[str, Any]
     cache_path: Path | None
     target: Target
-    protect_outputs: OutputPolicy
+    protect_outputs: options.OutputPolicy
     primary_inputs: tuple[str, ...] | None
     custom_op_libraries: tuple[str, ...]
     progress: Progress | None
@@ -92,15 +98,15 @@ class Request:
     metric: CheckedMetric | None
     eval_reader: Any
     speed: Speed
-    evidence: Evidence
-    format: Format
+    evidence: options.Evidence
+    format: options.Format
     widths: Widths
     host: HostProfile | None = None
     executor: Cluster | None = None
     kv_cache: str | os.PathLike[str] | None = None
     caches: tuple[Cache, ...] = ()
     max_opset: int | None = None
-    on_failure: Failure = "error"
+    on_failure: options.Failure = "error"
     open_defaults: frozenset[str] = frozenset()
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False
@@ -143,6 +149,24 @@ class Request:
         return self.recipe.ranges == "auto" and self.choices["calibrate_method"].source != "caller"
 
     @property
+    def feeds_wanted(self) -> int:
+        """Number of feeds that the passes and comparisons need again."""
+        return max(self.recipe.samples, _COMPARED_FEEDS)
+
+    def most_feeds(self, model: onnx.ModelProto, *, for_all: bool = False) -> int:
+        """Largest number of cached feeds: bodies of control flow are calibrated on these.
+
+        Args:
+            model: The float model.
+            for_all: They are to serve every recipe, as in a table that is written.
+        """
+        if any(True for _ in bodies.owners(model)):
+            return _FEEDS_OF_BODIES
+        if for_all or self.cache_path is not None:
+            return max(self.feeds_wanted, cached_samples.MOST_FOR_PASSES)
+        return max(self.feeds_wanted, _MEASURED_FEEDS if self.executor is None else 0)
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         """The passes that the recipe asks for, in order."""
         if not self.target.loads_in_ort:
@@ -163,6 +187,23 @@ class Request:
     def is_for_this_machine(self) -> bool:
         """The processor at hand chooses the same kernels as that of the file's profile."""
         return self.host is None or set(self.host.features) == set(machine().features)
+
+    @property
+    def host_label(self) -> str:
+        """Machine that a file is laid out for, as the report names it; empty where no costs were asked for."""
+        profile, speed = self.host, self.speed
+        if profile is None or speed.tune == "off" or self.stock_reason is not None:
+            return ""
+        if speed.host is not None:
+            how = "as asked for"
+        elif not profile.is_of_class(machine().features):
+            return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"
+        else:
+            shipped = {p.name: p for p in self.target.profiles}.get(profile.name)
+            how = "measured here" if shipped is None else "the profile nearest to this machine"
+            if shipped is not None and profile != shipped:
+                how += ", but for its second kernel of Conv, which was run here and is no faster"
+        return f"'{profile.name}' ({profile.machine}), {how}"
 
     @property
     def is_stock(self) -> bool:
@@ -259,6 +300,14 @@ def runs_float(target: Target, op_type: str) -> bool:
     """Whether a target leaves operators of a type float."""
     rule = target.rule(op_type)
     return rule is None or rule.role in (Role.FLOAT, Role.ISLAND)
+
+
+def not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Sequence[int]) -> OptionError:
+    """The error for a data type that a target does not take."""
+    names = ", ".join(f"QuantType.{known.name}" for known in QuantType if known.tensor_type in taken)
+    return OptionError(
+        f"target '{target.name}' does not take {what}: {types.why}", where=where, fix=f"leave it out, or pass {names}"
+    )
 
 
 def calibration_config(request: Request) -> CalibrationConfig:

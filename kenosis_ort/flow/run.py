@@ -22,15 +22,16 @@ from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, preparation, speed, target_options
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
-from kenosis_ort.flow.call import OF_THE_MODEL, Call, reason_of
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import KeepingReader, feeds_wanted, most_feeds
+from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import cache_scales
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -268,7 +269,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     if reader is None and known is not None and known.cached is not None and len(known.cached):
         source = known.cached.samples
     if source is not None:
-        keep, meant = most_feeds(proto, request), meant_as_defaults(proto)
+        keep, meant = request.most_feeds(proto), meant_as_defaults(proto)
         first.data = KeepingReader(source, input_specs(proto), keep=keep, defaults=meant, is_whole=reader is not None)
         first.notes += first.data.notes
         _check_numbers(request, first.data)
@@ -325,7 +326,7 @@ def _quantized(call: Call) -> QuantizationReport:
     """
     request = call.request
     builder, build = _built(call, partial(draft, call.loaded.proto, request, call))
-    feeds, wanted = call.feeds, feeds_wanted(request)
+    feeds, wanted = call.feeds, request.feeds_wanted
     call.notes += [note for note in (call.data.notes if call.data is not None else ()) if note not in call.notes]
     samples = 0 if call.cache is not None and call.cache.is_used else build.table.samples
     compared = finish.compare(call, build, feeds)

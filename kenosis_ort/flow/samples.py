@@ -15,12 +15,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
 from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, sample_feeds
-from kenosis_ort.flow.request import Request
-from kenosis_ort.graph import bodies
 from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
@@ -118,9 +115,6 @@ def _samerows_of(whole: Any, alone: Any, size: int) -> bool:
 
 
 _AHEAD = 8  # times the bytes that are kept are read ahead; what lies beyond these is on disk
-_COMPARED_FEEDS = 4
-_MEASURED_FEEDS = 1024  # what is lost is measured on; their bytes are bounded as well
-_FEEDS_OF_BODIES = 4096  # their bytes are bounded as well
 
 
 class _Place(NamedTuple):
@@ -289,23 +283,3 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             number = feed.index if isinstance(feed, Sample) else self._count
             yield Sample(checked, number, cached_samples.feed_digest(checked))
             self._count += 1
-
-
-def feeds_wanted(request: Request) -> int:
-    """Number of feeds that the passes and comparisons need again."""
-    return max(request.recipe.samples, _COMPARED_FEEDS)
-
-
-def most_feeds(model: onnx.ModelProto, request: Request, *, for_all: bool = False) -> int:
-    """Largest number of cached feeds: bodies of control flow are calibrated on these.
-
-    Args:
-        model: The float model.
-        request: What the caller wants.
-        for_all: They are to serve every recipe, as in a table that is written.
-    """
-    if any(True for _ in bodies.owners(model)):
-        return _FEEDS_OF_BODIES
-    if for_all or request.cache_path is not None:
-        return max(feeds_wanted(request), cached_samples.MOST_FOR_PASSES)
-    return max(feeds_wanted(request), _MEASURED_FEEDS if request.executor is None else 0)

@@ -23,7 +23,7 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.flow.builder import Builder
-from kenosis_ort.flow.call import Call, Journal
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.timed_feeds import scenarios, single_samples
 from kenosis_ort.graph import constants, outside
@@ -31,6 +31,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan

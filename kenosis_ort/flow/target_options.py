@@ -5,7 +5,7 @@ which a file is laid out for.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,15 +13,22 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from kenosis_ort.errors import OptionError, did_you_mean
-from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.request import Request, not_taken
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import EXPORT_FORMATS, INT8_CACHE, NARROW_FORMATS, OPERATOR_FORMATS, Format, Speed
+from kenosis_ort.options import (
+    EXPORT_FORMATS,
+    INT8_CACHE,
+    NARROW_FORMATS,
+    OPERATOR_FORMATS,
+    Format,
+    OptionChoice,
+    Speed,
+)
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.eligibility import BYTE, Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import stock
 from kenosis_ort.recipe import Recipe
-from kenosis_ort.report.quantization_report import OptionChoice
 from kenosis_ort.runtime.limits import ARM, machine, processor_class
 from kenosis_ort.targets import DataTypes, Target
 from kenosis_ort.targets.profile import CostTable, HostProfile, cached_profile, nearest
@@ -58,14 +65,6 @@ def serve(
     own: dict[str, Any] = {"ActivationSymmetric": True} if types.symmetric else {}
     own |= {"QuantizeBias": False} if target.bias == "float" else {}
     return {key: value for key, value in own.items() if key not in given}
-
-
-def not_taken(what: str, where: str, target: Target, types: DataTypes, taken: Sequence[int]) -> OptionError:
-    """The error for a data type that a target does not take."""
-    names = ", ".join(f"QuantType.{known.name}" for known in stock.QuantType if known.tensor_type in taken)
-    return OptionError(
-        f"target '{target.name}' does not take {what}: {types.why}", where=where, fix=f"leave it out, or pass {names}"
-    )
 
 
 def chosen_format(given: Format | None, quant_format: Any) -> Format:
@@ -305,23 +304,6 @@ def _named(target: Target, given: str | os.PathLike[str]) -> HostProfile:
             fix=f"one of {', '.join(names)}, or a file that kenosis-ort profile wrote",
         )
     return HostProfile.load(word)
-
-
-def host_label(request: Request) -> str:
-    """Machine that a file is laid out for, as the report names it; empty where no costs were asked for."""
-    profile, speed = request.host, request.speed
-    if profile is None or speed.tune == "off" or request.stock_reason is not None:
-        return ""
-    if speed.host is not None:
-        how = "as asked for"
-    elif not profile.is_of_class(machine().features):
-        return f"this machine, whose class was not measured: by the ratios of {profile.machine}, without times"
-    else:
-        shipped = {p.name: p for p in request.target.profiles}.get(profile.name)
-        how = "measured here" if shipped is None else "the profile nearest to this machine"
-        if shipped is not None and profile != shipped:
-            how += ", but for its second kernel of Conv, which was run here and is no faster"
-    return f"'{profile.name}' ({profile.machine}), {how}"
 
 
 def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[str]:

@@ -20,9 +20,10 @@ from onnx import TensorProto, helper
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT, weight_axis
 from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
+from kenosis_ort.graph.constants import drop_stale_value_info
 from kenosis_ort.graph.live import Attribute, further_outputs, optional, required
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.shapes import drop_stale_value_info, has_rank, value_types
+from kenosis_ort.graph.shapes import has_rank, value_types
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 

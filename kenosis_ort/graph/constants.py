@@ -255,3 +255,15 @@ def _copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
     copy = onnx.ValueInfoProto()
     copy.CopyFrom(value)
     return copy
+
+
+def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
+    """Removes value_info of values that the main graph no longer has, or whose type has changed, in place."""
+    graph = model.graph
+    names = {name for node in graph.node for name in node.output}
+    names.update(value.name for value in graph.input)
+    names.difference_update(changed)
+    remaining = onnx.GraphProto()
+    remaining.value_info.extend(value for value in graph.value_info if value.name in names)
+    del graph.value_info[:]
+    graph.value_info.MergeFrom(remaining.value_info)

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.constants import drop_stale_value_info, replace_nodes
 from kenosis_ort.graph.outside import copy_without_weights, put_outside
-from kenosis_ort.graph.shapes import drop_stale_value_info
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import reserve_name
 

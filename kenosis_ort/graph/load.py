@@ -8,18 +8,15 @@ private copy is renamed to a token, so that a name in the optimized graph (``kv#
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import onnx
-from onnx import TensorProto
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph.canonical import check_depth, check_structure
@@ -28,7 +25,6 @@ from kenosis_ort.graph.outside import (
     copy_model,
     read_external_data,
     refers_outside,
-    tensor_bytes,
     uses_external_data,
     weight_bytes,
     with_weights_on_disk,
@@ -36,155 +32,9 @@ from kenosis_ort.graph.outside import (
 )
 from kenosis_ort.graph.qdq import label_of, walk
 from kenosis_ort.graph.save import store_model
-from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.runtime.limits import check_runtime_loads
-from kenosis_ort.runtime.session import MAPPED_FROM, Session, open_session
+from kenosis_ort.runtime.session import MAPPED_FROM
 from kenosis_ort.storage.writing import Scratch, absolute, regular
-
-_BLOCKWISE = frozenset({"MatMulNBits", "GatherBlockQuantized"})
-
-
-@dataclass(frozen=True)
-class TensorSummary:
-    """A graph input or output.
-
-    Attributes:
-        name: Its name.
-        dtype: Its element type in numpy's words; ``sequence``, ``map`` or ``optional`` for what is no tensor.
-        shape: Sizes; a name where one is symbolic, ``?`` where it is unknown; None without a rank.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...] | None
-
-
-@dataclass(frozen=True)
-class ModelSummary:
-    """What a model file holds.
-
-    Attributes:
-        path: The file; what messages call it for a model in memory.
-        file_bytes: Bytes of the model, weights in files beside it included.
-        ir_version: Version of the file format.
-        opsets: Operator set versions by domain; the main domain is ``ai.onnx``.
-        producer: Who wrote it, as it says itself.
-        inputs: What has to be fed.
-        outputs: What comes out.
-        operators: Number of nodes by operator, bodies included, most frequent first.
-        nodes: Number of nodes, bodies included.
-        parameters: Number of weight elements.
-        weight_bytes: Bytes of the weights.
-        weight_types: Bytes of the weights by element type, largest first.
-        quantization: ``float``, ``QDQ``, ``QOperator``, ``dynamic or integer kernels``, ``weights only`` or
-            ``float16``.
-    """
-
-    path: str
-    file_bytes: int
-    ir_version: int
-    opsets: Mapping[str, int]
-    producer: str
-    inputs: tuple[TensorSummary, ...]
-    outputs: tuple[TensorSummary, ...]
-    operators: Mapping[str, int]
-    nodes: int
-    parameters: int
-    weight_bytes: int
-    weight_types: Mapping[str, int]
-    quantization: str
-
-    @property
-    def is_float(self) -> bool:
-        """Whether nothing is quantized yet."""
-        return self.quantization in ("float", "float16")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The summary as plain data."""
-        return asdict(self)
-
-
-def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
-    """Summary of a model: counts of nodes, weights, inputs and outputs.
-
-    Raises:
-        ModelLoadError: The file is no readable model.
-    """
-    loaded = load_model(source, ask_runtime=False)
-    proto = loaded.proto
-    nodes = [node for graph in all_graphs(proto.graph) for node in graph.node]
-    operators = Counter(_qualified(node) for node in nodes)
-    weights = list(_weights(proto))
-    types: Counter[str] = Counter()
-    for weight in weights:
-        types[TensorProto.DataType.Name(weight.data_type).lower()] += _bytes(weight)
-    defaults = {i.name for i in proto.graph.initializer}
-    return ModelSummary(
-        path=loaded.name,
-        file_bytes=_file_bytes(loaded),
-        ir_version=proto.ir_version,
-        opsets={entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
-        producer=f"{proto.producer_name} {proto.producer_version}".strip(),
-        inputs=tuple(_tensor(v) for v in proto.graph.input if v.name not in defaults),
-        outputs=tuple(_tensor(v) for v in proto.graph.output),
-        operators=dict(operators.most_common()),
-        nodes=len(nodes),
-        parameters=sum(math.prod(w.dims) for w in weights),
-        weight_bytes=weight_bytes(proto),
-        weight_types=dict(types.most_common()),
-        quantization=_quantization(nodes, defaults, types),
-    )
-
-
-def _file_bytes(loaded: LoadedModel) -> int:
-    if loaded.path is None:
-        return int(loaded.proto.ByteSize())
-    inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
-    return inline + weights if loaded.is_split else inline
-
-
-def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:
-    ops = {node.op_type for node in nodes}
-    if any(op.startswith("QLinear") for op in ops):
-        return "QOperator"
-    if "DynamicQuantizeLinear" in ops or ops & _INTEGER_KERNELS:
-        return "dynamic or integer kernels"
-    if any(n.op_type == "QuantizeLinear" and n.input[0] not in constants for n in nodes):
-        return "QDQ"
-    if ops & _BLOCKWISE or "DequantizeLinear" in ops:
-        return "weights only"
-    return "float16" if types.get("float16", 0) > types.get("float", 0) else "float"
-
-
-def _qualified(node: onnx.NodeProto) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-
-
-def _weights(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in all_graphs(proto.graph):
-        yield from graph.initializer
-        for node in graph.node:
-            if node.op_type == "Constant":
-                yield from (a.t for a in node.attribute if a.type == onnx.AttributeProto.TENSOR)
-
-
-def _bytes(tensor: onnx.TensorProto) -> int:
-    if tensor.data_type == TensorProto.STRING:
-        return sum(len(s) for s in tensor.string_data)
-    return tensor_bytes(tensor) or 0
-
-
-def _tensor(value: onnx.ValueInfoProto) -> TensorSummary:
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return TensorSummary(value.name, (kind or "unknown").removesuffix("_type"), None)
-    tensor = value.type.tensor_type
-    name = TensorProto.DataType.Name(tensor.elem_type).lower() if tensor.elem_type else "unknown"
-    if not tensor.HasField("shape"):
-        return TensorSummary(value.name, name, None)
-    sizes = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim)
-    return TensorSummary(value.name, name, sizes)
-
 
 _log = logging.getLogger(__name__)
 
@@ -303,7 +153,7 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
     for node in proto.graph.node:
         quantizes = node.op_type in _QUANTIZERS and bool(node.input) and node.input[0] not in constants
-        if quantizes or node.op_type in _INTEGER_KERNELS or node.op_type.startswith("QLinear"):
+        if quantizes or node.op_type in INTEGER_KERNELS or node.op_type.startswith("QLinear"):
             raise AlreadyQuantizedError(
                 f"The model is already quantized: it holds a {node.op_type} node.",
                 where=f"node '{node.name or node.output[0]}'",
@@ -313,7 +163,7 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
 
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 _QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
-_INTEGER_KERNELS = frozenset(
+INTEGER_KERNELS = frozenset(
     {"ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM", "QGemm",
      "QAttention", "QEmbedLayerNormalization", "QOrderedMatMul"}
 )  # fmt: skip
@@ -521,25 +371,3 @@ def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
     if refers_outside(source.proto):
         return LoadedSource(with_weights_on_disk(source.proto, folder / "weights.bin"), None, source.name)
     return LoadedSource(write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
-
-
-def open_source(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    *,
-    custom_op_libraries: Sequence[str] = (),
-    threads: int = 1,
-) -> Session:
-    """Opens a model at full optimization.
-
-    Raises:
-        ModelLoadError: Missing file, or not an ONNX model.
-        VerificationError: The runtime refuses the model.
-    """
-    source = read_source(model)
-    return open_session(
-        source.proto,
-        threads=threads,
-        custom_op_libraries=custom_op_libraries,
-        folder=source.folder,
-        name=source.name,
-    )

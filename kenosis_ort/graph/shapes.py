@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,18 +87,6 @@ def _has_type(value: onnx.ValueInfoProto) -> bool:
     """Whether the entry says a type at all; the runtime refuses one that does not."""
     kind = value.type.WhichOneof("value")
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.elem_type != 0)
-
-
-def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
-    """Removes value_info of values that the main graph no longer has, or whose type has changed, in place."""
-    graph = model.graph
-    names = {name for node in graph.node for name in node.output}
-    names.update(value.name for value in graph.input)
-    names.difference_update(changed)
-    remaining = onnx.GraphProto()
-    remaining.value_info.extend(value for value in graph.value_info if value.name in names)
-    del graph.value_info[:]
-    graph.value_info.MergeFrom(remaining.value_info)
 
 
 def value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:

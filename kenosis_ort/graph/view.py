@@ -11,7 +11,8 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -242,6 +243,27 @@ class GraphView:
         if not self.is_constant(bias) or not self.is_float32(bias):
             return False
         return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model ready for calibration and placement.
+
+    Attributes:
+        proto: The model.
+        notes: What was done, in sentences, in order.
+        nodes: For each name that a node of the original model had and that is now gone or no longer alone:
+            the names of the nodes that do its work now (none where it was only a constant).
+    """
+
+    proto: onnx.ModelProto
+    notes: tuple[str, ...] = ()
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> GraphView:
+        """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
+        return GraphView(self.proto)
 
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:

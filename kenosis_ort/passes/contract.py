@@ -25,10 +25,9 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import copy_with
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.rewrite.prepare import PreparedModel
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
 

@@ -34,7 +34,8 @@ from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, on_grid, pa
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
-from kenosis_ort.passes.layers import Float64, Layer, Weights, gather_moments, layers
+from kenosis_ort.passes.input_moments import gather_moments
+from kenosis_ort.passes.layers import Float64, Layer, Weights, layers
 from kenosis_ort.runtime.session import HERE, Executor
 
 Flags = npt.NDArray[np.bool_]

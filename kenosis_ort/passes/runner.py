@@ -1,19 +1,22 @@
 """The one runner of passes: try, evaluate on held-out samples, keep or undo, survive what raises, record.
 
+`Journal` is the one place where optional work is isolated, passes among it.
+
 The order of the list of passes is that in which they run, those that change weights first.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kenosis_ort import errors
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
-from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, noted
 from kenosis_ort.passes.correct_biases import BiasCorrection
@@ -23,7 +26,7 @@ from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth import SmoothQuant
-from kenosis_ort.runtime.session import make_room
+from kenosis_ort.runtime import session
 from kenosis_ort.storage.data import Data
 
 
@@ -62,10 +65,77 @@ _log = logging.getLogger(__name__)
 _ENOUGH: Final = 16  # samples for statistics by channel, where each tells a layer many numbers
 _LARGE: Final = 4096  # numbers in a sample
 
+_MESSAGE_LIMIT: Final = 300
+OF_THE_MODEL: Final = (errors.CalibrationError, errors.UnsupportedModelError)
+"""What the model computes or is, and no defect of ours."""
+T = TypeVar("T")
+
+
+@dataclass
+class Journal:
+    """What gathers on the way of a call, and the one place where optional work is isolated.
+
+    Attributes:
+        isolates: An optional step that raises is left out, and told of; else its error is the caller's.
+        seconds: Wall time by stage.
+        passes: What became of each pass.
+    """
+
+    isolates: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    passes: list[PassOutcome] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times a named stage."""
+        start = time.perf_counter()
+        with session.at_stage(name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def attempt(self, what: str, step: Callable[[], T], otherwise: T) -> T:
+        """Result of an optional step; where it raises, the value before the step, with a warning.
+
+        Args:
+            what: The step, as the subject of a sentence.
+            step: Leaves nothing changed where it raises.
+            otherwise: What holds without the step.
+
+        Raises:
+            OptionError: The caller's own metric or options are at fault.
+            ClusterError: The caller's cluster is.
+        """
+        try:
+            return step()
+        except (errors.OptionError, errors.ClusterError):
+            raise
+        except Exception as error:
+            self.tell(what, error)
+            return otherwise
+
+    def tell(self, what: str, error: Exception) -> None:
+        """Records a failure that the call survives; raises it where nothing is isolated."""
+        if not self.isolates:
+            raise error
+        _log.debug("%s failed", what, exc_info=error)
+        bug = "" if isinstance(error, OF_THE_MODEL) else "; please report this as a bug of kenosis-ort, with the model"
+        fix = f"nothing, the file is made without it{bug}"
+        if isinstance(error, errors.VerificationError) and error.fix:  # of the runtime, not of an attempt of ours
+            fix = error.fix
+        self.warnings.append(f"{what} failed and was left out: {reason_of(error)}. Fix: {fix}.")
+
+
+def reason_of(error: Exception) -> str:
+    """Message of an error, without a full stop."""
+    text = error.what if isinstance(error, errors.KenosisError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MESSAGE_LIMIT].rstrip(".")
+
+
 _Tried = tuple[State, Score | None, PassOutcome]
 """The state and its score as they are after a pass, and the record."""
-Attempt = Callable[[str, Callable[[], _Tried | None], _Tried | None], _Tried | None]
-"""Function that runs a step; where the step raises, it reports that and returns the given fallback."""
 
 
 @dataclass
@@ -74,15 +144,13 @@ class PassRunner:
 
     Attributes:
         context: What passes may ask for.
-        attempt: Performs a step that may fail.
-        outcomes: What became of each pass.
+        journal: Isolates each pass, and takes what became of it.
         score: Of the state so far; None until it is needed.
         seen: Statistics by channel by value and axis, None where there are none; of values that no pass scaled since.
     """
 
     context: Context
-    attempt: Attempt
-    outcomes: list[PassOutcome] = field(default_factory=list)
+    journal: Journal
     score: Score | None = None
     seen: dict[tuple[str, int], ChannelStatistics | None] = field(default_factory=dict)
 
@@ -90,11 +158,11 @@ class PassRunner:
         """The state after those passes that are worth it."""
         for at, each in enumerate(passes):
             start = time.perf_counter()
-            tried = self.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)
+            tried = self.journal.attempt(each.title, partial(self._try, each, state, passes[at + 1 :]), None)
             failed = PassOutcome(each.name, False, reason="it failed, see the warnings")
             state, self.score, outcome = tried or (state, self.score, failed)
             outcome = replace(outcome, seconds=time.perf_counter() - start)
-            self.outcomes.append(outcome)
+            self.journal.passes.append(outcome)
             status = "kept" if outcome.kept else "undone"
             _log.info("%s: %s (%s), %.2f s", each.name, status, outcome.reason, outcome.seconds)
         return state
@@ -106,7 +174,7 @@ class PassRunner:
             found: Candidate | Skipped = Skipped(f"{held_out} held-out calibration samples are too few")
         else:
             statistics = self._statistics(each, state, later)
-            make_room(state.prepared.proto)
+            session.make_room(state.prepared.proto)
             found = each.apply(state, statistics, context)
         if isinstance(found, Candidate) and each.before_calibration:
             after = found.state  # one that does not list the values that it rescaled is believed nothing
@@ -186,12 +254,12 @@ def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
     known = taken.get(name)
     is_again = known is not None and known not in PASSES and known.__qualname__ == kind.__qualname__
     if not name.isidentifier() or name in settings or (known is not None and not is_again):
-        raise OptionError(
+        raise errors.OptionError(
             f"a pass cannot be named '{name}'", where="register", fix="name it with an identifier that is not taken"
         )
     if before not in taken:
-        hint = did_you_mean(before, taken)
-        raise OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
+        hint = errors.did_you_mean(before, taken)
+        raise errors.OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
     if known is not None:
         _order.remove(known)
     _order.insert([other.name for other in _order].index(before), kind)

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.graph.constants import drop_stale_value_info
 from kenosis_ort.graph.live import Attributes, LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
-from kenosis_ort.graph.shapes import drop_stale_value_info, value_types
+from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.quantizer.grids import quantize_weight

@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
 from kenosis_ort.exports import deferred
 from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
-from kenosis_ort.options import Stages
+from kenosis_ort.options import OptionChoice, Stages
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.recipe import Recipe
@@ -23,8 +23,6 @@ from kenosis_ort.targets import DEFAULT_TARGET
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport, ProcessorClass
 
 SCHEMA_VERSION = 1
-
-OptionSource = Literal["caller", "host default", "stock default", "target default"]
 
 
 HOST_CHOICES: Final = ("activation_type", "weight_type", "per_channel", "reduce_range", "host")
@@ -49,13 +47,6 @@ _renderer: Final = deferred(
 """Renderers by name: they know the report, which finds them when it is asked for a form of its own."""
 _STAYS: Final = "ttentions stay as products and Softmax"
 """What the notes say of attention layers that did not become one operator."""
-
-
-class OptionChoice(NamedTuple):
-    """An option's value and who chose it."""
-
-    value: Any
-    source: OptionSource
 
 
 @dataclass(frozen=True)

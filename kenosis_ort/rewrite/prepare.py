@@ -6,44 +6,21 @@ stays the same throughout.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import onnx
 
 from kenosis_ort.graph.canonical import make_canonical
-from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers
+from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, drop_stale_value_info
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.shapes import drop_stale_value_info, infer_shapes
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.rule import Editor, Rewrite, RewriteResult, Rule
 
 PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE = "onnx.quant.pre_process", "onnxruntime.quant"
 """The metadata that stock ``quant_pre_process`` writes and stock quantization looks for."""
-
-
-@dataclass(frozen=True)
-class PreparedModel:
-    """A model ready for calibration and placement.
-
-    Attributes:
-        proto: The model.
-        notes: What was done, in sentences, in order.
-        nodes: For each name that a node of the original model had and that is now gone or no longer alone:
-            the names of the nodes that do its work now (none where it was only a constant).
-    """
-
-    proto: onnx.ModelProto
-    notes: tuple[str, ...] = ()
-    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def graph(self) -> GraphView:
-        """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
-        return GraphView(self.proto)
 
 
 class RewriteError(Exception):

@@ -33,13 +33,14 @@ from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
 from kenosis_ort.graph.save import write_model
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds
-from kenosis_ort.passes.layers import Layer, gather_moments, layers
+from kenosis_ort.passes.input_moments import gather_moments
+from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
-from kenosis_ort.rewrite.prepare import PreparedModel, prepare
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool

@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import onnx.checker
 
-from kenosis_ort.rewrite.prepare import PreparedModel, prepare
+from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models

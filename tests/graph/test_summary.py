@@ -11,7 +11,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from kenosis_ort import quantize_static
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.load import TensorSummary, summarize
+from kenosis_ort.graph.summary import TensorSummary, summarize
 from kenosis_ort.quantizer.stock import QuantFormat
 from tests import models
 from tests.graph.build import net

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import round_weights as rounding
 from kenosis_ort.passes.contract import materialize
-from kenosis_ort.passes.layers import InputMoments, layers
+from kenosis_ort.passes.input_moments import InputMoments
+from kenosis_ort.passes.layers import layers
 from kenosis_ort.passes.round_weights import Grid, learn_rounding
 from tests import models, planning
 from tests.flow.support import changed

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kenosis_ort import RECIPES, OptionError, QuantizationReport, Recipe
 from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes import PASSES, between, passes_of, register, runner
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import PassRunner
-from kenosis_ort.rewrite.prepare import PreparedModel
 from tests import models
 from tests.flow.support import quantized
 
@@ -98,7 +98,7 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
         **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"), unused),
         **given,
     )
-    runner = PassRunner(context, call.attempt)
+    runner = PassRunner(context, call)
     return runner.run(passes, state or named("start")), runner, call
 
 

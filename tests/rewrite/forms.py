@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.graph import walk
-from kenosis_ort.rewrite.prepare import PreparedModel
+from kenosis_ort.graph.view import PreparedModel
 from tests import planning
 from tests.graph.build import ready, run
 
