@@ -117,7 +117,7 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
 def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
     state, runner, _ = run(each)
     assert state.prepared.proto.graph.name == name
-    (outcome,) = runner.outcomes
+    (outcome,) = runner.journal.passes
     assert outcome.kept is kept
     assert outcome.reason
     if not isinstance(each, Nothing):
@@ -128,14 +128,14 @@ def test_what_the_caller_insists_on_is_kept_unseen() -> None:
     evaluator = Evaluator(0)
     state, runner, _ = run(Careful("worse"), forced=frozenset({"rename"}), evaluator=evaluator)
     assert state.prepared.proto.graph.name == "worse"
-    assert runner.outcomes[0].reason.endswith("as asked")
+    assert runner.journal.passes[0].reason.endswith("as asked")
     assert not evaluator.asked
 
 
 def test_too_few_samples_to_evaluate_on() -> None:
     state, runner, _ = run(Careful("better"), evaluator=Evaluator(3))
     assert state.prepared.proto.graph.name == "start"
-    assert "3 held-out calibration samples are too few" in runner.outcomes[0].reason
+    assert "3 held-out calibration samples are too few" in runner.journal.passes[0].reason
 
 
 def test_a_state_is_scored_once() -> None:
@@ -164,7 +164,7 @@ def test_statistics_are_collected_where_a_pass_wants_them() -> None:
     _, runner, _ = run(
         Counts(), state=State(PreparedModel(onnx.shape_inference.infer_shapes(MODEL))), fit=models.feeds(MODEL, 2)
     )
-    assert runner.outcomes[0].reason == "8 channels"
+    assert runner.journal.passes[0].reason == "8 channels"
 
 
 # ---- passes from outside --------------------------------------------------------------------------------------------
