@@ -270,7 +270,7 @@ class _Conversion:
         ]
         last = [
             self._edge(graph, value, outputs[value.name], value.name, inwards=False)
-            for value in graph.output
+            for value in {value.name: value for value in graph.output}.values()  # a name may be listed twice
             if value.name in outputs and value.name not in constants
         ]
         nodes = [made for n in graph.node for made in (self._between_casts(n) if n.name in bound else (n,))]

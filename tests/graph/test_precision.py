@@ -138,9 +138,9 @@ def test_any_mix_of_operators_computes_the_same(kind, steps, also, seed):
 # ---- edges --------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_constants_and_inner_values_may_be_outputs_too():
+def test_inputs_constants_and_inner_values_may_be_outputs_too_even_twice():
     body = "m = MatMul(x, w) r = Relu(m) y = Add(r, stored)"
-    model = typed(F16, body, "x, float16[3,4] stored, m, y", more=", float16[3,4] stored")
+    model = typed(F16, body, "x, float16[3,4] stored, m, m, y", more=", float16[3,4] stored")
     changed = converted(model)
     assert_close(model, changed, X, TOLERANCE[F16])
     assert ops(changed) == ["Cast", "MatMul", "Relu", "Add", "Cast", "Cast"]
