@@ -164,10 +164,11 @@ def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -
     """
     graph = model.graph
     stored = {tensor.name for tensor in graph.initializer} | {s.values.name for s in graph.sparse_initializer}
-    remaining = [value for value in graph.input if value.name not in stored or value.name in keep]
-    if not stored.intersection(value.name for value in graph.input):
+    listed = {value.name: value for value in graph.input}  # the runtime takes one that is listed twice
+    remaining = [value for name, value in listed.items() if name not in stored or name in keep]
+    if stored.isdisjoint(listed):
         return ()
-    moved = tuple(value.name for value in graph.input if value.name in stored and value.name not in keep)
+    moved = tuple(name for name in listed if name in stored and name not in keep)
     inputs = [_copy_value(value) for value in remaining]
     del graph.input[:]
     graph.input.extend(inputs)

@@ -20,7 +20,7 @@ import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph.canonical import check_depth, check_structure
-from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
 from kenosis_ort.graph.outside import (
     copy_model,
     read_external_data,
@@ -123,6 +123,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
                 where=name,
                 fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
             )
+        _list_as_defaults(source)
         return LoadedModel(proto=source, path=None, name=name)
     if not isinstance(source, (str, os.PathLike)):
         raise ArgumentTypeError(
@@ -132,8 +133,16 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
     proto = parse_model(path)
     is_split = uses_external_data(proto)
     read_external_data(proto, path, lazily=lazily)
+    _list_as_defaults(proto)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
+
+
+def _list_as_defaults(proto: onnx.ModelProto) -> None:
+    """Makes initializers of Constant nodes whose output is listed as an input: the runtime takes that for a default."""
+    listed = {value.name for value in proto.graph.input}
+    if any(node.op_type == "Constant" and not listed.isdisjoint(node.output) for node in proto.graph.node):
+        constants_to_initializers(proto)
 
 
 def check_not_quantized(proto: onnx.ModelProto) -> None:

@@ -115,7 +115,7 @@ class ClippingSimulation:
                 call = _Call(part.layer, [self._value(name, known) for name in part.layer.input], part.order, clips)
                 known[part.layer.output[0]] = _OPERATORS[part.layer.op_type](call)
             known = {name: value for name, value in known.items() if name in part.needed}
-        return {name: np.asarray(known[name]) for name in self._outputs}
+        return {name: np.asarray(self._value(name, known)) for name in self._outputs}
 
     def _cut(self, nodes: Sequence[onnx.NodeProto]) -> list[_Part]:
         """Parts in order: a layer that can clip, or what lies between two of them."""

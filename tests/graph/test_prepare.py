@@ -97,6 +97,8 @@ def test_initializers_leave_the_inputs():
     assert_same(proto, prepared.proto, ONES)
     assert [v.name for v in ready(proto, keep_inputs=["w"]).proto.graph.input] == ["x", "w"]
     assert [v.name for v in ready(proto, keep_values=["w"]).proto.graph.input] == ["x"]
+    proto.graph.input.append(proto.graph.input[1])  # listed twice, as the runtime takes it
+    assert [v.name for v in ready(proto, keep_inputs=["w"]).proto.graph.input] == ["x", "w"]
 
 
 @pytest.mark.parametrize(

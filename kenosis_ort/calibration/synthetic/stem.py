@@ -95,7 +95,7 @@ def distance(
     0 for equal statistics, 0.5 for half or double the deviation.
     """
     cost = np.log(np.maximum(spread, 1e-12) / stored) ** 2 + ((mean - stored_mean) / stored) ** 2
-    return float(np.median(cost[live]))
+    return float(np.median(cost[live])) if live.any() else np.inf
 
 
 def fit_moments(

@@ -180,7 +180,8 @@ def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int]
     costs: list[float] = []
     for way in WAYS:
         responses = stem.respond(trial(way, index) for index in range(_TRIALS))
-        costs.append(misfit(point, responses) if point.mean is not None else _bias_cost(point, responses))
+        cost = misfit(point, responses) if point.mean is not None else _bias_cost(point, responses)
+        costs.append(np.inf if np.isnan(cost) else cost)  # of weights that hold NaN, or overflow
     best = min(costs)
     if point.mean is not None:
         ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= _CLEARLY * best)

@@ -291,8 +291,10 @@ def test_a_folded_bias_tells_the_order_of_magnitude(way: Any) -> None:
 
 def test_no_usual_way_is_a_guess() -> None:
     strange = [trained_on(WAYS[0])[i] * 30 + 500 for i in range(12)]
-    reader = SyntheticReader(first_layer(24, strange, folded=False))
-    assert reader.provenance.known["image"] is Known.GUESS
+    none = [np.full_like(each, np.nan) for each in strange]
+    for weights, folded in ((strange, False), (none, False), (none, True)):
+        reader = SyntheticReader(first_layer(24, weights, folded=folded))
+        assert reader.provenance.known["image"] is Known.GUESS
 
 
 def test_a_model_that_does_not_run_as_it_is_leaves_a_guess() -> None:
