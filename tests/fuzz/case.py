@@ -159,7 +159,9 @@ class Work:
 
 def _quantize_static(work: Work, source: Any = None, reader: Any = None, **options: Any) -> Any:
     options = options or work.case.options
-    return kenosis_ort.quantize_static(source or work.model, work.out, work.reader if reader is None else reader, **options)
+    return kenosis_ort.quantize_static(
+        source or work.model, work.out, work.reader if reader is None else reader, **options
+    )
 
 
 def _in_memory(work: Work) -> Any:
