@@ -134,10 +134,7 @@ def test_a_shuffle_without_a_conv_to_take_it_becomes_a_gather_behind_named_convs
 
 @pytest.mark.parametrize(
     "moves",
-    [
-        "t = Transpose<perm = [0,1,3,2]>(c) y = Conv(t, w)",
-        "r = Reshape(c, rows) y = Transpose<perm = [0,2,1]>(r)",
-    ],
+    ["t = Transpose<perm = [0,1,3,2]>(c) y = Conv(t, w)", "r = Reshape(c, rows) y = Transpose<perm = [0,2,1]>(r)"],
 )
 def test_other_moves_are_no_shuffles(moves):
     text = f"(float[N,8,4,4] x) => (y) <float[8,8,1,1] w, int64[3] rows> {{ c = Conv(x, w) {moves} }}"

@@ -131,9 +131,7 @@ EXAMPLES: dict[str, list[Case]] = {
         behind_conv("QLinearConv", lambda g, c: g.q(g.op("Clip", c, "", g.const(4.0)), 4 / 128, 128)),
         behind_conv("QLinearConv", lambda g, c: g.q(g.op("Clip", c))),
     ],
-    "absorb-clip-needs-scalar-params": [
-        behind_conv(FLOAT_CONV, lambda g, c: g.q(g.clip(c, 0.0, 6.0), SIX, 0, rank=1)),
-    ],
+    "absorb-clip-needs-scalar-params": [behind_conv(FLOAT_CONV, lambda g, c: g.q(g.clip(c, 0.0, 6.0), SIX, 0, rank=1))],
     "absorb-needs-single-consumer": [
         *(behind_conv(FLOAT_CONV, partial(two, of=of)) for of in ("conv", "relu", "q of relu")),
         behind_conv(FLOAT_CONV, lambda g, c: [g.q(c), g.op("Neg", g.q(c))]),

@@ -33,8 +33,7 @@ def _rename_nodes(model: onnx.ModelProto, pattern: str) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["{n}", "a_token_{n}", "kv#{n}#", "Conv_{n}_nchwc", "a/MatMulAddFusion_{n}", "x" * 40 + "{n}", "n {n}/ü"],
+    "pattern", ["{n}", "a_token_{n}", "kv#{n}#", "Conv_{n}_nchwc", "a/MatMulAddFusion_{n}", "x" * 40 + "{n}", "n {n}/ü"]
 )
 def test_node_names_do_not_matter(pattern: str) -> None:
     found = report(_rename_nodes(_model(), pattern))
