@@ -25,6 +25,7 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.graph.load import base_op
 from kenosis_ort.verify import Status, verify_fusion
+from tests import models
 from tests.models import Net
 from tests.verify.expect import check_complete
 
@@ -35,15 +36,8 @@ STEP = 8 / 255  # default step of an activation: 256 levels over -4..4
 RELU_STEP = 4 / 255  # the same for 0..4
 FLOAT_ONLY_DB = 100.0  # outputs that differ by float rounding only
 VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
-LAYOUT = frozenset({"QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput"})
-
-
-class Kernel(NamedTuple):
-    """One node of the optimized graph."""
-
-    domain: str
-    op_type: str
-    name: str
+PAIR = ("QuantizeLinear", "DequantizeLinear")
+LAYOUT = frozenset({*PAIR, "Transpose", "ReorderInput", "ReorderOutput"})
 
 
 def _middle(dtype: npt.DTypeLike) -> int:
@@ -110,16 +104,8 @@ class QdqGraph:
         first = self.net.op(op_type, inputs, outputs=count, domain=domain, **attributes)
         return [first, *(f"{first}_{i}" for i in range(1, count))]
 
-    def q(
-        self,
-        value: str,
-        scale: float = STEP,
-        zero_point: int | None = None,
-        *,
-        act: npt.DTypeLike | None = None,
-        rank: int = 0,
-        axis: int | None = None,
-    ) -> str:
+    def q(self, value: str, scale: float = STEP, zero_point: int | None = None, *, act: npt.DTypeLike | None = None,
+          rank: int = 0) -> str:  # fmt: skip
         """Adds a Q/DQ pair and returns the DQ output.
 
         Args:
@@ -128,15 +114,11 @@ class QdqGraph:
             zero_point: The default is the middle of the type's range (uint8: 128, int8: 0).
             act: Integer type, the graph's by default.
             rank: 0 for scalar parameters, 1 for shape ``[1]``.
-            axis: An attribute that has no effect beside parameters of one number.
         """
         dtype = self.act if act is None else act
         zp = _middle(dtype) if zero_point is None else zero_point
-        shape = (1,) * rank
-        s = self.const(np.full(shape, scale, np.float32))
-        z = self.const(np.full(shape, zp, dtype))
-        said = {} if axis is None else {"axis": axis}
-        out = self.op("DequantizeLinear", self.op("QuantizeLinear", value, s, z, **said), s, z, **said)
+        grid = self.const(np.full((1,) * rank, scale, np.float32)), self.const(np.full((1,) * rank, zp, dtype))
+        out = self.op("DequantizeLinear", self.op("QuantizeLinear", value, *grid), *grid)
         self._scales[out] = np.asarray(scale, np.float32)
         return out
 
@@ -186,21 +168,8 @@ class QdqGraph:
 
     # ---- compute nodes with constant weights ------------------------------------------------------------------
 
-    def conv(
-        self,
-        value: str,
-        cin: int = 16,
-        cout: int = 16,
-        *,
-        kernel: int = 3,
-        group: int = 1,
-        weight: str = "dq",
-        bias: str = "int32",
-        bias_factor: float = 1.0,
-        axis: int | None = 0,
-        zero_point: int | None = None,
-        transpose: bool = False,
-    ) -> str:
+    def conv(self, value: str, cin: int = 16, cout: int = 16, *, kernel: int = 3, group: int = 1,
+             transpose: bool = False, axis: int | None = 0, **how: Any) -> str:  # fmt: skip
         """Adds a Conv or ConvTranspose of stride 1 with random weights that keeps the spatial size.
 
         Args:
@@ -209,68 +178,53 @@ class QdqGraph:
             cout: Output channels.
             kernel: Edge of the square kernel.
             group: Groups; ``cin`` for a depthwise Conv.
-            weight: ``"dq"`` or ``"float"``.
-            bias: ``"int32"``, ``"float"`` or ``"none"``.
-            bias_factor: Error of the int32 bias scale; 1 is right.
-            axis: Channel axis of the weight scales, ``None`` for per-tensor.
-            zero_point: Zero point of the weight, the middle of the type by default.
             transpose: ConvTranspose instead of Conv.
+            axis: Channel axis of the weight scales, ``None`` for per-tensor.
+            how: What `_operands` takes.
         """
         shape = (cin, cout // group) if transpose else (cout, cin // group)
         array = self.random(*shape, kernel, kernel, spread=1.0 / np.sqrt(cin // group * kernel * kernel))
-        inputs = [value, self._weight(array, weight, axis, zero_point)]
-        inputs += self._bias(self.random(cout), inputs, bias, bias_factor)
+        inputs = self._operands(value, array, cout, axis=axis, **how)
         op_type = "ConvTranspose" if transpose else "Conv"
         return self.op(op_type, *inputs, kernel_shape=[kernel] * 2, pads=[kernel // 2] * 4, group=group)
 
-    def gemm(
-        self,
-        value: str,
-        k: int = 32,
-        n: int = 16,
-        *,
-        weight: str = "dq",
-        bias: str = "int32",
-        bias_factor: float = 1.0,
-        axis: int | None = 0,
-        transposed: bool = True,
-        **attributes: Any,
-    ) -> str:
+    def gemm(self, value: str, k: int = 32, n: int = 16, *, transposed: bool = True, axis: int | None = 0,
+             alpha: float = 1.0, beta: float = 1.0, **how: Any) -> str:  # fmt: skip
         """Adds a Gemm with random weights; arguments as in `conv`, ``axis`` counts on the stored weight."""
         array = self.random(*((n, k) if transposed else (k, n)), spread=1.0 / np.sqrt(k))
-        inputs = [value, self._weight(array, weight, axis)]
-        inputs += self._bias(self.random(n), inputs, bias, bias_factor)
-        return self.op("Gemm", *inputs, transB=int(transposed), **attributes)
+        inputs = self._operands(value, array, n, axis=axis, **how)
+        return self.op("Gemm", *inputs, transB=int(transposed), alpha=alpha, beta=beta)
 
     def matmul(
-        self,
-        value: str,
-        k: int = 32,
-        n: int = 16,
-        *,
-        weight: str = "dq",
-        bias: str = "none",
-        bias_factor: float = 1.0,
-        axis: int | None = 1,
+        self, value: str, k: int = 32, n: int = 16, *, bias: str = "none", axis: int | None = 1, weight: str = "dq"
     ) -> str:
         """Adds a MatMul with a random constant right operand, and an Add behind it where a bias is asked for."""
         array = self.random(k, n, spread=1.0 / np.sqrt(k))
-        inputs = [value, self._weight(array, weight, axis)]
-        product = self.op("MatMul", *inputs)
-        added = self._bias(self.random(n), inputs, bias, bias_factor)
+        left, right, *added = self._operands(value, array, n, weight=weight, bias=bias, axis=axis)
+        product = self.op("MatMul", left, right)
         return self.op("Add", product, *added) if added else product
 
-    def _weight(self, array: Array, weight: str, axis: int | None, zero_point: int | None = None) -> str:
-        if weight == "float":
-            return self.const(array)
-        return self.dq_weight(array, axis=axis, zero_point=zero_point)
+    def _operands(self, value: str, array: Array, outputs: int, *, axis: int | None, weight: str = "dq",
+                  zero_point: int | None = None, bias: str = "int32", bias_factor: float = 1) -> list[str]:  # fmt: skip
+        """What a layer reads: a value, a weight and a random bias.
 
-    def _bias(self, array: Array, inputs: list[str], bias: str, factor: float) -> list[str]:
-        if bias == "none":
-            return []
-        if bias == "float" or not self._scales.keys() >= set(inputs):
-            return [self.const(array)]
-        return [self.dq_bias(array, inputs[0], inputs[1], factor=factor)]
+        Args:
+            value: The value.
+            array: The weight.
+            outputs: Number of biases.
+            axis: Channel axis of the weight scales.
+            weight: ``"dq"`` or ``"float"``.
+            zero_point: Zero point of the weight, the middle of the type by default.
+            bias: ``"int32"``, ``"float"`` or ``"none"``.
+            bias_factor: Error of the int32 bias scale; 1 is right.
+        """
+        held = self.const(array) if weight == "float" else self.dq_weight(array, axis=axis, zero_point=zero_point)
+        inputs, biases = [value, held], self.random(outputs)
+        if bias == "float" or (bias == "int32" and not self._scales.keys() >= set(inputs)):
+            inputs.append(self.const(biases))
+        elif bias == "int32":
+            inputs.append(self.dq_bias(biases, value, held, factor=bias_factor))
+        return inputs
 
     def clip(self, value: str, low: float, high: float) -> str:
         """Adds a Clip with constant bounds."""
@@ -294,6 +248,7 @@ def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) 
 Make = Callable[[QdqGraph], str | list[str]]
 FLOAT_CONV = "a float Conv"
 BYTES = "Q and DQ around"
+ISLAND = "float with Q and DQ around"
 
 
 class Case(NamedTuple):
@@ -301,7 +256,8 @@ class Case(NamedTuple):
 
     Attributes:
         kernels: Operator types of the optimized graph but for Q, DQ and layout, apart by spaces; or `FLOAT_CONV`: no
-            Conv is integer; or `BYTES` behind the name of an operator: it stands alone between one Q and DQ.
+            Conv is integer; or `BYTES` behind the name of an operator: it stands alone between one Q and DQ; or
+            `ISLAND`: it does so between two of each, in float.
         make: Makes the graph, returns its outputs.
         step: The most by which outputs may differ from the unoptimized model's: a step of the output, and rounding.
         exact: They differ by float rounding at most.
@@ -319,7 +275,11 @@ class Case(NamedTuple):
     def check(self) -> None:
         """Fails where the runtime makes something else of it."""
         model = build(self.make, **self.options)
-        if self.kernels.endswith(BYTES):
+        if self.kernels.endswith(ISLAND):
+            ops = [o for o in op_types(model) if not o.startswith("Reorder")]
+            assert ops == [*PAIR, self.kernels.split()[0], *PAIR]
+            assert verify_fusion(model).float_nodes()
+        elif self.kernels.endswith(BYTES):
             assert runs_on_bytes(model, self.kernels.split()[0])
         elif self.kernels == FLOAT_CONV:
             found = compute_ops(model)
@@ -346,28 +306,17 @@ def since(version: str) -> tuple[pytest.MarkDecorator]:
 # ---- what the runtime makes of a model ------------------------------------------------------------------------
 
 
-def _options(*, optimize: bool) -> ort.SessionOptions:
-    level = ort.GraphOptimizationLevel
-    options = ort.SessionOptions()
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    return options
-
-
 def optimized(model: onnx.ModelProto) -> onnx.ModelProto:
     """Returns the graph that the runtime executes at ORT_ENABLE_ALL."""
-    options = _options(optimize=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "optimized.onnx"
-        options.optimized_model_filepath = str(path)
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        models.session(model, saved=path)
         return onnx.load(path)
 
 
-def kernels(model: onnx.ModelProto) -> list[Kernel]:
+def kernels(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Returns the nodes of the optimized graph in order."""
-    return [Kernel(n.domain, n.op_type, n.name) for n in optimized(model).graph.node]
+    return list(optimized(model).graph.node)
 
 
 def op_types(model: onnx.ModelProto) -> list[str]:
@@ -421,9 +370,7 @@ def quantized_weights(model: onnx.ModelProto) -> int:
 
 def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:
     """Runs the model at ORT_ENABLE_ALL or without optimization."""
-    options = _options(optimize=optimize)
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [np.asarray(a) for a in session.run(None, feeds)]
+    return [np.asarray(a) for a in models.session(model, optimize=optimize).run(None, feeds)]
 
 
 def random_feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:

@@ -16,30 +16,13 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph
 from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 
-from .qdq import (
-    BYTES,
-    MS,
-    RELU_STEP,
-    STEP,
-    VERSION,
-    Case,
-    QdqGraph,
-    build,
-    compute_ops,
-    conv_then,
-    each_case,
-    largest_difference,
-    op_types,
-    optimized,
-    quantized_weights,
-    since,
-)
+from . import qdq
+from .qdq import BYTES, ISLAND, MS, RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, op_types, optimized, since
 
 OUT = 6 / 255  # a step other than the operands'
 STEP16 = 8 / 65535
 POOL: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
-IMAGE = (1, 16, 12, 12)
-ISLAND = ["QuantizeLinear", "DequantizeLinear", "{}", "QuantizeLinear", "DequantizeLinear"]
+IMAGE, LINES = (1, 16, 12, 12), (4, 32)
 
 
 def unary(g: QdqGraph, op_type: str, *q: float, **attributes: Any) -> str:
@@ -116,6 +99,10 @@ FLOAT_UNARY = (
 )
 
 
+def normed(g: QdqGraph, x: str) -> str:
+    return g.relu_q(g.op("Relu", NORMS["BatchNormalization"](g, x)))
+
+
 def recurrent(g: QdqGraph, op_type: str, gates: int, weight: str) -> str:
     arrays = [g.random(1, gates * 4, 8), g.random(1, gates * 4, 4)]
     weights = [g.dq_weight(a, axis=None) if weight == "dq" else g.const(a) for a in arrays]
@@ -136,7 +123,27 @@ def softmax(g: QdqGraph, shape: tuple[int, ...], axis: int, *, q: bool) -> str:
     return g.q(y, 1 / 256, 0) if q else y
 
 
+def wide(g: QdqGraph, *shape: int) -> str:
+    return g.q(g.input(shape or IMAGE), STEP16)
+
+
+WIDE: dict[str, Callable[[QdqGraph], str]] = {
+    "Conv": lambda g: g.conv(wide(g)),
+    "Gemm": lambda g: g.gemm(wide(g, *LINES)),
+    "MatMulNBits" if qdq.VERSION >= (1, 32) else "MatMul": lambda g: g.matmul(wide(g, *LINES)),
+    "Add": lambda g: g.op("Add", wide(g), wide(g)),
+    "Mul": lambda g: g.op("Mul", wide(g), wide(g)),
+    "Concat": lambda g: g.op("Concat", wide(g), wide(g), axis=1),
+    "Sigmoid": lambda g: g.op("Sigmoid", wide(g)),
+    "Softmax": lambda g: g.op("Softmax", wide(g)),
+    "MaxPool": lambda g: g.op("MaxPool", wide(g), kernel_shape=[2, 2]),
+    f"Reshape {BYTES}": lambda g: g.op("Reshape", wide(g), g.ints(-1)),
+    f"Transpose {BYTES}": lambda g: g.op("Transpose", wide(g)),
+    f"Slice {BYTES}": lambda g: g.op("Slice", wide(g), g.ints(0), g.ints(2), g.ints(1)),
+    f"Gather {BYTES}": lambda g: g.op("Gather", wide(g), g.ints(0, 1), axis=1),
+}
 SOFTMAXES = (((4, 10), -1), ((4, 10), 0), (IMAGE, 1))
+TWO = "QLinearConcat QLinearConv QLinearConv"
 EXAMPLES: dict[str, list[Case]] = {
     "mul-integer": [
         *(
@@ -193,19 +200,8 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Add QLinearConv QLinearConv Relu", partial(block, q_on_add=False)),
     ],
     "concat-shared": [
-        *(
-            Case(
-                "QLinearConcat QLinearConv QLinearConv",
-                lambda g, a=a: joined(g, (STEP, 128), (STEP, 128), axis=a),
-                STEP,
-            )
-            for a in (0, 1, 2, -1)
-        ),
-        Case(
-            "QLinearConcat QLinearConv QLinearConv",
-            lambda g: joined(g, (5 / 255, 128), (3 / 255, 7), out=(OUT, 100)),
-            OUT,
-        ),
+        *(Case(TWO, lambda g, a=a: joined(g, (STEP, 128), (STEP, 128), axis=a), STEP) for a in (0, 1, 2, -1)),
+        Case(TWO, lambda g: joined(g, (5 / 255, 128), (3 / 255, 7), out=(OUT, 100)), OUT),
         Case("QLinearConcat", partial(joined_with, other=lambda g: g.dq_constant(g.random(*IMAGE)))),
         Case("Concat", partial(joined_with, other=lambda g: g.const(g.random(*IMAGE)))),
         Case("Concat", partial(joined_with, other=lambda g: g.input())),
@@ -213,16 +209,12 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Concat Conv Conv", lambda g: joined(g, None, None)),
         Case("Concat", lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1)),
     ],
-    "norms-float": [Case(name, lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in NORMS.items()],
+    "norms-float": [
+        Case(f"{name} {ISLAND}", lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in NORMS.items()
+    ],
     "bn-unfolded-float": [
-        Case(
-            "BatchNormalization Conv",
-            lambda g: g.relu_q(g.op("Relu", NORMS["BatchNormalization"](g, g.conv(g.act_input())))),
-        ),
-        Case(
-            "BatchNormalization QLinearConv",
-            lambda g: g.relu_q(g.op("Relu", NORMS["BatchNormalization"](g, g.q(g.conv(g.act_input()))))),
-        ),
+        Case("BatchNormalization Conv", lambda g: normed(g, g.conv(g.act_input()))),
+        Case("BatchNormalization QLinearConv", lambda g: normed(g, g.q(g.conv(g.act_input())))),
     ],
     "lstm-float": [
         *(
@@ -231,11 +223,14 @@ EXAMPLES: dict[str, list[Case]] = {
             for weight in ("dq", "float")
         ),
         Case("Einsum", lambda g: g.q(g.op("Einsum", g.act_input((4, 8)), g.act_input((8, 4)), equation="ij,jk->ik"))),
-        *(Case(name, lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in OTHERS.items()),
+        *(Case(f"{name} {ISLAND}", lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in OTHERS.items()),
     ],
     "maxpool-opset12": [
         Case(f"MaxPool {BYTES}", pooled, 0.0, options={"opset": 13}),
         Case(f"MaxPool {BYTES}", pooled, 0.0, options={"opset": 22}, marks=since("1.28")),
+        Case(f"MaxPool {ISLAND}", lambda g: pooled(g, OUT, 100), options={"opset": 13}),  # other parameters behind it
+        Case(f"MaxPool {ISLAND}", pooled, options={"opset": 11}),  # it takes no bytes there
+        Case(f"MaxPool {ISLAND}", lambda g: g.q(g.ops("MaxPool", g.act_input(), count=2, **POOL)[0])),  # and indices
     ],
     "average-pool": [
         *(
@@ -263,24 +258,28 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("GlobalMaxPool", lambda g: unary(g, "GlobalMaxPool")),
         Case("LpPool", lambda g: unary(g, "LpPool", kernel_shape=[2, 2])),
     ],
+    "sixteen-bit-float": [
+        *(
+            Case(kernel, lambda g, m=make: g.q(m(g), STEP16), options={"opset": 21, "act": act})
+            for act in (np.uint16, np.int16)
+            for kernel, make in WIDE.items()
+        ),
+        # One side of 16 bits is enough.
+        Case("Conv", lambda g: g.q(g.conv(wide(g)), act=np.uint8), options={"opset": 21, "act": np.uint16}),
+        Case("Conv", lambda g: g.q(g.conv(g.act_input()), STEP16, act=np.uint16), options={"opset": 21}),
+    ],
 }
 
 
-@each_case(EXAMPLES)
+@qdq.each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     case.check()
-
-
-@pytest.mark.parametrize("name", [*NORMS, *OTHERS])
-def test_float_islands_have_q_and_dq_on_both_sides(name: str) -> None:
-    make = {**NORMS, **OTHERS}[name]
-    assert op_types(build(lambda g: g.q(make(g, g.act_input())))) == [o.format(name) for o in ISLAND]
 
 
 @pytest.mark.parametrize(("op_type", "gates"), [("LSTM", 4), ("GRU", 3)])
 def test_float_weights_of_recurrent_nets_are_left_alone(op_type: str, gates: int) -> None:
     for weight, count in (("dq", 2), ("float", 0)):
-        assert quantized_weights(build(partial(recurrent, op_type=op_type, gates=gates, weight=weight))) == count
+        assert qdq.quantized_weights(build(partial(recurrent, op_type=op_type, gates=gates, weight=weight))) == count
 
 
 @pytest.mark.parametrize("op_type", ["ArgMax", "ArgMin"])
@@ -294,7 +293,7 @@ def test_two_pairs_in_a_row_collapse() -> None:
     """The second step alone does not requantize."""
     model = build(lambda g: g.q(g.q(g.input()), OUT, 100))
     assert op_types(model) == ["QuantizeLinear", "DequantizeLinear"]
-    assert largest_difference(model) > OUT / 10
+    assert qdq.largest_difference(model) > OUT / 10
 
 
 def test_a_residual_block_has_one_dequantization() -> None:
@@ -315,18 +314,6 @@ def test_an_embedding_table_is_read_in_bytes_with_q_behind_it_alone(table: str) 
 
 
 # ---- pools ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "opset"),
-    [
-        (lambda g: pooled(g, OUT, 100), 13),  # other parameters behind it
-        (pooled, 11),  # it takes no bytes there
-        (lambda g: g.q(g.ops("MaxPool", g.act_input(), count=2, **POOL)[0]), 17),  # its indices are an output
-    ],
-)
-def test_a_maxpool_that_stays_float(make: Callable[[QdqGraph], str], opset: int) -> None:
-    assert op_types(build(make, opset=opset)).count("QuantizeLinear") == 2
 
 
 def between_convs(make: Callable[[QdqGraph, str], str], opset: int = 17) -> list[str]:
@@ -414,7 +401,6 @@ def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_
 
 # ---- int8 activations on x86-64 -----------------------------------------------------------------------------------
 
-LINES = (4, 32)
 ON_INT8: dict[str, tuple[tuple[int, ...], Callable[[QdqGraph, str], str]]] = {
     "QLinearConv": (IMAGE, lambda g, x: g.conv(x)),
     "QGemm": (LINES, lambda g, x: g.gemm(x)),
@@ -442,7 +428,7 @@ def test_rule_int8_activation_branch_float(kernel: str) -> None:
 
     alone = build(lambda g: g.q(make(g, g.act_input(shape))), act=np.int8)
     assert compute_ops(alone) == [kernel]
-    assert largest_difference(alone) <= STEP * 1.01
+    assert qdq.largest_difference(alone) <= STEP * 1.01
     assert kernel not in compute_ops(build(branch, act=np.int8))
     assert kernel in compute_ops(build(branch, act=np.uint8))
 
@@ -459,7 +445,7 @@ def test_int8_values_with_one_reader_and_more() -> None:
         assert compute_ops(build(partial(forked, tapped=tapped), act=np.int8)) == ["Conv"] * count
         assert compute_ops(build(partial(forked, tapped=tapped))) == ["QLinearConv"] * count
     assert compute_ops(build(block, act=np.int8)) == ["Add", "Conv", "QLinearConv"]
-    assert compute_ops(conv_then(lambda g, c: g.q(c), act=np.int8, weight=np.uint8)) == ["QLinearConv"]
+    assert compute_ops(qdq.conv_then(lambda g, c: g.q(c), act=np.int8, weight=np.uint8)) == ["QLinearConv"]
     # A constant operand is not rewritten; int8 and uint8 values go together.
     operand = build(lambda g: binary(g, "Add", g.dq_constant(g.random(16, 1, 1))), act=np.int8)
     assert compute_ops(operand) == ["Add"]
@@ -489,55 +475,6 @@ def test_rule_int8_branches_behind_barrier() -> None:
     }
     assert found.pop((True, True)) == sorted(["Max", *["QLinearAdd"] * 3, "QLinearConv"])
     assert all({"Conv", "Add"} & set(ops) for ops in found.values())
-
-
-# ---- 16 bits ------------------------------------------------------------------------------------------------------
-
-
-def wide(g: QdqGraph, *shape: int) -> str:
-    return g.q(g.input(shape or IMAGE), STEP16)
-
-
-WIDE: dict[str, Callable[[QdqGraph], str]] = {
-    "Conv": lambda g: g.conv(wide(g)),
-    "Gemm": lambda g: g.gemm(wide(g, *LINES)),
-    "MatMul": lambda g: g.matmul(wide(g, *LINES)),
-    "Add": lambda g: g.op("Add", wide(g), wide(g)),
-    "Mul": lambda g: g.op("Mul", wide(g), wide(g)),
-    "Concat": lambda g: g.op("Concat", wide(g), wide(g), axis=1),
-    "Sigmoid": lambda g: g.op("Sigmoid", wide(g)),
-    "Softmax": lambda g: g.op("Softmax", wide(g)),
-    "MaxPool": lambda g: g.op("MaxPool", wide(g), kernel_shape=[2, 2]),
-}
-WIDE_MOVES: dict[str, Callable[[QdqGraph], str]] = {
-    "Reshape": lambda g: g.op("Reshape", wide(g), g.ints(-1)),
-    "Transpose": lambda g: g.op("Transpose", wide(g)),
-    "Slice": lambda g: g.op("Slice", wide(g), g.ints(0), g.ints(2), g.ints(1)),
-    "Gather": lambda g: g.op("Gather", wide(g), g.ints(0, 1), axis=1),
-}
-
-
-@pytest.mark.parametrize("act", [np.uint16, np.int16])
-@pytest.mark.parametrize("name", WIDE)
-def test_rule_sixteen_bit_float(act: type, name: str) -> None:
-    kernel = "MatMulNBits" if name == "MatMul" and VERSION >= (1, 32) else name
-    assert compute_ops(build(lambda g: g.q(WIDE[name](g), STEP16), opset=21, act=act)) == [kernel]
-
-
-@pytest.mark.parametrize("act", [np.uint16, np.int16])
-@pytest.mark.parametrize("name", WIDE_MOVES)
-def test_16_bits_are_moved(act: type, name: str) -> None:
-    model = build(lambda g: g.q(WIDE_MOVES[name](g), STEP16), opset=21, act=act)
-    assert op_types(model) == ["QuantizeLinear", name, "DequantizeLinear"]
-
-
-@pytest.mark.parametrize("side", ["input", "output"])
-def test_one_side_of_16_bits_makes_a_conv_float(side: str) -> None:
-    def make(g: QdqGraph) -> str:
-        y = g.conv(wide(g) if side == "input" else g.q(g.input(), act=np.uint8))
-        return g.q(y, STEP16) if side == "output" else g.q(y, act=np.uint8)
-
-    assert compute_ops(build(make, opset=21, act=np.uint16)) == ["Conv"]
 
 
 @pytest.mark.parametrize("op_type", ["Conv", pytest.param("MatMul", marks=pytest.mark.since("1.30"))])

@@ -21,19 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.targets.ort_cpu.work import has_direct_kernel
 from tests.processor import LARGEST_WEIGHT
 
-from .qdq import (
-    RELU_STEP,
-    STEP,
-    Case,
-    QdqGraph,
-    build,
-    compute_ops,
-    each_case,
-    kernels,
-    largest_difference,
-    since,
-    snr_db,
-)
+from . import qdq
+from .qdq import RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, each_case, kernels, since, snr_db
 
 LINES, BATCH, HEADS = (4, 32), (2, 4, 32), (2, 3, 4, 32)
 RANKS: list[Sequence[int]] = [LINES, BATCH, HEADS]
@@ -253,7 +242,7 @@ def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> 
     """MatMul + Add of an int32 DQ bias becomes a QGemm, whatever stands behind it and with or without Q."""
     model = build(partial(matmul, shape=shape, behind=behind, bias="int32"))
     assert set(compute_ops(model)) - {"Reshape", "Relu", "Sigmoid"} == {"QGemm"}
-    assert largest_difference(model) <= RELU_STEP * 1.01
+    assert qdq.largest_difference(model) <= RELU_STEP * 1.01
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from .qdq import BYTES, Case, QdqGraph, build, compute_ops, conv_then, each_case, largest_difference, op_types
+from . import qdq
+from .qdq import BYTES, ISLAND, Case, QdqGraph, build, compute_ops, conv_then, each_case, largest_difference, op_types
 
 Move = Callable[[QdqGraph, str], str]
-OTHER = 6 / 255, 100
 
 
 def op(op_type: str, **attributes: Any) -> Move:
@@ -52,14 +52,13 @@ NOT_REPAIRED: dict[str, Move] = {
     "GlobalAveragePool": op("GlobalAveragePool"),
     "ReduceMax": op("ReduceMax", axes=[2, 3]),
 }
-ISLANDS: dict[str, Move] = {
+FLOAT: dict[str, Move] = {
     "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
     "GatherND": lambda g, v: g.op("GatherND", v, g.const(np.zeros((1, 2), np.int64))),
     "Trilu": op("Trilu"),
     "Compress": lambda g, v: g.op("Compress", v, g.const(np.array([True, False, True])), axis=1),
     "Pad": NOT_REPAIRED["Pad"],
     "Pad of a value": lambda g, v: g.op("Pad", v, g.ints(*PADS), g.const(0.0)),
-    "Pad of a dq value": lambda g, v: g.op("Pad", v, g.ints(*PADS), g.dq_constant(0.0)),
     "Pad by reflection": by_ints("Pad", PADS, mode="reflect"),
     "Pad by the edge": by_ints("Pad", PADS, mode="edge"),
 }
@@ -97,47 +96,39 @@ BY_SCALE: dict[str, list[tuple[str, Move, int]]] = {
         ("Resize", partial(resize, form=form), opset) for form in ("scales", "sizes", "empty roi") for opset in (13, 19)
     ],
 }
-"""Operators that run on bytes where the parameters are the same in and out, with the operator set."""
+"""Operators that run on bytes where the parameters are the same in and out, else in float, with the operator set."""
 EXAMPLES: dict[str, list[Case]] = {
     **{
         rule: [
-            Case(f"{name} {BYTES}", lambda g, m=move: g.q(m(g, g.act_input())), 0.0, options={"opset": opset})
+            Case(
+                f"{name} {kind}",
+                lambda g, m=move, o=other: g.q(m(g, g.act_input()), *o),
+                step,
+                options={"opset": opset},
+            )
             for name, move, opset in found
+            for kind, other, step in ((BYTES, (), 0.0), (ISLAND, (6 / 255, 100), None))
         ]
         for rule, found in BY_SCALE.items()
     },
-    "pad-float": [Case(n.split()[0], lambda g, m=m: g.q(m(g, g.act_input()))) for n, m in ISLANDS.items()],
+    "pad-float": [
+        *(Case(f"{n.split()[0]} {ISLAND}", lambda g, m=m: g.q(m(g, g.act_input()))) for n, m in FLOAT.items()),
+        Case("Pad", lambda g: g.q(g.op("Pad", g.act_input(), g.ints(*PADS), g.dq_constant(0.0)))),
+    ],
+    "resize-linear-float": [
+        Case(
+            f"Resize {ISLAND}",
+            lambda g, m=mode: g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=m)),
+            marks=qdq.since("1.27"),
+        )
+        for mode in ("linear", "cubic")
+    ],
 }
 
 
 @each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     case.check()
-
-
-def is_island(make: Callable[[QdqGraph], str], name: str, opset: int = 17) -> bool:
-    """Tells whether an operator runs in float between DQ and Q."""
-    around = ["QuantizeLinear", "DequantizeLinear", name, "QuantizeLinear", "DequantizeLinear"]
-    return op_types(build(make, opset=opset)) == around
-
-
-@pytest.mark.parametrize(("name", "move", "opset"), [row for found in BY_SCALE.values() for row in found])
-def test_with_other_parameters_behind_it_runs_in_float(name: str, move: Move, opset: int) -> None:
-    assert is_island(lambda g: g.q(move(g, g.act_input()), *OTHER), name, opset)
-
-
-@pytest.mark.parametrize("name", [name for name in ISLANDS if "dq" not in name])
-def test_movers_that_are_float_between_equal_parameters_too(name: str) -> None:
-    assert is_island(lambda g: g.q(ISLANDS[name](g, g.act_input())), name.split()[0])
-
-
-@pytest.mark.since("1.27")
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-def test_resize_that_interpolates_is_float(mode: str) -> None:
-    def make(g: QdqGraph) -> str:
-        return g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=mode))
-
-    assert is_island(make, "Resize")
 
 
 @pytest.mark.parametrize(("name", "repaired"), [*((n, True) for n in REPAIRED), *((n, False) for n in NOT_REPAIRED)])

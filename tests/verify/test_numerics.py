@@ -56,9 +56,7 @@ def test_tiny_scales_are_judged_in_steps_of_float32() -> None:
 
 def test_a_bias_that_counts_nothing_is_not_judged() -> None:
     g = QdqGraph()
-    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=2.0))
-    gemm = next(n for n in model.graph.node if n.op_type == "Gemm")
-    gemm.attribute.append(onnx.helper.make_attribute("beta", 0.0))
+    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=2.0, beta=0.0))
     assert check_bias_alignment(model) == []
 
 
