@@ -1,0 +1,326 @@
+"""What the proof says of each node: integer and float kernels, what they take in, and what is quantized at load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from kenosis_ort import quantize_static
+from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, verify_fusion
+from tests.models import FeedReader, Net, feeds
+from tests.planning import parse
+from tests.targets.qdq import MS, Make, QdqGraph, build
+from tests.targets.test_absorption import PRODUCERS
+from tests.verify.expect import one, report
+
+CUSTOM = "com.microsoft."
+NCHWC = "com.microsoft.nchwc.Conv"
+
+
+def of(make: Make) -> FusionReport:
+    return report(build(make))
+
+
+def image(g: QdqGraph) -> str:
+    return g.q(g.input((1, 16, 12, 12)))
+
+
+# ---- float kernels ------------------------------------------------------------------------------------------------
+
+IMAGE = "float[1,16,12,12] x"
+CONV = "Conv <pads = [1,1,1,1]>"
+KNOWN: dict[str, Any] = {
+    **{name: np.float32(v) for name, v in (("two", 2), ("twice", 2), ("half", 0.5), ("third", 0.3), ("one", 1))},
+    **{name: np.float32(v) for name, v in (("zero", 0), ("six", 6), ("root", 2**0.5), ("tiny", 1e-5))},
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    "first": np.array([0]),
+    "rest": np.array([2, 4]),
+    "s": np.linspace(0.5, 1.5, 16, dtype=np.float32),
+}
+FLOAT: dict[str, tuple[str, str, str]] = {
+    "a Conv takes in all that is behind it": (
+        f"({IMAGE}) => (y)",
+        f"c = {CONV} (x, w, b) n = BatchNormalization (c, s, s, s, s) a = Add (n, add) y = Clip (a, zero, six)",
+        f"c: {NCHWC}, n: in c, a: in c, y: in c",
+    ),
+    "a sum goes to the Conv that adds it": (
+        f"({IMAGE}) => (y)",
+        f"c = {CONV} (x, w, b) d = {CONV} (x, v, b) a = Add (c, d) y = Relu (a)",
+        f"c: {NCHWC}, d: {NCHWC}, a: in ([cd]), y: in \\1",
+    ),
+    "a norm that is written in arithmetic": (
+        "(float[4,8,16] x) => (y)",
+        ("m = ReduceMean <axes = [-1]> (x) d = Sub (x, m) p = Pow (d, two) q = ReduceMean <axes = [-1]> (p) a = Add "
+        "(q, tiny) r = Sqrt (a) n = Div (d, r) f = Mul (n, b) y = Add (f, s)"),
+        r"(\w: in f, ){7}f: LayerNormalization, y: in f",
+    ),
+    "a Gelu that is, behind a bias": (
+        "(float[4,8,16] x) => (y)",
+        ("p = MatMul (x, square) g = Add (p, b) d = Div (g, root) e = Erf (d) o = Add (e, one) m = Mul (g, o) "
+        "y = Mul (m, half)"),
+        rf"p: Gemm, g: in p, (\w: in y, ){{4}}y: {CUSTOM}Gelu",
+    ),
+    "an operator that is a function keeps all kernels of its body": (
+        "(float[2,8] x) => (y)", "h = HardSwish (x) y = HardSwish (h)", r"h: HardSigmoid \+ Mul, y: HardSigmoid \+ Mul"
+    ),
+    "a Pad goes into its Conv": (
+        f"({IMAGE}) => (y)", f"p = Pad (x, pads) y = {CONV} (p, w, b)", f"p: in y, y: {NCHWC}"
+    ),
+    "identical nodes are computed once": (
+        "(float[2,8] x) => (y)", "e = Exp (x) f = Exp (x) a = Abs (f) y = Add (e, a)",
+        "(e: Exp, f: as e|e: as f, f: Exp), a: Abs, y: Add",
+    ),
+    "and chains of them, with constants of other names": (
+        "(float[2,8] x) => (y)",
+        "e = Exp (x) f = Div (e, two) g = Exp (x) h = Div (g, twice) a = Abs (h) y = Sub (f, a)",
+        "(e: Exp, f: Div, g: as e, h: as f|e: as g, f: as h, g: Exp, h: Div), a: Abs, y: Sub",
+    ),
+    "a product takes in factors and a Transpose": (
+        "(float[2,4,8] x, float[2,4,8] z) => (y)",
+        "m = Mul (x, half) t = Transpose <perm = [0,2,1]> (z) p = MatMul (m, t) y = Mul (p, third)",
+        f"m: in p, t: removed, p: {CUSTOM}FusedMatMul, y: in p",
+    ),
+    "what is constant is computed at load": (
+        "(float[2,16] x) => (y)", "m = Mul (s, two) n = Neg (m) y = Sub (x, n)", "m: once, n: once, y: Sub"
+    ),
+    "arithmetic on shapes is not float": (
+        "(float[n,8] x) => (float[n,2,4] y)",
+        "s1 = Shape (x) g = Gather (s1, first) c = Concat <axis = 0> (g, rest) e = Exp (x) y = Reshape (e, c)",
+        "s1: other, g: other, c: other, e: Exp, y: Reshape",
+    ),
+}  # fmt: skip
+WEIGHTS = "float[16,16,3,3] w, float[16,16,3,3] v, float[16] b, float[1,16,1,1] add, float[16,16] square"
+
+
+def named(text: str, **options: Any) -> onnx.ModelProto:
+    """The model of a text, its nodes named after what they write."""
+    model = parse(text, KNOWN, **options)
+    for node in model.graph.node:
+        node.name = node.output[0]
+    return model
+
+
+def told(kernel: KernelReport) -> str:
+    if kernel.absorbed_into is not None:
+        return f"{'as' if 'identical' in kernel.reason else 'in'} {kernel.absorbed_into}"
+    if kernel.status is Status.REMOVED and "computed once" in kernel.reason:
+        return "once"
+    return kernel.status.value if kernel.status in (Status.REMOVED, Status.OTHER) else kernel.kernel
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_float_kernels(name: str) -> None:
+    head, body, expected = FLOAT[name]
+    found = report(named(f"{head} <{WEIGHTS}> {{ {body} }}"))
+    said = ", ".join(f"{k.node}: {told(k)}" for k in found.kernels)
+    assert re.fullmatch(expected, said), said
+
+
+def test_a_residual_chain_without_layout_changes_in_between() -> None:
+    def make(g: QdqGraph) -> str:
+        def conv(x: str) -> str:
+            return g.conv(x, weight="float")
+
+        x = g.op("Relu", conv(g.input()))
+        for _ in range(3):
+            x = g.op("Relu", g.op("Add", conv(g.op("Relu", conv(x))), x))
+        return conv(x)
+
+    found = of(make)
+    assert all(k.kernel == NCHWC for k in found.kernels)
+    assert found.counts()["absorbed"] == 4 + 3 + 3
+    assert found.overhead == {"com.microsoft.nchwc.ReorderInput": 1, "com.microsoft.nchwc.ReorderOutput": 1}
+
+
+def test_fused_conv_with_a_deferred_activation_dequantizes_its_weights_every_run() -> None:
+    found = of(lambda g: g.q(g.op("LeakyRelu", g.conv(image(g)))))
+    conv, activation = one(found, "Conv"), one(found, "LeakyRelu")
+    assert (conv.kernel, conv.cause, conv.weights_per_run) == (f"{CUSTOM}FusedConv", Cause.FLOAT_OUTPUT, True)
+    assert (activation.absorbed_into, activation.integer) == (conv.node, False)
+
+
+def test_local_function() -> None:
+    text = """(float[2,8] x) => (float[2,8] y) { e = Exp (x) y = local.Twice (e) }
+        <domain: "local", opset_import: ["" : 17]> Twice (a) => (c) { [inner] b = Exp (a) [outer] c = Exp (b) }"""
+    found = report(parse(text, domains=["local"]))
+    assert [k.kernel for k in found.kernels] == ["Exp", "Exp + Exp"]
+    assert found.overhead == {}
+
+
+def test_bodies_are_reported_with_their_path() -> None:
+    def branch(op: str, value: str) -> onnx.GraphProto:
+        out = helper.make_tensor_value_info(f"{op}_y", TensorProto.FLOAT, None)
+        return helper.make_graph([helper.make_node(op, [value], [out.name], name="same_name")], op, [], [out])
+
+    def make(g: QdqGraph) -> list[str]:
+        x, flag = g.q(g.input((4, 32))), g.input((), TensorProto.BOOL)
+        return [g.op("If", flag, then_branch=branch("Exp", x), else_branch=branch("Abs", x)), g.q(g.gemm(x))]
+
+    found = verify_fusion(build(make))
+    owner = one(found, "If")
+    assert owner.status is Status.OTHER
+    assert found.by_node[f"{owner.node}.then_branch/same_name"].kernel == "Exp"
+    assert found.by_node[f"{owner.node}.else_branch/same_name"].kernel == "Abs"
+    assert one(found, "Gemm").integer
+
+
+def test_quantized_body_of_a_loop() -> None:
+    body = QdqGraph(seed=1)
+    body.input((), TensorProto.INT64)
+    keep = body.op("Identity", body.input((), TensorProto.BOOL))
+    inner = body.model(keep, body.q(body.gemm(body.q(body.input((4, 16))), 16, 16))).graph
+    inner.output[0].type.tensor_type.elem_type = TensorProto.BOOL
+    inner.name = "body"
+    found = verify_fusion(
+        build(lambda g: g.op("Loop", g.const(np.array(3)), g.const(np.array(True)), g.input((4, 16)), body=inner))
+    )
+    gemm = one(found, "Gemm")
+    assert gemm.graph.endswith(".body")
+    assert gemm.kernel == f"{CUSTOM}QGemm"
+
+
+@pytest.mark.parametrize("op_type", ["HardSwish", "Mish"])
+def test_a_function_operator_between_integer_convs_is_float(op_type: str, tmp_path: Path) -> None:
+    """The session writes out its body without names, up to the Q: that is no part of the Conv before it."""
+    net = Net(opset=18)
+    x = net.conv(net.input("x", [1, 4, 8, 8]), 4, 4, name="conv0")
+    net.output(net.conv(net.op(op_type, [x], name="act"), 4, 4, name="conv1"), [1, 4, 8, 8])
+    model = net.model()
+    report = quantize_static(model, tmp_path / "out.onnx", FeedReader(feeds(model)), rewrites=False).fusion
+    assert isinstance(report, FusionReport)
+    act = report.by_node["act"]
+    assert (act.integer, act.status) == (False, Status.FLOAT)
+    assert report.by_node["conv0"].absorbed == ()
+
+
+# ---- integer kernels; `tests.targets.qdq` holds the graph of every rule so ----------------------------------------
+
+
+@pytest.mark.parametrize("head", PRODUCERS)
+@pytest.mark.parametrize("clamp", ["Relu", "Clip"])
+def test_absorbed_activation(head: str, clamp: str) -> None:
+    def make(g: QdqGraph) -> str:
+        y = PRODUCERS[head](g)
+        return g.relu_q(g.op("Relu", y) if clamp == "Relu" else g.clip(y, 0.0, 6.0))
+
+    found = of(make)
+    owner, taken = found.kernels[0], one(found, clamp)
+    assert owner.absorbed == (taken.node,)
+    assert (taken.absorbed_into, taken.integer) == (owner.node, True)
+    assert found.integer_share() == 1.0
+
+
+def test_matmul_with_bias_runs_as_one_integer_gemm() -> None:
+    found = of(lambda g: g.q(g.op("Add", g.matmul(g.q(g.input((2, 4, 32)))), g.const(g.random(16)))))
+    assert one(found, "MatMul").kernel == f"{CUSTOM}QGemm"
+    assert one(found, "Add").absorbed_into == one(found, "MatMul").node
+
+
+def test_residual_block_between_transposes() -> None:
+    def make(g: QdqGraph) -> str:
+        x = g.relu_q(g.op("Relu", g.conv(image(g))))
+        y = g.q(g.conv(g.relu_q(g.op("Relu", g.conv(x)))))
+        return g.relu_q(g.op("Relu", g.op("Add", y, x)))
+
+    found = of(make)
+    assert [k.kernel for k in found.kernels if k.op_type == "Conv"] == [f"{CUSTOM}QLinearConv"] * 3
+    assert one(found, "Add").kernel == f"{CUSTOM}QLinearAdd"
+    assert [len(k.absorbed) for k in found.kernels if k.op_type in ("Conv", "Add")] == [1, 1, 0, 1]
+    assert found.counts() == {"integer": 4, "float": 0, "absorbed": 3, "removed": 0, "other": 0}
+    assert found.overhead["Transpose"] == 2
+
+
+def test_one_value_with_several_dequantizers() -> None:
+    def make(g: QdqGraph) -> list[str]:
+        value = g.q(g.conv(image(g)))
+        return [g.q(g.conv(value)), g.q(g.op("Sigmoid", value))]
+
+    assert all(k.integer for k in of(make).kernels)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda g: g.relu_q(g.op("Relu", g.q(g.input((4, 32))))), "requantization"),
+        (lambda g: g.relu_q(g.op("Relu", g.input((4, 8)))), "clips"),
+    ],
+)
+def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make: Make, words: str) -> None:
+    relu = one(of(make), "Relu")
+    assert relu.status is Status.REMOVED
+    assert words in relu.reason
+
+
+# ---- float weights between DQ and Q: `tests.targets.test_float_stays_float` has the rules -------------------------
+
+
+def silent(g: QdqGraph, behind: str = "", *, before: bool = False, **how: Any) -> str:
+    """A Conv with float weights between DQ and Q, with an operator behind it and perhaps a barrier in front of it."""
+    y = g.conv(g.op("Max", image(g)) if before else image(g), weight="float", **how)
+    return g.relu_q(g.op(behind, y, **({"alpha": 1.0} if behind == "LeakyRelu" else {})) if behind else y)
+
+
+def stored(g: QdqGraph, behind: str = "") -> str:
+    """The runtime's own fused Conv as the file's operator."""
+    weights = g.const(g.random(16, 16, 3, 3)), g.const(g.random(16))
+    y = g.op("FusedConv", image(g), *weights, domain=MS, pads=[1, 1, 1, 1])
+    return g.relu_q(g.op(behind, y) if behind else y)
+
+
+@pytest.mark.parametrize("behind", ["", "Relu"])
+def test_a_conv_that_is_quantized_at_load_is_told(behind: str) -> None:
+    found = one(of(lambda g: silent(g, behind)), "Conv")
+    assert (found.silently_quantized, found.status) == (True, Status.INTEGER)
+    assert "at load" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("op_type", "make"),
+    [
+        ("Conv", lambda g: silent(g, before=True)),
+        ("Conv", lambda g: silent(g, "Relu", before=True)),
+        ("Conv", lambda g: silent(g, "LeakyRelu")),  # of slope 1 it is a barrier inside the kernel
+        ("FusedConv", stored),
+        ("FusedConv", lambda g: stored(g, "Relu")),
+    ],
+)
+def test_what_keeps_its_weights(op_type: str, make: Make) -> None:
+    found = of(make)
+    assert (one(found, op_type).kernel, one(found, op_type).status) == (NCHWC, Status.FLOAT)
+    assert found.silently_quantized() == ()
+    for other in found.kernels[1:]:  # the activation, but for the barrier in front
+        assert other.op_type in ("Conv", "Max") or other.status in (Status.ABSORBED, Status.REMOVED)
+
+
+@pytest.mark.since("1.25")  # before, Gemm and LeakyRelu stay two kernels
+def test_a_gemm_with_leaky_relu_is_one_float_kernel() -> None:
+    found = of(lambda g: g.q(g.op("LeakyRelu", g.gemm(g.q(g.input((4, 32))), weight="float"), alpha=1.0)))
+    assert one(found, "Gemm").kernel == f"{CUSTOM}FusedGemm"
+    assert found.silently_quantized() == ()
+
+
+def test_weights_may_be_quantized_at_load_and_dequantized_on_every_run_and_others_are_neither() -> None:
+    found = of(lambda g: silent(g, transpose=True))
+    node = one(found, "ConvTranspose")
+    assert found.silently_quantized() == (node,)
+    assert (node.silently_quantized, node.weights_per_run) == (True, True)
+    assert "at load" in str(found)
+    quantized = of(lambda g: g.q(g.conv(image(g))))
+    assert quantized.silently_quantized() == ()
+    assert not one(quantized, "Conv").weights_per_run
+
+
+def test_a_constant_node_in_place_of_an_initializer_is_seen() -> None:
+    model = build(silent)
+    reads = next(n for n in model.graph.node if n.op_type == "Conv").input[1]
+    (weight,) = [i for i in model.graph.initializer if i.name == reads]
+    node = helper.make_node("Constant", [], [reads], value=numpy_helper.from_array(numpy_helper.to_array(weight)))
+    model.graph.initializer.remove(weight)
+    model.graph.node.insert(0, node)
+    assert one(report(model), "Conv").silently_quantized
