@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.targets.ort_cpu.work import has_direct_kernel
+from tests import models
+from tests.planning import parse
 from tests.processor import LARGEST_WEIGHT
 
 from . import qdq
@@ -260,7 +260,6 @@ def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(shape: Sequence[int],
 PLAIN = [(4, 16), (16, 20), (64, 64), (12, 72), (3, 16), (7, 5), (1, 1), (8, 130)]
 """Channels read and written: by fours and more than fifteen, which the direct kernel asks for, and others."""
 GROUPED = [(16, 1, 1), (48, 1, 1), (10, 1, 1), (4, 1, 2), (2, 8, 16)]
-INTEGERS = {np.uint8: TensorProto.UINT8, np.int8: TensorProto.INT8}
 
 
 @st.composite
@@ -302,18 +301,11 @@ def output(c: dict[str, Any], zero_point: int) -> Any:
         "yz": kind(c["out_zero"] - shift),
         **({"b": rng.integers(-5000, 5000, outputs).astype(np.int32)} if c["bias"] else {}),
     }
-    how = {name: c[name] for name in ("strides", "pads", "dilations")} | {"group": c["groups"]}
-    node = helper.make_node("QLinearConv", ["x", *held], ["y"], kernel_shape=c["window"], **how)
-    x = helper.make_tensor_value_info("x", INTEGERS[kind], [c["batch"], inputs, *c["size"]])
-    y = helper.make_tensor_value_info("y", INTEGERS[kind], None)
-    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in held.items()]
-    graph = helper.make_graph([node], "conv", [x], [y], stored)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    data = rng.integers(0, 256, (c["batch"], inputs, *c["size"])) - shift
-    return session.run(None, {"x": data.astype(kind)})[0]
+    how = ", ".join(f"{name} = {c[name]}" for name in ("strides", "pads", "dilations"))
+    data = (rng.integers(0, 256, (c["batch"], inputs, *c["size"])) - shift).astype(kind)
+    shapes = f"({data.dtype}{[*data.shape]} x) => ({data.dtype}[{','.join('abcd'[: data.ndim])}] y)"
+    node = f"y = QLinearConv <kernel_shape = {c['window']}, group = {c['groups']}, {how}> ({', '.join(['x', *held])})"
+    return models.session(parse(f"{shapes} {{ {node} }}", held)).run(None, {"x": data})[0]
 
 
 @given(convs())

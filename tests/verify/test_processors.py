@@ -12,32 +12,22 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 from kenosis_ort import CalibrationError, QuantizationReport, Stages, UnsupportedModelError, convert, verify_fusion
 from kenosis_ort.cli.main import main
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.verify.processors import ClippingSimulation, clipping_loss
 from tests import models
 from tests.flow.support import quantized, run
 from tests.models import Net
+from tests.planning import parse
 from tests.processor import SATURATES
-
-SIZES = st.integers(1, 5), st.integers(2, 33), st.integers(1, 20), st.integers(0, 255), st.integers(0, 999)
 
 
 def by_stock(model: onnx.ModelProto, folder: Path, **options: Any) -> Path:
-    onnx.save(model, folder / "float.onnx")
     options = {"activation_type": QuantType.QUInt8, "per_channel": True, **options}
-    quantize_static(
-        str(folder / "float.onnx"), str(folder / "stock.onnx"), models.FeedReader(models.feeds(model, 4)), **options
-    )
-    return folder / "stock.onnx"
-
-
-def by_stock_dynamically(model: onnx.ModelProto, folder: Path) -> Path:
-    onnx.save(model, folder / "float.onnx")
-    quantize_dynamic(str(folder / "float.onnx"), str(folder / "stock.onnx"), weight_type=QuantType.QInt8)
+    quantize_static(copy_model(model), str(folder / "stock.onnx"), models.reader(model), **options)
     return folder / "stock.onnx"
 
 
@@ -89,8 +79,8 @@ def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: Q
 
 
 def test_dynamic_files(tmp_path: Path) -> None:
-    model = models.mlp(n_in=48, hidden=64, n_out=32)
-    file = by_stock_dynamically(model, tmp_path)
+    model, file = models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "stock.onnx"
+    quantize_dynamic(model, str(file), weight_type=QuantType.QInt8)
     simulation = ClippingSimulation(file)
     assert simulation.layers
     feeds = models.feeds(model, 3)
@@ -107,13 +97,8 @@ def test_products_of_integers(m: int, k: int, n: int, zero: int, seed: int) -> N
     rng = np.random.default_rng(seed)
     weight = rng.integers(-128, 128, (k, n)).astype(np.int8)
     weight[:2, 0] = 127
-    node = helper.make_node("MatMulInteger", ["x", "w", "z"], ["y"], name="layer")
-    graph = helper.make_graph(
-        [node], "g", [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [m, k])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [m, n])],
-        [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(np.uint8(zero), "z")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    text = f"(uint8[{m},{k}] x) => (int32[{m},{n}] y) {{ [layer] y = MatMulInteger (x, w, z) }}"
+    model = parse(text, {"w": weight, "z": np.uint8(zero)})
     feed = {"x": rng.integers(150, 256, (m, k)).astype(np.uint8)}
     found = ClippingSimulation(model).run(feed, clips=SATURATES)["y"]
     np.testing.assert_array_equal(found, run(model, [feed])[0][0])
@@ -203,13 +188,8 @@ def test_without_samples(tmp_path: Path) -> None:
 
 
 def test_a_form_that_is_not_simulated() -> None:
-    weight = np.full((4, 4, 3, 3), 127, np.int8)
-    node = helper.make_node("ConvInteger", ["x", "w"], ["y"], name="layer")
-    graph = helper.make_graph(
-        [node], "g", [helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [1, 4, 5, 5])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.INT32, None)], [numpy_helper.from_array(weight, "w")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    text = "(uint8[1,4,5,5] x) => (int32[1,4,3,3] y) { [layer] y = ConvInteger (x, w) }"
+    model = parse(text, {"w": np.full((4, 4, 3, 3), 127, np.int8)})
     with pytest.raises(UnsupportedModelError, match="ConvInteger"):
         ClippingSimulation(model)
 
