@@ -176,7 +176,7 @@ def test_the_number_of_channels(tmp_path: Path) -> None:
 def test_a_weight_that_is_an_output_too(tmp_path: Path) -> None:
     model = onnx.load(by_stock(models.mlp(), tmp_path))
     tensor = model.graph.initializer[0]
-    model.graph.output.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    model.graph.output.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     losses = clipping_loss(model, models.feeds(models.mlp(), 2))
     assert tensor.name in {loss.output for loss in losses}
 
