@@ -230,7 +230,7 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
 def _check_arity(proto: onnx.ModelProto, name: str) -> None:
     """Refuses operators of ONNX that lack inputs or outputs, as the runtime does; our code counts on their number."""
     functions = {(f.domain, f.name) for f in proto.functions}
-    version = min(walk.opset_of(proto), _LATEST)
+    version = max(min(walk.opset_of(proto), _LATEST), 0)
     least: dict[str, tuple[int, int]] = {}
     for node in walk.all_nodes(proto, functions=False):
         if node.domain not in walk.MAIN_DOMAINS or (node.domain, node.op_type) in functions:
@@ -254,7 +254,7 @@ def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
     """Whether an operator of ONNX cannot do without an input."""
     domain = "" if node.domain in walk.MAIN_DOMAINS else node.domain
     version = max((versions.get(name, 0) for name in (walk.MAIN_DOMAINS if not domain else (domain,))), default=0)
-    version = min(version, _LATEST)
+    version = max(min(version, _LATEST), 0)
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
     except onnx.defs.SchemaError:

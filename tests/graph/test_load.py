@@ -353,6 +353,9 @@ def test_any_number_is_taken_for_a_version():
         with pytest.raises(ModelLoadError):
             load_model(proto)
         assert load_model(proto, ask_runtime=False).proto.opset_import[0].version == version
+        plain = tiny()
+        plain.opset_import[0].version = version
+        assert load_model(plain, ask_runtime=False).proto.opset_import[0].version == version
 
 
 def test_a_segment_that_is_whole_is_read():
