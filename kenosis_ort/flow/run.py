@@ -58,9 +58,14 @@ def without_optional_work(request: Request) -> Request:
 
 
 def defect(call: Call, error: Exception) -> Exception:
-    """The error for a planner, an emitter or a proof that failed; running out of memory is none of them."""
+    """The error for a planner, an emitter or a proof that failed; lack of memory is none, nor a model of no use."""
     if isinstance(error, MemoryError):
         return error
+    if isinstance(error, errors.VerificationError):
+        try:
+            open_session(call.loaded.path or call.loaded.proto, custom_op_libraries=call.request.custom_op_libraries)
+        except errors.VerificationError as refusal:  # the float model loads unoptimized alone
+            return errors.ModelLoadError(refusal.what, where=call.loaded.name, fix=refusal.fix)
     return errors.InternalError(
         f"quantize_static({call.loaded.name}, {call.request.output_name}) failed: {reason_of(error)}",
         where=errors.place_of(error),

@@ -289,3 +289,15 @@ def test_long_names_are_no_defect_of_ours(tmp_path: Path) -> None:
         quantize_static(source, out, FeedReader(feeds), calibration_cache_path=longer)
     with pytest.raises(errors.CalibrationError, match="does not exist"):
         ArrayReader(longer)
+
+
+def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused: Refused) -> None:
+    """A size declared where its maker says another hides from a load without optimization what does not fit."""
+    text = """(float[1,4,8,8] x) => (float[1,4,8,8] y) <float[9,9,9,9] c, float[4,4,1,1] w, bool[1] t, float[9,1,1] o>
+    { c = Conv(x, w) r = Relu(c) s = Where(t, o, r) y = Conv(s, w) }"""
+    weights = {"w": np.ones((4, 4, 1, 1), np.float32), "t": np.zeros(1, bool), "o": np.ones((9, 1, 1), np.float32)}
+    model = parse(text, weights, checked=False)
+    error = refused(
+        errors.ModelLoadError, "Incompatible dimensions", model=model, reader=FeedReader(models.feeds(model, 4))
+    )
+    assert "report" not in error.fix
