@@ -7,7 +7,6 @@ import contextlib
 import inspect
 import re
 import shlex
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from enum import Enum
 from io import StringIO
@@ -151,7 +150,7 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
         (parser.extra_option, "A=", ("A", "")),
     ],
 )
-def test_what_is_taken(read: Callable[[str], Any], text: str, expected: object):
+def test_what_is_taken(read: Any, text: str, expected: object):
     assert read(text) == expected
 
 
@@ -173,7 +172,7 @@ def test_what_is_taken(read: Callable[[str], Any], text: str, expected: object):
 )
 @given(data=st.data())
 def test_what_is_refused_is_no_usage_and_nothing_else_breaks_a_reader(
-    read: Callable[[str], Any], texts: list[str], data: st.DataObject
+    read: Any, texts: list[str], data: st.DataObject
 ) -> None:
     for text in texts:
         with pytest.raises(argparse.ArgumentTypeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from tests.models import Feed, FeedReader
 
 def ranges(
     model: onnx.ModelProto,
-    feeds: Sequence[Feed],
+    feeds: list[Feed],
     folder: Path,
     *,
-    create: Callable[..., Any] = stock_create_calibrator,
+    create: Any = stock_create_calibrator,
     method: CalibrationMethod = CalibrationMethod.MinMax,
-    op_types: Sequence[str] | None = None,
+    op_types: list[str] | None = None,
     calls: int = 1,
     **options: Any,
 ) -> TensorsData:
@@ -40,7 +39,7 @@ def ranges(
         return calibrator.compute_data()
 
 
-def build(kind: Callable[..., Any], model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:
+def build(kind: Any, model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:
     """Returns a quantizer, by keywords as clients build it, after `quantize_model`."""
     arguments = {
         "model": copy_model(model),  # stock changes a model in place that its shape inference has seen
@@ -60,7 +59,7 @@ def build(kind: Callable[..., Any], model: onnx.ModelProto, tensors_range: Tenso
     return quantizer
 
 
-def worst_db(model: onnx.ModelProto, quantized: onnx.ModelProto | Path, feeds: Sequence[Feed]) -> float:
+def worst_db(model: onnx.ModelProto, quantized: onnx.ModelProto | Path, feeds: list[Feed]) -> float:
     """Returns the lowest SQNR of any output on any feed."""
     pairs = zip(run(model, feeds), run(quantized, feeds), strict=True)
     return min(sqnr_db(w, g) for want, got in pairs for w, g in zip(want, got, strict=True))

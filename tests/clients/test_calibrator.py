@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +106,7 @@ def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path
     alive: list[int] = []
     references: list[weakref.ref[Any]] = []
 
-    def feeds() -> Iterator[Any]:
+    def feeds() -> Any:
         for seed in range(8):
             array = np.random.default_rng(seed).standard_normal((1, 3, 8, 8)).astype(np.float32)
             references.append(weakref.ref(array))
@@ -141,7 +140,7 @@ def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: 
 def test_where_the_collection_cannot_begin_stock_takes_over(
     net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> Iterator[None]:
+    def fails(*_: Any, **__: Any) -> Any:
         raise CalibrationError("not today")
 
     monkeypatch.setattr("kenosis_ort.clients.calibrator.Sweep", fails)

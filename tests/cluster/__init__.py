@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +17,7 @@ ON_A_CLUSTER = [
 
 
 @contextmanager
-def in_threads(workers: int) -> Iterator[Any]:
+def in_threads(workers: int) -> Any:
     """A client of some workers in threads of this process, which start at once."""
     from distributed import Client, LocalCluster
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="package")
-def processes() -> Iterator[Any]:
+def processes() -> Any:
     """A cluster of two worker processes, forked from one that has imported everything: many are killed."""
     distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -31,7 +30,7 @@ def processes() -> Iterator[Any]:
 
 
 @pytest.fixture
-def client(processes: Any) -> Iterator[Any]:
+def client(processes: Any) -> Any:
     """A client of it, with both workers there."""
     import distributed
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ pytestmark = ON_A_CLUSTER
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Any]:
+def small() -> Any:
     """A client of one worker with 256 MB, of which the runtime and Python take 140."""
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}),  # a forked one takes less

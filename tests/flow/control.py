@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tests.models import Net
-
-INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
+from tests.planning import parse
 
 
 def layer(net: Net, x: str, channels: int, out: int) -> str:
@@ -25,7 +24,7 @@ def two_rates(*, stored: bool = False, outside: bool = False, nested: bool = Fal
     """
     main = Net(tag="m_")
     x, channels = main.input("x", ["N", 3, 16, 16]), 16 if outside else 3
-    main.input("rate", [], INT64)
+    main.input("rate", [], TensorProto.INT64)
     x = layer(main, x, 3, 16) if outside else x
     shared = main.weight((16, channels, 3, 3)) if outside else ""
     branches = []
@@ -54,41 +53,27 @@ def inner_if(part: Net, x: str) -> str:
 
 
 def loop(steps: int | None = None) -> onnx.ModelProto:
-    """A Loop around MatMuls whose state grows with the iterations; a weight and a bias are outside.
+    """A Loop around MatMuls whose state grows with the iterations; its weights are outside.
 
     Args:
         steps: A constant number of iterations; None reads it from an input.
     """
-    main, body = Net(tag="m_"), Net(tag="b_", seed=1)
-    main.input("x", ["N", 32])
-    outer, bias = main.weight((32, 24)), main.weight((32, 32))
-    for name, kind in (("i", INT64), ("go", BOOL)):
-        body.input(name, [], kind)
-    body.inputs.append(helper.make_tensor_value_info("state", TensorProto.FLOAT, None))
-    y = body.op("Relu", [body.op("MatMul", ["state", body.weight((32, 32))])])
-    y = body.op("Add", [y, "x"])
-    grown = body.op("Mul", [y, 1.2])
-    scanned = body.op("MatMul", [body.op("Add", [y, body.op("MatMul", ["x", bias])]), outer])
-    body.output(body.op("Identity", ["go"]), [], BOOL)
-    body.output(grown)
-    body.output(scanned)
-    count = main.input("n", [], INT64) if steps is None else main.const(np.array(steps, np.int64))
-    main.op("Loop", [count, "", "x"], outputs=2, body=body.graph())
-    for name, shape in zip(main.nodes[-1].output, (["N", 32], ["T", "N", 24]), strict=True):
-        main.output(name, shape)
-    return main.model(ir_version=8)
+    fed, held = (", int64 n", "") if steps is None else ("", f", int64 n = {{{steps}}}")
+    text = f"""net (float[N,32] x{fed}) => (float[N,32] grown, float[T,N,24] each)
+        <float[32,24] outer, float[32,32] beside, float[32,32] w, float up = {{1.2}}{held}> {{
+        grown, each = Loop (n, , x) <body = step (int64 i, bool go, float[] state)
+            => (bool on, float[] next, float[N,24] scanned) {{
+            m = MatMul (state, w)  r = Relu (m)  y = Add (r, x)  next = Mul (y, up)  on = Identity (go)
+            b = MatMul (x, beside)  s = Add (y, b)  scanned = MatMul (s, outer) }}> }}"""
+    return parse(text, ir_version=8)
 
 
 def scan() -> onnx.ModelProto:
     """A Scan over the rows of a matrix, backwards, with a recurrent layer."""
-    main, body = Net(tag="m_"), Net(tag="b_", seed=1)
-    main.input("x", [1, 6, 24])
-    products = [body.op("MatMul", [body.input(name, [1, 24]), body.weight((24, 24))]) for name in ("h", "row")]
-    new = body.op("Tanh", [body.op("Add", products)])
-    for name in (new, body.op("Identity", [new])):
-        body.output(name, [1, 24])
-    main.op("Scan", [np.zeros((1, 24)), "x"], outputs=2, body=body.graph(), num_scan_inputs=1, scan_input_axes=[1],
-            scan_input_directions=[1])  # fmt: skip
-    for name, shape in zip(main.nodes[-1].output, ([1, 24], ["T", 1, 24]), strict=True):
-        main.output(name, shape)
-    return main.model(ir_version=8)
+    text = """net (float[1,6,24] x) => (float[1,24] last, float[T,1,24] each)
+        <float[24,24] u, float[24,24] v, float[1,24] first> {
+        last, each = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
+            body = step (float[1,24] h, float[1,24] row) => (float[1,24] new, float[1,24] out) {
+            a = MatMul (h, u)  b = MatMul (row, v)  c = Add (a, b)  new = Tanh (c)  out = Identity (new) }>
+            (first, x) }"""
+    return parse(text, ir_version=8)

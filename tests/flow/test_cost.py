@@ -19,17 +19,8 @@ from tests import models, planning
 from tests.models import FeedReader, Net
 
 
-def net(layers: int) -> onnx.ModelProto:
-    made = Net(seed=1)
-    y = made.input("x", [1, 6, 12, 12])  # too few channels for blocks, which take a session
-    for at in range(layers):
-        y = made.op("Relu", [made.conv(y, 6, 6, name=f"c{at}")])
-    made.output(made.gemm(made.op("Flatten", [made.op("GlobalAveragePool", [y])]), 6, 4, name="g"))
-    return planning.prepared(made.model())
-
-
 def cost(layers: int, samples: int, folder: Path, **options: Any) -> Any:
-    model = net(layers)
+    model = models.conv_relu_chain(2 * layers, channels=6, size=12)  # too few for blocks, which take a session
     reader = FeedReader(models.feeds(model, samples))
     with counted() as counts:
         report = quantize_static(model, folder / "out.onnx", reader, promise=False, **options)
@@ -44,7 +35,7 @@ def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path) -> None:
     assert abs(deep.runs - shallow.runs) <= 2 * 24  # nine layers' would be 216
 
 
-@pytest.mark.parametrize(("samples", "sessions", "runs"), [(16, 20, 125), (40, 23, 275)])
+@pytest.mark.parametrize(("samples", "sessions", "runs"), [(16, 18, 115), (40, 21, 220)])
 def test_bounds(samples: int, sessions: int, runs: int, tmp_path: Path) -> None:
     counts = cost(4, samples, tmp_path)
     assert counts.total.sessions <= sessions, counts.by_stage
@@ -151,9 +142,7 @@ def peak(kind: str, source: Path, out: Path) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no peak")
 def test_one_large_weight_is_not_held_again_and_again(tmp_path: Path) -> None:
-    text = (
-        f"net (float[N,{SIDE}] x) => (float[N,{SIDE}] y) <float[{SIDE},{SIDE}] w> {{ m = MatMul (x, w)  y = Relu (m) }}"
-    )
+    text = f"(float[N,{SIDE}] x) => (float[N,{SIDE}] y) <float[{SIDE},{SIDE}] w> {{ m = MatMul (x, w)  y = Relu (m) }}"
     source, out = tmp_path / "one.onnx", tmp_path / "out.onnx"
     onnx.save(planning.parse(text, ir_version=9), source)
     size = source.stat().st_size / 2**20

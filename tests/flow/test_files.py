@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,30 +42,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "output", "options", "text"),
+    ("output", "options", "text"),
     [
-        ("model.onnx", "weights.bin", {}, "the output is the float model's external data"),
-        ("model.onnx", "sub/../data.npz", {}, "the output is the calibration data"),
-        ("model.onnx", "recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
-        ("model.onnx", "cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
-        (
-            "model.onnx",
-            "new.onnx",
-            {"calibration_cache_path": Path("sub/../new.onnx")},
-            "the calibration cache is the out",
-        ),
-        (
-            "model.onnx",
-            "new.onnx",
-            {"calibration_cache_path": "new.onnx.data"},
-            "the calibration cache is the output's ext",
-        ),
-        ("far.onnx", "near.onnx", {}, "the output's external data is the float model's external data"),
+        ("weights.bin", {}, "the output is the float model's external data"),
+        ("sub/../data.npz", {}, "the output is the calibration data"),
+        ("recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
+        ("cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
+        ("new.onnx", {"calibration_cache_path": Path("sub/../new.onnx")}, "the calibration cache is the out"),
+        ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's ext"),
+        ("near.onnx", {}, "the output's external data is the float model's external data"),
     ],
 )
-def test_no_output_is_an_input_or_another_output(
-    folder: Path, model: str, output: str, options: dict[str, Any], text: str
-) -> None:
+def test_no_output_is_an_input_or_another_output(folder: Path, output: str, options: dict[str, Any], text: str) -> None:
+    model = "far.onnx" if output == "near.onnx" else "model.onnx"
     save_with_data(folder / "far.onnx", "near.onnx.data")
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(OutputError, match=text) as caught:
@@ -81,10 +69,8 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
             os.chdir(folder / "sub")
             return super().get_next()
 
-    reader = Wanderer(models.feeds(MODEL))
-    report = quantize_static(
-        "model.onnx", "out.onnx", reader, recipe="plain", promise=False, calibration_cache_path="new.json"
-    )
+    options: Any = {"recipe": "plain", "promise": False, "calibration_cache_path": "new.json"}
+    report = quantize_static("model.onnx", "out.onnx", Wanderer(models.feeds(MODEL)), **options)
     assert report.model_output == "out.onnx"
     assert (folder / "out.onnx").is_file()
     assert (folder / "new.json").is_file()
@@ -92,7 +78,7 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
+def files_of_at_most(size: int) -> Any:
     """Lets writes beyond a size fail, as on a full disk; Python ignores the signal that goes with it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -128,26 +114,21 @@ def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("recipe", ["plain", "fast", "accurate"])
 @pytest.mark.parametrize(
     ("net", "external"),
-    [
-        (models.mlp, False),
-        (models.residual_block, False),
-        (models.residual_block, True),
-        (models.transformer_block, False),
-    ],
+    [(models.mlp, False), *((models.residual_block, e) for e in (False, True)), (models.transformer_block, False)],
 )
-def test_the_output_may_take_the_models_place_and_becomes_what_it_becomes_elsewhere(
+def test_the_output_may_take_the_models_place_as_with_stock(
     tmp_path: Path, recipe: str, net: Any, external: bool
 ) -> None:
-    """As with stock."""
+    """It becomes what it becomes elsewhere."""
     (here := tmp_path / "here").mkdir()
-    path, other, options = here / "model.onnx", tmp_path / "other.onnx", {"recipe": recipe}
+    path, other = here / "model.onnx", tmp_path / "other.onnx"
     location = {"save_as_external_data": True, "location": "model.onnx.data", "size_threshold": 0} if external else {}
     onnx.save(net(), path, **location)
     before = sum(file.stat().st_size for file in here.iterdir())
     feeds = models.feeds(net())
-    quantized(path, other, feeds, **options)
+    quantized(path, other, feeds, recipe=recipe)
     with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
-        report = quantized(path, path, feeds, use_external_data_format=external, **options)
+        report = quantized(path, path, feeds, use_external_data_format=external, recipe=recipe)
     after = sum(file.stat().st_size for file in here.iterdir())
     assert (report.size_before, report.size_after) == (before, after)
     assert len(list(here.iterdir())) == 1 + external

@@ -8,7 +8,7 @@ them would.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import QuantizationReport, Recipe
+from kenosis_ort import RECIPES, ArrayReader, KenosisWarning, QuantizationReport, Recipe, errors, quantize_static
 from kenosis_ort.calibration.cached_samples import feed_digest
-from tests.flow.support import quantized
+from kenosis_ort.flow.held_data import Validation
+from tests.flow.support import Untouched, quantized, run
 from tests.models import Feed, Net
+from tests.planning import parse
 
 CHANNELS = 8
 IN_ORDER, PAIRS_TURNED, TURNED = (0, 1, 2, 3, 4, 5, 6, 7), (2, 3, 0, 1, 6, 7, 4, 5), (7, 6, 5, 4, 3, 2, 1, 0)
@@ -37,7 +39,7 @@ def uneven(seed: int) -> onnx.ModelProto:
     return net.model()
 
 
-def samples(seed: int, held_out: Sequence[int], *, level: float) -> list[Feed]:
+def samples(seed: int, held_out: list[int], *, level: float) -> list[Feed]:
     """Sixteen samples whose channels differ in size; every fourth has them in the given order, at the given level."""
     rng = np.random.default_rng(seed)
     size = np.exp(np.linspace(0, -3, CHANNELS))[:, None, None]
@@ -55,7 +57,7 @@ def at_place(feed: Feed, place: int) -> Feed:
     raise AssertionError("no digest is found")
 
 
-def fitted(folder: Path, seed: int, held_out: Sequence[int], level: float, **passes: Any) -> QuantizationReport:
+def fitted(folder: Path, seed: int, held_out: list[int], level: float, **passes: Any) -> QuantizationReport:
     recipe = Recipe(**{**OFF, **passes})
     return quantized(uneven(seed), folder / "out.onnx", samples(seed, held_out, level=level), recipe=recipe)
 
@@ -127,3 +129,214 @@ def test_whatever_is_fitted_gets_no_sample_that_is_held_out(tmp_path: Path, monk
     assert seen.keys() == FITTING.keys()
     held_out = {index + 1 for index in range(16) if index % 4 == 3}
     assert {name: sorted(given & held_out) for name, given in seen.items()} == {name: [] for name in FITTING}
+
+
+# ---- data of the caller's: what is refused, what it decides, and that nothing is calibrated on it ----------------
+
+TEXT = """net (float[N,3,8,8] x) => (float[N,5] y) <float[16,3,3,3] w, float[16,16,3,3] v, float[16,5] h> {
+    a = Conv <pads = [1,1,1,1]> (x, w)  r = Relu (a)  b = Conv <pads = [1,1,1,1]> (r, v)  s = Relu (b)
+    p = GlobalAveragePool (s)  f = Flatten (p)  m = MatMul (f, h)  y = Softmax <axis = 1> (m) }"""
+
+
+def net() -> onnx.ModelProto:
+    """Two convolutions and a head of five classes."""
+    rng = np.random.default_rng(3)
+    shapes = {"w": ((16, 3, 3, 3), 1 / 3), "v": ((16, 16, 3, 3), 1 / 3), "h": ((16, 5), 6)}
+    return parse(TEXT, {name: rng.normal(size=shape) * by for name, (shape, by) in shapes.items()})
+
+
+def feeds_of(count: int, seed: int = 1) -> list[Feed]:
+    rng = np.random.default_rng(seed)
+    return [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32) * rng.uniform(0.3, 2)} for _ in range(count)]
+
+
+def judged(out: Path, feeds: Any, model: Any = None, **options: Any) -> QuantizationReport:
+    reader = ArrayReader(feeds) if isinstance(feeds, list) else feeds
+    return quantize_static(model or net(), out, reader, **{"promise": False, **options})
+
+
+def labels_of(model: onnx.ModelProto | Path, feeds: list[Feed]) -> np.ndarray:
+    return np.array([outputs[0].argmax() for outputs in run(model, feeds)])
+
+
+def top(outputs: Any) -> int:
+    return int(next(iter(outputs.values())).argmax())
+
+
+class Top1:
+    """Counts what is right, sample by sample."""
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self.labels, self.right, self.seen = labels, 0, 0
+
+    def update(self, outputs: Any, reference: Any, index: int) -> None:
+        self.right += int(top(outputs) == self.labels[index])
+        self.seen += 1
+
+    def compute(self) -> float:
+        return self.right / self.seen
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+
+class Reader:
+    """A reader as ORT's users write them: one buffer, once through."""
+
+    def __init__(self, feeds: list[Any]) -> None:
+        self.feeds, self.buffer = iter(feeds), np.zeros((1, 3, 8, 8), np.float32)
+
+    def get_next(self) -> Any:
+        feed = next(self.feeds, None)
+        if feed is not None:
+            self.buffer[:] = feed["x"]
+        return None if feed is None else {"x": self.buffer}
+
+
+def test_a_budget_on_labels_of_held_out_data(tmp_path: Path) -> None:
+    """Everything wrong in the metric's eyes but by label: what is measured is top-1 on the caller's data, all of it."""
+    held_out, out = feeds_of(60, seed=9), tmp_path / "out.onnx"
+    labels = labels_of(net(), held_out)
+    labels[:6] = (labels[:6] + 1) % 5  # the float model is right on 90 %
+    options = {"metric": Top1(labels), "eval_reader": Reader(held_out), "accuracy_budget": 0.05}
+    report = judged(out, feeds_of(16), **options)
+    found = report.measure
+    assert (found.measure, found.samples, found.float_value) == ("metric 'Top1'", 60, pytest.approx(0.9))
+    assert (found.source, found.budget, found.kept) == ("evaluation sample", 0.05, found.loss <= 0.05)
+    assert found.value == pytest.approx(np.mean(labels_of(out, held_out) == labels))
+    assert QuantizationReport.from_json(report.to_json()).measure == found
+    assert "metric 'Top1'" in str(report)
+    assert "allowed" in str(report)
+    assert "evaluation sample" in report.to_html()
+
+
+def test_nothing_is_calibrated_on_it(tmp_path: Path) -> None:
+    """Held-out data of a hundred times the size leaves ranges as they are."""
+    files = []
+    for by in (1, 100):
+        data = [{"x": feed["x"] * by} for feed in feeds_of(8, seed=2)]
+        judged(tmp_path / "out.onnx", feeds_of(12), recipe="plain", eval_reader=data)
+        files.append((tmp_path / "out.onnx").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_labels_of_calibration_samples_are_found_by_their_numbers(tmp_path: Path) -> None:
+    feeds = feeds_of(24)
+    labels, seen = labels_of(net(), feeds), set()
+
+    def top1(outputs: Any, reference: Any, indices: Any) -> float:
+        seen.update(indices)
+        return float(np.mean([top(r) == labels[i] for r, i in zip(reference, indices, strict=True)]))
+
+    report = judged(tmp_path / "out.onnx", feeds, metric=top1)
+    assert report.measure.float_value == 1.0  # else numbers and samples are not the same
+    assert seen
+    assert seen <= set(sorted(range(24), key=lambda i: feed_digest(feeds[i]))[1::2])  # those held out
+
+
+def test_batches_are_not_taken_apart_under_labels(tmp_path: Path) -> None:
+    batches = [{"x": np.concatenate([f["x"] for f in feeds_of(4, seed=s)])} for s in range(6)]
+    sizes = set()
+
+    def metric(outputs: Any, reference: Any, indices: Any) -> float:
+        sizes.update(len(next(iter(o.values()))) for o in outputs)
+        return 1.0
+
+    judged(tmp_path / "out.onnx", batches, metric=metric)
+    assert sizes == {4}
+
+
+def test_the_measure_of_the_default_call(tmp_path: Path) -> None:
+    found = judged(tmp_path / "out.onnx", feeds_of(32)).measure
+    assert found.measure.startswith("top-1 agreement")
+    assert (found.source, found.samples) == ("held-out calibration sample", 8)
+    assert found.low < found.value
+    assert (found.budget, found.kept, found.verdict()) == (None, None, "")
+
+
+def raising() -> Any:
+    yield feeds_of(1)[0]
+    raise RuntimeError("the camera is off")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "no sample"),
+        ([{"y": np.zeros((1, 3, 8, 8), np.float32)}], "has an input 'y'"),
+        ([{"x": np.zeros((1, 3, 9, 8), np.float32)}], "wrong shape"),
+        (raising(), "camera is off"),
+        ([3], "not a dictionary"),
+    ],
+)
+def test_wrong_data_is_refused_before_calibration(tmp_path: Path, data: Any, message: str) -> None:
+    with pytest.raises(errors.CalibrationError, match=message) as caught:
+        judged(tmp_path / "out.onnx", Untouched(), eval_reader=data)
+    assert "eval_reader" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_calibration_reader_again_and_no_metric_are_refused_first(tmp_path: Path) -> None:
+    reader = ArrayReader(feeds_of(4))
+    with pytest.raises(errors.OptionError, match="is the reader that calibration reads"):
+        judged(tmp_path / "out.onnx", reader, eval_reader=reader)
+    for wrong in (lambda outputs: 0.0, Top1, object()):
+        with pytest.raises(errors.OptionError, match="metric"):
+            judged(tmp_path / "out.onnx", None, tmp_path / "missing.onnx", metric=wrong)
+
+
+def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenosis_ort.flow.held_data._LOOKED_AT_BYTES", 4000)
+    feeds = feeds_of(50, seed=0)
+    found = Validation(Reader(feeds), net())
+    assert len(found) == 50
+    assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(found, feeds, strict=True))
+    assert [feed.index for feed in found] == list(range(50))
+    assert 1 <= len(found.some()) <= 6
+    assert [f.index for f in found[10:12]] == [10, 11]
+
+
+def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path: Path) -> None:
+    feeds = feeds_of(12)
+    with pytest.warns(KenosisWarning, match="12 of 12 calibration samples looked at are among the evaluation samples"):
+        judged(tmp_path / "out.onnx", feeds, eval_reader=Reader(feeds))
+
+
+def detector() -> onnx.ModelProto:
+    """Small bright marks on a dark ground: a mask of few pixels, whose edges are where noise counts."""
+    net, rng = Net(), np.random.default_rng(5)
+    value, channels = net.input("x", [1, 1, 32, 32]), 1
+    for _ in range(4):
+        mix = rng.uniform(size=(8, channels, 3, 3)) ** 4
+        mix /= mix.sum(axis=(1, 2, 3), keepdims=True)
+        value = net.op("Relu", [net.op("Conv", [value, mix], pads=[1, 1, 1, 1])])
+        channels = 8
+    last = net.op("Conv", [value, np.full((1, 8, 1, 1), 5.0), np.full(1, -12.0)])
+    net.output(net.op("Sigmoid", [last]), [1, 1, 32, 32])
+    return net.model()
+
+
+def marks(count: int, seed: int) -> list[Feed]:
+    rng, feeds = np.random.default_rng(seed), []
+    for _ in range(count):
+        page = rng.uniform(0, 0.1, (32, 32))
+        for _ in range(4):
+            y, x = rng.integers(2, 26, 2)
+            page[y : y + rng.integers(2, 6), x : x + rng.integers(2, 6)] += rng.uniform(0.3, 1)
+        feeds.append({"x": page[None, None].astype(np.float32)})
+    return feeds
+
+
+def test_a_budget_of_a_detector_is_about_its_masks(tmp_path: Path) -> None:
+    """Noise power below the budget hid masks beyond it; the budget is judged by masks now."""
+    budget, model = 0.007, detector()
+    strict = replace(RECIPES["fast"], mixed_precision=True, accuracy_budget=budget, max_float_share=0.8)
+    before, after = (
+        judged(tmp_path / "out.onnx", marks(32, 1), model, recipe=recipe, tune="off") for recipe in ("fast", strict)
+    )
+    assert before.measure.measure.startswith("mask IoU")
+    noise = [o.error_after for o in before.passes if o.error_after is not None]
+    assert min(noise) < budget < before.measure.loss
+    assert after.measure.kept == (after.measure.loss <= budget * (1 + 1e-6))
+    assert after.measure.loss < before.measure.loss
+    assert any("Left float for accuracy" in note for note in after.notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.planning import parse
 # ---- names ----------------------------------------------------------------------------------------------------
 
 
-def renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+def renamed(model: onnx.ModelProto, names: dict[str, str]) -> onnx.ModelProto:
     """The model with values and initializers renamed."""
     for tensor in model.graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
@@ -75,17 +74,11 @@ def constants_as_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-ODD_BLOCKS = [
-    without_names,
-    named_like_q,
-    main_domain_by_its_other_name,
-    imported_by_its_other_name,
-    constants_as_nodes,
-]
+ODD = [without_names, named_like_q, main_domain_by_its_other_name, imported_by_its_other_name, constants_as_nodes]
 
 
-@pytest.mark.parametrize("odd", ODD_BLOCKS, ids=lambda f: f.__name__)
-def test_a_net_written_otherwise(tmp_path: Path, odd: Callable[[onnx.ModelProto], onnx.ModelProto]) -> None:
+@pytest.mark.parametrize("odd", ODD, ids=lambda f: f.__name__)
+def test_a_net_written_otherwise(tmp_path: Path, odd: Any) -> None:
     layers = good(odd(models.residual_block()), tmp_path).heavy
     assert len(layers) == 4
     assert all(layers.values())
@@ -170,18 +163,16 @@ def test_local_functions(tmp_path: Path) -> None:
         (None, True, {"factor"}),
     ],
 )
-def test_initializers_that_are_inputs_too(
-    tmp_path: Path, listed: list[str] | None, fed: bool, overridable: set[str]
-) -> None:
+def test_initializers_that_are_inputs_too(tmp_path: Path, listed: Any, fed: bool, overridable: set[str]) -> None:
     net = Net()
     y = net.op("Mul", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="a"), net.const(2.0, "factor")], name="scaled")
     net.output(net.conv(y, 4, 4, name="b"), [1, 4, 8, 8])
     model = net.model()
     for tensor in [t for t in model.graph.initializer if listed is None or t.name in listed]:
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    feeds = [{"x": feed["x"], **({"factor": np.float32(i)} if fed else {})}
-             for i, feed in enumerate(models.feeds(net.model(), 3), 1)]  # fmt: skip
-    feeds = [{name: np.asarray(value) for name, value in feed.items()} for feed in feeds]
+    feeds = models.feeds(net.model(), 3)
+    if fed:
+        feeds = [{**feed, "factor": np.array(i, np.float32)} for i, feed in enumerate(feeds, 1)]
     made = good(model, tmp_path, feeds)
     assert all(made.heavy.values())
     assert {value.name for value in session(made.out).get_overridable_initializers()} == overridable
@@ -252,18 +243,18 @@ ENDS = """net (float[1,3,12,12] x) => (float[1,4] y)
 @pytest.mark.parametrize(
     ("magnitudes", "integer"),
     [
-        ((1.0, 1e-36, 1.0), {"a", "y"}),
-        ((1.0, 1.0, 1e-40), {"a", "c", "y"}),
+        ((1.0, 1e-36, 1.0, 1.0), {"a", "y"}),
+        ((1.0, 1.0, 1e-40, 1.0), {"a", "c", "y"}),
         ((1.0, 1.0, 1.0, 1e-36), {"a", "c", "y"}),
         ((1.0, 1.0, 1e-36, 1e-42), {"a", "c", "y"}),
-        ((1e-20, 1e-20, 1e-20), {"a", "y"}),
-        ((1e36, 1e-36, 1.0), {"y"}),
-        ((0.0, 1.0, 1.0), {"a", "c", "y"}),
+        ((1e-20, 1e-20, 1e-20, 1.0), {"a", "y"}),
+        ((1e36, 1e-36, 1.0, 1.0), {"y"}),
+        ((0.0, 1.0, 1.0, 1.0), {"a", "c", "y"}),
     ],
 )
 def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float, ...], integer: set[str]) -> None:
     """Two Convs and a Gemm whose weights and biases are of these magnitudes; every other channel times the fourth."""
-    (first, second, biases), dead = magnitudes[:3], magnitudes[3] if len(magnitudes) > 3 else 1.0
+    first, second, biases, dead = magnitudes
     rng = np.random.default_rng(0)
     arrays = {"w1": rng.normal(size=(8, 3, 3, 3)) * 0.2 * first, "w2": rng.normal(size=(8, 8, 3, 3)) * 0.1 * second}
     arrays |= {"w3": rng.normal(size=(8, 4)), "b1": rng.normal(size=8) * biases, "b2": rng.normal(size=8) * biases}
@@ -288,11 +279,10 @@ def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> 
     net = Net()
     x = net.input("x", [1, 8])
     scores = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
-    tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    tensor, number = (helper.make_tensor_type_proto(TensorProto.FLOAT, shape) for shape in (None, []))
     if kind == "zipmap":
         made = net.op("ZipMap", [net.op("Softmax", [scores])], domain="ai.onnx.ml", classlabels_int64s=[3, 1, 2, 0])
-        numbers = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
-        described = helper.make_sequence_type_proto(numbers)
+        described = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.INT64, number))
     elif kind == "sequence":
         made, described = net.op("SequenceConstruct", [scores, x]), helper.make_sequence_type_proto(tensor)
     else:

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +31,11 @@ def test_the_plan_without_data_is_the_one_that_is_performed(tmp_path: Path) -> N
     assert [(n.node, n.kind) for n in seen.nodes] == [(n.node, n.kind) for n in report.plan.nodes]
 
 
-def test_the_plan_follows_the_options() -> None:
-    heavy = next(n.node for n in preview(MODEL).nodes if n.op_type == "Conv")
-    assert heavy in preview(MODEL).integer_nodes()
-    assert heavy not in preview(MODEL, nodes_to_exclude=[heavy]).integer_nodes()
-    with pytest.raises(TypeError):
-        preview(MODEL, nodes_to_exlude=[heavy])  # type: ignore[call-arg]
-    with pytest.raises(errors.OptionError):
-        preview(MODEL, recipe="quick")
-
-
 def test_the_model_is_laid_out_for_its_target_as_for_a_file() -> None:
     open_sizes = parse("net (float[N,3,H,8] x) => (float[N,4,H,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }")
-    for call in (preview, layer_times, partial(calibrate, calibration_data_reader=FEEDS)):
-        arguments = ("table.json",) if isinstance(call, partial) else ()
+    for call, given in ((preview, ()), (layer_times, ()), (calibrate, ("table.json", FEEDS))):
         with pytest.raises(errors.UnsupportedModelError, match="takes static shapes alone, and input 'x'"):
-            call(open_sizes, *arguments, target="qnn")
+            call(open_sizes, *given, target="qnn")
 
 
 def test_a_calibration_table_is_what_quantization_reads(tmp_path: Path) -> None:
@@ -94,9 +81,7 @@ def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, 
     assert read["deep"].estimated_us is None
 
 
-def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_path: Path, capsys: Any) -> None:
     here, there = ({x.node: x for x in layer_times(convs(), host=host)} for host in ("vnni", "amx"))
     assert here["deep"].estimated_us != there["deep"].estimated_us
     assert here["deep"].measured_us is None
@@ -115,18 +100,17 @@ def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(
 # ---- a killed run goes on behind its checkpoint ---------------------------------------------------------------
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample is a piece of its own."""
     monkeypatch.setattr(flow_preview, "_PIECE_S", 0.0)
 
 
-def ending(feeds: list[Any], after: int) -> Iterator[Any]:
+def ending(feeds: list[Any], after: int) -> Any:
     yield from feeds[:after]
     raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("after", [1, 4])
 def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: int) -> None:
     whole, path = calibrate(MODEL, FEEDS), tmp_path / "table.json"
@@ -156,11 +140,9 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
     assert done.returncode == -signal.SIGKILL
-    table = calibrate(MODEL, tmp_path / "table.json", FeedReader(FEEDS), resume=True)
-    assert table.to_json() == calibrate(MODEL, FEEDS).to_json()
+    assert calibrate(MODEL, tmp_path / "table.json", FEEDS, resume=True).to_json() == calibrate(MODEL, FEEDS).to_json()
 
 
-@pytest.mark.usefixtures("short")
 def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,22 @@ from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 from onnxruntime.quantization import quantize_static as stock
 
-from kenosis_ort import KenosisWarning, OptionError, QuantizationReport, Recipe
+from kenosis_ort import (
+    KenosisWarning,
+    OptionError,
+    QuantizationReport,
+    Recipe,
+    SyntheticReader,
+    errors,
+    preview,
+    quantize_static,
+)
 from kenosis_ort.passes import choose_ranges, correct_biases
 from tests import models
-from tests.flow.support import make, quantized, run, sqnr_db
+from tests.flow.support import changed, make, quality, quantized, run, sqnr_db
 from tests.models import Feed, FeedReader, Net
 from tests.planning import parse
+from tests.weights.test_quantize import decoder, feeds
 
 
 def fast(folder: Path, count: int = 16, **options: Any) -> QuantizationReport:
@@ -51,7 +60,7 @@ def test_a_method_that_the_caller_names_is_kept(tmp_path: Path) -> None:
 def test_the_callers_metric_decides(tmp_path: Path) -> None:
     calls = []
 
-    def metric(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+    def metric(outputs: list[dict[str, Any]], reference: list[dict[str, Any]]) -> float:
         calls.append(len(outputs))
         return 1.0 if outputs is reference else 0.5
 
@@ -94,23 +103,20 @@ def test_outlier_channels_are_smoothed(tmp_path: Path) -> None:
         assert make(model, tmp_path, feeds, **options).db(unseen) > plain + 6
 
 
-LARGE, POST_NORM = (
-    3,
-    """
+POST_NORM = """
     u{0} = MatMul ({1}, up{0})  r{0} = Relu (u{0})  d{0} = MatMul (r{0}, down{0})  a{0} = Add ({1}, d{0})
-    n{0} = LayerNormalization <axis = -1> (a{0}, gamma, beta)""",
-)
+    n{0} = LayerNormalization <axis = -1> (a{0}, gamma, beta)"""
 
 
 def post_norm(gain: float) -> onnx.ModelProto:
     """Two feed-forward layers; a few channels of each normalization are so many times the others."""
     rng, gains = np.random.default_rng(0), np.ones(64)
-    gains[:LARGE] = gain
-    wide = {
-        f"{n}{i}": rng.normal(0, s[0] ** -0.5, s) for i in "01" for n, s in (("up", (64, 256)), ("down", (256, 64)))
-    }
-    weights = {**wide, "gamma": gains, "beta": np.zeros(64), "h": rng.normal(0, 1 / 8, (64, 8)) / gains[:, None]}
+    gains[:3] = gain
+    weights = {"gamma": gains, "beta": np.zeros(64)}
+    for at in "01":
+        weights |= {f"up{at}": rng.normal(0, 1 / 8, (64, 256)), f"down{at}": rng.normal(0, 1 / 16, (256, 64))}
     body = POST_NORM.format(0, "x") + POST_NORM.format(1, "n0")
+    weights["h"] = rng.normal(0, 1 / 8, (64, 8)) / gains[:, None]
     arrays = {name: array.astype(np.float32) for name, array in weights.items()}
     return parse(f"net (float[1,tokens,64] x) => (float[1,tokens,8] y) {{ {body}  y = MatMul (n1, h) }}", arrays)
 
@@ -164,18 +170,14 @@ def test_no_recipe_is_worse_than_plain(tmp_path: Path, count: int, outliers: flo
     assert fast > plain - 0.7
 
 
-def test_ranges_are_chosen_for_corrected_biases_and_biases_found_anew_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path: Path, monkeypatch: Any) -> None:
     """The mean error, which the correction takes away, would hide what ranges differ by.
 
     Both times they start from the biases as they were.
     """
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.standard_t(5, (1, 3, 8, 8)).astype(np.float32)} for _ in range(32)]
-    fitted: list[onnx.ModelProto] = []
-    compared: list[bool] = []
-    started: list[Any] = []
+    fitted, compared, started = [], [], []
 
     def seen(owner: Any, name: str, look: Any) -> None:
         real = getattr(owner, name)
@@ -211,9 +213,7 @@ def t5(seed: int = 0, layers: int = 2, length: int | str = "length") -> onnx.Mod
         return net.op("Div", [x, net.op("Sqrt", [net.op("Add", [square, net.const(1e-6)])])])
 
     for _ in range(layers):
-        gate, up, down = (
-            net.rng.normal(0, a**-0.5, (a, b)) for a, b in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH))
-        )
+        gate, up, down = (net.rng.normal(0, s[0] ** -0.5, s) for s in [(WIDTH, INNER)] * 2 + [(INNER, WIDTH)])
         for weights in (gate, up):
             weights[:TOLD] = 0.5 * net.rng.normal(0, 1, INNER)
         down[:, :TOLD] = 0.0
@@ -232,7 +232,7 @@ def sentences(count: int, seed: int = 0) -> list[Feed]:
     return [{"ids": ids} for ids in found]
 
 
-def quality(model: onnx.ModelProto, out: Path) -> float:
+def quality_of_words(model: onnx.ModelProto, out: Path) -> float:
     """The SQNR in dB of the tokens before the last, on sentences that are new."""
     test = sentences(8, seed=9)
     want, got = ([each[0][:, :-1] for each in run(m, test)] for m in (model, out))
@@ -260,7 +260,7 @@ def test_a_massive_token_costs_the_others_nothing(net: onnx.ModelProto, tmp_path
     assert outcome(made.report).kept
     assert outcome(made.report).error_after < 0.5 * outcome(made.report).error_before
     assert any("Rows brought to one size" in note for note in made.report.notes)
-    found = {name: quality(net, tmp_path / f"{name}.onnx") for name in ("stock", "without", "out")}
+    found = {name: quality_of_words(net, tmp_path / f"{name}.onnx") for name in ("stock", "without", "out")}
     assert found["out"] > max(26.0, found["without"] + 8.0, found["stock"] + 15.0)
     assert made.heavy
     assert all(made.heavy.values())
@@ -271,12 +271,10 @@ def test_with_the_passes_behind_it(net: onnx.ModelProto, tmp_path: Path, recipe:
     report = quantized(net, tmp_path / "out.onnx", sentences(16), recipe=recipe)
     assert outcome(report).kept
     assert not report.warnings
-    assert quality(net, tmp_path / "out.onnx") > 26.0
+    assert quality_of_words(net, tmp_path / "out.onnx") > 26.0
 
 
-def test_nothing_is_done_where_tokens_are_alike_or_runtimes_take_nets_whole(
-    net: onnx.ModelProto, tmp_path: Path
-) -> None:
+def test_nothing_is_done_where_tokens_are_alike_or_nets_are_taken_whole(net: Any, tmp_path: Path) -> None:
     calm = [{"ids": np.where(feed["ids"] == END, 2, feed["ids"])} for feed in sentences(16)]
     made = make(net, tmp_path, calm, recipe="fast")
     assert not outcome(made.report).kept
@@ -284,3 +282,105 @@ def test_nothing_is_done_where_tokens_are_alike_or_runtimes_take_nets_whole(
     feeds = [{"ids": feed["ids"][:, -8:]} for feed in sentences(16)]
     report = quantized(t5(length=8), tmp_path / "out.onnx", feeds, recipe="fast", target="qnn", verify=False)
     assert "no float node" in outcome(report).reason
+
+
+# ---- without the caller's data --------------------------------------------------------------------------------
+
+MODEL = models.bn_net()
+quiet = pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+
+
+@quiet
+def test_the_recipe_needs_no_reader_and_others_ask_for_data(tmp_path: Path) -> None:
+    report = quantize_static(MODEL, tmp_path / "out.onnx", recipe="data-free", promise=False)
+    assert report.calibration.samples == 64
+    assert report.trust.source == "synthetic"
+    assert QuantizationReport.from_json(report.to_json()).trust == report.trust
+    assert quality(MODEL, tmp_path / "out.onnx", models.feeds(MODEL, 8)) > 15
+    with pytest.raises(errors.CalibrationError, match="data-free"):
+        quantize_static(MODEL, tmp_path / "out.onnx")
+
+
+@quiet
+def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -> None:
+    report = quantize_static(MODEL, tmp_path / "out.onnx", SyntheticReader(MODEL, samples=16), promise=False)
+    assert report.trust.tensors
+    ranges = next(p for p in report.passes if p.name == "ranges")
+    assert not ranges.kept
+    assert "made-up samples" in ranges.reason, "they do not show what clipping costs"
+    assert quantize_static(MODEL, tmp_path / "out.onnx", models.reader(MODEL), promise=False).trust is None
+
+
+def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
+    """The report says so, and what would help."""
+    off = {f"bn{i}_{kind}": lambda values: 1e4 * (1 + values) for i in range(2) for kind in ("mean", "var")}
+    with pytest.warns(KenosisWarning, match="made-up calibration samples"):
+        report = quantize_static(changed(MODEL, **off), tmp_path / "out.onnx", recipe="data-free", promise=False)
+    assert report.trust.verdict == "do not ship"
+    assert report.trust.advice
+
+
+# ---- weights alone --------------------------------------------------------------------------------------------
+
+
+def weights_alone(out: Path, samples: Any = 16, **options: Any) -> QuantizationReport:
+    data = FeedReader(feeds(samples)) if samples else None
+    return quantize_static(decoder(), out, data, **{"recipe": "weight-only-4", **options})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_report_tells_what_the_file_holds(tmp_path: Path, bits: int) -> None:
+    out = tmp_path / "out.onnx"
+    report = weights_alone(out, recipe=f"weight-only-{bits}")
+    written = [node.op_type for node in onnx.load(out).graph.node]
+    assert (written.count("MatMulNBits"), written.count("GatherBlockQuantized")) == (4, 1)
+    assert report.size_after == out.stat().st_size
+    assert report.outputs[0].sqnr_db > (12 if bits == 4 else 30)
+    assert report.fusion.integer_share() == 1.0
+    assert any(note.startswith("Weights alone") and f"{bits} bits" in note for note in report.notes)
+    assert report.measure.samples == 8
+    assert report.recipe.weight_only == bits
+    report.save_recipe(tmp_path / "kept.toml")
+    weights_alone(tmp_path / "again.onnx", recipe=tmp_path / "kept.toml")
+    assert (tmp_path / "again.onnx").read_bytes() == out.read_bytes()
+
+
+def test_a_budget_that_four_bits_do_not_keep_means_eight(tmp_path: Path) -> None:
+    def closeness(outputs: Any, reference: Any) -> float:
+        (name,) = reference[0]
+        off = np.mean([((a[name] - b[name]) ** 2).mean() for a, b in zip(outputs, reference, strict=True)])
+        return 1.0 - float(np.sqrt(off / np.mean([(b[name] ** 2).mean() for b in reference])))
+
+    report = weights_alone(tmp_path / "out.onnx", metric=closeness, accuracy_budget=0.03)
+    bits = [a.i for n in onnx.load(tmp_path / "out.onnx").graph.node for a in n.attribute if a.name == "bits"]
+    assert set(bits) == {8}
+    assert report.measure.kept is True
+    assert any("do not keep the budget" in note for note in report.notes)
+
+
+def test_no_samples_no_such_layers_and_no_such_form(tmp_path: Path) -> None:
+    report = weights_alone(tmp_path / "out.onnx", 0)
+    assert (report.calibration.samples, report.is_float) == (0, False)
+    with pytest.warns(KenosisWarning, match="as it came"):
+        assert make(models.conv_relu_chain(2), tmp_path, recipe="weight-only-4").report.is_float
+    with pytest.raises(errors.OptionError, match="weights alone"):
+        weights_alone(tmp_path / "other.onnx", format="qop")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path: Path) -> None:
+    model = decoder()
+    plan = preview(model, recipe="weight-only-4")
+    weights_alone(tmp_path / "out.onnx", 0)
+    nodes = onnx.load(tmp_path / "out.onnx").graph.node
+    made = {n.name for n in nodes if n.op_type in ("MatMulNBits", "GatherBlockQuantized")}
+    assert set(plan.integer_nodes()) == made
+    assert "4 bits in blocks" in plan.explain(min(made))
+    assert "or 8" in plan.explain(min(made))
+    left = preview(model, recipe="weight-only-8", nodes_to_exclude=[min(made)])
+    assert set(left.integer_nodes()) == made - {min(made)}
+    assert "8 bits in blocks" in left.explain(max(made))
+    with pytest.raises(errors.OptionError, match="no form of weights alone"):
+        preview(model, recipe="weight-only-4", target="onednn")
+    with pytest.raises(errors.NothingToQuantizeError):
+        preview(models.conv_relu_chain(2), recipe="weight-only-4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def keeping(count: int, keep: int, **options: Any) -> KeepingReader:
     return KeepingReader(FeedReader([numbered(at) for at in range(count)]), INPUTS, keep=keep, **options)
 
 
-def numbers(feeds: Sequence[Any]) -> list[int]:
+def numbers(feeds: list[Any]) -> list[int]:
     return [int(feed["x"][0]) for feed in feeds]
 
 
@@ -165,7 +164,7 @@ def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: 
     """What passes are fitted to comes from the one sweep over all, but for what a pass has scaled."""
     again: list[tuple[int, int]] = []
 
-    def recorded(model: onnx.ModelProto, feeds: Sequence[Any], points: Points) -> CalibrationTable:
+    def recorded(model: onnx.ModelProto, feeds: list[Any], points: Points) -> CalibrationTable:
         again.append((len(feeds), len(points.tensors)))
         return collect(model, feeds, points)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,11 @@ def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> 
     [(2.0, False, "estimated"), (1.2, True, "undecided"), (0.5, True, "estimated"), (None, True, "undecided")],
 )
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
-def test_nets_too_small_to_time_are_decided_by_the_cost_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimated: float | None, is_float: bool, basis: str
+def test_small_nets_are_decided_by_the_cost_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimated: Any, is_float: bool, basis: str
 ) -> None:
     """INT8 only where the table says that it is faster by more than the table may be wrong."""
-    found = None if estimated is None else Estimate(estimated, 1.4)
+    found = estimated and Estimate(estimated, 1.4)
     monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
     monkeypatch.setattr(speed._Forms, "_estimate", lambda _: found)
     report, told, _ = timed(models.conv_relu_chain(2), tmp_path / "out.onnx")
@@ -113,16 +112,15 @@ STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spa
 @pytest.mark.real_clock
 @pytest.mark.filterwarnings("ignore:INT8 (does not|is not known to) pay here")  # the machine decides
 @pytest.mark.parametrize(
-    ("net", "size"),
+    "model",
     [
-        (models.residual_block, {"channels": 16, "size": 32}),
-        (models.mobile_block, {"channels": 8, "size": 24}),
-        (models.mlp, {"n_in": 256, "hidden": 512}),
+        models.residual_block(channels=16, size=32),
+        models.mobile_block(channels=8, size=24),
+        models.mlp(n_in=256, hidden=512),
     ],
 )
-def test_the_default_call(tmp_path: Path, net: Callable[..., onnx.ModelProto], size: dict[str, int]) -> None:
+def test_the_default_call(tmp_path: Path, model: onnx.ModelProto) -> None:
     """As nearly everybody makes it: only structure is asserted."""
-    model = net(**size)
     made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=True, tune="model")
     report = made.report
     assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
@@ -164,9 +162,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("form", ["int8", "first node float", "weight-only", "dynamic", "float"])
-def test_the_saved_recipe_repeats_what_timing_decided(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_recipe_repeats_what_timing_decided(form: str, tmp_path: Path, monkeypatch: Any) -> None:
     model = models.mlp(n_in=256, hidden=256, n_out=64)
     monkeypatch.setattr(promise, "keep_promise", deciding(form))
     report = quantized(model, tmp_path / "first.onnx", promise=True, tune="model")
@@ -196,16 +192,11 @@ def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 DECODER = """net (int64[B,T] input_ids, int64[B,M] attention_mask, float[B,2,P,4] past) => (float[B,T,32] y)
     <float[50,32] table, float[32,32] w> {
-    x = Gather (table, input_ids)
-    wide = MatMul (x, w)
-    y = Relu (wide) }"""
+    x = Gather (table, input_ids)  wide = MatMul (x, w)  y = Relu (wide) }"""
 MASKED = """net (int64[B,T] ids, int64[B,T] mask) => (float[B,T,32] y) <float[50,32] table, float[32,32] w,
     int64[1] last = {-1}> {
-    x = Gather (table, ids)
-    numbers = Cast <to = 1> (mask)
-    wide = Unsqueeze (numbers, last)
-    seen = Mul (x, wide)
-    y = MatMul (seen, w) }"""
+    x = Gather (table, ids)  numbers = Cast <to = 1> (mask)  wide = Unsqueeze (numbers, last)
+    seen = Mul (x, wide)  y = MatMul (seen, w) }"""
 FIXED = """net (int64[B,T] ids) => (float[B,4,8] y) <float[50,8] t, int64[3] s = {0, 4, 8}> {
     x = Gather (t, ids)\n y = Reshape (x, s) }"""
 CLOSED = "net (float[1,32] x) => (float[1,32] y) <float[32,32] w> { y = MatMul (x, w) }"

@@ -142,7 +142,7 @@ BREAKS = (
     Break("storage/data.py", "    if isinstance(value, float) and not math.isfinite(value):", "    if False:", "cli"),
     Break("runtime/session.py", "        _count(sessions=1)\n", "", "runtime flow/test_cost.py"),
     Break("api.py", "    if eval_reader is not None and eval_reader is calibration_data_reader:", "    if False:",
-          "flow/test_validation.py"),
+          "flow/test_held_out.py"),
     Break("api.py", "        per_channel=c.per_channel or UNSET,", "        per_channel=c.per_channel,",
           "flow/test_signature.py"),
     Break("quantizer/int8_cache.py", "moved = integers.get(node.input[0]) if node.op_type in _REORDERING",

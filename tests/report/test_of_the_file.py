@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None
     assert all(c.standing != "good" for c in cards(report) if c.name in ("speed", "size"))
 
 
-def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, feeds: Sequence[Feed]) -> None:
+def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, feeds: list[Feed]) -> None:
     """Compares the signal that a report tells with that of the file, read again.
 
     The report pools some of the samples, so that its figure is between that of the best and of the worst of them.
