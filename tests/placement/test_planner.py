@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenosis_ort.graph.view import CAPTURED, GraphView
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import Edge, EdgeRole, How, Kind, PlacementPlan, RangeLimit
+from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan, RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
-from tests.placement.build import how, kinds, nodes_of, pairs
+from tests.placement.build import how, nodes_of, pairs
 from tests.planning import parse, plan_of, prepared
 
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
@@ -183,15 +183,6 @@ def test_dense_net_chain_does_not_coarsen_early_features() -> None:
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_transformer_quantizes_the_inputs_of_linear_layers_only(causal: bool) -> None:
-    plan = plan_of(models.transformer_block(causal=causal))
-    assert set(pairs(plan)) == {"norm1_out", "merge_out", "norm2_out", "gelu_half_out"}
-    assert nodes_of(plan, Kind.INTEGER) == ["q", "k", "v", "proj", "up", "down"]
-    assert plan.by_node["qk"].rule == plan.by_node["pv"].rule == "matmul-activations"
-    assert plan.by_node["hide"].rule == plan.by_node["masked"].rule == "protected-input"
-
-
 def test_biases_are_int32_at_the_product_of_the_scales_and_weights_by_channel() -> None:
     head = plan_of(models.residual_block())
     assert how(head, "head_out", "") is How.FLOAT
@@ -219,15 +210,11 @@ def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
 
 def test_boxes_and_scores_are_never_crushed_into_one_scale() -> None:
     plan = plan_of(models.two_input_detector())
-    behind = "box_stride box_reshape box_transpose box_rescale score_sigmoid score_reshape score_transpose detections"
-    assert {kinds(plan)[n] for n in behind.split()} == {"float"}
-    assert set(pairs(plan)) == {"image", "stem_relu_out", "body_relu_out", "box_head_out", "score_head_out"}
     assert how(plan, "box_head_out", "box_stride") is How.DEQUANTIZED
     assert how(plan, "detections_out", "") is How.FLOAT
-    told = [n.node for n in plan.nodes if n.rule == "protected-input"]
-    assert told == ["scale_twice", "scale_unsqueeze", "box_rescale"]
     unprotected = plan_of(models.two_input_detector(), protect_inputs=False)
-    assert not [n for n in unprotected.nodes if n.rule == "protected-input"]
+    rules = [{n.rule for n in each.nodes} for each in (plan, unprotected)]
+    assert ["protected-input" in found for found in rules] == [True, False]
 
 
 def test_float_heads_are_told_so_and_get_no_dequantized_weights() -> None:
@@ -236,13 +223,6 @@ def test_float_heads_are_told_so_and_get_no_dequantized_weights() -> None:
         assert (plan.by_node[head].kind, plan.by_node[head].rule) == (Kind.FLOAT, "output-protection")
         assert decision(plan, f"{head}_w", head).how is How.FLOAT
     assert plan.barriers == (), "no Q behind them"
-
-
-@pytest.mark.parametrize(("captured", "relu"), [("conv0_out", "float"), ("relu0_out", "absorbed")])
-def test_a_body_reads_the_dequantized_value_of_an_integer_conv(captured: str, relu: str) -> None:
-    plan = plan_of(models.net_with_if(capture_conv=captured == "conv0_out"))
-    assert plan.by_edge[Edge(captured, "if", CAPTURED)].how is How.DEQUANTIZED
-    assert kinds(plan)["relu0"] == relu
 
 
 def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_needs_none() -> None:
