@@ -15,19 +15,15 @@ from kenosis_ort.verify import verify_fusion
 from tests.targets.qdq import QdqGraph, random_feeds, run
 
 
-def _residual_net(*, signed: bool = False, shapes: bool = True, blocks: int = 6) -> onnx.ModelProto:
+def _residual_net(*, signed: bool = False, shapes: bool = True) -> onnx.ModelProto:
     g = QdqGraph(act=np.int8 if signed else np.uint8)
     known: list[str] = []
-
-    def keep(value: str) -> str:
-        known.append(value)
-        return value
-
     x = g.q(g.input((1, 8, 6, 6)))
-    for _ in range(blocks):
-        y = g.relu_q(keep(g.op("Relu", g.conv(x, 8, 8))))
-        y = g.q(keep(g.conv(y, 8, 8)))
-        x = g.relu_q(keep(g.op("Relu", g.op("Add", y, x))))
+    for _ in range(6):
+        known.append(g.op("Relu", g.conv(x, 8, 8)))
+        known.append(g.conv(g.relu_q(known[-1]), 8, 8))
+        known.append(g.op("Relu", g.op("Add", g.q(known[-1]), x)))
+        x = g.relu_q(known[-1])
     tail = g.op("LeakyRelu", g.conv(x, 8, 8))  # a float node, second reader of x
     model = g.model(g.op("Sigmoid", tail), x)
     if shapes:
@@ -89,18 +85,11 @@ def test_a_body_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = model.graph
     captured = next(n.output[0] for n in graph.node if n.op_type == "DequantizeLinear" and "quantize" in n.input[0])
     graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, ()))
-    bodies = [
-        helper.make_graph(
-            [helper.make_node(op, [captured], [f"{op}_y"], name=op)],
-            op,
-            [],
-            [helper.make_tensor_value_info(f"{op}_y", TensorProto.FLOAT, None)],
-        )
-        for op in ("Exp", "Abs")
-    ]
-    graph.node.append(
-        helper.make_node("If", ["flag"], ["chosen"], name="if", then_branch=bodies[0], else_branch=bodies[1])
+    branches = ", ".join(
+        f"{kind}_branch = {op} () => (float[] {op}_y) {{ [{op}] {op}_y = {op} ({captured}) }}"
+        for kind, op in (("then", "Exp"), ("else", "Abs"))
     )
+    graph.node.append(onnx.parser.parse_node(f"[if] chosen = If (flag) <{branches}>"))
     graph.output.append(helper.make_tensor_value_info("chosen", TensorProto.FLOAT, None))
     whole = verify_fusion(model)
     _small_pieces(monkeypatch, 3)
