@@ -89,12 +89,6 @@ def test_the_model_is_changed_in_place_and_says_who_made_it() -> None:
 # ---- outputs and bodies -----------------------------------------------------------------------------------------
 
 
-def test_outputs_keep_their_names_and_come_out_of_dq() -> None:
-    done = checked(models.conv_relu_chain(4))
-    producers = {o: n.op_type for n in done.quantized.graph.node for o in n.output}
-    assert [producers[v.name] for v in done.model.graph.output] == ["DequantizeLinear"]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -107,20 +101,6 @@ def test_an_output_that_an_integer_kernel_reads_too(text: str) -> None:
     assert done.plan.barriers == (("p",) if "MatMul" in text else ())
     assert all(k.integer for k in verify_fusion(done.quantized).kernels if k.op_type in ("Conv", "MatMul"))
     assert sqnr_db(done) > 25
-
-
-def test_a_graph_input_that_float_and_integer_nodes_read() -> None:
-    done = checked("net (float[1,16,8,8] x) => (y, z) <float[4,16,1,1] w> { y = Conv (x, w) z = Tanh (x) }")
-    (tanh,) = (n for n in done.quantized.graph.node if n.op_type == "Tanh")
-    assert list(tanh.input) == ["x"]
-
-
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("capture_conv", [True, False])
-def test_bodies_read_what_they_read_before(capture_conv: bool, flag: bool) -> None:
-    model = models.net_with_if(capture_conv=capture_conv)
-    feeds = [{**feed, "flag": np.array(flag)} for feed in models.feeds(model, 3)]
-    assert sqnr_db(checked(model, feeds=feeds)) > 20
 
 
 # ---- biases -------------------------------------------------------------------------------------------------------
