@@ -121,7 +121,6 @@ def test_every_class_has_a_cost():
 @pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])
 def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inputs: int, outputs: int, second: bool):
     costs = get_target("ort-cpu").costs
-    assert costs is not None
     for window in ((1, 1), (2, 2)):
         work = conv_work(pixels=100, inputs=inputs, outputs=outputs, window=window)
         assert work.second is second
@@ -130,7 +129,6 @@ def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inp
 
 def test_weights_that_are_used_once_come_from_near_caches_in_small_nets():
     costs = get_target("ort-cpu").costs
-    assert costs is not None
     for lines, share in ((1, 0.5), (16, 1.0)):
         work = linear_work(lines=lines, rows=128, columns=640)
         cost = replace(costs.kernels[work.shape_class][0], fixed=0.0, element=0.0)

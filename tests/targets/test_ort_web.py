@@ -33,15 +33,14 @@ there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
 Array = npt.NDArray[Any]
 
 
-def chain(activation: str = "Relu", channels: int = 32) -> onnx.ModelProto:
+def chain(activation: str = "Relu", width: int = 32, size: int = 14, last: bool = True, **how: int) -> onnx.ModelProto:
     """Convs with activations between them."""
     net = Net()
-    bounds = [net.const(np.float32(0)), net.const(np.float32(6))] if activation == "Clip" else []
-    x = net.input("x", [1, channels, 14, 14])
+    bounds = [np.float32(0), np.float32(6)] if activation == "Clip" else []
+    x = net.input("x", [1, width, size, size])
     for name in ("a", "b", "c"):
-        x = net.op(activation, [net.conv(x, channels, channels, name=name), *bounds])
-    net.output(net.conv(x, channels, 4, name="last"), [1, 4, 14, 14])
-    return net.model()
+        x = net.op(activation, [net.conv(x, width, width, name=name, **how), *bounds])
+    return net.of(net.conv(x, width, 4, name="last") if last else x)
 
 
 def written(model: onnx.ModelProto, folder: Path, target: str = "ort-web", **options: Any) -> Written:
@@ -94,7 +93,6 @@ def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path: Path) 
         assert end == high
         assert low < cut < 0
         histogram = table.tensors[name].histogram
-        assert histogram is not None
         below = histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total
         assert _FARTHEST / 2 < below <= _FARTHEST
     assert fitted_to_widths(fitted, plan).range_of(plan.spared[0]) == fitted.range_of(plan.spared[0])
@@ -107,7 +105,6 @@ def test_rule_web_depthwise_float() -> None:
     x = net.op("Relu", [net.conv(x, 256, 256, groups=256, name="depthwise")])
     net.output(net.conv(x, 256, 64, k=1, name="project"), [1, 64, 28, 28])
     costs = get_target("ort-web").costs
-    assert costs is not None
     model = onnx.shape_inference.infer_shapes(net.model())
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
@@ -164,12 +161,7 @@ def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
 
 def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path) -> None:
     target = replace(get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=None))
-    net = Net()
-    x = net.input("x", [1, 96, 56, 56])
-    for name in ("a", "b", "c"):
-        x = net.op("Relu", [net.conv(x, 96, 96, groups=96, name=name)])
-    net.output(x, [1, 96, 56, 56])
-    model = net.model()
+    model = chain(width=96, size=56, last=False, groups=96)
     with pytest.warns(KenosisWarning, match="estimated by the table, not timed"):
         quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
     assert "QuantizeLinear" not in [n.op_type for n in onnx.load(tmp_path / "out.onnx").graph.node]
@@ -187,12 +179,7 @@ def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, t
     target = replace(
         get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=TimedRuntime(open_runner))
     )
-    net = Net()
-    x = net.input("x", [1, 48, 56, 56])
-    for name in ("a", "b", "c"):
-        x = net.op("Relu", [net.conv(x, 48, 48, k=1 if groups == 1 else 3, groups=groups, name=name)])
-    net.output(x, [1, 48, 56, 56])
-    model = net.model()
+    model = chain(width=48, size=56, last=False, k=1 if groups == 1 else 3, groups=groups)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")

@@ -52,7 +52,6 @@ def test_a_profile_survives_its_file(profile: HostProfile):
 
 
 def test_those_that_come_with_the_package_know_all_kernels(tmp_path: Path):
-    assert ORT.costs is not None
     assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2"]
     for profile in ORT.profiles:
         assert profile.kernels.keys() == ORT.costs.kernels.keys()
@@ -203,7 +202,6 @@ def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_second_kernel_has_a_cost_where_there_is_one():
-    assert ORT.costs is not None
     work = Work("conv-dense", 10**8, 10**8, 10**5, 10**3, 10**5, 10**5)
     amx, vnni = (profile.table(ORT.costs) for profile in (ORT.profiles[1], ORT.profiles[0]))
     assert amx.shifted_us(work) < amx.integer_us(work)  # type: ignore[operator]
