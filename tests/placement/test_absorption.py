@@ -1,19 +1,31 @@
-"""Which Relu and Clip may vanish, with what bounds, and why the others may not."""
+"""Which Relu and Clip may vanish, with what bounds; and bounds beyond which no consumer sees a difference."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.absorption import Absorption, activation_bounds
+from kenosis_ort.placement.absorption import (
+    Absorption,
+    SeenAs,
+    activation_bounds,
+    saturation_limits,
+    seen_as,
+    values_of_own_scale,
+)
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.eligibility import classify
+from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests.placement.build import view_of
+from tests.planning import parse
 
 
 def absorption(text: str, weights: dict[str, Any] | None = None, **options: Any) -> Absorption:
@@ -84,3 +96,190 @@ def test_the_largest_float_is_no_bound() -> None:
     largest = {"a": np.float32(0), "b": np.finfo(np.float32).max}
     view = view_of(conv_then("y = Clip (c, a, b)"), largest)
     assert activation_bounds(view, view.nodes[-1]) == (0.0, None)
+
+
+# ---- what all consumers see ------------------------------------------------------------------------------------------
+
+
+def limits(behind: str, outputs: str = "float[1,4,8,8] y", opset: int = 17) -> list[RangeLimit]:
+    text = f"net (float[1,3,8,8] x) => ({outputs}) <float[4,3,1,1] w> {{ c = Conv (x, w)\n {behind} }}"
+    view = view_of(parse(text, {**ENDS, "k": 1}, opset=opset))
+    return list(saturation_limits(view, view.nodes[0].outputs))
+
+
+HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
+ENDS = {name: np.float32(v) for name, v in (("low", -1), ("high", 2), ("three", 3), ("zero", 0), ("six", 6))}
+
+
+@pytest.mark.parametrize(
+    ("behind", "low", "high"),
+    [
+        ("y = Sigmoid (c)", -8.0, 8.0),
+        ("y = Tanh (c)", -4.0, 4.0),
+        ("y = HardSwish (c)", -3.0, None),
+        ("y = HardSigmoid (c)", -2.5, 2.5),
+        (f"y = {HARD} (c)", -3.0, 3.0),
+        ("y = Relu (c)", 0.0, None),
+        ("y = Softplus (c)", -8.0, None),
+        ("y = Elu (c)", -7.0, None),
+        ("y = Selu (c)", -7.0, None),
+        ("y = Celu <alpha = 2.0> (c)", -14.0, None),
+        ("y = Clip (c, low, high)", -1.0, 2.0),
+        ("y = Clip (c, low)", -1.0, None),
+        ("s = Sigmoid (c) y = Mul (c, s)", -8.0, None),
+        ("s = Sigmoid (c) y = Mul (s, c)", -8.0, None),
+        (f"s = {HARD} (c) y = Mul (c, s)", -3.0, None),
+        ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", -8.0, None),
+        ("y = com.microsoft.QuickGelu (c)", -8.0 / 1.702, None),
+        ("j = Concat <axis = 1> (c, c) y = Relu (j)", 0.0, None),
+        # A bounded sum as a gate, HardSwish times 6: the product vanishes below -3, the sum sees nothing beyond 3.
+        ("a = Add (c, three) b = Clip (a, zero, six) y = Mul (c, b)", -3.0, None),
+        ("a = Add (c, three) y = Clip (a, zero, six)", -3.0, 3.0),
+    ],
+)
+def test_each_function(behind: str, low: float | None, high: float | None) -> None:
+    outputs = "y" if "Concat" in behind else "float[1,4,8,8] y"
+    (limit,) = limits(behind, outputs)
+    assert limit.value == "c"
+    assert limit.low == (None if low is None else pytest.approx(low, rel=1e-5))
+    assert limit.high == (None if high is None else pytest.approx(high, rel=1e-5))
+
+
+BRANCH = (
+    "then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) }, else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }"
+)
+
+
+@pytest.mark.parametrize(
+    ("behind", "outputs", "found"),
+    [
+        # Several consumers take the wider bound on each side.
+        ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)),
+        ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
+        # What saturates a Concat saturates its parts.
+        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y", (0.0, None)),
+        ("b = Abs (c) j = Concat <axis = 1> (b, c) y = Relu (j)", "y", None),
+        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y, j", None),
+        ("j = Concat <axis = 1> (x, c) r = Relu (j) y = Add (j, r)", "y", None),
+        # A consumer sees the difference.
+        ("y = Sigmoid (c) z = Neg (c)", "y, z", None),
+        ("y = Sigmoid (c)", "y, c", None),
+        ("y = Neg (c)", "y", None),
+        ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None),
+        ("s = Tanh (c) y = Mul (c, s)", "y", None),
+        ("y = HardSigmoid <alpha = -0.2> (c)", "y", None),
+        ("y = Elu <alpha = 50.0> (c)", "y", None),
+        ("b = ReduceMin <keepdims = 0> (x) y = Clip (c, b)", "y", None),
+        ("y = Clip (c, high, low)", "y", None),  # no number lies between
+        (f"y = Sigmoid (c) f = Cast <to = 9> (k) z = If (f) <{BRANCH}>", "y, z", None),
+    ],
+)
+def test_what_all_consumers_together_see(
+    behind: str, outputs: str, found: tuple[float | None, float | None] | None
+) -> None:
+    assert limits(behind, outputs) == ([] if found is None else [RangeLimit("c", *found)])
+
+
+@pytest.mark.parametrize(
+    ("behind", "found"),
+    [("y = Swish <alpha = 2.0> (c)", -4.0), ("y = Swish (c)", -8.0), ("y = Swish <alpha = -1.0> (c)", None)],
+)
+def test_swish_bends_with_its_alpha(behind: str, found: float | None) -> None:
+    assert limits(behind, opset=24) == ([] if found is None else [RangeLimit("c", found, None)])
+
+
+FUNCTIONS = {
+    "Sigmoid": lambda v: 1 / (1 + np.exp(-v)),
+    "Tanh": np.tanh,
+    "Erf": np.vectorize(math.erf),
+    "HardSwish": lambda v: v * np.clip(v / 6 + 0.5, 0, 1),
+    "Mish": lambda v: v * np.tanh(np.log1p(np.exp(v))),
+    "Softplus": lambda v: np.log1p(np.exp(v)),
+    "Relu": lambda v: np.maximum(v, 0),
+    "com.microsoft.Gelu": lambda v: v / 2 * (1 + np.vectorize(math.erf)(v / 2**0.5)),
+    "com.microsoft.QuickGelu": lambda v: v / (1 + np.exp(-1.702 * v)),
+    "Elu": lambda v: np.where(v > 0, v, np.expm1(v)),
+}
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_what_the_bounds_cost(op: str) -> None:
+    """At most 0.003 of the function's value."""
+    (limit,) = limits(f"y = {op} (c)", opset=18 if op == "Mish" else 17)
+    v = np.linspace(-100, 100, 20001)
+    cost = np.abs(FUNCTIONS[op](v) - FUNCTIONS[op](np.clip(v, limit.low, limit.high))).max()
+    assert cost <= 0.003
+
+
+def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, shape: str = "1,4,8,8") -> SeenAs | None:
+    text = f"net (float[{shape}] c0) => (y) {{ c = Neg (c0)\n {behind} }}"
+    model = parse(text, weights, opset=opset)  # preparation would raise the operator set
+    view = GraphView(onnx.shape_inference.infer_shapes(model))
+    return seen_as(view, view.nodes[0].outputs).get("c")
+
+
+@pytest.mark.parametrize(
+    ("behind", "opset", "axes"),
+    [
+        ("y = Softmax (c)", 17, (-1,)),
+        ("y = Softmax <axis = 1> (c)", 17, (1,)),
+        ("y = Softmax <axis = 2> (c)", 11, (2, 3)),
+        ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
+        ("y = Sigmoid (c)", 17, None),
+        ("s = Softmax (c)\n y = Add (s, c)", 17, None),
+        ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
+    ],
+)
+def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | None) -> None:
+    shape = {"shape": np.array([4, 8, 8], np.int64)} if "shape" in behind else None
+    found = seen(behind, opset, shape)
+    assert (found.axes if found is not None and found.axes else None) == axes
+
+
+@pytest.mark.parametrize("mask", [-1e9, -np.inf, np.finfo(np.float32).min, -1e4])
+def test_a_mask_in_front_of_a_softmax_does_not_count(mask: float) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(0, 3, (2, 4, 9, 9)).astype(np.float32)
+    masked = np.where(np.tril(np.ones((9, 9), bool)), scores, np.float32(mask))
+    counted = SeenAs(axes=(-1,))(masked)
+    assert counted.max() == masked.max()
+    assert -40 < counted.min() < counted.max() - 16
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        e = np.exp((x - x.max(-1, keepdims=True)).astype(np.float64))
+        return e / e.sum(-1, keepdims=True)
+
+    clipped = np.maximum(masked, counted.min())  # what a quantizer with that range makes of it
+    assert np.abs(softmax(clipped) - softmax(masked)).max() < 1e-6
+
+
+@pytest.mark.parametrize(("value", "found"), [(-np.inf, True), (-1e9, True), (0.0, False)])
+def test_padding_in_front_of_a_maxpool(value: float, found: bool) -> None:
+    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(value)}
+    text = "net (float[1,4,8,8] x) => (y) { c = Pad (x, pads, fill)\n y = MaxPool <kernel_shape = [2,2]> (c) }"
+    view = view_of(parse(text, pads))
+    expected = {"c": SeenAs(filling=value)} if found else {}
+    assert seen_as(view, view.nodes[0].outputs) == expected
+    padded = np.pad(np.arange(1, 5, dtype=np.float32).reshape(1, 1, 2, 2), 1, constant_values=value)
+    assert SeenAs(filling=value)(padded).min() == 1.0 if found else True
+
+
+def test_seen_values_keep_type_and_empty_arrays() -> None:
+    both = SeenAs(-1.0, 1.0, (-1,))
+    assert both(np.zeros((0, 3), np.float32)).size == 0
+    assert both(np.full((1, 3), 9, np.float16)).dtype == np.float16
+
+
+def test_only_values_of_their_own_scale() -> None:
+    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(-np.inf)}
+    text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4,4,1,1] v> {
+        c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)\n p = Pad (c, pads, fill)
+        m = MaxPool <kernel_shape = [3,3], strides = [2,2]> (p)\n r = Transpose <perm = [0,1,3,2]> (m)
+        d = Conv <kernel_shape = [1,1]> (r, v)\n s = Sigmoid (d)\n g = Mul (d, s)
+        e = Conv <kernel_shape = [1,1]> (g, v)\n y = Neg (e) }"""
+    view = view_of(parse(text, pads))
+    plan = Planner(view, ORT_CPU, PlacementOptions(protect_outputs="int8")).plan()
+    own = {str(v.name) for v in values_of_own_scale(view, plan)}
+    assert {"x", "d"} <= own
+    assert own.isdisjoint({"m", "r"})
+    assert seen_as(view, values_of_own_scale(view, plan)).get("d") == SeenAs(-8.0, None)
