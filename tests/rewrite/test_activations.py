@@ -295,16 +295,15 @@ def feed(seed: int = 0, spread: float = 4.0):
     return normal((2, 3, 8, 8), seed, spread)
 
 
-@given(seed=st.integers(0, 2**16), spread=st.floats(0.01, 30.0))
-def test_the_product_computes_the_same(seed: int, spread: float) -> None:
-    check(hard_swish_to_product, net(CHAIN, seed=seed), feed(seed, spread), "Conv Add Clip Mul Conv")
+GATE = st.tuples(st.floats(0.05, 2.0), st.floats(-0.5, 1.5), st.sampled_from(["c, g", "g, c"]))
 
 
-@given(seed=st.integers(0, 2**16), alpha=st.floats(0.05, 2.0), beta=st.floats(-0.5, 1.5), first=st.booleans())
-def test_a_product_with_its_own_gate(seed: int, alpha: float, beta: float, first: bool) -> None:
-    gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) h = Mul ({'c, g' if first else 'g, c'})"
-    proto = net(f"{CONV} {gate} y = Conv (h, u)", seed=seed)
-    check(hard_swish_to_product, proto, feed(seed), "Conv Add Clip Mul Conv")
+@given(seed=st.integers(0, 2**16), spread=st.floats(0.01, 30.0), own=st.none() | GATE)
+def test_the_product_computes_the_same(seed, spread, own) -> None:
+    """Of HardSwish, and of a product with a gate of its own."""
+    gate = "g = HardSigmoid <alpha = {:f}, beta = {:f}> (c) h = Mul ({})"
+    proto = net(CHAIN if own is None else f"{CONV} {gate.format(*own)} y = Conv (h, u)", seed=seed)
+    check(hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
 
 
 @pytest.mark.parametrize(
