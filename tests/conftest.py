@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,15 +17,13 @@ from kenosis_ort.runtime.limits import machine, on, runtime_limits
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests.one_core import open_session
 from tests.pace import Pace
-from tests.processor import USUAL, Pretend
+from tests.processor import USUAL, X86, Pretend
 
 # A loaded machine is no fault of the code; CI tries the same examples each time, so that what it says can be repeated.
 settings.register_profile("suite", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.register_profile("mutations", deadline=None, max_examples=25, derandomize=True, phases=[Phase.generate])
 settings.load_profile("suite")  # --hypothesis-profile=nightly is read after it
-
-X86 = platform.machine().lower() in {"x86_64", "amd64"}
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from kenosis_ort.runtime.limits import Machine, at_hand
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 
+X86 = at_hand().family.lower() in {"x86_64", "amd64"}
 SATURATES = products_saturate()
 """Kernels add products of uint8 and int8 in int16: stock has to reduce the range of weights."""
 
