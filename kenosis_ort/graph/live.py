@@ -73,25 +73,15 @@ class LiveGraph(GraphView):
         """Whether the value's name and meaning are needed outside the main graph's nodes, or by the caller."""
         return value.name in self.keep_values or super().is_pinned(value)
 
-    def rank(self, value: ir.Value | None) -> int | None:
-        """The rank of a value, None if it is not known."""
-        shape = self.symbols(value)
-        return None if shape is None else len(shape)
-
-    def dims(self, value: ir.Value | None) -> tuple[int | None, ...] | None:
-        """The shape of a value with None for dimensions that are not known, None without a rank."""
-        shape = self.symbols(value)
-        return None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
-
     def symbols(self, value: ir.Value | None) -> tuple[int | str | None, ...] | None:
         """The shape of a value with names for open dimensions, None for those that are not known at all."""
-        if value is None or value.shape is None or not _is_typed(value):
+        if value is None or value.shape is None:
             return None
         return tuple(size if isinstance(size, int) else size.value or None for size in value.shape)
 
     def element_type(self, value: ir.Value | None) -> int | None:
         """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
-        return int(value.dtype) if value is not None and value.dtype and _is_typed(value) else None
+        return int(value.dtype) if value is not None and type(value.type) is ir.TensorType else None
 
     # -- edits --------------------------------------------------------------------------------------------------
 
@@ -139,7 +129,10 @@ class LiveGraph(GraphView):
     def register(self, tensor: onnx.TensorProto) -> ir.Value:
         """Stores a new constant under the tensor's name."""
         tensor = put_outside(tensor)
-        value = ir.Value(name=tensor.name, const_value=ir.serde.deserialize_tensor(tensor))
+        content = ir.serde.deserialize_tensor(tensor)
+        value = ir.Value(
+            name=tensor.name, type=ir.TensorType(content.dtype), shape=ir.Shape(content.shape), const_value=content
+        )
         self.graph.register_initializer(value)
         self._tensors[tensor.name] = tensor
         self._changed.add(tensor.name)
@@ -409,9 +402,3 @@ def required(node: ir.Node, position: int) -> ir.Value:
 def further_outputs(node: ir.Node) -> list[ir.Value]:
     """The outputs behind the first one that have a name."""
     return [output for output in node.outputs[1:] if output.name]
-
-
-def _is_typed(value: ir.Value) -> bool:
-    """Whether the graph states the value as a tensor: inputs, outputs, and what nodes make."""
-    stated = not value.is_initializer() or value.is_graph_input() or value.is_graph_output()
-    return stated and type(value.type) is ir.TensorType

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto
 
 from kenosis_ort.graph.live import LiveGraph, further_outputs, optional
 from kenosis_ort.graph.outside import copy_model
@@ -129,12 +130,13 @@ def test_readers_in_bodies_are_left_where_nodes_are_redirected() -> None:
     assert graph.is_captured(conv)
 
 
-def test_types_of_constants_are_what_the_graph_states() -> None:
+def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_or_not() -> None:
     graph = live()
     mul = node(graph, "Mul")
-    assert graph.element_type(mul.inputs[0]) == onnx.TensorProto.FLOAT
-    assert graph.element_type(mul.inputs[1]) is None
-    assert graph.rank(None) is None
+    made = graph.add_constant(np.zeros((2, 3), np.int64), "made")
+    known = [(graph.element_type(value), graph.dims(value)) for value in (*mul.inputs, made)]
+    assert known == [(TensorProto.FLOAT, (1, 3)), (TensorProto.FLOAT, (3,)), (TensorProto.INT64, (2, 3))]
+    assert graph.element_type(None) is graph.rank(None) is None
     assert optional(mul, 5) is None
     assert not further_outputs(mul)
 
