@@ -81,7 +81,8 @@ class LiveGraph(GraphView):
 
     def element_type(self, value: ir.Value | None) -> int | None:
         """The type of a value's elements, an ``onnx.TensorProto.DataType``; None if it is not known."""
-        return int(value.dtype) if value is not None and type(value.type) is ir.TensorType else None
+        kind = None if value is None else value.type
+        return int(kind.dtype) if type(kind) is ir.TensorType else None
 
     # -- edits --------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class LiveGraph(GraphView):
         tensor = put_outside(tensor)
         content = ir.serde.deserialize_tensor(tensor)
         value = ir.Value(
-            name=tensor.name, type=ir.TensorType(content.dtype), shape=ir.Shape(content.shape), const_value=content
+            name=tensor.name, type=ir.TensorType(content.dtype), shape=ir.Shape(list(tensor.dims)), const_value=content
         )
         self.graph.register_initializer(value)
         self._tensors[tensor.name] = tensor
