@@ -1,7 +1,5 @@
 """Statistics by channel: equal to numpy, known from BatchNormalization alone, and means behind an activation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

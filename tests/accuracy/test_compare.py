@@ -1,7 +1,5 @@
 """What matches, what is said of tensors, layers and outputs, where the error jumps, and what is advised."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
@@ -167,7 +165,6 @@ def test_bad_input(tmp_path: Path) -> None:
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**16), st.integers(1, 5), st.floats(1e-3, 0.3))
 def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: float) -> None:
     rng = np.random.default_rng(seed)

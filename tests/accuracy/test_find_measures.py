@@ -1,7 +1,5 @@
 """What an output is for: told by operator, shape and values together; where they do not agree, the relative error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

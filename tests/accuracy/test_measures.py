@@ -1,7 +1,5 @@
 """What every measure keeps, and intervals hold what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metrics of the caller's: which shapes are taken, what they are told, what is said where they are wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Comparison of the outputs of two models."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`kenosis_ort.bench` with real sessions: what it takes, leaves out and refuses. Nothing here depends on speed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

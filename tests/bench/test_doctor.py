@@ -1,7 +1,5 @@
 """What the doctor finds: limits, data types and their kernels, and what to fix."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

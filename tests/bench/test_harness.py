@@ -1,7 +1,5 @@
 """Ratio, interval and verdict; and rounds, blocks, order and budget, on a clock that only fakes move."""
 
-from __future__ import annotations
-
 import math
 from itertools import groupby
 

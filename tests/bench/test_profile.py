@@ -1,7 +1,5 @@
 """Times by operator are told by the model's own nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

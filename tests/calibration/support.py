@@ -1,7 +1,5 @@
 """Stock's calibrators as the oracle, and small helpers."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

@@ -1,18 +1,15 @@
 """States fed back from step to step, and what bodies are fed with against what the runtime computes in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 
 from kenosis_ort.calibration import Points, collect
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.bodies import Body, owners, places, state_pairs, take_out
+from kenosis_ort.graph.bodies import Body, owners, places, take_out
 from kenosis_ort.graph.walk import outer_names
 from tests.flow import control
 from tests.graph.build import ready, run
@@ -61,35 +58,10 @@ def test_an_empty_cache_grows() -> None:
     assert sizes == [(1, 0, 2), (1, 3, 2), (1, 6, 2)]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "pairs"),
-    [
-        (["input", "state", "sr"], ["output", "stateN"], {"stateN": "state"}),
-        (["x", "h0", "c0"], ["y", "hn", "cn"], {}),  # nothing in the names tells
-        (["past.0.key", "past.0.value"], ["present.0.key", "present.0.value"],
-         {"present.0.key": "past.0.key", "present.0.value": "past.0.value"}),
-        (["past_key_values.1.key"], ["present.1.key"], {"present.1.key": "past_key_values.1.key"}),
-        (["hidden_in", "cell_in"], ["hidden_out", "cell_out"], {"hidden_out": "hidden_in", "cell_out": "cell_in"}),
-        (["image"], ["boxes", "scores"], {}),
-    ],
-)  # fmt: skip
-def test_pairs_by_name(inputs: list[str], outputs: list[str], pairs: dict[str, str]) -> None:
-    made = [[helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 4]) for n in ns] for ns in (inputs, outputs)]
-    assert state_pairs(helper.make_model(helper.make_graph([], "g", *made))) == pairs
-
-
-@pytest.mark.parametrize(
-    ("net", "options", "match"),
-    [
-        (INTEGRATOR, {"states": {"h_out": "h_inn"}}, "Did you mean"),
-        (INTEGRATOR, {"states": {}}, "No state"),
-        ("net (float[1,3] x) => (float[1,3] y) { y = Neg (x) }", {}, "clearly"),
-        (INTEGRATOR, {"steps": 0}, "sequence"),
-    ],
-)
-def test_bad_options(net: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(CalibrationError, match=match):
-        ClosedLoopReader(parse(net), ones(2), **options)
+def test_bad_states() -> None:
+    for states, match in (({"h_out": "h_inn"}, "Did you mean"), ({}, "No state")):
+        with pytest.raises(CalibrationError, match=match):
+            ClosedLoopReader(parse(INTEGRATOR), ones(2), states=states)
 
 
 def test_a_bad_sample_is_named() -> None:

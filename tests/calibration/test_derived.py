@@ -1,7 +1,5 @@
 """Gates and gated products that follow from what is observed of their input, beside the same values observed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,14 +1,12 @@
 """Ranges from histograms: what every estimator keeps, and stock's methods within the bound that we state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
@@ -67,7 +65,6 @@ def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
 
 
 @given(activations(), methods, st.sampled_from([None, -8.0, 0.0, 0.3]), st.sampled_from([None, 6.0, 0.4]))
-@settings(deadline=None)
 def test_range_lies_within_extremes_and_limits(
     data: Floats, method: str, low_limit: float | None, high_limit: float | None
 ) -> None:
@@ -81,7 +78,6 @@ def test_range_lies_within_extremes_and_limits(
 
 
 @given(activations(), st.sampled_from([2.0, 3.0]))
-@settings(deadline=None)
 def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> None:
     """No worse than the full range, and within a few percent of a brute-force search over the data."""
     low, high = estimate(statistics_of(data), f"lp:{power:g}")
@@ -110,7 +106,6 @@ def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> No
 
 
 @given(activations(), st.sampled_from([0.25, 4.0, 1024.0]), methods)
-@settings(deadline=None)
 def test_ranges_scale_with_the_data(data: Floats, factor: float, method: str) -> None:
     small, large = estimate(statistics_of(data), method), estimate(statistics_of(data * np.float32(factor)), method)
     np.testing.assert_allclose(np.array(small) * factor, large, rtol=1e-6, atol=1e-9 * factor)
@@ -187,7 +182,6 @@ def test_a_table_without_histograms() -> None:
 
 
 @given(activations(), st.floats(0.2, 1.0), st.floats(0.2, 1.0), st.sampled_from([1.0, 2.0, 2.4, 3.0]))
-@settings(deadline=None)
 def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: float) -> None:
     values = sketch(statistics_of(data))
     low, high = a * min(values.low, 0.0), b * max(values.high, 0.0)
@@ -198,7 +192,6 @@ def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: floa
 
 
 @given(activations())
-@settings(deadline=None)
 def test_mass_and_quantiles(data: Floats) -> None:
     values = sketch(statistics_of(data))
     assert values.total == data.size
@@ -317,7 +310,6 @@ def test_distribution_is_within_the_bound(scenario: Any) -> None:
     st.booleans(),
     st.sampled_from(["normal", "exponential", "relu", "constant", "two"]),
 )
-@settings(deadline=None)
 def test_percentile_bound_on_any_distribution(
     seed: int, percentile: float, bins: int, symmetric: bool, kind: str
 ) -> None:

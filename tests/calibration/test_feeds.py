@@ -1,7 +1,5 @@
 """Readers as users write them, and what is said about wrong data."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

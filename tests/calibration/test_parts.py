@@ -1,7 +1,5 @@
 """Under a byte budget, or with many weights, the graph runs in parts, once, with the same result."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging
@@ -17,14 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect, collector, parts
-from kenosis_ort.calibration.part_session import (
-    ObservedModel,
-    Segment,
-    SessionSettings,
-    constant_values,
-    element_types,
-)
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect, collector, part_session, parts
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, element_types
 from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes, with_weights_on_disk
@@ -252,7 +244,7 @@ def test_what_cannot_run_by_itself_runs_from_the_first_node_on(
 
 def test_random_nodes_are_no_constants() -> None:
     model = parse("g (float[2] x) => (float[2] y) { noise = RandomNormal <shape = [2]> ()  y = Add (x, noise) }")
-    assert constant_values(model) == (set(), frozenset())
+    assert part_session.constant_values(model) == (set(), frozenset())
 
 
 @pytest.mark.parametrize("budget", [1, 2**30])

@@ -1,7 +1,5 @@
 """Models in pieces, run together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The calibration table: JSON, stock's cache files, fingerprints, merging, and the samples that it keeps."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

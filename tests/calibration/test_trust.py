@@ -1,7 +1,5 @@
 """How far ranges of made-up samples are trusted: the verdict, how ranges grow, and what models know about theirs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
@@ -21,7 +19,6 @@ from tests import models
 from tests.calibration.support import node_outputs, random_feeds
 from tests.calibration.synthetic.test_draws import edges
 from tests.downloaded import ZOO
-from tests.models import Net
 from tests.planning import parse
 
 STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
@@ -107,14 +104,8 @@ def test_collection_in_groups_sees_every_sample_once() -> None:
     reader = SyntheticReader(model, samples=11, input_range=(-1, 1))
     seen: list[tuple[int, int | None]] = []
     names = node_outputs(model)
-    table, told = trust.collect_with_trust(
-        model,
-        reader,
-        Points(names, threads=1),
-        provenance=reader.provenance,
-        samples=len(reader),
-        progress=lambda *args: seen.append(args),
-    )
+    options: Any = {"provenance": reader.provenance, "progress": lambda *args: seen.append(args)}
+    table, told = trust.collect_with_trust(model, reader, Points(names, threads=1), samples=len(reader), **options)
     plain = collect(model, SyntheticReader(model, samples=11, input_range=(-1, 1)), Points(names, threads=1))
     assert table.samples == told.samples == 11
     assert table.data_fingerprint == plain.data_fingerprint
@@ -142,14 +133,10 @@ def test_zoo(name: str, expected: set[trust.TrustLevel]) -> None:
     model = load_model(ZOO / f"{name}.onnx").proto
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
-    _, told = trust.collect_with_trust(
-        model,
-        reader,
-        Points([v.name for v in model.graph.output], threads=1),
-        provenance=reader.provenance,
-        samples=16,
-        evidence=net_evidence.net_evidence(model, net_evidence.probe_feeds(reader)),
-    )
+    points = Points([v.name for v in model.graph.output], threads=1)
+    evidence = net_evidence.net_evidence(model, net_evidence.probe_feeds(reader))
+    source = reader.provenance
+    _, told = trust.collect_with_trust(model, reader, points, provenance=source, samples=16, evidence=evidence)
     assert told.verdict in expected
 
 
@@ -167,7 +154,6 @@ ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p
 GROUPS = st.lists(ENDS, min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(groups=GROUPS, shallow=st.floats(0, 1), more=st.floats(0, 1))
 def test_extension_holds_the_measured_range_and_grows_with_depth(
     groups: list[tuple[float, float]], shallow: float, more: float
@@ -197,7 +183,6 @@ def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
     assert abs(np.mean(reached) - expected) < 0.5
 
 
-@settings(deadline=None)
 @given(groups=st.lists(ENDS, min_size=2, max_size=6), real=ENDS, count=st.integers(1, 64))
 def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
     groups: list[tuple[float, float]], real: tuple[float, float], count: int
@@ -212,19 +197,10 @@ def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
 
 
 INF = math.inf
+BOUNDS = {"Relu": (0, INF), "Sigmoid": (0, 1), "Tanh": (-1, 1), "Softmax": (0, 1), "LogSoftmax": (-INF, 0), "Neg": None}
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        ("Relu", (0, INF)),
-        ("Sigmoid", (0, 1)),
-        ("Tanh", (-1, 1)),
-        ("Softmax", (0, 1)),
-        ("LogSoftmax", (-INF, 0)),
-        ("Neg", None),
-    ],
-)
+@pytest.mark.parametrize(("op", "expected"), BOUNDS.items())
 def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | None) -> None:
     model = parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
     assert net_evidence.hard_bounds(model).get("z") == expected
@@ -279,28 +255,21 @@ def test_dead_channels_and_models_without_statistics() -> None:
     assert net_evidence.fit_batch_norms(model, []) == ()
 
 
-def feeds(count: int = 6) -> list[dict[str, np.ndarray]]:
-    return models.feeds(edges(), count)
-
-
 def test_a_map_that_never_says_yes() -> None:
-    assert net_evidence.silent_outputs(edges(), feeds()) == {}
-    found = net_evidence.silent_outputs(edges(bias=-1000.0), feeds())
+    found = net_evidence.silent_outputs(edges(bias=-1000.0), models.feeds(edges(), 6))
     assert "never rises above 0" in found["probability_out"]
 
 
 def test_an_output_that_does_not_depend_on_the_sample() -> None:
-    net = Net()
-    x = net.input("x", [1, 4])
-    net.output(net.op("Add", [net.op("Mul", [x, net.const(1e-9)]), net.const(3.0)], name="flat"), [1, 4])
-    model = net.model()
-    assert net_evidence.silent_outputs(model, models.feeds(model, 6)) == {"flat_out": "is the same for all samples"}
+    text = "g (float[1,4] x) => (float[1,4] flat) { little = Mul (x, small)  flat = Add (little, three) }"
+    model = parse(text, {"small": np.float32(1e-9), "three": np.float32(3)})
+    assert net_evidence.silent_outputs(model, models.feeds(model, 6)) == {"flat": "is the same for all samples"}
     assert net_evidence.silent_outputs(model, models.feeds(model, 3)) == {}, "too few to tell"
 
 
-@pytest.mark.parametrize("build", [models.residual_block, models.mlp, models.two_input_detector])
-def test_other_nets_answer(build: object) -> None:
-    model: onnx.ModelProto = build()  # type: ignore[operator]
+@pytest.mark.parametrize("build", [edges, models.residual_block, models.mlp, models.two_input_detector])
+def test_other_nets_answer(build: Any) -> None:
+    model = build()
     assert net_evidence.silent_outputs(model, models.feeds(model, 6)) == {}
 
 

@@ -1,7 +1,5 @@
 """Every pass with a net that it improves and one that it leaves as it is, with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Values declared in ``<...>`` are constants: those of `KNOWN` hold these numbers, others are random, vectors positive.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, Final

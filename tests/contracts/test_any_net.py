@@ -1,7 +1,5 @@
 """Any small net: what is made of it is what the plan says, loads, and computes what the float model computes."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What holds of files made for every target that comes with the package, whatever its table says."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What every format has to hold: it runs as the QDQ form does and comes back; what it cannot say is refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

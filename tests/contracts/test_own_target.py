@@ -1,7 +1,5 @@
 """A target made outside the package: a table of its own, and no runtime that could be asked or timed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What every accuracy pass has to hold, on a net that it improves and on one that it leaves as it is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every calibration reader has to hold, whatever it reads from."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What every rewrite has to hold, on its own example and on what may surround it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What every target has to hold, whatever its rules say."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Nets of QONNX for tests, and an executor of its operators in numpy that is independent of the package's reader."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

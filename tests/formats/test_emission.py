@@ -1,7 +1,5 @@
 """The public call with formats and bits: what is written, what runs, what is refused before a sample is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each trap was measured with the package `qonnx` 1.0.0: what it does with such a 
 of its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

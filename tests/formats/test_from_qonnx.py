@@ -1,7 +1,5 @@
 """QONNX is read to the bit; what is refused stands in tests/contracts/test_formats.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

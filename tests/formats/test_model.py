@@ -1,7 +1,5 @@
 """The canonical form: what is read from Q, Clip, DQ and annotations."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

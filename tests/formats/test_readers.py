@@ -1,7 +1,5 @@
 """QOperator, QCDQ and QDQ of other exporters: read to the bit into the one spelling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

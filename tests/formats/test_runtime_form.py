@@ -1,7 +1,5 @@
 """What the runtime's integer kernels do not fuse goes into weights and biases; what the model computes stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

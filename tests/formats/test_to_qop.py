@@ -1,7 +1,5 @@
 """QOperator format: the same kernels and results as the QDQ model's, with the runtime's optimizations off too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Runs in a process of its own, which the model may crash, hang or fill; see `isolated`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -3,8 +3,6 @@
 They look for what our own code takes for granted; `structure` looks for what nobody checks.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any, Final
 

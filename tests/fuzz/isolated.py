@@ -3,8 +3,6 @@
 The runtime's threads would not survive the fork.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The valid models that mutations start from: small, seeded, each with something of its own that can go wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Final

@@ -4,8 +4,6 @@ A mutation takes a model, changes it in place by dice, and returns a sentence ab
 has nothing for it to change. Dice are a strategy's (``st.randoms``), so that what fails is made smaller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping

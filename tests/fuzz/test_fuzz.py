@@ -1,7 +1,5 @@
 """Mutated models through the public doors: a result that holds, or one sentence. `benchmarks/fuzz.py` runs more."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

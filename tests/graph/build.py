@@ -1,7 +1,5 @@
 """Small models and exact comparisons for the tests of graph/ and rewrite/."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Each spelling of a model means to the prepared model what it means to the runtime."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """The live graph: edits keep the rest of a model, names stay unique, and the protobuf is what the edits say."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of models as they come: what is read, what is refused before anything works on it, and with what words."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

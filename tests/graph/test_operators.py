@@ -1,7 +1,5 @@
 """What the schema says of an operator is what the runtime computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

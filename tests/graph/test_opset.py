@@ -1,7 +1,5 @@
 """Each change of an operator between operator sets 7 and 26, converted and compared on the runtime."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights that stay on disk: the same results as with all of them in memory, and no file is followed unchecked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of other floating types become float32 inside and keep their interface."""
 
-from __future__ import annotations
-
 from string import Template
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What preparation makes of a model: names, constants, types; its values keep their meaning."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

@@ -1,7 +1,5 @@
 """Quantized numbers: which products kernels add in int16, bit for bit, and which constants 8 bits hold exactly."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

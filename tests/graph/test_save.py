@@ -1,7 +1,5 @@
 """Models are written whole or not at all, whatever fails or kills the process."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

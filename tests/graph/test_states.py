@@ -1,7 +1,5 @@
 """Which outputs are the next values of which inputs, by their names."""
 
-from __future__ import annotations
-
 import pytest
 
 from kenosis_ort.graph.bodies import state_pairs, state_stem
@@ -12,6 +10,7 @@ from tests.graph.build import net
     ("past_key", "present_key"), ("past_value", "present_value"), ("past_key_values.0.key", "present.0.key"),
     ("past_key_values.11.value", "present.11.value"), ("past_0_k", "present_0_k"), ("state", "stateN"),
     ("h_in", "h_out"), ("past_key_values", "present_key_values"), ("cache_3", "new_cache_3"),
+    ("past.0.key", "present.0.key"), ("hidden_in", "hidden_out"),
 ])  # fmt: skip
 def test_names_that_differ_in_time_alone_belong_together(past: str, present: str):
     assert state_stem(past) == state_stem(present) != ""
@@ -19,7 +18,7 @@ def test_names_that_differ_in_time_alone_belong_together(past: str, present: str
 
 @pytest.mark.parametrize(("one", "other"), [
     ("past_key", "present_value"), ("past_key_values.0.key", "present.0.value"), ("past.1.key", "present.0.key"),
-    ("logits", "past_key"),
+    ("logits", "past_key"), ("h0", "hn"), ("image", "boxes"), ("state", "output"),
 ])  # fmt: skip
 def test_others_do_not(one: str, other: str):
     assert state_stem(one) != state_stem(other)

@@ -1,7 +1,5 @@
 """What a model file holds, at a glance."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What tests of passes share: outputs of two models beside each other, and weights changed in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

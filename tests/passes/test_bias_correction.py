@@ -1,7 +1,5 @@
 """Biases corrected layer by layer, in one run where samples can be stacked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Channels between two layers brought to one range: exact in float, better in integers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What counts as better on held-out samples, and how candidates and the float model are run on them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

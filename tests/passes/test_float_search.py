@@ -1,7 +1,5 @@
 """Sensitivity and mixed precision: the tensor that was made bad is found, and the nodes around it are left float."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The gated model: all gates on is the quantized model, all off the float one, and single gates are single tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights rounded so that a layer's outputs are closest, on the grid that they have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

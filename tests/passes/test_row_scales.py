@@ -1,7 +1,5 @@
 """Rows of one size: exact in float, one range fit for all rows, and integer kernels behind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SmoothQuant: exact in float, folded where it can be, and better where channels differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

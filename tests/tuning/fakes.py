@@ -1,7 +1,5 @@
 """Models that are nothing but a name, and a race setup whose clock only they move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring a host profile: the fit, what a measurement holds, and whether a second kernel is faster here too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

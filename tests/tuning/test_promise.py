@@ -1,7 +1,5 @@
 """Which form is taken: on a made-up clock, and once on the installed runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Races on a clock that only the fakes move, and some on the installed runtime."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Grids of weights in blocks, and what rounding by second moments gains on them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

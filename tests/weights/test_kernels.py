@@ -1,7 +1,5 @@
 """Weight-only and dynamic forms of linear layers, against float arithmetic and the installed runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`quantize_weights` as users call it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

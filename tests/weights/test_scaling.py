@@ -1,7 +1,5 @@
 """Channels that matter, scaled in front of linear layers before their weights are rounded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

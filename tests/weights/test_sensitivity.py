@@ -1,7 +1,5 @@
 """Which layers get 8 bits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

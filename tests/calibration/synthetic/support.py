@@ -1,7 +1,5 @@
 """Small models of single inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
