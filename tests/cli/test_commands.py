@@ -6,13 +6,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kenosis_ort import CalibrationTable
 from kenosis_ort.bench import doctor
 from kenosis_ort.cli.commands import COMMANDS
+from kenosis_ort.demo import load_digits
+from kenosis_ort.demo import measurements as measured
+from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
-from tests.cli.conftest import Shell
+from tests.cli.conftest import BATCH, ROUNDS, Shell
 
 
 def lacking(printed: str, *expected: str) -> list[str]:
@@ -81,10 +85,7 @@ def test_outputs_layers_and_a_next_step(shell: Shell) -> None:
 
 @pytest.mark.parametrize(
     ("demand", "code"),
-    [
-        *((demand, 0) for demand in ("--min-agreement 99%", "--min-sqnr 10")),
-        *((demand, 1) for demand in ("--min-sqnr 90", "--min-agreement 50% --min-sqnr 90")),
-    ],
+    [("--min-agreement 99% --min-sqnr 10", 0), ("--min-sqnr 90", 1), ("--min-agreement 50% --min-sqnr 90", 1)],
 )
 def test_demands_show_in_the_exit_code(demand: str, code: int, shell: Shell) -> None:
     found = shell(f"{COMPARE} {demand} --json", code=code).data
@@ -184,3 +185,33 @@ def test_completion_knows_the_commands_and_parses(name: str, shell: Shell) -> No
     if shutil.which(name):
         Path("script").write_text(script)
         subprocess.run([name, "-n", "script"], check=True)
+
+
+# -- demo
+
+
+def test_the_demonstration(demonstration: measured.Demonstration, kept_models: Path) -> None:
+    """It prints and tells accuracy, speed and proof, and keeps the models."""
+    shown = ("float32", "stock, default", "stock, best", "kenosis-ort", "accuracy", "speed")
+    printed = to_text(measured.render(demonstration))
+    assert not lacking(printed, *shown, "7 of 7 Conv/Gemm/MatMul run on integer kernels")
+    assert (kept_models / "digits_kenosis.onnx").is_file()
+    found = demonstration.to_dict()
+    assert list(found["models"]) == [measured.FLOAT, measured.STOCK_DEFAULT, measured.STOCK_BEST, measured.OURS]
+    assert found["models"][measured.FLOAT]["proof"] is None
+    assert found["models"][measured.OURS]["accuracy"] > 0.97
+    assert found["models"][measured.OURS]["proof"].startswith("7 of 7")
+    assert (found["batch"], found["rounds"]) == (BATCH, ROUNDS)
+
+
+def test_a_demonstration_of_a_model_and_itself(made: Path) -> None:
+    digits = load_digits()
+    models = dict.fromkeys((measured.FLOAT, "copy"), made / "float.onnx")
+    quality = measured.measure_quality(models, digits)
+    assert quality["copy"] == quality[measured.FLOAT]
+    assert quality["copy"].sqnr_db == np.inf
+    rounds: list[tuple[int, int | None]] = []
+    speed = measured.measure_speed(models, digits, batch=1, rounds=2, on_round=lambda *done: rounds.append(done))
+    assert speed[measured.FLOAT].ratio == 1
+    assert speed["copy"].microseconds > 0
+    assert rounds == [(1, 2), (2, 2)]

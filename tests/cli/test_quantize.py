@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,15 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from kenosis_ort import OptionError, PlacementPlan, QuantizationReport, Recipe
+from kenosis_ort.cli import flags, quantize_command
+from kenosis_ort.cli.main import build_parser
 from kenosis_ort.cli.quantize_command import output_path
 from kenosis_ort.demo import load_digits
-from kenosis_ort.report import QuantizationReport
+from kenosis_ort.option_types import RecipeFile
+from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.report import CalibrationSummary, OptionChoice
+from kenosis_ort.report.quantization_report import HOST_CHOICES
 from tests import models
 from tests.cli.conftest import PLAIN, Shell
 
@@ -30,11 +37,9 @@ def test_writes_an_accurate_model_and_prints_the_proof(shell: Shell, trained_mod
     assert (session.run(None, {"image": digits.images})[0].argmax(1) == digits.labels).mean() >= 0.97
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"), [("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")]
-)
-def test_the_output_is_named_after_the_model(model: str, expected: str) -> None:
-    assert output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
+def test_the_output_is_named_after_the_model() -> None:
+    for model, expected in (("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")):
+        assert output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
 
 
 def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell: Shell) -> None:
@@ -98,13 +103,6 @@ def test_the_html_report_is_saved(shell: Shell) -> None:
     assert "5 of 5 Conv/Gemm/MatMul" in (shell.folder / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.x86_only
-@pytest.mark.parametrize("output", ["", "-q"])
-def test_int8_activations_on_x86_are_done(shell: Shell, output: str) -> None:
-    printed = shell.quantize(f"--activation-type int8 --weight-type int8 {output}")
-    assert "warning" not in printed.err + printed.out
-
-
 # -- held-out data and metrics
 
 METRICS = """
@@ -162,3 +160,87 @@ def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: 
 def test_the_evaluation_data_is_not_written_over(held_out: Shell) -> None:
     line = f"quantize float.onnx held_out.npz --data samples.npz --eval-data held_out.npz {PLAIN}"
     assert "evaluation data" in held_out.complaint(line)
+
+
+# -- the recipe beside every output: it makes the same bytes again, and a wrong one is refused
+
+CASES = {
+    "options": "--no-per-channel --exclude layer5.conv --protect-outputs int8 --method percentile",
+    "extra options": "--option ActivationSymmetric=true --activation-type int8 --recipe plain",
+    "defaults": "",
+}
+MADE_UP = "--synthetic 5 --seed 3 --input-range image=0,1 --recipe plain"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_recipe_makes_the_same_bytes_again(case: str, shell: Shell) -> None:
+    shell(f"quantize float.onnx first.onnx --data samples.npz {CASES[case]}")
+    again = shell("quantize float.onnx again.onnx --data samples.npz --json --recipe first.recipe.toml")
+    assert again.data["same_as_recorded"] is True
+    files = shell.files()
+    assert files["first.onnx"] == files["again.onnx"]
+
+
+def test_made_up_data_comes_from_the_recipe_and_others_are_told_from_it(shell: Shell) -> None:
+    shell(f"quantize float.onnx first.onnx {MADE_UP}")
+    assert "byte for byte" in shell("quantize float.onnx again.onnx --recipe first.recipe.toml").out
+    before = shell.files()
+    assert before["first.onnx"] == before["again.onnx"]
+    printed = shell("quantize float.onnx first.onnx --synthetic 2 --recipe first.recipe.toml")
+    assert "is not the recorded one" in printed.line
+    assert shell.files()["first.recipe.toml"] == before["first.recipe.toml"], "one that is used is not written over"
+
+
+def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
+    how = "--save-recipe mine.toml -q --recipe plain --accuracy-budget 1%"
+    shell(f"quantize float.onnx o.onnx --data samples.npz {how}")
+    assert "o.recipe.toml" not in shell.files()
+    recipe = Recipe.load("mine.toml")
+    assert (recipe.mixed_precision, recipe.accuracy_budget) == (True, 0.01)
+    assert recipe.speed.form == "int8", "what timing decided"
+    file = RecipeFile.load("mine.toml")
+    assert file.made["output_sha256"] == quantize_command.sha256(Path("o.onnx"))
+    assert set(HOST_CHOICES) <= file.options.keys()
+    assert str(shell.folder) not in str(replace(file, data={})), "no folder of this machine but where the data were"
+
+
+def test_what_is_wrong_in_it_is_named():
+    for said, told in (({"meen": "1"}, "Did you mean 'mean'?"), ({"mean": "grey"}, "'grey' is not a list of numbers")):
+        with pytest.raises(OptionError, match=r"r\.toml.*Fix: ") as caught:
+            quantize_command.saved_data(RecipeFile(Recipe(), data=said), "r.toml")
+        assert told in str(caught.value)
+
+
+DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --input-range ids=0,9 --input-shape ids=1x8
+    --input-kind ids=tokens --mean 0.485,0.456,0.406 --std 0.1,2,3e-05 --input image --size 32x48 --layout NHWC
+    --scale 0.00392156862745098 --channel-order BGR --resize crop --fill 3 --limit 7"""
+
+
+def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
+    said = flags.given_data(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
+    assert said.keys() == {*flags.DATA_NAMES} - {"data"}
+    path = tmp_path / "r.toml"
+    RecipeFile(Recipe(), data={name: quantize_command.spelled(value) for name, value in said.items()}).save(path)
+    read = quantize_command.saved_data(RecipeFile.load(path), str(path))
+    assert read == said
+    nothing = {name: [] if isinstance(said.get(name), list) else None for name in flags.DATA_NAMES}
+    unsaid = Namespace(**{**nothing, "seed": 9})
+    quantize_command.recall(unsaid, read)
+    recalled = vars(unsaid).pop("recalled")
+    assert vars(unsaid) == {**said, "data": None, "seed": 9}
+    assert recalled == said.keys() - {"seed"}
+    unsaid = Namespace(**{**nothing, "data": "samples.npz"})
+    quantize_command.recall(unsaid, read)
+    assert unsaid.synthetic is None, "real data in place of made-up ones"
+
+
+def test_what_timing_decided_is_in_the_recipe_and_nothing_is_timed_where_nothing_was():
+    summary = CalibrationSummary("minmax", 1, 1, 0.0)
+    said = {name: OptionChoice(value, "caller") for name, value in {"tune": "off", "threads": 2}.items()}
+    for choice in (SpeedChoice("ab", "float"), None):
+        recipe = Recipe(speed=choice)
+        report = QuantizationReport("m", "o", "ort-cpu", said, PlacementPlan("ort-cpu"), None, summary, recipe=recipe)
+        options = report.recipe_file().options
+        assert options["threads"] == 2
+        assert options.get("promise", True) is (choice is not None)
+        assert options["tune"] == "off"

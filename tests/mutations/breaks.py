@@ -200,7 +200,7 @@ BREAKS = (
     Break("placement/absorption.py", "else min(x for x in lows", "else max(x for x in lows",
           "placement/test_absorption.py"),
     Break("demo/measurements.py", "(values.argmax(1) == digits.labels)", "(values.argmax(1) != digits.labels)",
-          "cli/test_demo.py"),
+          "cli/test_commands.py"),
     Break("placement/absorption.py", "        self.shortcuts[str(node.name)] = others[0]", "        pass",
           "contracts/test_own_target.py"),
 )
