@@ -167,7 +167,7 @@ def test_a_wrong_value_on_the_command_line(option: str, values: tuple[str, ...],
     "text",
     [
         *("options = 3", "data = []", "made = 'x'", "schema = 9", "schema = 'x'", "recipe = 5", "= ="),
-        *("[options]\nthreads = 99999999999", "[options]\ntune_budget_s = nan", "[options]\nnodes_to_exclude = [1]"),
+        *("[options]\nthreads = -1", "[options]\ntune_budget_s = nan", "[options]\nnodes_to_exclude = [1]"),
         *("[options]\nverify = 'no'", "[options]\nextra_options = { WeightSymmetric = 'no' }", "[options]\ntarget = 5"),
         *("[options]\npromise = 2024-01-01", "[options]\nactivation_type = 'int7'", "[recipe]\nsmooth = nan"),
         *("[data]\nbatch_size = 'x'", "[data]\nseed = -1", "[data]\nsynthetic = 0", "[data]\nnothing = 1"),

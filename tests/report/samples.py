@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from kenosis_ort import report as parts
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.report import (
-    CalibrationSummary,
-    OptionChoice,
-    OutputQuality,
-    PassOutcome,
-    QuantizationReport,
-    ReportEvidence,
-    SpeedCandidate,
-    SpeedSummary,
-    TensorTrust,
-    TrustSummary,
-)
+from kenosis_ort.report import QuantizationReport
 from kenosis_ort.report.evidence import Bars, GraphSketch, LayerSignal, OpTime, OpTimes, SketchNode, TensorProfile
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
 
-def kernel(node: str, **changes: Any) -> KernelReport:
-    values: dict[str, Any] = {
-        "op_type": "Conv",
-        "kernel": "com.microsoft.QLinearConv",
-        "integer": True,
-        "status": Status.INTEGER,
-    }
-    values.update(changes)
-    values["status"] = Status(values["status"])
-    return KernelReport(node=node, **values)
+def kernel(node: str, op_type: str = "Conv", **changes: Any) -> KernelReport:
+    values = {"kernel": "com.microsoft.QLinearConv", "integer": True, "status": Status.INTEGER, **changes}
+    return KernelReport(node=node, op_type=op_type, **{**values, "status": Status(values["status"])})
 
 
 def fusion(*kernels: KernelReport) -> FusionReport:
@@ -39,13 +22,10 @@ def fusion(*kernels: KernelReport) -> FusionReport:
 
 
 def plan(*integer: str) -> PlacementPlan:
-    return PlacementPlan(
-        target="ort-cpu",
-        decisions=tuple(
-            Decision(Edge(f"{node}.in", node, 0), EdgeRole.ACTIVATION, How.OWN, "rule", "because") for node in integer
-        ),
-        nodes=tuple(NodeDecision(node, "Conv", Kind.INTEGER, "rule", "because") for node in integer),
-    )
+    decided = (EdgeRole.ACTIVATION, How.OWN, "rule", "because")
+    decisions = tuple(Decision(Edge(f"{node}.in", node, 0), *decided) for node in integer)
+    nodes = tuple(NodeDecision(node, "Conv", Kind.INTEGER, "rule", "because") for node in integer)
+    return PlacementPlan(target="ort-cpu", decisions=decisions, nodes=nodes)
 
 
 def report(**changes: Any) -> QuantizationReport:
@@ -53,56 +33,49 @@ def report(**changes: Any) -> QuantizationReport:
         "model_input": "in.onnx",
         "model_output": "out.onnx",
         "target": "ort-cpu",
-        "options": {"per_channel": OptionChoice(True, "host default")},
+        "options": {"per_channel": parts.OptionChoice(True, "host default")},
         "plan": plan("stem", "head"),
         "fusion": fusion(
             kernel("stem", absorbed=("stem_relu",)),
             kernel("stem_relu", op_type="Relu", kernel="", integer=False, status="absorbed"),
             kernel("head", integer=False, kernel="Conv", status="float", reason="no Q on its output"),
         ),
-        "calibration": CalibrationSummary("minmax", 8, 5, 0.25),
+        "calibration": parts.CalibrationSummary("minmax", 8, 5, 0.25),
         "notes": ("opset raised from 9 to 13",),
         "warnings": ("one [odd] thing",),
         "size_before": 4_000_000,
         "size_after": 1_000_000,
         "seconds": {"calibrate": 0.25, "quantize": 0.5},
-        "outputs": (OutputQuality("logits", 31.25),),
+        "outputs": (parts.OutputQuality("logits", 31.25),),
         "versions": {"onnxruntime": "1.2.3"},
     }
-    values.update(changes)
-    return QuantizationReport(**values)
+    return QuantizationReport(**{**values, **changes})
 
 
-def passes() -> tuple[PassOutcome, ...]:
+def passes() -> tuple[parts.PassOutcome, ...]:
     return (
-        PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
-        PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
-        PassOutcome("smooth", False, reason="nothing to gain"),
+        parts.PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
+        parts.PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
+        parts.PassOutcome("smooth", False, reason="nothing to gain"),
     )
 
 
-def speed() -> SpeedSummary:
-    return SpeedSummary(
-        candidates=(
-            SpeedCandidate("int8", "int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5),
-            SpeedCandidate(
-                "int8-first-float", "first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5
-            ),
-            SpeedCandidate("float", "the float model", "spare", "not needed"),
-        ),
-        float_milliseconds=1.5,
-        tune="model",
-        notes=("the pools were merged",),
-    )
+def speed() -> parts.SpeedSummary:
+    slower = ("int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5)
+    taken = ("first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5)
+    spare = ("the float model", "spare", "not needed")
+    forms = {"int8": slower, "int8-first-float": taken, "float": spare}
+    candidates = tuple(parts.SpeedCandidate(name, *said) for name, said in forms.items())
+    notes = ("the pools were merged",)
+    return parts.SpeedSummary(candidates, float_milliseconds=1.5, tune="model", notes=notes)
 
 
-def trust() -> TrustSummary:
-    return TrustSummary(
-        "usable", "two ranges vary", "synthetic", "ten real samples", (TensorTrust("a", "seen", 0.4, "unstable"),)
-    )
+def trust() -> parts.TrustSummary:
+    seen = (parts.TensorTrust("a", "seen", 0.4, "unstable"),)
+    return parts.TrustSummary("usable", "two ranges vary", "synthetic", "ten real samples", seen)
 
 
-def evidence(*names: str) -> ReportEvidence:
+def evidence(*names: str) -> parts.ReportEvidence:
     """Evidence about a chain of nodes of these names, ``stem``, ``stem_relu`` and ``head`` by default."""
     nodes, layers, value = [], [], "image"
     for index, name in enumerate(names or ("stem", "stem_relu", "head")):
@@ -112,29 +85,20 @@ def evidence(*names: str) -> ReportEvidence:
         layers.append(LayerSignal(made, name, 40.0 - index))
         value = made
     bars = Bars(-1.0, 2.0, (1, 5, 20, 3))
-    return ReportEvidence(
+    float_times = OpTime("stem", "Conv", "Conv", 2.0), OpTime("head", "Conv", "Conv", 1.0)
+    int8_times = OpTime("stem", "Conv", "QLinearConv", 0.5), OpTime("q", "QuantizeLinear", "QuantizeLinear", 0.05)
+    return parts.ReportEvidence(
         graph=GraphSketch(tuple(nodes), ("image",), (value,)),
         tensors=(
             TensorProfile(nodes[0].outputs[0], "activation", -1.0, 2.0, (-0.5, 1.5), bits=8, bars=bars),
             TensorProfile("stem.weight", "weight", -0.5, 0.5, (-0.5, 0.5), 8, 8, 41.5, Bars(-0.5, 0.5, (2, 9, 2))),
         ),
         layers=tuple(layers),
-        times=OpTimes(
-            (OpTime("stem", "Conv", "Conv", 2.0), OpTime("head", "Conv", "Conv", 1.0)),
-            (OpTime("stem", "Conv", "QLinearConv", 0.5), OpTime("q", "QuantizeLinear", "QuantizeLinear", 0.05)),
-            threads=1,
-            runs=10,
-        ),
+        times=OpTimes(float_times, int8_times, threads=1, runs=10),
     )
 
 
 def full_report(**changes: Any) -> QuantizationReport:
     """A report in which every section has something to show."""
-    values: dict[str, Any] = {
-        "recipe": RECIPES["fast"],
-        "passes": passes(),
-        "speed": speed(),
-        "trust": trust(),
-        "evidence": evidence(),
-    }
+    values = {"recipe": RECIPES["fast"], "passes": passes(), "speed": speed(), "trust": trust(), "evidence": evidence()}
     return report(**{**values, **changes})

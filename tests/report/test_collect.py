@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 
-from kenosis_ort import quantize_static
 from kenosis_ort.accuracy.grids import read_grids
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models
+from tests.flow.support import quantized
 from tests.models import FeedReader, feeds
 
 
@@ -24,7 +25,7 @@ from tests.models import FeedReader, feeds
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     model = models.residual_block()
     out: Path = tmp_path_factory.mktemp("pair") / "q.onnx"
-    quantize_static(model, out, FeedReader(feeds(model, 4)), rewrites=False, recipe="plain", promise=False)
+    quantized(model, out, rewrites=False)
     return model, onnx.load(out)
 
 
@@ -43,17 +44,16 @@ def test_sketch_holds_every_node_and_edge_but_no_constants(pair):
 
 def test_sketch_counts_what_a_body_reads():
     model = models.net_with_if()
-    branch = next(n for n in sketch_graph(model).nodes if n.op_type == "If")
-    assert len(branch.inputs) > 1
+    assert len(next(n for n in sketch_graph(model).nodes if n.op_type == "If").inputs) > 1
 
 
 def test_grids_are_those_of_the_quantized_model(pair):
-    model, quantized = pair
-    grids = read_grids(model, quantized)
-    constants = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    model, made = pair
+    grids = read_grids(model, made)
+    constants = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
     names = {name for node in model.graph.node for name in node.output}
     checked = 0
-    for node in quantized.graph.node:
+    for node in made.graph.node:
         if node.op_type == "QuantizeLinear" and node.input[0] in names:
             scale, zero = float(constants[node.input[1]]), int(constants[node.input[2]])
             low, high = (0, 255) if constants[node.input[2]].dtype == np.uint8 else (-128, 127)
@@ -63,34 +63,31 @@ def test_grids_are_those_of_the_quantized_model(pair):
 
 
 def test_weights_are_within_half_a_step_of_their_grid(pair):
-    model, quantized = pair
-    grids = read_grids(model, quantized)
+    model, made = pair
+    grids = read_grids(model, made)
     weights = {n.input[1] for n in model.graph.node if n.op_type == "Conv"}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
             real = numpy_helper.to_array(tensor).astype(np.float64)
             rounding = grids[tensor.name].rounding(real)
-            assert rounding is not None
             assert rounding[0] == pytest.approx(float(np.square(real).sum()), rel=1e-12)
             assert 0.0 < rounding[1] <= real.size * (0.5001 * grids[tensor.name].scale.max()) ** 2
 
 
 def test_profiles_count_every_value_and_know_the_noise(pair):
-    model, quantized = pair
+    model, made = pair
     config = CalibrationConfig(method="percentile")
     tensors = [n.output[0] for n in model.graph.node if n.op_type in ("Conv", "Relu", "Add")]
     table = collect(model, FeedReader(feeds(model, 4)), Points(tensors, config=config))
-    profiles = profile_tensors(model, quantized, table)
+    profiles = profile_tensors(model, made, table)
     activations = [p for p in profiles if p.kind == "activation"]
     weights = [p for p in profiles if p.kind == "weight"]
     assert {p.name for p in activations} == set(tensors)
     assert len(weights) == sum(n.op_type in ("Conv", "Gemm") for n in model.graph.node)
     for profile in activations:
-        assert profile.bars is not None
         assert len(profile.bars.counts) == BINS
         assert sum(profile.bars.counts) == table.tensors[profile.name].count
     for profile in weights:
-        assert profile.sqnr_db is not None
         assert 30 < profile.sqnr_db < math.inf
         assert profile.bits == 8
     json.dumps([p.bars.counts for p in profiles if p.bars])
@@ -101,27 +98,16 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
     ("options", "caption", "largest"),
     [({}, "8 bits, pairs within int16", 127), ({"reduce_range": True}, "7 bit", 64)],
 )
-def test_weights_have_the_range_that_their_integers_span(
-    tmp_path: Path, options: dict[str, bool], caption: str, largest: int
-):
+def test_weights_have_the_range_that_their_integers_span(tmp_path: Path, options: Any, caption: str, largest: int):
     model = models.residual_block()
-    quantize_static(
-        model,
-        tmp_path / "q.onnx",
-        FeedReader(feeds(model, 4)),
-        rewrites=False,
-        recipe="plain",
-        promise=False,
-        **options,
-    )
-    quantized = onnx.load(tmp_path / "q.onnx")
+    quantized(model, tmp_path / "q.onnx", rewrites=False, **options)
+    made = onnx.load(tmp_path / "q.onnx")
     convs = {node.input[1] for node in model.graph.node if node.op_type == "Conv"}
-    grids = read_grids(model, quantized)
-    shown = [p for p in profile_tensors(model, quantized) if p.name in convs]
+    grids = read_grids(model, made)
+    shown = [p for p in profile_tensors(model, made) if p.name in convs]
     assert shown
     for profile in shown:
         grid = grids[profile.name]
-        assert grid.stored is not None
         integers = numpy_helper.to_array(grid.stored).astype(np.int64)
         assert np.abs(integers).max() == largest
         values = integers.reshape(len(integers), -1) * grid.scale[:, None]
@@ -130,9 +116,9 @@ def test_weights_have_the_range_that_their_integers_span(
 
 
 def test_free_8_bits_claim_no_pairs(pair):
-    model, quantized = pair
+    model, made = pair
     free = onnx.ModelProto()
-    free.CopyFrom(quantized)
+    free.CopyFrom(made)
     for tensor in free.graph.initializer:
         if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) == 4:
             tensor.CopyFrom(numpy_helper.from_array(np.full(tuple(tensor.dims), 127, np.int8), tensor.name))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,14 +16,14 @@ from hypothesis import strategies as st
 from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards
 from tests import models
-from tests.models import Feed, FeedReader, Net
+from tests.flow.support import sqnr_db
+from tests.models import Feed, Net
 from tests.quantizer.random_nets import nets
 
 _QUANTIZED = {
     *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger"),
     *("MatMulNBits", "GatherBlockQuantized", "DynamicQuantizeMatMul"),
 }
-CPU: dict[str, Any] = {"providers": ["CPUExecutionProvider"]}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"recipe": "plain", "promise": False},
     "fast": {"recipe": "fast", "promise": False},
@@ -43,16 +42,15 @@ def net(seed: int) -> onnx.ModelProto:
     """A chain of Conv or of Gemm with weights and biases of any magnitude."""
     rng = np.random.default_rng(seed)
     made = Net(seed=seed)
-    size, count = (4, 6), int(rng.integers(1, 4))
+    count = int(rng.integers(1, 4))
     scale, bias = 10.0 ** rng.choice([-7, -2, 0]), 10.0 ** rng.choice([-3, 0, 37])
     convs = bool(rng.integers(2))
-    y = made.input("x", [1, 4, *size] if convs else [1, 4])
+    y = made.input("x", shape := [1, 4, 4, 6] if convs else [1, 4])
     for i in range(count):
-        weight = made.const(rng.normal(0, scale, (4, 4, 1, 1) if convs else (4, 4)))
-        shift = made.const(rng.uniform(-bias, bias, 4))
-        y = made.op("Conv" if convs else "Gemm", [y, weight, shift], name=f"layer{i}")
+        operands = [y, rng.normal(0, scale, (4, 4, 1, 1) if convs else (4, 4)), rng.uniform(-bias, bias, 4)]
+        y = made.op("Conv" if convs else "Gemm", operands, name=f"layer{i}")
         y = made.op("Relu", [y], name=f"relu{i}")
-    made.output(y, [1, 4, *size] if convs else [1, 4])
+    made.output(y, shape)
     return made.model()
 
 
@@ -67,9 +65,8 @@ def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None
     assert report.size_change == "the same size" or report.size_change.endswith("smaller" if smaller else "larger")
     found = verify_fusion(out)
     if report.fusion is not None:
-        assert {(k.node, k.kernel, k.integer) for k in report.fusion.kernels} == {
-            (k.node, k.kernel, k.integer) for k in found.kernels
-        }
+        told, seen = ({(k.node, k.kernel, k.integer) for k in each.kernels} for each in (report.fusion, found))
+        assert told == seen
     integer = {k.node for k in found.kernels if k.integer}
     heavy = {n.node for n in report.plan.nodes if n.op_type in ("Conv", "Gemm")} & set(report.plan.integer_nodes())
     assert heavy - integer <= {k.node for k in report.left_float()}
@@ -91,20 +88,15 @@ def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, 
 
     The report pools some of the samples, so that its figure is between that of the best and of the worst of them.
     """
-    before, after = (onnxruntime.InferenceSession(m, **CPU) for m in (model.SerializeToString(), str(out)))
+    before, after = models.session(model), models.session(out)
     names = [output.name for output in before.get_outputs()]
     pairs = [(before.run(None, feed), after.run(names, feed)) for feed in feeds]
     for output in report.outputs:
         at = names.index(output.name)
-        signals = [_sqnr_db(reference[at], found[at]) for reference, found in pairs]
+        with np.errstate(all="ignore"):
+            signals = [sqnr_db(reference[at], found[at]) for reference, found in pairs]
         if np.isfinite(signals).all():
             assert min(signals) - 0.05 <= output.sqnr_db <= max(signals) + 0.05
-
-
-def _sqnr_db(reference: np.ndarray, found: np.ndarray) -> float:
-    exact, error = reference.astype(np.float64), found.astype(np.float64) - reference.astype(np.float64)
-    with np.errstate(all="ignore"):
-        return float(10 * np.log10(np.square(exact).sum() / np.square(error).sum()))
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -113,9 +105,7 @@ def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("kenosis_ort.flow.builder.emit", lambda *_: [][0])
     for seed in range(1 if form.startswith(("made up", "promise")) else 2):
         model, out = net(seed), tmp_path / f"{seed}.onnx"
-        shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
-        feeds = [{"x": np.random.default_rng(i).normal(0, 1, shape).astype(np.float32)} for i in range(12)]
-        reader = None if form.startswith(("made up", "weight-only")) else FeedReader(feeds)
+        reader = None if form.startswith(("made up", "weight-only")) else models.reader(model, 12)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = quantize_static(model, out, reader, **{"evidence": "none", **FORMS[form]})
@@ -139,42 +129,33 @@ def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, f
 
 def test_ranges_that_leave_nothing_to_quantize(tmp_path: Path) -> None:
     """The ranges that a pass chooses put the bias beyond what its scale holds: the file is float, and said to be."""
-    made = Net()
-    rng = np.random.default_rng(0)
-    weight, bias = rng.normal(0, 1e-7, (4, 3, 1, 1)), rng.uniform(-1e38, 1e38, 4)
-    x = made.input("x", [1, 3, 8, 8])
-    made.output(made.op("Conv", [x, made.const(weight), made.const(bias)], name="conv"), [1, 4, 8, 8])
-    model, out = made.model(), tmp_path / "out.onnx"
-    feeds = [{"x": rng.normal(0, 1, (1, 3, 8, 8)).astype(np.float32)} for _ in range(16)]
+    rng, made = np.random.default_rng(0), Net.over([1, 3, 8, 8])
+    operands = ["x", rng.normal(0, 1e-7, (4, 3, 1, 1)), rng.uniform(-1e38, 1e38, 4)]
+    model, out = made.of(made.op("Conv", operands, name="conv")), tmp_path / "out.onnx"
     with pytest.warns(UserWarning, match="float model as it came"):
-        report = quantize_static(model, out, FeedReader(feeds))
+        report = quantize_static(model, out, models.reader(model, 16))
     assert report.is_float
     check(report, model, out)
 
 
 def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path: Path) -> None:
     model = net(3)
-    shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
-    feeds = [{"x": np.random.default_rng(i).normal(0, 1, shape).astype(np.float32)} for i in range(128)]
-    report = quantize_static(model, tmp_path / "out.onnx", FeedReader(feeds), promise=False)
-    assert report.measure is not None
+    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 128), promise=False)
     assert report.measure.samples > 32
 
 
 def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
-    made = Net()
-    y = made.op("MatMul", [made.input("x", [2, 64]), made.const(made.rng.normal(0, 1, (64, 32)))], name="fc")
-    made.output(y, [2, 32])
-    report = quantize_static(made.model(), tmp_path / "out.onnx", None, recipe="weight-only-4")
+    made = Net.over([2, 64])
+    model = made.of(made.op("MatMul", ["x", made.rng.normal(0, 1, (64, 32))], name="fc"))
+    report = quantize_static(model, tmp_path / "out.onnx", None, recipe="weight-only-4")
     assert 5 < report.outputs[0].sqnr_db < 60
     assert report.samples_compared == "made-up samples"
     assert report.verdict().startswith("1 layers and embeddings have weights in blocks")
 
 
 def test_a_float_net_is_not_judged_by_the_samples_that_were_made_up(tmp_path: Path) -> None:
-    made = Net()
-    made.output(made.conv(made.input("x", [1, 3, 8, 8]), 3, 4, bias=False, name="conv"), [1, 4, 8, 8])
-    model, out = made.model(), tmp_path / "out.onnx"
+    made = Net.over([1, 3, 8, 8])
+    model, out = made.of(made.conv("x", 3, 4, bias=False, name="conv")), tmp_path / "out.onnx"
     with pytest.warns(UserWarning, match="float model"):
         report = quantize_static(model, out, None, recipe="data-free", extra_options={"MinimumRealRange": 1e4})
     assert report.is_float

@@ -7,23 +7,30 @@ import json
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenosis_ort import preview
+from kenosis_ort import report as parts
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report import (
-    OptionChoice,
-    OutputQuality,
-    PassOutcome,
-    QuantizationReport,
-    ReportEvidence,
-    SpeedCandidate,
-    SpeedSummary,
+from kenosis_ort.report import QuantizationReport
+from kenosis_ort.report import evidence as reasons
+from kenosis_ort.report.evidence import (
+    LayerTime,
+    OpTime,
+    OpTimes,
+    explain_kernel,
+    explain_plan,
+    fusion_verdict,
+    kernels_in_words,
+    layer_times,
 )
-from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, fusion_verdict, kernels_in_words, layer_times
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
+from kenosis_ort.targets.proof import Cause, KernelReport, Status
+from tests import models, planning
 from tests.report.samples import full_report, fusion, kernel, plan, report, speed
 
 numbers = st.none() | st.floats(allow_nan=False)
@@ -53,7 +60,7 @@ def test_json_round_trip_keeps_everything(original: QuantizationReport) -> None:
     assert copy.verdict() == original.verdict()
     assert copy.left_float() == original.left_float()
     assert bool(copy.evidence) is (original.evidence is not None)
-    assert not ReportEvidence()
+    assert not parts.ReportEvidence()
 
 
 def test_parts_may_be_left_out_and_missing() -> None:
@@ -68,17 +75,19 @@ def test_parts_may_be_left_out_and_missing() -> None:
 
 @given(st.floats(allow_nan=False), numbers, numbers, st.booleans())
 def test_any_number_survives_json(db: float, first: float | None, second: float | None, kept: bool) -> None:
-    original = report(outputs=(OutputQuality("logits", db),))
+    original = report(outputs=(parts.OutputQuality("logits", db),))
     assert QuantizationReport.from_json(original.to_json()).outputs[0].sqnr_db == db
     for part in (
-        PassOutcome("p", kept, first, second),
-        SpeedSummary((SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
+        parts.PassOutcome("p", kept, first, second),
+        parts.SpeedSummary((parts.SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
     ):
         assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
 
 
 def test_json_is_strict_json() -> None:
-    text = report(outputs=(OutputQuality("same", float("inf")), OutputQuality("broken", float("nan")))).to_json()
+    text = report(
+        outputs=(parts.OutputQuality("same", float("inf")), parts.OutputQuality("broken", float("nan")))
+    ).to_json()
     assert "Infinity" not in text
     assert "NaN" not in text
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]] == ["inf", "nan"]
@@ -98,7 +107,7 @@ def test_json_is_strict_json() -> None:
     ],
 )
 def test_option_values_become_plain_data(value: object, plain: object) -> None:
-    raw = report(options={"option": OptionChoice(value, "caller")}).to_dict()
+    raw = report(options={"option": parts.OptionChoice(value, "caller")}).to_dict()
     assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
 
 
@@ -119,17 +128,12 @@ def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
         report().target = "other"
 
 
-@pytest.mark.parametrize(("before", "after", "change"), [(0.5, 0.25, -0.5), (None, 1.0, None), (0.0, 1.0, None)])
-def test_change_of_a_pass(before: float | None, after: float | None, change: float | None) -> None:
-    assert PassOutcome("p", True, before, after).change == change
-
-
-def test_the_taken_form_is_found() -> None:
-    taken = speed().taken
-    assert taken is not None
-    assert taken.name == "int8-first-float"
+def test_the_change_of_a_pass_and_the_form_taken_are_found() -> None:
+    for before, after, change in ((0.5, 0.25, -0.5), (None, 1.0, None), (0.0, 1.0, None)):
+        assert parts.PassOutcome("p", True, before, after).change == change
+    assert speed().taken.name == "int8-first-float"
     assert speed().sentence() == "first node float: 1.50x"
-    assert (SpeedSummary().taken, SpeedSummary().sentence()) == (None, "")
+    assert (parts.SpeedSummary().taken, parts.SpeedSummary().sentence()) == (None, "")
 
 
 # -- the verdict
@@ -161,17 +165,9 @@ def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
     assert not lacking(
         text,
         "1 of 2 Conv/Gemm/MatMul run on integer kernels; 1 planned as integer run in float",
-        "in.onnx -> out.onnx",
-        "4.0 MB -> 1.0 MB (4.00x smaller)",
-        "minmax, 8 samples, 5 tensors, 0.25 s",
-        "ort-cpu (onnxruntime 1.2.3)",
-        "logits 31.2 dB",
-        "com.microsoft.QLinearConv",
-        "1 Relu",
-        "no Q on its output",
-        "2 Transpose",
-        "note: opset raised from 9 to 13",
-        "warning: one [odd] thing",
+        *("in.onnx -> out.onnx", "4.0 MB -> 1.0 MB (4.00x smaller)", "minmax, 8 samples, 5 tensors, 0.25 s"),
+        *("ort-cpu (onnxruntime 1.2.3)", "logits 31.2 dB", "com.microsoft.QLinearConv", "1 Relu", "no Q on its output"),
+        *("2 Transpose", "note: opset raised from 9 to 13", "warning: one [odd] thing"),
         "calibrate 0.25, quantize 0.50; total 0.75",
     )
     assert "host default" not in text
@@ -182,18 +178,9 @@ def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
 def test_text_tells_passes_forms_and_trust() -> None:
     assert not lacking(
         text_of(full_report()),
-        "speed        1.50x (1.25 to 1.75) of the float model, faster",
-        "trust        usable",
-        "recipe       fast",
-        "0.02 -> 0.015",
-        "-25.0 %",
-        "undone",
-        "skipped",
-        "only 0.80x",
-        "and 1 form that did not have to be tried",
-        "the pools were merged",
-        "what would help: ten real samples",
-        "a: unstable",
+        *("speed        1.50x (1.25 to 1.75) of the float model, faster", "trust        usable", "recipe       fast"),
+        *("0.02 -> 0.015", "-25.0 %", "undone", "skipped", "only 0.80x", "and 1 form that did not have to be tried"),
+        *("the pools were merged", "what would help: ten real samples", "a: unstable"),
     )
     full = text_of(full_report(), full=True)
     assert "the float model" in full
@@ -271,15 +258,9 @@ def test_an_int8_cache_is_told_in_both_forms() -> None:
 
 # -- kernel, path and time of each layer
 
-TIMES = OpTimes(
-    (),
-    (
-        OpTime("stem", "Conv", "QLinearConv", 0.02),
-        OpTime("stem", "Conv", "Transpose", 0.005),
-        OpTime("stem_relu", "Relu", "Relu", 0.001),
-        OpTime("x_quantize", "QuantizeLinear", "QuantizeLinear", 0.003),
-    ),
-)
+TIMED = [("stem", "Conv", "QLinearConv", 0.02), ("stem", "Conv", "Transpose", 0.005)]
+TIMED += [("stem_relu", "Relu", "Relu", 0.001), ("x_quantize", "QuantizeLinear", "QuantizeLinear", 0.003)]
+TIMES = OpTimes((), tuple(OpTime(*each) for each in TIMED))
 PROOF = fusion(
     kernel("stem", path="direct"),
     kernel("stem_relu", op_type="Relu", kernel="", status="absorbed"),
@@ -312,3 +293,55 @@ def test_text_json_and_page_hold_the_layers() -> None:
     assert made.to_dict()["layers"][0]["path"] == "direct"
     laid_out = "This file is laid out for &#39;vnni&#39; (a processor), measured here."
     assert not lacking(made.to_html(), laid_out, "matrix product", "30.0 µs")
+
+
+# -- explanations: every remedy is of a rule, reason or cause that exists, and says what would change a node
+
+
+def test_every_rule_and_reason_with_a_remedy_exists() -> None:
+    folders = [Path(parts.__file__).parents[1] / name for name in ("placement", "targets", "flow")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
+    assert not lacking(sources, *(f'"{rule}"' for rule in reasons._BY_RULE), *reasons._BY_REASON)
+
+
+def test_causes_of_the_runtime_have_remedies_but_for_those_without_any():
+    hopeless = {Cause.NONE, Cause.PROTECTED, Cause.UNSUPPORTED_OP, Cause.UNSUPPORTED_ATTRIBUTE, Cause.UNKNOWN}
+    assert set(reasons._BY_CAUSE) == {cause.value for cause in set(Cause) - hopeless}
+
+
+def test_a_plan_is_explained_node_by_node():
+    model = models.residual_block()
+    heavy = next(e.node for e in explain_plan(preview(model)) if e.op_type == "Conv")
+    kept = {e.node: e for e in explain_plan(preview(model, nodes_to_exclude=[heavy]))}[heavy]
+    assert (kept.kind, kept.rule, kept.is_heavy) == ("float", "caller-excluded", True)
+    assert "nodes_to_exclude" in kept.remedy
+    integer = {e.node: e for e in explain_plan(preview(model))}[heavy]
+    assert integer.remedy == ""
+    assert any(line.startswith("input 1") for line in integer.inputs)
+    assert str(integer).startswith(f"Conv '{heavy}': integer, by conv-integer\n  ")
+    assert integer.to_dict()["inputs"] == integer.inputs
+
+
+def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
+    model = planning.parse("""(float[1,3,8,8] x, float[4,4,1,1] fed) => (y) <float[4,3,1,1] w> {
+        [conv] c = Conv (x, w) [dynamic] y = Conv (c, fed) }""")
+    explained = {e.node: e for e in explain_plan(preview(model, primary_inputs=["x", "fed"]))}
+    assert explained["dynamic"].kind == "float"
+    assert "not a constant" in explained["dynamic"].reason
+    assert "initializer" in explained["dynamic"].remedy
+
+
+@pytest.mark.parametrize(
+    ("kernel", "status", "reason", "remedy"),
+    [
+        (("QLinearConv", True, ("r",), None, ""), Status.INTEGER, "runs as QLinearConv with r", ""),
+        (("Conv", False, (), None, "16 bit"), Status.FLOAT, "16 bit", "8-bit"),
+        (("", False, (), None, "computed at load"), Status.REMOVED, "computed at load", ""),
+    ],
+)
+def test_a_kernel_is_explained(kernel: tuple[Any, ...], status: Status, reason: str, remedy: str):
+    cause = Cause.SIXTEEN_BIT if status is Status.FLOAT else Cause.NONE
+    explained = explain_kernel(KernelReport("c", "Conv", *kernel, status, cause))
+    assert (explained.reason, explained.kind) == (reason, status.value)
+    assert bool(explained.remedy) is bool(remedy)
+    assert remedy in explained.remedy

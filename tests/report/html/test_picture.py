@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
@@ -20,7 +20,6 @@ def graphs(draw) -> tuple[int, list[tuple[int, int]]]:
     return count, [(min(a, b), max(a, b)) for a, b in pairs if a != b]
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_every_edge_leads_to_a_lower_layer(graph):
     count, edges = graph
@@ -30,7 +29,6 @@ def test_every_edge_leads_to_a_lower_layer(graph):
     assert placed == list(range(len(found.layer_of)))
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_no_two_nodes_overlap(graph):
     count, edges = graph
@@ -47,7 +45,6 @@ def test_no_two_nodes_overlap(graph):
         assert all(b - a >= NODE_WIDTH for a, b in itertools.pairwise(ordered))
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_routes_join_the_nodes_they_belong_to(graph):
     count, edges = graph
@@ -100,7 +97,6 @@ def test_a_repetition_begins_where_little_goes_across():
     assert find_blocks(operators, crossing)[0].start == 2
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=80))
 def test_blocks_repeat_and_do_not_overlap(operators):
     blocks = find_blocks(operators)
