@@ -1,6 +1,7 @@
 """Readers of arrays, images, tar files and Parquet tables; what all readers hold: `tests/contracts/test_readers.py`."""
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ def test_images_batch_limit_type_and_grey(images: Path) -> None:
     assert grey.feed(2)["x"].shape == (1, 1, 4, 4)
 
 
+def test_an_image_that_cannot_be_read_is_named(images: Path) -> None:
+    (images / "a.png").write_bytes(b"broken")
+    with pytest.raises(CalibrationError, match="cannot be read") as caught:
+        ImageFolderReader(images, input_name="x", size=(4, 4)).feed(0)
+    assert str(caught.value.where).endswith("a.png")
+
+
 def test_images_without_pillow(images: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(CalibrationError, match="pip install pillow"):
@@ -136,6 +144,8 @@ def test_arrays_of_a_tar_file(tmp_path: Path) -> None:
     found = feeds_of(reader)
     assert [len(f["x"]) for f in found] == [2, 2, 1]
     assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
+    copy = pickle.loads(pickle.dumps(reader))
+    assert len(feeds_of(copy)) == len(found), "a copy begins at the beginning, as one on a worker has to"
 
 
 def test_images_are_prepared_as_those_of_a_folder(tmp_path: Path) -> None:

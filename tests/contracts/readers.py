@@ -157,7 +157,7 @@ NEAR_MISSES: tuple[tuple[str, Callable[[Path], Any]], ...] = (
     ("positive", partial(_image, limit=0)),
     ("does not exist", lambda path: ImageFolderReader(path / "none", **SIZE)),
     ("no image", lambda path: ImageFolderReader(folder(path / "a", notes_txt=b"none"), **SIZE)),
-    (r"cannot be read.*A\.png", lambda path: ImageFolderReader(images(path / "a", A_png=b"broken"), **SIZE)),
+    ("cannot be read", lambda path: ImageFolderReader(images(path / "a", A_png=b"broken"), **SIZE)),
     ("array cannot be read", partial(_tar, {"x": "npy"}, {"a.npy": b"no array"})),
     ("array cannot be read", partial(_tar, {"x": "npy"}, {"a.npy": npy(OBJECTS, allow_pickle=True)})),
     ("no '.png'", partial(_tar, {"x": "npy", "y": "png"}, {"a.npy": npy(1.0), "b.npy": npy(1.0)})),
