@@ -33,6 +33,9 @@ def paired(inputs: list[str], outputs: list[str], body: str) -> dict[str, str]:
 def test_a_key_and_a_value_of_one_layer_are_paired():
     pasts, presents = ["past_key", "past_value"], ["present_key", "present_value"]
     assert paired(pasts, presents, "") == dict(zip(presents, pasts, strict=True))
+    assert paired(["input", "state"], ["output", "stateN"], "") == {"stateN": "state"}, (
+        "a name of which nothing is left has no pair"
+    )
 
 
 def test_what_an_input_is_concatenated_to_is_its_next_value_whatever_it_is_called():
