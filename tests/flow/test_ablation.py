@@ -58,6 +58,32 @@ def test_bias_stage_widens_where_the_bias_overflows(tmp_path: Path, weight_type:
     assert make(near_dead(*alive), tmp_path, weight_type=weight_type, **options).db() > 35
 
 
+# ---- weights and nudge ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_scales_of_weights_are_stocks_without_their_stage(tmp_path: Path, on: bool) -> None:
+    model = models.residual_block()
+    made = make(model, tmp_path, stages=Stages(weights=on), reduce_range=False, rewrites=False)
+    weight = next(onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name == "conv1_w")
+    assert np.allclose(made.held["conv1_w_scale"], np.abs(weight).max(axis=(1, 2, 3)) / 127, rtol=1e-6) != on
+
+
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+@pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8])
+@pytest.mark.parametrize("on", [True, False])
+def test_nudge_keeps_inside_the_bounds_of_a_clip(tmp_path: Path, kind: QuantType, on: bool) -> None:
+    net = Net()
+    y = net.op("Clip", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0"), -1.0, 1.0], name="clip")
+    net.output(net.conv(y, 4, 4, name="conv1"), [1, 4, 8, 8])
+    made = make(net.model(), tmp_path, stages=Stages(nudge=on), activation_type=kind)
+    scale, zero_point = made.grids["clip_out"]
+    info = np.iinfo(zero_point.dtype)
+    reach = [abs(float(np.float32(q - int(zero_point)) * scale)) for q in (info.min, info.max)]
+    assert (max(reach) <= 1) == on
+    assert made.heavy["conv0"] or not on  # the runtime cannot absorb a Clip that Q reaches beyond
+
+
 # ---- placement ------------------------------------------------------------------------------------------------
 
 
