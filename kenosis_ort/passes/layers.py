@@ -145,7 +145,7 @@ def layer_of(node: ir.Node, graph: GraphView) -> Layer | None:
     ):
         return None
     groups = attributes.get_int("group", 1) if convolution else 1
-    if shape[0] % groups:
+    if groups < 1 or shape[0] % groups:
         return None
     bias = optional(node, 2) if operator != "MatMul" else None
     if bias is not None and graph.constant(bias) is None:

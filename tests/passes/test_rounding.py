@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes import round_weights as rounding
 from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.input_moments import InputMoments
@@ -158,3 +159,9 @@ def test_groups_are_rounded_together_as_each_alone(
         assert np.array_equal(found[decides], nearest[decides])
     errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (found - targets, nearest - targets)]
     assert errors[0] <= errors[1] * (1 + 1e-9)
+
+
+def test_a_conv_of_no_groups_is_no_layer() -> None:
+    """No kernel runs it, but the runtime loads it, and a net may hold it where nothing runs."""
+    text = "(float[1,2,4,4] x) => (float[1,2,4,4] y) <float[2,2,1,1] w> { y = Conv<group = 0>(x, w) }"
+    assert not list(layers(GraphView(planning.parse(text, checked=False))))
