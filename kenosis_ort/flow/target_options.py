@@ -12,18 +12,10 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
+from kenosis_ort import options
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.flow.request import Request, not_taken
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.options import (
-    EXPORT_FORMATS,
-    INT8_CACHE,
-    NARROW_FORMATS,
-    OPERATOR_FORMATS,
-    Format,
-    OptionChoice,
-    Speed,
-)
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.eligibility import BYTE, Widths
 from kenosis_ort.plan import PlacementPlan
@@ -67,7 +59,7 @@ def serve(
     return {key: value for key, value in own.items() if key not in given}
 
 
-def chosen_format(given: Format | None, quant_format: Any) -> Format:
+def chosen_format(given: options.Format | None, quant_format: Any) -> options.Format:
     """The format that the caller asked for, by our option or by stock's.
 
     Raises:
@@ -75,7 +67,7 @@ def chosen_format(given: Format | None, quant_format: Any) -> Format:
     """
     if quant_format is not stock.QuantFormat.QOperator:
         return given or "qdq"
-    if given not in (None, *OPERATOR_FORMATS):
+    if given not in (None, *options.OPERATOR_FORMATS):
         raise OptionError(
             f"quant_format=QuantFormat.QOperator contradicts format={given!r}",
             where="format",
@@ -129,21 +121,21 @@ def _check_format(request: Request) -> None:
     target, written = request.target, request.format
     by_node = (bits for _, bits in request.widths.by_node.values())
     narrow = [bits for bits in (request.widths.activations, *by_node) if bits is not None and bits < BYTE]
-    if narrow and written not in NARROW_FORMATS:
+    if narrow and written not in options.NARROW_FORMATS:
         raise OptionError(
             f"format='{written}' has activations of 8 bits, and activation_bits asks for {min(narrow)}",
             where="activation_bits",
             fix="pass format='qcdq' (the runtime's kernels), 'qop-clip' or 'qonnx'; weight_bits alone goes with any",
         )
-    if written in EXPORT_FORMATS:
+    if written in options.EXPORT_FORMATS:
         return
     if written not in target.formats:
         raise OptionError(
             f"target '{target.name}' does not read files in format '{written}'",
             where="format",
-            fix=f"one of {', '.join((*target.formats, *EXPORT_FORMATS))}",
+            fix=f"one of {', '.join((*target.formats, *options.EXPORT_FORMATS))}",
         )
-    if written in OPERATOR_FORMATS and request.per_channel and target.operators_per_tensor:
+    if written in options.OPERATOR_FORMATS and request.per_channel and target.operators_per_tensor:
         raise OptionError(
             f"target '{target.name}' computes something else, without a word, of a QLinearConv with scales by channel",
             where="format, per_channel",
@@ -191,11 +183,11 @@ def _check_kv_cache(source: str | os.PathLike[str], request: Request) -> None:
             where="kv_cache",
             fix="another recipe",
         )
-    if source != INT8_CACHE and not Path(source).is_file():
+    if source != options.INT8_CACHE and not Path(source).is_file():
         raise OptionError(
-            f"kv_cache={os.fspath(source)!r} is neither '{INT8_CACHE}' nor a file",
+            f"kv_cache={os.fspath(source)!r} is neither '{options.INT8_CACHE}' nor a file",
             where="kv_cache",
-            fix=f"kv_cache='{INT8_CACHE}', or the path of a file made with it",
+            fix=f"kv_cache='{options.INT8_CACHE}', or the path of a file made with it",
         )
 
 
@@ -207,7 +199,7 @@ def runtime_version() -> str:
     return f"onnxruntime {ort.__version__}"
 
 
-def profile_for(target: Target, speed: Speed) -> HostProfile | None:
+def profile_for(target: Target, speed: options.Speed) -> HostProfile | None:
     """The profile of the machine that a file is made for.
 
     Where the caller says nothing it is the one measured on this machine, else the target's nearest one.
@@ -257,7 +249,7 @@ def profile_for(target: Target, speed: Speed) -> HostProfile | None:
     return profile
 
 
-def costs_for(costs: CostTable, profile: HostProfile, speed: Speed) -> CostTable:
+def costs_for(costs: CostTable, profile: HostProfile, speed: options.Speed) -> CostTable:
     """Costs on the machine that a file is made for; times of another class of processors are not shown.
 
     Args:
@@ -286,7 +278,7 @@ def with_own_profile(request: Request) -> Request:
     if not profile.shifted or pays(target, profile, speed.threads):
         return request
     profile = replace(profile, shifted={})
-    choices = {**request.choices, "host": OptionChoice(None, "host default")}
+    choices = {**request.choices, "host": options.OptionChoice(None, "host default")}
     return replace(
         request, target=replace(target, costs=costs_for(target.costs, profile, speed)), host=profile, choices=choices
     )

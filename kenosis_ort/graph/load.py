@@ -19,17 +19,9 @@ from typing import Final
 import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.canonical import check_depth, check_structure
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
-from kenosis_ort.graph.outside import (
-    copy_model,
-    read_external_data,
-    refers_outside,
-    uses_external_data,
-    weight_bytes,
-    with_weights_on_disk,
-    write_external_data,
-)
 from kenosis_ort.graph.qdq import label_of, walk
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.runtime.limits import check_runtime_loads
@@ -115,9 +107,9 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
     if isinstance(source, onnx.ModelProto):
         name = f"model '{source.graph.name}'" if source.graph.name else "the given ModelProto"
         check_depth(source, name)
-        source = copy_model(source)
+        source = outside.copy_model(source)
         check_structure(source, name)
-        if uses_external_data(source):
+        if outside.uses_external_data(source):
             raise ModelLoadError(
                 "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
                 where=name,
@@ -131,8 +123,8 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         )
     path = Path(source)
     proto = parse_model(path)
-    is_split = uses_external_data(proto)
-    read_external_data(proto, path, lazily=lazily)
+    is_split = outside.uses_external_data(proto)
+    outside.read_external_data(proto, path, lazily=lazily)
     _list_as_defaults(proto)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
@@ -341,7 +333,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
-    return LoadedSource(proto, folder if uses_external_data(proto) else None, name)
+    return LoadedSource(proto, folder if outside.uses_external_data(proto) else None, name)
 
 
 @contextmanager
@@ -362,7 +354,7 @@ def tagged_file(
     if change is not None:
         change(tagged.proto)
     if source.folder is not None:
-        read_external_data(tagged.proto, source.folder / "model.onnx")
+        outside.read_external_data(tagged.proto, source.folder / "model.onnx")
     with Scratch("verify") as folder:
         store_model(tagged.proto, folder / "model.onnx", external_data=False)
         yield source, tagged, folder / "model.onnx"
@@ -375,8 +367,8 @@ def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
         source: The model.
         folder: An existing folder; to be kept as long as the result is in use.
     """
-    if source.folder is not None or weight_bytes(source.proto) < MAPPED_FROM:
+    if source.folder is not None or outside.weight_bytes(source.proto) < MAPPED_FROM:
         return source
-    if refers_outside(source.proto):
-        return LoadedSource(with_weights_on_disk(source.proto, folder / "weights.bin"), None, source.name)
-    return LoadedSource(write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
+    if outside.refers_outside(source.proto):
+        return LoadedSource(outside.with_weights_on_disk(source.proto, folder / "weights.bin"), None, source.name)
+    return LoadedSource(outside.write_external_data(source.proto, folder / "weights.bin"), folder, source.name)

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
     from kenosis_ort.options import OptionChoice
     from kenosis_ort.passes.runner import PassOutcome
     from kenosis_ort.report.evidence import ReportEvidence
-    from kenosis_ort.report.quantization_report import (
-        CalibrationSummary,
-        OutputQuality,
-        QuantizationReport,
-    )
+    from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
     from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
 
 _NAMES: Final = {
