@@ -11,7 +11,7 @@ import pytest
 import kenosis_ort
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph import load, outside
+from kenosis_ort.graph import outside
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.runtime.session import open_session
 from tests import models
@@ -161,7 +161,7 @@ def test_calibrating_and_planning_leave_weights_on_disk(
         loaded.append(outside.refers_outside(proto))
 
     read_external_data = outside.read_external_data
-    monkeypatch.setattr(load, "read_external_data", told)
+    monkeypatch.setattr(outside, "read_external_data", told)
     assert kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json() == held
     assert kenosis_ort.calibrate(path, tmp_path / "t.json", kenosis_ort.ArrayReader(feeds(3)), resume=True).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes
