@@ -28,7 +28,7 @@ from kenosis_ort.flow.request import EIGHT_BIT, Request
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.load import load_model
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
@@ -244,7 +244,7 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
     start = time.perf_counter()
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
     with outside.weights_on_disk(loaded.proto):
-        call = Call(loaded=loaded, request=request, size_before=_size(loaded))
+        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
         if request.target.static_shapes and not request.is_stock:
             call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
             call.notes += notes
@@ -409,11 +409,3 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
         if not build.is_quantized:
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return builder, build
-
-
-def _size(loaded: LoadedModel) -> int:
-    """The bytes of a model, external data included, before anything is written."""
-    if loaded.path is None:
-        return int(loaded.proto.ByteSize())
-    inline, weights = loaded.path.stat().st_size, outside.weight_bytes(loaded.proto)
-    return inline + weights if loaded.is_split else inline

@@ -65,6 +65,14 @@ class LoadedModel:
     name: str
     is_split: bool = False
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the model, weights in files beside it included; in memory, of the model as a file."""
+        if self.path is None:
+            return int(self.proto.ByteSize())
+        beside = outside.weight_bytes(self.proto) if self.is_split else 0
+        return self.path.stat().st_size + beside
+
 
 def load_model(
     source: str | os.PathLike[str] | onnx.ModelProto | LoadedModel,

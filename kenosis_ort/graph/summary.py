@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.load import INTEGER_KERNELS, LoadedModel, load_model
+from kenosis_ort.graph.load import INTEGER_KERNELS, load_model
 from kenosis_ort.graph.outside import tensor_bytes, weight_bytes
 from kenosis_ort.graph.walk import all_graphs
 
@@ -96,7 +96,7 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
     defaults = {i.name for i in proto.graph.initializer}
     return ModelSummary(
         path=loaded.name,
-        file_bytes=_file_bytes(loaded),
+        file_bytes=loaded.file_bytes,
         ir_version=proto.ir_version,
         opsets={entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
@@ -109,13 +109,6 @@ def summarize(source: str | os.PathLike[str] | onnx.ModelProto) -> ModelSummary:
         weight_types=dict(types.most_common()),
         quantization=_quantization(nodes, defaults, types),
     )
-
-
-def _file_bytes(loaded: LoadedModel) -> int:
-    if loaded.path is None:
-        return int(loaded.proto.ByteSize())
-    inline, weights = loaded.path.stat().st_size, weight_bytes(loaded.proto)
-    return inline + weights if loaded.is_split else inline
 
 
 def _quantization(nodes: list[onnx.NodeProto], constants: set[str], types: Counter[str]) -> str:
