@@ -30,12 +30,20 @@ def paired(inputs: list[str], outputs: list[str], body: str) -> dict[str, str]:
     return state_pairs(net(f"({ins}) => ({outs}) {{ {body} }}"))
 
 
-def test_a_key_and_a_value_of_one_layer_are_paired():
-    pasts, presents = ["past_key", "past_value"], ["present_key", "present_value"]
-    assert paired(pasts, presents, "") == dict(zip(presents, pasts, strict=True))
-    assert paired(["input", "state"], ["output", "stateN"], "") == {"stateN": "state"}, (
-        "a name of which nothing is left has no pair"
-    )
+@pytest.mark.parametrize(("inputs", "outputs", "body", "pairs"), [
+    ("past_key past_value", "present_key present_value", "",
+     {"present_key": "past_key", "present_value": "past_value"}),
+    ("input state", "output stateN", "", {"stateN": "state"}),
+    ("past_h prev_h", "next_h", "", {}),
+    ("state more", "cat_1 stateN", "new = Neg(more) cat_1 = Concat<axis = 2>(state, new)", {"cat_1": "state"}),
+], ids=["of one layer", "not where nothing is left", "not one of two", "not what is concatenated already"])  # fmt: skip
+def test_pairs_by_names(inputs: str, outputs: str, body: str, pairs: dict[str, str]):
+    assert paired(inputs.split(), outputs.split(), body) == pairs
+
+
+def test_values_of_other_types_ranks_or_sizes_are_no_pair():
+    for present in ("float16[1,2,n,8]", "float[2,n,8]", "float[1,2,n,4]"):
+        assert not state_pairs(net(f"(float[1,2,n,8] past_key) => ({present} present_key) {{ }}"))
 
 
 def test_what_an_input_is_concatenated_to_is_its_next_value_whatever_it_is_called():
