@@ -116,13 +116,10 @@ def test_equalization_through_a_clip_by_what_batch_norm_says():
 
 
 ACTIVATIONS = {
-    "none": ("z = Mul (v, two)", (-np.inf, np.inf)),
-    "relu": ("z = Relu (v)", (0.0, np.inf)),
-    "clip": ("z = Clip (v, low, high)", (-0.5, 1.5)),
-    "low only": ("z = Clip (v, low)", (-0.5, np.inf)),
-    "high only": ("z = Clip (v, , high)", (-np.inf, 1.5)),
-    "other": ("z = Sigmoid (v)", None),
-}
+    "none": ("z = Mul (v, two)", (-np.inf, np.inf)), "relu": ("z = Relu (v)", (0.0, np.inf)),
+    "clip": ("z = Clip (v, low, high)", (-0.5, 1.5)), "low only": ("z = Clip (v, low)", (-0.5, np.inf)),
+    "high only": ("z = Clip (v, , high)", (-np.inf, 1.5)), "other": ("z = Sigmoid (v)", None),
+}  # fmt: skip
 
 
 def net(line: str) -> onnx.ModelProto:

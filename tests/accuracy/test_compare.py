@@ -25,15 +25,10 @@ from tests.processor import SATURATES
 from tests.targets.qdq import compute_ops
 
 NETS = {
-    "chain": lambda: models.conv_relu_chain(6),
-    "residual": models.residual_block,
-    "mobile": models.mobile_block,
-    "silu": models.silu_net,
-    "mlp": models.mlp,
-    "transformer": models.transformer_block,
-    "if": models.net_with_if,
+    "chain": lambda: models.conv_relu_chain(6), "residual": models.residual_block, "mobile": models.mobile_block,
+    "silu": models.silu_net, "mlp": models.mlp, "transformer": models.transformer_block, "if": models.net_with_if,
     "concat": models.concat_net,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -212,20 +207,15 @@ def _tensor(**changes: Any) -> TensorComparison:
     )
 
 
-@pytest.mark.parametrize(
-    ("jump", "weights", "options", "words"),
-    [
-        (None, (), {}, "evenly"),
-        (None, (_tensor(sqnr_db=20.0),), {}, "per_channel=True"),
-        (_tensor(clipping=0.01), (), {}, "cuts off 1 %"),
-        (_tensor(clipping=0.01), (), {"saturating": True}, "nodes_to_exclude"),
-        (_tensor(), (_tensor(sqnr_db=20.0, per_channel=True),), {}, "equalization"),
-        (_tensor(), (), {"last": True}, "protect_outputs='float'"),
-        (_tensor(), (), {"first": True}, "nodes_to_exclude=['n']"),
-        (_tensor(peak_to_rms=100.0), (), {}, "Percentile"),
-        (_tensor(), (), {}, "recipe='strict'"),
-    ],
-)
+@pytest.mark.parametrize(("jump", "weights", "options", "words"), [
+    (None, (), {}, "evenly"), (None, (_tensor(sqnr_db=20.0),), {}, "per_channel=True"),
+    (_tensor(clipping=0.01), (), {}, "cuts off 1 %"),
+    (_tensor(clipping=0.01), (), {"saturating": True}, "nodes_to_exclude"),
+    (_tensor(), (_tensor(sqnr_db=20.0, per_channel=True),), {}, "equalization"),
+    (_tensor(), (), {"last": True}, "protect_outputs='float'"),
+    (_tensor(), (), {"first": True}, "nodes_to_exclude=['n']"),
+    (_tensor(peak_to_rms=100.0), (), {}, "Percentile"), (_tensor(), (), {}, "recipe='strict'"),
+])  # fmt: skip
 def test_advice(jump: TensorComparison | None, weights: tuple[Any, ...], options: dict[str, bool], words: str) -> None:
     outputs = (OutputComparison("y", 9.0, 0.9, 1.0, None, 0.0, 4, samples=1),)
     assert words in advise(outputs, jump, weights, **{"first": False, "last": False, **options})

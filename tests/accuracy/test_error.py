@@ -22,20 +22,17 @@ def detector(positions=400, classes=6, seed=0):
     return np.concatenate([boxes, scores], -1).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "use"),
-    [
-        ([RNG.normal(size=(4, 10)) for _ in range(3)], Use.CLASSES),
-        ([softmax(RNG.normal(size=(4, 10))) for _ in range(3)], Use.CLASSES),
-        ([softmax(RNG.normal(size=(1, 10)))[..., None, None] for _ in range(3)], Use.CLASSES),
-        ([RNG.normal(size=(4, 10, 1)) for _ in range(3)], Use.CLASSES),
-        ([detector(seed=s) for s in range(3)], Use.POSITIONS),
-        ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)], Use.POSITIONS),
-        ([RNG.random((1, 1, 20, 20)) for _ in range(3)], Use.DENSE),
-        ([RNG.normal(size=(2, 1, 128)) for _ in range(3)], Use.DENSE),
-        ([RNG.random((1, 1)) for _ in range(8)], Use.DENSE),
-    ],
-)
+@pytest.mark.parametrize(("arrays", "use"), [
+    ([RNG.normal(size=(4, 10)) for _ in range(3)], Use.CLASSES),
+    ([softmax(RNG.normal(size=(4, 10))) for _ in range(3)], Use.CLASSES),
+    ([softmax(RNG.normal(size=(1, 10)))[..., None, None] for _ in range(3)], Use.CLASSES),
+    ([RNG.normal(size=(4, 10, 1)) for _ in range(3)], Use.CLASSES),
+    ([detector(seed=s) for s in range(3)], Use.POSITIONS),
+    ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)], Use.POSITIONS),
+    ([RNG.random((1, 1, 20, 20)) for _ in range(3)], Use.DENSE),
+    ([RNG.normal(size=(2, 1, 128)) for _ in range(3)], Use.DENSE),
+    ([RNG.random((1, 1)) for _ in range(8)], Use.DENSE),
+])  # fmt: skip
 def test_uses(arrays, use):
     reference = [{"y": a.astype(np.float32)} for a in arrays]
     assert find_uses(reference)["y"].use is use

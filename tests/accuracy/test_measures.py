@@ -55,15 +55,12 @@ def _found(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
 
 
 CASES: list[tuple[measured.Measure, Any]] = [
-    (measures.ClassAgreement("y"), _classes),
-    (measures.ClassAgreement("y", "token"), _sequence),
-    (measures.YesOrNo("y"), _share),
-    (measures.SameTokens("y"), _ids),
-    (measures.MaskOverlap("y"), _mask),
+    (measures.ClassAgreement("y"), _classes), (measures.ClassAgreement("y", "token"), _sequence),
+    (measures.YesOrNo("y"), _share), (measures.SameTokens("y"), _ids), (measures.MaskOverlap("y"), _mask),
     (measures.ClassOverlap("y", 1, 4), _map),
     (measures.DetectionF1(measures.BoxLayout("y", "s", score_columns=(0, 1, 2))), _found),
     (measures.RelativeError("y"), _classes),
-]
+]  # fmt: skip
 by_measure = pytest.mark.parametrize(
     ("measure", "make"), CASES, ids=[type(m).__name__ + str(i) for i, (m, _) in enumerate(CASES)]
 )

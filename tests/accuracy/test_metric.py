@@ -100,34 +100,22 @@ class NoReset:
         return 0.0
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (lambda outputs: 0.0, "takes \\(outputs\\)"),
-        (lambda a, b, c, d: 0.0, "takes \\(a, b, c, d\\)"),
-        (lambda a, b, *, labels: 0.0, "labels"),
-        (Accuracy, "is a class"),
-        (NoReset(), "no reset"),
-        ("accuracy", "cannot be called"),
-        (0.5, "cannot be called"),
-    ],
-)
+@pytest.mark.parametrize(("metric", "message"), [
+    (lambda outputs: 0.0, "takes \\(outputs\\)"), (lambda a, b, c, d: 0.0, "takes \\(a, b, c, d\\)"),
+    (lambda a, b, *, labels: 0.0, "labels"), (Accuracy, "is a class"), (NoReset(), "no reset"),
+    ("accuracy", "cannot be called"), (0.5, "cannot be called"),
+])  # fmt: skip
 def test_wrong_shapes_are_refused_at_once(metric: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message) as caught:
         check_metric(metric)
     assert "metric" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (lambda o, r: float("nan"), "returned nan"),
-        (lambda o, r: None, "returned NoneType"),
-        (lambda o, r: 1 / 0, "raised ZeroDivisionError"),
-        (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
-        (Broken(), "raised KeyError"),
-    ],
-)
+@pytest.mark.parametrize(("metric", "message"), [
+    (lambda o, r: float("nan"), "returned nan"), (lambda o, r: None, "returned NoneType"),
+    (lambda o, r: 1 / 0, "raised ZeroDivisionError"), (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
+    (Broken(), "raised KeyError"),
+])  # fmt: skip
 def test_a_broken_metric_is_said(metric: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_metric(metric).score(_pairs([0, 1]), [0, 1])

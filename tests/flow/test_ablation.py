@@ -119,15 +119,10 @@ def with_image_info() -> onnx.ModelProto:
 INFO = {"info", "info2"}
 
 
-@pytest.mark.parametrize(
-    ("options", "stays_float"),
-    [
-        ({}, INFO),
-        ({"stages": off("protect_inputs")}, set()),
-        ({"primary_inputs": ["image", "im_info"]}, set()),
-        ({"primary_inputs": ["im_info"]}, {"conv0"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "stays_float"), [
+    ({}, INFO), ({"stages": off("protect_inputs")}, set()), ({"primary_inputs": ["image", "im_info"]}, set()),
+    ({"primary_inputs": ["im_info"]}, {"conv0"}),
+])  # fmt: skip
 def test_input_protection(tmp_path: Path, options: dict[str, Any], stays_float: set[str]) -> None:
     """Which inputs are secondary is tested in `tests.placement`."""
     model, info = with_image_info(), np.array([[800.0, 1333.0, 0.5]], np.float32)

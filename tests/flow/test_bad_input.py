@@ -68,19 +68,12 @@ onnx.external_data_helper.set_external_data(LEFT_BEHIND.graph.initializer[0], "w
 LEFT_BEHIND.graph.initializer[0].ClearField("raw_data")
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"no model at all, only words " * 20, "not a complete ONNX model"),
-        (models.residual_block().SerializeToString()[:-9], ""),
-        (LEFT_BEHIND.SerializeToString(), "weights.bin"),
-        (LEFT_BEHIND, "external data"),
-        (onnx.ModelProto(), "no ONNX graph"),
-        (None, "does not exist"),
-        ("a folder", "folder"),
-    ],
-    ids=["text", "cut", "without its data", "left its data behind", "empty", "missing", "folder"],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    (b"no model at all, only words " * 20, "not a complete ONNX model"),
+    (models.residual_block().SerializeToString()[:-9], ""), (LEFT_BEHIND.SerializeToString(), "weights.bin"),
+    (LEFT_BEHIND, "external data"), (onnx.ModelProto(), "no ONNX graph"), (None, "does not exist"),
+    ("a folder", "folder"),
+], ids=["text", "cut", "without its data", "left its data behind", "empty", "missing", "folder"])  # fmt: skip
 def test_what_cannot_be_loaded(refused: Refused, tmp_path: Path, content: Any, text: str) -> None:
     """What all is told from a model is in `tests.graph.test_load`."""
     path = tmp_path / "float.onnx"
@@ -208,21 +201,17 @@ def test_warnings_point_at_the_caller_of_quantize(tmp_path: Path) -> None:
 FLOAT8 = QuantType.QFLOAT8E4M3FN
 
 
-@pytest.mark.parametrize(
-    ("options", "texts"),
-    [
-        ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
-        ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
-        ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
-        ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
-        ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
-        ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
-        ({"activation_type": FLOAT8, "weight_type": FLOAT8}, ("Distribution",)),
-        ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),
-        ({"extra_options": {"CalibPercentile": 200}, "calibrate_method": CalibrationMethod.Percentile}, ("200",)),
-    ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
-)
+@pytest.mark.parametrize(("options", "texts"), [
+    ({"target": "ort-cpuu"}, ("ort-cpuu", "Did you mean 'ort-cpu'?")),
+    ({"rewrites": ["colapse_silu"]}, ("rewrites", "'colapse_silu'", "Did you mean 'collapse_silu'?")),
+    ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
+    ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
+    ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
+    ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
+    ({"activation_type": FLOAT8, "weight_type": FLOAT8}, ("Distribution",)),
+    ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),
+    ({"extra_options": {"CalibPercentile": 200}, "calibrate_method": CalibrationMethod.Percentile}, ("200",)),
+], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")  # fmt: skip
 def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str, ...]) -> None:
     refused(errors.OptionError, *texts, **options)
 

@@ -176,13 +176,9 @@ BRANCHING = """g (float[N,32] x) => (float[N,16] y) {
             else_branch = other () => (float[N,32] o2) { t2 = MatMul (s, w3)\n o2 = Relu (t2) }> }>
     y = MatMul (h, w2) }"""
 TEXTS = {
-    "loop": LOOP.format(steps=4, act="Relu"),
-    "long loop": LOOP.format(steps=12, act="Relu"),
-    "growing": GROWING,
-    "scan": SCAN,
-    "nested": NESTED.format(act="Tanh"),
-    "branching": BRANCHING,
-}
+    "loop": LOOP.format(steps=4, act="Relu"), "long loop": LOOP.format(steps=12, act="Relu"), "growing": GROWING,
+    "scan": SCAN, "nested": NESTED.format(act="Tanh"), "branching": BRANCHING,
+}  # fmt: skip
 
 
 def net(text: str, seed: int = 0) -> onnx.ModelProto:

@@ -235,10 +235,9 @@ def shared_bias() -> onnx.ModelProto:
 
 
 PATCHED: dict[str, Any] = {
-    "dead_channel": dead_channel,
-    "shared_bias": shared_bias,
+    "dead_channel": dead_channel, "shared_bias": shared_bias,
     **{n: models.ALL[n] for n in ("residual_block", "concat_net", "mlp", "transformer_block", "net_with_if")},
-}
+}  # fmt: skip
 EXTRA = {"AddQDQPairToWeight": True}, {"DedicatedQDQPair": True}, {"QuantizeBias": False}
 CASES = [*((net, {}) for net in PATCHED), *((net, extra) for extra in EXTRA for net in [*PATCHED][:4])]
 

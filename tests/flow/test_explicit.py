@@ -128,9 +128,8 @@ SENSELESS = {
     "half a grid": [{"scale": 0.1}],
     "channels of an activation": [{"axis": 0, "quant_type": QuantType.QUInt8}],
     "no conversion": [{"convert": {"quant_type": QuantType.QUInt8}}],
-    "no type": [{"quant_type": "QInt9"}],
-    "no list": 5,
-}
+    "no type": [{"quant_type": "QInt9"}], "no list": 5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", SENSELESS)
@@ -262,10 +261,9 @@ def test_sixteen_bits(tmp_path: Path, net: str, kinds: tuple[str, str]) -> None:
 
 
 @pytest.mark.since("1.27")
-@pytest.mark.parametrize(
-    ("weight", "block"),
-    [(QuantType.QInt4, 0), (QuantType.QInt4, 16), (QuantType.QUInt4, 0), (QuantType.QUInt4, 16), (QuantType.QInt8, 16)],
-)
+@pytest.mark.parametrize(("weight", "block"), [
+    (QuantType.QInt4, 0), (QuantType.QInt4, 16), (QuantType.QUInt4, 0), (QuantType.QUInt4, 16), (QuantType.QInt8, 16),
+])  # fmt: skip
 def test_four_bits_and_blocks(tmp_path: Path, weight: QuantType, block: int) -> None:
     """Linear layers read float data then, for which MatMulNBits is made; stock quantizes it, and loses the kernel."""
     made = make(models.transformer_block(), tmp_path, weight_type=weight, **(extra(BlockSize=block) if block else {}))
@@ -291,14 +289,11 @@ def test_four_bit_weights_of_a_conv(tmp_path: Path) -> None:
     assert made.db() > stocks(tmp_path, made.model, weight_type=QuantType.QInt4)[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "holds"),
-    [
-        ({"ActivationSymmetric": True}, lambda made: {int(z) for _, z in made.grids.values()} <= {127, 128}),
-        ({"WeightSymmetric": False}, lambda made: any(made.held[n].any() for n in made.held if "w_zero_point" in n)),
-        ({"MinimumRealRange": 20}, lambda made: all(float(s) * 255 >= 20 * (1 - 1e-6) for s, _ in made.grids.values())),
-    ],
-)
+@pytest.mark.parametrize(("options", "holds"), [
+    ({"ActivationSymmetric": True}, lambda made: {int(z) for _, z in made.grids.values()} <= {127, 128}),
+    ({"WeightSymmetric": False}, lambda made: any(made.held[n].any() for n in made.held if "w_zero_point" in n)),
+    ({"MinimumRealRange": 20}, lambda made: all(float(s) * 255 >= 20 * (1 - 1e-6) for s, _ in made.grids.values())),
+])  # fmt: skip
 def test_symmetry_and_least_ranges(tmp_path: Path, options: dict[str, Any], holds: Any) -> None:
     assert holds(make(models.residual_block(), tmp_path, **extra(**options), **TYPES))
 
@@ -306,15 +301,12 @@ def test_symmetry_and_least_ranges(tmp_path: Path, options: dict[str, Any], hold
 # ---- nodes and operators --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "integer"),
-    [
-        ({"nodes_to_quantize": ["conv1", "conv2"]}, {"conv1", "conv2"}),
-        ({"nodes_to_quantize": ["conv1", "conv2"], "nodes_to_exclude": ["conv2"]}, {"conv1"}),
-        ({"op_types_to_quantize": ["Conv"]}, {"stem", "conv1", "conv2"}),
-        ({"nodes_to_exclude": ["stem", "add", "head"]}, {"conv1", "conv2"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "integer"), [
+    ({"nodes_to_quantize": ["conv1", "conv2"]}, {"conv1", "conv2"}),
+    ({"nodes_to_quantize": ["conv1", "conv2"], "nodes_to_exclude": ["conv2"]}, {"conv1"}),
+    ({"op_types_to_quantize": ["Conv"]}, {"stem", "conv1", "conv2"}),
+    ({"nodes_to_exclude": ["stem", "add", "head"]}, {"conv1", "conv2"}),
+])  # fmt: skip
 def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any], integer: set[str]) -> None:
     made = good(models.residual_block(), tmp_path, **options)
     assert {name for name, runs in made.heavy.items() if runs} == integer

@@ -41,18 +41,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("output", "options", "text"),
-    [
-        ("weights.bin", {}, "the output is the float model's external data"),
-        ("sub/../data.npz", {}, "the output is the calibration data"),
-        ("recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
-        ("cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
-        ("new.onnx", {"calibration_cache_path": Path("sub/../new.onnx")}, "the calibration cache is the out"),
-        ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's ext"),
-        ("near.onnx", {}, "the output's external data is the float model's external data"),
-    ],
-)
+@pytest.mark.parametrize(("output", "options", "text"), [
+    ("weights.bin", {}, "the output is the float model's external data"),
+    ("sub/../data.npz", {}, "the output is the calibration data"),
+    ("recipe.toml", {"recipe": "recipe.toml"}, "the output is the recipe"),
+    ("cache.json", {"calibration_cache_path": "cache.json"}, "the output is the calibration cache"),
+    ("new.onnx", {"calibration_cache_path": Path("sub/../new.onnx")}, "the calibration cache is the out"),
+    ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's ext"),
+    ("near.onnx", {}, "the output's external data is the float model's external data"),
+])  # fmt: skip
 def test_no_output_is_an_input_or_another_output(folder: Path, output: str, options: dict[str, Any], text: str) -> None:
     model = "far.onnx" if output == "near.onnx" else "model.onnx"
     save_with_data(folder / "far.onnx", "near.onnx.data")
@@ -112,13 +109,10 @@ def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("recipe", ["plain", "fast", "accurate"])
-@pytest.mark.parametrize(
-    ("net", "external"),
-    [(models.mlp, False), *((models.residual_block, e) for e in (False, True)), (models.transformer_block, False)],
-)
-def test_the_output_may_take_the_models_place_as_with_stock(
-    tmp_path: Path, recipe: str, net: Any, external: bool
-) -> None:
+@pytest.mark.parametrize(("net", "external"), [
+    (models.mlp, False), *((models.residual_block, e) for e in (False, True)), (models.transformer_block, False),
+])  # fmt: skip
+def test_the_output_may_take_the_models_place_as_with_stock(tmp_path, recipe, net, external):
     """It becomes what it becomes elsewhere."""
     (here := tmp_path / "here").mkdir()
     path, other = here / "model.onnx", tmp_path / "other.onnx"

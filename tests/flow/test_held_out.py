@@ -62,11 +62,9 @@ def fitted(folder: Path, seed: int, held_out: list[int], level: float, **passes:
     return quantized(uneven(seed), folder / "out.onnx", samples(seed, held_out, level=level), recipe=recipe)
 
 
-@pytest.mark.parametrize(
-    "passes",
-    [{"equalize": True}, {"bias_correction": True}, {"bias_correction": True, "rounding": "learned"}],
-    ids=lambda passes: list(passes)[-1],
-)
+@pytest.mark.parametrize("passes", [
+    {"equalize": True}, {"bias_correction": True}, {"bias_correction": True, "rounding": "learned"},
+], ids=lambda passes: list(passes)[-1])  # fmt: skip
 def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str, Any]) -> None:
     files = []
     for order in (IN_ORDER, PAIRS_TURNED):
@@ -76,17 +74,11 @@ def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str,
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize(
-    ("passes", "cases"),
-    [
-        ({"equalize": True}, [(2, 0.55), (2, 0.7), (4, 0.55)]),
-        ({"bias_correction": True, "rounding": "learned"}, [(1, 1.0), (2, 1.0), (4, 1.0)]),
-    ],
-    ids=["equalize", "bias_correction, rounding"],
-)
-def test_what_is_a_little_worse_on_held_out_samples_is_undone(
-    tmp_path: Path, passes: dict[str, Any], cases: list[tuple[int, float]]
-) -> None:
+@pytest.mark.parametrize(("passes", "cases"), [
+    ({"equalize": True}, [(2, 0.55), (2, 0.7), (4, 0.55)]),
+    ({"bias_correction": True, "rounding": "learned"}, [(1, 1.0), (2, 1.0), (4, 1.0)]),
+], ids=["equalize", "bias_correction, rounding"])  # fmt: skip
+def test_what_is_a_little_worse_on_held_out_samples_is_undone(tmp_path, passes, cases):
     outcomes = [p for seed, level in cases for p in fitted(tmp_path, seed, TURNED, level, **passes).passes]
     changes = {name: [p.change for p in outcomes if p.name == name and p.change is not None] for name in passes}
     for name, seen in changes.items():
@@ -259,16 +251,12 @@ def raising() -> Any:
     raise RuntimeError("the camera is off")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "no sample"),
-        ([{"y": np.zeros((1, 3, 8, 8), np.float32)}], "has an input 'y'"),
-        ([{"x": np.zeros((1, 3, 9, 8), np.float32)}], "wrong shape"),
-        (raising(), "camera is off"),
-        ([3], "not a dictionary"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ([], "no sample"),
+    ([{"y": np.zeros((1, 3, 8, 8), np.float32)}], "has an input 'y'"),
+    ([{"x": np.zeros((1, 3, 9, 8), np.float32)}], "wrong shape"),
+    (raising(), "camera is off"), ([3], "not a dictionary"),
+])  # fmt: skip
 def test_wrong_data_is_refused_before_calibration(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(errors.CalibrationError, match=message) as caught:
         judged(tmp_path / "out.onnx", Untouched(), eval_reader=data)

@@ -52,16 +52,13 @@ def test_the_file_does_not_depend_on_the_probe(tmp_path: Path, pretend: Pretend)
     assert len(files) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"weight_type": QuantType.QUInt8}, {"per_channel": (False, "host default")}),
-        ({"activation_type": QuantType.QUInt8.tensor_type.real}, {"activation_type": (QuantType.QUInt8, "caller")}),
-        ({"reduce_range": True}, {"reduce_range": (True, "caller"), "per_channel": (True, "host default")}),
-        ({"stages": Stages.none()}, dict.fromkeys(("per_channel", "reduce_range"), (False, "stock default"))),
-        ({"stages": Stages.none()}, {"activation_type": (QuantType.QInt8, "stock default")}),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"weight_type": QuantType.QUInt8}, {"per_channel": (False, "host default")}),
+    ({"activation_type": QuantType.QUInt8.tensor_type.real}, {"activation_type": (QuantType.QUInt8, "caller")}),
+    ({"reduce_range": True}, {"reduce_range": (True, "caller"), "per_channel": (True, "host default")}),
+    ({"stages": Stages.none()}, dict.fromkeys(("per_channel", "reduce_range"), (False, "stock default"))),
+    ({"stages": Stages.none()}, {"activation_type": (QuantType.QInt8, "stock default")}),
+])  # fmt: skip
 def test_other_defaults(tmp_path: Path, options: dict[str, Any], said: dict[str, Any]) -> None:
     found = chosen(quantized(models.residual_block(), tmp_path / "out.onnx", **options))
     assert {name: found[name] for name in said} == said
@@ -129,17 +126,11 @@ def test_int8_on_x64_with_branches_warns_once_at_the_callers_line(tmp_path: Path
     assert at[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("build", "host", "options"),
-    [
-        (lambda: models.conv_relu_chain(4), VNNI, INT8),
-        (models.concat_net, ARM, INT8),
-        (models.concat_net, VNNI, {}),
-        (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "nodes_to_exclude": ["conv2"]}),
-        (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "protect_outputs": "float"}),
-    ],
-    ids=["no branch on x64", "branches on Arm", "nothing said", "kept float", "output kept float"],
-)
+@pytest.mark.parametrize(("build", "host", "options"), [
+    (lambda: models.conv_relu_chain(4), VNNI, INT8), (models.concat_net, ARM, INT8), (models.concat_net, VNNI, {}),
+    (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "nodes_to_exclude": ["conv2"]}),
+    (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "protect_outputs": "float"}),
+], ids=["no branch on x64", "branches on Arm", "nothing said", "kept float", "output kept float"])  # fmt: skip
 def test_int8_without_harm_does_not_warn(tmp_path: Path, pretend: Pretend, build: Any, host: Any, options: Any) -> None:
     pretend(host)
     made = make(build(), tmp_path, **options)

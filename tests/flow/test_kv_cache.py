@@ -215,19 +215,14 @@ MORE = MORE.rstrip(" }") + " present_1_key = Abs (longer) }"
 NO_CACHE = f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {{ {LAYER} }}"
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (DECODER, {"kv_cache": "int4"}, "neither 'int8' nor a file"),
-        (DECODER, {"kv_cache": "none.onnx"}, "neither 'int8' nor a file"),
-        (FIRST, {}, "the output 'present_0_key' is of the cache"),
-        (MORE, {}, "the input 'past_0_key' is of the cache, and no out"),
-        (NO_CACHE, {}, "the model has no cache"),
-        (FIRST, {"kv_cache": "other.onnx"}, "has no int8 cache"),
-        (DECODER, {"format": "qop"}, "format='qop'"),
-        (DECODER, {"recipe": "weight-only-8"}, "weights alone"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    (DECODER, {"kv_cache": "int4"}, "neither 'int8' nor a file"),
+    (DECODER, {"kv_cache": "none.onnx"}, "neither 'int8' nor a file"),
+    (FIRST, {}, "the output 'present_0_key' is of the cache"),
+    (MORE, {}, "the input 'past_0_key' is of the cache, and no out"),
+    (NO_CACHE, {}, "the model has no cache"), (FIRST, {"kv_cache": "other.onnx"}, "has no int8 cache"),
+    (DECODER, {"format": "qop"}, "format='qop'"), (DECODER, {"recipe": "weight-only-8"}, "weights alone"),
+])  # fmt: skip
 def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: Any, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(decoder(), "other.onnx")
@@ -257,10 +252,9 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypat
     assert len(generated(out, TOKENS)) == len(TOKENS)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[", "[]", "5", '{"past": "a"}', '{"past": -1}', '{"past": 0}', '{"past": 1e999}', '{"past": null}', "[" * 9999],
-)
+@pytest.mark.parametrize("text", [
+    "[", "[]", "5", '{"past": "a"}', '{"past": -1}', '{"past": 0}', '{"past": 1e999}', '{"past": null}', "[" * 9999,
+])  # fmt: skip
 def test_scales_that_a_file_got_from_elsewhere_are_checked(text: str) -> None:
     model = onnx.ModelProto(metadata_props=[onnx.StringStringEntryProto(key="kenosis_ort.kv_cache", value=text)])
     with pytest.raises(ModelLoadError, match=r"no positive numbers by name.*a\.onnx, metadata kenosis_ort.kv_cache"):

@@ -92,11 +92,9 @@ def broken(*_: Any, **__: Any) -> Any:
 
 STEPS = {
     "bias_correction": "kenosis_ort.passes.correct_biases.bias_shifts",
-    "cost model": "kenosis_ort.flow.speed.float_regions",
-    "evidence": "kenosis_ort.flow.finish.gather_evidence",
-    "rows": "kenosis_ort.flow.call.find_division",
-    "timing": "kenosis_ort.tuning.promise.keep_promise",
-}
+    "cost model": "kenosis_ort.flow.speed.float_regions", "evidence": "kenosis_ort.flow.finish.gather_evidence",
+    "rows": "kenosis_ort.flow.call.find_division", "timing": "kenosis_ort.tuning.promise.keep_promise",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", list(STEPS))
@@ -188,10 +186,9 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
 # ---- defects ----------------------------------------------------------------------------------------------------
 
 DEFECTS = {
-    "planner": "kenosis_ort.flow.builder.Planner",
-    "emitter": "kenosis_ort.flow.builder.emit",
+    "planner": "kenosis_ort.flow.builder.Planner", "emitter": "kenosis_ort.flow.builder.emit",
     "proof": "kenosis_ort.targets.ort_cpu.cpu_proof.prove_by",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", list(DEFECTS))

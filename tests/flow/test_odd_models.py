@@ -240,18 +240,11 @@ ENDS = """net (float[1,3,12,12] x) => (float[1,4] y)
     s = Relu (c)   p = GlobalAveragePool (s)   f = Flatten (p)   y = Gemm (f, w3, b3) }"""
 
 
-@pytest.mark.parametrize(
-    ("magnitudes", "integer"),
-    [
-        ((1.0, 1e-36, 1.0, 1.0), {"a", "y"}),
-        ((1.0, 1.0, 1e-40, 1.0), {"a", "c", "y"}),
-        ((1.0, 1.0, 1.0, 1e-36), {"a", "c", "y"}),
-        ((1.0, 1.0, 1e-36, 1e-42), {"a", "c", "y"}),
-        ((1e-20, 1e-20, 1e-20, 1.0), {"a", "y"}),
-        ((1e36, 1e-36, 1.0, 1.0), {"y"}),
-        ((0.0, 1.0, 1.0, 1.0), {"a", "c", "y"}),
-    ],
-)
+@pytest.mark.parametrize(("magnitudes", "integer"), [
+    ((1.0, 1e-36, 1.0, 1.0), {"a", "y"}), ((1.0, 1.0, 1e-40, 1.0), {"a", "c", "y"}),
+    ((1.0, 1.0, 1.0, 1e-36), {"a", "c", "y"}), ((1.0, 1.0, 1e-36, 1e-42), {"a", "c", "y"}),
+    ((1e-20, 1e-20, 1e-20, 1.0), {"a", "y"}), ((1e36, 1e-36, 1.0, 1.0), {"y"}), ((0.0, 1.0, 1.0, 1.0), {"a", "c", "y"}),
+])  # fmt: skip
 def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float, ...], integer: set[str]) -> None:
     """Two Convs and a Gemm whose weights and biases are of these magnitudes; every other channel times the fourth."""
     first, second, biases, dead = magnitudes

@@ -71,15 +71,11 @@ def test_calibration_methods(tmp_path: Path, method: str, net: str, recipe: str)
     assert made.out.read_bytes() == again.out.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"CalibMovingAverage": True, "CalibStridedMinMax": 2},
-        *({name: True} for name in ("CalibMovingAverage", "CalibTensorRangeSymmetric", "MatMulConstBOnly")),
-        *({"CalibMaxIntermediateOutputs": 2}, {"QDQDisableWeightAdjustForInt32Bias": True}),
-    ],
-    ids=lambda o: "+".join(o),
-)
+@pytest.mark.parametrize("options", [
+    {"CalibMovingAverage": True, "CalibStridedMinMax": 2},
+    *({name: True} for name in ("CalibMovingAverage", "CalibTensorRangeSymmetric", "MatMulConstBOnly")),
+    *({"CalibMaxIntermediateOutputs": 2}, {"QDQDisableWeightAdjustForInt32Bias": True}),
+], ids=lambda o: "+".join(o))  # fmt: skip
 def test_extra_options_keep_the_plan(tmp_path: Path, options: dict[str, Any]) -> None:
     model, out = models.residual_block(), tmp_path / "out.onnx"
     feeds = models.feeds(model, 6)
@@ -198,10 +194,8 @@ WRITTEN = {
     "lists of arrays": lambda fs: Reader({k: list(v) for k, v in f.items()} for f in fs),
     "float64": lambda fs: Reader({k: v.astype(np.float64) for k, v in f.items()} for f in fs),
     "runtime values": lambda fs: Reader({k: ort.OrtValue.ortvalue_from_numpy(v) for k, v in f.items()} for f in fs),
-    "ends with {}": lambda fs: Reader([*fs, {}]),
-    "generator": lambda fs: (f for f in fs),
-    "list": list,
-}
+    "ends with {}": lambda fs: Reader([*fs, {}]), "generator": lambda fs: (f for f in fs), "list": list,
+}  # fmt: skip
 
 
 def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:

@@ -70,15 +70,12 @@ def test_the_callers_metric_decides(tmp_path: Path) -> None:
     assert "metric" in next(p.measure for p in report.passes if p.measure)
 
 
-@pytest.mark.parametrize(
-    ("metric", "says"),
-    [
-        (lambda outputs, reference: float("nan"), "the metric returned"),
-        (lambda outputs, reference: "high", "the metric returned"),
-        (lambda outputs, reference: None, "the metric returned"),
-        (lambda outputs, reference: {}["boxes"], "the metric raised KeyError"),
-    ],
-)
+@pytest.mark.parametrize(("metric", "says"), [
+    (lambda outputs, reference: float("nan"), "the metric returned"),
+    (lambda outputs, reference: "high", "the metric returned"),
+    (lambda outputs, reference: None, "the metric returned"),
+    (lambda outputs, reference: {}["boxes"], "the metric raised KeyError"),
+])  # fmt: skip
 def test_a_metric_that_returns_no_number_or_raises(tmp_path: Path, metric: Any, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         fast(tmp_path, 8, metric=metric)

@@ -109,11 +109,9 @@ def test_what_memory_does_not_hold_is_foreseen_but_no_more_is_read_ahead_than_ca
 
 BATCH = {"x": np.random.default_rng(0).normal(0, 1, (24, 3)).astype(np.float32)}
 JOINED = {
-    "alone": lambda x: x,
-    "mean": lambda x: x - x.mean(0),
-    "first": lambda x: x - x[0],
+    "alone": lambda x: x, "mean": lambda x: x - x.mean(0), "first": lambda x: x - x[0],
     "cumulated": lambda x: x.cumsum(0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [2, 8])

@@ -85,14 +85,11 @@ def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> 
     assert all(output.sqnr_db > 100 for output in report.outputs)
 
 
-@pytest.mark.parametrize(
-    ("estimated", "is_float", "basis"),
-    [(2.0, False, "estimated"), (1.2, True, "undecided"), (0.5, True, "estimated"), (None, True, "undecided")],
-)
+@pytest.mark.parametrize(("estimated", "is_float", "basis"), [
+    (2.0, False, "estimated"), (1.2, True, "undecided"), (0.5, True, "estimated"), (None, True, "undecided"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
-def test_small_nets_are_decided_by_the_cost_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimated: Any, is_float: bool, basis: str
-) -> None:
+def test_small_nets_are_decided_by_the_cost_table(tmp_path, monkeypatch, estimated, is_float, basis):
     """INT8 only where the table says that it is faster by more than the table may be wrong."""
     found = estimated and Estimate(estimated, 1.4)
     monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
@@ -111,14 +108,10 @@ STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spa
 
 @pytest.mark.real_clock
 @pytest.mark.filterwarnings("ignore:INT8 (does not|is not known to) pay here")  # the machine decides
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.residual_block(channels=16, size=32),
-        models.mobile_block(channels=8, size=24),
-        models.mlp(n_in=256, hidden=512),
-    ],
-)
+@pytest.mark.parametrize("model", [
+    models.residual_block(channels=16, size=32), models.mobile_block(channels=8, size=24),
+    models.mlp(n_in=256, hidden=512),
+])  # fmt: skip
 def test_the_default_call(tmp_path: Path, model: onnx.ModelProto) -> None:
     """As nearly everybody makes it: only structure is asserted."""
     made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=True, tune="model")

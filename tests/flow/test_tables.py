@@ -136,11 +136,10 @@ def test_other_data_are_refused(tmp_path: Path, recipe: str, other: Any) -> None
 
 
 OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
-    "another model": (unbalanced(1), {}),
-    "another graph": (models.residual_block(), {}),
+    "another model": (unbalanced(1), {}), "another graph": (models.residual_block(), {}),
     "another method": (MODEL, {"calibrate_method": CalibrationMethod.Entropy}),
     "another setting": (MODEL, {"extra_options": {"CalibMovingAverage": True}}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("with_data", [True, False])
@@ -178,14 +177,12 @@ def edit_stock_range(text: str) -> str:
     return json.dumps(raw)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x"),
-        *(lambda _: "[]", lambda _: '{"schema": 99}', edit_range, edit_stock_range),
-    ],
-    ids=["last characters", "half", "empty", "longer", "a list", "a later schema", "edited", "edited for stock"],
-)
+@pytest.mark.parametrize("damage", [
+    *(lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x"),
+    *(lambda _: "[]", lambda _: '{"schema": 99}', edit_range, edit_stock_range),
+], ids=[
+    "last characters", "half", "empty", "longer", "a list", "a later schema", "edited", "edited for stock",
+])  # fmt: skip
 def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, damage: Any) -> None:
     cache.write_text(damaged := damage(cache.read_text()))
     for feeds in (FEEDS, None):
@@ -240,13 +237,9 @@ def if_net() -> tuple[onnx.ModelProto, list[Feed]]:
 
 
 CASES: list[tuple[Any, str, set[str]]] = [
-    (digits, "fast", set()),
-    (depthwise, "fast", {"equalize"}),
-    (depthwise, "accurate", {"equalize"}),
-    (transformer, "fast", {"smooth"}),
-    (transformer, "accurate", {"smooth"}),
-    (if_net, "fast", set()),
-]
+    (digits, "fast", set()), (depthwise, "fast", {"equalize"}), (depthwise, "accurate", {"equalize"}),
+    (transformer, "fast", {"smooth"}), (transformer, "accurate", {"smooth"}), (if_net, "fast", set()),
+]  # fmt: skip
 
 
 def merged_of(folder: Path, model: onnx.ModelProto, shards: list[list[Feed]]) -> Path:

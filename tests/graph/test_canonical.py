@@ -14,17 +14,10 @@ X = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
 OWN = '<domain: "own", opset_import: ["" : {}, "own" : 1]>'
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        [("", 11), ("", 17)],
-        [("", 17), ("", 11)],
-        [("ai.onnx", 13), ("", 12)],
-        [("", 12), ("ai.onnx", 13)],
-        [("com.microsoft", 1)],
-        [("", 13), ("nobody.knows", 3)],
-    ],
-)
+@pytest.mark.parametrize("imports", [
+    [("", 11), ("", 17)], [("", 17), ("", 11)], [("ai.onnx", 13), ("", 12)], [("", 12), ("ai.onnx", 13)],
+    [("com.microsoft", 1)], [("", 13), ("nobody.knows", 3)],
+])  # fmt: skip
 def test_operator_sets_as_the_runtime_reads_them(imports):
     proto = net("(float[2,2,2] x) => (float[2,2,2] y) { y = Softmax(x) }")
     del proto.opset_import[:]

@@ -74,19 +74,14 @@ def test_a_constant_that_is_listed_as_an_input_is_its_default() -> None:
     assert [tensor.name for tensor in loaded.graph.initializer] == ["w"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
-        (b"PK\x03\x04aaaa", "zip archive"),
-        (b"<!doctype html><html>", "HTML"),
-        (b"\x18\x00\x00\x00ORTM" + bytes(20), "ORT format"),
-        (b"this is no model at all, only a text of some length", "not a complete ONNX model"),
-        (bytes(range(256)), "not a complete ONNX model"),
-        (b"\x08\x08", "no ONNX graph"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "empty"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
+    (b"PK\x03\x04aaaa", "zip archive"), (b"<!doctype html><html>", "HTML"),
+    (b"\x18\x00\x00\x00ORTM" + bytes(20), "ORT format"),
+    (b"this is no model at all, only a text of some length", "not a complete ONNX model"),
+    (bytes(range(256)), "not a complete ONNX model"), (b"\x08\x08", "no ONNX graph"),
+])  # fmt: skip
 def test_other_files_are_refused_by_what_they_are(tmp_path, content, message):
     path = tmp_path / "m.onnx"
     path.write_bytes(content)
@@ -105,10 +100,9 @@ def test_every_truncation_is_refused(tmp_path):
             load_model(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("none.onnx", "does not exist"), ("", "folder"), ("a\0b", "cannot be read"), ("x" * 5000, "cannot be read")],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("none.onnx", "does not exist"), ("", "folder"), ("a\0b", "cannot be read"), ("x" * 5000, "cannot be read"),
+])  # fmt: skip
 def test_what_is_no_file(tmp_path, name, says):
     with pytest.raises(ModelLoadError, match=says):
         load_model(f"{tmp_path}/{name}")
@@ -263,22 +257,15 @@ def with_functions(*bodies: str) -> onnx.ModelProto:
     return net(text, domains=("d",))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dims": [4, -4]}, "negative size"),
-        ({"dims": [4, 5]}, "64 bytes.*takes 80"),
-        ({"dims": [2**40, 2**40]}, "takes"),
-        ({"dims": [2**32, 2**32, 4]}, "takes"),
-        ({"raw_data": TINY.tobytes()[:-1]}, "63 bytes"),
-        ({"raw_data": TINY.tobytes() + b"\0"}, "65 bytes"),
-        ({"raw_data": b"", "float_data": [1.0] * 15}, "15 numbers"),
-        ({"raw_data": TINY.tobytes()[:8], "segment": TensorProto.Segment(begin=0, end=1)}, "segment"),
-        ({"data_type": 77}, "data type 77"),
-        ({"data_type": 0}, "data type 0"),
-        ({"data_type": TensorProto.STRING}, "strings"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"dims": [4, -4]}, "negative size"), ({"dims": [4, 5]}, "64 bytes.*takes 80"), ({"dims": [2**40, 2**40]}, "takes"),
+    ({"dims": [2**32, 2**32, 4]}, "takes"), ({"raw_data": TINY.tobytes()[:-1]}, "63 bytes"),
+    ({"raw_data": TINY.tobytes() + b"\0"}, "65 bytes"),
+    ({"raw_data": b"", "float_data": [1.0] * 15}, "15 numbers"),
+    ({"raw_data": TINY.tobytes()[:8], "segment": TensorProto.Segment(begin=0, end=1)}, "segment"),
+    ({"data_type": 77}, "data type 77"), ({"data_type": 0}, "data type 0"),
+    ({"data_type": TensorProto.STRING}, "strings"),
+])  # fmt: skip
 def test_tensors_have_to_fill_their_shape(fields, message):
     proto = tiny()
     tensor = proto.graph.initializer[0]
@@ -296,14 +283,11 @@ SOUND = (
 )
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        *(numpy_helper.from_array(array, "unused") for array in SOUND),
-        *(helper.make_tensor("unused", helper.np_dtype_to_tensor_dtype(a.dtype), a.shape, a.ravel()) for a in SOUND),
-        *(helper.make_tensor("unused", kind, [3], [1, 2, 3]) for kind in (TensorProto.INT4, TensorProto.UINT4)),
-    ],
-)
+@pytest.mark.parametrize("tensor", [
+    *(numpy_helper.from_array(array, "unused") for array in SOUND),
+    *(helper.make_tensor("unused", helper.np_dtype_to_tensor_dtype(a.dtype), a.shape, a.ravel()) for a in SOUND),
+    *(helper.make_tensor("unused", kind, [3], [1, 2, 3]) for kind in (TensorProto.INT4, TensorProto.UINT4)),
+])  # fmt: skip
 def test_sound_tensors_of_all_types_are_taken(tensor):
     proto = tiny()
     proto.graph.initializer.append(tensor)

@@ -150,14 +150,10 @@ def choice(out: str, body: str) -> str:
 INNER = choice("i", "i = Unsqueeze<axes = [0]>(x)")
 
 
-@pytest.mark.parametrize(
-    ("x", "body"),
-    [
-        ("float[] x", f"y = {choice('b', 'b = Softmax<axis = 1>(x)')}"),
-        ("float[2,3,4] x", f"q = {choice('p', f'o = {INNER} p = Softmax<axis = 1>(o)')} y = Softmax(q)"),
-    ],
-    ids=["of unknown rank", "nested"],
-)
+@pytest.mark.parametrize(("x", "body"), [
+    ("float[] x", f"y = {choice('b', 'b = Softmax<axis = 1>(x)')}"),
+    ("float[2,3,4] x", f"q = {choice('p', f'o = {INNER} p = Softmax<axis = 1>(o)')} y = Softmax(q)"),
+], ids=["of unknown rank", "nested"])  # fmt: skip
 def test_bodies_are_converted(x, body):
     before = net(f"(bool c, {x}) => (float[] y) {{ {body} }}", opset=11)
     for flag in (True, False):
@@ -245,10 +241,9 @@ def test_default_attributes_that_came_later_are_dropped():
     assert [a.name for a in before.graph.node[0].attribute] == ["to"]
 
 
-@pytest.mark.parametrize(
-    ("call", "opset"),
-    [("Cast<to = 1, saturate = 0>(x)", 19), ("Gelu(x)", 20), ("ReduceMean(x, a)", 18), ("GridSample(x, a)", 20)],
-)
+@pytest.mark.parametrize(("call", "opset"), [
+    ("Cast<to = 1, saturate = 0>(x)", 19), ("Gelu(x)", 20), ("ReduceMean(x, a)", 18), ("GridSample(x, a)", 20),
+])  # fmt: skip
 def test_what_the_runtime_cannot_read_is_refused(call, opset):
     before = net(f"(float[2] x, int64[1] a) => (float[2] y) {{ [bad] y = {call} }}", opset=opset)
     with pytest.raises(UnsupportedModelError, match="bad"):

@@ -107,9 +107,7 @@ def in_both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Pa
 
 
 @pytest.mark.parametrize("samples", [0, 8])
-def test_weights_alone_are_those_made_in_memory(
-    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, samples: int
-) -> None:
+def test_weights_alone_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, samples):
     path = split(decoder(), tmp_path)
     reports = in_both_ways(
         path, monkeypatch, lambda out: kenosis_ort.quantize_weights(path, out, feeds(samples) or None)
@@ -122,9 +120,7 @@ def test_weights_alone_are_those_made_in_memory(
 @pytest.mark.parametrize(
     ("net", "recipe"), [("transformer", "fast"), ("bn", "accurate"), ("transformer", "weight-only-4")]
 )
-def test_a_static_call_makes_the_same_file(
-    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, net: str, recipe: str
-) -> None:
+def test_a_static_call_makes_the_same_file(tmp_path, on_disk, monkeypatch, net, recipe):
     model = models.transformer_block() if net == "transformer" else models.bn_net(channels=16)
     path, given = split(model, tmp_path), {"recipe": recipe, "promise": False}
     in_both_ways(
@@ -146,9 +142,7 @@ def test_all_modules_read_tensors_wherever_they_lie() -> None:
     assert found == {"outside.py", "qdq.py"}  # which wraps it, and which knows the folder
 
 
-def test_calibrating_and_planning_leave_weights_on_disk(
-    tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monkeypatch):
     path = split(decoder(), tmp_path)
     monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
     held = kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json()

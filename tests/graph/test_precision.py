@@ -115,11 +115,9 @@ def assert_close(model: onnx.ModelProto, changed: onnx.ModelProto, x: np.ndarray
 
 
 @given(
-    kind=st.sampled_from([F16, F64]),
-    steps=st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=6),
-    also=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    kind=st.sampled_from([F16, F64]), steps=st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=6),
+    also=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_any_mix_of_operators_computes_the_same(kind, steps, also, seed):
     steps = ["linear", *(name for name in steps if ONLY.get(name, kind) == kind)]
     values = ["x", *(f"v{at}" for at in range(len(steps)))]
@@ -232,16 +230,12 @@ def test_nothing_to_compute_is_nothing_to_convert(kind):
     assert compute_in_float32(net(f"({kind}[N,4] x) => ({kind}[N,4] y) {{ y = Relu(x) }}")) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("declared", "body", "kind"),
-    [
-        ("<float16[1,1] h = {15360}>", "m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
-        ("", "h = Constant<value = float16[1,1] {15360}>() m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
-        ("", "h = Cast<to = 10>(x) m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
-        ("", "o = secret.Secret(x)", "float16"),
-    ],
-    ids=["stored", "constant", "attribute", "declared"],
-)
+@pytest.mark.parametrize(("declared", "body", "kind"), [
+    ("<float16[1,1] h = {15360}>", "m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+    ("", "h = Constant<value = float16[1,1] {15360}>() m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+    ("", "h = Cast<to = 10>(x) m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
+    ("", "o = secret.Secret(x)", "float16"),
+], ids=["stored", "constant", "attribute", "declared"])  # fmt: skip
 def test_what_only_a_body_says_of_the_type_counts(declared, body, kind):
     branch = f"() => ({kind}[4,4] o) {declared} {{ {body} }}"
     text = f"""(float[4,4] x, bool c) => (float[4,4] y)

@@ -72,9 +72,7 @@ def test_products_of_matrices_add_neighbours_along_k(m: int, k: int, n: int, see
     (1, 3, 8, (3, 3)), (1, 8, 16, (1, 1)), (1, 5, 7, (3,)), (1, 4, 8, (2, 2, 2)), (2, 6, 8, (3, 3)), (4, 4, 8, (3, 3)),
     (1, 1, 1, (3, 3)), (8, 8, 8, (3, 3)), (16, 16, 16, (5,)), (1, 1, 4, (4,)),
 ])  # fmt: skip
-def test_convolutions_add_neighbours_in_kernel_then_channel_order(
-    groups: int, inputs: int, outputs: int, kernel: tuple[int, ...], zero_point: int
-):
+def test_convolutions_add_neighbours_in_kernel_then_channel_order(groups, inputs, outputs, kernel, zero_point):
     rng = np.random.default_rng(outputs * 31 + len(kernel))
     shape = (outputs, inputs // groups, *kernel)
     x = rng.integers(180, 256, (1, inputs, *(k + 3 for k in kernel)), np.uint8)
@@ -105,19 +103,12 @@ def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: 
         assert int(high.sum() + low.sum()) == int(w.astype(np.int64).sum())
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "groups", "pairs"),
-    [
-        ("Conv", (2, 3, 2, 2), 1, {(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (3, 4), (9, 10)}),
-        ("Conv", (2, 4, 2, 2), 1, {(i, i + 1) for i in range(0, 16, 2)}),
-        ("Conv", (6, 3, 1), 2, {(0, 1)}),
-        ("Conv", (4, 1, 3, 3), 4, set()),
-        ("Gemm", (5, 2), 1, {(0, 1), (2, 3)}),
-    ],
-)
-def test_of_odd_channels_filled_up_both_orders_count(
-    op: str, shape: tuple[int, ...], groups: int, pairs: set[tuple[int, int]]
-):
+@pytest.mark.parametrize(("op", "shape", "groups", "pairs"), [
+    ("Conv", (2, 3, 2, 2), 1, {(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11), (3, 4), (9, 10)}),
+    ("Conv", (2, 4, 2, 2), 1, {(i, i + 1) for i in range(0, 16, 2)}),
+    ("Conv", (6, 3, 1), 2, {(0, 1)}), ("Conv", (4, 1, 3, 3), 4, set()), ("Gemm", (5, 2), 1, {(0, 1), (2, 3)}),
+])  # fmt: skip
+def test_of_odd_channels_filled_up_both_orders_count(op, shape, groups, pairs):
     node = parse_node(f"y = {op}{f'<group = {groups}>' if op == 'Conv' else ''}(x, w)")
     size = int(np.prod(shape[1:])) if op == "Conv" else shape[0]
     found = set()
@@ -173,11 +164,9 @@ def test_the_step_is_the_coarsest_one() -> None:
     assert (found.step, found.low, found.multiples.tolist()) == (0.25, 0, [[4, 6], [9, 4]])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [[1.0, np.pi], [0.001, 1.0], [-1.0, 255.0], list(range(257)), [np.nan], [np.inf, 1.0], []],
-    ids=["irrational", "too fine", "too wide", "too many", "nan", "inf", "empty"],
-)
+@pytest.mark.parametrize("values", [
+    [1.0, np.pi], [0.001, 1.0], [-1.0, 255.0], list(range(257)), [np.nan], [np.inf, 1.0], [],
+], ids=["irrational", "too fine", "too wide", "too many", "nan", "inf", "empty"])  # fmt: skip
 def test_others_have_none(values: list[float]) -> None:
     assert exact_grid(np.array(values, np.float32)) is None
 

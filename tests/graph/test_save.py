@@ -147,9 +147,7 @@ def no_links(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("new_external", [True, False], ids=["to data", "to one file"])
 @pytest.mark.parametrize("old", ["data", "one file", "nothing", "content name"])
-def test_killed_at_any_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new_external: bool, links: bool
-) -> None:
+def test_killed_at_any_step(tmp_path, monkeypatch, old, new_external, links):
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     out = tmp_path / "out.onnx"
@@ -252,9 +250,7 @@ def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("old", ["a pair", "no model"])
 @pytest.mark.parametrize("failing", [os.replace, os.link], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("call", range(4))
-def test_a_step_that_fails_leaves_the_old_pair_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., None], call: int, old: str
-) -> None:
+def test_a_step_that_fails_leaves_the_old_pair_or_the_new_one(tmp_path, monkeypatch, failing, call, old):
     out, data, left = tmp_path / "out.onnx", tmp_path / "out.onnx.data", call
     if old == "a pair":
         write(OLD, out, external=True)

@@ -54,10 +54,7 @@ def test_bodies_and_external_weights_count(tmp_path: Path):
     assert found.file_bytes == path.stat().st_size + 60_000
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [({}, "QDQ"), ({"quant_format": QuantFormat.QOperator}, "QOperator")],
-)
+@pytest.mark.parametrize(("how", "expected"), [({}, "QDQ"), ({"quant_format": QuantFormat.QOperator}, "QOperator")])
 def test_what_was_quantized_is_told(how: dict[str, object], expected: str, tmp_path: Path):
     model, out = models.conv_relu_chain(2), tmp_path / "o.onnx"
     quantize_static(model, out, models.reader(model), recipe="plain", promise=False, **how)  # type: ignore[arg-type]

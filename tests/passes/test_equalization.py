@@ -70,15 +70,10 @@ def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 
 
 
 @given(
-    first=st.sampled_from(["conv", "transposed"]),
-    act=st.sampled_from(["relu", "leaky", "prelu", "none", "pool"]),
-    second=st.sampled_from(["conv", "transposed"]),
-    groups=st.sampled_from([1, 2, 8]),
-    seed=st.integers(0, 2**16),
-)
-def test_convolutions_compute_the_same_for_every_input(
-    first: str, act: str, second: str, groups: int, seed: int
-) -> None:
+    first=st.sampled_from(["conv", "transposed"]), act=st.sampled_from(["relu", "leaky", "prelu", "none", "pool"]),
+    second=st.sampled_from(["conv", "transposed"]), groups=st.sampled_from([1, 2, 8]), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_convolutions_compute_the_same_for_every_input(first, act, second, groups, seed):
     model = pair_net(first, act, second, groups=groups, seed=seed)
     result = equalized(model, models.feeds(model, 2, seed=seed))
     others = [{"x": 50 * f["x"]} for f in models.feeds(model, 2, seed=seed + 1)]  # far beyond what was observed
@@ -89,9 +84,7 @@ CASES = [(a, act, b) for a in LINEAR for b in LINEAR for act in ("relu", "leaky"
 
 
 @pytest.mark.parametrize(("first", "act", "second"), [*CASES, ("conv", "relu", "flat")])
-def test_linear_layers_compute_the_same_and_features_behind_a_flatten_follow_their_channel(
-    first: str, act: str, second: str
-) -> None:
+def test_linear_layers_compute_the_same_and_features_behind_a_flatten_follow_their_channel(first, act, second):
     model = pair_net(first, act, second)
     result = equalized(model, models.feeds(model, 4))
     assert [(p.first, p.second) for p in result.pairs] == [("a", "b")]

@@ -147,9 +147,7 @@ def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
     assert 0.0 < same.worst_loss < 0.07  # 64 samples do not tell half a percent
 
 
-def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest(monkeypatch):
     worse, feeds = classifier(1.0), models.feeds(classifier(), 40, seed=7)
     validation = [Sample(feed, i) for i, feed in enumerate(feeds)]
     labels = [outputs[0].argmax() for outputs in run(classifier(), feeds)]
@@ -242,9 +240,7 @@ class EagerRunning(Running):
 
 
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 4))
-def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(
-    first: list[int], second: list[int], ahead: int
-) -> None:
+def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(first, second, ahead):
     candidates: Any = Candidates(executor=Eager(ahead))
     feeds = [{"x": number} for number in range(4)]
     for numbers in (first, second):

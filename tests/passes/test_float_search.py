@@ -65,9 +65,7 @@ def gated(made: planning.Outcome) -> Iterator[GatedModel]:
         yield gated
 
 
-def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(
-    made: planning.Outcome, gated: GatedModel
-) -> None:
+def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, gated):
     probe, halving = (SensitivityProbe(gated, made.feeds[:2], error=noise) for _ in range(2))
     found, halved = tensor_sensitivity(probe), tensor_sensitivity(halving, cutoff=0.1)
     assert (found[0].value, found[0].kind) == (spiky_chain()[1], GateKind.ACTIVATION)
@@ -209,9 +207,7 @@ def test_nothing_is_searched_where_the_budget_holds(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize(("budget", "share", "says"), [(1e-3, 0.2, "the budget holds with"), (0.0, 0.5, "least found")])
-def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(
-    shop: Shop, budget: float, share: float, says: str
-) -> None:
+def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, budget, share, says):
     found = shop.search(budget=Budget(budget), max_float_share=share)
     assert not found.met
     assert found.loss <= found.loss_before

@@ -63,10 +63,9 @@ def learned(outcome: planning.Outcome, feeds: list[Feed], **options: Any) -> Any
     return learn_rounding(outcome.model, outcome.quantized, feeds, **{"threads": 1, **options})
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("conv", {}), ("conv", {"groups": 2}), ("conv", {"groups": 8}), ("gemm", {}), ("matmul", {})],
-)
+@pytest.mark.parametrize(("kind", "options"), [
+    ("conv", {}), ("conv", {"groups": 2}), ("conv", {"groups": 8}), ("gemm", {}), ("matmul", {}),
+])  # fmt: skip
 def test_outputs_get_closer_and_the_grid_is_kept(kind: str, options: dict[str, int]) -> None:
     model = one_layer(kind, **options)
     fit, held_out = smooth_feeds(model, 100 if kind == "gemm" else 24), smooth_feeds(model, 20, seed=1)
@@ -95,16 +94,10 @@ def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing() -> 
 
 
 @given(
-    kind=st.sampled_from(["conv", "transposed"]),
-    groups=st.sampled_from([1, 2, 8]),
-    stride=st.integers(1, 2),
-    pads=st.integers(0, 2),
-    dilation=st.integers(1, 2),
-    seed=st.integers(0, 999),
-)
-def test_rows_times_weights_are_the_layers_outputs(
-    kind: str, groups: int, stride: int, pads: int, dilation: int, seed: int
-) -> None:
+    kind=st.sampled_from(["conv", "transposed"]), groups=st.sampled_from([1, 2, 8]), stride=st.integers(1, 2),
+    pads=st.integers(0, 2), dilation=st.integers(1, 2), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_rows_times_weights_are_the_layers_outputs(kind, groups, stride, pads, dilation, seed):
     """The energy of a layer's outputs is that of its moments under its weights, summed over output channels."""
     if kind == "transposed":
         stride, pads, dilation = 3, 0, 1  # taps do not overlap, so the energies of taps add up
@@ -132,9 +125,7 @@ def test_canonical_weights_come_back_as_they_were(kind: str, groups: int) -> Non
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(2, 12), st.booleans(), st.integers(0, 10**6))
-def test_groups_are_rounded_together_as_each_alone(
-    groups: int, rows: int, columns: int, paired: bool, seed: int
-) -> None:
+def test_groups_are_rounded_together_as_each_alone(groups, rows, columns, paired, seed):
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=(groups, 3 * columns, columns)) * rng.uniform(0.1, 3, (groups, 1, columns))
     moments = inputs.transpose(0, 2, 1) @ inputs + 0.01 * np.eye(columns)

@@ -13,12 +13,11 @@ from tests.flow.support import run
 from tests.planning import parse, prepared
 
 BODIES = {
-    "matmul": "y = MatMul (x, w)",
-    "matmul and bias": "m = MatMul (x, w)\n y = Add (m, b)",
+    "matmul": "y = MatMul (x, w)", "matmul and bias": "m = MatMul (x, w)\n y = Add (m, b)",
     "two layers of one value": "a = MatMul (x, w)\n c = MatMul (x, v)\n y = Mul (a, c)",
     "gemm": "f = Reshape (x, flat)\n g = Gemm <transB = 1, beta = 0.5> (f, w, b)\n y = Reshape (g, back)",
     "its output is needed twice": "m = MatMul (x, w)\n r = Relu (m)\n y = Add (m, r)",
-}
+}  # fmt: skip
 SHAPES = {"flat": np.array([-1, 32], np.int64), "back": np.array([2, -1, 32], np.int64)}
 
 

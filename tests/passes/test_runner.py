@@ -102,18 +102,11 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
     return runner.run(passes, state or named("start")), runner, call
 
 
-@pytest.mark.parametrize(
-    ("each", "name", "kept"),
-    [
-        (Rename("better"), "better", True),
-        (Rename("slightly"), "slightly", True),
-        (Rename("worse"), "start", False),
-        (Careful("better"), "better", True),
-        (Careful("slightly"), "start", False),
-        (Decided("worse"), "worse", True),
-        (Nothing(), "start", False),
-    ],
-)
+@pytest.mark.parametrize(("each", "name", "kept"), [
+    (Rename("better"), "better", True), (Rename("slightly"), "slightly", True), (Rename("worse"), "start", False),
+    (Careful("better"), "better", True), (Careful("slightly"), "start", False), (Decided("worse"), "worse", True),
+    (Nothing(), "start", False),
+])  # fmt: skip
 def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
     state, runner, _ = run(each)
     assert state.prepared.proto.graph.name == name
@@ -218,31 +211,22 @@ def test_a_recipe_file_holds_its_settings(known: None) -> None:
     check()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"strength": 3}, "strength=3 is not a number from 0 to 2"),
-        ({"strength": "much"}, "strength='much' is a str"),
-        ({"count": -1}, "count=-1"),
-        ({"mode": "sofd"}, "Did you mean 'soft'"),
-        ({"limit": "nine"}, "limit='nine' is unknown"),
-        ({"on": 1}, "true or false"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"strength": 3}, "strength=3 is not a number from 0 to 2"),
+    ({"strength": "much"}, "strength='much' is a str"), ({"count": -1}, "count=-1"),
+    ({"mode": "sofd"}, "Did you mean 'soft'"), ({"limit": "nine"}, "limit='nine' is unknown"),
+    ({"on": 1}, "true or false"),
+])  # fmt: skip
 def test_settings_are_checked_by_their_types(given: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=says):
         Seen(**given)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[recipe.sen]\n", "Did you mean 'seen'"),
-        ("[recipe.seen]\nstrenght = 1\n", "Did you mean 'strength'"),
-        ("[recipe]\nseen = 1\n", "is no table"),
-        ("[recipe.seen]\nmode = 1\n", "mode=1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("[recipe.sen]\n", "Did you mean 'seen'"),
+    ("[recipe.seen]\nstrenght = 1\n", "Did you mean 'strength'"),
+    ("[recipe]\nseen = 1\n", "is no table"), ("[recipe.seen]\nmode = 1\n", "mode=1"),
+])  # fmt: skip
 def test_mistakes_in_a_file_are_named(known: None, text: str, says: str) -> None:
     with pytest.raises(OptionError, match=says) as caught:
         Recipe.from_toml(text, where="recipe.toml")

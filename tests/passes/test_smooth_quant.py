@@ -80,26 +80,21 @@ def test_folded_into_what_is_before(norm: str, reader: str) -> None:
 
 
 @given(
-    st.sampled_from(INSTALLED),
-    st.floats(1, 300),
-    st.sampled_from(["auto", 0.0, 0.3, 0.5, 0.85, 1.0]),
+    st.sampled_from(INSTALLED), st.floats(1, 300), st.sampled_from(["auto", 0.0, 0.3, 0.5, 0.85, 1.0]),
     st.integers(0, 99),
-)
+)  # fmt: skip
 def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
     model = net(f"{NORMS[norm]}\n{READERS['two linears']}", weights(gain, seed))
     check_exact(model, smoothed(model, alpha=alpha))
 
 
-@pytest.mark.parametrize(
-    ("body", "values"),
-    [
-        ("h = MatMul (x, w1)\n r = Relu (h)\n y = MatMul (r, w2)", ["r"]),
-        ("h = MatMul (x, w1)\n a = Add (h, b2)\n r = LeakyRelu (a)\n y = MatMul (r, w2)", ["r"]),
-        ("g = MatMul (x, w1)\n s = Sigmoid (g)\n u = MatMul (x, w2)\n h = Mul (s, u)\n y = MatMul (h, w3)", ["h"]),
-        ("h = MatMul (x, w1)\n r = Tanh (h)\n y = MatMul (r, w2)", []),
-        ("h = MatMul (x, w1)\n s = Softmax (h)\n p = Add (h, s)\n y = MatMul (p, w2)", []),
-    ],
-)
+@pytest.mark.parametrize(("body", "values"), [
+    ("h = MatMul (x, w1)\n r = Relu (h)\n y = MatMul (r, w2)", ["r"]),
+    ("h = MatMul (x, w1)\n a = Add (h, b2)\n r = LeakyRelu (a)\n y = MatMul (r, w2)", ["r"]),
+    ("g = MatMul (x, w1)\n s = Sigmoid (g)\n u = MatMul (x, w2)\n h = Mul (s, u)\n y = MatMul (h, w3)", ["h"]),
+    ("h = MatMul (x, w1)\n r = Tanh (h)\n y = MatMul (r, w2)", []),
+    ("h = MatMul (x, w1)\n s = Softmax (h)\n p = Add (h, s)\n y = MatMul (p, w2)", []),
+])  # fmt: skip
 def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> None:
     arrays = weights()
     arrays["w1"][:, :2] *= 40.0  # outlier channels of the first layer's output

@@ -49,16 +49,11 @@ def test_every_row_computes_the_same_to_the_bit(steps, seed):
         assert ops(result) in (["Relu"], ["Clip"])
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([("Max", 0.0, False)], "Relu"),
-        ([("Min", 6.0, False)], "Clip"),
-        ([("Max", 0.0, False), ("Min", 6.0, True)], "Clip"),
-        ([("Relu",), ("Relu",)], "Relu"),
-        ([("Clip", -1.0, None), ("Relu",)], "Relu"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "expected"), [
+    ([("Max", 0.0, False)], "Relu"), ([("Min", 6.0, False)], "Clip"),
+    ([("Max", 0.0, False), ("Min", 6.0, True)], "Clip"), ([("Relu",), ("Relu",)], "Relu"),
+    ([("Clip", -1.0, None), ("Relu",)], "Relu"),
+])  # fmt: skip
 def test_what_it_becomes(steps, expected):
     g = Net.over([2, 8])
     proto = g.of(bound(g, "x", *steps, ("Max", -3.0, False)))
@@ -89,15 +84,11 @@ def silu(g, x, *, alpha=None, divided=False, swap=False, gate_first=False, shape
 
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    alpha=st.none() | st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10),
-    divided=st.booleans(),
-    swap=st.booleans(),
-    gate_first=st.booleans(),
-    factor_rank=st.integers(0, 1),
-    magnitude=st.sampled_from([1e-3, 1.0, 30.0, 1e4, 1e30]),
-    opset=st.sampled_from([13, 17, 18, 21]),
+    alpha=st.none() | st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10), divided=st.booleans(),
+    swap=st.booleans(), gate_first=st.booleans(), factor_rank=st.integers(0, 1),
+    magnitude=st.sampled_from([1e-3, 1.0, 30.0, 1e4, 1e30]), opset=st.sampled_from([13, 17, 18, 21]),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, factor_rank, magnitude, opset, seed):
     g = Net.over(shape, opset=opset)
     y = silu(g, "x", alpha=alpha, divided=divided, swap=swap, gate_first=gate_first, shape=(1,) * factor_rank)
@@ -228,17 +219,11 @@ MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
 
 
 @given(
-    shape=SHAPES,
-    high=st.sampled_from([1.0, 6.0, 2.5]),
-    slope=st.sampled_from([1.0, 0.2, 3.0]),
-    shift=st.sampled_from([3.0, 0.5]),
-    order=ORDER,
-    divide=st.booleans(),
-    times_x=st.sampled_from([None, "first", "last"]),
-    magnitude=MAGNITUDE,
-    opset=st.sampled_from([13, 14, 17, 22]),
+    shape=SHAPES, high=st.sampled_from([1.0, 6.0, 2.5]), slope=st.sampled_from([1.0, 0.2, 3.0]),
+    shift=st.sampled_from([3.0, 0.5]), order=ORDER, divide=st.booleans(),
+    times_x=st.sampled_from([None, "first", "last"]), magnitude=MAGNITUDE, opset=st.sampled_from([13, 14, 17, 22]),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, times_x, magnitude, opset, seed):
     g = Net.over(shape, opset=opset)
     y = clip_gate(g, "x", slope=slope, shift=shift, high=high, order=order, divide=divide, times_x=times_x)
@@ -267,16 +252,12 @@ def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
     refused(collapse_hard_swish, product([2, 3], opset=13), None)
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]), times_x="last")], "Mul HardSwish"),
-        (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]))], "HardSigmoid"),
-        (lambda g: [g.op("Mul", [g.op("Relu", ["x"]), clip_gate(g, "x")])], "Relu HardSigmoid Mul"),
-        (lambda g: [gate := clip_gate(g, "x"), g.op("Mul", ["x", gate])], "HardSigmoid Mul"),
-    ],
-    ids=["x is scaled itself", "a scale within", "gate of another value", "gate needed elsewhere"],
-)
+@pytest.mark.parametrize(("build", "expected"), [
+    (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]), times_x="last")], "Mul HardSwish"),
+    (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]))], "HardSigmoid"),
+    (lambda g: [g.op("Mul", [g.op("Relu", ["x"]), clip_gate(g, "x")])], "Relu HardSigmoid Mul"),
+    (lambda g: [gate := clip_gate(g, "x"), g.op("Mul", ["x", gate])], "HardSigmoid Mul"),
+], ids=["x is scaled itself", "a scale within", "gate of another value", "gate needed elsewhere"])  # fmt: skip
 def test_what_a_gate_becomes(build, expected):
     g = Net.over([2, 3])
     check(collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
@@ -306,20 +287,16 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
     check(hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
 
 
-@pytest.mark.parametrize(
-    ("behind", "expected"),
-    [
-        ("y = Conv <kernel_shape = [3,3], pads = [1,1,1,1], group = 16> (h, d, b)", "Conv"),
-        ("p = GlobalAveragePool (h) f = Flatten (p) y = MatMul (f, m)", "GlobalAveragePool Flatten MatMul"),
-        ("p = GlobalAveragePool (h) f = Flatten (p) y = Gemm (f, m)", "GlobalAveragePool Flatten Gemm"),
-        (
-            "p = GlobalAveragePool (h) e = Conv (p, u, b) g = Sigmoid (e) s = Mul (h, g) y = Conv (s, u)",
-            "GlobalAveragePool Conv Sigmoid Mul Conv",
-        ),
-        ("z = Conv (h, u) y = Conv (h, u, b)", "Conv Conv"),
-    ],
-    ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"],
-)
+@pytest.mark.parametrize(("behind", "expected"), [
+    ("y = Conv <kernel_shape = [3,3], pads = [1,1,1,1], group = 16> (h, d, b)", "Conv"),
+    ("p = GlobalAveragePool (h) f = Flatten (p) y = MatMul (f, m)", "GlobalAveragePool Flatten MatMul"),
+    ("p = GlobalAveragePool (h) f = Flatten (p) y = Gemm (f, m)", "GlobalAveragePool Flatten Gemm"),
+    (
+        "p = GlobalAveragePool (h) e = Conv (p, u, b) g = Sigmoid (e) s = Mul (h, g) y = Conv (s, u)",
+        "GlobalAveragePool Conv Sigmoid Mul Conv",
+    ),
+    ("z = Conv (h, u) y = Conv (h, u, b)", "Conv Conv"),
+], ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"])  # fmt: skip
 def test_what_may_be_behind_it(behind: str, expected: str) -> None:
     proto = net(f"{CONV} h = HardSwish (c) {behind}", "y, z" if "z =" in behind else "y")
     check(hard_swish_to_product, proto, feed(), f"Conv Add Clip Mul {expected}")

@@ -31,12 +31,10 @@ def chain(*steps, x=("N", 3, "H", "W"), outputs=()):
 
 
 @given(
-    channels=st.integers(1, 9),
-    size=st.tuples(st.integers(2, 3), st.integers(4, 5), st.integers(4, 5)),
-    epsilon=st.sampled_from([{}, *({"epsilon": e} for e in (1e-5, 1e-3, 0.5))]),
-    opset=st.sampled_from([13, 15, 17]),
+    channels=st.integers(1, 9), size=st.tuples(st.integers(2, 3), st.integers(4, 5), st.integers(4, 5)),
+    epsilon=st.sampled_from([{}, *({"epsilon": e} for e in (1e-5, 1e-3, 0.5))]), opset=st.sampled_from([13, 15, 17]),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_any_norm(channels, size, epsilon, opset, seed):
     g = Net.over(["N", channels, "H", "W"], opset=opset)
     proto = g.of(g.op(NORM, ["x", *norm_weights(channels, g.rng)], name="bn", **epsilon))
@@ -77,32 +75,22 @@ def test_a_chain_ends_where_its_values_are_needed():
     check(batch_norm_to_conv, chain(SCALE, ("Div", CHANNEL, True)), X, "Conv Div")
 
 
-@pytest.mark.parametrize(
-    ("proto", "reason"),
-    [
-        (chain(("Mul", 2.0, False), ("Add", [1.0], False)), None),
-        (chain(SCALE, x=("N", "C", 4, 4)), "channel count of 'x' is not known"),
-        (chain(("Mul", np.ones((1, 1, 5)), False)), "is not one number a channel"),
-        (chain(SCALE, x=("N", 1, 4, 4)), "is not one number a channel"),
-        (chain(("Div", CHANNEL, True)), "divides by its input"),
-        (chain(("Div", CHANNEL * 0, False)), "not finite"),
-    ],
-)
+@pytest.mark.parametrize(("proto", "reason"), [
+    (chain(("Mul", 2.0, False), ("Add", [1.0], False)), None),
+    (chain(SCALE, x=("N", "C", 4, 4)), "channel count of 'x' is not known"),
+    (chain(("Mul", np.ones((1, 1, 5)), False)), "is not one number a channel"),
+    (chain(SCALE, x=("N", 1, 4, 4)), "is not one number a channel"),
+    (chain(("Div", CHANNEL, True)), "divides by its input"), (chain(("Div", CHANNEL * 0, False)), "not finite"),
+])  # fmt: skip
 def test_chains_that_stay_and_why(proto, reason):
     refused(batch_norm_to_conv, proto, reason)
 
 
 @given(
-    groups=st.integers(1, 3),
-    per_group=st.integers(1, 3),
-    out_per_group=st.integers(1, 3),
-    spatial=st.integers(1, 3),
-    bias=st.booleans(),
-    add=st.sampled_from([None, "scalar", "channel", "first"]),
-    transposed=st.booleans(),
-    epsilon=st.sampled_from([{}, *({"epsilon": e} for e in (1e-5, 1e-3, 0.5))]),
-    seed=st.integers(0, 2**16),
-)
+    groups=st.integers(1, 3), per_group=st.integers(1, 3), out_per_group=st.integers(1, 3), spatial=st.integers(1, 3),
+    bias=st.booleans(), add=st.sampled_from([None, "scalar", "channel", "first"]), transposed=st.booleans(),
+    epsilon=st.sampled_from([{}, *({"epsilon": e} for e in (1e-5, 1e-3, 0.5))]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_convolutions_of_every_form(groups, per_group, out_per_group, spatial, bias, add, transposed, epsilon, seed):
     rng = np.random.default_rng(seed)
     c_in, c_out, rest = groups * per_group, groups * out_per_group, [1] * spatial
@@ -121,14 +109,10 @@ def test_convolutions_of_every_form(groups, per_group, out_per_group, spatial, b
 
 
 @given(
-    op=st.sampled_from(["Gemm", "MatMul"]),
-    trans_b=st.booleans(),
-    alpha=st.sampled_from([1.0, 0.5]),
-    beta=st.sampled_from([0.0, 1.0, 2.0]),
-    bias=st.sampled_from([None, (), (1,), (4,), (1, 4), (1, 1)]),
-    add=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    op=st.sampled_from(["Gemm", "MatMul"]), trans_b=st.booleans(), alpha=st.sampled_from([1.0, 0.5]),
+    beta=st.sampled_from([0.0, 1.0, 2.0]), bias=st.sampled_from([None, (), (1,), (4,), (1, 4), (1, 1)]),
+    add=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_matrix_products_of_every_form(op, trans_b, alpha, beta, bias, add, seed):
     rng = np.random.default_rng(seed)
     g = Net.over(["N", 3])

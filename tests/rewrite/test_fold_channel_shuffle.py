@@ -40,12 +40,8 @@ def picture(channels, batch=2, seed=0):
     groups=st.sampled_from([(1, 1), (1, 2), (2, 1), (4, 4), (2, 4), (4, 2), (8, 1), (1, 8), (8, 8)]),
     shuffled=st.sampled_from([2, 3, 4, 6]),
     way=st.lists(st.sampled_from(["Relu", "depthwise", "MaxPool", "HardSwish", "Clip"]), max_size=3),
-    split=st.integers(0, 3),
-    flat=st.booleans(),
-    bias=st.booleans(),
-    gathered=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    split=st.integers(0, 3), flat=st.booleans(), bias=st.booleans(), gathered=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_every_shuffle_between_convs_computes_the_same(groups, shuffled, way, split, flat, bias, gathered, seed):
     net, c = Shuffled.of_channels(8, seed=seed), 24
 
@@ -70,10 +66,9 @@ def test_every_shuffle_between_convs_computes_the_same(groups, shuffled, way, sp
     assert not set(MOVED) & set(found)
 
 
-@pytest.mark.parametrize(
-    ("before", "behind", "expected"),
-    [(1, 1, (1, 1)), (4, 1, (4, 1)), (1, 4, (1, 4)), (2, 4, (2, 1)), (4, 2, (1, 2)), (8, 4, (8, 1))],
-)
+@pytest.mark.parametrize(("before", "behind", "expected"), [
+    (1, 1, (1, 1)), (4, 1, (4, 1)), (1, 4, (1, 4)), (2, 4, (2, 1)), (4, 2, (1, 2)), (8, 4, (8, 1)),
+])  # fmt: skip
 def test_the_side_that_costs_less_changes(before, behind, expected):
     net = Shuffled.of_channels(16)
     y = net.shuffle(net.layer("x", 16, 16, group=before), 16, 4)
@@ -132,10 +127,9 @@ def test_a_shuffle_without_a_conv_to_take_it_becomes_a_gather_behind_named_convs
     refused(fold_channel_shuffle, net.of(y), "no Conv makes", y)
 
 
-@pytest.mark.parametrize(
-    "moves",
-    ["t = Transpose<perm = [0,1,3,2]>(c) y = Conv(t, w)", "r = Reshape(c, rows) y = Transpose<perm = [0,2,1]>(r)"],
-)
+@pytest.mark.parametrize("moves", [
+    "t = Transpose<perm = [0,1,3,2]>(c) y = Conv(t, w)", "r = Reshape(c, rows) y = Transpose<perm = [0,2,1]>(r)",
+])  # fmt: skip
 def test_other_moves_are_no_shuffles(moves):
     text = f"(float[N,8,4,4] x) => (y) <float[8,8,1,1] w, int64[3] rows> {{ c = Conv(x, w) {moves} }}"
     refused(fold_channel_shuffle, parse(text, {"rows": [0, 0, -1]}), None)

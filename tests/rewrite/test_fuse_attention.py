@@ -67,21 +67,14 @@ def fused(g, y, x):
 
 
 @given(
-    b=st.integers(1, 2),
-    s=st.integers(1, 4),
-    n=st.integers(1, 3),
-    h=st.integers(1, 5),
-    t=st.integers(1, 5),
-    v=st.integers(1, 4),
-    keys=st.sampled_from(["0132", "0231", "folded"]),
+    b=st.integers(1, 2), s=st.integers(1, 4), n=st.integers(1, 3), h=st.integers(1, 5), t=st.integers(1, 5),
+    v=st.integers(1, 4), keys=st.sampled_from(["0132", "0231", "folded"]),
     scale=st.sampled_from(["scores", "q", "both", "computed", None]),
     how=st.sampled_from([None, "add", "keep", "drop"]),
     shape=st.sampled_from(["full", "batch", "head", "row", "matrix", "rank 3"]),
-    filler=st.sampled_from([-np.inf, LEAST, -1e30, -1e9]),
-    guard=st.booleans(),
-    split=st.booleans(),
+    filler=st.sampled_from([-np.inf, LEAST, -1e30, -1e9]), guard=st.booleans(), split=st.booleans(),
     seed=st.integers(0, 99),
-)
+)  # fmt: skip
 @example(
     b=2, s=3, n=2, h=4, t=5, v=3, keys="folded", scale="both", how="add", shape="batch", filler=LEAST, guard=True,
     split=True, seed=0,

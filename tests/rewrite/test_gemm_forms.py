@@ -15,12 +15,10 @@ FACTORS = st.sampled_from([0.0, 0.25, 1.0, -2.0])
 
 
 @given(
-    alpha=FACTORS,
-    beta=FACTORS,
-    trans=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    alpha=FACTORS, beta=FACTORS, trans=st.tuples(st.integers(0, 1), st.integers(0, 1)),
     bias=st.sampled_from([None, (), (1,), (OUT,), (1, OUT), (1, 1), (ROWS, 1), (ROWS, OUT)]),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_every_gemm_computes_the_same(alpha, beta, trans, bias, seed):
     shape = (IN, ROWS) if trans[0] else (ROWS, IN)
     g = Net.over(shape, seed=seed)
@@ -61,13 +59,9 @@ def layers(shape, *, bias=(COLUMNS,), swapped=False, opset=17, outs=(COLUMNS,)):
 
 
 @given(
-    lead=st.lists(st.integers(1, 4), min_size=2, max_size=3),
-    known=st.lists(st.booleans(), min_size=3, max_size=3),
-    count=st.integers(1, 3),
-    ones=st.integers(0, 2),
-    swapped=st.booleans(),
-    opset=st.sampled_from([15, 17, 21]),
-)
+    lead=st.lists(st.integers(1, 4), min_size=2, max_size=3), known=st.lists(st.booleans(), min_size=3, max_size=3),
+    count=st.integers(1, 3), ones=st.integers(0, 2), swapped=st.booleans(), opset=st.sampled_from([15, 17, 21]),
+)  # fmt: skip
 def test_every_layer_computes_the_same(lead, known, count, ones, swapped, opset):
     shape = [size if sure else f"d{at}" for at, (size, sure) in enumerate(zip(lead, known, strict=False))]
     proto = layers(shape, outs=[COLUMNS] * count, bias=(*[1] * ones, COLUMNS), swapped=swapped, opset=opset)

@@ -29,9 +29,8 @@ SIZE = 8
 FORMS = {
     "square": st.sampled_from(["pow", "mul"]),
     "inverse": st.sampled_from(["div", "reciprocal", "one over"]),
-    "flip": st.booleans(),
-    "epsilon": st.sampled_from([1e-5, 1e-12, 0.5]),
-}
+    "flip": st.booleans(), "epsilon": st.sampled_from([1e-5, 1e-12, 0.5]),
+}  # fmt: skip
 
 
 def inverse_root(g, deviation, axes, square, inverse, epsilon, flip):
@@ -68,17 +67,11 @@ LEAD = st.lists(st.integers(1, 3), min_size=1, max_size=2)
 
 
 @given(
-    lead=LEAD,
-    sizes=st.lists(st.integers(2 if PRECISE else 7, 9), min_size=1, max_size=2).map(tuple),
-    negative=st.booleans(),
-    twice=st.booleans(),
-    scale=AFFINE,
-    shift=AFFINE,
-    magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
-    opset=st.sampled_from([17, 18, 21]),
-    seed=st.integers(0, 2**16),
+    lead=LEAD, sizes=st.lists(st.integers(2 if PRECISE else 7, 9), min_size=1, max_size=2).map(tuple),
+    negative=st.booleans(), twice=st.booleans(), scale=AFFINE, shift=AFFINE,
+    magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]), opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
     **FORMS,
-)
+)  # fmt: skip
 def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale, shift, magnitude, opset, seed, **form):
     g = Net.over([*lead, *sizes], opset=opset, seed=seed)
     axes = range(-len(sizes), 0) if negative else range(len(lead), len(lead) + len(sizes))
@@ -104,27 +97,20 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
 @given(
-    lead=LEAD,
-    size=st.integers(2, 9),
-    scale=AFFINE,
-    magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
-    seed=st.integers(0, 2**16),
-    **FORMS,
-)
+    lead=LEAD, size=st.integers(2, 9), scale=AFFINE, magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
+    seed=st.integers(0, 2**16), **FORMS,
+)  # fmt: skip
 def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
     g = Net.over([*lead, size], opset=23, seed=seed)
     y = norm(g, centred=False, scale=affine(g.rng, (size,), scale), **form)
     check(collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
 
 
-@pytest.mark.parametrize(
-    ("rule", "opset", "make"),
-    [
-        (collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
-        (collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
-        (collapse_affine_norm, 16, lambda g: affine_norm(g)),
-    ],
-)
+@pytest.mark.parametrize(("rule", "opset", "make"), [
+    (collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
+    (collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
+    (collapse_affine_norm, 16, lambda g: affine_norm(g)),
+])  # fmt: skip
 def test_a_norm_stays_before_its_operator_set(rule, opset, make):
     g = Net.over([2, SIZE], opset=opset)
     refused(rule, g.of(make(g)), None)
@@ -137,16 +123,13 @@ def test_symbolic_leading_dimensions_stay_symbolic():
     assert [d.dim_param for d in result.proto.graph.output[0].type.tensor_type.shape.dim] == ["batch", "tokens", ""]
 
 
-@pytest.mark.parametrize(
-    ("shape", "behind", "expected"),
-    [
-        ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 8))])], "Mul"),
-        ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 1))])], "Mul"),
-        ((2, 8), lambda g, y: [g.op("Mul", [y, g.op("Relu", ["x"])])], "Relu Mul"),
-        ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones(8)]), y], "Mul"),
-        ((2,), lambda g, y: [g.op("Mul", [y, np.ones((1, 2))])], "Mul"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "behind", "expected"), [
+    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 8))])], "Mul"),
+    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 1))])], "Mul"),
+    ((2, 8), lambda g, y: [g.op("Mul", [y, g.op("Relu", ["x"])])], "Relu Mul"),
+    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones(8)]), y], "Mul"),
+    ((2,), lambda g, y: [g.op("Mul", [y, np.ones((1, 2))])], "Mul"),
+])  # fmt: skip
 def test_a_scale_that_is_no_vector_of_it_alone_stays_behind(shape, behind, expected):
     g = Net.over(shape)
     x = normal(shape) if len(shape) > 1 else np.ones(shape, np.float32)
@@ -163,17 +146,10 @@ def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e
 
 
 @given(
-    lead=LEAD,
-    symbolic=st.booleans(),
-    square=FORMS["square"],
-    inverse=st.sampled_from(["reciprocal", "one over"]),
-    flip=st.booleans(),
-    turned=st.booleans(),
-    epsilon=st.sampled_from([1e-3, 1e-5, 0.5]),
-    magnitude=st.sampled_from([0.1, 1.0, 100.0]),
-    opset=st.sampled_from([17, 18, 21]),
-    seed=st.integers(0, 2**16),
-)
+    lead=LEAD, symbolic=st.booleans(), square=FORMS["square"], inverse=st.sampled_from(["reciprocal", "one over"]),
+    flip=st.booleans(), turned=st.booleans(), epsilon=st.sampled_from([1e-3, 1e-5, 0.5]),
+    magnitude=st.sampled_from([0.1, 1.0, 100.0]), opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, seed, **form):
     g = Net.over([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
     check(collapse_affine_norm, g.of(affine_norm(g, **form)), normal((*lead, SIZE), seed, magnitude), LAYER)
@@ -197,10 +173,8 @@ def scaled(opset, centred, **form):
 
 @given(
     form=st.sampled_from([(13, True), (16, True), (13, False), (17, False), (18, False), (21, False)]),
-    magnitude=st.sampled_from([0.1, 1.0, 1e3]),
-    seed=st.integers(0, 2**16),
-    **FORMS,
-)
+    magnitude=st.sampled_from([0.1, 1.0, 1e3]), seed=st.integers(0, 2**16), **FORMS,
+)  # fmt: skip
 def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(form, magnitude, seed, **spelling):
     result = check(spell_norm, scaled(*form, **spelling), normal((2, 3, SIZE), seed, magnitude))
     assert OPERATORS[form[1]] in [k.op_type for k in kernels(result.proto)]
@@ -246,11 +220,9 @@ def compute(proto):
 
 
 @given(
-    shape=st.tuples(st.integers(1, 3), st.integers(1, 5)),
-    symbolic=st.booleans(),
-    magnitude=st.sampled_from([1e-3, 1.0, 1e4]),
-    seed=st.integers(0, 2**16),
-)
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5)), symbolic=st.booleans(),
+    magnitude=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_the_result_is_the_same_to_the_bit(shape, symbolic, magnitude, seed):
     proto = block("b,s,16" if symbolic else f"{shape[0]},{shape[1]},16")
     feeds = {name: normal((*shape, 16), seed + at, magnitude) for at, name in enumerate("ab")}
@@ -266,18 +238,10 @@ def test_what_the_runtime_joins_changes(proto):
     assert any("1 residuals" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(
-    "proto",
-    [
-        block("3,16"),
-        block("1,2,3,16"),
-        block("2,3,16", "1,3,16"),
-        block(constant="16"),
-        block(outputs="float y, float s"),
-        block(outputs="float y, float z", more="z = Neg(s)"),
-    ],
-    ids=["two dimensions", "four", "broadcast", "bias", "output", "second reader"],
-)
+@pytest.mark.parametrize("proto", [
+    block("3,16"), block("1,2,3,16"), block("2,3,16", "1,3,16"), block(constant="16"),
+    block(outputs="float y, float s"), block(outputs="float y, float z", more="z = Neg(s)"),
+], ids=["two dimensions", "four", "broadcast", "bias", "output", "second reader"])  # fmt: skip
 def test_what_the_runtime_does_not_join_stays(proto):
     assert JOINED not in compute(proto)
     refused(residual_to_sum, proto, None)
@@ -315,16 +279,10 @@ def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", WIDTH),
 
 
 @given(
-    op=st.sampled_from([JOINED, SIMPLE]),
-    opset=st.sampled_from([17, 18, 21]),
-    beta=st.booleans(),
-    bias=st.booleans(),
-    skip=st.sampled_from([(2, 3, WIDTH), (1, 3, WIDTH), (3, WIDTH)]),
-    epsilon=st.sampled_from([None, 1e-5, 0.5]),
-    total=st.booleans(),
-    magnitude=st.sampled_from([0.1, 1.0, 100.0]),
-    seed=st.integers(0, 2**16),
-)
+    op=st.sampled_from([JOINED, SIMPLE]), opset=st.sampled_from([17, 18, 21]), beta=st.booleans(), bias=st.booleans(),
+    skip=st.sampled_from([(2, 3, WIDTH), (1, 3, WIDTH), (3, WIDTH)]), epsilon=st.sampled_from([None, 1e-5, 0.5]),
+    total=st.booleans(), magnitude=st.sampled_from([0.1, 1.0, 100.0]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_the_parts_compute_the_same(op, opset, beta, bias, skip, epsilon, total, magnitude, seed):
     proto = joined(op, opset=opset, beta=beta, bias=bias, skip=skip, epsilon=epsilon, total=total)
     feeds = {"x": normal((2, 3, WIDTH), seed, magnitude), "skip": normal(skip, seed + 1, magnitude)}

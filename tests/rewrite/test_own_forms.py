@@ -26,15 +26,11 @@ def stem(kernel, size, *, channels=3, strides=(2, 2), bias=True, seed=0, **attri
 
 
 @given(
-    block=st.sampled_from([2, 2, 2, 3, 4]),
-    kernel=st.tuples(st.integers(1, 8), st.integers(1, 8)),
-    blocks=st.tuples(st.integers(1, 7), st.integers(1, 7)),
-    pads=st.tuples(*[st.integers(0, 5)] * 4),
+    block=st.sampled_from([2, 2, 2, 3, 4]), kernel=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    blocks=st.tuples(st.integers(1, 7), st.integers(1, 7)), pads=st.tuples(*[st.integers(0, 5)] * 4),
     mode=st.sampled_from(["NOTSET", "NOTSET", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"]),
-    channels=st.sampled_from([1, 2, 3, 5]),
-    bias=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    channels=st.sampled_from([1, 2, 3, 5]), bias=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_any_stem_cut(block, kernel, blocks, pads, mode, channels, bias, seed):
     size = [block * n for n in blocks]
     given_pads = pads if mode == "NOTSET" else (0, 0, 0, 0)
@@ -52,17 +48,11 @@ def test_any_stem_cut(block, kernel, blocks, pads, mode, channels, bias, seed):
     assert min([0, *next((a.ints for a in conv.attribute if a.name == "pads"), [])]) >= 0
 
 
-@pytest.mark.parametrize(
-    ("kernel", "pads", "new_kernel", "new_pads"),
-    [
-        ((3, 3), (1, 1, 1, 1), (2, 2), (1, 1, 0, 0)),
-        ((3, 3), (0, 0, 1, 1), (2, 2), (0, 0, 1, 1)),
-        ((7, 7), (3, 3, 3, 3), (4, 4), (2, 2, 1, 1)),
-        ((6, 6), (2, 2, 2, 2), (3, 3), (1, 1, 1, 1)),
-        ((2, 2), (0, 0, 0, 0), (1, 1), None),
-        ((7, 3), (3, 0, 2, 0), (4, 2), (2, 0, 1, 0)),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "pads", "new_kernel", "new_pads"), [
+    ((3, 3), (1, 1, 1, 1), (2, 2), (1, 1, 0, 0)), ((3, 3), (0, 0, 1, 1), (2, 2), (0, 0, 1, 1)),
+    ((7, 7), (3, 3, 3, 3), (4, 4), (2, 2, 1, 1)), ((6, 6), (2, 2, 2, 2), (3, 3), (1, 1, 1, 1)),
+    ((2, 2), (0, 0, 0, 0), (1, 1), None), ((7, 3), (3, 0, 2, 0), (4, 2), (2, 0, 1, 0)),
+])  # fmt: skip
 def test_the_new_window_is_the_smallest(kernel, pads, new_kernel, new_pads):
     prepared = rewritten(space_to_depth_stem, stem(kernel, (8, 8), pads=pads))
     attributes = {a.name: tuple(a.ints) for a in prepared.proto.graph.node[1].attribute}
@@ -78,13 +68,10 @@ def test_values_and_batch_are_kept():
 
 
 @given(
-    kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)),
-    strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    pads=st.tuples(*[st.integers(0, 3)] * 4),
-    dilation=st.integers(1, 2),
-    channels=st.sampled_from([1, 2, 3, 5, 6, 7]),
+    kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)), strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    pads=st.tuples(*[st.integers(0, 3)] * 4), dilation=st.integers(1, 2), channels=st.sampled_from([1, 2, 3, 5, 6, 7]),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_any_stem_filled_up(kernel, strides, pads, dilation, channels, seed):
     form = {"strides": strides, "pads": pads, "dilations": [dilation] * 2}
     proto = stem(kernel, ("H", "W"), channels=channels, bias=False, seed=seed, **form)

@@ -25,16 +25,12 @@ def pool(kernel, size, *, channels=3, opset=17, **attributes):
 
 
 @given(
-    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    dilations=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    pads=st.tuples(*[st.integers(0, 3)] * 4),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)), strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilations=st.tuples(st.integers(1, 2), st.integers(1, 2)), pads=st.tuples(*[st.integers(0, 3)] * 4),
     mode=st.sampled_from(["NOTSET", "NOTSET", "NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"]),
-    size=st.tuples(st.integers(2, 9), st.integers(2, 9)),
-    counted=st.booleans(),
-    channels=st.integers(1, 4),
+    size=st.tuples(st.integers(2, 9), st.integers(2, 9)), counted=st.booleans(), channels=st.integers(1, 4),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channels, seed):
     opset = 18 if counted and MISCOUNTS else 19
     if mode != "NOTSET" or opset < 19:
@@ -87,13 +83,10 @@ def test_pools_that_need_no_map(proto):
 
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9)),
-    axes=st.permutations([2, 3]),
-    negative=st.tuples(st.booleans(), st.booleans()),
-    keepdims=st.sampled_from([None, 0, 1]),
-    opset=st.sampled_from([13, 17, 18, 21]),
-    magnitude=st.sampled_from([1e-3, 1.0, 1e5, 1e30]),
-    seed=st.integers(0, 2**16),
-)
+    axes=st.permutations([2, 3]), negative=st.tuples(st.booleans(), st.booleans()),
+    keepdims=st.sampled_from([None, 0, 1]), opset=st.sampled_from([13, 17, 18, 21]),
+    magnitude=st.sampled_from([1e-3, 1.0, 1e5, 1e30]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_every_mean_computes_the_same(shape, axes, negative, keepdims, opset, magnitude, seed):
     g = Net.over(shape, opset=opset)
     axes = [axis - 4 if flip else axis for axis, flip in zip(axes, negative, strict=True)]
@@ -133,14 +126,10 @@ def by_definition(x, size, alpha, beta, bias):
 
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)),
-    size=st.sampled_from([1, 3, 5, 7, 11]),
-    alpha=st.sampled_from([1e-4, 1e-2, 1.5]),
-    beta=st.sampled_from(list(POWERS)),
-    bias=st.sampled_from([0.5, 1.0, 2.0]),
-    symbolic=st.booleans(),
-    magnitude=st.sampled_from([1e-2, 1.0, 1e3]),
-    seed=st.integers(0, 2**16),
-)
+    size=st.sampled_from([1, 3, 5, 7, 11]), alpha=st.sampled_from([1e-4, 1e-2, 1.5]),
+    beta=st.sampled_from(list(POWERS)), bias=st.sampled_from([0.5, 1.0, 2.0]), symbolic=st.booleans(),
+    magnitude=st.sampled_from([1e-2, 1.0, 1e3]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic, magnitude, seed):
     g = Net.over(["n", shape[1], "h", "w"] if symbolic else shape)
     proto = g.of(g.op("LRN", ["x"], size=size, alpha=alpha, beta=beta, bias=bias))
