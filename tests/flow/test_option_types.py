@@ -12,18 +12,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType, StaticQuantConfig
 
-from kenosis_ort import (
-    OptionError,
-    OutputError,
-    Placement,
-    Recipe,
-    Speed,
-    Stages,
-    calibrate,
-    preview,
-    quantize,
-    quantize_static,
-)
+import kenosis_ort
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS, OPTIONS
 from kenosis_ort.options import KEYWORDS
 from tests import models
@@ -54,13 +43,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "calibration_providers": ("CPUExecutionProvider", 3, [1], [None], {"CPUExecutionProvider": {}}, [("CPU", 1)]),
     "extra_options": ([], "WeightSymmetric", 3, True, {1: 2}, [("WeightSymmetric", True)]),
     "custom_op_libraries": ("lib.so", 3, None, [1], [b"lib.so"], {"lib.so": 1}),
-    "stages": ("all", 3, True, [], {"weights": True}, Stages),
+    "stages": ("all", 3, True, [], {"weights": True}, kenosis_ort.Stages),
     "rewrites": ("x", None, 3, 0.5, [1], {"fold_scale": 1}),
     "recipe": (3, None, True, b"fast", ["fast"], "", "fastt", {"name": "fast"}, "a\0b.toml"),
     "eval_reader": (3, "samples.npz", b"", True, {"x": 1}, object()),
     "accuracy_budget": ("x", NAN, INF, -0.1, 1.5, True, [0.1], 10**400),
-    "format": (3, True, "qdqq", "", b"qdq", ["qdq"]), "speed": ("measure", True, 3, Speed, {"threads": 1}),
-    "placement": ("float", True, 3, Placement, {"rewrites": False}),
+    "format": (3, True, "qdqq", "", b"qdq", ["qdq"]), "speed": ("measure", True, 3, kenosis_ort.Speed, {"threads": 1}),
+    "placement": ("float", True, 3, kenosis_ort.Placement, {"rewrites": False}),
     "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
     "max_opset": ("x", 1.5, 12, -1, [17], True),
     "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
@@ -85,13 +74,13 @@ WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("weight_bits", "activation_bits"), ("x", None, 1, 9, 4.5, True, [4], NAN)),
     "name": (3, None, b"x"), "weight_only": ("x", 3, 16, 4.5, True, [4], NAN),
     "bits": (3, "conv", {"conv": 4}, {"conv": {"weights": 1}}, {"conv": {"wheights": 4}}, {1: {"weights": 4}}),
-    "speed": ("int8", True, {"form": "int8"}), "passes": ("equalize", 3, [3], None, [Recipe]),
+    "speed": ("int8", True, {"form": "int8"}), "passes": ("equalize", 3, [3], None, [kenosis_ort.Recipe]),
 }  # fmt: skip
 
 
 def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: Any) -> None:
     before = list(folder.iterdir())
-    with pytest.raises((OptionError, OutputError)) as caught:
+    with pytest.raises((kenosis_ort.OptionError, kenosis_ort.OutputError)) as caught:
         call(*arguments, **options)
     error = caught.value
     assert name in str(error), f"{options}: {error}"
@@ -100,58 +89,63 @@ def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: A
 
 
 def test_every_option_is_in_the_table() -> None:
-    parameters = {*inspect.signature(quantize_static).parameters, *KEYWORDS} - {"calibration_data_reader", "further"}
+    parameters = {*inspect.signature(kenosis_ort.quantize_static).parameters, *KEYWORDS} - {
+        "calibration_data_reader",
+        "further",
+    }
     assert parameters == WRONG.keys()
     assert parameters - {"model_input"} == OPTIONS.keys()
-    assert WRONG_RECIPE.keys() == Recipe.__dataclass_fields__.keys()
+    assert WRONG_RECIPE.keys() == kenosis_ort.Recipe.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_value_is_refused_by_name(tmp_path: Path, name: str) -> None:
     usual = {"model_input": MODEL, "model_output": tmp_path / "out.onnx", "calibration_data_reader": Untouched()}
     for value in WRONG[name]:
-        refused(tmp_path, name, quantize_static, **{**usual, name: value})
+        refused(tmp_path, name, kenosis_ort.quantize_static, **{**usual, name: value})
 
 
 @pytest.mark.parametrize("key", WRONG_EXTRA)
 def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, key: str) -> None:
     for value in WRONG_EXTRA[key]:
-        refused(tmp_path, key, quantize_static, MODEL, tmp_path / "o", Untouched(), extra_options={key: value})
+        refused(
+            tmp_path, key, kenosis_ort.quantize_static, MODEL, tmp_path / "o", Untouched(), extra_options={key: value}
+        )
 
 
 @pytest.mark.parametrize("name", WRONG_RECIPE)
 def test_a_recipe_is_checked(tmp_path: Path, name: str) -> None:
     for value in WRONG_RECIPE[name]:
-        refused(tmp_path, name, Recipe, **{name: value})
+        refused(tmp_path, name, kenosis_ort.Recipe, **{name: value})
 
 
-@pytest.mark.parametrize("name", Stages.__dataclass_fields__)
+@pytest.mark.parametrize("name", kenosis_ort.Stages.__dataclass_fields__)
 def test_stages_are_checked(tmp_path: Path, name: str) -> None:
     for value in NO_FLAG:
-        refused(tmp_path, name, Stages, **{name: value})
+        refused(tmp_path, name, kenosis_ort.Stages, **{name: value})
 
 
 def test_other_calls_are_checked_too(tmp_path: Path) -> None:
     out = tmp_path / "t"
-    refused(tmp_path, "threads", preview, MODEL, threads=-1)
-    refused(tmp_path, "verify", calibrate, MODEL, out, Untouched(), verify="no")
-    refused(tmp_path, "table_path", calibrate, MODEL, b"t", Untouched())
+    refused(tmp_path, "threads", kenosis_ort.preview, MODEL, threads=-1)
+    refused(tmp_path, "verify", kenosis_ort.calibrate, MODEL, out, Untouched(), verify="no")
+    refused(tmp_path, "table_path", kenosis_ort.calibrate, MODEL, b"t", Untouched())
     for name, value in (("per_channel", "x"), ("nodes_to_exclude", "head"), ("extra_options", [1])):
         config = StaticQuantConfig(Untouched(), **{"extra_options": {}, name: value})
-        refused(tmp_path, name, quantize, MODEL, out, config)
+        refused(tmp_path, name, kenosis_ort.quantize, MODEL, out, config)
     for wrong in ([0], "1", 3):
-        refused(tmp_path, "sequence_lengths", Speed, sequence_lengths=wrong)
+        refused(tmp_path, "sequence_lengths", kenosis_ort.Speed, sequence_lengths=wrong)
     with pytest.raises(TypeError, match="per_channel='x' is a str"):
-        quantize_static(MODEL, out, Untouched(), per_channel="x")
+        kenosis_ort.quantize_static(MODEL, out, Untouched(), per_channel="x")
 
 
 def test_numpy_values_and_other_sequences_are_taken(tmp_path: Path) -> None:
     """What counts as a boolean, a number or a list in Python's duck typing makes the same file."""
     options: dict[str, Any] = {"recipe": "plain", "promise": False, "nodes_to_exclude": ["head"], "per_channel": True}
-    quantize_static(MODEL, tmp_path / "a.onnx", models.reader(MODEL), **options)
+    kenosis_ort.quantize_static(MODEL, tmp_path / "a.onnx", models.reader(MODEL), **options)
     options = {"promise": np.False_, "verify": np.bool_(True), "per_channel": 1, "nodes_to_exclude": {"head"}}
-    options["recipe"] = Recipe("plain", "minmax", np.False_, np.False_, smooth="off", samples=np.int32(4))
+    options["recipe"] = kenosis_ort.Recipe("plain", "minmax", np.False_, np.False_, smooth="off", samples=np.int32(4))
     options |= {"threads": np.int64(1), "extra_options": {"WeightSymmetric": np.bool_(True), "CalibPercentile": None}}
-    quantize_static(MODEL, tmp_path / "b.onnx", models.reader(MODEL), **options)
+    kenosis_ort.quantize_static(MODEL, tmp_path / "b.onnx", models.reader(MODEL), **options)
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
     assert onnx.load(tmp_path / "a.onnx").graph.node

@@ -12,16 +12,8 @@ from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 from onnxruntime.quantization import quantize_static as stock
 
-from kenosis_ort import (
-    KenosisWarning,
-    OptionError,
-    QuantizationReport,
-    Recipe,
-    SyntheticReader,
-    errors,
-    preview,
-    quantize_static,
-)
+import kenosis_ort
+from kenosis_ort import errors
 from kenosis_ort.passes import choose_ranges, correct_biases
 from tests import models
 from tests.flow.support import changed, make, quality, quantized, run, sqnr_db
@@ -30,7 +22,7 @@ from tests.planning import parse
 from tests.weights.test_quantize import decoder, feeds
 
 
-def fast(folder: Path, count: int = 16, **options: Any) -> QuantizationReport:
+def fast(folder: Path, count: int = 16, **options: Any) -> kenosis_ort.QuantizationReport:
     model = models.bn_net()
     return make(model, folder, models.feeds(model, count), **{"recipe": "fast", **options}).report
 
@@ -42,7 +34,7 @@ def test_passes_are_judged_and_told(tmp_path: Path) -> None:
         if outcome.error_before is not None and outcome.error_after is not None:
             assert outcome.kept <= (outcome.error_after < 1.03 * outcome.error_before)
     assert report.recipe.name == "fast"
-    assert QuantizationReport.from_json(report.to_json()).passes == report.passes
+    assert kenosis_ort.QuantizationReport.from_json(report.to_json()).passes == report.passes
     assert fast(tmp_path, recipe="plain").passes == ()
 
 
@@ -77,7 +69,7 @@ def test_the_callers_metric_decides(tmp_path: Path) -> None:
     (lambda outputs, reference: {}["boxes"], "the metric raised KeyError"),
 ])  # fmt: skip
 def test_a_metric_that_returns_no_number_or_raises(tmp_path: Path, metric: Any, says: str) -> None:
-    with pytest.raises(OptionError, match=says):
+    with pytest.raises(kenosis_ort.OptionError, match=says):
         fast(tmp_path, 8, metric=metric)
     assert not list(tmp_path.iterdir())
 
@@ -93,7 +85,7 @@ def test_outlier_channels_are_smoothed(tmp_path: Path) -> None:
         n = LayerNormalization (x, gain, shift)  y = MatMul (n, w) }"""
     model = parse(text, {"gain": gain, "shift": np.zeros(64), "w": weight / gain[:, None]})
     feeds, unseen = models.feeds(model, 8), models.feeds(model, 8, seed=1)
-    with pytest.warns(KenosisWarning, match="keeps only"):
+    with pytest.warns(kenosis_ort.KenosisWarning, match="keeps only"):
         plain = make(model, tmp_path, feeds).db(unseen)
     asked = {"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 0.5}}
     for options in ({"recipe": "fast"}, asked):
@@ -127,7 +119,9 @@ def tokens(count: int, seed: int = 0) -> list[models.Feed]:
 def test_outlier_channels_behind_a_residual_go_by_one_mul(tmp_path: Path) -> None:
     """Measured: 6.5 dB without, 36.0 dB."""
     model = post_norm(40.0)
-    without = make(model, tmp_path / "without.onnx", tokens(32), recipe=Recipe(smooth="off", row_scales=False))
+    without = make(
+        model, tmp_path / "without.onnx", tokens(32), recipe=kenosis_ort.Recipe(smooth="off", row_scales=False)
+    )
     made = make(model, tmp_path, tokens(32), recipe="fast")
     assert (made.ops.count("Mul"), without.ops.count("Mul")) == (1, 0)
     assert all(made.heavy.values()), "the layers behind it stay integer"
@@ -236,7 +230,7 @@ def quality_of_words(model: onnx.ModelProto, out: Path) -> float:
     return sqnr_db(np.concatenate(want, axis=1), np.concatenate(got, axis=1))
 
 
-def outcome(report: QuantizationReport) -> Any:
+def outcome(report: kenosis_ort.QuantizationReport) -> Any:
     return next(p for p in report.passes if p.name == "row_scales")
 
 
@@ -251,7 +245,7 @@ def test_a_massive_token_costs_the_others_nothing(net: onnx.ModelProto, tmp_path
     onnx.save(net, source)
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
     stock(source, by_stock, FeedReader(sentences(16)), quant_format=QuantFormat.QDQ, **types)
-    without = quantized(net, tmp_path / "without.onnx", sentences(16), recipe=Recipe(row_scales=False))
+    without = quantized(net, tmp_path / "without.onnx", sentences(16), recipe=kenosis_ort.Recipe(row_scales=False))
     assert "row_scales" not in {p.name for p in without.passes}
     made = make(net, tmp_path / "out.onnx", sentences(16), recipe="fast", evidence="full")
     assert outcome(made.report).kept
@@ -289,30 +283,34 @@ quiet = pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 
 @quiet
 def test_the_recipe_needs_no_reader_and_others_ask_for_data(tmp_path: Path) -> None:
-    report = quantize_static(MODEL, tmp_path / "out.onnx", recipe="data-free", promise=False)
+    report = kenosis_ort.quantize_static(MODEL, tmp_path / "out.onnx", recipe="data-free", promise=False)
     assert report.calibration.samples == 64
     assert report.trust.source == "synthetic"
-    assert QuantizationReport.from_json(report.to_json()).trust == report.trust
+    assert kenosis_ort.QuantizationReport.from_json(report.to_json()).trust == report.trust
     assert quality(MODEL, tmp_path / "out.onnx", models.feeds(MODEL, 8)) > 15
     with pytest.raises(errors.CalibrationError, match="data-free"):
-        quantize_static(MODEL, tmp_path / "out.onnx")
+        kenosis_ort.quantize_static(MODEL, tmp_path / "out.onnx")
 
 
 @quiet
 def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -> None:
-    report = quantize_static(MODEL, tmp_path / "out.onnx", SyntheticReader(MODEL, samples=16), promise=False)
+    report = kenosis_ort.quantize_static(
+        MODEL, tmp_path / "out.onnx", kenosis_ort.SyntheticReader(MODEL, samples=16), promise=False
+    )
     assert report.trust.tensors
     ranges = next(p for p in report.passes if p.name == "ranges")
     assert not ranges.kept
     assert "made-up samples" in ranges.reason, "they do not show what clipping costs"
-    assert quantize_static(MODEL, tmp_path / "out.onnx", models.reader(MODEL), promise=False).trust is None
+    assert kenosis_ort.quantize_static(MODEL, tmp_path / "out.onnx", models.reader(MODEL), promise=False).trust is None
 
 
 def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
     """The report says so, and what would help."""
     off = {f"bn{i}_{kind}": lambda values: 1e4 * (1 + values) for i in range(2) for kind in ("mean", "var")}
-    with pytest.warns(KenosisWarning, match="made-up calibration samples"):
-        report = quantize_static(changed(MODEL, **off), tmp_path / "out.onnx", recipe="data-free", promise=False)
+    with pytest.warns(kenosis_ort.KenosisWarning, match="made-up calibration samples"):
+        report = kenosis_ort.quantize_static(
+            changed(MODEL, **off), tmp_path / "out.onnx", recipe="data-free", promise=False
+        )
     assert report.trust.verdict == "do not ship"
     assert report.trust.advice
 
@@ -320,9 +318,9 @@ def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
 # ---- weights alone --------------------------------------------------------------------------------------------
 
 
-def weights_alone(out: Path, samples: Any = 16, **options: Any) -> QuantizationReport:
+def weights_alone(out: Path, samples: Any = 16, **options: Any) -> kenosis_ort.QuantizationReport:
     data = FeedReader(feeds(samples)) if samples else None
-    return quantize_static(decoder(), out, data, **{"recipe": "weight-only-4", **options})
+    return kenosis_ort.quantize_static(decoder(), out, data, **{"recipe": "weight-only-4", **options})
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -358,7 +356,7 @@ def test_a_budget_that_four_bits_do_not_keep_means_eight(tmp_path: Path) -> None
 def test_no_samples_no_such_layers_and_no_such_form(tmp_path: Path) -> None:
     report = weights_alone(tmp_path / "out.onnx", 0)
     assert (report.calibration.samples, report.is_float) == (0, False)
-    with pytest.warns(KenosisWarning, match="as it came"):
+    with pytest.warns(kenosis_ort.KenosisWarning, match="as it came"):
         assert make(models.conv_relu_chain(2), tmp_path, recipe="weight-only-4").report.is_float
     with pytest.raises(errors.OptionError, match="weights alone"):
         weights_alone(tmp_path / "other.onnx", format="qop")
@@ -367,17 +365,17 @@ def test_no_samples_no_such_layers_and_no_such_form(tmp_path: Path) -> None:
 
 def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path: Path) -> None:
     model = decoder()
-    plan = preview(model, recipe="weight-only-4")
+    plan = kenosis_ort.preview(model, recipe="weight-only-4")
     weights_alone(tmp_path / "out.onnx", 0)
     nodes = onnx.load(tmp_path / "out.onnx").graph.node
     made = {n.name for n in nodes if n.op_type in ("MatMulNBits", "GatherBlockQuantized")}
     assert set(plan.integer_nodes()) == made
     assert "4 bits in blocks" in plan.explain(min(made))
     assert "or 8" in plan.explain(min(made))
-    left = preview(model, recipe="weight-only-8", nodes_to_exclude=[min(made)])
+    left = kenosis_ort.preview(model, recipe="weight-only-8", nodes_to_exclude=[min(made)])
     assert set(left.integer_nodes()) == made - {min(made)}
     assert "8 bits in blocks" in left.explain(max(made))
     with pytest.raises(errors.OptionError, match="no form of weights alone"):
-        preview(model, recipe="weight-only-4", target="onednn")
+        kenosis_ort.preview(model, recipe="weight-only-4", target="onednn")
     with pytest.raises(errors.NothingToQuantizeError):
-        preview(models.conv_relu_chain(2), recipe="weight-only-4")
+        kenosis_ort.preview(models.conv_relu_chain(2), recipe="weight-only-4")

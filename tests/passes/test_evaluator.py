@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.passes.evaluator import (
-    LEAST_FEEDS,
-    LEAST_HELD_OUT,
-    Evaluator,
-    Rows,
-    Score,
-    least_ratio,
-    split_feeds,
-)
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
 from kenosis_ort.passes.model_runs import Candidates, Reference
 from kenosis_ort.runtime.session import Here, Running, counted
 from tests import models

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
 from kenosis_ort.errors import CalibrationError, OptionError, UnsupportedModelError
+from kenosis_ort.passes import float_search
 from kenosis_ort.passes.evaluator import Evaluator
-from kenosis_ort.passes.float_search import (
-    SensitivityProbe,
-    default_cost,
-    float_share,
-    multiply_accumulates,
-    tensor_sensitivity,
-)
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind, PlacementPlan
@@ -66,8 +60,8 @@ def gated(made: planning.Outcome) -> Iterator[GatedModel]:
 
 
 def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, gated):
-    probe, halving = (SensitivityProbe(gated, made.feeds[:2], error=noise) for _ in range(2))
-    found, halved = tensor_sensitivity(probe), tensor_sensitivity(halving, cutoff=0.1)
+    probe, halving = (float_search.SensitivityProbe(gated, made.feeds[:2], error=noise) for _ in range(2))
+    found, halved = float_search.tensor_sensitivity(probe), float_search.tensor_sensitivity(halving, cutoff=0.1)
     assert (found[0].value, found[0].kind) == (spiky_chain()[1], GateKind.ACTIVATION)
     assert [t.error for t in found] == sorted((t.error for t in found), reverse=True)
     assert found[0].error > 3 * found[1].error
@@ -87,15 +81,15 @@ def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planni
         calls.append(1)
         return noise(outputs, reference)
 
-    probe = SensitivityProbe(gated, made.feeds[:1], error=counted)
+    probe = float_search.SensitivityProbe(gated, made.feeds[:1], error=counted)
     assert probe.error(frozenset()) == 0.0
     assert probe.error(frozenset({0})) == probe.error(frozenset({0}))
     assert probe.runs == len(calls) == 1
     with pytest.raises(CalibrationError, match="no calibration feed"):
-        SensitivityProbe(gated, [])
+        float_search.SensitivityProbe(gated, [])
 
 
-class Sums(SensitivityProbe):
+class Sums(float_search.SensitivityProbe):
     """A set costs the sum of what its gates cost; keeps the sets asked for together."""
 
     def __init__(self, costs: Sequence[float]) -> None:
@@ -131,7 +125,7 @@ def test_halving_round_by_round_finds_what_halving_set_by_set_does(costs: list[f
         divide(list(range(len(costs))), float(sum(costs)))
     expected = sorted(found, key=lambda entry: -entry[1])
     probe.rounds.clear()
-    units = tensor_sensitivity(probe, cutoff=cutoff)
+    units = float_search.tensor_sensitivity(probe, cutoff=cutoff)
     assert [(*unit.gates, unit.error, unit.exact) for unit in units] == expected
     assert set().union(*probe.rounds) == measured | {probe.gated.everything}
     assert len(probe.rounds) <= 7  # the whole, and the depth of halving 20
@@ -274,9 +268,9 @@ def test_multiply_accumulates() -> None:
             "m = MatMul (z, g)  t = Relu (m) }"
         )
     )
-    work = multiply_accumulates(model)
+    work = float_search.multiply_accumulates(model)
     assert sorted(work.values()) == [2 * 6 * 5, 9 * 4 * 2 * 4, 9 * 4 * 27]
     relu = next(n.name for n in model.graph.node if n.op_type == "Relu")
-    assert default_cost(model)[relu] == 16.0 * 10
-    assert float_share(work, set(work)) == 1.0
-    assert float_share({}, {"a"}) == 0.0
+    assert float_search.default_cost(model)[relu] == 16.0 * 10
+    assert float_search.float_share(work, set(work)) == 1.0
+    assert float_search.float_share({}, {"a"}) == 0.0

@@ -78,8 +78,7 @@ def test_gates_follow_the_plan_of_a_node_left_float() -> None:
 
 def test_gemm_beta_is_part_of_the_float_bias() -> None:
     made = planning.quantize(
-        "net (float[2,8] x) => (y) <float[8,4] w, float[4] b> { y = Gemm <beta=0.5> (x, w, b) }",
-        protect_outputs="int8",
+        "net (float[2,8] x) => (y) <float[8,4] w, float[4] b> { y = Gemm <beta=0.5> (x, w, b) }", protect_outputs="int8"
     )
     with GatedModel(made.model, made.quantized) as gated:
         feed = made.feeds[0]

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite import (
-    collapse_clip,
-    collapse_gelu,
-    collapse_hard_swish,
-    collapse_silu,
-    hard_sigmoid_to_clip,
-    hard_swish_to_product,
-)
+from kenosis_ort import rewrite
 from tests.graph.build import ready
 from tests.models import Net, normal
 from tests.rewrite.forms import check, ops, parse, refused, rewritten
@@ -44,7 +37,7 @@ def bound(g, y, *steps):
 def test_every_row_computes_the_same_to_the_bit(steps, seed):
     g = Net.over([3, 40])
     y = bound(g, "x", *steps)
-    result = check(collapse_clip, g.of(y), normal((3, 40), seed, 4), rtol=0).proto
+    result = check(rewrite.collapse_clip, g.of(y), normal((3, 40), seed, 4), rtol=0).proto
     if not any(kind == "Clip" and None not in numbers and numbers[0] > numbers[1] for kind, *numbers in steps):
         assert ops(result) in (["Relu"], ["Clip"])
 
@@ -57,7 +50,9 @@ def test_every_row_computes_the_same_to_the_bit(steps, seed):
 def test_what_it_becomes(steps, expected):
     g = Net.over([2, 8])
     proto = g.of(bound(g, "x", *steps, ("Max", -3.0, False)))
-    assert check(collapse_clip, proto, np.eye(2, 8, dtype=np.float32) * 9, expected).notes[-1].startswith("1 rows")
+    assert (
+        check(rewrite.collapse_clip, proto, np.eye(2, 8, dtype=np.float32) * 9, expected).notes[-1].startswith("1 rows")
+    )
 
 
 LOW, HIGH, BOTH = ("Max", 0.0, False), ("Min", 6.0, False), ("Clip", 0.0, 6.0)
@@ -67,7 +62,7 @@ LOW, HIGH, BOTH = ("Max", 0.0, False), ("Min", 6.0, False), ("Clip", 0.0, 6.0)
 def test_hard_swish_with_bounds_in_a_row(steps):
     g = Net.over([2, 8])
     y = g.op("Mul", ["x", g.op("Div", [bound(g, g.op("Add", ["x", 3.0]), *steps), 6.0])])
-    assert ops(ready(g.of(y), rewrites=[collapse_clip, collapse_hard_swish]).proto) == ["HardSwish"]
+    assert ops(ready(g.of(y), rewrites=[rewrite.collapse_clip, rewrite.collapse_hard_swish]).proto) == ["HardSwish"]
 
 
 QUICK = "com.microsoft.QuickGelu"
@@ -92,7 +87,7 @@ def silu(g, x, *, alpha=None, divided=False, swap=False, gate_first=False, shape
 def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, factor_rank, magnitude, opset, seed):
     g = Net.over(shape, opset=opset)
     y = silu(g, "x", alpha=alpha, divided=divided, swap=swap, gate_first=gate_first, shape=(1,) * factor_rank)
-    result = check(collapse_silu, g.of(y), normal(shape, seed, magnitude), [QUICK], rtol=1e-6)
+    result = check(rewrite.collapse_silu, g.of(y), normal(shape, seed, magnitude), [QUICK], rtol=1e-6)
     (node,) = result.proto.graph.node
     assert onnx.helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if alpha is None else alpha, rel=1e-6)
 
@@ -100,13 +95,13 @@ def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, f
 def test_it_equals_the_primitives_bit_for_bit():
     x = np.concatenate([np.linspace(-200, 200, 4001), [0.0, 1e38, -1e38]]).astype(np.float32)
     g = Net.over(x.shape)
-    check(collapse_silu, g.of(silu(g, "x")), x, [QUICK], rtol=0)
+    check(rewrite.collapse_silu, g.of(silu(g, "x")), x, [QUICK], rtol=0)
 
 
 def test_a_chain_collapses_all_along_and_symbolic_shapes_stay():
     g = Net.over(["batch", 3])
     proto = g.of(silu(g, silu(g, silu(g, "x"))))
-    result = check(collapse_silu, proto, np.ones((4, 3), np.float32), [QUICK] * 3)
+    result = check(rewrite.collapse_silu, proto, np.ones((4, 3), np.float32), [QUICK] * 3)
     assert any("3 SiLU activations" in note for note in result.notes)
     assert [e.domain for e in result.proto.opset_import] == ["", "com.microsoft"]
     assert result.proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -176,14 +171,14 @@ def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, m
     x = normal(shape, seed, magnitude)
     x.reshape(-1)[0] = magnitude  # sets the size of the outputs: for negative x the arithmetic cancels
     expected = "Gelu" if opset >= 20 else GELU if kind[0] is erf_of else FAST
-    check(collapse_gelu, g.of(y), x, [expected])
+    check(rewrite.collapse_gelu, g.of(y), x, [expected])
 
 
 def test_x_may_be_scaled_arithmetic_itself():
     g = Writer.over([2, 3])
     x = g.times("x", 3.0)
     y = AROUND["half last"](g, x, erf_of(g, x, "div"))
-    check(collapse_gelu, g.of(y), np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), ["Mul", GELU])
+    check(rewrite.collapse_gelu, g.of(y), np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), ["Mul", GELU])
 
 
 def test_two_in_a_row_share_their_constants():
@@ -192,7 +187,7 @@ def test_two_in_a_row_share_their_constants():
     g.number = shared.__getitem__
     y = AROUND["half first"](g, "x", tanh_of(g, "x", "pow"))
     y = AROUND["half first"](g, y, tanh_of(g, y, "pow"))
-    check(collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
+    check(rewrite.collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
 
 
 # ---- hard swish and hard sigmoid: collapsed from arithmetic, and as integer products and Clips -----------------------
@@ -229,7 +224,7 @@ def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, 
     y = clip_gate(g, "x", slope=slope, shift=shift, high=high, order=order, divide=divide, times_x=times_x)
     swish = opset >= 14 and (slope / high, shift / high) == (1 / 6, 0.5)
     expected = "HardSigmoid" if times_x is None else "HardSwish" if swish else "HardSigmoid Mul"
-    result = check(collapse_hard_swish, g.of(y), normal(shape, seed, magnitude), expected)
+    result = check(rewrite.collapse_hard_swish, g.of(y), normal(shape, seed, magnitude), expected)
     gate = result.proto.graph.node[0]
     if gate.op_type == "HardSigmoid":
         assert helper.get_node_attr_value(gate, "alpha") == pytest.approx(slope / high, rel=1e-6)
@@ -245,11 +240,13 @@ def product(shape, gate_first=False, **options):
 
 @given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([14, 17, 22]))
 def test_every_product_with_a_hard_sigmoid_computes_the_same(shape, gate_first, magnitude, opset):
-    check(collapse_hard_swish, product(shape, gate_first, opset=opset), normal(shape, 0, magnitude), "HardSwish")
+    check(
+        rewrite.collapse_hard_swish, product(shape, gate_first, opset=opset), normal(shape, 0, magnitude), "HardSwish"
+    )
 
 
 def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
-    refused(collapse_hard_swish, product([2, 3], opset=13), None)
+    refused(rewrite.collapse_hard_swish, product([2, 3], opset=13), None)
 
 
 @pytest.mark.parametrize(("build", "expected"), [
@@ -260,7 +257,7 @@ def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
 ], ids=["x is scaled itself", "a scale within", "gate of another value", "gate needed elsewhere"])  # fmt: skip
 def test_what_a_gate_becomes(build, expected):
     g = Net.over([2, 3])
-    check(collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
+    check(rewrite.collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
 
 
 CONV = "c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)"
@@ -284,7 +281,7 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
     """Of HardSwish, and of a product with a gate of its own."""
     gate = "g = HardSigmoid <alpha = {:f}, beta = {:f}> (c) h = Mul ({})"
     proto = net(CHAIN if own is None else f"{CONV} {gate.format(*own)} y = Conv (h, u)", seed=seed)
-    check(hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
+    check(rewrite.hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
 
 
 @pytest.mark.parametrize(("behind", "expected"), [
@@ -299,11 +296,13 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
 ], ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"])  # fmt: skip
 def test_what_may_be_behind_it(behind: str, expected: str) -> None:
     proto = net(f"{CONV} h = HardSwish (c) {behind}", "y, z" if "z =" in behind else "y")
-    check(hard_swish_to_product, proto, feed(), f"Conv Add Clip Mul {expected}")
+    check(rewrite.hard_swish_to_product, proto, feed(), f"Conv Add Clip Mul {expected}")
 
 
 def test_layers_that_are_not_named_keep_their_weights() -> None:
-    assert any("'y' is not to change" in note for note in rewritten(hard_swish_to_product, net(CHAIN), "h").notes)
+    assert any(
+        "'y' is not to change" in note for note in rewritten(rewrite.hard_swish_to_product, net(CHAIN), "h").notes
+    )
 
 
 def gated(body: str, seed: int = 0):
@@ -320,10 +319,10 @@ def gated(body: str, seed: int = 0):
 def test_the_clip_computes_the_same(seed: int, alpha: float, beta: float, bias: bool) -> None:
     gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) y = Mul (x, g)"
     proto = gated(f"c = Conv (x, w{', b' if bias else ''}) {gate}", seed=seed)
-    check(hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), seed, 3), "Conv Clip Mul")
+    check(rewrite.hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), seed, 3), "Conv Clip Mul")
 
 
 @pytest.mark.parametrize("layer", ["Gemm (f, m, e)", "Gemm (f, m)", "Gemm <transB = 1> (f, n, e)"])
 def test_behind_gemm(layer: str) -> None:
     proto = gated(f"p = GlobalAveragePool (x) f = Flatten (p) c = {layer} y = HardSigmoid (c)")
-    check(hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), 0, 3), "GlobalAveragePool Flatten Gemm Clip")
+    check(rewrite.hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), 0, 3), "GlobalAveragePool Flatten Gemm Clip")

@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from kenosis_ort.rewrite import (
-    collapse_affine_norm,
-    collapse_layer_norm,
-    residual_to_sum,
-    spell_norm,
-    split_skip_norm,
-    sum_to_add,
-)
+from kenosis_ort import rewrite
 from tests.graph.build import ready, run
 from tests.models import Net, normal, session
 from tests.rewrite.forms import RTOL, check, ops, parse, refused, rewritten
@@ -78,7 +71,7 @@ def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale,
     factors = {"scale": affine(g.rng, sizes, scale), "shift": affine(g.rng, sizes, shift)}
     y = norm(g, axes=axes, twice=twice, **factors, **form)
     x = normal((*lead, *sizes), seed, magnitude)
-    result = check(collapse_layer_norm, g.of(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
+    result = check(rewrite.collapse_layer_norm, g.of(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
     (node,) = result.proto.graph.node
     assert helper.get_node_attr_value(node, "axis") == -len(sizes)
     assert len(result.proto.graph.initializer) == (2 if shift else 1)
@@ -89,7 +82,7 @@ def test_every_layer_norm_computes_the_same(lead, sizes, negative, twice, scale,
 def test_a_mean_far_from_zero_is_no_less_accurate(shift):
     g = Net.over((4, 64))
     proto, x = g.of(norm(g)), normal((4, 64)) + np.float32(shift)
-    (before,), (after,) = run(proto, {"x": x}), run(rewritten(collapse_layer_norm, proto).proto, {"x": x})
+    (before,), (after,) = run(proto, {"x": x}), run(rewritten(rewrite.collapse_layer_norm, proto).proto, {"x": x})
     d = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
     exact = d / np.sqrt((d * d).mean(-1, keepdims=True) + 1e-5)
     assert np.abs(after - exact).max() <= max(np.abs(before - exact).max(), 1e-6)
@@ -103,13 +96,13 @@ def test_a_mean_far_from_zero_is_no_less_accurate(shift):
 def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
     g = Net.over([*lead, size], opset=23, seed=seed)
     y = norm(g, centred=False, scale=affine(g.rng, (size,), scale), **form)
-    check(collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
+    check(rewrite.collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
 
 
 @pytest.mark.parametrize(("rule", "opset", "make"), [
-    (collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
-    (collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
-    (collapse_affine_norm, 16, lambda g: affine_norm(g)),
+    (rewrite.collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
+    (rewrite.collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
+    (rewrite.collapse_affine_norm, 16, lambda g: affine_norm(g)),
 ])  # fmt: skip
 def test_a_norm_stays_before_its_operator_set(rule, opset, make):
     g = Net.over([2, SIZE], opset=opset)
@@ -119,7 +112,7 @@ def test_a_norm_stays_before_its_operator_set(rule, opset, make):
 def test_symbolic_leading_dimensions_stay_symbolic():
     g = Net.over(["batch", "tokens", SIZE])
     y = norm(g, scale=np.ones(SIZE), shift=np.zeros(SIZE))
-    result = check(collapse_layer_norm, g.of(y), normal((2, 5, SIZE)), LAYER)
+    result = check(rewrite.collapse_layer_norm, g.of(y), normal((2, 5, SIZE)), LAYER)
     assert [d.dim_param for d in result.proto.graph.output[0].type.tensor_type.shape.dim] == ["batch", "tokens", ""]
 
 
@@ -133,7 +126,7 @@ def test_symbolic_leading_dimensions_stay_symbolic():
 def test_a_scale_that_is_no_vector_of_it_alone_stays_behind(shape, behind, expected):
     g = Net.over(shape)
     x = normal(shape) if len(shape) > 1 else np.ones(shape, np.float32)
-    check(collapse_layer_norm, g.of(*behind(g, norm(g))), x, f"{LAYER} {expected}")
+    check(rewrite.collapse_layer_norm, g.of(*behind(g, norm(g))), x, f"{LAYER} {expected}")
 
 
 def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e-3, turned=False):
@@ -152,14 +145,14 @@ def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e
 )  # fmt: skip
 def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, seed, **form):
     g = Net.over([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
-    check(collapse_affine_norm, g.of(affine_norm(g, **form)), normal((*lead, SIZE), seed, magnitude), LAYER)
+    check(rewrite.collapse_affine_norm, g.of(affine_norm(g, **form)), normal((*lead, SIZE), seed, magnitude), LAYER)
 
 
 def test_the_runtime_knows_the_result_only():
     g = Net.over((2, 3, SIZE))
     proto = g.of(affine_norm(g))
     assert LAYER not in {k.op_type for k in kernels(proto)}
-    assert [k.op_type for k in kernels(rewritten(collapse_affine_norm, proto).proto)] == [LAYER]
+    assert [k.op_type for k in kernels(rewritten(rewrite.collapse_affine_norm, proto).proto)] == [LAYER]
 
 
 OPERATORS = {True: LAYER, False: "SimplifiedLayerNormalization"}
@@ -176,7 +169,7 @@ def scaled(opset, centred, **form):
     magnitude=st.sampled_from([0.1, 1.0, 1e3]), seed=st.integers(0, 2**16), **FORMS,
 )  # fmt: skip
 def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(form, magnitude, seed, **spelling):
-    result = check(spell_norm, scaled(*form, **spelling), normal((2, 3, SIZE), seed, magnitude))
+    result = check(rewrite.spell_norm, scaled(*form, **spelling), normal((2, 3, SIZE), seed, magnitude))
     assert OPERATORS[form[1]] in [k.op_type for k in kernels(result.proto)]
     told = any("spelled as the runtime knows them" in note for note in result.notes)
     assert told == ((spelling["square"], spelling["inverse"]) not in (("pow", "div"), ("pow", "one over")))
@@ -184,7 +177,7 @@ def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(form
 
 @pytest.mark.parametrize(("opset", "centred"), [(17, True), pytest.param(23, False, marks=pytest.mark.since("1.24"))])
 def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
-    refused(spell_norm, scaled(opset, centred, square="mul", inverse="reciprocal"), None)
+    refused(rewrite.spell_norm, scaled(opset, centred, square="mul", inverse="reciprocal"), None)
 
 
 @pytest.mark.parametrize("inverse", ["div", "reciprocal"])
@@ -192,8 +185,8 @@ def test_a_residual_in_front_of_a_norm_in_arithmetic_is_added_by_sum(inverse):
     g = Net.over((2, 3, SIZE), opset=13)
     x = g.op("Add", [g.op("Relu", ["x"]), g.op("Neg", ["x"])])
     proto = g.of(norm(g, x, inverse=inverse, scale=np.ones(SIZE), shift=np.zeros(SIZE)))
-    assert JOINED in [k.op_type for k in kernels(ready(proto, rewrites=[spell_norm]).proto)]
-    found = [k.op_type for k in kernels(ready(proto, rewrites=[spell_norm, residual_to_sum]).proto)]
+    assert JOINED in [k.op_type for k in kernels(ready(proto, rewrites=[rewrite.spell_norm]).proto)]
+    found = [k.op_type for k in kernels(ready(proto, rewrites=[rewrite.spell_norm, rewrite.residual_to_sum]).proto)]
     assert JOINED not in found
     assert {"Sum", LAYER} <= set(found)
 
@@ -226,13 +219,13 @@ def compute(proto):
 def test_the_result_is_the_same_to_the_bit(shape, symbolic, magnitude, seed):
     proto = block("b,s,16" if symbolic else f"{shape[0]},{shape[1]},16")
     feeds = {name: normal((*shape, 16), seed + at, magnitude) for at, name in enumerate("ab")}
-    check(residual_to_sum, proto, feeds, f"Relu Relu Sum {LAYER}", rtol=0)
+    check(rewrite.residual_to_sum, proto, feeds, f"Relu Relu Sum {LAYER}", rtol=0)
 
 
 @pytest.mark.parametrize("proto", [block(), block("2,3,16"), block("b,3,16"), block("2,3,16", constant="2,3,16")])
 def test_what_the_runtime_joins_changes(proto):
     assert JOINED in compute(proto)
-    result = rewritten(residual_to_sum, proto)
+    result = rewritten(rewrite.residual_to_sum, proto)
     assert JOINED not in compute(result.proto)
     assert {"Sum", LAYER} <= set(compute(result.proto))
     assert any("1 residuals" in note for note in result.notes)
@@ -244,11 +237,11 @@ def test_what_the_runtime_joins_changes(proto):
 ], ids=["two dimensions", "four", "broadcast", "bias", "output", "second reader"])  # fmt: skip
 def test_what_the_runtime_does_not_join_stays(proto):
     assert JOINED not in compute(proto)
-    refused(residual_to_sum, proto, None)
+    refused(rewrite.residual_to_sum, proto, None)
 
 
 def test_unknown_dimensions_count_as_possibly_the_same():
-    assert "Sum" in ops(rewritten(residual_to_sum, block("b,s,16", "c,t,16", outputs="float[u,v,16] y")).proto)
+    assert "Sum" in ops(rewritten(rewrite.residual_to_sum, block("b,s,16", "c,t,16", outputs="float[u,v,16] y")).proto)
 
 
 def test_a_norm_that_is_still_arithmetic():
@@ -256,7 +249,7 @@ def test_a_norm_that_is_still_arithmetic():
     text = """(float[1,6,16] x) => (float y) <float small> { r = Relu(x) t = Add(r, x) m = ReduceMean<axes = [-1]>(t)
     d = Sub(t, m) p = Mul(d, d) v = ReduceMean<axes = [-1]>(p) a = Add(v, small) s = Sqrt(a) y = Div(d, s) }"""
     proto = parse(text, {"small": 1e-5}, opset=13)
-    found = [op for op in ops(rewritten(residual_to_sum, proto).proto) if op in ("Add", "Sum")]
+    found = [op for op in ops(rewritten(rewrite.residual_to_sum, proto).proto) if op in ("Add", "Sum")]
     assert found == ["Sum", "Add"]
 
 
@@ -287,22 +280,22 @@ def test_the_parts_compute_the_same(op, opset, beta, bias, skip, epsilon, total,
     proto = joined(op, opset=opset, beta=beta, bias=bias, skip=skip, epsilon=epsilon, total=total)
     feeds = {"x": normal((2, 3, WIDTH), seed, magnitude), "skip": normal(skip, seed + 1, magnitude)}
     expected = "Sum LayerNormalization" if op == JOINED else "Sum Pow ReduceMean Add Sqrt Div Mul"
-    check(split_skip_norm, proto, feeds, expected)
+    check(rewrite.split_skip_norm, proto, feeds, expected)
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
 def test_the_operator_for_rms_norms_is_written_where_there_is_one():
     feeds = {"x": normal((2, 3, WIDTH)), "skip": normal((2, 3, WIDTH), 1)}
-    check(split_skip_norm, joined(SIMPLE, opset=23), feeds, "Sum RMSNormalization")
+    check(rewrite.split_skip_norm, joined(SIMPLE, opset=23), feeds, "Sum RMSNormalization")
 
 
 def test_a_layer_norm_needs_its_operator_set():
-    refused(split_skip_norm, joined(opset=16), "needs operator set 17")
+    refused(rewrite.split_skip_norm, joined(opset=16), "needs operator set 17")
 
 
 @pytest.mark.parametrize("op", [JOINED, SIMPLE])
 def test_the_runtime_does_not_join_them_again(op):
-    result = ready(joined(op), rewrites=[split_skip_norm, residual_to_sum]).proto
+    result = ready(joined(op), rewrites=[rewrite.split_skip_norm, rewrite.residual_to_sum]).proto
     expected = "LayerNormalization" if op == JOINED else "SimplifiedLayerNormalization"
     assert [k.op_type for k in kernels(result)][-2:] == ["Sum", expected]
     session(result)
@@ -319,8 +312,8 @@ def test_any_sum_is_the_same_to_the_bit(shapes, seed):
     feeds = {
         name: normal(shape, seed + at) for at, (name, shape) in enumerate(zip(["x", *others], shapes, strict=True))
     }
-    check(sum_to_add, proto, feeds, ["Add"] * len(others), rtol=0)
+    check(rewrite.sum_to_add, proto, feeds, ["Add"] * len(others), rtol=0)
 
 
 def test_one_value_twice():
-    check(sum_to_add, parse("(float[2] x) => (float y) { y = Sum(x, x) }"), np.ones(2, np.float32), "Add")
+    check(rewrite.sum_to_add, parse("(float[2] x) => (float y) { y = Sum(x, x) }"), np.ones(2, np.float32), "Add")
