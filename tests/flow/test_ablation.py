@@ -156,14 +156,11 @@ def test_rewrites_can_be_off(tmp_path: Path, net: str) -> None:
     assert {*made.ops} - {"QuantizeLinear", "DequantizeLinear", "Max"} <= {n.op_type for n in model.graph.node}
 
 
-@pytest.mark.parametrize(
-    ("options", "taken"),
-    [
-        ({"rewrites": ["collapse_silu"]}, True),
-        ({"rewrites": ["collapse_gelu"]}, False),
-        ({}, False),  # slower on some processors: only where the caller names it
-        ({"stages": off("placement")}, False),
-    ],
-)
+@pytest.mark.parametrize(("options", "taken"), [
+    ({"rewrites": ["collapse_silu"]}, True),
+    ({"rewrites": ["collapse_gelu"]}, False),
+    ({}, False),  # slower on some processors: only where the caller names it
+    ({"stages": off("placement")}, False),
+])  # fmt: skip
 def test_rewrites_by_name(tmp_path: Path, options: dict[str, Any], taken: bool) -> None:
     assert ("QuickGelu" in make(models.silu_net(), tmp_path, **options).ops) == taken

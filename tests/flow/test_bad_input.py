@@ -108,16 +108,13 @@ def test_nan_in_the_weights(refused: Refused) -> None:
 GOOD = {"x": np.zeros((1, 3, 8, 8), np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("reader", "texts"),
-    [
-        (lambda: FeedReader([{}]), ["no sample"]),  # an empty dictionary is the end of the data, as in stock
-        (lambda: None, ["calibration_data_reader"]),
-        (object, ["object"]),
-        (lambda: FeedReader([{"y": GOOD["x"]}]), ["'y'", "sample 0"]),
-        (lambda: ArrayReader({"input": np.zeros((4, 3, 8, 8), np.float32)}), ["'input'", "x"]),
-    ],
-)
+@pytest.mark.parametrize(("reader", "texts"), [
+    (lambda: FeedReader([{}]), ["no sample"]),  # an empty dictionary is the end of the data, as in stock
+    (lambda: None, ["calibration_data_reader"]),
+    (object, ["object"]),
+    (lambda: FeedReader([{"y": GOOD["x"]}]), ["'y'", "sample 0"]),
+    (lambda: ArrayReader({"input": np.zeros((4, 3, 8, 8), np.float32)}), ["'input'", "x"]),
+])  # fmt: skip
 @each_format
 def test_no_readers_and_no_feeds(refused: Refused, reader: Any, texts: list[str], options: dict[str, Any]) -> None:
     """What all is told from a feed is in `tests.calibration.test_feeds`."""

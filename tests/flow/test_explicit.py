@@ -96,13 +96,10 @@ def test_a_converted_tensor(tmp_path: Path) -> None:
     assert made.db() > 39
 
 
-@pytest.mark.parametrize(
-    ("overrides", "values"),
-    [
-        ({"relu1_out": [{"scale": 0.05, "zero_point": 60}]}, {"conv1_out", "relu1_out"}),  # Q on both sides of it then
-        ({"conv1_out": [{"rmin": -4.0, "rmax": 4.0}]}, {"conv1_out"}),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "values"), [
+    ({"relu1_out": [{"scale": 0.05, "zero_point": 60}]}, {"conv1_out", "relu1_out"}),  # Q on both sides of it then
+    ({"conv1_out": [{"rmin": -4.0, "rmax": 4.0}]}, {"conv1_out"}),
+])  # fmt: skip
 def test_parameters_around_a_relu_leave_its_conv_in_integers(tmp_path: Path, overrides: Any, values: set[str]) -> None:
     made = overridden(tmp_path, overrides)
     assert {"conv1", "conv2"} <= made.integer
@@ -176,19 +173,15 @@ def test_kept_activations(tmp_path: Path) -> None:
     as_good_as_plain(made)
 
 
-@pytest.mark.parametrize(
-    ("net", "options"),
-    [
-        ("residual_block", extra(EnableSubgraph=True)),
-        ("residual_block", extra(DefaultTensorType=1)),
-        ("residual_block", extra(ForceQuantizeNoInputCheck=True)),
-        ("mobile_block", extra(MinimumRealRange=0.0001)),  # as `get_qnn_qdq_config` sets it
-        ("residual_block", {"nodes_to_quantize": "all"}),
-        *((net, {"op_types_to_quantize": "all"}) for net in ("mobile_block", "silu_net")),
-        *(("transformer_block", {"op_types_to_quantize": how}) for how in ("all", "all but what stays float")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("net", "options"), [
+    ("residual_block", extra(EnableSubgraph=True)),
+    ("residual_block", extra(DefaultTensorType=1)),
+    ("residual_block", extra(ForceQuantizeNoInputCheck=True)),
+    ("mobile_block", extra(MinimumRealRange=0.0001)),  # as `get_qnn_qdq_config` sets it
+    ("residual_block", {"nodes_to_quantize": "all"}),
+    *((net, {"op_types_to_quantize": "all"}) for net in ("mobile_block", "silu_net")),
+    *(("transformer_block", {"op_types_to_quantize": how}) for how in ("all", "all but what stays float")),
+], ids=str)  # fmt: skip
 def test_options_that_say_nothing(tmp_path: Path, net: str, options: dict[str, Any]) -> None:
     model = models.ALL[net]()
     types = {n.op_type for n in model.graph.node}

@@ -162,16 +162,13 @@ def test_the_reason_follows_the_probe(pretend: Pretend, host: Machine) -> None:
 # ---- weights whose pairs may clip: for a machine that the caller names, and where held-out samples gain by them --
 
 
-@pytest.mark.parametrize(
-    ("machine", "named", "gains"),
-    [
-        (VNNI, "vnni", True),
-        (VNNI, "amx", True),
-        (VNNI, None, True),  # not without the caller's word
-        (NO_VNNI, "vnni", True),  # the gain cannot be measured
-        (VNNI, "vnni", False),
-    ],
-)
+@pytest.mark.parametrize(("machine", "named", "gains"), [
+    (VNNI, "vnni", True),
+    (VNNI, "amx", True),
+    (VNNI, None, True),  # not without the caller's word
+    (NO_VNNI, "vnni", True),  # the gain cannot be measured
+    (VNNI, "vnni", False),
+])  # fmt: skip
 def test_weights_that_may_clip(tmp_path: Path, pretend: Pretend, machine: Machine, named: Any, gains: bool) -> None:
     pretend(machine)
     model = models.residual_block()

@@ -154,15 +154,12 @@ def test_local_functions(tmp_path: Path) -> None:
 # ---- inputs and shapes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("listed", "fed", "overridable"),
-    [
-        (["factor"], False, {"factor"}),  # meant to be overridden
-        (["a_w", "factor"], False, set()),  # weights are among them: all were listed as old exporters do
-        (None, False, set()),
-        (None, True, {"factor"}),
-    ],
-)
+@pytest.mark.parametrize(("listed", "fed", "overridable"), [
+    (["factor"], False, {"factor"}),  # meant to be overridden
+    (["a_w", "factor"], False, set()),  # weights are among them: all were listed as old exporters do
+    (None, False, set()),
+    (None, True, {"factor"}),
+])  # fmt: skip
 def test_initializers_that_are_inputs_too(tmp_path: Path, listed: Any, fed: bool, overridable: set[str]) -> None:
     net = Net()
     y = net.op("Mul", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="a"), net.const(2.0, "factor")], name="scaled")

@@ -93,14 +93,11 @@ def test_a_constant_goes_with_its_last_reader_and_stays_while_it_has_one() -> No
     assert constants(graph.write()) == {}
 
 
-@pytest.mark.parametrize(
-    ("shared", "values", "names"),
-    [
-        (False, [4, 5, 6], {"w"}),  # in its place
-        (False, [4], {"new"}),  # of another shape
-        (True, [4, 5, 6], {"w", "new"}),  # the other reader's stays
-    ],
-)
+@pytest.mark.parametrize(("shared", "values", "names"), [
+    (False, [4, 5, 6], {"w"}),  # in its place
+    (False, [4], {"new"}),  # of another shape
+    (True, [4, 5, 6], {"w", "new"}),  # the other reader's stays
+])  # fmt: skip
 def test_a_constant_is_replaced_for_its_only_reader(shared: bool, values: list[float], names: set[str]) -> None:
     graph = live(f"a = Mul(x, w) y = Add(a, {'w' if shared else 'x'})")
     graph.store_array(node(graph, "Mul"), 1, np.array(values, np.float32), "new")

@@ -209,15 +209,12 @@ def test_a_proto_with_unloaded_external_data_is_refused(external):
         load_model(proto)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("(float[1] x) => (float[1] y) { [quant] q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }", "quant"),
-        ("(uint8[2,2] x) => (int32[2,2] y) { y = MatMulInteger(x, x) }", "MatMulInteger"),
-        # weights alone
-        ("(float[1,4] x) => (float[1,4] y) <int8[4,4] v> { w = DequantizeLinear(v, s) y = MatMul(x, w) }", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [
+    ("(float[1] x) => (float[1] y) { [quant] q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }", "quant"),
+    ("(uint8[2,2] x) => (int32[2,2] y) { y = MatMulInteger(x, x) }", "MatMulInteger"),
+    # weights alone
+    ("(float[1,4] x) => (float[1,4] y) <int8[4,4] v> { w = DequantizeLinear(v, s) y = MatMul(x, w) }", ""),
+])  # fmt: skip
 def test_quantized_activations_are_refused(text, named):
     proto = net(text, {"s": np.float32(1), "z": np.uint8(0)})
     if not named:

@@ -108,15 +108,12 @@ def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> No
 NORMED = f"{NORMS['layer norm']}\n a = MatMul (n, w1)\n "
 
 
-@pytest.mark.parametrize(
-    ("body", "options"),
-    [
-        (f"{NORMED} y = Add (a, n)", {"insert": False}),  # a residual reads it
-        (f"{NORMED} y = Add (a, b2)", {"nodes": ["other"]}),
-        ("y = MatMul (x, w1)", {}),
-        (f"{NORMS['layer norm']}\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
-    ],
-)
+@pytest.mark.parametrize(("body", "options"), [
+    (f"{NORMED} y = Add (a, n)", {"insert": False}),  # a residual reads it
+    (f"{NORMED} y = Add (a, b2)", {"nodes": ["other"]}),
+    ("y = MatMul (x, w1)", {}),
+    (f"{NORMS['layer norm']}\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
+])  # fmt: skip
 def test_left_alone(body: str, options: dict[str, Any]) -> None:
     arrays = {**weights(), "w": np.zeros((10, 32), np.float32)}
     model = net(body, arrays, "float[1,32,32] y" if "Transpose" in body else "float[1,10,32] y")

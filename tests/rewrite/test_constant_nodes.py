@@ -21,21 +21,18 @@ def dropped(body, expected, outputs="float[2,3] y", declared="", **weights):
     return check(drop_identity, proto, X, expected, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("body", "outputs", "expected"),
-    [
-        ("a = Relu(x) b = Identity(a) y = Identity(b)", "float[2,3] y", "Relu"),
-        # An output that only copies a needed value stays.
-        ("a = Relu(x) y = Identity(a) z = Neg(a)", "float[2,3] y, float[2,3] z", "Relu Identity Neg"),
-        ("y = Identity(x)", "float[2,3] y", "Identity"),
-        ("a = Relu(x) y = Identity(a)", "float[2,3] a, float[2,3] y", "Relu Identity"),
-        # What joins or adds one value alone goes; a cache that is handed on is read as it came.
-        ("a = Relu(x) b = Concat<axis = 1>(a) y = Neg(b)", "float[2,3] y", "Relu Neg"),
-        ("a = Relu(x) b = Max(a) c = Sum(b) y = Neg(c)", "float[2,3] y", "Relu Neg"),
-        ("y = Concat<axis = 1>(x, x)", "float[2,6] y", "Concat"),
-        ("a = Sum(x) y = Relu(a)", "float[2,3] y", "Relu"),
-    ],
-)
+@pytest.mark.parametrize(("body", "outputs", "expected"), [
+    ("a = Relu(x) b = Identity(a) y = Identity(b)", "float[2,3] y", "Relu"),
+    # An output that only copies a needed value stays.
+    ("a = Relu(x) y = Identity(a) z = Neg(a)", "float[2,3] y, float[2,3] z", "Relu Identity Neg"),
+    ("y = Identity(x)", "float[2,3] y", "Identity"),
+    ("a = Relu(x) y = Identity(a)", "float[2,3] a, float[2,3] y", "Relu Identity"),
+    # What joins or adds one value alone goes; a cache that is handed on is read as it came.
+    ("a = Relu(x) b = Concat<axis = 1>(a) y = Neg(b)", "float[2,3] y", "Relu Neg"),
+    ("a = Relu(x) b = Max(a) c = Sum(b) y = Neg(c)", "float[2,3] y", "Relu Neg"),
+    ("y = Concat<axis = 1>(x, x)", "float[2,6] y", "Concat"),
+    ("a = Sum(x) y = Relu(a)", "float[2,3] y", "Relu"),
+])  # fmt: skip
 def test_copies_go_and_what_an_output_needs_stays(body, outputs, expected):
     dropped(body, expected, outputs)
 

@@ -68,15 +68,12 @@ def test_the_border_map_of_the_usual_pool():
     np.testing.assert_array_equal(borders, side[None, None].astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "proto",
-    [
-        pool((2, 2), ("H", "W"), strides=[2, 2]),  # without a border nothing has to be known of the picture
-        pool((3, 3), ("H", "W"), pads=[1] * 4, count_include_pad=1),
-        pool((3, 3), (7, 7), strides=[2, 2], ceil_mode=1),  # adds no window
-        pool((3, 3), ("H", "W"), ceil_mode=1),
-    ],
-)
+@pytest.mark.parametrize("proto", [
+    pool((2, 2), ("H", "W"), strides=[2, 2]),  # without a border nothing has to be known of the picture
+    pool((3, 3), ("H", "W"), pads=[1] * 4, count_include_pad=1),
+    pool((3, 3), (7, 7), strides=[2, 2], ceil_mode=1),  # adds no window
+    pool((3, 3), ("H", "W"), ceil_mode=1),
+])  # fmt: skip
 def test_pools_that_need_no_map(proto):
     check(average_pool_to_conv, proto, normal((2, 3, 7, 7)), "Conv")
 
