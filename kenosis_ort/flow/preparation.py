@@ -285,11 +285,11 @@ def _rewrite_for_integers(
             if after != before:
                 constants.drop_stale_value_info(editor.proto)
                 shapes.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)
-                editor.reopen()
+                editor.read_types()
                 before, changed = after, True
     if not changed:
         return None
-    return PreparedModel(editor.proto, (*prepared.notes, *notes), merged)
+    return PreparedModel(editor.proto, (*prepared.notes, *notes), merged, editor)
 
 
 def _outline(

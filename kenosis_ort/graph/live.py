@@ -17,7 +17,7 @@ import onnx
 
 from kenosis_ort.graph.constants import drop_stale_value_info, replace_nodes
 from kenosis_ort.graph.outside import copy_without_weights, put_outside
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, holds_map, ir
 from kenosis_ort.graph.walk import reserve_name
 
 Attribute = int | float | str | Sequence[int]
@@ -34,11 +34,9 @@ class LiveGraph(GraphView):
     Attributes:
         proto: The model; the copy behind `write`.
         nodes: Its nodes as they were when `begin` was called; those removed since are among them.
-        keep_values: Names of values that must keep existing with their meaning.
     """
 
     def __init__(self, proto: onnx.ModelProto, *, copied: bool = False) -> None:
-        self.keep_values: frozenset[str] = frozenset()
         self._copied = copied
         super().__init__(proto)
 
@@ -56,6 +54,18 @@ class LiveGraph(GraphView):
         self._is_written = True
         self.begin(self.keep_values)
 
+    def read_types(self) -> None:
+        """Takes the types and shapes that the protobuf declares, which is up to date; a view of it from then on."""
+        declared = {info.name: info for info in (*self.proto.graph.value_info, *self.proto.graph.output)}
+        for output in (output for node in self.graph for output in node.outputs):
+            output.type = output.shape = None
+            info = declared.get(output.name or "")
+            if info is not None and not holds_map(info.type):
+                ir.serde.deserialize_value_info_proto(info, output)
+        self._by_name.clear()
+        self._largest.clear()
+        self.begin(())
+
     def begin(self, keep_values: Collection[str]) -> None:
         """Begins a row of edits: names that are in use now are not given to anything new before the next one."""
         self.keep_values = frozenset(keep_values)
@@ -68,10 +78,6 @@ class LiveGraph(GraphView):
         self._last_behind: dict[ir.Node, ir.Node] = {}
         self._stored: dict[str, None] = {}  # new constants of `store_array`, which come last
         self._released: dict[str, ir.Value] = {}
-
-    def is_pinned(self, value: ir.Value) -> bool:
-        """Whether the value's name and meaning are needed outside the main graph's nodes, or by the caller."""
-        return value.name in self.keep_values or super().is_pinned(value)
 
     def symbols(self, value: ir.Value | None) -> tuple[int | str | None, ...] | None:
         """The shape of a value with names for open dimensions, None for those that are not known at all."""

@@ -80,10 +80,12 @@ class GraphView:
         proto: The model.
         graph: Its main graph.
         nodes: Its nodes, in order, their operators by the names of `known_as`.
+        keep_values: Names of values that must keep existing with their meaning while the graph is edited.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self.proto = proto
+        self.keep_values: frozenset[str] = frozenset()
         self.reopen()
 
     def reopen(self) -> None:
@@ -171,8 +173,8 @@ class GraphView:
         return len(self.readers(value)) == 1 and not self.is_pinned(value)
 
     def is_pinned(self, value: ir.Value) -> bool:
-        """Whether the value's name and meaning are needed outside the main graph's nodes."""
-        return value.is_graph_output() or self.is_captured(value)
+        """Whether the value's name and meaning are needed outside the main graph's nodes, or by the caller."""
+        return value.name in self.keep_values or value.is_graph_output() or self.is_captured(value)
 
     # -- constants ----------------------------------------------------------------------------------------------
 
@@ -254,16 +256,18 @@ class PreparedModel:
         notes: What was done, in sentences, in order.
         nodes: For each name that a node of the original model had and that is now gone or no longer alone:
             the names of the nodes that do its work now (none where it was only a constant).
+        view: The graph that the model was written from, where there was one.
     """
 
     proto: onnx.ModelProto
     notes: tuple[str, ...] = ()
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    view: GraphView | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def graph(self) -> GraphView:
         """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
-        return GraphView(self.proto)
+        return self.view or GraphView(self.proto)
 
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:
@@ -303,7 +307,7 @@ def _maps_untyped(proto: onnx.ModelProto) -> Iterator[None]:
     """Takes the types of maps, which onnx_ir does not read, away for a while: copying the model would copy weights."""
     graphs = all_graphs(proto.graph)
     values = (value for graph in graphs for value in (*graph.input, *graph.output, *graph.value_info))
-    typed = [(value, value.type) for value in values if _holds_map(value.type)]
+    typed = [(value, value.type) for value in values if holds_map(value.type)]
     remaining = [(value, onnx.TypeProto.FromString(kind.SerializeToString())) for value, kind in typed]
     for value, _ in remaining:
         value.ClearField("type")
@@ -314,9 +318,10 @@ def _maps_untyped(proto: onnx.ModelProto) -> Iterator[None]:
             value.type.CopyFrom(kind)
 
 
-def _holds_map(kind: onnx.TypeProto) -> bool:
+def holds_map(kind: onnx.TypeProto) -> bool:
+    """Whether a type is of a map or made of maps."""
     if kind.HasField("sequence_type"):
-        return _holds_map(kind.sequence_type.elem_type)
+        return holds_map(kind.sequence_type.elem_type)
     if kind.HasField("optional_type"):
-        return _holds_map(kind.optional_type.elem_type)
+        return holds_map(kind.optional_type.elem_type)
     return bool(kind.HasField("map_type"))

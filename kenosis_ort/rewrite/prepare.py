@@ -109,7 +109,7 @@ def prepare(
     inside, note = (None, None) if keep_types else compute_in_float32(model)
     notes.append(note)
     model = inside or model
-    rewritten = inside is not None
+    rewritten, editor = inside is not None, None
     if rewrites and not preprocessed:
         editor = Editor(model)
         for rewrite in rewrites:
@@ -121,8 +121,10 @@ def prepare(
     if rewritten:
         drop_stale_value_info(model)
         unknown = infer_shapes(model, thorough=False)
+    if editor is not None:
+        editor.read_types()
     notes.append(unknown)
-    return PreparedModel(proto=model, notes=tuple(note for note in notes if note), nodes=nodes)
+    return PreparedModel(model, tuple(note for note in notes if note), nodes, editor)
 
 
 def applied(
