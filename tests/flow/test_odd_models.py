@@ -41,47 +41,8 @@ COLLISIONS = {
 @pytest.mark.parametrize("names", COLLISIONS.values(), ids=COLLISIONS)
 def test_values_named_like_what_quantization_adds(tmp_path: Path, names: str, policy: Any) -> None:
     model = renamed(models.residual_block(), dict(pair.split(": ") for pair in names.split(", ")))
-    assert all(good(model, tmp_path, protect_outputs=policy).heavy.values())
-
-
-def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    for node in model.graph.node:
-        node.name = ""
-    return model
-
-
-def named_like_q(model: onnx.ModelProto) -> onnx.ModelProto:
     model.graph.node[0].name, model.graph.node[1].name = "x_QuantizeLinear", "conv1_w_DequantizeLinear"
-    return model
-
-
-def main_domain_by_its_other_name(model: onnx.ModelProto) -> onnx.ModelProto:
-    for node in model.graph.node:
-        node.domain = "ai.onnx"
-    return model
-
-
-def imported_by_its_other_name(model: onnx.ModelProto) -> onnx.ModelProto:
-    model.opset_import[0].domain = "ai.onnx"
-    return model
-
-
-def constants_as_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    held = [helper.make_node("Constant", [], [t.name], name=f"{t.name}_k", value=t) for t in model.graph.initializer]
-    nodes = [*held, *model.graph.node]
-    del model.graph.initializer[:], model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return model
-
-
-ODD = [without_names, named_like_q, main_domain_by_its_other_name, imported_by_its_other_name, constants_as_nodes]
-
-
-@pytest.mark.parametrize("odd", ODD, ids=lambda f: f.__name__)
-def test_a_net_written_otherwise(tmp_path: Path, odd: Any) -> None:
-    layers = good(odd(models.residual_block()), tmp_path).heavy
-    assert len(layers) == 4
-    assert all(layers.values())
+    assert all(good(model, tmp_path, protect_outputs=policy).heavy.values())
 
 
 CONV = "Conv <pads = [1, 1, 1, 1]>"
@@ -137,20 +98,6 @@ def test_all_of_it_runs_in_integers(tmp_path: Path, name: str) -> None:
         assert sum(a.dtype == np.int32 and bool(a.any()) for a in made.held.values()) == 3  # a private bias for each
 
 
-def test_local_functions(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    one, two = (", ".join(f"{v:.3f}" for v in rng.normal(0, 0.5, n)) for n in (12, 16))
-    text = f"""
-        <ir_version: 8, opset_import: ["": 17, "local": 1]>
-        g (float[1,3,8,8] x) => (float[1,4,8,8] y)
-          <float[4,3,1,1] w = {{{one}}}, float[4,4,1,1] w2 = {{{two}}}>
-        {{ a = Conv(x, w)  b = local.silu(a)  y = Conv(b, w2) }}
-        <domain: "local", opset_import: ["": 17]>
-        silu (u) => (v) {{ s = Sigmoid(u)  v = Mul(u, s) }}
-    """
-    assert [*good(onnx.parser.parse_model(text), tmp_path).heavy.values()] == [True, True]
-
-
 # ---- inputs and shapes ----------------------------------------------------------------------------------------
 
 
@@ -201,19 +148,6 @@ def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path: Path, batches
     assert all(made.heavy.values())
     others = models.feeds(model, 1, seed=9, dims={"N": 7, "H": 16, "W": 16})
     assert run(made.out, others)[0][0].shape == (7, 5)
-
-
-def test_sizes_that_the_model_leaves_open_get_no_made_up_names(tmp_path: Path) -> None:
-    net = Net()
-    y = net.conv(net.op("Relu", [net.conv(net.input("x", ["n", 3, 8, 8]), 3, 4, name="a")]), 4, 4, name="b")
-    found = net.op("NonZero", [net.op("Greater", [y, net.const(0.5)])])
-    net.output(y, ["n", 4, 8, 8])
-    model = net.model()
-    model.graph.output.append(helper.make_tensor_value_info(found, TensorProto.INT64, None))
-    made = make(model, tmp_path)
-    shapes = [[o.shape for o in session(m).get_outputs()] for m in (model, made.out)]
-    assert shapes == [[["n", 4, 8, 8], [4, None]]] * 2
-    assert made.report.warnings == ()
 
 
 # ---- values ---------------------------------------------------------------------------------------------------

@@ -168,14 +168,6 @@ def test_exclusion_by_the_models_own_names_holds_where_batch_normalizations_are_
     assert make(models.bn_net(), tmp_path, nodes_to_exclude=["conv1"]).heavy == {"conv0": True, "conv1": False}
 
 
-def test_what_is_marked_as_preprocessed_is_not_folded(tmp_path: Path) -> None:
-    model = models.bn_net()
-    model.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
-    made = make(model, tmp_path)
-    assert "BatchNormalization" in made.ops
-    assert made.db() > 20
-
-
 # ---- readers --------------------------------------------------------------------------------------------------
 
 

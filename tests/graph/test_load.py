@@ -422,17 +422,6 @@ def test_value_info_that_inference_contradicts_is_corrected(said):
     assert dims == {"z": ["N", 9], "mm": [1, 4]}
 
 
-def test_a_file_that_lies_about_a_value_quantizes_all_the_same(tmp_path):
-    net = models.residual_block()
-    for node in net.graph.node:
-        if node.op_type in ("Conv", "Relu"):
-            lie = helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, [1, 8, 9, 9])
-            net.graph.value_info.append(lie)
-    report = quantize_static(net, tmp_path / "o.onnx", models.reader(net, 8), promise=False)
-    assert [w for w in report.warnings if "failed" in w] == []
-    assert all(k.integer for k in report.fusion.kernels if k.op_type == "Conv")
-
-
 def test_a_call_that_leaves_out_what_the_function_needs_is_refused():
     """The runtime crashes on it."""
     proto = with_functions("d.f1", "Relu")
