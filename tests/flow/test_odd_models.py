@@ -63,29 +63,23 @@ NETS: dict[str, tuple[str, dict[str, Any]]] = {
             f = Gemm <transB = 1> (x, a)  r = Relu (f)  g = Gemm <transB = 1> (r, v, c)  y = Gemm (g, u, v) }""",
         {"a": [0.9, -0.5, 1.2, 0.4], "v": [0.8, -1.3, 0.4, 1.1], "c": 0.5, "u": [0.7] * 4},
     ),
-    "one dimension": (
-        """net (float[1,3,6] x) => (float[1,4,6] y) <float[4,3,3] w, float[4,4,3] v> {
-            a = Conv <pads = [1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1]> (r, v) }""",
-        {},
-    ),
+    "one dimension": ("""net (float[1,3,6] x) => (float[1,4,6] y) <float[4,3,3] w, float[4,4,3] v> {
+            a = Conv <pads = [1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1]> (r, v) }""", {}),
     "three dimensions": (
         """net (float[1,3,6,6,6] x) => (float[1,4,6,6,6] y) <float[4,3,3,3,3] w, float[4,4,3,3,3] v> {
             a = Conv <pads = [1, 1, 1, 1, 1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1, 1, 1, 1, 1]> (r, v) }""",
         {},
     ),
-    "unused inputs, initializers and nodes": (
-        f"""net (float[1,3,8,8] x, float[1,2] unused) => (float[1,4,8,8] y)
+    "unused inputs, initializers and nodes": (f"""net (float[1,3,8,8] x, float[1,2] unused) => (float[1,4,8,8] y)
             <float[4,3,3,3] w, float[4,4,3,3] v, float[3] nobody> {{
-            a = {CONV} (x, w)  dead_end = Relu (a)  y = {CONV} (a, v) }}""",
-        {},
-    ),
+            a = {CONV} (x, w)  dead_end = Relu (a)  y = {CONV} (a, v) }}""", {}),
     "several outputs, inner ones too": (
         f"""net (float[1,3,8,8] x) => (float[1,8,8,8] s, float[1,8,8,8] r, float[1,8,8,8] b, float[1,4,8,8] y)
             <float[8,3,3,3] w, float[8,8,3,3] v, float[4,8,3,3] u> {{
             s = {CONV} (x, w)  r = Relu (s)  b = {CONV} (r, v)  t = Relu (b)  y = {CONV} (t, u) }}""",
         {},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -70,8 +70,7 @@ CASES: list[tuple[Any, ...]] = [
     # the runtime has no kernel for a later one
     (10, "RoiAlign<output_height = 3, output_width = 2, spatial_scale = 0.5>(x, r, i)",
      {"r": np.float32([[0, 0, 9, 9], [2, 1, 7, 8]]), "i": np.array([0, 1]), "last": 21}),
-    (9, "Scatter<axis = 1>(x, i, u)",
-     {"x": "float[2,4]", "i": np.array([[1], [3]]), "u": np.float32([[9], [8]])}),
+    (9, "Scatter<axis = 1>(x, i, u)", {"x": "float[2,4]", "i": np.array([[1], [3]]), "u": np.float32([[9], [8]])}),
     (7, "BatchNormalization<epsilon = 0.001, spatial = 1>(x, g, b, m, v)",
      {name: np.abs(normal([6], at)) + np.float32(0.1) for at, name in enumerate("gbmv")}),
     *((7, f"{op}(x)")
