@@ -21,7 +21,7 @@ from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
-from kenosis_ort.rewrite.rule import Editor, Rewrite
+from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
@@ -281,7 +281,7 @@ def _rewrite_for_integers(
             result = applied(form, editor, nodes=nodes)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})
-            after = _outline(editor.write())
+            after = _outline(editor.write()) if editor.has_edits or not isinstance(form, Rule) else before
             if after != before:
                 constants.drop_stale_value_info(editor.proto)
                 shapes.infer_shapes(editor.proto, custom_op_libraries=request.custom_op_libraries, thorough=False)

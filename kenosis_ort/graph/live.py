@@ -131,6 +131,7 @@ class LiveGraph(GraphView):
         tensor.name = constant.name or ""
         self._tensors[tensor.name] = put_outside(tensor)
         self._changed.add(tensor.name)
+        self._largest.pop(constant, None)
         self._is_written = False
 
     def register(self, tensor: onnx.TensorProto) -> ir.Value:
@@ -338,6 +339,11 @@ class LiveGraph(GraphView):
                 stored[name] = stored.pop(name)
         self._released.clear()
         self._stored.clear()
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether something was edited that `write` has not brought to the protobuf yet."""
+        return not self._is_written
 
     def write(self) -> onnx.ModelProto:
         """Brings the protobuf up to date and returns it."""
