@@ -48,7 +48,8 @@ def test_what_nothing_changes_is_written_as_it_was_read(name: str) -> None:
 def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name: str) -> None:
     prepared = ready(models.ALL[name](), rewrites=(*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS), keep_values=["x"])
     mine, fresh = prepared.graph, GraphView(prepared.proto)
-    assert isinstance(mine, LiveGraph) and not mine.has_edits
+    assert isinstance(mine, LiveGraph)
+    assert not mine.has_edits
     assert all(mine.node(node.name or "") is node for node in mine.nodes)
     for one, other in zip(mine.nodes, fresh.nodes, strict=True):
         assert (one.name, one.op_type, one.domain) == (other.name, other.op_type, other.domain)
@@ -57,7 +58,8 @@ def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name: str) ->
                 assert a is b
                 continue
             assert (a.name, a.type, a.shape) == (b.name, b.type, b.shape)
-            assert mine.constant(a) is fresh.constant(b) and mine.is_pinned(a) == fresh.is_pinned(b)
+            assert mine.constant(a) is fresh.constant(b)
+            assert mine.is_pinned(a) == fresh.is_pinned(b)
             readers = ({(c.node.name, c.index) for c in view.consumers(v)} for view, v in ((mine, a), (fresh, b)))
             assert next(readers) == next(readers)
 
@@ -66,18 +68,23 @@ def test_types_are_read_again_and_look_ups_begin_anew() -> None:
     graph = live()
     graph.begin(["a"])
     mul = node(graph, "Mul")
-    assert graph.node("Mul_b") is mul and graph.largest(mul.inputs[1]) == 3
+    assert graph.node("Mul_b") is mul
+    assert graph.largest(mul.inputs[1]) == 3
     graph.replace_array(mul.inputs[1], np.array([7, 2, 3], np.float32))
-    assert graph.largest(mul.inputs[1]) == 7 and graph.is_pinned(mul.inputs[0]) and graph.has_edits
+    assert graph.largest(mul.inputs[1]) == 7
+    assert graph.is_pinned(mul.inputs[0])
+    assert graph.has_edits
     new = graph.insert_before(mul, "Neg", [mul.inputs[0]])
     graph.read(mul, 0, new)
     declared = {info.name: info for info in graph.write().graph.value_info}
     declared["b"].type.tensor_type.shape.dim[1].dim_value = 5
     graph.proto.graph.value_info.remove(declared["a"])
     graph.read_types()
-    assert graph.dims(mul.outputs[0]) == (1, 5) and graph.dims(node(graph, "Relu").outputs[0]) is None
+    assert graph.dims(mul.outputs[0]) == (1, 5)
+    assert graph.dims(node(graph, "Relu").outputs[0]) is None
     assert graph.node("Mul_b_Neg") is new.producer() in graph.nodes
-    assert not graph.keep_values and not graph.has_edits
+    assert not graph.keep_values
+    assert not graph.has_edits
 
 
 def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
