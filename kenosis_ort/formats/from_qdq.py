@@ -26,9 +26,11 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.tensors import Draft, forget_types
+from kenosis_ort.formats.tensors import Draft, Edits
 from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
 
 _INTEGERS = (np.int8, np.uint8)
@@ -108,82 +110,80 @@ def to_signed(model: onnx.ModelProto) -> onnx.ModelProto:
     return _Mover(model, signed=True).move()
 
 
-class _Mover(Draft):
+class _Mover(Edits):
     def __init__(self, model: onnx.ModelProto, *, signed: bool) -> None:
-        super().__init__(model)
+        super().__init__(model, copied=False)
         self._signed = signed
-        self._moved: dict[str, str] = {}
+        self._moved: dict[ir.Value, ir.Value] = {}
 
     def move(self) -> onnx.ModelProto:
         """The model."""
-        tensors: set[str] = set()
-        declared = declared_datatypes(self.graph)
-        for node in self.graph.node:
+        activations: set[ir.Value] = set()
+        declared = declared_datatypes(self.proto.graph)
+        for node in self.nodes:
             if is_quantize(node) and self._is_to_move(node):
-                names = set(self._integers(node))
-                if not names & self.pinned and all(self._keeps_pairs(name) for name in names):
-                    tensors |= names
+                integers = list(self._integers(node))
+                if not any(map(self.is_pinned, integers)) and all(map(self._keeps_pairs, integers)):
+                    activations.update(integers)
                     self._move(node, 2)
-            elif node.op_type == "Clip" and node.output[0] in tensors:
-                for at in range(1, len(node.input)):
-                    self._move(node, at)
-            elif is_dequantize(node) and (node.input[0] in tensors or self._is_operand(node)):
-                if node.input[0] not in tensors:
-                    width = declared.get(node.input[0])
+            elif node.op_type == "Clip" and node.outputs[0] in activations:
+                for position in range(1, len(node.inputs)):
+                    self._move(node, position)
+            elif is_dequantize(node) and (required(node, 0) in activations or self._is_operand(node)):
+                if node.inputs[0] not in activations:
+                    is_declared = required(node, 0).name in declared
                     self._move(node, 0)
-                    if width is not None:
-                        annotate(self.graph, node.input[0], "UINT8")
+                    if is_declared:
+                        annotate(self.proto.graph, required(node, 0).name or "", "UINT8")
                 self._move(node, 2)
-            self.nodes.append(node)
-        forget_types(self.graph, tensors)
+        for value in activations:
+            self.forget_shape(value)
         return self.finish()
 
-    def _is_to_move(self, node: onnx.NodeProto) -> bool:
+    def _is_to_move(self, node: ir.Node) -> bool:
         """Whether the integers of a Q or DQ are of the type to leave."""
-        zero_point = self.array(node.input[2]) if len(node.input) > 2 else None
-        if zero_point is None:
+        zero_point = self.array(optional(node, 2))
+        if zero_point is None or (self._signed and not (zero_point == _HALF).all()):
             return False
-        return (
-            zero_point.dtype == np.uint8 and bool((zero_point == _HALF).all())
-            if self._signed
-            else zero_point.dtype == np.int8
-        )
+        return zero_point.dtype == (np.uint8 if self._signed else np.int8)
 
-    def _keeps_pairs(self, name: str) -> bool:
-        """Whether DQ and Clip alone read integers."""
-        return all(
-            is_dequantize(r) or (r.op_type == "Clip" and r.domain in MAIN_DOMAINS and list(r.input).count(name) == 1)
-            for r in self.readers.get(name, [])
-        )
+    def _keeps_pairs(self, value: ir.Value) -> bool:
+        """Whether DQ and Clip alone read integers, with zero points and bounds that can be moved."""
+        for reader in self.readers(value):
+            is_clip = reader.op_type == "Clip" and reader.domain in MAIN_DOMAINS
+            ends = [each for each in reader.inputs[1 if is_clip else 2 :] if each is not None]
+            if not (is_clip or is_dequantize(reader)) or any(self.constant(each) is None for each in ends):
+                return False
+        return True
 
-    def _is_operand(self, node: onnx.NodeProto) -> bool:
+    def _is_operand(self, node: ir.Node) -> bool:
         """Whether a DQ reads a constant that meets quantized data in an operator without weights."""
-        if self._signed or not self.is_constant(node.input[0]) or not self._is_to_move(node):
+        if self._signed or self.constant(node.inputs[0]) is None or not self._is_to_move(node):
             return False
-        value = node.output[0]
-        readers = self.readers.get(value, [])
-        operands = {n for r in readers for n in r.input if n != value}
-        meets = any(n in self.makers and is_dequantize(self.makers[n]) for n in operands)
-        return meets and not any(r.op_type in LAYERS for r in readers) and value not in self.pinned
+        value = node.outputs[0]
+        readers = self.readers(value)
+        makers = (operand.producer() for r in readers for operand in r.inputs if operand not in (None, value))
+        meets = any(maker is not None and is_dequantize(maker) for maker in makers)
+        return meets and not any(r.op_type in LAYERS for r in readers) and not self.is_pinned(value)
 
-    def _integers(self, node: onnx.NodeProto) -> Iterator[str]:
+    def _integers(self, node: ir.Node) -> Iterator[ir.Value]:
         """Yields the integers that a Q writes, and those of the Clips behind it."""
-        stack = [node.output[0]]
+        stack = [node.outputs[0]]
         while stack:
-            name = stack.pop()
-            yield name
-            stack += [r.output[0] for r in self.readers.get(name, []) if r.op_type == "Clip" and r.input[0] == name]
+            value = stack.pop()
+            yield value
+            stack += [r.outputs[0] for r in self.readers(value) if r.op_type == "Clip" and r.inputs[0] is value]
 
-    def _move(self, node: onnx.NodeProto, at: int) -> None:
+    def _move(self, node: ir.Node, position: int) -> None:
         """Makes a node read a constant of the other type."""
-        name = node.input[at]
-        if not name:
+        value = node.inputs[position]
+        if value is None:
             return
-        if name not in self._moved:
-            moved = np.asarray(self.array(name)).astype(np.int64) + (-_HALF if self._signed else _HALF)
+        if value not in self._moved:
+            moved = self.content(value).astype(np.int64) + (-_HALF if self._signed else _HALF)
             kind = (np.int8, "signed") if self._signed else (np.uint8, "unsigned")
-            self._moved[name] = self.constant(moved.astype(kind[0]), f"{name}_{kind[1]}")
-        node.input[at] = self._moved[name]
+            self._moved[value] = self.store(moved.astype(kind[0]), f"{value.name}_{kind[1]}")
+        self.read(node, position, self._moved[value])
 
 
 _CONTAINERS: Final = {
@@ -197,12 +197,12 @@ _CONTAINERS: Final = {
 """The element types that are read, and the one of whole bytes that each takes in the canonical form."""
 
 
-def is_quantize(node: onnx.NodeProto) -> bool:
+def is_quantize(node: onnx.NodeProto | ir.Node) -> bool:
     """Whether a node is QuantizeLinear, of ONNX or of the runtime."""
     return node.op_type == "QuantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 
 
-def is_dequantize(node: onnx.NodeProto) -> bool:
+def is_dequantize(node: onnx.NodeProto | ir.Node) -> bool:
     """Whether a node is DequantizeLinear, of ONNX or of the runtime."""
     return node.op_type == "DequantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 

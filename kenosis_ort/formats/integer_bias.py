@@ -16,16 +16,19 @@ operators, behind the layer whose values they move, and behind them, in front of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
-from kenosis_ort.formats.tensors import Draft
+from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import Is, having
+from kenosis_ort.graph.live import optional, required
+from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 _DATA_MOVEMENT: Final = having(Is.MOVE) - {"Dropout", "Identity"} | {"MaxPool", "Slice"}
@@ -40,128 +43,120 @@ def carry_pairs(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A private canonical model, its nodes in order; it is changed.
     """
-    return _Behind(_PairsBefore(model).write()).write()
+    carrier = _Carrier(model, copied=False)
+    carrier.carry_back()
+    carrier.carry_forward()
+    return carrier.finish()
 
 
-def is_data_movement(node: onnx.NodeProto | None) -> TypeGuard[onnx.NodeProto]:
+def is_data_movement(node: onnx.NodeProto | ir.Node) -> bool:
     """Whether a node only moves the values of its first input about or chooses among them."""
-    return node is not None and node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and len(node.output) == 1
+    outputs = node.outputs if isinstance(node, ir.Node) else node.output
+    return node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and len(outputs) == 1
 
 
-class _Carrier(Draft):
-    def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__(model)
-        self._old = list(model.graph.node)
+class _Carrier(Edits):
+    """Repeats pairs of Q and DQ on the other side of operators that move values."""
 
-    def _is_private(self, value: str) -> bool:
-        return len(self.readers.get(value, [])) == 1 and value not in self.pinned
-
-    def _is_plain(self, node: onnx.NodeProto) -> bool:
+    def _is_plain(self, node: ir.Node) -> bool:
         """Whether a Q or DQ has one constant scale and a zero point."""
-        scale = self.array(node.input[1])
-        return scale is not None and scale.size == 1 and len(node.input) > 2 and self.is_constant(node.input[2])
+        scale = self.array(node.inputs[1])
+        return scale is not None and scale.size == 1 and self.constant(optional(node, 2)) is not None
 
+    def _put_behind(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        base: str | None,
+        output: ir.Value | None = None,
+    ) -> ir.Value:
+        name = f"{base}_{operator}"
+        output = output or ir.Value(name=self.fresh_name(f"{name}_output"))
+        return self.append_behind(node, operator, inputs, output=output, base=name)
 
-class _PairsBefore(_Carrier):
-    """Repeats pairs in front of operators, behind the layer whose values they move."""
+    # -- in front of operators, behind the layer whose values they move -----------------------------------------
 
-    def write(self) -> onnx.ModelProto:
-        for node in self._old:
+    def carry_back(self) -> None:
+        """Repeats the pairs behind operators in front of them."""
+        for node in self.nodes:
             if is_quantize(node) and self._is_plain(node):
                 self._repeat(node)
-        extra: dict[str, list[onnx.NodeProto]] = {}
-        for new in self.nodes:
-            extra.setdefault(self._behind[new.name], []).append(new)
-        ordered: list[onnx.NodeProto] = []
-        for node in self._old:
-            if node.name not in self._gone:
-                ordered += [node, *extra.get(node.name, ())]
-        return self.finish(ordered)
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__(model)
-        self._behind: dict[str, str] = {}
-        self._gone: set[str] = set()
-
-    def _repeat(self, quantize: onnx.NodeProto) -> None:
+    def _repeat(self, quantize: ir.Node) -> None:
         """Puts a copy of Q, Clip and DQ behind the layer from which operators bring the values that a Q reads."""
-        value, passed = quantize.input[0], []
-        while self._is_private(value) and (maker := self.makers.get(value)) is not None:
+        value, passed = required(quantize, 0), list[ir.Node]()
+        while self.is_private(value) and (maker := value.producer()) is not None:
             if not (is_data_movement(maker) or (maker.op_type == "Relu" and self._is_bounded(quantize))):
                 break
             passed.append(maker)
-            value = maker.input[0]
-        source = self.makers.get(value)
-        first = next((node for node in reversed(passed) if node.op_type != "Relu"), None)
-        if first is None or source is None or source.op_type not in _SOURCES or not self._is_private(value):
+            value = required(maker, 0)
+        source = value.producer()
+        is_moved = any(node.op_type != "Relu" for node in passed)
+        if not is_moved or source is None or source.op_type not in _SOURCES or not self.is_private(value):
             return
         clip = self._clip(quantize)
-        if clip is None and any(not is_dequantize(r) for r in self.readers.get(quantize.output[0], [])):
+        if clip is None and not all(map(is_dequantize, self.readers(quantize.outputs[0]))):
             return
-        base, start = quantize.name, len(self.nodes)
-        integers = self.add("QuantizeLinear", [value, *quantize.input[1:]], base)
+        integers = self._put_behind(source, "QuantizeLinear", [value, *quantize.inputs[1:]], quantize.name)
         if clip is not None:
-            integers = self.add("Clip", [integers, *clip.input[1:]], base)
-        real = self.add("DequantizeLinear", [integers, *quantize.input[1:]], base)
-        for node in self.nodes[start:]:
-            self._behind[node.name] = source.name
-        for node in passed:  # a Relu is what the quantizer's range says now
+            integers = self._put_behind(source, "Clip", [integers, *clip.inputs[1:]], quantize.name)
+        real = self._put_behind(source, "DequantizeLinear", [integers, *quantize.inputs[1:]], quantize.name)
+        for node in (*reversed(passed), quantize):
+            if node.op_type != "Relu":  # a Relu is what the quantizer's range says now
+                self.read(node, 0, real)
+                real = node.outputs[0]
+        for node in passed:
             if node.op_type == "Relu":
-                self._gone.add(node.name)
-        chain = [node for node in reversed(passed) if node.op_type != "Relu"]
-        for node in chain:
-            node.input[0] = real
-            real = node.output[0]
-        quantize.input[0] = real
+                self.remove(node)
 
-    def _is_bounded(self, quantize: onnx.NodeProto) -> bool:
+    def _is_bounded(self, quantize: ir.Node) -> bool:
         """Whether no integer of a Q represents a value below zero."""
-        zero = np.asarray(self.array(quantize.input[2]))
+        zero = np.asarray(self.array(quantize.inputs[2]))
         clip = self._clip(quantize)
-        low = self.array(clip.input[1]) if clip is not None and clip.input[1] else None
+        low = None if clip is None else self.array(clip.inputs[1])
         return bool((zero <= (np.iinfo(zero.dtype).min if low is None else low)).all())
 
-    def _clip(self, quantize: onnx.NodeProto) -> onnx.NodeProto | None:
-        readers = self.readers.get(quantize.output[0], [])
-        return readers[0] if len(readers) == 1 and readers[0].op_type == "Clip" and len(readers[0].input) > 1 else None
+    def _clip(self, quantize: ir.Node) -> ir.Node | None:
+        readers = self.readers(quantize.outputs[0])
+        return readers[0] if len(readers) == 1 and readers[0].op_type == "Clip" and len(readers[0].inputs) > 1 else None
 
+    # -- behind operators, in front of the layer that reads what they move --------------------------------------
 
-class _Behind(_Carrier):
-    """Repeats pairs behind operators, in front of the layer that reads what they move."""
-
-    def write(self) -> onnx.ModelProto:
-        grids: dict[str, list[str]] = {}
-        moved: list[onnx.NodeProto] = []
-        for node in self._old:
-            if is_dequantize(node) and self._is_plain(node) and not self.is_constant(node.input[0]):
-                grids[node.output[0]] = list(node.input[1:3])
-            elif is_data_movement(node) and node.input[0] in grids:
-                grids[node.output[0]] = grids[node.input[0]]
+    def carry_forward(self) -> None:
+        """Repeats the pairs in front of operators behind them."""
+        grids: dict[ir.Value, Sequence[ir.Value | None]] = {}
+        moved: list[ir.Node] = []
+        for node in self.graph:
+            if is_dequantize(node) and self._is_plain(node) and self.constant(node.inputs[0]) is None:
+                grids[node.outputs[0]] = node.inputs[1:3]
+            elif is_data_movement(node) and (source := required(node, 0)) in grids:
+                grids[node.outputs[0]] = grids[source]
                 moved.append(node)
-        wanted: set[str] = set()
+        wanted: set[ir.Value] = set()
         for node in reversed(moved):
-            value = node.output[0]
-            readers = self.readers.get(value, [])
-            if any(self._profits(r, value) or (is_data_movement(r) and r.output[0] in wanted) for r in readers):
+            value = node.outputs[0]
+            readers = self.readers(value)
+            if any(self._profits(r, value) or (is_data_movement(r) and r.outputs[0] in wanted) for r in readers):
                 wanted.add(value)
-        for node in self._old:
-            self.nodes.append(node)
-            value = node.output[0] if node.output else ""
-            if value not in wanted or any(is_quantize(r) for r in self.readers.get(value, [])):
-                continue
-            node.output[0] = self.fresh(f"{value}_moved")
-            integers = self.add("QuantizeLinear", [node.output[0], *grids[value]], value)
-            self.add("DequantizeLinear", [integers, *grids[value]], value, output=value)
-        return self.finish()
+        for node in moved:
+            value, grid = node.outputs[0], grids[node.outputs[0]]
+            if value in wanted and not any(map(is_quantize, self.readers(value))):
+                base = value.name
+                real = self.hand_over(value, f"{base}_moved")
+                integers = self._put_behind(node, "QuantizeLinear", [value, *grid], base)
+                self._put_behind(node, "DequantizeLinear", [integers, *grid], base, real)
 
-    def _profits(self, node: onnx.NodeProto, value: str) -> bool:
+    def _profits(self, node: ir.Node, value: ir.Value) -> bool:
         """Whether a node can run on integers where the value is one of a DQ."""
         if is_quantize(node):
             return True
         if node.op_type in ("Add", "Concat", "Mul"):
-            return all(is_dequantize(self.makers[n]) for n in node.input if n != value and n in self.makers)
-        weight = self.makers.get(node.input[1]) if node.op_type in FLOAT_LAYERS and node.input[0] == value else None
-        return weight is not None and is_dequantize(weight)
+            makers = [other.producer() for other in node.inputs if other is not None and other is not value]
+            return all(is_dequantize(maker) for maker in makers if maker is not None)
+        weight = node.inputs[1] if node.op_type in FLOAT_LAYERS and node.inputs[0] is value else None
+        maker = None if weight is None else weight.producer()
+        return maker is not None and is_dequantize(maker)
 
 
 Double = npt.NDArray[np.float64]

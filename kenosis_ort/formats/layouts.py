@@ -9,17 +9,20 @@ is as in ONNX. When it loads the model the runtime moves the Transposes together
 Source: what the `qonnx` package 1.0.0 executes.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.from_qdq import is_dequantize
 from kenosis_ort.formats.qonnx_nodes import CHANNELS_LAST, drop_imports, label
-from kenosis_ort.formats.tensors import Array, Draft
+from kenosis_ort.formats.tensors import Array, Draft, Edits
 from kenosis_ort.graph.constants import LAYOUT
+from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute, attribute_int
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute
 
 
 def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -28,35 +31,42 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A private model in the canonical spelling, its nodes in order; it is changed.
     """
-    draft = Draft(model)
-    constants: dict[str, onnx.NodeProto] = {}  # what a DQ of a constant writes -> the DQ
+    live = Edits(model, copied=False)
+    constants: set[ir.Value] = set()  # what DQs of constants write
     declared = declared_datatypes(model.graph)
-    for node in model.graph.node:
-        source = constants.get(node.input[0]) if node.input else None
-        if is_dequantize(node) and draft.is_constant(node.input[0]) and not attribute_int(node, "block_size", 0):
-            constants[node.output[0]] = node
-        elif source is not None and node.op_type in LAYOUT and node.domain in MAIN_DOMAINS:
-            moved = _laid_out(node, source, draft)
+    for node in live.nodes:
+        source = optional(node, 0)
+        maker = source.producer() if source is not None and source in constants else None
+        if is_dequantize(node) and live.constant(source) is not None and not node.attributes.get_int("block_size", 0):
+            constants.add(node.outputs[0])
+        elif maker is not None and node.op_type in LAYOUT and node.domain in MAIN_DOMAINS:
+            moved = _laid_out(node, maker, live)
             if moved is not None:
-                node = _dequantized(node, source, *moved, draft)
-                constants[node.output[0]] = node
-                if source.input[0] in declared:
-                    declared[node.input[0]] = declared[source.input[0]]
-                    annotate(model.graph, node.input[0], declared[source.input[0]])
-        draft.nodes.append(node)
-    return draft.finish(may_go=lambda node: node.output[0] in constants)
+                integers, axis = moved
+                old = required(maker, 0).name or ""
+                new = live.store(integers, f"{old}_{node.op_type.lower()}")
+                attributes = None if axis is None else {"axis": axis}
+                live.rewrite(node, "DequantizeLinear", [new, *maker.inputs[1:]], attributes)
+                constants.add(node.outputs[0])
+                if old in declared:
+                    declared[new.name or ""] = declared[old]
+                    annotate(model.graph, new.name or "", declared[old])
+    for node in reversed(live.nodes):
+        if node.outputs[0] in constants and not live.is_read(node.outputs[0]):
+            live.remove(node)
+    return live.finish()
 
 
-def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tuple[Array, int | None] | None:
+def _laid_out(node: ir.Node, source: ir.Node, live: Edits) -> tuple[Array, int | None] | None:
     """The integers as the layout operator leaves them, and their channel axis; None where that is not known."""
-    integers, scale = draft.array(source.input[0]), draft.array(source.input[1])
-    others = [draft.array(name) for name in node.input[1:] if name]
+    integers, scale = live.array(source.inputs[0]), live.array(source.inputs[1])
+    others = [live.array(value) for value in node.inputs[1:] if value is not None]
     if integers is None or scale is None or any(array is None for array in others):
         return None
     moved = _moved(node, integers, others)
     if moved is None or scale.ndim == 0:
         return None if moved is None else (moved, None)
-    axis = attribute_int(source, "axis", 1) % max(integers.ndim, 1)
+    axis = source.attributes.get_int("axis", 1) % max(integers.ndim, 1)
     channels = np.arange(integers.shape[axis]).reshape([-1 if at == axis else 1 for at in range(integers.ndim)])
     places = _moved(node, np.broadcast_to(channels, integers.shape), others)  # the channel of each
     assert places is not None
@@ -68,26 +78,16 @@ def _laid_out(node: onnx.NodeProto, source: onnx.NodeProto, draft: Draft) -> tup
     return None
 
 
-def _moved(node: onnx.NodeProto, data: Array, others: list[Array | None]) -> Array | None:
+def _moved(node: ir.Node, data: Array, others: Sequence[Array | None]) -> Array | None:
     """What a layout operator makes of a constant, None where the shapes do not fit."""
     from onnx.reference import ReferenceEvaluator
 
-    names = [name for name in node.input[1:] if name]
+    names = [value.name or "" for value in node.inputs if value is not None]
     try:
-        (found,) = ReferenceEvaluator(node).run(None, {node.input[0]: data, **dict(zip(names, others, strict=True))})
+        (found,) = ReferenceEvaluator(ir.to_proto(node)).run(None, dict(zip(names, (data, *others), strict=True)))
     except (ValueError, IndexError):
         return None
     return np.asarray(found)
-
-
-def _dequantized(
-    node: onnx.NodeProto, source: onnx.NodeProto, integers: npt.ArrayLike, axis: int | None, draft: Draft
-) -> onnx.NodeProto:
-    name = draft.constant(np.ascontiguousarray(integers), f"{source.input[0]}_{node.op_type.lower()}")
-    new = onnx.helper.make_node("DequantizeLinear", [name, *source.input[1:]], [node.output[0]], name=node.name)
-    if axis is not None:
-        new.attribute.append(onnx.helper.make_attribute("axis", axis))
-    return new
 
 
 _OPERATORS = frozenset({"Conv", "MaxPool", "BatchNormalization"})

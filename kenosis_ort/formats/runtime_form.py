@@ -157,7 +157,7 @@ class _Layers(Draft):
         if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
             return None
         maker = self.makers.get(quantize.input[0])
-        while integer_bias.is_data_movement(maker):
+        while maker is not None and integer_bias.is_data_movement(maker):
             maker = self.makers.get(maker.input[0])
         found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
         return maker if found else None

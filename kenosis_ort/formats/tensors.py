@@ -13,7 +13,7 @@ Source: Pappalardo et al., "QONNX", 2022, equations 1 to 4 and section IV; `qonn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -394,23 +394,31 @@ class Draft:
 
 
 class Edits(LiveGraph):
-    """A canonical model whose nodes become others, in a copy.
+    """A canonical model whose nodes become others.
 
     Args:
-        model: The canonical model. Not changed.
+        model: The canonical model.
+        copied: It is not changed; `write` and `finish` make a copy.
 
     Attributes:
         makers: The nodes that the graph came with, by the names of the values that they write.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__(model, copied=True)
-        self._is_written = False  # a copy in any case
+    def __init__(self, model: onnx.ModelProto, *, copied: bool = True) -> None:
+        super().__init__(model, copied=copied)
+        self._is_written = not copied  # a copy in any case
+        self._names |= all_names(model)  # those in bodies too
         self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
 
     def store(self, array: npt.ArrayLike, base: str) -> ir.Value:
         """Adds a constant, of no dimension where the array has none."""
         return self.register(onnx.numpy_helper.from_array(np.asarray(array, order="C"), self.fresh_name(base)))
+
+    def finish(self) -> onnx.ModelProto:
+        """The model as it is now, without constants that nothing reads."""
+        model = self.write()
+        drop_unread(model.graph)
+        return model
 
     def is_read(self, value: ir.Value) -> bool:
         """Whether anything needs a value."""
@@ -430,11 +438,3 @@ class Edits(LiveGraph):
         self.rewrite(node, operator, inputs, attributes, domain=domain)
         if attributes is None:
             node.attributes.update(own)
-
-
-def forget_types(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    """Removes what the graph declares of the types of values, in place."""
-    holder = onnx.GraphProto()
-    holder.value_info.extend(value for value in graph.value_info if value.name not in names)
-    del graph.value_info[:]
-    graph.value_info.MergeFrom(holder.value_info)

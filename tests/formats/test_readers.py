@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from kenosis_ort.formats.from_qdq import to_signed
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
 from tests.formats.qonnx import X86, conv_net, draw, operators, run, same
 from tests.planning import parse
@@ -172,6 +174,16 @@ def test_unsigned_integers_around_128_are_signed_ones_around_zero():
     (tensor,) = quantizers_of(found)
     assert (tensor.quantizer.signed, int(tensor.quantizer.zero_point)) == (True, 0)
     same(found, model, draw() * 4)
+
+
+def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
+    ends = {"lo": np.uint8(120), "hi": np.uint8(135)}
+    model = net(
+        "q = QuantizeLinear (x, s, z)\n c = Clip (q, lo, hi)\n y = DequantizeLinear (c, s, z)", z=np.uint8(128), **ends
+    )
+    model.graph.input.append(helper.make_tensor_value_info("lo", TensorProto.UINT8, []))
+    before = list(model.graph.node)
+    assert list(to_signed(copy_model(model)).graph.node) == before
 
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():
