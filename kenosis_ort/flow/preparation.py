@@ -292,9 +292,7 @@ def _rewrite_for_integers(
     return PreparedModel(editor.proto, (*prepared.notes, *notes), merged, editor)
 
 
-def _outline(
-    model: onnx.ModelProto,
-) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[tuple[str, tuple[int, ...]]]]:
+def _outline(model: onnx.ModelProto) -> object:
     """Nodes with their inputs, and shapes of weights: equal as long as no rewrite changes the graph."""
     nodes = [(node.name, node.op_type, tuple(node.input)) for node in model.graph.node]
     return nodes, [(tensor.name, tuple(tensor.dims)) for tensor in model.graph.initializer]

@@ -27,7 +27,6 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.timed_feeds import scenarios, single_samples
 from kenosis_ort.graph import constants, outside
-from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
@@ -224,7 +223,7 @@ class _Forms:
         if found.unknown:
             return None
         plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
-        in_float = estimate(GraphView(plain.proto), PlacementPlan(request.target.name), costs)
+        in_float = estimate(plain.graph, PlacementPlan(request.target.name), costs)
         return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
 
     def _summary(self, records: Sequence[SpeedCandidate], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:

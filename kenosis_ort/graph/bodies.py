@@ -202,15 +202,12 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
     constants = {t.name for t in model.graph.initializer}
     inputs = [v for v in model.graph.input if v.name not in constants]
     found = _grown(model.graph, inputs)
+    left = [v for v in inputs if v.name not in found.values()]
     for output in model.graph.output:
-        if output.name in found:
-            continue
-        same = [v for v in inputs if v.name != output.name and alike(v, output)]
-        exact = [
-            v.name for v in same if v.name not in found.values() and state_stem(v.name) == state_stem(output.name) != ""
-        ]
-        if len(exact) == 1:
-            found[output.name] = exact[0]
+        stem = "" if output.name in found else state_stem(output.name)
+        named = [v.name for v in left if v.name != output.name and state_stem(v.name) == stem != "" and alike(v, output)]
+        if len(named) == 1:
+            found[output.name] = named[0]
     taken = list(found.values())
     return {o: i for o, i in found.items() if taken.count(i) == 1}
 

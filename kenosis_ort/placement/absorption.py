@@ -276,8 +276,6 @@ def _bounds_of(view: GraphView, value: ir.Value) -> Bounds | None:
 
 def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | None:
     node = consumer.node
-    if consumer.index == CAPTURED:
-        return None
     if node.op_type == "HardSigmoid":
         alpha, beta = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
         return (-beta / alpha, (1.0 - beta) / alpha) if alpha > 0 and 0 <= beta <= 1 else None
@@ -419,8 +417,6 @@ def seen_as(
 def _softmax_axes(view: GraphView, value: ir.Value, consumer: Consumer) -> tuple[int, ...]:
     """The axes over which a consumer takes the Softmax, empty if it does not; looks through Reshape."""
     node = consumer.node
-    if consumer.index == CAPTURED:
-        return ()
     if node.op_type == "Reshape" and consumer.index == 0:
         behind = view.sole_consumer(node.outputs[0])
         before, after = view.dims(value), view.dims(node.outputs[0])

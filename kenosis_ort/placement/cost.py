@@ -216,8 +216,8 @@ def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
                 dim.dim_value = dim.dim_value or (_USUAL_SIZE if axis else 1)
         del model.graph.value_info[:]
         infer_shapes(model, thorough=False)
-    found = estimate(GraphView(model), PlacementPlan(""), costs)
     editor = Editor(model)
+    found = estimate(editor, PlacementPlan(""), costs)
     norms = [norm for node in editor.find("Sqrt") if (norm := norm_around(editor, node))]
     parts = {node.name for norm in norms for node in norm.inner}
     return found.run_us + sum(min(c.float_us, c.integer_us or c.float_us) for c in found.nodes if c.node not in parts)

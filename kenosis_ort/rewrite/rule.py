@@ -180,11 +180,6 @@ class Editor(LiveGraph):
         self._named = named
         self._refused: dict[str, str] = {}
 
-    def reopen(self) -> None:
-        """Reads the protobuf again, after something else than the editor changed it."""
-        super().reopen()
-        self._refused = {}
-
     # -- look-ups -----------------------------------------------------------------------------------------------
 
     def find(self, *operators: str) -> list[ir.Node]:
