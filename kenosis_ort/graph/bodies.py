@@ -202,10 +202,10 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
     constants = {t.name for t in model.graph.initializer}
     inputs = [v for v in model.graph.input if v.name not in constants]
     found = _grown(model.graph, inputs)
-    left = [v for v in inputs if v.name not in found.values()]
+    left = [v for v in inputs if v.name not in found.values() and state_stem(v.name)]
     for output in model.graph.output:
         stem = "" if output.name in found else state_stem(output.name)
-        named = [v.name for v in left if v.name != output.name and state_stem(v.name) == stem != "" and alike(v, output)]
+        named = [v.name for v in left if v.name != output.name and state_stem(v.name) == stem and alike(v, output)]
         if len(named) == 1:
             found[output.name] = named[0]
     taken = list(found.values())

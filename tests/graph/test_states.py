@@ -37,7 +37,7 @@ def paired(inputs: list[str], outputs: list[str], body: str) -> dict[str, str]:
     ("past_h prev_h", "next_h", "", {}),
     ("state", "state_out new_state", "", {}),
     ("state more", "cat_1 stateN", "new = Neg(more) cat_1 = Concat<axis = 2>(state, new)", {"cat_1": "state"}),
-], ids=["of one layer", "not where nothing is left", "not one of two", "not to one of two", "not what is concatenated already"])  # fmt: skip
+], ids=["of one layer", "nothing left of a name", "of two", "to two", "concatenated already"])  # fmt: skip
 def test_pairs_by_names(inputs: str, outputs: str, body: str, pairs: dict[str, str]):
     assert paired(inputs.split(), outputs.split(), body) == pairs
 
