@@ -46,8 +46,9 @@ class LiveGraph(GraphView):
         self._stored_nodes: dict[ir.Node, onnx.NodeProto] = dict(zip(self.graph, self.proto.graph.node, strict=True))
         self._rewritten: set[ir.Node] = set()
         self._other_attributes: set[ir.Node] = set()
-        inner = self.graph.all_nodes() if self._owners else ()
-        self._body_names = {output.name or "" for node in inner for output in node.outputs}
+        made = (output for body in self._owners for node in body for output in node.outputs)
+        given = (value for body in self._owners for value in (*body.inputs, *body.initializers.values()))
+        self._body_names = {value.name or "" for value in (*made, *given)}
         self._changed: set[str] = set()
         self._stale: set[str] = set()
         self._renamed: dict[str, ir.Value] = {}
