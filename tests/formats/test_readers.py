@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.formats.from_qdq import to_signed
+from kenosis_ort.formats.from_qdq import to_signed, to_unsigned
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
@@ -174,6 +174,21 @@ def test_unsigned_integers_around_128_are_signed_ones_around_zero():
     (tensor,) = quantizers_of(found)
     assert (tensor.quantizer.signed, int(tensor.quantizer.zero_point)) == (True, 0)
     same(found, model, draw() * 4)
+
+
+@pytest.mark.parametrize(("behind", "weight"), [("y = Add (d, wd)", "uint8"), ("y = MatMul (d, wd)", "int8")])
+def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(behind: str, weight: str) -> None:
+    zero = {"z": np.int8(3), "wz": np.int8(-2)}
+    model = net(
+        f"{PAIR}\n wd = DequantizeLinear (w, s2, wz)\n {behind}",
+        w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6),
+        **zero,
+    )
+    found = to_unsigned(copy_model(model))
+    types = {tensor.name: numpy_helper.to_array(tensor).dtype.name for tensor in found.graph.initializer}
+    q, wd = (next(n for n in found.graph.node if n.output[0] == name) for name in ("q", "wd"))
+    assert [types[name] for name in (q.input[2], wd.input[0], wd.input[2])] == ["uint8", weight, weight]
+    same(found, model)
 
 
 def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
