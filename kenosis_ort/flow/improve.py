@@ -26,7 +26,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.speed import WEIGHT_ONLY, made_up
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.passes.contract import Build, Context, State
+from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of, split_feeds
 from kenosis_ort.passes.runner import PassRunner
@@ -221,7 +221,7 @@ def with_weight_passes(
             return with_biases(changed.proto, nodes=set(drafted.adjustable))
 
         model = call.attempt("Adding biases", with_movable_biases, changed.proto)
-        changed = changed if model is changed.proto else replace(changed, proto=model)
+        changed = changed if model is changed.proto else changed_weights(changed, model, ())
 
     def with_ranges() -> tuple[Builder, CalibrationTable]:
         completed = builder if changed is prepared else drafted.for_integers(changed, builder)

@@ -267,7 +267,8 @@ class PreparedModel:
     @cached_property
     def graph(self) -> GraphView:
         """Its main graph, read once; who changes it works on a `LiveGraph` of its own."""
-        return self.view or GraphView(self.proto)
+        known = self.view
+        return known if known is not None and known.proto is self.proto else GraphView(self.proto)
 
 
 def read_model(proto: onnx.ModelProto) -> ir.Model:

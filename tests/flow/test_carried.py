@@ -196,6 +196,18 @@ def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
     assert np.array_equal(found["conv1_b"], held(base)["conv1_b"])
 
 
+def test_layers_that_get_a_bias_for_correction_are_planned_with_it(tmp_path: Path) -> None:
+    weights = {"w": models.normal((8, 16), 0), "v": models.normal((4, 8), 1)}
+    model = planning.parse(
+        """(float[1,16] x) => (y) {
+        [first] a = Gemm <transB = 1> (x, w) b = Tanh (a) [second] y = Gemm <transB = 1> (b, v) }""",
+        weights,
+    )
+    report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
+    assert report.plan.integer_nodes() == ("first", "second")
+    assert {"w_bias_quantized", "v_bias_quantized"} <= initializers(tmp_path / "out.onnx").keys()
+
+
 def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Corrected in the passes, cut off afterwards, as the speed ladder and mixed precision do."""
 
