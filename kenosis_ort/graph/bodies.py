@@ -204,6 +204,7 @@ def state_pairs(model: onnx.ModelProto) -> dict[str, str]:
     found = _grown(model.graph, inputs)
     left = [v for v in inputs if v.name not in found.values() and state_stem(v.name)]
     for output in model.graph.output:
+        # What the graph tells is not looked for by name: no input that is left has an empty stem.
         stem = "" if output.name in found else state_stem(output.name)
         named = [v.name for v in left if v.name != output.name and state_stem(v.name) == stem and alike(v, output)]
         if len(named) == 1:
