@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kenosis_ort
 from kenosis_ort import Stages, SyntheticReader, quantize_static
 from kenosis_ort.demo import load_digits, model_path
-from kenosis_ort.runtime.limits import machine, processor_class
+from kenosis_ort.runtime.limits import machine, on, processor_class
 from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
-from tests import models
+from tests import models, processor
 from tests.golden.plan_text import plan_text
 
 FROZEN = Path(__file__).with_name("house.json")
@@ -159,7 +159,8 @@ def case(named: tuple[str, str, str]) -> tuple[str, dict[str, str]]:
             reader: Any = SyntheticReader(str(source), _SAMPLES)
             if name in models.ALL:
                 reader = models.reader(models.ALL[name](), _SAMPLES)
-            report = quantize_static(str(source), str(folder / "out.onnx"), reader, **options)
+            with on(processor.USUAL):  # some forms are for processors with matrix tiles alone
+                report = quantize_static(str(source), str(folder / "out.onnx"), reader, **options)
         except kenosis_ort.KenosisError as error:
             return key, {"error": f"{type(error).__name__}: {error.what}"[:120].replace(str(folder), "")}
         model = onnx.load(folder / "out.onnx")
@@ -207,7 +208,8 @@ def counts() -> dict[str, int]:
         feeds = [{"image": image[None]} for image in images]
 
         def call() -> None:
-            quantize_static(str(source), str(Path(made) / "out.onnx"), models.FeedReader(feeds), promise=False)
+            with on(processor.USUAL):
+                quantize_static(str(source), str(Path(made) / "out.onnx"), models.FeedReader(feeds), promise=False)
 
         call()  # what a process does once is not counted
         with counted() as asked:
@@ -258,13 +260,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'one call':>18s} {'now':>7s} {'frozen':>7s}")
     for name, number in costs.items():
         print(f"{name:>18s} {number:7d} {frozen['counts'].get(name, 0):7d}")
-    higher = [name for name, number in costs.items() if number > frozen["counts"].get(name, 0)]
+    same = frozen["processor"] == here  # elsewhere a last digit may decide for another pass, which costs more
+    higher = [name for name, number in costs.items() if same and number > frozen["counts"].get(name, 0)]
     if args.counts and not args.write:
         return 1 if higher else 0
     todo = [] if args.counts else list(cases(args.nets, everything=args.all))
     with ProcessPoolExecutor(args.workers) as pool:
         found = dict(pool.map(case, todo))
-    differing = compared(frozen, found, same_processor=frozen["processor"] == here)
+    differing = compared(frozen, found, same_processor=same)
     print(*differing, sep="\n")
     print(
         f"{len(differing)} of {len(found)} cases differ; frozen on {frozen['processor'] or 'nothing'}, this is {here}"

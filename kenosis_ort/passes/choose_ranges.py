@@ -112,7 +112,7 @@ class RangeChoice(Pass):
         chosen = context.with_placement(uncorrected(state), table=table)
         if state.uncorrected is not None:
             chosen = corrected(chosen, context.with_more_to_fit())
-        return Candidate(chosen, f"{best} ranges", decided=True)
+        return Candidate(chosen, f"{best} ranges", decided=True, scores=(plain, scores[best]))
 
 
 def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]) -> dict[str, Ranges]:

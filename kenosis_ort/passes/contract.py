@@ -270,11 +270,13 @@ class Candidate:
         state: It.
         what: What was done, a few words, for the report.
         decided: The pass has compared it on the held-out samples already.
+        scores: Those that it compared, without and with it; None for the scores of the states.
     """
 
     state: State
     what: str = ""
     decided: bool = False
+    scores: tuple[Score, Score] | None = None
 
 
 @dataclass(frozen=True)

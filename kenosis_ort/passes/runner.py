@@ -205,17 +205,19 @@ class PassRunner:
         return {value: statistics for value, statistics in known.items() if statistics is not None}
 
     def _evaluated(self, each: Pass, state: State, found: Candidate, evaluator: Evaluator) -> _Tried:
-        own = evaluator is not self.context.evaluator  # of fewer samples: its scores are this pass's alone
+        own = found.scores is not None or evaluator is not self.context.evaluator  # scores are this pass's alone
         if not own and self.score is None:
             self.score = self.context.score(state)
-        before = self.score if self.score is not None and not own else self.context.score(state, evaluator)
-        after = self.context.score(found.state, evaluator)
+        if found.scores is not None:
+            before, after = found.scores
+        else:
+            before = self.score if self.score is not None and not own else self.context.score(state, evaluator)
+            after = self.context.score(found.state, evaluator)
         is_kept = found.decided or (after.beats(before) if each.must_beat else after.is_better(before))
-        samples = len(evaluator.feeds)
         falls = "falls" if is_kept else "does not fall clearly" if each.must_beat else "does not fall"
         reason = found.what
-        if not found.decided:
-            judgement = f"the error {falls} on {samples} calibration samples that it was not fitted to"
+        if not found.decided or found.scores is not None:
+            judgement = f"the error {falls} on {len(evaluator.feeds)} calibration samples that it was not fitted to"
             reason = f"{reason}; {judgement}" if reason else judgement
         outcome = PassOutcome(each.name, is_kept, before.error, after.error, evaluator.measure, reason)
         return (found.state, None if own else after, outcome) if is_kept else (state, self.score, outcome)

@@ -75,8 +75,8 @@ class Nothing(Rename):
     finds = Skipped("no better name")
 
 
-class Decided(Rename):
-    finds = Candidate(named("worse"), "as found", decided=True)
+class Compared(Rename):
+    finds = Candidate(named("worse"), "as found", decided=True, scores=(Score(3.0, (3.0,)), Score(1.5, (1.5,))))
 
 
 class Fits(Rename):
@@ -104,7 +104,7 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
 
 @pytest.mark.parametrize(("each", "name", "kept"), [
     (Rename("better"), "better", True), (Rename("slightly"), "slightly", True), (Rename("worse"), "start", False),
-    (Careful("better"), "better", True), (Careful("slightly"), "start", False), (Decided("worse"), "worse", True),
+    (Careful("better"), "better", True), (Careful("slightly"), "start", False), (Compared("worse"), "worse", True),
     (Nothing(), "start", False),
 ])  # fmt: skip
 def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
@@ -114,7 +114,8 @@ def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
     assert outcome.kept is kept
     assert outcome.reason
     if not isinstance(each, Nothing):
-        assert (outcome.error_before, outcome.error_after) == (1.0, ERRORS[each.to])  # type: ignore[attr-defined]
+        expected = (3.0, 1.5) if isinstance(each, Compared) else (1.0, ERRORS[each.to])  # type: ignore[attr-defined]
+        assert (outcome.error_before, outcome.error_after) == expected
 
 
 def test_what_the_caller_insists_on_is_kept_unseen() -> None:
