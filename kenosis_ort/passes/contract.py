@@ -11,6 +11,7 @@ The net between two passes: the float model, what it is quantized to, and what p
 from __future__ import annotations
 
 import types
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -238,7 +239,11 @@ class Context:
 
     def score(self, state: State, evaluator: Evaluator | None = None) -> Score:
         """Error of a state on the held-out samples, or those of another evaluator."""
-        return (evaluator or self.evaluator).score(self.build_of(state).quantized)
+        by = evaluator or self.evaluator
+        last: tuple[Callable[[], State | None], Evaluator, Score] | None = self.memory.get("score")
+        if last is None or last[0]() is not state or last[1] is not by:
+            last = self.memory["score"] = weakref.ref(state), by, by.score(self.build_of(state).quantized)
+        return last[2]
 
     def with_more_to_fit(self) -> Context:
         """Three quarters of few samples to fit to, the rest to evaluate on: a mean needs many samples."""

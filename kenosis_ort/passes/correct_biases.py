@@ -36,6 +36,7 @@ from onnx import helper, numpy_helper
 from kenosis_ort.accuracy.channel_statistics import (
     LEAST_SLOPE,
     Activation,
+    ChannelStatistics,
     Response,
     activation_behind,
     channel_statistics,
@@ -119,8 +120,9 @@ def bias_shifts(
     if not targets or not feeds:
         return {}
     options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
-    found = shifts_in_one_run(model, quantized, feeds, targets, float_means=float_means, **options)
-    return _layer_by_layer(graph, quantized, feeds, targets, options) if found is None else found
+    means = float_means or FloatMeans()
+    found = shifts_in_one_run(model, quantized, feeds, targets, means, **options)
+    return _layer_by_layer(graph, quantized, feeds, targets, means, options) if found is None else found
 
 
 def _layer_by_layer(
@@ -128,11 +130,13 @@ def _layer_by_layer(
     quantized: onnx.ModelProto,
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
+    float_means: FloatMeans,
     options: Mapping[str, Any],
 ) -> dict[str, Float64]:
     """The shifts with a run of each part of the model for each sample; what is alive between parts is held."""
     threads, libraries = options["threads"], tuple(options["custom_op_libraries"])
-    statistics = channel_statistics(graph.proto, feeds, {t.activation.output: t.axis for t in targets}, **options)
+    axes = {t.activation.output: t.axis for t in targets}
+    statistics = float_means.one_by_one(graph.proto, feeds, axes, **options)
     by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
     shifts: dict[str, Float64] = {}
     alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
@@ -276,10 +280,10 @@ def shifts_in_one_run(
     quantized: onnx.ModelProto,
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
+    float_means: FloatMeans,
     *,
     custom_op_libraries: Sequence[str] = (),
     threads: int = 0,
-    float_means: FloatMeans | None = None,
 ) -> dict[str, Float64] | None:
     """The shifts of all layers, None where the samples cannot be run in one batch.
 
@@ -288,9 +292,9 @@ def shifts_in_one_run(
         quantized: The quantized model in QDQ form. Not changed.
         feeds: Samples or batches of them.
         targets: The layers.
+        float_means: Knows, and keeps, means of the float model from one call to the next.
         custom_op_libraries: Shared libraries of custom operators to register.
         threads: Threads of the runtime, 0 for its own choice.
-        float_means: Knows, and keeps, means of the float model from one call to the next.
 
     Returns:
         Shifts in the units of the output, float64 (channels,), by layer name.
@@ -301,7 +305,7 @@ def shifts_in_one_run(
         return None
     options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
     try:
-        expected = (float_means or FloatMeans()).of(model, feeds, targets, **options)
+        expected = float_means.of(model, feeds, targets, **options)
         if expected is None:
             return None
         constants = {t.name: t for t in model.graph.initializer}
@@ -335,7 +339,24 @@ class FloatMeans:
         self._model: onnx.ModelProto | None = None
         self._feeds: list[Feed] = []
         self._known: dict[tuple[str, int], Means] = {}
+        self._statistics: dict[str, ChannelStatistics] = {}
         self._stacks = True
+
+    def one_by_one(
+        self, model: onnx.ModelProto, feeds: Sequence[Feed], axes: Mapping[str, int], **options: Any
+    ) -> Mapping[str, ChannelStatistics]:
+        """Statistics of values by channel, as `channel_statistics` returns them, of samples run one by one."""
+        self._begin(model, feeds)
+        missing = {value: axis for value, axis in axes.items() if value not in self._statistics}
+        if missing:
+            self._statistics |= channel_statistics(model, feeds, missing, **options)
+        return self._statistics
+
+    def _begin(self, model: onnx.ModelProto, feeds: Sequence[Feed]) -> None:
+        """Forgets what is of another model, or of other samples."""
+        if model is not self._model or list(map(id, feeds)) != list(map(id, self._feeds)):
+            self._model, self._feeds, self._known, self._statistics = model, list(feeds), {}, {}
+            self._stacks = True
 
     def of(
         self, model: onnx.ModelProto, feeds: Sequence[Feed], targets: Sequence[Corrected], **options: Any
@@ -347,22 +368,26 @@ class FloatMeans:
         Raises:
             VerificationError: The runtime does not load the model, or refuses a feed or two stacked.
         """
-        if model is not self._model or list(map(id, feeds)) != list(map(id, self._feeds)):
-            self._model, self._feeds, self._known, self._stacks = model, list(feeds), {}, True
+        self._begin(model, feeds)
         missing = {(t.activation.output, t.axis): t for t in targets}
         missing = {key: target for key, target in missing.items() if key not in self._known}
         if missing and self._stacks:
             made = _Made(model, {value for value, _ in missing})
             outputs = [made.means(value, target) for (value, _), target in missing.items()]
+            self._stacks = False  # also where the runtime refuses
             runner = open_session(made.finished(outputs), **options)
-            found = [[np.asarray(a, np.float32) for a in runner.answer(feed, outputs).values()] for feed in feeds]
+            last = list(runner.answer(feeds[-1], outputs).values())
             if len(feeds) > 1:
                 # Of one axis are the bytes of a picture too, of which the last one is no picture.
                 rows = slice(-1, None) if all(np.ndim(value) > 1 for value in feeds[-1].values()) else slice(None)
                 behind = {name: np.concatenate([feeds[-2][name][rows], value]) for name, value in feeds[-1].items()}
                 together = runner.answer(behind, outputs).values()
-                self._stacks = all(_are_last_rows(a, b) for a, b in zip(found[-1], together, strict=True))
-            self._known.update(zip(missing, map(np.concatenate, zip(*found, strict=True)), strict=True))
+                if not all(_are_last_rows(a, b) for a, b in zip(last, together, strict=True)):
+                    return None
+            self._stacks = True
+            found = [*([*runner.answer(feed, outputs).values()] for feed in feeds[:-1]), last]
+            means = ([np.asarray(array, np.float32) for array in arrays] for arrays in zip(*found, strict=True))
+            self._known.update(zip(missing, map(np.concatenate, means), strict=True))
         return [self._known[t.activation.output, t.axis] for t in targets] if self._stacks else None
 
 

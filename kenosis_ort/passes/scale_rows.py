@@ -31,7 +31,6 @@ from kenosis_ort.graph.live import Attribute, LiveGraph
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes import contract
-from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
 from kenosis_ort.passes.smooth import SmoothQuant
 
@@ -270,34 +269,22 @@ class RowScales(contract.WeightPass):
         if not found:
             return contract.Skipped("one range serves all rows")
         found.sort(key=lambda each: -each.gain)
-        before = context.score(state)
-        tried = _tried(state, found, context)
-        first = tried[0][0]
+        before, changed, count = context.score(state), _scaled(state, found, context), len(found)
+        first = best = context.score(changed)
         if not (first.beats(before) and first.error < _WORTH * before.error):
-            return contract.Skipped(f"the error does not fall by 1 dB with {len(found)} values scaled by row")
+            return contract.Skipped(f"the error does not fall by 1 dB with {count} values scaled by row")
         smoothed = SmoothQuant().apply(state, statistics, context) if statistics else None
         if isinstance(smoothed, contract.Candidate) and not first.error < _WORTH * context.score(smoothed.state).error:
             return contract.Skipped(
                 "the outliers are channels: smoothing them leaves no more of the error, and costs no time"
             )
-        _, changed, count = tried[-1]
+        while half := count // 2:  # with the most to gain, as long as these serve as well
+            fewer = _scaled(state, found[:half], context)
+            score = context.score(fewer)
+            if _MORE * score.error > best.error:
+                break
+            changed, count, best = fewer, half, min(best, score, key=lambda each: each.error)
         return contract.Candidate(changed, f"{_layers(found[:count])} layers behind {count} values", decided=True)
-
-
-def _tried(
-    state: contract.State, found: Sequence[RowNoise], context: contract.Context
-) -> list[tuple[Score, contract.State, int]]:
-    """Trials of all values, of the half with the most to gain, and so on, as long as they succeed."""
-    tried: list[tuple[Score, contract.State, int]] = []
-    count = len(found)
-    while count:
-        changed = _scaled(state, found[:count], context)
-        score = context.score(changed)
-        if tried and _MORE * score.error > min(other.error for other, _, _ in tried):
-            break
-        tried.append((score, changed, count))
-        count //= 2
-    return tried
 
 
 def _scaled(state: contract.State, found: Sequence[RowNoise], context: contract.Context) -> contract.State:

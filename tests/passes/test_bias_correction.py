@@ -96,9 +96,13 @@ def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
         d = Sub (c, top) [b] y = Conv (d, b_w, b_b) }"""
     model = planning.prepared(planning.parse(text))
     bad, feeds = damaged(model, "b"), models.feeds(model, 6)
+    known = FloatMeans()
     with counted() as counts:
-        shifts = bias_shifts(model, bad, feeds, nodes={"b"}, threads=1)
+        shifts = bias_shifts(model, bad, feeds, nodes={"b"}, threads=1, float_means=known)
     assert counts.total.runs > 2 * len(feeds)
+    with counted() as counts:
+        np.testing.assert_equal(bias_shifts(model, bad, feeds, nodes={"b"}, threads=1, float_means=known), shifts)
+    assert (counts.total.sessions, counts.total.runs) == (1, len(feeds)), "of the quantized model alone"
     off = means(model, feeds) - means(bad, feeds)
     np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
 

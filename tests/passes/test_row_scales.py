@@ -1,5 +1,6 @@
 """Rows of one size: exact in float, one range fit for all rows, and integer kernels behind."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.passes.scale_rows import row_noise, with_row_scales
+from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.passes.contract import Candidate, State
+from kenosis_ort.passes.evaluator import Score
+from kenosis_ort.passes.scale_rows import RowScales, row_noise, with_row_scales
 from tests.flow.support import run
 from tests.planning import parse, prepared
 
@@ -65,13 +69,38 @@ def test_the_nodes_that_came_are_named_and_typed() -> None:
     assert set(values) <= typed
 
 
+def outlying() -> np.ndarray:
+    """Rows of which the first of each sample is thirty times the others."""
+    x = np.random.default_rng(3).standard_normal((2, 16, 32)).astype(np.float32)
+    x[:, 0] *= 30.0
+    return x
+
+
+@pytest.mark.parametrize(("errors", "tried", "scaled"), [
+    ({0: 1.0, 4: 0.9}, [0, 4], 0), ({0: 1.0, 4: 0.5, 2: 0.6, 1: 1.5}, [0, 4, 2, 1], 2),
+    ({0: 1.0, 4: 0.5, 2: 0.4, 1: 0.7}, [0, 4, 2, 1], 1),
+], ids=["no gain", "half of them", "one of them"])  # fmt: skip
+def test_fewer_values_are_tried_as_long_as_they_serve(errors: dict[int, float], tried: list[int], scaled: int) -> None:
+    body = "".join(f"x{at} = Mul (x, x)\n m{at} = MatMul (x{at}, w)\n " for at in range(4))
+    model = net(f"{body} s = Sum (m0, m1, m2, m3)\n y = Relu (s)")
+    seen: list[int] = []
+
+    def score(state: State) -> Score:
+        seen.append(sum(node.op_type == "Reciprocal" for node in state.prepared.proto.graph.node))
+        return Score(errors[seen[-1]], (errors[seen[-1]],) * 8)
+
+    context: Any = SimpleNamespace(
+        mixes=True, fit=[{"i": outlying()}], nodes=layers(model), custom_op_libraries=(), score=score
+    )
+    found = RowScales().apply(State(PreparedModel(model)), {}, context)
+    assert seen == tried
+    assert (found.what.split()[0] if isinstance(found, Candidate) else "0") == str(scaled)
+
+
 def test_what_one_range_costs() -> None:
     """A row a thousand times the others hides them in one range and costs none of them in its own."""
     model = net(BODIES["matmul"])
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((2, 16, 32)).astype(np.float32)
-    x[:, 0] *= 30.0
-    feeds = [{"i": x}]
+    feeds = [{"i": (x := outlying())}]
     (noise,) = row_noise(model, feeds, nodes=layers(model))
     assert noise.value == "x"
     assert noise.static > 0.5
