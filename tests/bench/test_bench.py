@@ -2,16 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
 
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
 from kenosis_ort.bench import Verdict
-from tests.models import FeedReader, Net, conv_relu_chain, feeds, mlp, net_with_if
+from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if
+from tests.planning import parse
 
 QUICK = {"rounds": 2, "budget_s": 0.3, "warmup": 1}
 
@@ -20,175 +21,115 @@ def quick(models, given=None, **keywords) -> BenchReport:
     return kenosis_ort.bench(models, given, **{**QUICK, **keywords})
 
 
-@pytest.fixture(scope="module")
-def chain() -> onnx.ModelProto:
-    return conv_relu_chain(2)
-
-
-@pytest.fixture
-def path(tmp_path: Path, chain: onnx.ModelProto) -> Path:
-    file = tmp_path / "chain.onnx"
-    onnx.save_model(chain, file)
-    return file
-
-
-def without_kernel() -> onnx.ModelProto:
-    """A model with the same input as the chain that the runtime does not load."""
-    model = conv_relu_chain(2)
-    model.graph.node[0].op_type = "NoSuchOperator"
-    return model
+CHAIN = conv_relu_chain(2)
+DATA = feeds(CHAIN)
+X = DATA[0]["x"]
+WITHOUT_KERNEL = conv_relu_chain(2)
+"""The same input as the chain's, and nothing that the runtime loads."""
+WITHOUT_KERNEL.graph.node[0].op_type = "NoSuchOperator"
+TWO = [{"x": np.zeros((2, 6), np.float32)}]
 
 
 def refusing(rows: int) -> onnx.ModelProto:
     """A model that loads and runs only with batches of so many rows."""
-    net = Net()
-    x = net.input("x", ["n", 6])
-    net.op("Reshape", [x, net.const(np.array([rows, 6]), "shape")], out="y")
-    net.output("y", [rows, 6])
-    return net.model()
+    return parse(f"(float[n,6] x) => (float[{rows},6] y) <int64[2] s = {{{rows}, 6}}> {{ y = Reshape (x, s) }}")
 
 
-def test_paths_bytes_and_protos(chain: onnx.ModelProto, path: Path):
-    before = chain.SerializeToString()
-    report = quick([path, str(path), chain.SerializeToString(), chain], feeds(chain, 2))
-    assert [t.name for t in report.models] == ["chain.onnx", "chain.onnx (2)", "model 3", "model 4"]
-    assert report.baseline == "chain.onnx"
-    assert report.left_out == ()
-    assert chain.SerializeToString() == before
-    size = path.stat().st_size
-    assert [t.size for t in report.models] == [size, size, size, chain.ByteSize()]
+def test_paths_bytes_and_protos(tmp_path: Path):
+    before, paths = CHAIN.SerializeToString(), [tmp_path / folder / "m.onnx" for folder in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        onnx.save_model(CHAIN, path)
+    report = quick([paths[0], str(paths[0]), before, CHAIN], DATA)
+    assert [t.name for t in report.models] == ["m.onnx", "m.onnx (2)", "model 3", "model 4"]
+    assert (report.baseline, report.left_out, report.models[0].ratio) == ("m.onnx", (), 1)
+    assert CHAIN.SerializeToString() == before
+    assert [t.size for t in report.models] == [paths[0].stat().st_size] * 3 + [CHAIN.ByteSize()]
     for timing in report.models:
         assert 0 < timing.p50_ms <= timing.p95_ms <= timing.p99_ms
-        assert timing.runs_per_second > 0
+        assert timing.runs_per_second > 0 < timing.load_ms
         assert timing.runs >= len(timing.round_ms) == report.rounds
-        assert timing.load_ms > 0
         assert timing.ratio_low <= timing.ratio <= timing.ratio_high
-    assert report.models[0].ratio == 1
+    assert [t.name for t in quick(paths, DATA).models] == [str(p) for p in paths], "told apart by their paths"
 
 
-def test_files_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path, chain: onnx.ModelProto):
-    paths = [tmp_path / folder / "m.onnx" for folder in ("a", "b")]
-    for file in paths:
-        file.parent.mkdir()
-        onnx.save_model(chain, file)
-    assert [t.name for t in quick(paths, feeds(chain)).models] == [str(p) for p in paths]
-
-
-def test_one_model_alone_with_a_reader_or_made_up_data(chain: onnx.ModelProto):
-    reader = FeedReader(feeds(chain, 5))
-    quick(chain, reader)
+def test_one_model_alone_with_a_reader_or_made_up_data():
+    reader = FeedReader(feeds(CHAIN, 5))
+    quick(CHAIN, reader)
     assert reader.get_next() is not None, "it is read no further than needed"
-    report = quick(chain)
+    report = quick(CHAIN)
     assert len(report.models) == 1
-    assert any(note.startswith("made-up data: input") for note in report.notes)
-    assert quick(chain.SerializeToString()).notes[0] == report.notes[0]
+    assert report.notes[0].startswith("made-up data: input")
+    assert quick(CHAIN.SerializeToString()).notes[0] == report.notes[0]
 
 
 def test_external_data_counts(tmp_path: Path):
-    model = mlp()
-    inline, outside = tmp_path / "inline.onnx", tmp_path / "outside.onnx"
-    onnx.save_model(model, inline)
-    onnx.save_model(model, outside, save_as_external_data=True, location="w.bin", size_threshold=0)
-    report = quick([inline, outside], feeds(model))
+    outside = tmp_path / "outside.onnx"
+    onnx.save_model(mlp(), outside, save_as_external_data=True, location="w.bin", size_threshold=0)
     bare = onnx.load_model(outside, load_external_data=False)
     assert "external data" in quick([mlp(), bare], feeds(mlp())).left_out[0].reason
-    expected = outside.stat().st_size + (tmp_path / "w.bin").stat().st_size
-    assert report.by_name["outside.onnx"].size == expected > outside.stat().st_size
+    size = outside.stat().st_size + (tmp_path / "w.bin").stat().st_size
+    assert [t.size for t in quick([mlp(), outside], feeds(mlp())).models] == [mlp().ByteSize(), size]
 
 
-@pytest.mark.parametrize("broken", [b"no model", without_kernel(), Path("no/such/model.onnx")])
-def test_a_model_that_does_not_load_is_named_and_left_out(chain: onnx.ModelProto, broken):
-    report = quick({"good": chain, "broken": broken, "also good": chain}, feeds(chain))
+@pytest.mark.parametrize(("broken", "reason"), [
+    (b"no model", ""), (WITHOUT_KERNEL, ""), (Path("no/such/model.onnx"), ""), (refusing(3), "does not run"),
+])  # fmt: skip
+def test_a_model_that_does_not_load_or_run_is_named_and_left_out(broken: Any, reason: str):
+    report = quick({"good": refusing(2), "broken": broken, "also good": refusing(2)}, TWO)
     assert [t.name for t in report.models] == ["good", "also good"]
     assert [gone.name for gone in report.left_out] == ["broken"]
     assert report.left_out[0].reason
+    assert reason in report.left_out[0].reason
     assert "left out: broken" in str(report)
 
 
-def test_a_model_that_does_not_run_is_named_and_left_out():
-    data = [{"x": np.zeros((2, 6), np.float32)}]
-    report = quick({"two": refusing(2), "three": refusing(3)}, data)
-    assert [t.name for t in report.models] == ["two"]
-    assert report.left_out[0].name == "three"
-    assert "does not run" in report.left_out[0].reason
+REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    (b"no model", DATA, {}, VerificationError, "the model cannot be timed"),
+    ("no/such/model.onnx", None, {}, VerificationError, r"the model cannot be timed.*does not exist"),
+    ([WITHOUT_KERNEL, CHAIN], DATA, {}, VerificationError, "the baseline model cannot be timed"),
+    ([refusing(3), refusing(2)], TWO, {}, VerificationError, "does not run"),
+    ([CHAIN, net_with_if()], DATA, {}, OptionError, "different inputs"),
+    *((models, None, {}, OptionError, "model") for models in ([], {}, [42])),
+    (CHAIN, [{"x": X, "xx": X}], {}, CalibrationError, "Did you mean"),
+    (CHAIN, [{}], {}, CalibrationError, "lacks the input 'x'"),
+    (
+        CHAIN,
+        [{"x": X.astype(np.uint8)}],
+        {},
+        CalibrationError,
+        r"wrong type: expected float32 .* uint8 .*model 'model 1'",
+    ),
+    (CHAIN, [{"x": X[0]}], {}, CalibrationError, "wrong shape"),
+    (CHAIN, [], {}, CalibrationError, "no feed"),
+    (CHAIN, DATA, {"baseline": "model 2"}, OptionError, "Did you mean 'model 1'"),
+    *((CHAIN, DATA, {name: -1}, OptionError, name) for name in ("threads", "rounds", "warmup", "budget_s", "baseline")),
+    *((CHAIN, DATA, {name: 0}, OptionError, name) for name in ("rounds", "budget_s")),
+    (CHAIN, DATA, {"budget_s": float("nan")}, OptionError, "budget_s"),
+    (CHAIN, DATA, {"baseline": 1}, OptionError, "baseline"),
+]
 
 
-def test_the_only_model_or_the_baseline_has_to_run(chain: onnx.ModelProto):
-    two = [{"x": np.zeros((2, 6), np.float32)}]
-    for given, data, what in (
-        (b"no model", feeds(chain), "the model cannot be timed"),
-        ("no/such/model.onnx", None, r"the model cannot be timed.*does not exist"),
-        ([without_kernel(), chain], feeds(chain), "the baseline model cannot be timed"),
-        ([refusing(3), refusing(2)], two, "does not run"),
-    ):
-        with pytest.raises(VerificationError, match=what):
-            quick(given, data)
-
-
-def test_models_of_other_inputs_are_refused(chain: onnx.ModelProto):
-    with pytest.raises(OptionError, match="different inputs"):
-        quick([chain, net_with_if()], feeds(chain))
-
-
-def test_feeds_that_do_not_fit_are_refused(chain: onnx.ModelProto):
-    (name, array), *_ = feeds(chain, 1)[0].items()
-    for given, what in (
-        ([{name: array, f"{name}x": array}], "Did you mean"),
-        ([{}], f"lacks the input '{name}'"),
-        ([{name: array.astype(np.uint8)}], r"wrong type: expected float32 .* got uint8 .*model 'model 1'"),
-        ([{name: array[0]}], "wrong shape"),
-        ([], "no feed"),
-    ):
-        with pytest.raises(CalibrationError, match=what):
-            quick(chain, given)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "named"),
-    [
-        ({"threads": -1}, "threads"),
-        ({"rounds": 0}, "rounds"),
-        ({"warmup": -1}, "warmup"),
-        ({"budget_s": 0}, "budget_s"),
-        ({"budget_s": float("nan")}, "budget_s"),
-        ({"baseline": 1}, "baseline"),
-        ({"baseline": -1}, "baseline"),
-        ({"baseline": "model 2"}, "Did you mean 'model 1'"),
-    ],
-)
-def test_options_out_of_range(chain: onnx.ModelProto, keywords: dict[str, object], named: str):
-    with pytest.raises(OptionError, match=named):
-        quick(chain, feeds(chain), **keywords)
-
-
-@pytest.mark.parametrize("models", [[], {}, [42]])
-def test_what_is_no_model_is_refused(models):
-    with pytest.raises(OptionError, match="model"):
-        quick(models)
+@pytest.mark.parametrize(("models", "data", "options", "kind", "text"), REFUSED)
+def test_what_is_refused(models: Any, data: Any, options: Any, kind: type[Exception], text: str):
+    """The only model or the baseline that does not run, other inputs, no model, feeds that do not fit, options."""
+    with pytest.raises(kind, match=text):
+        quick(models, data, **options)
 
 
 def test_a_model_without_inputs():
-    net = Net()
-    net.op("Neg", [net.const(np.ones(4), "c")], out="y")
-    net.output("y", [4], TensorProto.FLOAT)
-    assert quick(net.model()).models[0].runs > 0
+    assert quick(parse("() => (float[4] y) <float[4] c> { y = Neg (c) }")).models[0].runs > 0
 
 
-def test_json_and_text(chain: onnx.ModelProto):
-    report = quick({"a": chain, "b": chain}, feeds(chain))
-    assert report.models[1].verdict is Verdict.NOISY
+def test_json_and_text():
+    report = quick({"a": CHAIN, "b": CHAIN, "c": CHAIN}, DATA, baseline="b")
+    assert report.models[0].verdict is Verdict.NOISY
     assert any("too few" in note for note in report.notes)
     raw = json.loads(report.to_json())
     assert raw == json.loads(json.dumps(report.to_dict()))
-    assert raw["schema"] == 1
-    assert raw["models"][1]["verdict"] in {str(v) for v in Verdict}
-    assert "baseline" in str(report)
-    assert "one thread" in str(report)
-
-
-def test_any_two_models_can_be_compared(chain: onnx.ModelProto):
-    report = quick({"a": chain, "b": chain, "c": chain}, feeds(chain), baseline="b")
-    assert list(report.by_name) == ["a", "b", "c"]
+    assert (raw["schema"], raw["models"][0]["verdict"]) == (1, str(Verdict.NOISY))
+    assert all(text in str(report) for text in ("baseline", "one thread"))
+    assert [*report.by_name] == ["a", "b", "c"]
     assert report.by_name["b"].ratio == 1
     assert report.compare("a").ratio == report.by_name["a"].ratio
     assert report.compare("b", "c").ratio == pytest.approx(1 / report.compare("c", "b").ratio)

@@ -50,7 +50,9 @@ class FakeStadium:
         self.opened.append(name)
         self.bench.clock.now += self.load
         factor = float(np.exp(self.rng.normal(0, self.spread)))
-        return FakeRunner(FakeBench(lambda *_: self.cost(name) * factor, clock=self.bench.clock), name)
+        return FakeRunner(
+            FakeBench(lambda *_: self.cost(name) * factor, clock=self.bench.clock, runs=self.bench.runs), name
+        )
 
     def cost(self, name: str) -> float:
         """Seconds of a run now."""

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort import HostProfile, OptionError, measure_host
+from kenosis_ort.api import _previewed
+from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.cli.main import main
 from kenosis_ort.flow.target_options import with_own_profile
 from kenosis_ort.options import Speed
@@ -65,8 +67,6 @@ def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
     known = {name for name, (in_float, integer) in reference.kernels.items() if integer not in (None, in_float)}
     assert known - asked["integer"] <= {"nothing"}
     assert asked["shifted"] == reference.shifted.keys()
-    from kenosis_ort.bench.op_times import profile_ops
-
     for form in ("integer", "shifted"):
         small = _convs(form, [(8, 8, 7, 1, 1, 1), (16, 16, 7, 3, 1, 1), (16, 16, 7, 3, 1, 16), (3, 16, 8, 3, 2, 1)])
         kernels = {op.node: op.kernel for op in profile_ops(small.model, [small.feed], runs=1, warmup=0)}
@@ -80,25 +80,24 @@ def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pyte
         made.update(options)
         return replace(TARGET.profiles[1], name=options["name"] or "here")
 
-    monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", quick)
+    monkeypatch.setattr(measure, "measure_profile", quick)
     monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda profile: made.update(kept=profile))
     out = tmp_path / "host.json"
+    assert measure_host(keep=False).name == "here"
+    with pytest.raises(OptionError, match="keep"):
+        measure_host(keep="x")  # type: ignore[arg-type]
+    assert "kept" not in made
     assert main(["profile", "--seconds", "2", "--threads", "2", "--out", str(out), "--name", "server"]) == 0
     assert made["kept"] == HostProfile.load(out)
     assert (made["budget_s"], made["threads"], made["name"]) == (2.0, 2, "server")
     assert "'server'" in capsys.readouterr().out
-    made.clear()
-    assert measure_host(keep=False).name == "here"
-    assert "kept" not in made
 
 
-@pytest.mark.parametrize(
-    "options", [{"target": "tensorrt"}, {"threads": -1}, {"budget_s": 0}, {"name": 3}, {"keep": "x"}]
-)
+@pytest.mark.parametrize("options", [
+    {"target": "tensorrt"}, {"threads": -1}, {"budget_s": 0}, {"name": 3},
+])  # fmt: skip
 def test_what_cannot_be_measured_is_an_error(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "_timed", lambda *_: pytest.fail("nothing is to be timed"))
-    if options.keys() == {"keep"}:
-        monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda *_, **__: TARGET.profiles[0])
     with pytest.raises(OptionError):
         measure_host(**options)
 
@@ -136,10 +135,13 @@ def times_of(deep: float, small: float) -> Callable[[Probe, int], Mapping[str, f
     return times
 
 
-@pytest.mark.parametrize(("deep", "small", "expected"), [(1.6, 0.5, True), (0.8, 9.0, False), (1.05, 9.0, False)])
-def test_only_nodes_that_should_gain_are_asked(monkeypatch: pytest.MonkeyPatch, deep, small, expected):
-    monkeypatch.setattr(measure, "_times", times_of(deep, small))
-    assert measure.pays(PROBED, AMX, 1) is expected
+@pytest.mark.parametrize(("profile", "deep", "small", "expected"), [
+    (AMX, 1.6, 0.5, True), (AMX, 0.8, 9.0, False), (AMX, 1.05, 9.0, False), (VNNI, 9.0, 9.0, True),
+])  # fmt: skip
+def test_only_nodes_that_should_gain_are_asked(monkeypatch: pytest.MonkeyPatch, profile, deep, small, expected):
+    """A profile that promises nothing is not asked."""
+    monkeypatch.setattr(measure, "_times", times_of(deep, small) if profile is AMX else pytest.fail)
+    assert measure.pays(PROBED, profile, 1) is expected
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch):
@@ -160,47 +162,31 @@ def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.
 
 def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dict[str, Any]):
     found = measure.pays(PROBED, AMX, 1)  # timed here
-    assert next(iter(kept.values()))["gain"] > 0
+    (key,) = kept
+    assert kept[key]["gain"] > 0
     monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("it is known"))
-    assert measure.pays(PROBED, AMX, 1) is found
-    measure._known.clear()
-    assert measure.pays(PROBED, AMX, 1) is found
-    measure._known.clear()
-    kept[next(iter(kept))] = {"gain": "much"}
+    for _ in range(2):
+        assert measure.pays(PROBED, AMX, 1) is found
+        measure._known.clear()
+    kept[key] = {"gain": "much"}
     monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
     assert not measure.pays(PROBED, AMX, 1)
 
 
-def test_a_profile_that_promises_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(measure, "_gain", lambda *_: pytest.fail("nothing is to be run"))
-    assert measure.pays(PROBED, VNNI, 1)
-
-
-def request_for(pretend: Pretend, features: tuple[str, ...], **speed: Any) -> Any:
-    from kenosis_ort.api import _previewed
-
-    pretend(with_flags(*features))
-    return _previewed("model.onnx", {"speed": Speed(**speed)})
-
-
-@pytest.mark.parametrize("gain", [0.9, 1.5])
+@pytest.mark.parametrize(("gain", "named"), [(0.9, {}), (1.5, {}), (0.5, {"host": "amx"})])
 def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(
-    monkeypatch: pytest.MonkeyPatch, pretend: Pretend, gain: float
+    monkeypatch: pytest.MonkeyPatch, pretend: Pretend, gain: float, named: dict[str, str]
 ):
+    """A machine that the caller names is believed."""
     monkeypatch.setattr(measure, "_gain", lambda *_: gain)
-    asked = request_for(pretend, AMX.features)
+    pretend(with_flags(*(VNNI if named else AMX).features))
+    asked = _previewed("model.onnx", {"speed": Speed(**named)})
     assert asked.host == AMX
     found = with_own_profile(asked)
-    if gain > 1:
+    if gain > 1 or named:
         assert found is asked
         assert "second kernel" not in found.host_label
     else:
         assert found.host == replace(AMX, shifted={})
         assert found.target.costs.shifted == {}
         assert "nearest to this machine, but for its second kernel of Conv" in found.host_label
-
-
-def test_a_machine_that_the_caller_names_is_believed(monkeypatch: pytest.MonkeyPatch, pretend: Pretend):
-    monkeypatch.setattr(measure, "_gain", lambda *_: 0.5)
-    asked = request_for(pretend, VNNI.features, host="amx")
-    assert with_own_profile(asked) is asked

@@ -28,7 +28,7 @@ def form(name: str) -> Form:
 def deliver(stadium: FakeStadium, candidates: Sequence[Form], **more: Any) -> tuple[str, SpeedSummary]:
     """The name of the model that is delivered, and the record."""
     how = {"budget_s": 100.0, "usable": lambda model: None, **more}
-    model, found = keep_promise(net("float"), candidates, stadium.setup(), **how)
+    model, found = keep_promise(net("float"), candidates, stadium.setup(name="one"), **how)
     return model.graph.name, found
 
 
@@ -40,80 +40,58 @@ def statuses(found: SpeedSummary) -> dict[str, str]:
     return {record.name: record.status for record in found.candidates}
 
 
-def test_a_faster_plan_is_taken_and_nothing_else_is_built():
-    def never() -> onnx.ModelProto:
-        raise AssertionError("built")
+def never() -> onnx.ModelProto:
+    raise AssertionError("built")
 
-    stadium = FakeStadium({"float": 0.02, "int8": 0.01})
-    name, found = deliver(stadium, [form("int8"), Form("weights", "weight-only", never), FLOAT_FORM])
-    assert name == found.taken.name == "int8"
-    assert statuses(found) == {"int8": FormStatus.TAKEN, "weights": FormStatus.SPARE, "fp32": FormStatus.SPARE}
-    assert found.taken.verdict == "faster"
-    assert found.taken.milliseconds == pytest.approx(10)
+
+@pytest.mark.parametrize(("costs", "quality", "expected", "said"), [
+    ({"int8": 0.01, "weights": 0.001}, {}, "taken spare spare", {0: "2.00x of"}),
+    ({"int8": 0.017, "weights": 0.001}, {}, "taken spare spare", {1: "not needed"}),  # it is clearly faster
+    ({"int8": 0.0194, "weights": 0.014, "coarse": 0.01}, {"weights": 45.0, "coarse": 12.0}, "outrun taken spare spare",
+     {0: "weights has", 2: "dB less"}),  # hardly faster, it is held against the others too
+    ({"int8": 0.04, "regions": 0.03, "fair": 0.0194, "best": 0.014, "less": 0.016}, {},
+     "slower slower outrun taken spare spare", {0: "only 0.50x", 3: "1.43x"}),
+], ids=["faster", "clearly faster", "hardly faster", "slower"])  # fmt: skip
+def test_which_form_is_taken(costs: dict[str, float], quality: dict[str, float], expected: str, said: dict[int, str]):
+    """The first that is faster, and what is built and opened beside it; the float model takes 20 ms."""
+    stadium = FakeStadium({**costs, "float": 0.02})
+    forms = [
+        replace(form(n), build=never) if expected == "taken spare spare" and n != "int8" else form(n) for n in costs
+    ]
+    name, found = deliver(stadium, [*forms, FLOAT_FORM], quality=lambda model: quality.get(model.graph.name, 30.0))
+    assert [record.status for record in found.candidates] == expected.split()
+    assert all(text in found.candidates[at].reason for at, text in said.items())
+    assert (name, found.taken.verdict, found.basis) == (found.taken.name, "faster", Basis.MEASURED)
+    assert found.taken.milliseconds == pytest.approx(1e3 * costs[name])
+    assert found.taken.ratio == pytest.approx(0.02 / costs[name])
     assert found.float_milliseconds == pytest.approx(20)
-    assert found.basis == Basis.MEASURED
-    assert "2.00x" in found.sentence()
-
-
-def test_a_slower_plan_gives_way_to_the_best_of_the_others():
-    stadium = FakeStadium({"float": 0.01, "int8": 0.02, "regions": 0.015, "fair": 0.0097, "best": 0.007, "less": 0.008})
-    names = ["int8", "regions", "fair", "best", "less"]
-    outcome = consider(stadium, [*(form(n) for n in names), FLOAT_FORM], quality=lambda model: 30.0)
-    assert outcome.taken.name == "best"
-    assert [record.status for record in outcome.candidates] == ["slower", "slower", "outrun", "taken", "spare", "spare"]
-    assert outcome.candidates[0].ratio == pytest.approx(0.5)
-    assert outcome.taken.ratio == pytest.approx(10 / 7)
-    assert "only 0.50x" in outcome.candidates[0].reason
-
-
-def test_a_plan_that_is_hardly_faster_is_held_against_the_others_too():
-    costs = {"float": 0.0103, "int8": 0.01, "weights": 0.007, "coarse": 0.005}
-    stadium = FakeStadium(costs)
-    loss = {"int8": 30.0, "weights": 45.0, "coarse": 12.0}
-    outcome = consider(
-        stadium,
-        [*map(form, ("int8", "weights", "coarse")), FLOAT_FORM],
-        quality=lambda model: loss[model.graph.name],
-    )
-    assert outcome.taken.name == "weights"
-    assert "dB less" in outcome.candidates[2].reason
+    assert f"{found.taken.ratio:.2f}x" in found.sentence()
     assert "coarse" not in stadium.opened, "what it computes is asked before its speed"
 
 
-def test_a_plan_that_is_clearly_faster_is_not_held_against_the_others():
-    stadium = FakeStadium({"float": 0.0115, "int8": 0.01, "weights": 0.007})
-    assert consider(stadium, [form("int8"), form("weights"), FLOAT_FORM]).taken.name == "int8"
-    assert "weights" not in stadium.opened
+def failing(error: Exception) -> Any:
+    def build(*_: object) -> onnx.ModelProto:
+        raise error
+
+    return build
 
 
 def test_a_rung_that_fails_is_dropped_and_named():
-    def broken() -> onnx.ModelProto:
-        raise VerificationError("the bias is off", where="conv")
-
-    def buggy() -> onnx.ModelProto:
-        raise KeyError("scale")
-
     candidates = [
-        Form("broken", "", broken),
-        Form("buggy", "", buggy),
-        Form("absent", "", lambda: None),
-        form("unloadable"),
-        form("wrong"),
-        form("good"),
-        FLOAT_FORM,
-    ]
+        Form("broken", "", failing(VerificationError("the bias is off", where="conv"))),
+        Form("buggy", "", failing(KeyError("scale"))), Form("absent", "", lambda: None),
+        *map(form, ("unloadable", "wrong", "good")), FLOAT_FORM,
+    ]  # fmt: skip
     stadium = FakeStadium({"float": 0.01, "unloadable": RuntimeError("NOT_IMPLEMENTED"), "wrong": 0.001, "good": 0.005})
     outcome = consider(stadium, candidates, usable=lambda m: "only 3 dB" if m.graph.name == "wrong" else None)
+    assert [(record.status, record.reason) for record in outcome.candidates[:5]] == [
+        ("dropped", "it cannot be built: the bias is off"), ("dropped", "it cannot be built: KeyError: 'scale'"),
+        ("absent", "this net has no such form"), ("dropped", "it does not run: NOT_IMPLEMENTED"),
+        ("dropped", "only 3 dB"),
+    ]  # fmt: skip
     assert outcome.taken.name == "good"
-    steps = {record.name: record for record in outcome.candidates}
-    assert steps["broken"].reason == "it cannot be built: the bias is off"
-    assert steps["buggy"].reason == "it cannot be built: KeyError: 'scale'"
-    assert steps["absent"].status == FormStatus.ABSENT
-    assert "NOT_IMPLEMENTED" in steps["unloadable"].reason
-    assert steps["wrong"].reason == "only 3 dB"
-    assert all(steps[n].status == FormStatus.DROPPED for n in ("broken", "buggy", "unloadable", "wrong"))
     assert "wrong" not in stadium.opened
-    checked = [Form("wrong", "", lambda: net("wrong"), checked=True), FLOAT_FORM]
+    checked = [replace(form("wrong"), checked=True), FLOAT_FORM]
     assert consider(stadium, checked, usable=lambda _: "never asked").taken.name == "wrong"
 
 
@@ -143,6 +121,9 @@ def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: f
     def tells(speed: float, ratio: float, noise: float) -> bool:
         return Estimate(speed, error).tells_faster(SpeedComparison(ratio, ratio / noise, ratio * noise, Verdict.NOISY))
 
+    hardly = SpeedComparison(0.93, 0.89, 0.985, Verdict.SLOWER)  # misses the border, and outweighs the table
+    assert not Estimate(1.53, 1.42).tells_faster(hardly)
+    assert Estimate(1.53, 1.42).tells_faster(replace(hardly, low=0.4, high=2.1, verdict=Verdict.NOISY))
     assert Estimate(speed, error).tells_faster() == (speed >= error)
     if min(speed, ratio) >= 1 / MARGIN * 1.001:
         assert tells(speed, ratio, noise), "both say so"
@@ -151,12 +132,6 @@ def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: f
     if tells(speed, ratio, noise):
         assert tells(speed * more, ratio, noise)
         assert tells(speed, ratio * more, noise)
-
-
-def test_a_race_that_hardly_misses_the_border_outweighs_the_table():
-    race = SpeedComparison(0.93, 0.89, 0.985, Verdict.SLOWER)
-    assert not Estimate(1.53, 1.42).tells_faster(race)
-    assert Estimate(1.53, 1.42).tells_faster(SpeedComparison(0.93, 0.4, 2.1, Verdict.NOISY))
 
 
 def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
@@ -178,33 +153,21 @@ def test_the_choice_does_not_flip_between_runs(ratio: float, taken: str):
     assert runs.count(taken) >= 19
 
 
-def test_a_slow_net_needs_time_for_a_verdict():
+@pytest.mark.parametrize(("at", "expected"), [
+    (0, "absent undecided untimed taken"), (1, "slower absent untimed taken"), (2, "slower taken absent spare"),
+])  # fmt: skip
+def test_where_the_time_is_over_the_float_model_stays(at: int, expected: str):
+    """A single round tells nothing of a form that comes late; one found slower gives way to the float model."""
     stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
-    outcome = consider(stadium, [form("int8"), form("weights"), FLOAT_FORM], budget_s=60.0)
-    assert statuses(outcome)["int8"] == FormStatus.SLOWER
-    slow = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
 
-    def waste() -> onnx.ModelProto:
-        slow.bench.clock.now += 1000
-        return net("int8")
-
-    outcome = consider(slow, [Form("int8", "", waste), form("weights"), FLOAT_FORM], budget_s=30.0)
-    assert outcome.taken.name == "fp32"  # a single round: no verdict, and nothing is known of it
-    assert outcome.basis == Basis.UNDECIDED
-
-
-def test_a_plan_found_slower_at_the_end_of_the_time_gives_way_to_the_float_model():
-    stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1})
-
-    def late() -> onnx.ModelProto | None:
+    def late() -> None:
         stadium.bench.clock.now += 1000
-        return None
 
-    candidates = [form("int8"), Form("late", "", late), form("weights"), FLOAT_FORM]
-    outcome = consider(stadium, candidates, budget_s=60.0)
-    assert statuses(outcome) == {
-        "int8": FormStatus.SLOWER, "late": FormStatus.ABSENT, "weights": FormStatus.UNTIMED, "fp32": FormStatus.TAKEN
-    }  # fmt: skip
+    candidates = [form("int8"), form("weights"), FLOAT_FORM]
+    candidates.insert(at, Form("late", "", late))
+    found = consider(stadium, candidates, budget_s=60.0)
+    assert [record.status for record in found.candidates] == expected.split()
+    assert (found.basis == Basis.UNDECIDED) == (at < 2)
 
 
 def test_the_float_model_has_to_run_and_to_be_the_last_form():
@@ -230,55 +193,39 @@ def test_on_the_installed_runtime_unusable_outputs_are_seen():
 
 def test_a_form_must_be_slower_in_no_situation():
     prompts, tokens = FakeStadium({"float": 0.02, "int8": 0.01}), FakeStadium({"float": 0.001, "int8": 0.002})
-    candidates = [form("int8"), FLOAT_FORM]
-    _, outcome = keep_promise(
-        net("float"), candidates, prompts.setup(name="prompts"), further=[tokens.setup(name="tokens")], budget_s=100.0,
-        usable=lambda model: None,
-    )  # fmt: skip
+    further = [tokens.setup(name="tokens")]
+    outcome = consider(prompts, [form("int8"), FLOAT_FORM], further=further)
     assert statuses(outcome) == {"int8": FormStatus.SLOWER, "fp32": FormStatus.TAKEN}
     assert outcome.candidates[0].reason.startswith("only 0.50x of the float model's speed for tokens")
     assert outcome.float_milliseconds == pytest.approx(20)
 
 
-def challenged(times: dict[str, float], lost: dict[str, float], *, more: dict[str, float] | None = None):
-    setups = [FakeStadium(t).setup(name=str(i)) for i, t in enumerate([times, *([more] if more else [])])]
-    candidates = [
-        form("int8"),
-        Form("dynamic", "form dynamic", lambda: net("dynamic"), challenges=True),
-        FLOAT_FORM,
-    ]
-    return keep_promise(
-        net("float"), candidates, setups[0], further=setups[1:], budget_s=100.0, usable=lambda model: None,
-        quality=lambda model: 40.0 - lost.get(model.graph.name, 0.0),
-    )[1]  # fmt: skip
+def challenged(dynamic: float, long: float | None = None, **more: Any) -> SpeedSummary:
+    """What becomes of INT8 and of one that challenges it, by the latter's time of a run and of a long one."""
+    further = [FakeStadium({"float": 2, "int8": 1.0, "dynamic": long}).setup(name="long")] if long else []
+    candidates = [form("int8"), replace(form("dynamic"), challenges=True), FLOAT_FORM]
+    stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": dynamic})
+    return consider(stadium, candidates, further=further, **{"quality": lambda _: 30.0, **more})
 
 
-def test_a_faster_form_that_computes_as_well_takes_the_place_of_one_that_is_not_slower():
-    times = {"float": 0.02, "int8": 0.01, "dynamic": 0.008}
-    outcome = challenged(times, {})
-    assert statuses(outcome) == {"int8": FormStatus.OUTRUN, "dynamic": FormStatus.TAKEN, "fp32": FormStatus.SPARE}
-    assert outcome.taken.ratio == pytest.approx(2.5)
-    assert "1.25x of the speed of form int8" in outcome.candidates[0].reason
-    assert challenged(times, {"dynamic": 5.0}).taken.name == "int8"
-    assert challenged(times, {"int8": 5.0}).taken.name == "dynamic"
-    assert challenged({**times, "dynamic": 0.0099}, {}).taken.name == "int8", "within the margin"
-    assert challenged({**times, "dynamic": 0.0097}, {}).taken.name == "int8", "clearly faster, but not worth it"
-
-
-def test_a_challenger_has_to_be_faster_over_all_situations_and_slower_than_float_in_none():
-    times, long = {"float": 0.02, "int8": 0.01, "dynamic": 0.005}, {"float": 2, "int8": 1.0, "dynamic": 1.1}
-    outcome = challenged(times, {}, more=long)
-    assert outcome.taken.name == "dynamic"
-    assert "1.35x of the speed of form int8 (2.00x for 0, 0.91x for 1)" in outcome.candidates[0].reason
-    assert challenged(times, {}, more={**long, "dynamic": 3.0}).taken.name == "int8"
-    assert challenged({**times, "dynamic": 0.001}, {}, more={**long, "dynamic": 3.0}).taken.name == "int8"
+@pytest.mark.parametrize(("dynamic", "long", "worse", "taken", "says"), [
+    (0.008, None, "", "dynamic", "1.25x of the speed of form int8"), (0.008, None, "int8", "dynamic", ""),
+    (0.008, None, "dynamic", "int8", ""),  # it computes worse
+    (0.0099, None, "", "int8", ""),  # within the margin
+    (0.0097, None, "", "int8", ""),  # clearly faster, but not worth it
+    (0.005, 1.1, "", "dynamic", "1.35x of the speed of form int8 (2.00x for one, 0.91x for long)"),  # over all
+    (0.005, 3.0, "", "int8", ""), (0.001, 3.0, "", "int8", ""),  # slower than float in one
+])  # fmt: skip
+def test_a_faster_form_that_computes_as_well_takes_the_place_of_one_that_is_not_slower(
+    dynamic: float, long: float | None, worse: str, taken: str, says: str
+):
+    outcome = challenged(dynamic, long, quality=lambda model: 35.0 if model.graph.name == worse else 40.0)
+    assert outcome.taken.name == taken
+    assert says in outcome.candidates[0].reason
+    assert taken == "int8" or [r.status for r in outcome.candidates] == ["outrun", "taken", "spare"]
+    assert taken == "int8" or outcome.taken.ratio == pytest.approx(min(0.02 / dynamic, 2 / (long or 0.01)))
 
 
 def test_a_challenger_that_fails_costs_nothing():
-    def broken(model: onnx.ModelProto) -> float:
-        raise VerificationError("it does not run", where="conv")
-
-    stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": 0.005})
-    candidates = [form("int8"), Form("dynamic", "dynamic", lambda: net("dynamic"), challenges=True), FLOAT_FORM]
-    outcome = consider(stadium, candidates, quality=broken)
-    assert statuses(outcome) == {"int8": FormStatus.TAKEN, "dynamic": FormStatus.DROPPED, "fp32": FormStatus.SPARE}
+    outcome = challenged(0.005, quality=failing(VerificationError("it does not run", where="conv")))
+    assert [r.status for r in outcome.candidates] == ["taken", "dropped", "spare"]
