@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
-from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, Rescaling, TensorStatistics
+from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.builder import Builder
@@ -29,9 +27,9 @@ from kenosis_ort.passes.contract import Build, Overlay, materialize
 from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
+from tests.contracts.passes import coarse
 from tests.flow.support import initializers, quality, quantized
 from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
-from tests.models import Net
 
 # ---- what is collected on the changed model says the same -----------------------------------------------------
 
@@ -105,28 +103,6 @@ def test_a_range_by_channel(channels: list[tuple[float, float, float]]) -> None:
     assert padded.channels.high[-1] == (low + width)[-1]
 
 
-SMALL = planning.prepared(models.residual_block(channels=4, size=4))
-SWEPT = [SMALL.graph.input[0].name, *(node.output[0] for node in SMALL.graph.node)]
-POOL = models.feeds(SMALL, 9, seed=5)
-
-
-def table_of(places: list[int]) -> CalibrationTable:
-    axes = scaled_by_equalization(LiveGraph(SMALL))
-    assert axes
-    config, feeds = CalibrationConfig(sketch=True), [POOL[place] for place in places]
-    return collect(SMALL, feeds, Points(SWEPT, config=config, channels=axes, threads=1))
-
-
-@settings(max_examples=6)
-@given(st.permutations(range(len(POOL))), st.sets(st.integers(1, len(POOL) - 1), max_size=3), st.randoms())
-def test_neither_the_split_nor_the_order_of_merging_matters(order: list[int], cuts: set[int], random: Any) -> None:
-    tables = [table_of(order[a:b]) for a, b in pairwise([0, *sorted(cuts), len(order)])]
-    random.shuffle(tables)
-    merged = reduce(CalibrationTable.merge, tables)
-    assert merged == table_of(list(range(len(POOL))))
-    assert CalibrationTable.from_json(merged.to_json()) == merged
-
-
 @dataclass(frozen=True)
 class Silent(WeightPass):
     """Scales channels, and does not say which."""
@@ -155,15 +131,6 @@ def test_a_pass_that_tells_nothing_of_values_is_not_believed(tmp_path: Path, mon
 # ---- a layer that is left float has its own weights and biases, whatever passes did to it before ---------------
 
 
-def chain(layers: int) -> onnx.ModelProto:
-    net = Net(seed=3)  # of which bias correction is clearly better
-    y = net.input("x", [1, 4, 8, 8])
-    for i in range(layers):
-        y = net.op("Relu", [net.conv(y, 4, 4, name=f"conv{i}")], name=f"relu{i}")
-    net.output(y, [1, 4, 8, 8])
-    return net.model()
-
-
 def corrected(model: onnx.ModelProto) -> Overlay:
     constants = {name: numpy_helper.from_array(array + np.float32(0.5), name) for name, array in held(model).items()}
     return {node.name: {n: constants[n] for n in node.input[1:]} for node in model.graph.node if node.op_type == "Conv"}
@@ -173,23 +140,22 @@ def held(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.lists(st.booleans(), min_size=4, max_size=4))
 def test_corrections_stay_in_integer_layers_alone(kinds: list[bool]) -> None:
-    base = chain(4)
+    base = coarse(4)
     before, overlay = base.SerializeToString(), corrected(base)
     made = materialize(base, overlay, [f"conv{i}" for i, integer in enumerate(kinds) if integer])
     own, found = held(base), held(made)
     for i, integer in enumerate(kinds):
         for name in (f"conv{i}_w", f"conv{i}_b"):
             assert np.array_equal(found[name], own[name] + np.float32(0.5 * integer))
-    assert [t.name for t in made.graph.initializer] == [t.name for t in base.graph.initializer]
+    assert [*found] == [*own]
     assert base.SerializeToString() == before
     assert (made is base) == (not any(kinds)), "nothing is copied where nothing differs"
 
 
 def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
-    base = chain(2)
+    base = coarse(2)
     base.graph.node[2].input[1] = base.graph.node[0].input[1]
     found = held(materialize(base, corrected(base), ["conv0"]))
     assert np.array_equal(found["conv0_w"], held(base)["conv0_w"] + np.float32(0.5))
@@ -197,12 +163,9 @@ def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
 
 
 def test_layers_that_get_a_bias_for_correction_are_planned_with_it(tmp_path: Path) -> None:
-    weights = {"w": models.normal((8, 16), 0), "v": models.normal((4, 8), 1)}
-    model = planning.parse(
-        """(float[1,16] x) => (y) {
-        [first] a = Gemm <transB = 1> (x, w) b = Tanh (a) [second] y = Gemm <transB = 1> (b, v) }""",
-        weights,
-    )
+    text = """(float[1,16] x) => (float[1,4] y) {
+        [first] a = Gemm <transB = 1> (x, w)  b = Tanh (a)  [second] y = Gemm <transB = 1> (b, v) }"""
+    model = planning.parse(text, {"w": models.normal((8, 16), 0), "v": models.normal((4, 8), 1)})
     report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
     assert report.plan.integer_nodes() == ("first", "second")
     assert {"w_bias_quantized", "v_bias_quantized"} <= initializers(tmp_path / "out.onnx").keys()
@@ -216,7 +179,7 @@ def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: p
         keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
         return replace(builder.quantize(build.table, keep, build.corrections), fusion=build.fusion), True
 
-    model = chain(4)
+    model = coarse(4)  # of which bias correction is clearly better
     monkeypatch.setattr(speed, "delivered", cut)
     report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
     assert next(p for p in report.passes if p.name == "bias_correction").kept
@@ -254,9 +217,10 @@ EXTRA = {"AddQDQPairToWeight": True}, {"DedicatedQDQPair": True}, {"QuantizeBias
 CASES = [*((net, {}) for net in PATCHED), *((net, extra) for extra in EXTRA for net in [*PATCHED][:4])]
 
 
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many models were made anew, and patched, by the ranges asked for and by others; all equal ones made anew."""
+@pytest.mark.filterwarnings("ignore:output .* keeps only")  # of the dead channel
+@pytest.mark.parametrize(("net", "extra"), CASES)
+def test_a_patched_model_equals_one_made_anew(tmp_path: Path, monkeypatch: Any, net: str, extra: Any) -> None:
+    """By the ranges asked for and by others; ``counts`` tells how many were made anew, and patched."""
     counts = {"anew": 0, "patched": 0}
     quantize, rng = Builder.quantize, np.random.default_rng(0)
 
@@ -278,13 +242,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return found
 
     monkeypatch.setattr(Builder, "quantize", made)
-    return counts
-
-
-@pytest.mark.filterwarnings("ignore:output .* keeps only")  # of the dead channel
-@pytest.mark.parametrize(("net", "extra"), CASES)
-def test_a_patched_model_equals_one_made_anew(net: str, extra: Any, tmp_path: Path, compared: dict[str, int]) -> None:
     model, recipe = PATCHED[net](), "plain" if net == "shared_bias" else "fast"  # which gives each layer its own bias
     quantized(model, tmp_path / "out.onnx", feeds=models.feeds(model, 16), recipe=recipe, extra_options=extra)
-    assert compared["patched"], "none was made so"
-    assert compared["anew"] or net in models.ALL or "QuantizeBias" in extra, "more than numbers follows the ranges"
+    assert counts["patched"], "none was made so"
+    assert counts["anew"] or net in models.ALL or "QuantizeBias" in extra, "more than numbers follows the ranges"

@@ -59,21 +59,15 @@ MOST = 2.6
 
 
 def residual(count: int) -> onnx.ModelProto:
-    net = Net()
-    value = net.input("x", [1, 4, 4, 4])
-    for at in range(count):
-        made = net.conv(value, 4, 4, name=f"conv{at}")
-        value = net.op("Relu", [net.op("Add", [made, value], name=f"add{at}")], name=f"relu{at}")
-    net.output(value, [1, 4, 4, 4])
-    return net.model("residual")
+    net, value = Net.over([1, 4, 4, 4]), "x"
+    for _ in range(count):
+        value = net.op("Relu", [net.op("Add", [net.conv(value, 4, 4), value])])
+    return net.of(value)
 
 
 def concat(count: int) -> onnx.ModelProto:
-    net = Net()
-    x = net.input("x", [1, 4, 4, 4])
-    made = [net.op("Relu", [net.conv(x, 4, 4, name=f"conv{at}")], name=f"relu{at}") for at in range(count)]
-    net.output(net.op("Concat", made, name="concat", axis=1), [1, 4 * count, 4, 4])
-    return net.model("concat")
+    net = Net.over([1, 4, 4, 4])
+    return net.of(net.op("Concat", [net.op("Relu", [net.conv("x", 4, 4)]) for _ in range(count)], axis=1))
 
 
 BLOCK = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from onnxruntime.quantization import quantize_static as stock_quantize_static
 
 from kenosis_ort import OptionError, verify_fusion
 from tests import models
-from tests.flow.support import Made, chosen, good, make, pairs, proof, quality, quantized
-from tests.models import FeedReader, Net
+from tests.flow.support import QDQ, Made, chosen, good, make, pairs, proof, quality, quantized
+from tests.models import FeedReader
 from tests.planning import parse
 
 TYPES: dict[str, Any] = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": False}
@@ -57,16 +58,14 @@ def test_tensor_overrides_are_exact(tmp_path: Path) -> None:
         "conv1_w": [{"quant_type": QuantType.QInt8, "symmetric": True, "reduce_range": True}],
         "conv2_w": [{"axis": 0, "quant_type": QuantType.QInt8, "symmetric": True}],
     }
-    before = {k: [dict(d) for d in v] for k, v in overrides.items()}
+    before = copy.deepcopy(overrides)
     made = overridden(tmp_path, overrides, **TYPES)
     assert overrides == before
-    scale, zero_point = made.grids["x"]
-    assert (float(scale), int(zero_point), zero_point.dtype) == (pytest.approx(0.05), 100, np.uint8)
-    found = [float(made.grids[name][0]) for name in ("stem_relu_out", "relu2_out")]
-    assert found == pytest.approx([5.1 / 255, 7.65 / 255])
+    scales = [float(made.grids[name][0]) for name in ("x", "stem_relu_out", "relu2_out")]
+    assert scales == pytest.approx([0.05, 5.1 / 255, 7.65 / 255])
+    assert (made.grids["x"][1], made.grids["x"][1].dtype) == (100, np.uint8)
     assert np.abs(made.held["conv1_w_quantized"]).max() == 64
-    assert made.held["conv2_w_scale"].shape == (8,)
-    assert made.held["stem_w_scale"].shape == ()
+    assert (made.held["conv2_w_scale"].shape, made.held["stem_w_scale"].shape) == ((8,), ())
     assert made.integer == make(made.model, tmp_path / "plain.onnx", **TYPES).integer
     assert any("TensorQuantOverrides" in note for note in made.report.notes)
 
@@ -138,15 +137,6 @@ def test_overrides_that_make_no_sense(tmp_path: Path, entry: str) -> None:
 # ---- how Q and DQ are written ---------------------------------------------------------------------------------
 
 
-def test_pairs_on_weights(tmp_path: Path) -> None:
-    made = make(models.residual_block(), tmp_path, **extra(AddQDQPairToWeight=True))
-    weights = pairs(made.out) & made.held.keys()
-    assert {"conv1_w", "conv2_w", "head_w"} <= weights
-    assert len(weights) == 4  # a rewrite gives the stem's another shape, and so another name
-    assert all(made.held[name].dtype == np.float32 for name in weights)
-    as_good_as_plain(made)
-
-
 def test_dedicated_pairs(tmp_path: Path) -> None:
     made = make(models.residual_block(), tmp_path, **extra(DedicatedQDQPair=True))
 
@@ -161,38 +151,41 @@ def test_dedicated_pairs(tmp_path: Path) -> None:
     as_good_as_plain(made)
 
 
-def test_contrib_operators(tmp_path: Path) -> None:
-    made = make(models.residual_block(), tmp_path, **extra(UseQDQContribOps=True))
-    assert {n.domain for n in made.written.graph.node if n.op_type.endswith("eLinear")} == {"com.microsoft"}
+def domains(made: Made) -> set[str]:
+    return {n.domain for n in made.written.graph.node if n.op_type in QDQ}
+
+
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    ({"AddQDQPairToWeight": True}, lambda made: {"conv1_w", "conv2_w", "head_w"} <= pairs(made.out) & made.held.keys()),
+    ({"UseQDQContribOps": True}, lambda made: domains(made) == {"com.microsoft"}),
+    ({"QDQKeepRemovableActivations": True},
+     lambda made: {"stem_relu", "relu1", "relu2"} <= {n.name for n in made.written.graph.node}),
+    *(({name: 1}, lambda made: domains(made) == {""}) for name in ("EnableSubgraph", "DefaultTensorType")),
+    ({"ForceQuantizeNoInputCheck": True}, lambda made: domains(made) == {""}),
+    ({"MinimumRealRange": 0.0001}, lambda made: domains(made) == {""}),  # as `get_qnn_qdq_config` sets it
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "holds"), FORMS, ids=lambda given: "".join(given) if isinstance(given, dict) else ""
+)
+def test_options_that_change_the_form_alone_or_say_nothing(tmp_path: Path, options: dict[str, Any], holds: Any) -> None:
+    made = make(models.residual_block(), tmp_path, **extra(**options))
+    assert holds(made)
+    (name,) = options
+    assert chosen(made.report)[f"extra_options.{name}"][1] == "caller"
     as_good_as_plain(made)
 
 
-def test_kept_activations(tmp_path: Path) -> None:
-    made = make(models.residual_block(), tmp_path, **extra(QDQKeepRemovableActivations=True))
-    assert {"stem_relu", "relu1", "relu2"} <= {n.name for n in made.written.graph.node}
-    as_good_as_plain(made)
-
-
-@pytest.mark.parametrize(("net", "options"), [
-    ("residual_block", extra(EnableSubgraph=True)),
-    ("residual_block", extra(DefaultTensorType=1)),
-    ("residual_block", extra(ForceQuantizeNoInputCheck=True)),
-    ("mobile_block", extra(MinimumRealRange=0.0001)),  # as `get_qnn_qdq_config` sets it
-    ("residual_block", {"nodes_to_quantize": "all"}),
-    *((net, {"op_types_to_quantize": "all"}) for net in ("mobile_block", "silu_net")),
-    *(("transformer_block", {"op_types_to_quantize": how}) for how in ("all", "all but what stays float")),
-], ids=str)  # fmt: skip
-def test_options_that_say_nothing(tmp_path: Path, net: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("net", "option", "but"), [
+    ("residual_block", "nodes_to_quantize", ()), ("mobile_block", "op_types_to_quantize", ()),
+    ("silu_net", "op_types_to_quantize", ()), ("transformer_block", "op_types_to_quantize", ()),
+    ("transformer_block", "op_types_to_quantize", ("Softmax", "Gelu")),  # which stay float
+])  # fmt: skip
+def test_lists_that_leave_out_nothing(tmp_path: Path, net: str, option: str, but: tuple[str, ...]) -> None:
     model = models.ALL[net]()
-    types = {n.op_type for n in model.graph.node}
-    named = {"nodes_to_quantize": [n.name for n in model.graph.node], "op_types_to_quantize": sorted(types)}
-    if options.get("op_types_to_quantize") == "all but what stays float":
-        named["op_types_to_quantize"] = sorted(types - {"Softmax", "Gelu"})
-    given = {name: named.get(name, value) for name, value in options.items()}
-    made = make(model, tmp_path, **given)
-    for name in given.get("extra_options", ()):
-        assert chosen(made.report)[f"extra_options.{name}"][1] == "caller"
-    as_good_as_plain(made)
+    named = {n.name if option == "nodes_to_quantize" else n.op_type for n in model.graph.node}
+    as_good_as_plain(make(model, tmp_path, **{option: sorted(named.difference(but))}))
 
 
 @pytest.mark.parametrize("net", ["residual_block", "mlp", "transformer_block"])
@@ -207,22 +200,18 @@ def test_float_biases(tmp_path: Path, net: str) -> None:
 
 def test_outputs_without_q(tmp_path: Path) -> None:
     """No Q sits on the output of a Conv that no integer kernel reads; such a Conv runs in float."""
-    net = Net()
-    first = net.op("Tanh", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="c0")], name="tanh")
-    net.output(net.op("Relu", [net.conv(net.conv(first, 4, 4, name="c1"), 4, 4, name="c2")], name="relu"), [1, 4, 8, 8])
-    assert {"c0_out", "c1_out"} <= make(net.model(), tmp_path, protect_outputs="int8").grids.keys()
-    options = extra(OpTypesToExcludeOutputQuantization=["Conv"])
-    made = make(net.model(), tmp_path, protect_outputs="int8", **options)
-    assert made.grids.keys() & {"c0_out", "c1_out"} == {"c1_out"}  # for its reader's sake, as in stock
+    model = parse("""(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,3,3] u, float[4,4,3,3] v, float[4,4,3,3] w> {
+        [c0] a = Conv <pads = [1,1,1,1]> (x, u)  [t] t = Tanh (a)  [c1] b = Conv <pads = [1,1,1,1]> (t, v)
+        [c2] c = Conv <pads = [1,1,1,1]> (b, w)  [r] y = Relu (c) }""")
+    assert {"a", "b"} <= make(model, tmp_path, protect_outputs="int8").grids.keys()
+    options = extra(OpTypesToExcludeOutputQuantization=["Conv", "Gemm", "MatMul"])
+    made = make(model, tmp_path, protect_outputs="int8", **options)
+    assert made.grids.keys() & {"a", "b"} == {"b"}  # for its reader's sake, as in stock
     assert "OpTypesToExcludeOutputQuantization" in made.report.plan.by_node["c0"].reason
     assert made.integer & {"c0", "c1", "c2"} == {"c1", "c2"}
     assert made.integer >= stocks(tmp_path, made.model, **options)[0]
-
-
-def test_outputs_without_q_in_front_of_gates(tmp_path: Path) -> None:
-    model = models.silu_net()
-    made = make(model, tmp_path, **extra(OpTypesToExcludeOutputQuantization=["Conv", "Gemm", "MatMul"]))
-    assert {n for n in make(model, tmp_path / "plain.onnx").integer if n.startswith("conv")} <= made.integer
+    gates = make(models.silu_net(), tmp_path, **options)
+    assert {n for n in make(gates.model, tmp_path / "plain.onnx").integer if n.startswith("conv")} <= gates.integer
 
 
 @pytest.mark.parametrize("axis", [1, -1, 0])
@@ -236,21 +225,6 @@ def test_the_axis_of_matmul_weights(tmp_path: Path, axis: int) -> None:
 
 
 # ---- types ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.until("1.32")
-@pytest.mark.parametrize("kinds", [("QUInt16", "QInt8"), ("QInt16", "QInt16"), ("QUInt8", "QInt16")])
-@pytest.mark.parametrize("net", ["residual_block", "transformer_block"])
-def test_sixteen_bits(tmp_path: Path, net: str, kinds: tuple[str, str]) -> None:
-    """Q and DQ where 8 bits have them: fewer than stock's, so better. The runtime computes in float."""
-    types = dict(zip(("activation_type", "weight_type"), (QuantType[kind] for kind in kinds), strict=True))
-    made = make(models.ALL[net](), tmp_path, per_channel=False, **types)
-    activation, weight = (np.dtype(kind[1:].lower()) for kind in kinds)
-    assert {zero_point.dtype for _, zero_point in made.grids.values()} == {activation}
-    assert {a.dtype for n, a in made.held.items() if n.endswith("_w_quantized")} == {weight}
-    assert not any(made.heavy.values())
-    assert "runs in float" in " ".join(made.report.notes) or "run in float" in " ".join(made.report.notes)
-    assert made.db() > min(stocks(tmp_path, made.model, **types)[1], 80.0) - 1.5
 
 
 @pytest.mark.since("1.27")
@@ -327,31 +301,25 @@ def test_what_would_stay_float_is_quantized_where_it_is_named(tmp_path: Path, op
         assert any("op_types_to_quantize" in note for note in made.report.notes)
 
 
-def test_named_nodes_keep_their_promise(tmp_path: Path) -> None:
-    """Nothing that the caller names is left float for speed."""
-    made = make(models.residual_block(), tmp_path, nodes_to_quantize=["conv1"], promise=True)
-    assert [form.description for form in made.report.speed.candidates] == ["int8 as asked for"]
-    assert made.report.speed.basis == "measured"
-    assert made.heavy["conv1"]
-
-
 def test_operators_that_move_bytes_are_forced(tmp_path: Path) -> None:
-    net = Net()
-    x = net.op("Softmax", [net.op("Gemm", [net.input("x", [8, 4]), net.weight([4, 4], name="w")], name="fc")])
-    net.output(net.op("Tanh", [net.op("Transpose", [x], name="turn", perm=[1, 0])]), [4, 8])
-    assert "turn" not in make(net.model(), tmp_path).integer
-    made = make(net.model(), tmp_path, **extra(ForceQuantizeNoInputCheck=True))
-    assert {"turn", "fc"} <= made.integer
-    assert {x, "turn_out"} <= pairs(made.out)
+    model = parse("""(float[8,4] x) => (float[4,8] y) <float[4,4] w> {
+        f = Gemm (x, w)  s = Softmax (f)  t = Transpose <perm = [1, 0]> (s)  y = Tanh (t) }""")
+    assert "Transpose_t" not in make(model, tmp_path).integer
+    made = make(model, tmp_path, **extra(ForceQuantizeNoInputCheck=True))
+    assert {"Transpose_t", "Gemm_f"} <= made.integer
+    assert {"s", "t"} <= pairs(made.out)
     assert any("ForceQuantizeNoInputCheck" in note for note in made.report.notes)
 
 
-def test_exclusion_of_what_preparation_moves(tmp_path: Path) -> None:
-    """Named nodes are not rewritten away: Identity and Dropout stay where they are excluded."""
-    net = Net()
-    x = net.op("Identity", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="conv0")], name="same")
-    net.output(net.conv(net.op("Relu", [x], name="relu"), 4, 4, name="conv1"), [1, 4, 8, 8])
-    assert make(net.model(), tmp_path, nodes_to_exclude=["same"]).db() > 30
+def test_named_nodes_are_not_rewritten_away(tmp_path: Path) -> None:
+    """Identity and batch normalizations stay where they are excluded."""
+    text = """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] v, float[4,4,1,1] w> {
+        a = Conv (x, v)  [same] i = Identity (a)  r = Relu (i)  y = Conv (r, w) }"""
+    assert make(parse(text), tmp_path, nodes_to_exclude=["same"]).db() > 30
+    made = make(models.bn_net(), tmp_path, nodes_to_exclude=["bn0"])
+    assert {n.name for n in made.written.graph.node} & {"bn0", "bn1"} == {"bn0"}
+    assert made.db() > 30
+    assert make(models.bn_net(), tmp_path, nodes_to_exclude=["conv1"]).heavy == {"conv0": True, "conv1": False}
 
 
 @pytest.mark.x86_only

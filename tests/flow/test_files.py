@@ -69,9 +69,8 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
     options: Any = {"recipe": "plain", "promise": False, "calibration_cache_path": "new.json"}
     report = quantize_static("model.onnx", "out.onnx", Wanderer(models.feeds(MODEL)), **options)
     assert report.model_output == "out.onnx"
-    assert (folder / "out.onnx").is_file()
-    assert (folder / "new.json").is_file()
-    assert list((folder / "sub").iterdir()) == []
+    assert {"out.onnx", "new.json"} <= {*os.listdir(folder)}
+    assert os.listdir(folder / "sub") == []
 
 
 @contextmanager
@@ -108,26 +107,22 @@ def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("recipe", ["plain", "fast", "accurate"])
-@pytest.mark.parametrize(("net", "external"), [
-    (models.mlp, False), *((models.residual_block, e) for e in (False, True)), (models.transformer_block, False),
+@pytest.mark.parametrize(("net", "external", "recipe"), [
+    (models.mlp, False, "plain"), (models.residual_block, True, "plain"), (models.residual_block, False, "fast"),
+    (models.residual_block, True, "accurate"), (models.transformer_block, False, "accurate"),
 ])  # fmt: skip
-def test_the_output_may_take_the_models_place_as_with_stock(tmp_path, recipe, net, external):
+def test_the_output_may_take_the_models_place_as_with_stock(tmp_path, net, external, recipe):
     """It becomes what it becomes elsewhere."""
     (here := tmp_path / "here").mkdir()
     path, other = here / "model.onnx", tmp_path / "other.onnx"
-    location = {"save_as_external_data": True, "location": "model.onnx.data", "size_threshold": 0} if external else {}
-    onnx.save(net(), path, **location)
-    before = sum(file.stat().st_size for file in here.iterdir())
-    feeds = models.feeds(net())
+    onnx.save(net(), path, save_as_external_data=external, location="model.onnx.data", size_threshold=0)
+    sizes, feeds = [sum(file.stat().st_size for file in here.iterdir())], models.feeds(net())
     quantized(path, other, feeds, recipe=recipe)
     with pytest.warns(KenosisWarning, match="the float model's own file, which is replaced"):
         report = quantized(path, path, feeds, use_external_data_format=external, recipe=recipe)
-    after = sum(file.stat().st_size for file in here.iterdir())
-    assert (report.size_before, report.size_after) == (before, after)
-    assert len(list(here.iterdir())) == 1 + external
+    sizes.append(sum(file.stat().st_size for file in here.iterdir()))
+    assert [report.size_before, report.size_after] == sizes
+    assert len([*here.iterdir()]) == 1 + external
     onnx.checker.check_model(str(path), full_check=True)
-    if external:
-        assert quality(net(), path, feeds) == quality(net(), other, feeds) > 20
-    else:
-        assert path.read_bytes() == other.read_bytes()
+    assert quality(net(), path, feeds) == quality(net(), other, feeds) > 20
+    assert external or path.read_bytes() == other.read_bytes()

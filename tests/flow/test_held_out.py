@@ -20,30 +20,29 @@ from kenosis_ort import RECIPES, ArrayReader, KenosisWarning, QuantizationReport
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.flow.held_data import Validation
 from tests.flow.support import Untouched, quantized, run
-from tests.models import Feed, Net
+from tests.models import Feed
 from tests.planning import parse
 
-CHANNELS = 8
 IN_ORDER, PAIRS_TURNED, TURNED = (0, 1, 2, 3, 4, 5, 6, 7), (2, 3, 0, 1, 6, 7, 4, 5), (7, 6, 5, 4, 3, 2, 1, 0)
 OFF: dict[str, Any] = {"ranges": "minmax", "equalize": False, "smooth": "off", "bias_correction": False}
 
 
 def uneven(seed: int) -> onnx.ModelProto:
     """A depthwise blur, the same for all channels, and a Conv whose weights differ a lot by channel."""
-    net = Net(seed=seed)
-    c, pads = CHANNELS, {"kernel_shape": [3, 3], "pads": [1] * 4}
-    blur = [net.input("x", [1, c, 8, 8]), np.full((c, 1, 3, 3), 1 / 9), np.full(c, 0.1)]
-    y = net.op("Relu", [net.op("Conv", blur, name="blur", group=c, **pads)], name="relu")
-    weights = net.rng.normal(0, 0.3, (c, c, 3, 3)) * np.exp(net.rng.normal(0, 1.5, (1, c, 1, 1)))
-    net.output(net.op("Conv", [y, weights, np.zeros(c)], name="mix", **pads), [1, c, 8, 8])
-    return net.model()
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(0, 0.3, (8, 8, 3, 3)) * np.exp(rng.normal(0, 1.5, (1, 8, 1, 1)))
+    text = """(float[1,8,8,8] x) => (float[1,8,8,8] y)
+        <float[8,1,3,3] blur, float[8] shift, float[8,8,3,3] w, float[8] none> {
+        b = Conv <group = 8, pads = [1,1,1,1]> (x, blur, shift)  r = Relu (b)
+        y = Conv <pads = [1,1,1,1]> (r, w, none) }"""
+    return parse(text, {"w": weights, "blur": np.full(72, 1 / 9), "shift": [0.1] * 8, "none": [0.0] * 8})
 
 
 def samples(seed: int, held_out: list[int], *, level: float) -> list[Feed]:
     """Sixteen samples whose channels differ in size; every fourth has them in the given order, at the given level."""
     rng = np.random.default_rng(seed)
-    size = np.exp(np.linspace(0, -3, CHANNELS))[:, None, None]
-    found = [(rng.normal(0.3, 1, (1, CHANNELS, 8, 8)) * size).astype(np.float32) for _ in range(16)]
+    size = np.exp(np.linspace(0, -3, 8))[:, None, None]
+    found = [(rng.normal(0.3, 1, (1, 8, 8, 8)) * size).astype(np.float32) for _ in range(16)]
     return [at_place({"x": np.float32(level) * x[:, held_out] if i % 4 == 3 else x}, i) for i, x in enumerate(found)]
 
 
@@ -64,7 +63,7 @@ def fitted(folder: Path, seed: int, held_out: list[int], level: float, **passes:
 
 @pytest.mark.parametrize("passes", [
     {"equalize": True}, {"bias_correction": True}, {"bias_correction": True, "rounding": "learned"},
-], ids=lambda passes: list(passes)[-1])  # fmt: skip
+])  # fmt: skip
 def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str, Any]) -> None:
     files = []
     for order in (IN_ORDER, PAIRS_TURNED):
@@ -159,17 +158,16 @@ class Top1:
     """Counts what is right, sample by sample."""
 
     def __init__(self, labels: np.ndarray) -> None:
-        self.labels, self.right, self.seen = labels, 0, 0
+        self.labels, self.hits = labels, []
 
     def update(self, outputs: Any, reference: Any, index: int) -> None:
-        self.right += int(top(outputs) == self.labels[index])
-        self.seen += 1
+        self.hits.append(top(outputs) == self.labels[index])
 
     def compute(self) -> float:
-        return self.right / self.seen
+        return float(np.mean(self.hits))
 
     def reset(self) -> None:
-        self.right = self.seen = 0
+        self.hits.clear()
 
 
 class Reader:
@@ -179,10 +177,10 @@ class Reader:
         self.feeds, self.buffer = iter(feeds), np.zeros((1, 3, 8, 8), np.float32)
 
     def get_next(self) -> Any:
-        feed = next(self.feeds, None)
-        if feed is not None:
-            self.buffer[:] = feed["x"]
-        return None if feed is None else {"x": self.buffer}
+        if (feed := next(self.feeds, None)) is None:
+            return None
+        self.buffer[:] = feed["x"]
+        return {"x": self.buffer}
 
 
 def test_a_budget_on_labels_of_held_out_data(tmp_path: Path) -> None:
@@ -292,16 +290,14 @@ def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path: Path) -> N
 
 def detector() -> onnx.ModelProto:
     """Small bright marks on a dark ground: a mask of few pixels, whose edges are where noise counts."""
-    net, rng = Net(), np.random.default_rng(5)
-    value, channels = net.input("x", [1, 1, 32, 32]), 1
-    for _ in range(4):
-        mix = rng.uniform(size=(8, channels, 3, 3)) ** 4
-        mix /= mix.sum(axis=(1, 2, 3), keepdims=True)
-        value = net.op("Relu", [net.op("Conv", [value, mix], pads=[1, 1, 1, 1])])
-        channels = 8
-    last = net.op("Conv", [value, np.full((1, 8, 1, 1), 5.0), np.full(1, -12.0)])
-    net.output(net.op("Sigmoid", [last]), [1, 1, 32, 32])
-    return net.model()
+    rng, c = np.random.default_rng(5), "Conv <pads = [1,1,1,1]>"
+    mixes = {f"m{i}": rng.uniform(size=(8, 8 if i else 1, 3, 3)) ** 4 for i in range(4)}
+    weights = {name: mix / mix.sum(axis=(1, 2, 3), keepdims=True) for name, mix in mixes.items()}
+    text = f"""(float[1,1,32,32] x) => (float[1,1,32,32] y)
+        <float[8,1,3,3] m0, float[8,8,3,3] m1, float[8,8,3,3] m2, float[8,8,3,3] m3, float[1,8,1,1] v, float[1] b> {{
+        c0 = {c} (x, m0)  r0 = Relu (c0)  c1 = {c} (r0, m1)  r1 = Relu (c1)  c2 = {c} (r1, m2)  r2 = Relu (c2)
+        c3 = {c} (r2, m3)  r3 = Relu (c3)  last = Conv (r3, v, b)  y = Sigmoid (last) }}"""
+    return parse(text, {**weights, "v": [5.0] * 8, "b": -12.0})
 
 
 def marks(count: int, seed: int) -> list[Feed]:

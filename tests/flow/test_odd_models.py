@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from tests import models
 from tests.flow.support import changed, good, make, run, session
-from tests.models import Feed, Net
+from tests.models import Feed
 from tests.planning import parse
 
 # ---- names ----------------------------------------------------------------------------------------------------
@@ -48,37 +48,25 @@ def test_values_named_like_what_quantization_adds(tmp_path: Path, names: str, po
 CONV = "Conv <pads = [1, 1, 1, 1]>"
 NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "a factor named like the scale of its input": (
-        f"""net (float[1,3,8,8] x) => (float[1,4,8,8] z) <float[4,3,3,3] w, float y_scale, float[4,4,3,3] v> {{
-            y = {CONV} (x, w)  s = Mul (y, y_scale)  z = {CONV} (s, v) }}""",
-        {"y_scale": 3.0},
-    ),
+        f"""(float[1,3,8,8] x) => (float[1,4,8,8] z) <float[4,3,3,3] w, float y_scale, float[4,4,3,3] v> {{
+            y = {CONV} (x, w)  s = Mul (y, y_scale)  z = {CONV} (s, v) }}""", {"y_scale": 3.0}),
     "a weight and a bias of two grids, and a bias named like the second copy": (
-        f"""net (float[1,4,8,8] x) => (float[1,4,8,8] a, float[1,4,8,8] c, float[1,4,8,8] d)
+        f"""(float[1,4,8,8] x) => (float[1,4,8,8] a, float[1,4,8,8] c, float[1,4,8,8] d)
             <float[4,4,3,3] w, float[4,4,3,3] v, float[4] b, float[4] b_1, float forty> {{
             a = {CONV} (x, w, b)  big = Mul (x, forty)  c = {CONV} (big, w, b)  d = {CONV} (x, v, b_1) }}""",
-        {"forty": 40.0, "b": [0.4, -1.1, 0.7, 1.6], "b_1": [5.0, -3.0, 2.0, 4.0]},
-    ),
+        {"forty": 40.0, "b": [0.4, -1.1, 0.7, 1.6], "b_1": [5.0, -3.0, 2.0, 4.0]}),
     "one initializer as weight and as bias": (
-        """net (float[1,1] x) => (float[1,4] y) <float[4,1] a, float[1,4] v, float[1] c, float[1,4] u> {
+        """(float[1,1] x) => (float[1,4] y) <float[4,1] a, float[1,4] v, float[1] c, float[1,4] u> {
             f = Gemm <transB = 1> (x, a)  r = Relu (f)  g = Gemm <transB = 1> (r, v, c)  y = Gemm (g, u, v) }""",
-        {"a": [0.9, -0.5, 1.2, 0.4], "v": [0.8, -1.3, 0.4, 1.1], "c": 0.5, "u": [0.7] * 4},
-    ),
-    "one dimension": ("""net (float[1,3,6] x) => (float[1,4,6] y) <float[4,3,3] w, float[4,4,3] v> {
+        {"a": [0.9, -0.5, 1.2, 0.4], "v": [0.8, -1.3, 0.4, 1.1], "c": 0.5, "u": [0.7] * 4}),
+    "one dimension": ("""(float[1,3,6] x) => (float[1,4,6] y) <float[4,3,3] w, float[4,4,3] v> {
             a = Conv <pads = [1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1]> (r, v) }""", {}),
-    "three dimensions": (
-        """net (float[1,3,6,6,6] x) => (float[1,4,6,6,6] y) <float[4,3,3,3,3] w, float[4,4,3,3,3] v> {
-            a = Conv <pads = [1, 1, 1, 1, 1, 1]> (x, w)  r = Relu (a)  y = Conv <pads = [1, 1, 1, 1, 1, 1]> (r, v) }""",
-        {},
-    ),
-    "unused inputs, initializers and nodes": (f"""net (float[1,3,8,8] x, float[1,2] unused) => (float[1,4,8,8] y)
+    "three dimensions": ("""(float[1,3,6,6,6] x) => (float[1,4,6,6,6] y) <float[4,3,3,3,3] w, float[4,4,1,1,1] v> {
+            a = Conv <pads = [1, 1, 1, 1, 1, 1]> (x, w)  r = Relu (a)  y = Conv (r, v) }""", {}),
+    "unused inputs, initializers and nodes, and inner outputs": (
+        f"""(float[1,3,8,8] x, float[1,2] unused) => (float[1,4,8,8] a, float[1,4,8,8] r, float[1,4,8,8] y)
             <float[4,3,3,3] w, float[4,4,3,3] v, float[3] nobody> {{
-            a = {CONV} (x, w)  dead_end = Relu (a)  y = {CONV} (a, v) }}""", {}),
-    "several outputs, inner ones too": (
-        f"""net (float[1,3,8,8] x) => (float[1,8,8,8] s, float[1,8,8,8] r, float[1,8,8,8] b, float[1,4,8,8] y)
-            <float[8,3,3,3] w, float[8,8,3,3] v, float[4,8,3,3] u> {{
-            s = {CONV} (x, w)  r = Relu (s)  b = {CONV} (r, v)  t = Relu (b)  y = {CONV} (t, u) }}""",
-        {},
-    ),
+            a = {CONV} (x, w)  dead_end = Tanh (a)  r = Relu (a)  y = {CONV} (r, v) }}""", {}),
 }  # fmt: skip
 
 
@@ -97,18 +85,17 @@ def test_all_of_it_runs_in_integers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("listed", "fed", "overridable"), [
     (["factor"], False, {"factor"}),  # meant to be overridden
-    (["a_w", "factor"], False, set()),  # weights are among them: all were listed as old exporters do
+    (["w", "factor"], False, set()),  # weights are among them: all were listed as old exporters do
     (None, False, set()),
     (None, True, {"factor"}),
 ])  # fmt: skip
 def test_initializers_that_are_inputs_too(tmp_path: Path, listed: Any, fed: bool, overridable: set[str]) -> None:
-    net = Net()
-    y = net.op("Mul", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, name="a"), net.const(2.0, "factor")], name="scaled")
-    net.output(net.conv(y, 4, 4, name="b"), [1, 4, 8, 8])
-    model = net.model()
+    text = f"""(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,3,3] w, float[4,4,3,3] v, float factor> {{
+        a = {CONV} (x, w)  scaled = Mul (a, factor)  y = {CONV} (scaled, v) }}"""
+    model = parse(text, {"factor": 2})
+    feeds: list[Feed] = models.feeds(model, 3)
     for tensor in [t for t in model.graph.initializer if listed is None or t.name in listed]:
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    feeds = models.feeds(net.model(), 3)
     if fed:
         feeds = [{**feed, "factor": np.array(i, np.float32)} for i, feed in enumerate(feeds, 1)]
     made = good(model, tmp_path, feeds)
@@ -123,11 +110,8 @@ def test_weights_that_are_inputs(tmp_path: Path) -> None:
 
 
 def test_an_input_that_is_an_output(tmp_path: Path) -> None:
-    net = Net()
-    x = net.input("x", [1, 3, 8, 8])
-    net.output(net.conv(x, 3, 4, name="conv"), [1, 4, 8, 8])
-    net.output(x, [1, 3, 8, 8])
-    made = good(net.model(), tmp_path)
+    text = f"(float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,3,8,8] x) <float[4,3,3,3] w> {{ y = {CONV} (x, w) }}"
+    made = good(parse(text), tmp_path)
     assert np.array_equal(run(made.out, made.feeds)[0][1], made.feeds[0]["x"])
 
 
@@ -191,42 +175,31 @@ def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float,
 # ---- outputs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["zipmap", "sequence", "optional"])
+MLP = "<float[8,16] a, float[16,4] b> { h = MatMul (x, a)  r = Relu (h)  s = MatMul (r, b)"
+NO_TENSORS = {
+    "seq(map(int64, float))": "p = Softmax (s)  y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 1, 2, 0]> (p)",
+    "seq(float[M,N])": "y = SequenceConstruct (s, x)", "optional(float[1,4])": "y = Optional (s)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
 def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> None:
     """A classifier's ZipMap, a list of tensors of several sizes: the report says how good they are."""
-    net = Net()
-    x = net.input("x", [1, 8])
-    scores = net.gemm(net.op("Relu", [net.gemm(x, 8, 16, name="a")]), 16, 4, name="b")
-    tensor, number = (helper.make_tensor_type_proto(TensorProto.FLOAT, shape) for shape in (None, []))
-    if kind == "zipmap":
-        made = net.op("ZipMap", [net.op("Softmax", [scores])], domain="ai.onnx.ml", classlabels_int64s=[3, 1, 2, 0])
-        described = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.INT64, number))
-    elif kind == "sequence":
-        made, described = net.op("SequenceConstruct", [scores, x]), helper.make_sequence_type_proto(tensor)
-    else:
-        made, described = net.op("Optional", [scores]), helper.make_optional_type_proto(tensor)
-    net.output(scores, [1, 4])
-    model = net.model()
-    if kind != "zipmap":
-        model.opset_import.add(domain="ai.onnx.ml", version=3)
-    model.graph.output[0].CopyFrom(helper.make_value_info(made, described))
-    done = make(model, tmp_path, models.feeds(model, 8), recipe="fast")
-    assert done.report.warnings == ()
-    assert [o.name for o in done.report.outputs] == [made]
-    assert 25 < done.report.outputs[0].sqnr_db < 80
-    found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (done.out, model))
+    model = parse(f"(float[1,8] x) => ({kind} y) {MLP} {NO_TENSORS[kind]} }}", domains=["ai.onnx.ml"])
+    made = make(model, tmp_path, models.feeds(model, 8), recipe="fast")
+    assert made.report.warnings == ()
+    assert [o.name for o in made.report.outputs] == ["y"]
+    assert 25 < made.report.outputs[0].sqnr_db < 80
+    found, expected = (run(m, models.feeds(model, 1))[0][0] for m in (made.out, model))
     assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize("recipe", ["plain", "fast"])
 def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path: Path, recipe: str) -> None:
-    net = Net()
-    y = net.gemm(net.op("Relu", [net.gemm(net.input("x", [1, 8]), 8, 16, name="a")]), 16, 4, name="b")
-    net.output(y, [1, 4])
-    net.output(net.op("Add", [net.op("RandomNormalLike", [y], scale=5.0), y]), [1, 4])
-    made = make(net.model(), tmp_path, models.feeds(net.model(), 8), recipe=recipe)
+    text = f"(float[1,8] x) => (float[1,4] s, float[1,4] y) {MLP} n = RandomNormalLike <scale=5.0>(s) y = Add (n, s) }}"
+    made = make(parse(text), tmp_path, models.feeds(parse(text), 8), recipe=recipe)
     assert made.report.warnings == ()
-    assert [o.name for o in made.report.outputs] == [y]
+    assert [o.name for o in made.report.outputs] == ["s"]
     assert any("is random" in note for note in made.report.notes)
     assert all(made.heavy.values())
 

@@ -78,11 +78,17 @@ def test_options_that_the_runtime_would_ignore_are_refused(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("activation_type", [QuantType.QUInt16, QuantType.QInt16])
-def test_sixteen_bit_activations_load(tmp_path: Path, activation_type: QuantType) -> None:
+@pytest.mark.parametrize("kinds", ["QUInt16 QInt8", "QInt16 QInt16", "QUInt8 QInt16"])
+@pytest.mark.parametrize("net", ["residual_block", "transformer_block"])
+def test_sixteen_bits(tmp_path: Path, net: str, kinds: str) -> None:
     """Newer runtimes raise the operator set for them, older ones take their own domain's operators."""
-    types = {"activation_type": activation_type, "weight_type": QuantType.QInt8}
-    assert make(models.residual_block(), tmp_path, **types).db() > 30
+    types = dict(zip(("activation_type", "weight_type"), (QuantType[kind] for kind in kinds.split()), strict=True))
+    made = make(models.ALL[net](), tmp_path, per_channel=False, **types)
+    activation, weight = (np.dtype(kind[1:].lower()) for kind in kinds.split())
+    assert {zero_point.dtype for _, zero_point in made.grids.values()} == {activation}
+    assert {a.dtype for n, a in made.held.items() if n.endswith("_w_quantized")} == {weight}
+    assert "runs in float" in (told := " ".join(made.report.notes)) or "run in float" in told
+    assert made.db() > 30
 
 
 # ---- other floating types -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,64 +16,50 @@ from kenosis_ort.flow import speed
 from kenosis_ort.flow.timed_feeds import scenarios
 from kenosis_ort.report import SpeedCandidate, SpeedSummary
 from kenosis_ort.tuning import promise
-from kenosis_ort.tuning.promise import Basis, Estimate
+from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus
 from tests import models
 from tests.flow.support import QDQ, make, quantized, run
 from tests.models import FeedReader
 from tests.pace import Pace
 from tests.planning import parse
 
-
-def timed(model: onnx.ModelProto, out: Path, **options: Any) -> tuple[QuantizationReport, Any, bool]:
-    """The report, what it says of speed, and whether the file has Q and DQ."""
-    report = quantize_static(model, out, models.reader(model), recipe="plain", **options)
-    return report, report.speed, any(n.op_type in QDQ for n in onnx.load(out).graph.node)
+INT8_IS_SLOWER = {"int8": 0.09}
+OVERRIDES = {"extra_options": {"TensorQuantOverrides": {"x": [{"quant_type": QuantType.QUInt8}]}}}
 
 
-def test_faster_int8_is_delivered(tmp_path: Path) -> None:
-    report, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx")
-    assert has_qdq
-    assert (found.taken.name, found.taken.verdict) == ("int8", "faster")
-    assert QuantizationReport.from_json(report.to_json()).speed == found
-
-
-def test_slower_int8_leaves_the_float_model(tmp_path: Path, pace: Pace) -> None:
-    pace.int8 = 0.09
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    with pytest.warns(KenosisWarning, match="INT8 does not pay here") as caught:
-        report = quantize_static(model, out, models.reader(model), recipe="plain")
-    assert caught[0].filename == __file__
-    statuses = {form.name: form.status for form in report.speed.candidates}
-    assert (statuses["int8"], statuses["float"]) == ("slower", "taken")
-    assert "the float model" in report.verdict()
-    feeds = models.feeds(model, 1)
-    assert np.array_equal(run(model, feeds)[0][0], run(out, feeds)[0][0])
-
-
-def test_dynamic_quantization_where_only_that_is_faster(tmp_path: Path, pace: Pace) -> None:
-    pace.int8, pace.other = 0.09, 0.03
-    with pytest.warns(KenosisWarning, match="dynamic"):
-        _, found, _ = timed(models.mlp(), tmp_path / "out.onnx")
-    assert found.taken.name == "dynamic"
-    assert any(n.domain == "com.microsoft" for n in onnx.load(tmp_path / "out.onnx").graph.node)
-
-
-def test_the_promise_can_be_switched_off(tmp_path: Path, pace: Pace) -> None:
-    pace.int8 = 0.09
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx", promise=False)
-    assert found is None
-    assert has_qdq
-
-
-def test_what_the_caller_dictates_is_not_replaced(tmp_path: Path, pace: Pace) -> None:
-    pace.int8 = 0.09
-    overrides = {"TensorQuantOverrides": {"x": [{"quant_type": QuantType.QUInt8}]}}
-    with pytest.warns(KenosisWarning, match=r"TensorQuantOverrides'\] asks for does not pay here: only 0\.67x"):
-        _, found, has_qdq = timed(models.residual_block(), tmp_path / "out.onnx", extra_options=overrides)
-    assert found.basis == "measured"
-    assert has_qdq
+@pytest.mark.parametrize(("net", "times", "options", "taken", "warning"), [
+    ("residual_block", {}, {}, "int8", ""),
+    ("residual_block", {}, {"nodes_to_quantize": ["conv1"]}, "int8 as asked for", ""),  # no other form takes its place
+    ("residual_block", INT8_IS_SLOWER, {}, "float", "INT8 does not pay here"),
+    ("residual_block", INT8_IS_SLOWER, {"promise": False}, None, ""),
+    ("residual_block", INT8_IS_SLOWER, OVERRIDES, "int8 as asked for",
+     r"TensorQuantOverrides'\] asks for does not pay here: only 0\.67x"),
+    ("mlp", {**INT8_IS_SLOWER, "other": 0.03}, {}, "dynamic", "dynamic"),
+])  # fmt: skip
+def test_what_is_delivered(tmp_path: Path, pace: Pace, net: str, times: Any, options: Any, taken: Any, warning: str):
+    for name, seconds in times.items():
+        setattr(pace, name, seconds)
+    model, out = models.ALL[net](), tmp_path / "out.onnx"
+    with pytest.warns(KenosisWarning, match=warning) if warning else contextlib.nullcontext() as caught:
+        report = quantize_static(model, out, models.reader(model), recipe="plain", **options)
+    assert not warning or caught[0].filename == __file__
+    nodes, found = onnx.load(out).graph.node, report.speed
+    assert any(n.op_type in QDQ for n in nodes) == (taken not in ("float", "dynamic"))
+    assert any(n.domain == "com.microsoft" for n in nodes) == (taken == "dynamic")
+    assert (found is None) == (taken is None)
+    if found is not None:
+        names = (found.taken.name, found.taken.description)
+        assert taken in names
+        assert found.basis == "measured"
+        assert QuantizationReport.from_json(report.to_json()).speed == found
+        statuses = [form.status for form in found.candidates]
+        assert taken != "int8" or found.taken.verdict == "faster"
+        assert "as asked for" not in taken or len(statuses) == 1
+    if taken == "float":
+        assert (statuses[0], statuses[-1]) == ("slower", "taken")
+        assert "the float model" in report.verdict()
+        feeds = models.feeds(model, 1)
+        assert np.array_equal(run(model, feeds)[0][0], run(out, feeds)[0][0])
 
 
 def test_the_float_model_is_compared_with_itself(tmp_path: Path, pace: Pace) -> None:
@@ -94,16 +80,14 @@ def test_small_nets_are_decided_by_the_cost_table(tmp_path, monkeypatch, estimat
     found = estimated and Estimate(estimated, 1.4)
     monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
     monkeypatch.setattr(speed._Forms, "_estimate", lambda _: found)
-    report, told, _ = timed(models.conv_relu_chain(2), tmp_path / "out.onnx")
+    report = quantized(models.conv_relu_chain(2), tmp_path / "out.onnx", promise=True)
     assert report.is_float is is_float
-    assert told.basis == basis
-    assert told.float_milliseconds is None
+    assert (report.speed.basis, report.speed.float_milliseconds) == (basis, None)
 
 
 # ---- by the machine's clock -----------------------------------------------------------------------------------
 
 FORMS = {"int8", "dynamic", "weight-only", "float"}
-STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spare", "outrun"}
 
 
 @pytest.mark.real_clock
@@ -115,23 +99,23 @@ STATUSES = {"taken", "slower", "undecided", "dropped", "absent", "untimed", "spa
 def test_the_default_call(tmp_path: Path, model: onnx.ModelProto) -> None:
     """As nearly everybody makes it: only structure is asserted."""
     made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=True, tune="model")
-    report = made.report
+    report, found = made.report, made.report.speed
     assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
     assert made.db() > 15
     assert {"equalize", "bias_correction"} <= {p.name for p in report.passes}
     assert report.fusion is not None
-    assert report.speed.taken.name in FORMS or report.speed.taken.name.endswith("float")
-    forms = report.speed.candidates
-    assert {form.status for form in forms} <= STATUSES
-    assert [form.status for form in forms].count("taken") == 1
-    assert all(form.reason for form in forms)
-    assert any(form.ratio is not None for form in forms), "these nets take longer than a call"
-    for form in forms:
-        timed = form.ratio is not None
-        assert timed or form.status != "slower"
-        assert not timed or (form.verdict and form.milliseconds and form.low <= form.ratio <= form.high)
-    assert report.recipe.speed.form == report.speed.taken.name
-    assert QuantizationReport.from_json(report.to_json()).speed == report.speed
+    assert found.taken.name in FORMS or found.taken.name.endswith("float")
+    assert {form.status for form in found.candidates} <= {*map(str, FormStatus)}
+    assert [form.status for form in found.candidates].count("taken") == 1
+    assert any(form.ratio is not None for form in found.candidates), "these nets take longer than a call"
+    for form in found.candidates:
+        assert form.reason
+        if form.ratio is None:
+            assert form.status != "slower"
+        else:
+            assert form.verdict and form.milliseconds and form.low <= form.ratio <= form.high  # noqa: PT018
+    assert report.recipe.speed.form == found.taken.name
+    assert QuantizationReport.from_json(report.to_json()).speed == found
     assert "float model" in str(report)
 
 

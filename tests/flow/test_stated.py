@@ -1,11 +1,10 @@
-"""One table of options: what Python, a recipe file and the command line say is one request, and what is stated counts.
+"""One table of options: what Python and a recipe file say is one request, and what is stated counts.
 
 At an option's default too it goes before the recipe file, and before the named recipe.
 """
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 
 from kenosis_ort import KenosisWarning, OptionError, Placement, Speed, Stages, quantize, quantize_static
 from kenosis_ort.api import _previewed
-from kenosis_ort.cli import flags
-from kenosis_ort.cli.main import build_parser
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
@@ -26,26 +23,16 @@ from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 
 MODEL = models.mlp()
-VALUES: dict[str, tuple[Any, str]] = {
-    "activation_bits": (5, "--activation-bits 5 --format qcdq"),
-    "activation_type": (QuantType.QInt8, "--activation-type int8"),
-    "calibrate_method": (CalibrationMethod.Entropy, "--method entropy"),
-    "calibration_providers": (("CPUExecutionProvider",), ""),
-    "extra_options": ({"WeightSymmetric": False}, "--option WeightSymmetric=False"),
-    "format": ("qop", "--format qop"), "host": ("vnni", "--for-host vnni"), "kv_cache": ("int8", "--kv-cache int8"),
-    "max_opset": (17, "--max-opset 17"),
-    "nodes_to_exclude": (("a", "b"), "--exclude a --exclude b"),
-    "nodes_to_quantize": (("fc1",), "--only fc1"), "on_failure": ("float", "--on-failure float"),
-    "op_types_to_quantize": (("Gemm",), "--op-type Gemm"), "per_channel": (False, "--no-per-channel"),
-    "primary_inputs": (("x",), "--primary-input x"), "promise": (False, "--no-promise"),
-    "protect_outputs": ("int8", "--protect-outputs int8"), "quant_format": (QuantFormat.QOperator, ""),
-    "reduce_range": (True, "--reduce-range"), "rewrites": (False, "--no-rewrites"),
-    "sequence_lengths": ((1, 8), "--sequence-lengths 1,8"), "stages": (Stages(nudge=False), ""),
-    "target": ("qnn", "--target qnn"), "threads": (2, "--threads 2"), "tune": ("off", "--tune off"),
-    "use_external_data_format": (True, "--external-data"), "verify": (False, "--no-verify"),
-    "weight_bits": (4, "--weight-bits 4 --format qcdq"), "weight_type": (QuantType.QUInt8, "--weight-type uint8"),
+VALUES: dict[str, Any] = {
+    "activation_bits": 5, "activation_type": QuantType.QInt8, "calibrate_method": CalibrationMethod.Entropy,
+    "calibration_providers": ("CPUExecutionProvider",), "extra_options": {"WeightSymmetric": False}, "format": "qop",
+    "host": "vnni", "kv_cache": "int8", "max_opset": 17, "nodes_to_exclude": ("a", "b"), "nodes_to_quantize": ("fc1",),
+    "on_failure": "float", "op_types_to_quantize": ("Gemm",), "per_channel": False, "primary_inputs": ("x",),
+    "promise": False, "protect_outputs": "int8", "quant_format": QuantFormat.QOperator, "reduce_range": True,
+    "rewrites": False, "sequence_lengths": (1, 8), "stages": Stages(nudge=False), "target": "qnn", "threads": 2,
+    "tune": "off", "use_external_data_format": True, "verify": False, "weight_bits": 4, "weight_type": QuantType.QUInt8,
 }  # fmt: skip
-"""An option with a value that it has not by itself, and how the shell says it."""
+"""An option with a value that it has not by itself; how the shell says it is in `tests.cli.test_options`."""
 BESIDE = {"weight_bits": {"format": "qcdq"}, "activation_bits": {"format": "qcdq"}}
 SPEED = ("promise", "tune", "threads", "sequence_lengths")
 STATED = (
@@ -75,16 +62,12 @@ def test_every_option_that_a_file_may_hold_has_a_value_here() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_python_file_and_shell_say_the_same(name: str, tmp_path: Path) -> None:
-    value, line = VALUES[name]
-    given = {name: value, **BESIDE.get(name, {})}
+def test_python_and_file_say_the_same(name: str, tmp_path: Path) -> None:
+    given = {name: VALUES[name], **BESIDE.get(name, {})}
     said = known(request(**given))
     assert said != known(request()), "the value is none that an option has by itself"
     RecipeFile(RECIPES["fast"], given).save(tmp_path / "recipe.toml")
     assert known(request(recipe=tmp_path / "recipe.toml")) == said
-    if line:
-        words = flags.given(build_parser().parse_args(shlex.split(f"quantize m.onnx {line}")))
-        assert known(request(**flags.to_api(words))) == said
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_FILE])
@@ -95,7 +78,7 @@ def test_a_file_holds_nothing_of_a_single_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", USUAL)
 def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
-    held, usual = file(**{name: VALUES[name][0]}), USUAL[name]
+    held, usual = file(**{name: VALUES[name]}), USUAL[name]
     assert known(request(recipe=held)) != known(request())
     stated: list[dict[str, Any]] = [{name: usual}]
     if name in SPEED:
@@ -107,11 +90,9 @@ def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
 
 
 def test_named_recipes_give_way_to_what_is_stated() -> None:
-    assert request(recipe="tiny").speed.promise is False
-    assert request(recipe="tiny", speed=Speed(promise=True)).speed.promise is True
-    assert request(recipe="tiny").speed.tune == "off"
-    assert request(recipe="tiny", speed=Speed(tune="model")).speed.tune == "model"
-    assert request(recipe="tiny", speed=Speed("model")).speed.tune == "model"
+    for said in ({}, {"promise": True}, {"tune": "model"}):
+        made = request(recipe="tiny", speed=Speed(**said)).speed
+        assert {"promise": made.promise, "tune": made.tune} == {"promise": False, "tune": "off", **said}
     held = file(protect_outputs="float")
     assert request(recipe=held, placement=Placement(protect_outputs="auto")).protect_outputs == "auto"
     assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"

@@ -107,13 +107,6 @@ def test_one_cache_serves_other_recipes_and_types(tmp_path: Path, cache: Path, o
     assert made(cached=False, **options)[0] == out.read_bytes()
 
 
-def test_renamed_file_and_new_metadata_are_the_same_model(tmp_path: Path, cache: Path) -> None:
-    model = changed(MODEL)
-    model.producer_name, model.doc_string = "someone else", "exported again"
-    onnx.save(model, tmp_path / "again.onnx")
-    quantize_static(tmp_path / "again.onnx", tmp_path / "out.onnx", None, calibration_cache_path=cache)
-
-
 def test_qoperator_uses_the_cache(tmp_path: Path) -> None:
     options: dict[str, Any] = {"quant_format": QuantFormat.QOperator, "calibration_cache_path": tmp_path / "c"}
     for name, data in (("first", FEEDS), ("second", None)):
@@ -165,26 +158,25 @@ def test_wider_placement_asks_for_what_is_missing(tmp_path: Path) -> None:
     assert caught.value.fix
 
 
-def edit_range(text: str) -> str:
-    raw = json.loads(text)
-    next(iter(raw["kenosis"]["tensors"].values()))["high"] *= 2
-    return json.dumps(raw)
+def sample(raw: Any) -> Any:
+    return raw["kenosis_samples"][0]["x"]
 
 
-def edit_stock_range(text: str) -> str:
-    raw = json.loads(text)
-    next(iter(raw["data"].values()))["highest"]["data"][0] *= 2
-    return json.dumps(raw)
+DAMAGES: dict[str, Any] = {
+    "a range": lambda raw: next(iter(raw["kenosis"]["tensors"].values())).update(high=9.0),
+    "a range for stock": lambda raw: next(iter(raw["data"].values()))["highest"].update(data=[9.0]),
+    "a sample": lambda raw: sample(raw).update(base64="AAAA" + sample(raw)["base64"][4:]),
+    "a shape": lambda raw: sample(raw).update(shape=[2**40]), "a type": lambda raw: sample(raw).update(dtype="object"),
+    "one less": lambda raw: raw["kenosis_samples"].pop(), "cut": None,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", [
-    *(lambda t: t[:-2], lambda t: t[: len(t) // 2], lambda _: "", lambda t: t + "x"),
-    *(lambda _: "[]", lambda _: '{"schema": 99}', edit_range, edit_stock_range),
-], ids=[
-    "last characters", "half", "empty", "longer", "a list", "a later schema", "edited", "edited for stock",
-])  # fmt: skip
-def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, damage: Any) -> None:
-    cache.write_text(damaged := damage(cache.read_text()))
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, what: str) -> None:
+    raw = json.loads(cache.read_text())
+    if what != "cut":
+        DAMAGES[what](raw)
+    cache.write_text(damaged := json.dumps(raw)[: -2 if what == "cut" else None])
     for feeds in (FEEDS, None):
         with pytest.raises(errors.CalibrationError) as caught:
             run(tmp_path / "out.onnx", feeds, calibration_cache_path=cache)
@@ -303,14 +295,12 @@ def older(path: Path, **origin: Any) -> None:
     """Turns a table into one that an earlier version wrote."""
     raw = json.loads(path.read_text())
     raw.pop("kenosis_samples", None)
-    ours = raw["kenosis"]
-    for name in ("kept", "made_up", "checksum"):
-        ours.pop(name, None)
+    said = {"model_fingerprint": "0" * 64, "changes": [], "settings": None, "biases": False, "made_up": False}
+    ours = {k: v for k, v in raw["kenosis"].items() if k not in ("kept", "made_up", "checksum")}
+    raw["kenosis"] = ours | {"schema": 1, "origin": {**said, **origin}}
     for tensor in ours["tensors"].values():
         tensor.pop("channels", None)
-    said = {"model_fingerprint": "0" * 64, "changes": [], "settings": None, "biases": False, "made_up": False}
-    ours |= {"schema": 1, "origin": {**said, **origin}}
-    ours["checksum"] = _checksum(raw)
+    raw["kenosis"]["checksum"] = _checksum(raw)
     path.write_text(json.dumps(raw))
 
 
@@ -329,18 +319,3 @@ def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
     assert made(cached=False)[0] == out.read_bytes()
     with pytest.raises(errors.CalibrationError, match="of an earlier version"):
         run(out, None, calibration_cache_path=table)
-
-
-@pytest.mark.parametrize("what", ["content", "shape", "type", "one less"])
-def test_samples_that_were_edited_are_refused(tmp_path: Path, cache: Path, what: str) -> None:
-    raw = json.loads(cache.read_text())
-    value = raw["kenosis_samples"][0]["x"]
-    if what == "content":
-        value["base64"] = "AAAA" + value["base64"][4:]
-    elif what == "one less":
-        raw["kenosis_samples"].pop()
-    else:
-        value |= {"shape": {"shape": [2**40]}, "type": {"dtype": "object"}}[what]
-    cache.write_text(json.dumps(raw))
-    with pytest.raises(errors.KenosisError):
-        CalibrationTable.load(cache)
