@@ -89,6 +89,11 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
         if flaw:
             raise _refusal(f"Tensor '{tensor.name}' {flaw}.", name)
         tensor.ClearField("segment")
+    for graph in walk.all_graphs(proto.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            for size in value.type.tensor_type.shape.dim:
+                if size.dim_value < 0:  # open, as the runtime has it; shape inference would reckon with it
+                    size.ClearField("dim_value")
 
 
 def unsound(tensor: onnx.TensorProto) -> str | None:

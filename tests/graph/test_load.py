@@ -343,6 +343,24 @@ def test_a_segment_that_is_whole_is_read():
     assert not load_model(proto).proto.graph.initializer[0].HasField("segment")
 
 
+def test_a_negative_size_is_open():
+    """Paddle's exporters wrote -1; shape inference reckons with it, and so a Tile was repeated -1 times."""
+    proto = net(
+        "(float[1,3,1,1] x) => (float[1,1] y) { p = MaxPool<kernel_shape = [2,2], strides = [2,2]>(x) y = Flatten(p) }"
+    )
+    for value in (*proto.graph.input, *proto.graph.output):
+        for size in value.type.tensor_type.shape.dim:
+            size.dim_value = 3 if size.dim_value == 3 else -1
+    inferred = load_model(proto).proto
+    infer_shapes(inferred)
+    sizes = {
+        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in (*inferred.graph.input, *inferred.graph.value_info)
+    }
+    assert sizes == {"x": [0, 3, 0, 0], "p": [0, 3, 0, 0]}
+    assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1  # the caller's
+
+
 def test_a_reference_outside_functions_means_nothing():
     proto = net("(float[1,4] x) => (float[1,4] y) { y = LeakyRelu<alpha = 0.5>(x) }")
     proto.graph.node[0].attribute[0].ref_attr_name = "slope"
