@@ -24,6 +24,7 @@ from kenosis_ort.flow.fit import fitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
+from kenosis_ort.graph.canonical import check_structure
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
@@ -220,6 +221,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
     def _build(self, request: Request) -> tuple[Build | None, str]:
         """The build, or None and why there is none."""
         proto = self.model.model
+        check_structure(proto, "the given ModelProto")
         best: tuple[Builder, CalibrationTable, dict[str, str]] | None = None
         for asked in (request, replace(request, rewrites=frozenset())):
             builder = for_integers(proto, fitted(proto, asked))

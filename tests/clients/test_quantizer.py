@@ -62,6 +62,16 @@ def sorted_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
+def test_a_negative_size_is_open(tmp_path: Path) -> None:
+    model = models.residual_block()
+    data = ranges(model, models.feeds(model, 2), tmp_path)
+    for size in model.graph.input[0].type.tensor_type.shape.dim[2:]:
+        size.dim_value = -1
+    made = build(QDQQuantizer, model, data)
+    assert made.plan is not None
+    assert [d.dim_value for d in made.model.model.graph.input[0].type.tensor_type.shape.dim] == [1, 3, 0, 0]
+
+
 def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> None:
     model = models.residual_block(channels=16)
     before = model.SerializeToString()
