@@ -19,6 +19,7 @@ from kenosis_ort.verify import check_bias_alignment
 from tests import models
 from tests.models import Array, Feed, FeedReader, session
 
+Model = onnx.ModelProto | Path
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -29,9 +30,7 @@ class Untouched:
         raise AssertionError("data was read")
 
 
-def quantized(
-    model: onnx.ModelProto | Path, out: Path, feeds: list[Feed] | None = None, **options: Any
-) -> QuantizationReport:
+def quantized(model: Model, out: Path, feeds: list[Feed] | None = None, **options: Any) -> QuantizationReport:
     """Quantizes with the given feeds, or the model's own random ones; the core alone unless the options say more."""
     options = {"recipe": "plain", "promise": False, "tune": "off", **options}
     if feeds is None:
@@ -39,7 +38,7 @@ def quantized(
     return quantize_static(model, out, FeedReader(feeds), **options)
 
 
-def run(model: onnx.ModelProto | Path, feeds: list[Feed]) -> list[list[Array]]:
+def run(model: Model, feeds: list[Feed]) -> list[list[Array]]:
     """Returns the outputs for each feed."""
     opened = session(model)
     return [opened.run(None, feed) for feed in feeds]
@@ -52,7 +51,7 @@ def sqnr_db(want: Any, got: Any) -> float:
     return float("inf") if noise == 0 else float(10 * np.log10((a * a).sum() / noise))
 
 
-def quality(model: onnx.ModelProto | Path, out: Path, feeds: list[Feed], output: int = 0) -> float:
+def quality(model: Model, out: Path, feeds: list[Feed], output: int = 0) -> float:
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
     return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
@@ -109,9 +108,7 @@ def make(model: onnx.ModelProto, out: Path, feeds: list[Feed] | None = None, **o
     return Made(model, feeds, out, quantized(model, out, feeds, **options))
 
 
-def good(
-    model: onnx.ModelProto, out: Path, feeds: list[Feed] | None = None, *, least: float = 30, **options: Any
-) -> Made:
+def good(model: onnx.ModelProto, out: Path, feeds: Any = None, *, least: float = 30, **options: Any) -> Made:
     """Quantizes, and checks what holds of every good file: it is close, runs as planned, and nobody is warned."""
     made = make(model, out, feeds, **options)
     assert made.db() > least

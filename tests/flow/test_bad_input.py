@@ -230,7 +230,6 @@ def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused: Refused) -> N
     { c = Conv(x, w) r = Relu(c) s = Where(t, o, r) y = Conv(s, w) }"""
     weights = {"w": np.ones((4, 4, 1, 1), np.float32), "t": np.zeros(1, bool), "o": np.ones((9, 1, 1), np.float32)}
     model = parse(text, weights, checked=False)
-    error = refused(
-        errors.ModelLoadError, "Incompatible dimensions", model=model, reader=FeedReader(models.feeds(model, 4))
-    )
+    reader = FeedReader(models.feeds(model, 4))
+    error = refused(errors.ModelLoadError, "Incompatible dimensions", model=model, reader=reader)
     assert "report" not in error.fix

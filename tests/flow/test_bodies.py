@@ -136,15 +136,6 @@ LOOP = """g (float[N,32] x) => (float[N,16] y) {{
     h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {{
         go = Identity (on)\n t = MatMul (s, w1)\n u = Add (t, b1)\n next = Tanh (u) }}>
     y = MatMul (h, w2) }}"""
-SCAN = """g (float[12,N,32] x, float[N,32] h0, float[N,32] c0) => (float[12,N,16] y) {
-    e = MatMul (x, w0)\n r = Relu (e)
-    hT, cT, o = Scan <num_scan_inputs = 1, scan_input_directions = [1], scan_output_directions = [1],
-        body = step (float[N,32] h, float[N,32] c, float[N,32] row)
-        => (float[N,32] hn, float[N,32] cn, float[N,32] on) {
-        u = MatMul (h, w1)\n v = MatMul (row, w3)\n t = Add (u, v)\n gate = Sigmoid (t)\n new = Tanh (t)
-        cg = Mul (gate, c)\n cn = Add (cg, new)\n ct = Tanh (cn)\n hn = Mul (gate, ct)\n on = Identity (hn) }>
-        (h0, c0, r)
-    y = MatMul (o, w2) }"""
 NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
     a = MatMul (x, w0)\n b = {act} (a)\n half = Constant <value_float = 0.5> ()\n on = Greater (q, half)
     h = If (on) <
@@ -155,18 +146,9 @@ NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
                 then_branch = second () => (float[N,32] o3) {{ t3 = MatMul (b, w3)\n o3 = Relu (t3) }},
                 else_branch = third () => (float[N,32] o4) {{ t4 = MatMul (b, w5)\n o4 = Tanh (t4) }}> }}>
     y = MatMul (h, w2) }}"""
-BRANCHING = """g (float[N,32] x) => (float[N,16] y) {
-    n = Constant <value_int = 4> ()\n c = Constant <value = bool {1}> ()\n two = Constant <value_int = 2> ()
-    a = MatMul (x, w0)\n b = Relu (a)
-    h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {
-        go = Identity (on)\n early = Less (i, two)
-        next = If (early) <
-            then_branch = first () => (float[N,32] o1) { t1 = MatMul (s, w1)\n o1 = Tanh (t1) },
-            else_branch = other () => (float[N,32] o2) { t2 = MatMul (s, w3)\n o2 = Relu (t2) }> }>
-    y = MatMul (h, w2) }"""
 TEXTS = {
     "loop": LOOP.format(steps=4, act="Relu"), "long loop": LOOP.format(steps=12, act="Relu"),
-    "scan": SCAN, "nested": NESTED.format(act="Tanh"), "branching": BRANCHING,
+    "nested": NESTED.format(act="Tanh"),
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ them would.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from kenosis_ort import RECIPES, ArrayReader, KenosisWarning, QuantizationReport, Recipe, errors, quantize_static
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.flow.held_data import Validation
+from kenosis_ort.passes import leave_float
 from tests.flow.support import Untouched, quantized, run
 from tests.models import Feed
 from tests.planning import parse
@@ -68,7 +68,7 @@ def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str,
     files = []
     for order in (IN_ORDER, PAIRS_TURNED):
         report = fitted(tmp_path, 0, order, 0.6, **passes)
-        assert [p.name for p in report.passes if p.kept] == list(passes), "else there is nothing to compare"
+        assert [p.name for p in report.passes if p.kept] == [*passes], "nothing to compare"
         files.append((tmp_path / "out.onnx").read_bytes())
     assert files[0] == files[1]
 
@@ -86,40 +86,18 @@ def test_what_is_a_little_worse_on_held_out_samples_is_undone(tmp_path, passes, 
     assert [p for p in outcomes if p.kept and not (p.change is not None and p.change < clear.get(p.name, 0))] == []
 
 
-FITTING = {  # what gets samples to fit to, and as which argument
-    "kenosis_ort.flow.builder.collect": 1,
-    "kenosis_ort.passes.runner.channel_statistics": 1,
-    "kenosis_ort.passes.correct_biases.bias_shifts": 2,
-    "kenosis_ort.passes.round_weights.learn_rounding": 2,
-    "kenosis_ort.passes.leave_float.search_mixed_precision": "feeds",
-}
+def test_nodes_are_left_float_by_samples_that_are_not_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, real = list[Feed](), leave_float.search_mixed_precision
 
+    def search(*given: Any, feeds: list[Feed], **options: Any) -> Any:
+        seen.extend(feeds)
+        return real(*given, feeds=feeds, **options)
 
-def test_whatever_is_fitted_gets_no_sample_that_is_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, set[int]] = {}
-
-    def spy(name: str, at: int | str) -> None:
-        module, _, function = name.rpartition(".")
-        real = getattr(importlib.import_module(module), function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = list(args[at]) if isinstance(at, int) else list(kwargs[at])
-            seen.setdefault(name, set()).update(round(float(feed["x"].max())) for feed in given)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(name, call)
-
-    for name, at in FITTING.items():
-        spy(name, at)
-    feeds = [{"x": np.clip(feed["x"], -1, 1)} for feed in samples(0, IN_ORDER, level=1.0)]
-    for index, feed in enumerate(feeds):
-        feed["x"][0, 0, 0, 0] = index + 1  # the largest number tells which sample it is
-    feeds = [at_place(feed, index) for index, feed in enumerate(feeds)]
-    recipe = Recipe(rounding="learned", mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
-    quantized(uneven(0), tmp_path / "out.onnx", feeds, recipe=recipe)
-    assert seen.keys() == FITTING.keys()
-    held_out = {index + 1 for index in range(16) if index % 4 == 3}
-    assert {name: sorted(given & held_out) for name, given in seen.items()} == {name: [] for name in FITTING}
+    monkeypatch.setattr(leave_float, "search_mixed_precision", search)
+    fitted(tmp_path, 0, IN_ORDER, 1.0, mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
+    places = {feed_digest(feed) * 16 // 2**256 % 4 for feed in seen}
+    assert places
+    assert 3 not in places
 
 
 # ---- data of the caller's: what is refused, what it decides, and that nothing is calibrated on it ----------------
@@ -315,9 +293,8 @@ def test_a_budget_of_a_detector_is_about_its_masks(tmp_path: Path) -> None:
     """Noise power below the budget hid masks beyond it; the budget is judged by masks now."""
     budget, model = 0.007, detector()
     strict = replace(RECIPES["fast"], mixed_precision=True, accuracy_budget=budget, max_float_share=0.8)
-    before, after = (
-        judged(tmp_path / "out.onnx", marks(32, 1), model, recipe=recipe, tune="off") for recipe in ("fast", strict)
-    )
+    recipes, out = ("fast", strict), tmp_path / "out.onnx"
+    before, after = (judged(out, marks(32, 1), model, recipe=recipe, tune="off") for recipe in recipes)
     assert before.measure.measure.startswith("mask IoU")
     noise = [o.error_after for o in before.passes if o.error_after is not None]
     assert min(noise) < budget < before.measure.loss

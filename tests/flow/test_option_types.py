@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,9 @@ def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: A
 
 
 def test_every_option_is_in_the_table() -> None:
-    parameters = {*inspect.signature(kenosis_ort.quantize_static).parameters, *KEYWORDS} - {
-        "calibration_data_reader",
-        "further",
-    }
-    assert parameters == WRONG.keys()
-    assert parameters - {"model_input"} == OPTIONS.keys()
+    parameters = {*inspect.signature(kenosis_ort.quantize_static).parameters, *KEYWORDS}
+    assert parameters - {"calibration_data_reader", "further"} == WRONG.keys()
+    assert WRONG.keys() - {"model_input"} == OPTIONS.keys()
     assert WRONG_RECIPE.keys() == kenosis_ort.Recipe.__dataclass_fields__.keys()
 
 
@@ -105,24 +103,24 @@ def test_a_wrong_value_is_refused_by_name(tmp_path: Path, name: str) -> None:
         refused(tmp_path, name, kenosis_ort.quantize_static, **{**usual, name: value})
 
 
-@pytest.mark.parametrize("key", WRONG_EXTRA)
-def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    for value in WRONG_EXTRA[key]:
-        refused(
-            tmp_path, key, kenosis_ort.quantize_static, MODEL, tmp_path / "o", Untouched(), extra_options={key: value}
-        )
+@pytest.mark.parametrize("name", WRONG_EXTRA)
+def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    call = partial(kenosis_ort.quantize_static, MODEL, tmp_path / "out.onnx", Untouched())
+    for value in WRONG_EXTRA[name]:
+        refused(tmp_path, name, call, extra_options={name: value})
 
 
-@pytest.mark.parametrize("name", WRONG_RECIPE)
-def test_a_recipe_is_checked(tmp_path: Path, name: str) -> None:
-    for value in WRONG_RECIPE[name]:
-        refused(tmp_path, name, kenosis_ort.Recipe, **{name: value})
+WRONG_STAGES = dict.fromkeys(kenosis_ort.Stages.__dataclass_fields__, NO_FLAG)
 
 
-@pytest.mark.parametrize("name", kenosis_ort.Stages.__dataclass_fields__)
-def test_stages_are_checked(tmp_path: Path, name: str) -> None:
-    for value in NO_FLAG:
-        refused(tmp_path, name, kenosis_ort.Stages, **{name: value})
+@pytest.mark.parametrize(("kind", "name", "values"), [
+    *((kenosis_ort.Recipe, name, values) for name, values in WRONG_RECIPE.items()),
+    *((kenosis_ort.Stages, name, values) for name, values in WRONG_STAGES.items()),
+    (kenosis_ort.Speed, "sequence_lengths", ([0], "1", 3)),
+])  # fmt: skip
+def test_recipes_stages_and_groups_are_checked(tmp_path: Path, kind: Any, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        refused(tmp_path, name, kind, **{name: value})
 
 
 def test_other_calls_are_checked_too(tmp_path: Path) -> None:
@@ -133,8 +131,6 @@ def test_other_calls_are_checked_too(tmp_path: Path) -> None:
     for name, value in (("per_channel", "x"), ("nodes_to_exclude", "head"), ("extra_options", [1])):
         config = StaticQuantConfig(Untouched(), **{"extra_options": {}, name: value})
         refused(tmp_path, name, kenosis_ort.quantize, MODEL, out, config)
-    for wrong in ([0], "1", 3):
-        refused(tmp_path, "sequence_lengths", kenosis_ort.Speed, sequence_lengths=wrong)
     with pytest.raises(TypeError, match="per_channel='x' is a str"):
         kenosis_ort.quantize_static(MODEL, out, Untouched(), per_channel="x")
 

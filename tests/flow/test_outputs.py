@@ -26,7 +26,7 @@ STAGES = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify
 
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("net", sorted(models.ALL))
-def test_it_is_close_runs_as_planned_and_has_the_interface_of_the_float_model(
+def test_it_is_close_runs_as_planned_and_has_the_float_models_interface(
     tmp_path: Path, net: str, rewrites: bool
 ) -> None:
     model = models.ALL[net]()

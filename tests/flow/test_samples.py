@@ -47,9 +47,7 @@ def drain(reader: KeepingReader) -> list[int]:
 
 
 @given(st.integers(0, 200), st.integers(0, 30), st.integers(1, 30), st.integers(0, 12))
-def test_all_feeds_pass_once_and_those_of_least_digest_are_kept_as_foreseen(
-    count: int, keep: int, wanted: int, ahead: int
-) -> None:
+def test_all_feeds_pass_once_and_those_of_least_digest_are_kept(count: int, keep: int, wanted: int, ahead: int) -> None:
     reader = keeping(count, keep)
     assert numbers(reader.peek(ahead)) == list(range(min(ahead, count)))
     foreseen = reader.foreseen(wanted)

@@ -50,9 +50,8 @@ class FakeStadium:
         self.opened.append(name)
         self.bench.clock.now += self.load
         factor = float(np.exp(self.rng.normal(0, self.spread)))
-        return FakeRunner(
-            FakeBench(lambda *_: self.cost(name) * factor, clock=self.bench.clock, runs=self.bench.runs), name
-        )
+        bench = FakeBench(lambda *_: self.cost(name) * factor, clock=self.bench.clock, runs=self.bench.runs)
+        return FakeRunner(bench, name)
 
     def cost(self, name: str) -> float:
         """Seconds of a run now."""

@@ -174,9 +174,7 @@ def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dic
 
 
 @pytest.mark.parametrize(("gain", "named"), [(0.9, {}), (1.5, {}), (0.5, {"host": "amx"})])
-def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(
-    monkeypatch: pytest.MonkeyPatch, pretend: Pretend, gain: float, named: dict[str, str]
-):
+def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch, pretend: Pretend, gain: float, named: Any):
     """A machine that the caller names is believed."""
     monkeypatch.setattr(measure, "_gain", lambda *_: gain)
     pretend(with_flags(*(VNNI if named else AMX).features))
