@@ -1,4 +1,4 @@
-"""`kenosis_ort.bench` with real sessions: what it takes, leaves out and refuses. Nothing here depends on speed."""
+"""`kenosis_ort.bench` and times by operator with real sessions: what they take and refuse. Nothing depends on speed."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,10 @@ import pytest
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
 from kenosis_ort.bench import Verdict
-from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if
+from kenosis_ort.bench.op_times import profile_ops, with_measurements
+from kenosis_ort.report.gathering import gather_evidence
+from tests.flow.support import make
+from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if, residual_block
 from tests.planning import parse
 
 QUICK = {"rounds": 2, "budget_s": 0.3, "warmup": 1}
@@ -135,3 +138,49 @@ def test_json_and_text():
     assert report.compare("b", "c").ratio == pytest.approx(1 / report.compare("c", "b").ratio)
     with pytest.raises(OptionError, match="no model 'd'"):
         report.compare("d")
+
+
+# ---- times by operator, told by the model's own nodes ---------------------------------------------------------------
+
+
+def test_every_conv_is_timed_once_under_its_own_name(tmp_path: Path):
+    model = residual_block()
+    few, before = feeds(model, 2), model.SerializeToString()
+    onnx.save(model, tmp_path / "m.onnx")
+    for source in (model, before, tmp_path / "m.onnx"):
+        times = profile_ops(source, few, runs=3)
+        assert sorted(t.node for t in times if t.op_type == "Conv") == ["conv1", "conv2", "stem"]
+        assert all(t.milliseconds >= 0 for t in times)
+    assert model.SerializeToString() == before
+    assert profile_ops(model, few, runs=50, budget_s=0.0), "at least one run counts"
+
+
+def test_kernels_behind_and_inside_a_body_are_told_by_their_nodes():
+    model = net_with_if()
+    told = {t.node: t.op_type for t in profile_ops(model, feeds(model, 1), runs=1)}
+    nodes = {n.name: n.op_type for n in model.graph.node} | {"then_tanh": "Tanh", "else_neg": "Neg"}
+    assert {name: nodes[name] for name in told if name in nodes} == {n: op for n, op in told.items() if n in nodes}
+    assert {"conv0", "conv1", "else_neg"} <= set(told)
+
+
+def test_wrong_feeds_and_none_are_errors():
+    model, broken = mlp(), mlp()
+    broken.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(CalibrationError, match="no feed"):
+        profile_ops(model, [])
+    for given, feed, text in (
+        (model, {"nothing": 1}, "refuses a feed"),
+        (broken, feeds(model)[0], "does not load"),
+    ):
+        with pytest.raises(VerificationError, match=text):
+            profile_ops(given, [feed])
+
+
+def test_evidence_of_a_net_with_a_body(tmp_path: Path):
+    model, few = net_with_if(), feeds(net_with_if(), 3)
+    made = make(model, tmp_path, few, rewrites=False)
+    held = gather_evidence(model, made.written)
+    assert with_measurements(held, model, made.written, []) is held, "without feeds nothing is run"
+    found = with_measurements(held, model, made.written, few, runs=2)
+    assert {n.name for n in found.graph.nodes} >= set(made.report.plan.by_node)
+    assert all((found.layers, found.times.before, found.times.after))

@@ -15,8 +15,8 @@ from kenosis_ort.report import SpeedSummary
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.races import RaceSetup
 from tests import models
+from tests.bench.fakes import FakeStadium, net
 from tests.flow.support import changed
-from tests.tuning.fakes import FakeStadium, net
 
 FLOAT_FORM = Form("fp32", "the float model", lambda: net("float"), is_float=True)
 

@@ -16,7 +16,7 @@ from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.targets.ort_cpu.work import open_runner, opener
 from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
 from tests import models
-from tests.tuning.fakes import FEED, Disturbed, FakeStadium, net
+from tests.bench.fakes import FEED, Disturbed, FakeStadium, net
 
 ratios = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70)
 
