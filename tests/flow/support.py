@@ -44,6 +44,11 @@ def run(model: Model, feeds: list[Feed]) -> list[list[Array]]:
     return [opened.run(None, feed) for feed in feeds]
 
 
+def interface(model: Model) -> list[tuple[str, str, list[object]]]:
+    opened = session(model)
+    return [(v.name, v.type, v.shape) for v in (*opened.get_inputs(), *opened.get_outputs())]
+
+
 def sqnr_db(want: Any, got: Any) -> float:
     """Returns signal power over error power in dB."""
     a, b = np.asarray(want, np.float64), np.asarray(got, np.float64)

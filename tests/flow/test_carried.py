@@ -18,7 +18,6 @@ from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.flow import speed
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
@@ -169,23 +168,6 @@ def test_layers_that_get_a_bias_for_correction_are_planned_with_it(tmp_path: Pat
     report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
     assert report.plan.integer_nodes() == ("first", "second")
     assert {"w_bias_quantized", "v_bias_quantized"} <= initializers(tmp_path / "out.onnx").keys()
-
-
-def test_the_file_has_the_float_layers_own_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corrected in the passes, cut off afterwards, as the speed ladder and mixed precision do."""
-
-    def cut(call: Any, builder: Any, build: Any, *_: Any) -> Any:
-        assert {"conv0", "conv1"} <= build.corrections.keys()
-        keep = {**build.keep_float, "conv0": "test", "conv1": "test"}
-        return replace(builder.quantize(build.table, keep, build.corrections), fusion=build.fusion), True
-
-    model = coarse(4)  # of which bias correction is clearly better
-    monkeypatch.setattr(speed, "delivered", cut)
-    report = quantized(model, tmp_path / "out.onnx", models.feeds(model, 16), recipe="fast")
-    assert next(p for p in report.passes if p.name == "bias_correction").kept
-    found = initializers(tmp_path / "out.onnx")
-    for name in ("conv0_b", "conv1_b", "conv0_w"):
-        assert np.array_equal(found[name], held(model)[name])
 
 
 # ---- a candidate with other ranges or biases is a copy of the model made last, and equals one made anew ---------

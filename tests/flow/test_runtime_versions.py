@@ -18,7 +18,7 @@ from onnxruntime.quantization import QuantType, quant_utils
 from kenosis_ort import KenosisError, OptionError, SyntheticReader, quantize_static, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
-from tests.flow.support import good, make, proof, quantized, session, sqnr_db
+from tests.flow.support import good, interface, make, proof, quantized, session, sqnr_db
 from tests.models import Feed, FeedReader
 from tests.planning import parse
 
@@ -104,11 +104,6 @@ def typed(model: onnx.ModelProto, kind: int) -> onnx.ModelProto:
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             value.type.tensor_type.elem_type = kind
     return made
-
-
-def interface(model: onnx.ModelProto | Path) -> list[tuple[str, str, list[object]]]:
-    opened = session(model)
-    return [(v.name, v.type, v.shape) for v in (*opened.get_inputs(), *opened.get_outputs())]
 
 
 @pytest.mark.parametrize("name", ["residual_block", "two_input_detector", "mlp_matmul", "mlp"])

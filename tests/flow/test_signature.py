@@ -16,7 +16,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 from typing_extensions import Unpack
 
 import kenosis_ort
-from kenosis_ort import OptionError, QuantizationReport, calibrate, preview, quantize, quantize_static
+from kenosis_ort import OptionError, calibrate, preview, quantize, quantize_static
 from kenosis_ort.options import KEYWORDS, Keywords
 from tests import models
 from tests.flow.support import Made, Untouched, chosen, make, quality, quantized
@@ -68,21 +68,6 @@ def test_an_unknown_parameter_is_a_type_error_that_names_the_nearest(call: Any, 
 def test_public_names_exist_and_are_documented() -> None:
     assert len(set(kenosis_ort.__all__)) == len(kenosis_ort.__all__)
     assert [n for n in kenosis_ort.__all__ if not inspect.getdoc(getattr(kenosis_ort, n))] in ([], ["__version__"])
-
-
-def test_call_by_position_as_in_existing_scripts(tmp_path: Path) -> None:
-    model = models.residual_block()
-    source, out = tmp_path / "float.onnx", tmp_path / "int8.onnx"
-    onnx.save(model, source)
-    report = quantize_static(
-        str(source), str(out), models.reader(model), QuantFormat.QDQ, ["Conv", "Relu", "Add", "Gemm"], True, False,
-        QuantType.QUInt8, QuantType.QInt8, [], ["head"], False, CalibrationMethod.MinMax, ["CPUExecutionProvider"],
-        {"ActivationSymmetric": False}, None,
-    )  # fmt: skip
-    assert isinstance(report, QuantizationReport)
-    assert (report.model_input, report.model_output) == (str(source), str(out))
-    assert chosen(report)["nodes_to_exclude"] == (("head",), "caller")
-    assert quality(model, out, models.feeds(model)) > 25
 
 
 def test_config_object(tmp_path: Path) -> None:
