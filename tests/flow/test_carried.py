@@ -153,14 +153,6 @@ def test_corrections_stay_in_integer_layers_alone(kinds: list[bool]) -> None:
     assert (made is base) == (not any(kinds)), "nothing is copied where nothing differs"
 
 
-def test_a_weight_that_an_integer_layer_reads_too_is_corrected() -> None:
-    base = coarse(2)
-    base.graph.node[2].input[1] = base.graph.node[0].input[1]
-    found = held(materialize(base, corrected(base), ["conv0"]))
-    assert np.array_equal(found["conv0_w"], held(base)["conv0_w"] + np.float32(0.5))
-    assert np.array_equal(found["conv1_b"], held(base)["conv1_b"])
-
-
 def test_layers_that_get_a_bias_for_correction_are_planned_with_it(tmp_path: Path) -> None:
     text = """(float[1,16] x) => (float[1,4] y) {
         [first] a = Gemm <transB = 1> (x, w)  b = Tanh (a)  [second] y = Gemm <transB = 1> (b, v) }"""

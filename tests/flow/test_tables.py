@@ -56,13 +56,7 @@ def made(recipe: str = "fast", *, cached: bool = True, **options: Any) -> tuple[
         return out.read_bytes(), cache.read_text() if cached else "", kept(report)
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """The cache of a call with the default recipe."""
-    return cache_of(tmp_path, "fast")
-
-
-def cache_of(folder: Path, recipe: str) -> Path:
+def cache_of(folder: Path, recipe: str = "fast") -> Path:
     path = folder / "ranges.json"
     path.write_text(made(recipe)[1])
     return path
@@ -99,51 +93,38 @@ def test_made_up_samples(tmp_path: Path) -> None:
     assert files[0] == files[1] == files[2]
 
 
-@pytest.mark.parametrize("options", [{"recipe": "plain"}, {"per_channel": False}, {"recipe": EXACT}])
-def test_one_cache_serves_other_recipes_and_types(tmp_path: Path, cache: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [
+    {"recipe": "plain"}, {"per_channel": False}, {"recipe": EXACT},
+    {"recipe": "plain", "quant_format": QuantFormat.QOperator},
+])  # fmt: skip
+def test_one_cache_serves_other_recipes_types_and_formats(tmp_path: Path, options: dict[str, Any]) -> None:
     """It is of the weights as they came, whatever was done to them then."""
-    run(out := tmp_path / "out.onnx", None, calibration_cache_path=cache, **options)
+    run(out := tmp_path / "out.onnx", None, calibration_cache_path=cache_of(tmp_path), **options)
     assert made(cached=False, **options)[0] == out.read_bytes()
-
-
-def test_qoperator_uses_the_cache(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"quant_format": QuantFormat.QOperator, "calibration_cache_path": tmp_path / "c"}
-    for name, data in (("first", FEEDS), ("second", None)):
-        run(tmp_path / name, data, recipe="plain", **options)
-    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
 # ---- caches that are refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [EXACT, "plain", "fast"])
-@pytest.mark.parametrize("other", [models.feeds(MODEL, 24, seed=9), FEEDS[:-1], [*FEEDS, FEEDS[0]]])
-def test_other_data_are_refused(tmp_path: Path, recipe: str, other: Any) -> None:
+OTHERS = [(unbalanced(1), {}), (models.residual_block(), {}), (MODEL, {"calibrate_method": CalibrationMethod.Entropy})]
+OTHERS.append((MODEL, {"extra_options": {"CalibMovingAverage": True}}))
+REFUSED: list[tuple[str, onnx.ModelProto, list[Feed] | None, dict[str, Any], str]] = [
+    *((recipe, MODEL, data, {}, "produced from other data") for recipe in (EXACT, "plain", "fast")
+      for data in (models.feeds(MODEL, 24, seed=9), FEEDS[:-1], [*FEEDS, FEEDS[0]])),
+    *(("fast", model, data, options, "produced") for model, options in OTHERS
+      for data in (models.feeds(model, 24), None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "model", "data", "options", "text"), REFUSED)
+def test_other_data_models_and_options_are_refused(tmp_path: Path, recipe, model, data, options, text) -> None:
     cache = cache_of(tmp_path, recipe)
-    with pytest.raises(errors.CalibrationError, match="produced from other data") as caught:
-        run(tmp_path / "second.onnx", other, recipe=recipe, calibration_cache_path=cache)
-    assert caught.value.where == str(cache)
-    assert caught.value.fix
-    assert not (tmp_path / "second.onnx").exists()
-
-
-OTHERS: dict[str, tuple[onnx.ModelProto, dict[str, Any]]] = {
-    "another model": (unbalanced(1), {}), "another graph": (models.residual_block(), {}),
-    "another method": (MODEL, {"calibrate_method": CalibrationMethod.Entropy}),
-    "another setting": (MODEL, {"extra_options": {"CalibMovingAverage": True}}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("with_data", [True, False])
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_options_are_refused(tmp_path: Path, cache: Path, other: str, with_data: bool) -> None:
-    model, options = OTHERS[other]
-    feeds = models.feeds(model, 24) if with_data else None
-    with pytest.raises(errors.CalibrationError, match="produced") as caught:
-        run(tmp_path / "out.onnx", feeds, model, calibration_cache_path=cache, **options)
+    with pytest.raises(errors.CalibrationError, match=text) as caught:
+        run(tmp_path / "out.onnx", data, model, recipe=recipe, calibration_cache_path=cache, **options)
+    assert str(cache) in caught.value.where
     assert caught.value.fix
     assert not (tmp_path / "out.onnx").exists()
-    assert cache.read_text() == made()[1]
+    assert cache.read_text() == made(recipe)[1]
 
 
 def test_wider_placement_asks_for_what_is_missing(tmp_path: Path) -> None:
@@ -171,7 +152,8 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, cache: Path, what: str) -> None:
+def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, what: str) -> None:
+    cache = cache_of(tmp_path)
     raw = json.loads(cache.read_text())
     if what != "cut":
         DAMAGES[what](raw)
