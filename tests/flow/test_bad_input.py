@@ -54,9 +54,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused
 
     yield call
     assert out.read_bytes() == OLD
-    assert [p.name for p in target.iterdir()] == ["out.onnx"]
-    assert list(work.iterdir()) == []
-    assert list(temporary.iterdir()) == []
+    assert [path for folder in (work, temporary, target) for path in folder.iterdir()] == [out]
 
 
 # ---- the model ------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
-from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, WeightPass, changed_weights, runner
+from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, changed_weights, runner
 from kenosis_ort.passes.contract import Build, Overlay, materialize
-from kenosis_ort.passes.equalize_layers import equalize, scaled_by_equalization, values_for_equalization
+from kenosis_ort.passes.equalize_layers import Equalization, equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
 from tests.contracts.passes import coarse
@@ -103,15 +103,10 @@ def test_a_range_by_channel(channels: list[tuple[float, float, float]]) -> None:
 
 
 @dataclass(frozen=True)
-class Silent(WeightPass):
+class Silent(Equalization):
     """Scales channels, and does not say which."""
 
     name: ClassVar[str] = "silent"
-    title: ClassVar[str] = "A silent pass"
-
-    @property
-    def wanted(self) -> bool:
-        return True
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         found = equalize(state.prepared.proto, nodes=set(context.nodes))

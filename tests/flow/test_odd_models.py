@@ -143,10 +143,10 @@ def test_inputs_of_any_magnitude(tmp_path: Path, factor: float) -> None:
     assert all(is_integer or factor == 1e-38 for is_integer in good(model, tmp_path, feeds).heavy.values())
 
 
-ENDS = """net (float[1,3,12,12] x) => (float[1,4] y)
+ENDS = """(float[1,3,12,12] x) => (float[1,4] y)
     <float[8,3,3,3] w1, float[8] b1, float[8,8,3,3] w2, float[8] b2, float[8,4] w3, float[4] b3> {
-    a = Conv <pads = [1,1,1,1]> (x, w1, b1)   r = Relu (a)   c = Conv <pads = [1,1,1,1]> (r, w2, b2)
-    s = Relu (c)   p = GlobalAveragePool (s)   f = Flatten (p)   y = Gemm (f, w3, b3) }"""
+    [a] a = Conv <pads = [1,1,1,1]> (x, w1, b1)  r = Relu (a)  [c] c = Conv <pads = [1,1,1,1]> (r, w2, b2)
+    s = Relu (c)  p = GlobalAveragePool (s)  f = Flatten (p)  [y] y = Gemm (f, w3, b3) }"""
 
 
 @pytest.mark.parametrize(("magnitudes", "integer"), [
@@ -162,10 +162,7 @@ def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float,
     arrays |= {"w3": rng.normal(size=(8, 4)), "b1": rng.normal(size=8) * biases, "b2": rng.normal(size=8) * biases}
     for name in ("w2", "b1"):
         arrays[name][::2] *= dead
-    model = parse(ENDS, {**arrays, "b3": rng.normal(size=4)}, ir_version=8)
-    for node in model.graph.node:
-        node.name = node.output[0]
-    made = make(model, tmp_path)
+    made = make(parse(ENDS, {**arrays, "b3": rng.normal(size=4)}), tmp_path)
     assert {name for name, is_integer in made.heavy.items() if is_integer} == integer
     assert made.db() > 30
     if len(integer) == 1:

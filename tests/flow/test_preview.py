@@ -49,21 +49,17 @@ def test_a_calibration_table_is_what_quantization_reads(tmp_path: Path) -> None:
 # ---- kernel, path and time of each layer: of a call's file, of a float model by estimate, of any quantized one --
 
 
-def convs() -> onnx.ModelProto:
-    """A Conv that has the direct kernel, one that gains by tiles, and one of too few outputs for either."""
-    model = parse("""net (float[1,16,12,12] x) => (float[1,8] y) <float[64,16,3,3] w, float[64] wb, float[64,64,3,3] d,
-        float[64] db, float[6,64,3,3] f, float[6] fb, float[8,864] h, float[8] hb> {
-        wide = Conv <pads = [1,1,1,1]> (x, w, wb)  r0 = Relu (wide)  deep = Conv <pads = [1,1,1,1]> (r0, d, db)
-        r1 = Relu (deep)  few = Conv <pads = [1,1,1,1]> (r1, f, fb)  r2 = Relu (few)
-        flat = Flatten (r2)  y = Gemm <transB = 1> (flat, h, hb) }""")
-    for node in model.graph.node:
-        node.name = node.output[0]
-    return model
+CONVS = """(float[1,16,12,12] x) => (float[1,8] y) <float[64,16,3,3] w, float[64] wb, float[64,64,3,3] d,
+    float[64] db, float[6,64,3,3] f, float[6] fb, float[8,864] h, float[8] hb> {
+    [wide] a = Conv <pads = [1,1,1,1]> (x, w, wb)  [r0] b = Relu (a)  [deep] c = Conv <pads = [1,1,1,1]> (b, d, db)
+    [r1] e = Relu (c)  [few] g = Conv <pads = [1,1,1,1]> (e, f, fb)  [r2] i = Relu (g)
+    [flat] j = Flatten (i)  [y] y = Gemm <transB = 1> (j, h, hb) }"""
+"""A Conv that has the direct kernel, one that gains by tiles, and one of too few outputs for either."""
 
 
 @pytest.mark.parametrize(("host", "deep"), [("vnni", "direct"), ("amx", "matrix product")])
 def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, deep: str) -> None:
-    model = convs()
+    model = parse(CONVS)
     report = quantized(model, tmp_path / "q.onnx", tune="model", host=host, evidence="full")
     layers = {layer.node: layer for layer in report.layers}
     paths = {"wide": "direct", "deep": deep, "few": "matrix product"}
@@ -78,11 +74,11 @@ def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, 
 
 
 def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_path: Path, capsys: Any) -> None:
-    here, there = ({x.node: x for x in layer_times(convs(), host=host)} for host in ("vnni", "amx"))
+    here, there = ({x.node: x for x in layer_times(parse(CONVS), host=host)} for host in ("vnni", "amx"))
     assert here["deep"].estimated_us != there["deep"].estimated_us
     assert here["deep"].measured_us is None
-    onnx.save(convs(), tmp_path / "f.onnx")
-    quantized(convs(), tmp_path / "q.onnx")
+    onnx.save(parse(CONVS), tmp_path / "f.onnx")
+    quantized(parse(CONVS), tmp_path / "q.onnx")
     with pytest.raises(errors.OptionError, match="quantized already"):
         layer_times(tmp_path / "q.onnx", host="amx")
     assert cli.main(["explain", str(tmp_path / "f.onnx"), "--times", "--for-host", "vnni"]) == 0
