@@ -136,6 +136,15 @@ LOOP = """g (float[N,32] x) => (float[N,16] y) {{
     h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {{
         go = Identity (on)\n t = MatMul (s, w1)\n u = Add (t, b1)\n next = Tanh (u) }}>
     y = MatMul (h, w2) }}"""
+SCAN = """g (float[12,N,32] x, float[N,32] h0, float[N,32] c0) => (float[12,N,16] y) {
+    e = MatMul (x, w0)\n r = Relu (e)
+    hT, cT, o = Scan <num_scan_inputs = 1, scan_input_directions = [1], scan_output_directions = [1],
+        body = step (float[N,32] h, float[N,32] c, float[N,32] row)
+        => (float[N,32] hn, float[N,32] cn, float[N,32] on) {
+        u = MatMul (h, w1)\n v = MatMul (row, w3)\n t = Add (u, v)\n gate = Sigmoid (t)\n new = Tanh (t)
+        cg = Mul (gate, c)\n cn = Add (cg, new)\n ct = Tanh (cn)\n hn = Mul (gate, ct)\n on = Identity (hn) }>
+        (h0, c0, r)
+    y = MatMul (o, w2) }"""
 NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
     a = MatMul (x, w0)\n b = {act} (a)\n half = Constant <value_float = 0.5> ()\n on = Greater (q, half)
     h = If (on) <
@@ -148,7 +157,7 @@ NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
     y = MatMul (h, w2) }}"""
 TEXTS = {
     "loop": LOOP.format(steps=4, act="Relu"), "long loop": LOOP.format(steps=12, act="Relu"),
-    "nested": NESTED.format(act="Tanh"),
+    "scan": SCAN, "nested": NESTED.format(act="Tanh"),
 }  # fmt: skip
 
 

@@ -249,8 +249,8 @@ def test_nothing_is_done_where_tokens_are_alike_or_nets_are_taken_whole(net: Any
 MODEL = models.bn_net()
 
 
-def alone(folder: Path, data: Any = None, **options: Any) -> kenosis_ort.QuantizationReport:
-    return kenosis_ort.quantize_static(MODEL, folder / "out.onnx", data, promise=False, **options)
+def alone(folder: Path, data: Any = None, *, model: Any = MODEL, **options: Any) -> kenosis_ort.QuantizationReport:
+    return kenosis_ort.quantize_static(model, folder / "out.onnx", data, promise=False, **options)
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
@@ -266,6 +266,13 @@ def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -
     (ranges,) = (p for p in report.passes if p.name == "ranges")
     assert (ranges.kept, "made-up samples" in ranges.reason) == (False, True), "they do not show what clipping costs"
     assert alone(tmp_path, models.reader(MODEL)).trust is None
+
+
+def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
+    off = {f"bn{i}_{kind}": lambda values: 1e4 * (1 + values) for i in range(2) for kind in ("mean", "var")}
+    with pytest.warns(kenosis_ort.KenosisWarning, match="made-up calibration samples"):
+        trust = alone(tmp_path, model=changed(MODEL, **off), recipe="data-free").trust
+    assert (trust.verdict, bool(trust.advice)) == ("do not ship", True)
 
 
 # ---- weights alone --------------------------------------------------------------------------------------------
