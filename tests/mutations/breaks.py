@@ -207,5 +207,10 @@ BREAKS = (
           "cli/test_commands.py"),
     Break("placement/absorption.py", "        self.shortcuts[str(node.name)] = others[0]", "        pass",
           "contracts/test_own_target.py"),
+    Break("graph/canonical.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
+    Break("passes/scale_rows.py", "if _MORE * score.error > best.error:", "if False:", "passes/test_row_scales.py"),
+    Break("passes/correct_biases.py", "self._stacks = False  # also", "self._stacks = True  # also",
+          "passes/test_bias_correction.py"),
+    Break("passes/runner.py", "before, after = found.scores", "after, before = found.scores", "passes/test_runner.py"),
 )
 # fmt: on
