@@ -1,7 +1,6 @@
 """Each spelling of a model means to the prepared model what it means to the runtime."""
 
 import numpy as np
-import onnx
 import pytest
 from onnx import helper, numpy_helper
 
@@ -33,17 +32,13 @@ def test_of_several_constants_the_one_counts_that_the_runtime_reads(width, order
     """It reads the last of small initializers and the first of large ones, and Constant nodes before both."""
     proto = net(f"""(float[{width}] x) => (float[{width}] y) {{ [first] c = Constant<value = float[1] {{1}}>()
         [last] c = Constant<value = float[1] {{1}}>() z = Add(x, k) u = Add(z, c) y = Add(u, s) }}""")
-
-    def tensor(seed: int, name: str = "") -> onnx.TensorProto:
-        return numpy_helper.from_array(normal((width,), seed), name)
-
+    tensors = {seed: numpy_helper.from_array(normal((width,), seed)) for seed in (*order, 3, 4, 10, 11)}
     for at, node in enumerate(proto.graph.node[:2]):
-        node.attribute[0].t.CopyFrom(tensor(10 + at))
-    proto.graph.initializer.extend([*(tensor(at, "k") for at in order), tensor(3, "c"), tensor(4, "s")])
-    five = numpy_helper.from_array(np.float32([5]), "s")
-    proto.graph.sparse_initializer.append(
-        helper.make_sparse_tensor(five, numpy_helper.from_array(np.int64([1])), [width])
-    )
+        node.attribute[0].t.CopyFrom(tensors[10 + at])
+    for seed, name in [*((at, "k") for at in order), (3, "c"), (4, "s")]:
+        proto.graph.initializer.add(name=name).MergeFrom(tensors[seed])
+    five, at = numpy_helper.from_array(np.float32([5]), "s"), numpy_helper.from_array(np.int64([1]))
+    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(five, at, [width]))
     prepared = ready(proto)
     assert_same(proto, prepared.proto, {"x": normal((width,), 5)})
     assert sorted(t.name for t in prepared.proto.graph.initializer) == ["c", "k", "s"]
@@ -70,12 +65,9 @@ def test_sparse_constants_become_dense(by_axis, as_node):
 
 def test_nodes_come_after_what_they_read():
     body = "() => (float[] {0}) {{ {0} = Add(n, late) n = Neg(x) }}"
-    proto = net(
-        f"""(float[2] x) => (float[2] y) {{
+    proto = net(f"""(float[2] x) => (float[2] y) <float zero = {{0}}, float one = {{1}}> {{
         y = If(flag) <then_branch = t {body.format("t")}, else_branch = e {body.format("e")}>
-        late = Abs(mid) mid = Exp(x) flag = Less(zero, one) }}""",
-        {"zero": np.float32(0), "one": np.float32(1)},
-    )
+        late = Abs(mid) mid = Exp(x) flag = Less(zero, one) }}""")
     x, prepared = np.float32([1, 2]), ready(proto).proto
     assert ops(prepared) == ["Exp", "Abs", "Less", "If"]
     assert [n.op_type for n in prepared.graph.node[-1].attribute[0].g.node] == ["Neg", "Add"]

@@ -22,48 +22,35 @@ def linear() -> onnx.ModelProto:
     return net("(float[1,64] x) => (float[1,64] y) { y = MatMul(x, w) }", {"w": WEIGHT})
 
 
-def weight_of(path) -> np.ndarray:
-    return numpy_helper.to_array(load_model(path).proto.graph.initializer[0])
-
-
 @pytest.fixture
 def external(tmp_path):
-    """A model with its weight in model.data; returns the path and a way to edit the tensor's entry."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path = folder / "model.onnx"
-    onnx.save_model(linear(), path, save_as_external_data=True, location="model.data", size_threshold=0)
+    """Writes a model with its weight in model.data, whose entry says so much else, and returns its path."""
+    path = tmp_path / "folder" / "model.onnx"
+    path.parent.mkdir()
 
-    def edit(**entries):
+    def write(**entries):
+        onnx.save_model(linear(), path, save_as_external_data=True, location="model.data", size_threshold=0)
         proto = onnx.load(path, load_external_data=False)
         tensor = proto.graph.initializer[0]
-        kept = {e.key: e.value for e in tensor.external_data} | {k: str(v) for k, v in entries.items()}
+        said = {e.key: e.value for e in tensor.external_data} | entries
         del tensor.external_data[:]
-        for key, text in kept.items():
-            if text != "None":
-                tensor.external_data.add(key=key, value=text)
+        tensor.external_data.extend(
+            onnx.StringStringEntryProto(key=key, value=str(value)) for key, value in said.items() if value is not None
+        )
         path.write_bytes(proto.SerializeToString())
         return path
 
-    return edit
+    return write
 
 
-def test_a_path_gives_a_complete_model(tmp_path):
-    path = tmp_path / "m.onnx"
-    onnx.save(linear(), path)
-    loaded = load_model(str(path))
-    assert loaded.path == path
-    assert loaded.name == str(path)
-    assert loaded.proto == linear()
-
-
-def test_a_model_proto_is_copied():
-    given = linear()
-    loaded = load_model(given)
-    assert loaded.path is None
-    assert loaded.proto == given
-    loaded.proto.graph.node[0].name = "changed"
-    loaded.proto.graph.initializer[0].raw_data = b""
+def test_a_path_gives_a_complete_model_and_a_proto_is_copied(tmp_path):
+    given, path = linear(), tmp_path / "m.onnx"
+    onnx.save(given, path)
+    loaded, copied = load_model(str(path)), load_model(given)
+    assert (loaded.path, loaded.name, loaded.proto) == (path, str(path), given)
+    assert (copied.path, copied.proto) == (None, given)
+    copied.proto.graph.node[0].name = "changed"
+    copied.proto.graph.initializer[0].raw_data = b""
     assert given == linear()
 
 
@@ -81,6 +68,7 @@ def test_a_constant_that_is_listed_as_an_input_is_its_default() -> None:
     (b"\x18\x00\x00\x00ORTM" + bytes(20), "ORT format"),
     (b"this is no model at all, only a text of some length", "not a complete ONNX model"),
     (bytes(range(256)), "not a complete ONNX model"), (b"\x08\x08", "no ONNX graph"),
+    *((linear().SerializeToString()[:length], "ONNX") for length in (1, 2, 10, 50, 8000, -1)),
 ])  # fmt: skip
 def test_other_files_are_refused_by_what_they_are(tmp_path, content, message):
     path = tmp_path / "m.onnx"
@@ -89,15 +77,6 @@ def test_other_files_are_refused_by_what_they_are(tmp_path, content, message):
         load_model(path)
     assert str(path) in str(caught.value)
     assert caught.value.fix
-
-
-def test_every_truncation_is_refused(tmp_path):
-    whole = linear().SerializeToString()
-    path = tmp_path / "m.onnx"
-    for length in [1, 2, 10, 50, len(whole) // 2, len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(ModelLoadError):
-            load_model(path)
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -110,29 +89,16 @@ def test_what_is_no_file(tmp_path, name, says):
         load_model(3)
 
 
-@pytest.mark.parametrize(("field", "says"), [("opset_import", "operator set"), ("graph", "no outputs")])
-def test_no_operator_set_and_no_outputs(field, says):
-    proto = linear()
-    del (proto.graph.output if field == "graph" else proto.opset_import)[:]
-    with pytest.raises(ModelLoadError, match=says):
-        load_model(proto)
-
-
 def test_external_data_are_read(external):
-    loaded = load_model(external())
-    tensor = loaded.proto.graph.initializer[0]
-    assert tensor.data_location == onnx.TensorProto.DEFAULT
-    np.testing.assert_array_equal(numpy_helper.to_array(tensor), WEIGHT)
-    x = np.ones((1, 64), np.float32)
-    np.testing.assert_allclose(run(loaded.proto, {"x": x})[0], x @ WEIGHT)
-    np.testing.assert_array_equal(weight_of(external(length=None)), WEIGHT)  # by its shape
+    for path in (external(), external(length=None)):  # without a length by its shape
+        (tensor,) = load_model(path).proto.graph.initializer
+        assert tensor.data_location == TensorProto.DEFAULT
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), WEIGHT)
 
 
 UNSAFE = {
     "absolute path": [{"location": at} for at in ("/etc/passwd", "C:\\secret", "\\\\host\\share")],
-    "outside the model's folder": [
-        {"location": at} for at in ("../secret.data", "a/../../secret.data", "..\\secret.data")
-    ],
+    "outside the model's folder": [{"location": f"{at}secret.data"} for at in ("../", "a/../../", "..\\")],
     "names no file": [{"location": at} for at in ("a\0b", None)],
     "does not exist": [{"location": at} for at in ("none.data", "*/_ORT_MEM_ADDR_/*")],
     "not a regular file": [{"location": "."}],
@@ -140,6 +106,7 @@ UNSAFE = {
     "negative": [{"offset": -1}, {"length": -5}],
     "malformed": [{"offset": "x"}],
     "takes 16384": [{"length": 10**12}, {"length": 100}],
+    "truncated": [{"location": "short.data"}],
 }
 
 
@@ -147,20 +114,10 @@ UNSAFE = {
 def test_unsafe_or_broken_external_data_are_refused(external, entries, message):
     path = external(**entries)
     (path.parent.parent / "secret.data").write_bytes(WEIGHT.tobytes())
+    (path.parent / "short.data").write_bytes(WEIGHT.tobytes()[:-1])
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_model(path)
     assert "tensor 'w'" in str(caught.value)
-
-
-def test_a_missing_or_short_data_file_is_refused(external):
-    path = external()
-    data = path.parent / "model.data"
-    data.write_bytes(data.read_bytes()[:-1])
-    with pytest.raises(ModelLoadError, match="truncated"):
-        load_model(path)
-    data.unlink()
-    with pytest.raises(ModelLoadError, match="does not exist"):
-        load_model(path)
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -178,29 +135,24 @@ def test_links_out_of_the_folder_are_refused(external, folder):
 
 def test_a_hub_cache_of_links_is_read(external, tmp_path):
     """Model and data are links into one folder of blobs, as hubs lay out their caches."""
-    path = external()
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    (path.parent / "model.data").rename(blobs / "b")
-    path.rename(blobs / "a")
-    (snapshot / "model.onnx").symlink_to("../../blobs/a")
-    (snapshot / "model.data").symlink_to("../../blobs/b")
-    np.testing.assert_array_equal(weight_of(snapshot / "model.onnx"), WEIGHT)
+    path, snapshot = external(), tmp_path / "snapshots"
+    snapshot.mkdir()
+    for name, blob in (("model.onnx", "a"), ("model.data", "b")):
+        (path.parent / name).rename(path.parent / blob)
+        (snapshot / name).symlink_to(f"../folder/{blob}")
+    (tensor,) = load_model(snapshot / "model.onnx").proto.graph.initializer
+    np.testing.assert_array_equal(numpy_helper.to_array(tensor), WEIGHT)
 
 
 def test_external_data_in_a_subgraph_constant_are_checked(tmp_path):
     body = "() => (float[1] c) { c = Constant<value = float[1] {1}>() }"
-    text = f"(bool x) => (float[1] y) {{ y = If(x) <then_branch = t {body}, else_branch = e {body}> }}"
-    proto = net(text)
+    proto = net(f"(bool x) => (float[1] y) {{ y = If(x) <then_branch = t {body}, else_branch = e {body}> }}")
     tensor = proto.graph.node[0].attribute[1].g.node[0].attribute[0].t
-    tensor.Clear()
-    tensor.MergeFrom(onnx.TensorProto(data_type=1, dims=[1], data_location=onnx.TensorProto.EXTERNAL))
+    tensor.CopyFrom(TensorProto(data_type=1, dims=[1], data_location=TensorProto.EXTERNAL))
     tensor.external_data.add(key="location", value="../outside")
-    path = tmp_path / "m.onnx"
-    path.write_bytes(proto.SerializeToString())
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     with pytest.raises(ModelLoadError, match="outside"):
-        load_model(path)
+        load_model(tmp_path / "m.onnx")
 
 
 def test_a_proto_with_unloaded_external_data_is_refused(external):
@@ -212,16 +164,15 @@ def test_a_proto_with_unloaded_external_data_is_refused(external):
 @pytest.mark.parametrize(("text", "named"), [
     ("(float[1] x) => (float[1] y) { [quant] q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }", "quant"),
     ("(uint8[2,2] x) => (int32[2,2] y) { y = MatMulInteger(x, x) }", "MatMulInteger"),
-    # weights alone
-    ("(float[1,4] x) => (float[1,4] y) <int8[4,4] v> { w = DequantizeLinear(v, s) y = MatMul(x, w) }", ""),
 ])  # fmt: skip
 def test_quantized_activations_are_refused(text, named):
-    proto = net(text, {"s": np.float32(1), "z": np.uint8(0)})
-    if not named:
-        check_not_quantized(proto)
-        return
     with pytest.raises(AlreadyQuantizedError, match=named):
-        check_not_quantized(proto)
+        check_not_quantized(net(text, {"s": np.float32(1), "z": np.uint8(0)}))
+
+
+def test_weights_alone_may_be_quantized():
+    text = "(float[1,4] x) => (float[1,4] y) <int8[4,4] v, float s> { w = DequantizeLinear(v, s) y = MatMul(x, w) }"
+    check_not_quantized(net(text))
 
 
 # ---- what is checked before anything works on a model ---------------------------------------------------------------
@@ -294,47 +245,68 @@ def test_sound_tensors_of_all_types_are_taken(tensor):
 def test_what_nothing_reads_and_nobody_could_read_is_left_out():
     proto = tiny()
     broken = proto.graph.initializer.add(name="unused", data_type=1, dims=[3], raw_data=b"x")
-    loaded = load_model(proto)
-    assert [t.name for t in loaded.proto.graph.initializer] == ["w"]
+    assert [t.name for t in load_model(proto).proto.graph.initializer] == ["w"]
     assert broken in proto.graph.initializer  # the caller's own is not changed
 
 
-@pytest.mark.parametrize("field", ["node", "input", "initializer", "function"])
-def test_names_that_are_no_text_are_refused(field):
-    proto = with_functions("Relu") if field == "function" else tiny()
-    old = {"node": b"mm", "input": b"\x01x", "initializer": b"\x01w", "function": b"\x02f0"}[field]
+def without(field: str, of: str = "") -> onnx.ModelProto:
+    proto = tiny()
+    {"": proto, "graph": proto.graph, "node": proto.graph.node[0]}[of].ClearField(field)
+    return proto
+
+
+def calling(*, argument: str) -> onnx.ModelProto:
+    proto = with_functions("d.f1", "Relu")
+    proto.graph.node[0].input[0] = argument
+    proto.functions[1].input.append("spare")
+    return proto
+
+
+@pytest.mark.parametrize(("build", "says"), [
+    (lambda: without("opset_import"), "operator set"), (lambda: without("ir_version"), "no ONNX graph"),
+    (lambda: without("output", "graph"), "no outputs"),
+    *((lambda field=field: without(field, "node"), r"'mm' \(MatMul\).*needs 2 and 1") for field in ("input", "output")),
+    (lambda: nested(60), "levels deep"), (lambda: with_functions("d.f1", "Relu d.f0"), "calls itself"),
+    (lambda: with_functions(*(" ".join([f"d.f{i + 1}"] * 10) for i in range(8)), "Relu"), "unfolds to"),
+    (lambda: calling(argument=""), "'f1' leaves out its input 'p'"),  # the runtime crashes on it
+])  # fmt: skip
+def test_what_is_no_sound_model_is_refused(build, says):
+    with pytest.raises(ModelLoadError, match=says):
+        load_model(build(), ask_runtime=False)
+
+
+def test_bodies_and_functions_that_are_sound_are_taken():
+    assert parse_model(nested(10).SerializeToString()).graph.node
+    for proto in (with_functions("d.f1 d.f1", "Relu Relu"), calling(argument="x")):
+        assert load_model(proto).proto.functions
+
+
+@pytest.mark.parametrize(("build", "old", "says"), [
+    (tiny, b"mm", "not UTF-8"), (tiny, b"\x01x", "not UTF-8"), (tiny, b"\x01w", "not UTF-8"),
+    (lambda: with_functions("Relu"), b"\x02f0", "not UTF-8"), (tiny, b"somebody", ""),
+], ids=["node", "input", "initializer", "function", "what is no name does not matter"])  # fmt: skip
+def test_names_that_are_no_text_are_refused(build, old, says):
+    proto = build()
+    proto.producer_name = "somebody"
     content = proto.SerializeToString()
     assert old in content
-    with pytest.raises(ModelLoadError, match="not UTF-8"):
-        parse_model(content.replace(old, old[:-1] + b"\xff"))
+    content = content.replace(old, old[:-1] + b"\xff")
+    if not says:
+        assert load_model(parse_model(content)).proto.graph.node
+        return
+    with pytest.raises(ModelLoadError, match=says):
+        parse_model(content)
 
 
-def test_a_doc_string_that_is_no_text_does_not_matter():
-    proto = tiny()
-    proto.producer_name = "somebody"
-    content = proto.SerializeToString().replace(b"somebody", b"some\xff\xfedy")
-    assert load_model(parse_model(content)).proto.graph.node
-
-
-def test_operators_have_their_inputs_and_outputs():
-    for names in ("input", "output"):
-        proto = tiny()
-        del getattr(proto.graph.node[0], names)[:]
-        with pytest.raises(ModelLoadError, match=r"'mm' \(MatMul\).*needs 2 and 1"):
-            load_model(proto, ask_runtime=False)
-
-
-def test_any_number_is_taken_for_a_version():
-    for version in (2**63 - 1, 2**31, -(2**63)):
-        proto = with_functions("Relu")
-        proto.opset_import[0].version = version
-        proto.functions[0].opset_import[0].version = version
-        with pytest.raises(ModelLoadError):
-            load_model(proto)
+@pytest.mark.parametrize("version", [2**63 - 1, 2**31, -(2**63)])
+def test_any_number_is_taken_for_a_version(version):
+    plain, called = tiny(), with_functions("Relu")
+    for entry in (plain.opset_import[0], called.opset_import[0], called.functions[0].opset_import[0]):
+        entry.version = version
+    with pytest.raises(ModelLoadError):
+        load_model(called)
+    for proto in (plain, called):
         assert load_model(proto, ask_runtime=False).proto.opset_import[0].version == version
-        plain = tiny()
-        plain.opset_import[0].version = version
-        assert load_model(plain, ask_runtime=False).proto.opset_import[0].version == version
 
 
 def test_a_segment_that_is_whole_is_read():
@@ -345,19 +317,15 @@ def test_a_segment_that_is_whole_is_read():
 
 def test_a_negative_size_is_open():
     """Paddle's exporters wrote -1; shape inference reckons with it, and so a Tile was repeated -1 times."""
-    proto = net(
-        "(float[1,3,1,1] x) => (float[1,1] y) { p = MaxPool<kernel_shape = [2,2], strides = [2,2]>(x) y = Flatten(p) }"
-    )
+    text = "p = MaxPool<kernel_shape = [2,2], strides = [2,2]>(x) y = Flatten(p)"
+    proto = net(f"(float[1,3,1,1] x) => (float[1,1] y) {{ {text} }}")
     for value in (*proto.graph.input, *proto.graph.output):
         for size in value.type.tensor_type.shape.dim:
             size.dim_value = 3 if size.dim_value == 3 else -1
     inferred = load_model(proto).proto
     infer_shapes(inferred)
-    sizes = {
-        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim]
-        for v in (*inferred.graph.input, *inferred.graph.value_info)
-    }
-    assert sizes == {"x": [0, 3, 0, 0], "p": [0, 3, 0, 0]}
+    for value in (inferred.graph.input[0], *inferred.graph.value_info):
+        assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [0, 3, 0, 0]
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1  # the caller's
 
 
@@ -368,63 +336,40 @@ def test_a_reference_outside_functions_means_nothing():
     assert (attribute.ref_attr_name, attribute.f) == ("", 0.5)
 
 
-def test_nesting_has_an_end():
-    assert parse_model(nested(10).SerializeToString()).graph.node
-    with pytest.raises(ModelLoadError, match="levels deep"):
-        load_model(nested(60))
-
-
-def test_functions_that_call_themselves_or_unfold_without_end_are_refused():
-    with pytest.raises(ModelLoadError, match="calls itself"):
-        load_model(with_functions("d.f1", "Relu d.f0"))
-    with pytest.raises(ModelLoadError, match="unfolds to"):
-        load_model(with_functions(*(" ".join([f"d.f{i + 1}"] * 10) for i in range(8)), "Relu"))
-    assert load_model(with_functions("d.f1 d.f1", "Relu Relu")).proto.functions
-
-
 # ---- the runtime first ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def no_inference(monkeypatch):
     """Fails the test where ONNX's C++ code sees a model."""
-
-    def seen(*_, **__):
-        raise AssertionError("ONNX saw the model before the runtime did")
-
-    monkeypatch.setattr("onnx.shape_inference.infer_shapes", seen)
-    monkeypatch.setattr("onnx.checker.check_model", seen)
-    monkeypatch.setattr("onnx.version_converter.convert_version", seen)
+    for name in ("shape_inference.infer_shapes", "checker.check_model", "version_converter.convert_version"):
+        monkeypatch.setattr(f"onnx.{name}", lambda *_, **__: pytest.fail("ONNX saw it before the runtime did"))
 
 
 @pytest.mark.parametrize("from_file", [True, False])
 def test_what_the_runtime_refuses_is_refused_first(no_inference, tmp_path, from_file):
-    proto = tiny()
-    proto.graph.node[0].op_type = "NoSuchOperator"
-    source = proto
+    source, feeds = tiny(), [{"x": np.ones((1, 4), np.float32)}]
+    source.graph.node[0].op_type = "NoSuchOperator"
     if from_file:
+        (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
         source = tmp_path / "m.onnx"
-        source.write_bytes(proto.SerializeToString())
     for call in (
         lambda: preview(source),
-        lambda: quantize_static(source, tmp_path / "out.onnx", ArrayReader([{"x": np.ones((1, 4), np.float32)}])),
-        lambda: compare(source, tiny(), [{"x": np.ones((1, 4), np.float32)}]),
+        lambda: quantize_static(source, tmp_path / "out.onnx", ArrayReader(feeds)),
+        lambda: compare(source, tiny(), feeds),
     ):
         with pytest.raises(ModelLoadError, match=r"The runtime refuses the model.*NoSuchOperator"):
             call()
 
 
-def test_what_preparation_mends_is_no_reason_to_refuse(tmp_path):
-    limits = runtime_limits()
-    proto = tiny()
+def test_what_preparation_mends_is_no_reason_to_refuse():
+    limits, proto = runtime_limits(), tiny()
     proto.ir_version = limits.max_ir + 1
-    assert load_model(proto).proto.ir_version == limits.max_ir + 1
+    assert load_model(proto).proto == proto
     proto = tiny()
     proto.graph.node.add(op_type="Relu", input=["y"], output=["z"], name="mm")  # a name used twice
-    assert load_model(proto).proto.graph.node[1].name == "mm"
-    proto = tiny()
     proto.opset_import[0].version = limits.max_opset + 1
-    assert load_model(proto).proto.opset_import[0].version == limits.max_opset + 1
+    assert load_model(proto).proto == proto
 
 
 # ---- what a file says wrongly about values ----------------------------------------------------------------------
@@ -440,31 +385,15 @@ def test_value_info_that_inference_contradicts_is_corrected(said):
     assert dims == {"z": ["N", 9], "mm": [1, 4]}
 
 
-def test_a_call_that_leaves_out_what_the_function_needs_is_refused():
-    """The runtime crashes on it."""
-    proto = with_functions("d.f1", "Relu")
-    proto.graph.node[0].input[0] = ""
-    with pytest.raises(ModelLoadError, match="'f1' leaves out its input 'p'"):
-        load_model(proto)
-    proto = with_functions("Relu")
-    proto.functions[0].input.append("spare")
-    assert load_model(proto).proto.functions
-
-
 @pytest.mark.parametrize("kind", ["INT2", "UINT2", "INT4", "FLOAT4E2M1"])
 def test_packed_tensors_are_read(kind: str) -> None:
     number = dict(TensorProto.DataType.items()).get(kind)
     if number is None:
         pytest.skip(f"the installed onnx knows no {kind}")
     packed = helper.make_tensor("w", number, [5], [0, 1, 1, 0, 1])
-    size = 2 if kind.endswith("T2") else 3
-    assert unsound(packed) is None
-    assert tensor_bytes(packed) == size
-    whole = onnx.TensorProto()
-    whole.CopyFrom(packed)
-    whole.ClearField("int32_data")
-    whole.raw_data = raw_bytes(packed)
-    assert unsound(whole) is None
+    assert tensor_bytes(packed) == (2 if kind.endswith("T2") else 3)
+    whole = TensorProto(name="w", data_type=number, dims=[5], raw_data=raw_bytes(packed))
+    assert unsound(packed) is unsound(whole) is None
     assert np.array_equal(numpy_helper.to_array(whole), numpy_helper.to_array(packed))
     whole.raw_data += b"\0"
     assert unsound(whole) is not None
@@ -474,9 +403,5 @@ def test_packed_tensors_are_read(kind: str) -> None:
 def test_an_ir_version_that_no_release_has_is_taken_as_the_runtime_takes_it(version, tmp_path):
     proto = models.mlp()
     proto.ir_version = version
-    given = models.feeds(proto, 2)
-    quantize_static(proto, tmp_path / "out.onnx", models.FeedReader(given), promise=False)
-    run(str(tmp_path / "out.onnx"), given[0])
-    proto.ClearField("ir_version")
-    with pytest.raises(ModelLoadError, match="no ONNX graph"):
-        load_model(proto)
+    quantize_static(proto, tmp_path / "out.onnx", models.reader(proto, 2), promise=False)
+    run(str(tmp_path / "out.onnx"), models.feeds(proto, 1)[0])

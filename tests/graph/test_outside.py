@@ -39,22 +39,20 @@ def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_d
     whole = decoder()
     path = split(whole, tmp_path)
     lazy = load_model(path, lazily=True).proto
-    held = {t.name for t in lazy.graph.initializer if not outside.is_outside(t)}
     assert outside.refers_outside(lazy)
-    assert not any(name.endswith("_w") for name in held)
-    assert not any(t.raw_data for t in lazy.graph.initializer if outside.is_outside(t))
     for tensor, same in zip(lazy.graph.initializer, whole.graph.initializer, strict=True):
+        assert outside.is_outside(tensor) or not tensor.name.endswith("_w")
+        assert not (outside.is_outside(tensor) and tensor.raw_data)
         assert np.array_equal(outside.array_in(tensor), outside.array_in(same))
     assert outside.weight_bytes(lazy) == outside.weight_bytes(whole)
     assert model_fingerprint(lazy) == model_fingerprint(load_model(path).proto)
-    assert onnx.load_model_from_string(b"".join(outside.serialized(lazy))).graph.node == whole.graph.node
-    (feed,) = feeds(1)
+    again = onnx.load_model_from_string(b"".join(outside.serialized(lazy)))
+    assert again.graph.node == whole.graph.node
     results = []
-    for model in (lazy, whole, onnx.load_model_from_string(b"".join(outside.serialized(lazy)))):
+    for model in (lazy, whole, again):
         with open_session(model) as runner:
-            results.append(runner.answer(feed))
-    for found in results[:2]:
-        assert all(np.array_equal(found[name], results[2][name]) for name in found)
+            results.append(runner.answer(feeds(1)[0]))
+    np.testing.assert_equal(results[:2], results[1:])
 
 
 def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
@@ -95,37 +93,32 @@ def parts(path: Path) -> tuple[object, ...]:
     )
 
 
-def in_both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any]) -> list[Any]:
-    """Reports of two files, made with weights on disk and in memory, that say the same."""
-    reports = []
+def weights_alone(samples: int) -> Callable[[Path, Path], Any]:
+    return lambda path, out: kenosis_ort.quantize_weights(path, out, feeds(samples) or None)
+
+
+def by_recipe(recipe: str) -> Callable[[Path, Path], Any]:
+    return lambda path, out: kenosis_ort.quantize_static(
+        path, out, models.reader(load_model(path).proto, 10), recipe=recipe, promise=False
+    )
+
+
+@pytest.mark.parametrize(("build", "call"), [
+    (decoder, weights_alone(0)), (decoder, weights_alone(8)), (models.transformer_block, by_recipe("fast")),
+    (lambda: models.bn_net(channels=16), by_recipe("accurate")),
+    (models.transformer_block, by_recipe("weight-only-4")),
+], ids=["weights alone", "by samples", "fast", "accurate", "weight-only-4"])  # fmt: skip
+def test_files_and_reports_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, build, call):
+    path, reports = split(build(), tmp_path), []
     for name, limit in (("disk", 0), ("memory", 2**40)):
         monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", limit)
-        reports.append(make(path.with_name(f"{name}.onnx")))
+        reports.append(call(path, tmp_path / f"{name}.onnx"))
         assert not [text for text in getattr(reports[-1], "warnings", ()) if "bug" in text]
-    assert parts(path.with_name("disk.onnx")) == parts(path.with_name("memory.onnx"))
-    return reports
-
-
-@pytest.mark.parametrize("samples", [0, 8])
-def test_weights_alone_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, samples):
-    path = split(decoder(), tmp_path)
-    reports = in_both_ways(
-        path, monkeypatch, lambda out: kenosis_ort.quantize_weights(path, out, feeds(samples) or None)
-    )
-    assert all((tmp_path / f"{name}.onnx.data").exists() for name in ("disk", "memory"))
-    assert repr(reports[0].layers) == repr(reports[1].layers)  # NaN is not itself
-    assert reports[0].outputs == reports[1].outputs
-
-
-@pytest.mark.parametrize(
-    ("net", "recipe"), [("transformer", "fast"), ("bn", "accurate"), ("transformer", "weight-only-4")]
-)
-def test_a_static_call_makes_the_same_file(tmp_path, on_disk, monkeypatch, net, recipe):
-    model = models.transformer_block() if net == "transformer" else models.bn_net(channels=16)
-    path, given = split(model, tmp_path), {"recipe": recipe, "promise": False}
-    in_both_ways(
-        path, monkeypatch, lambda out: kenosis_ort.quantize_static(path, out, models.reader(model, 10), **given)
-    )
+    assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
+    if build is decoder:
+        assert all((tmp_path / f"{name}.onnx.data").exists() for name in ("disk", "memory"))
+        assert repr(reports[0].layers) == repr(reports[1].layers)  # NaN is not itself
+        assert reports[0].outputs == reports[1].outputs
 
 
 def test_an_output_may_take_the_place_of_its_source(tmp_path: Path, on_disk: None) -> None:
@@ -143,20 +136,20 @@ def test_all_modules_read_tensors_wherever_they_lie() -> None:
 
 
 def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monkeypatch):
-    path = split(decoder(), tmp_path)
+    path, reader = split(decoder(), tmp_path), kenosis_ort.ArrayReader
     monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
-    held = kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json()
+    held = kenosis_ort.calibrate(path, reader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
     monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0)
     loaded: list[bool] = []
+    read_external_data = outside.read_external_data
 
-    def told(proto: onnx.ModelProto, *arguments: object, **options: object) -> None:
-        read_external_data(proto, *arguments, **options)  # type: ignore[arg-type]
+    def told(proto: onnx.ModelProto, *arguments: Any, **options: Any) -> None:
+        read_external_data(proto, *arguments, **options)
         loaded.append(outside.refers_outside(proto))
 
-    read_external_data = outside.read_external_data
     monkeypatch.setattr(outside, "read_external_data", told)
-    assert kenosis_ort.calibrate(path, kenosis_ort.ArrayReader(feeds(3))).to_json() == held
-    assert kenosis_ort.calibrate(path, tmp_path / "t.json", kenosis_ort.ArrayReader(feeds(3)), resume=True).samples == 3
+    assert kenosis_ort.calibrate(path, reader(feeds(3))).to_json() == held
+    assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3)), resume=True).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes
     assert loaded == [True] * 3

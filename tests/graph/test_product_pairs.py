@@ -18,9 +18,9 @@ from tests.processor import SATURATES
 def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, group: int) -> tuple[np.ndarray, np.float32]:
     """Sums of a Conv with uint8 data of zero point 0, read by scales that leave 8 bits of them."""
     step = np.float32(2.0 ** max(0, int(np.ceil(np.log2(255 * 128 * w[0].size / 120)))))
-    constants = {"w": w, "s": np.float32(1), "xz": np.uint8(0), "wz": np.array(zero_point, w.dtype), "out": step,
-                 "yz": np.uint8(128)}  # fmt: skip
-    text = f"y = QLinearConv<group = {group}>(x, s, xz, w, s, wz, out, yz)"
+    constants = {"w": w, "s": np.float32(1), "z": np.uint8(0), "v": w.dtype.type(zero_point), "t": step,
+                 "u": np.uint8(128)}  # fmt: skip
+    text = f"y = QLinearConv<group = {group}>(x, s, z, w, s, v, t, u)"
     return computed(f"uint8{list(x.shape)} x) => (uint8[] y", text, x, constants), step
 
 
@@ -31,29 +31,22 @@ def computed(interface: str, body: str, x: np.ndarray, constants: dict[str, Any]
 
 def clipped(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Products (n, K) x (m, K), their pairs added in int16 as ``vpmaddubsw`` does."""
-    pad = [(0, 0), (0, columns.shape[1] % 2)]
-    a, b = (np.pad(v.astype(np.int64), pad) for v in (columns, rows))
+    a, b = (np.pad(v.astype(np.int64), [(0, 0), (0, columns.shape[1] % 2)]) for v in (columns, rows))
     products = a[:, None, :] * b[None, :, :]
     return np.clip(products.reshape(*products.shape[:2], -1, 2).sum(-1), -(2**15), 2**15 - 1).sum(-1)
 
 
-def exact(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return columns.astype(np.int64) @ rows.astype(np.int64).T
-
-
 def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
-    return clipped(columns, rows) if pairs and SATURATES else exact(columns, rows)
+    return clipped(columns, rows) if pairs and SATURATES else columns.astype(np.int64) @ rows.astype(np.int64).T
 
 
 def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> np.ndarray:
     """Im2col of one group in the order (kernel, channel): shape (positions, K); valid windows, stride 1."""
-    channels = x.shape[1] // groups
+    channels, rank = x.shape[1] // groups, len(kernel)
     part = x[0, group * channels : (group + 1) * channels]
     view = np.lib.stride_tricks.sliding_window_view(part, kernel, axis=tuple(range(1, part.ndim)))
-    spatial = len(kernel)
-    order = (*range(1, 1 + spatial), *range(1 + spatial, 1 + 2 * spatial), 0)
-    turned = view.transpose(order)
-    return turned.reshape(int(np.prod(turned.shape[:spatial])), -1)
+    turned = view.transpose(*range(1, 1 + 2 * rank), 0)
+    return turned.reshape(int(np.prod(turned.shape[:rank])), -1)
 
 
 LARGE = st.integers(0, 2**32 - 1)
@@ -158,10 +151,13 @@ def test_multiples_of_any_step_are_found(multiples: list[int], step: float) -> N
     assert max(int(found.multiples.max()), 0) - found.low <= 255
 
 
-def test_the_step_is_the_coarsest_one() -> None:
-    found = exact_grid(np.array([[1.0, 1.5], [2.25, 1.0]], np.float32))
+@pytest.mark.parametrize(("values", "step", "multiples"), [
+    ([[1.0, 1.5], [2.25, 1.0]], 0.25, [[4, 6], [9, 4]]), ([0.0] * 3, None, [0, 0, 0])
+])  # fmt: skip
+def test_the_step_is_the_coarsest_one(values: list[Any], step: float | None, multiples: list[Any]) -> None:
+    found = exact_grid(np.array(values, np.float32))
     assert found is not None
-    assert (found.step, found.low, found.multiples.tolist()) == (0.25, 0, [[4, 6], [9, 4]])
+    assert (found.step if step else None, found.low, found.multiples.tolist()) == (step, 0, multiples)
 
 
 @pytest.mark.parametrize("values", [
@@ -169,9 +165,3 @@ def test_the_step_is_the_coarsest_one() -> None:
 ], ids=["irrational", "too fine", "too wide", "too many", "nan", "inf", "empty"])  # fmt: skip
 def test_others_have_none(values: list[float]) -> None:
     assert exact_grid(np.array(values, np.float32)) is None
-
-
-def test_zeros_have_one() -> None:
-    found = exact_grid(np.zeros(3, np.float32))
-    assert found is not None
-    assert found.multiples.tolist() == [0, 0, 0]

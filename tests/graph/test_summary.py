@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from kenosis_ort import quantize_static
 from kenosis_ort.errors import ModelLoadError
@@ -36,12 +35,6 @@ def test_facts_of_a_small_model():
     assert found.to_dict()["inputs"][0]["name"] == "x"
 
 
-def test_half_precision_is_float_still():
-    found = summarize(small(np.zeros((3, 5), np.float16), "float16"))
-    assert found.quantization == "float16"
-    assert found.is_float
-
-
 def test_bodies_and_external_weights_count(tmp_path: Path):
     body = summarize(models.net_with_if())
     assert body.nodes == sum(body.operators.values())
@@ -59,23 +52,19 @@ def test_what_was_quantized_is_told(how: dict[str, object], expected: str, tmp_p
     model, out = models.conv_relu_chain(2), tmp_path / "o.onnx"
     quantize_static(model, out, models.reader(model), recipe="plain", promise=False, **how)  # type: ignore[arg-type]
     found = summarize(out)
-    assert found.quantization == expected
-    assert not found.is_float
-    assert found.file_bytes == out.stat().st_size
+    assert (found.quantization, found.is_float, found.file_bytes) == (expected, False, out.stat().st_size)
 
 
-def test_dynamic_quantization_is_told(tmp_path: Path):
-    source, out = tmp_path / "m.onnx", tmp_path / "o.onnx"
-    onnx.save(models.mlp(), source)
-    quantize_dynamic(source, out, weight_type=QuantType.QInt8)
-    assert summarize(out).quantization == "dynamic or integer kernels"
-
-
-def test_weights_only_is_told():
-    text = "(float[1,3] x) => (float[1,5] y) <int8[3,5] w, float s> { f = DequantizeLinear(w, s) y = MatMul(x, f) }"
-    found = summarize(net(text))
-    assert found.quantization == "weights only"
-    assert found.weight_types == {"int8": 15, "float": 4}
+@pytest.mark.parametrize(("model", "expected", "types"), [
+    (small(np.zeros((3, 5), np.float16), "float16"), "float16", {"float16": 30}),
+    (net("(float[1,3] x) => (float[1,5] y) <int8[3,5] w, float s> { f = DequantizeLinear(w, s) y = MatMul(x, f) }"),
+     "weights only", {"int8": 15, "float": 4}),
+    (net("(uint8[2,3] x) => (int32[2,5] y) <int8[3,5] w> { y = MatMulInteger(x, w) }"),
+     "dynamic or integer kernels", {"int8": 15}),
+])  # fmt: skip
+def test_types_and_kernels_tell_it(model: onnx.ModelProto, expected: str, types: dict[str, int]):
+    found = summarize(model)
+    assert (found.quantization, found.weight_types, found.is_float) == (expected, types, expected == "float16")
 
 
 def test_no_model_is_an_error(tmp_path: Path):

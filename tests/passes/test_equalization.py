@@ -127,18 +127,17 @@ def test_depthwise_triple_keeps_its_function_and_quantizes_better() -> None:
     y = net.op("Relu", [net.conv(net.input("x", ["n", 4, 8, 8]), 4, 8, k=1, name="a")])
     y = net.op("Relu", [net.conv(y, 8, 8, groups=8, name="b")])
     model = net.of(net.conv(y, 8, 4, k=1, name="c"))
-    for seed, (first, second, axis) in enumerate((("a", "b", 0), ("b", "c", 1))):
-        for name in (f"{first}_w", f"{first}_b"):
-            model = spread(model, name, axis=0, seed=seed)
-        model = spread(model, f"{second}_w", axis=axis, seed=seed, back=True)
+    for seed, (name, axis, back) in enumerate((("a", 0, "b"), ("b", 1, "c"))):
+        for weight in (f"{name}_w", f"{name}_b"):
+            model = spread(model, weight, axis=0, seed=seed)
+        model = spread(model, f"{back}_w", axis=axis, seed=seed, back=True)
     model = planning.prepared(model)
     feeds = models.feeds(model, 6)
     result = equalized(model, feeds[:4])
     assert [(p.first, p.second) for p in result.pairs] == [("a", "b"), ("b", "c")]
     assert distance(model, result.model, feeds) < 1e-5
-    before, after = (
-        noise(model, planning.quantize(m, feeds=feeds[:4]).quantized, feeds[4:]) for m in (model, result.model)
-    )
+    made = (planning.quantize(m, feeds=feeds[:4]).quantized for m in (model, result.model))
+    before, after = (noise(model, quantized, feeds[4:]) for quantized in made)
     assert after < before / 10  # 10 dB
 
 

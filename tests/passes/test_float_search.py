@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -75,16 +76,11 @@ def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, ga
 
 
 def test_the_float_model_has_no_error_and_nothing_is_measured_twice(made: planning.Outcome, gated: GatedModel) -> None:
-    calls = []
-
-    def counted(outputs: Any, reference: Any) -> float:
-        calls.append(1)
-        return noise(outputs, reference)
-
+    counted = Mock(side_effect=noise)
     probe = float_search.SensitivityProbe(gated, made.feeds[:1], error=counted)
     assert probe.error(frozenset()) == 0.0
     assert probe.error(frozenset({0})) == probe.error(frozenset({0}))
-    assert probe.runs == len(calls) == 1
+    assert probe.runs == counted.call_count == 1
     with pytest.raises(CalibrationError, match="no calibration feed"):
         float_search.SensitivityProbe(gated, [])
 
@@ -194,12 +190,6 @@ def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(s
     assert shop.search(budget=Budget(1e-3), replan=None).keep_float == found.keep_float, "without a planner"
 
 
-def test_nothing_is_searched_where_the_budget_holds(shop: Shop) -> None:
-    found = shop.search(budget=Budget(0.9))
-    assert found.met
-    assert (found.left_float, found.builds, found.sets) == ((), 1, 0)
-
-
 @pytest.mark.parametrize(("budget", "share", "says"), [(1e-3, 0.2, "the budget holds with"), (0.0, 0.5, "least found")])
 def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, budget, share, says):
     found = shop.search(budget=Budget(budget), max_float_share=share)
@@ -209,13 +199,14 @@ def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, b
     assert says in found.reachable
 
 
-def test_prices_decide(shop: Shop) -> None:
-    """With the cheap way priced out of reach, other nodes or none are taken."""
-    even = dict.fromkeys(convs_of(shop.model), 1.0)
-    found = shop.search(budget=Budget(1e-3), cost={**even, convs_of(shop.model)[BAD]: 1e6})
-    plain = shop.search(budget=Budget(1e-3), cost=even)
-    assert len(plain.left_float) <= len(found.left_float)
+def test_prices_and_the_budget_decide(shop: Shop) -> None:
+    """With the cheap way priced out of reach other nodes are taken; where the budget holds nothing is searched."""
+    even, bad = dict.fromkeys(convs_of(shop.model), 1.0), convs_of(shop.model)[BAD]
+    plain, dear = (shop.search(budget=Budget(1e-3), cost={**even, bad: price}) for price in (1.0, 1e6))
+    assert [bad in found.left_float for found in (plain, dear)] == [True, False]
     assert plain.met
+    held = shop.search(budget=Budget(0.9))
+    assert (held.met, held.left_float, held.builds, held.sets) == (True, (), 1, 0)
 
 
 def test_the_callers_metric_decides_and_a_broken_one_stops_the_search(shop: Shop) -> None:
@@ -252,25 +243,18 @@ def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
     found = shop.search(build=build, budget=Budget(1e-6), limit=1e-6, max_float_share=0.25)
     assert len(tried) > 2
     assert math.isfinite(found.loss)
-
-    def never(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
-        raise UnsupportedModelError("no calibrated range")
-
     with pytest.raises(UnsupportedModelError):
-        shop.search(build=never, budget=Budget(1e-6))
+        shop.search(build=Mock(side_effect=UnsupportedModelError("no calibrated range")), budget=Budget(1e-6))
 
 
 def test_multiply_accumulates() -> None:
-    model = planning.prepared(
-        planning.parse(
-            "net (float[1,3,8,8] x, float[2,6] z) => (y, u, t) <float[4,3,3,3] w, float[4,2,2,2] v, float[6,5] g> "
-            "{ y = Conv <kernel_shape=[3,3], strides=[2,2]> (x, w)  u = ConvTranspose <strides=[2,2]> (y, v) "
-            "m = MatMul (z, g)  t = Relu (m) }"
-        )
-    )
+    model = planning.prepared(planning.parse(
+        """(float[1,3,8,8] x, float[2,6] z) => (y, u, t) <float[4,3,3,3] w, float[4,2,2,2] v, float[6,5] g>
+        { y = Conv <kernel_shape=[3,3], strides=[2,2]> (x, w) u = ConvTranspose <strides=[2,2]> (y, v)
+        m = MatMul (z, g) t = Relu (m) }"""
+    ))  # fmt: skip
     work = float_search.multiply_accumulates(model)
-    assert sorted(work.values()) == [2 * 6 * 5, 9 * 4 * 2 * 4, 9 * 4 * 27]
-    relu = next(n.name for n in model.graph.node if n.op_type == "Relu")
-    assert float_search.default_cost(model)[relu] == 16.0 * 10
+    assert work == {"MatMul_m": 2 * 6 * 5, "ConvTranspose_u": 9 * 4 * 2 * 4, "Conv_y": 9 * 4 * 27}
+    assert float_search.default_cost(model) == {**work, "Relu_t": 16.0 * 10}
     assert float_search.float_share(work, set(work)) == 1.0
     assert float_search.float_share({}, {"a"}) == 0.0

@@ -26,39 +26,30 @@ def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name: str) -> N
         assert gated.on_in(made.plan) == gated.everything
         groups = {kind: {g.group for g in gated.gates if g.kind is kind} for kind in GateKind}
         assert groups[GateKind.BIAS] <= groups[GateKind.WEIGHT], "weight and bias of a node are one group"
+        names = list(gated.output_names)
         for feed in made.feeds[:2]:
             on, off = gated.run(feed, gated.everything), gated.run(feed, ())
-            names = list(gated.output_names)
-            for a, b, x, y in zip(
-                on.values(), _plain(made.quantized, feed, names), off.values(), _plain(made.model, feed, names),
-                strict=True,
-            ):  # fmt: skip
+            for a, b in zip(on.values(), _plain(made.quantized, feed, names), strict=True):
                 # the float kernels differ in the last digits, which moves a rounding now and then
                 np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max(initial=1e-6))
                 assert np.mean(np.abs(a - b)) <= 1e-3 * np.abs(b).max(initial=1e-6)
-                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+            for a, b in zip(off.values(), _plain(made.model, feed, names), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert before == (made.quantized.SerializeToString(), made.model.SerializeToString())
 
 
 def test_one_activation_alone_is_rounded_to_its_grid() -> None:
     """The gate behind an absorbed Relu quantizes what the Relu writes, with the scale of the quantized model."""
-    made = planning.quantize(
-        "net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[2,4,3,3] v> "
-        "{ c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w)  r = Relu (c) "
-        "y = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (r, v) }",
-        protect_outputs="int8",
-    )
+    made = planning.quantize(models.conv_relu_chain(3), protect_outputs="int8")
     model, gates, entry = gated_model(made.model, made.quantized)
-    gate = next(g for g in gates if g.value == "r")
-    assert gate.kind is GateKind.ACTIVATION
-    assert gate.consumers == ("Conv_y",)
-    made_by = next(n for n in model.graph.node if n.op_type == "If" and "r_DequantizeLinear_Output" in n.output)
-    model.graph.output.append(onnx.ValueInfoProto(name=made_by.output[0]))
-    model.graph.output.append(onnx.ValueInfoProto(name="r"))
-    mask = np.zeros(len(gates), bool)
-    mask[gate.index] = True
-    value, real = _plain(model, {**made.feeds[0], entry: mask}, [made_by.output[0], "r"])
-    scale = float(array(made.quantized.graph.initializer, "r_scale"))
+    gate = next(g for g in gates if g.value == "relu1_out")
+    assert (gate.kind, gate.consumers) == (GateKind.ACTIVATION, ("conv2",))
+    made_by = next(n for n in model.graph.node if n.op_type == "If" and "relu1_out_DequantizeLinear_Output" in n.output)
+    names = [made_by.output[0], "relu1_out"]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    mask = np.arange(len(gates)) == gate.index
+    value, real = _plain(model, {**made.feeds[0], entry: mask}, names)
+    scale = float(array(made.quantized.graph.initializer, "relu1_out_scale"))
     np.testing.assert_allclose(value / scale, np.rint(value / scale), atol=1e-3)
     assert 0 < np.abs(value - real).max() <= 0.51 * scale
 
@@ -86,17 +77,12 @@ def test_gemm_beta_is_part_of_the_float_bias() -> None:
 
 
 def test_stock_quantized_model_below_opset_13() -> None:
-    model = models.conv_relu_chain(2, opset=11)
-    made = planning.quantize(model)
+    made = planning.quantize(models.conv_relu_chain(2, opset=11))
     assert made.quantized.opset_import[0].version >= 13
-    old = onnx.ModelProto()
-    old.CopyFrom(made.quantized)
-    for entry in old.opset_import:
-        entry.version = 12 if entry.domain == "" else entry.version
-    gated, gates, _ = gated_model(made.model, old)
+    made.quantized.opset_import[0].version = 12
+    gated, gates, _ = gated_model(made.model, made.quantized)
     split = next(n for n in gated.graph.node if n.op_type == "Split")
-    lengths = next(a.ints for a in split.attribute if a.name == "split")
-    assert list(lengths) == [1] * len(gates)
+    assert [list(a.ints) for a in split.attribute if a.name == "split"] == [[1] * len(gates)]
     assert len(split.input) == 1
 
 

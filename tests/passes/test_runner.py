@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import onnx
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, OptionError, QuantizationReport, Recipe
@@ -102,34 +102,30 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
     return runner.run(passes, state or named("start")), runner, call
 
 
-@pytest.mark.parametrize(("each", "name", "kept"), [
-    (Rename("better"), "better", True), (Rename("slightly"), "slightly", True), (Rename("worse"), "start", False),
-    (Careful("better"), "better", True), (Careful("slightly"), "start", False), (Compared("worse"), "worse", True),
-    (Nothing(), "start", False),
+@pytest.mark.parametrize(("each", "name", "errors"), [
+    (Rename("better"), "better", (1.0, 0.5)), (Rename("slightly"), "slightly", (1.0, 0.99)),
+    (Rename("worse"), "start", (1.0, 2.0)), (Careful("better"), "better", (1.0, 0.5)),
+    (Careful("slightly"), "start", (1.0, 0.99)), (Compared("worse"), "worse", (3.0, 1.5)),
+    (Nothing(), "start", (None, None)),
 ])  # fmt: skip
-def test_what_is_better_is_kept(each: Pass, name: str, kept: bool) -> None:
+def test_what_is_better_is_kept(each: Pass, name: str, errors: tuple[float | None, float | None]) -> None:
     state, runner, _ = run(each)
     assert state.prepared.proto.graph.name == name
     (outcome,) = runner.journal.passes
-    assert outcome.kept is kept
+    assert (outcome.kept, outcome.error_before, outcome.error_after) == (name != "start", *errors)
     assert outcome.reason
-    if not isinstance(each, Nothing):
-        expected = (3.0, 1.5) if isinstance(each, Compared) else (1.0, ERRORS[each.to])  # type: ignore[attr-defined]
-        assert (outcome.error_before, outcome.error_after) == expected
 
 
-def test_what_the_caller_insists_on_is_kept_unseen() -> None:
-    evaluator = Evaluator(0)
-    state, runner, _ = run(Careful("worse"), forced=frozenset({"rename"}), evaluator=evaluator)
-    assert state.prepared.proto.graph.name == "worse"
-    assert runner.journal.passes[0].reason.endswith("as asked")
+@pytest.mark.parametrize(("to", "samples", "forced", "name", "says"), [
+    ("worse", 0, frozenset({"rename"}), "worse", "as asked"),
+    ("better", 3, frozenset(), "start", "3 held-out calibration samples are too few"),
+], ids=["the caller insists", "too few samples"])  # fmt: skip
+def test_what_is_kept_or_not_unseen(to: str, samples: int, forced: frozenset[str], name: str, says: str) -> None:
+    evaluator = Evaluator(samples)
+    state, runner, _ = run(Careful(to), forced=forced, evaluator=evaluator)
+    assert state.prepared.proto.graph.name == name
+    assert says in runner.journal.passes[0].reason
     assert not evaluator.asked
-
-
-def test_too_few_samples_to_evaluate_on() -> None:
-    state, runner, _ = run(Careful("better"), evaluator=Evaluator(3))
-    assert state.prepared.proto.graph.name == "start"
-    assert "3 held-out calibration samples are too few" in runner.journal.passes[0].reason
 
 
 def test_a_state_is_scored_once() -> None:
@@ -155,9 +151,8 @@ def test_statistics_are_collected_where_a_pass_wants_them() -> None:
         def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
             return Skipped(f"{statistics[value].channels} channels")
 
-    _, runner, _ = run(
-        Counts(), state=State(PreparedModel(onnx.shape_inference.infer_shapes(MODEL))), fit=models.feeds(MODEL, 2)
-    )
+    state = State(PreparedModel(onnx.shape_inference.infer_shapes(MODEL)))
+    _, runner, _ = run(Counts(), state=state, fit=models.feeds(MODEL, 2))
     assert runner.journal.passes[0].reason == "8 channels"
 
 
@@ -194,22 +189,16 @@ def known() -> Iterator[None]:
 
 
 seen = st.builds(
-    Seen,
-    strength=st.floats(0, 2),
-    count=st.integers(0, 99),
-    mode=st.sampled_from(["soft", "hard"]),
-    limit=st.just("none") | st.floats(-9, 9),
-    on=st.booleans(),
-)
+    Seen, strength=st.floats(0, 2), count=st.integers(0, 99), mode=st.sampled_from(["soft", "hard"]),
+    limit=st.just("none") | st.floats(-9, 9), on=st.booleans(),
+)  # fmt: skip
 
 
-def test_a_recipe_file_holds_its_settings(known: None) -> None:
-    @given(each=seen)
-    def check(each: Seen) -> None:
-        recipe = Recipe("mine", equalize=False, passes=(each,))
-        assert Recipe.from_toml(recipe.to_toml()) == recipe
-
-    check()
+@given(each=seen)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_recipe_file_holds_its_settings(known: None, each: Seen) -> None:
+    recipe = Recipe("mine", equalize=False, passes=(each,))
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
 @pytest.mark.parametrize(("given", "says"), [
@@ -253,25 +242,23 @@ def test_names_that_are_taken(known: None) -> None:
     assert [p.name for p in passes_of(replace(RECIPES["fast"], passes=(Seen(),)))][4:6] == ["seen", "ranges"]
 
 
-def test_it_runs_where_a_recipe_asks_for_it(known: None, tmp_path: Path) -> None:
-    model = models.bn_net()
-    recipe = replace(RECIPES["fast"], passes=(Seen(mode="hard"),))
-    for asked, expected in ((recipe, ["seen", "bias_correction", "ranges"]), ("fast", ["bias_correction", "ranges"])):
-        report = quantized(model, tmp_path / "o.onnx", models.feeds(model, 8), recipe=asked)
-        assert [p.name for p in report.passes if p.name not in ("equalize", "smooth", "row_scales")] == expected
-        assert QuantizationReport.from_json(report.to_json()).recipe == report.recipe
-    assert passes_of(replace(recipe, passes=(Seen(on=False),))) == passes_of(RECIPES["fast"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_it_runs_where_a_recipe_asks_for_it(known: None, tmp_path: Path, asked: bool) -> None:
+    recipe = replace(RECIPES["fast"], passes=(Seen(mode="hard"),)) if asked else "fast"
+    report = quantized(MODEL, tmp_path / "o.onnx", models.feeds(MODEL, 8), recipe=recipe)
+    ran = [p.name for p in report.passes if p.name not in ("equalize", "smooth", "row_scales")]
+    assert ran == [*["seen"] * asked, "bias_correction", "ranges"]
+    assert QuantizationReport.from_json(report.to_json()).recipe == report.recipe
+    assert passes_of(replace(RECIPES["fast"], passes=(Seen(on=False),))) == passes_of(RECIPES["fast"])
 
 
 def test_settings_of_passes_are_those_of_recipes() -> None:
     names = [entry.name for kind in PASSES for entry in fields(kind)]
     assert len(names) == len(set(names))
     assert {*names} < {f.name for f in fields(Recipe)}
-    for kind in PASSES:
-        assert kind.of(Recipe()) == kind()
+    assert [kind.of(Recipe()) for kind in PASSES] == [kind() for kind in PASSES]
     fast = ["row_scales", "equalize", "smooth", "bias_correction", "ranges"]
     assert [p.name for p in passes_of(RECIPES["fast"])] == fast
     strict = [p.name for p in passes_of(replace(RECIPES["strict"], equalize=False))]
-    assert strict[-2:] == ["rounding", "mixed_precision"]
-    assert "equalize" not in strict
+    assert strict == [*fast[:1], *fast[2:], "rounding", "mixed_precision"]
     assert passes_of(RECIPES["plain"]) == ()

@@ -79,10 +79,7 @@ def test_folded_into_what_is_before(norm: str, reader: str) -> None:
     check_exact(model, result)
 
 
-@given(
-    st.sampled_from(INSTALLED), st.floats(1, 300), st.sampled_from(["auto", 0.0, 0.3, 0.5, 0.85, 1.0]),
-    st.integers(0, 99),
-)  # fmt: skip
+@given(st.sampled_from(INSTALLED), st.floats(1, 300), st.sampled_from(ALPHAS), st.integers(0, 99))
 def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
     model = net(f"{NORMS[norm]}\n{READERS['two linears']}", weights(gain, seed))
     check_exact(model, smoothed(model, alpha=alpha))

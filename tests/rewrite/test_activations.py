@@ -7,14 +7,14 @@ import math
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort import rewrite
-from tests.graph.build import ready
+from tests.graph.build import ready, run
 from tests.models import Net, normal
-from tests.rewrite.forms import check, ops, parse, refused, rewritten
+from tests.rewrite.forms import check, ops, parse, refused
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(
@@ -34,31 +34,21 @@ def bound(g, y, *steps):
 
 
 @given(steps=st.lists(STEP, min_size=1, max_size=4), seed=st.integers(0, 2**16))
+@example(steps=[("Max", 0.0, False)], seed=0)
+@example(steps=[("Clip", -1.0, None), ("Relu",)], seed=0)
 def test_every_row_computes_the_same_to_the_bit(steps, seed):
     g = Net.over([3, 40])
-    y = bound(g, "x", *steps)
-    result = check(rewrite.collapse_clip, g.of(y), normal((3, 40), seed, 4), rtol=0).proto
+    proto = g.of(bound(g, "x", *steps))
+    result = check(rewrite.collapse_clip, proto, normal((3, 40), seed, 4), rtol=0).proto
     if not any(kind == "Clip" and None not in numbers and numbers[0] > numbers[1] for kind, *numbers in steps):
-        assert ops(result) in (["Relu"], ["Clip"])
+        ends = run(proto, {"x": np.repeat(np.float32([[-9], [0], [9]]), 40, 1)})[0][:, 0].tolist()
+        assert ops(result) == ["Relu" if ends == [0, 0, 9] and ops(proto) != ["Clip"] else "Clip"]
 
 
-@pytest.mark.parametrize(("steps", "expected"), [
-    ([("Max", 0.0, False)], "Relu"), ([("Min", 6.0, False)], "Clip"),
-    ([("Max", 0.0, False), ("Min", 6.0, True)], "Clip"), ([("Relu",), ("Relu",)], "Relu"),
-    ([("Clip", -1.0, None), ("Relu",)], "Relu"),
-])  # fmt: skip
-def test_what_it_becomes(steps, expected):
-    g = Net.over([2, 8])
-    proto = g.of(bound(g, "x", *steps, ("Max", -3.0, False)))
-    assert (
-        check(rewrite.collapse_clip, proto, np.eye(2, 8, dtype=np.float32) * 9, expected).notes[-1].startswith("1 rows")
-    )
+LOW, HIGH = ("Max", 0.0, False), ("Min", 6.0, False)
 
 
-LOW, HIGH, BOTH = ("Max", 0.0, False), ("Min", 6.0, False), ("Clip", 0.0, 6.0)
-
-
-@pytest.mark.parametrize("steps", [(LOW, HIGH), (HIGH, LOW), (("Relu",), HIGH), (("Relu",), BOTH)])
+@pytest.mark.parametrize("steps", [(LOW, HIGH), (HIGH, LOW), (("Relu",), ("Clip", 0.0, 6.0))])
 def test_hard_swish_with_bounds_in_a_row(steps):
     g = Net.over([2, 8])
     y = g.op("Mul", ["x", g.op("Div", [bound(g, g.op("Add", ["x", 3.0]), *steps), 6.0])])
@@ -92,16 +82,11 @@ def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, f
     assert onnx.helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if alpha is None else alpha, rel=1e-6)
 
 
-def test_it_equals_the_primitives_bit_for_bit():
-    x = np.concatenate([np.linspace(-200, 200, 4001), [0.0, 1e38, -1e38]]).astype(np.float32)
-    g = Net.over(x.shape)
-    check(rewrite.collapse_silu, g.of(silu(g, "x")), x, [QUICK], rtol=0)
-
-
-def test_a_chain_collapses_all_along_and_symbolic_shapes_stay():
+def test_a_chain_collapses_all_along_to_the_bit_and_symbolic_shapes_stay():
     g = Net.over(["batch", 3])
     proto = g.of(silu(g, silu(g, silu(g, "x"))))
-    result = check(rewrite.collapse_silu, proto, np.ones((4, 3), np.float32), [QUICK] * 3)
+    x = np.append(np.linspace(-200, 200, 3000), [0.0, 1e38, -1e38]).astype(np.float32).reshape(-1, 3)
+    result = check(rewrite.collapse_silu, proto, x, [QUICK] * 3, rtol=0)
     assert any("3 SiLU activations" in note for note in result.notes)
     assert [e.domain for e in result.proto.opset_import] == ["", "com.microsoft"]
     assert result.proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -158,36 +143,18 @@ AROUND = {
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     kind=st.sampled_from([(erf_of, "div"), (erf_of, "mul"), *((tanh_of, f) for f in ("pow", "mul", "fast", "spread"))]),
-    form=st.sampled_from([*AROUND]),
-    swaps=st.lists(st.booleans(), max_size=9),
-    constant_rank=st.integers(0, 1),
-    magnitude=st.sampled_from([1e-3, 0.5, 3.0, 30.0, 1e4, 1e20]),
-    opset=st.sampled_from([13, 17, 20]),
-    seed=st.integers(0, 2**16),
-)
-def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, magnitude, opset, seed):
+    form=st.sampled_from([*AROUND]), swaps=st.lists(st.booleans(), max_size=9), constant_rank=st.integers(0, 1),
+    scaled=st.booleans(), magnitude=st.sampled_from([1e-3, 0.5, 3.0, 30.0, 1e4, 1e20]),
+    opset=st.sampled_from([13, 17, 20]), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, scaled, magnitude, opset, seed):
     g = Writer.over(shape, swaps=swaps, constant_rank=constant_rank, opset=opset)
-    y = AROUND[form](g, "x", kind[0](g, "x", kind[1]))
+    given_x = g.op("Mul", ["x", 1.5]) if scaled else "x"  # x may be arithmetic itself
+    y = AROUND[form](g, given_x, kind[0](g, given_x, kind[1]))
     x = normal(shape, seed, magnitude)
     x.reshape(-1)[0] = magnitude  # sets the size of the outputs: for negative x the arithmetic cancels
     expected = "Gelu" if opset >= 20 else GELU if kind[0] is erf_of else FAST
-    check(rewrite.collapse_gelu, g.of(y), x, [expected])
-
-
-def test_x_may_be_scaled_arithmetic_itself():
-    g = Writer.over([2, 3])
-    x = g.times("x", 3.0)
-    y = AROUND["half last"](g, x, erf_of(g, x, "div"))
-    check(rewrite.collapse_gelu, g.of(y), np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), ["Mul", GELU])
-
-
-def test_two_in_a_row_share_their_constants():
-    g = Writer.over([2, 3])
-    shared = {content: g.number(content) for content in (3.0, 0.044715, SLOPE, 1.0, 0.5)}
-    g.number = shared.__getitem__
-    y = AROUND["half first"](g, "x", tanh_of(g, "x", "pow"))
-    y = AROUND["half first"](g, y, tanh_of(g, y, "pow"))
-    check(rewrite.collapse_gelu, g.of(y), np.ones((2, 3), np.float32), [FAST, FAST])
+    check(rewrite.collapse_gelu, g.of(y), x, ["Mul"] * scaled + [expected])
 
 
 # ---- hard swish and hard sigmoid: collapsed from arithmetic, and as integer products and Clips -----------------------
@@ -231,22 +198,14 @@ def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, 
         assert helper.get_node_attr_value(gate, "beta") == pytest.approx(shift / high, rel=1e-6)
 
 
-def product(shape, gate_first=False, **options):
-    g = Net.over(shape, **options)
-    gate = g.op("HardSigmoid", ["x"], alpha=1 / 6, beta=0.5)
-    y = g.both("Mul", "x", gate, gate_first)
-    return g.of(y)
-
-
-@given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([14, 17, 22]))
+@given(shape=SHAPES, gate_first=st.booleans(), magnitude=MAGNITUDE, opset=st.sampled_from([13, 14, 17, 22]))
 def test_every_product_with_a_hard_sigmoid_computes_the_same(shape, gate_first, magnitude, opset):
-    check(
-        rewrite.collapse_hard_swish, product(shape, gate_first, opset=opset), normal(shape, 0, magnitude), "HardSwish"
-    )
-
-
-def test_a_product_stays_where_the_operator_set_has_no_hard_swish():
-    refused(rewrite.collapse_hard_swish, product([2, 3], opset=13), None)
+    g = Net.over(shape, opset=opset)
+    proto = g.of(g.both("Mul", "x", g.op("HardSigmoid", ["x"], alpha=1 / 6, beta=0.5), gate_first))
+    if opset < 14:
+        refused(rewrite.collapse_hard_swish, proto, None)
+        return
+    check(rewrite.collapse_hard_swish, proto, normal(shape, 0, magnitude), "HardSwish")
 
 
 @pytest.mark.parametrize(("build", "expected"), [
@@ -284,25 +243,20 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
     check(rewrite.hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
 
 
-@pytest.mark.parametrize(("behind", "expected"), [
-    ("y = Conv <kernel_shape = [3,3], pads = [1,1,1,1], group = 16> (h, d, b)", "Conv"),
-    ("p = GlobalAveragePool (h) f = Flatten (p) y = MatMul (f, m)", "GlobalAveragePool Flatten MatMul"),
-    ("p = GlobalAveragePool (h) f = Flatten (p) y = Gemm (f, m)", "GlobalAveragePool Flatten Gemm"),
-    (
-        "p = GlobalAveragePool (h) e = Conv (p, u, b) g = Sigmoid (e) s = Mul (h, g) y = Conv (s, u)",
-        "GlobalAveragePool Conv Sigmoid Mul Conv",
-    ),
-    ("z = Conv (h, u) y = Conv (h, u, b)", "Conv Conv"),
+@pytest.mark.parametrize("behind", [
+    "y = Conv <kernel_shape = [3,3], pads = [1,1,1,1], group = 16> (h, d, b)",
+    "p = GlobalAveragePool (h) f = Flatten (p) y = MatMul (f, m)",
+    "p = GlobalAveragePool (h) f = Flatten (p) y = Gemm (f, m)",
+    "p = GlobalAveragePool (h) e = Conv (p, u, b) g = Sigmoid (e) s = Mul (h, g) y = Conv (s, u)",
+    "z = Conv (h, u) y = Conv (h, u, b)",
 ], ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"])  # fmt: skip
-def test_what_may_be_behind_it(behind: str, expected: str) -> None:
+def test_what_may_be_behind_it(behind: str) -> None:
     proto = net(f"{CONV} h = HardSwish (c) {behind}", "y, z" if "z =" in behind else "y")
-    check(rewrite.hard_swish_to_product, proto, feed(), f"Conv Add Clip Mul {expected}")
+    check(rewrite.hard_swish_to_product, proto, feed(), ["Conv", "Add", "Clip", "Mul", *ops(proto)[2:]])
 
 
 def test_layers_that_are_not_named_keep_their_weights() -> None:
-    assert any(
-        "'y' is not to change" in note for note in rewritten(rewrite.hard_swish_to_product, net(CHAIN), "h").notes
-    )
+    refused(rewrite.hard_swish_to_product, net(CHAIN), "'y' is not to change", "h")
 
 
 def gated(body: str, seed: int = 0):
@@ -310,12 +264,9 @@ def gated(body: str, seed: int = 0):
     return parse(f"(float[2,8,6,6] x) => (y) {declared} {{ {body} }}", seed=seed)
 
 
-@given(
-    seed=st.integers(0, 2**16),
-    alpha=st.floats(0.1, 3.0),  # of a gate that is all but closed next to nothing is left to compare
-    beta=st.floats(-0.5, 1.5),
-    bias=st.booleans(),
-)
+@given(  # of a gate that is all but closed next to nothing is left to compare
+    seed=st.integers(0, 2**16), alpha=st.floats(0.1, 3.0), beta=st.floats(-0.5, 1.5), bias=st.booleans()
+)  # fmt: skip
 def test_the_clip_computes_the_same(seed: int, alpha: float, beta: float, bias: bool) -> None:
     gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) y = Mul (x, g)"
     proto = gated(f"c = Conv (x, w{', b' if bias else ''}) {gate}", seed=seed)
