@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from dataclasses import fields
@@ -63,6 +64,7 @@ EXTRA: tuple[dict[str, Any], ...] = (
     *({"CalibMaxIntermediateOutputs": 2}, {"QDQDisableWeightAdjustForInt32Bias": True}),
 )
 TYPES = itertools.product((QuantType.QInt8, QuantType.QUInt8), (False, True), (False, True))
+LISTS = {"op_types_to_quantize": ["Conv", "Clip", "Add", "Gemm"], "calibration_providers": ["CPUExecutionProvider"]}
 WAYS: list[tuple[str, dict[str, Any]]] = [
     *((net, {"calibrate_method": method, "recipe": "fast" if net == "bn_net" else "plain"})
       for method in METHODS for net in ("residual_block", "mlp_matmul", "bn_net")),
@@ -71,6 +73,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
       for kind, by_channel, reduced in TYPES),
     *((net, {"quant_format": kind, "per_channel": by_channel}) for net in ("residual_block", "mobile_block", "mlp")
       for kind, by_channel in ((QuantFormat.QOperator, False), ("QOperator", True))),
+    ("mobile_block", {**LISTS, "recipe": "fast", "nodes_to_exclude": ["stem"], "primary_inputs": ["x"]}),
 ]  # fmt: skip
 
 
@@ -80,8 +83,10 @@ def test_every_way_to_ask(tmp_path: Path, net: str, options: dict[str, Any]) -> 
     feeds = models.feeds(model, 6)
     usual: dict[str, Any] = {"recipe": "plain", "promise": False, "activation_type": QuantType.QUInt8, **options}
     reader = ArrayReader({"x": np.concatenate([feed["x"] for feed in feeds])})
+    before = model.SerializeToString(deterministic=True), copy.deepcopy(usual)
     report = quantize_static(model, out := tmp_path / "out.onnx", reader, progress=lambda *at: seen.append(at), **usual)
     made, said = Made(model, feeds, out, report), usual.get
+    assert (model.SerializeToString(deterministic=True), usual) == before, "objects of the caller's are not changed"
     assert seen == [(i, 6) for i in range(7)]
     assert os.listdir(tmp_path) == ["out.onnx"]
     assert made.db() > (30 if said("calibrate_method") is CalibrationMethod.MinMax else 15)
