@@ -60,8 +60,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused
 # ---- the model ------------------------------------------------------------------------------------------------
 
 
-LEFT_BEHIND = onnx.ModelProto()
-LEFT_BEHIND.CopyFrom(models.residual_block())
+LEFT_BEHIND = models.residual_block()
 onnx.external_data_helper.set_external_data(LEFT_BEHIND.graph.initializer[0], "weights.bin")
 LEFT_BEHIND.graph.initializer[0].ClearField("raw_data")
 

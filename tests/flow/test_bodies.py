@@ -15,6 +15,7 @@ from kenosis_ort.api import preview
 from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.flow.builder import BodyBuilder
 from kenosis_ort.graph.walk import all_graphs, opset_of
+from tests import models
 from tests.flow import control
 from tests.flow.support import Made, make, proof, quality
 from tests.models import Feed, FeedReader
@@ -132,7 +133,7 @@ def test_a_plan_without_data_knows_bodies() -> None:
 MARGIN_DB = 0.3
 LOOP = """g (float[N,32] x) => (float[N,16] y) {{
     n = Constant <value_int = {steps}> ()\n c = Constant <value = bool {{1}}> ()
-    a = MatMul (x, w0)\n b = {act} (a)
+    a = MatMul (x, w0)\n b = Relu (a)
     h = Loop (n, c, b) <body = step (int64 i, bool on, float[N,32] s) => (bool go, float[N,32] next) {{
         go = Identity (on)\n t = MatMul (s, w1)\n u = Add (t, b1)\n next = Tanh (u) }}>
     y = MatMul (h, w2) }}"""
@@ -156,7 +157,7 @@ NESTED = """g (float[N,32] x, float q) => (float[N,16] y) {{
                 else_branch = third () => (float[N,32] o4) {{ t4 = MatMul (b, w5)\n o4 = Tanh (t4) }}> }}>
     y = MatMul (h, w2) }}"""
 TEXTS = {
-    "loop": LOOP.format(steps=4, act="Relu"), "long loop": LOOP.format(steps=12, act="Relu"),
+    "loop": LOOP.format(steps=4), "long loop": LOOP.format(steps=12),
     "scan": SCAN, "nested": NESTED.format(act="Tanh"),
 }  # fmt: skip
 
@@ -170,14 +171,11 @@ def net(text: str, seed: int = 0) -> onnx.ModelProto:
 
 def samples(model: onnx.ModelProto, count: int, seed: int) -> list[Feed]:
     """Samples of four rows and of different loudness; states are small, a number is between 0 and 1."""
-    rng, found = np.random.default_rng(seed), []
-    for _ in range(count):
-        feed = {}
-        for value in model.graph.input:
-            shape = [d.dim_value or 4 for d in value.type.tensor_type.shape.dim]
-            drawn = rng.normal(size=shape) * rng.uniform(0.6, 1.4) * (1 if value.name == "x" else 0.1)
-            feed[value.name] = np.asarray(drawn if shape else rng.uniform(), np.float32)
-        found.append(feed)
+    rng, found = np.random.default_rng(seed), models.feeds(model, count, seed=seed, dims={"N": 4})
+    for feed in found:
+        for name, value in feed.items():
+            loud = rng.uniform(0.6, 1.4) * (1 if name == "x" else 0.1)
+            feed[name] = np.asarray(value * loud if value.ndim else rng.uniform(), np.float32)
     return found
 
 

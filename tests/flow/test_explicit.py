@@ -15,7 +15,7 @@ from onnxruntime.quantization import quantize_static as stock_quantize_static
 
 from kenosis_ort import OptionError, verify_fusion
 from tests import models
-from tests.flow.support import QDQ, Made, chosen, good, make, pairs, proof, quality, quantized
+from tests.flow.support import QDQ, Made, changed, chosen, good, make, pairs, proof, quality, quantized
 from tests.models import FeedReader
 from tests.planning import parse
 
@@ -33,9 +33,8 @@ def overridden(folder: Path, overrides: Any, model: onnx.ModelProto | None = Non
 
 def stocks(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> tuple[set[str], float]:
     """The integer nodes and the quality of stock's file."""
-    out, copy = tmp_path / "stock.onnx", onnx.ModelProto()
-    copy.CopyFrom(model)
-    stock_quantize_static(copy, out, FeedReader(models.feeds(model)), **{**TYPES, **options})
+    out = tmp_path / "stock.onnx"
+    stock_quantize_static(changed(model), out, FeedReader(models.feeds(model)), **{**TYPES, **options})
     integer = {kernel.node for kernel in verify_fusion(out).kernels if kernel.integer}
     return integer, quality(model, out, models.feeds(model))
 

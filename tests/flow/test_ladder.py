@@ -24,7 +24,7 @@ from kenosis_ort.rewrite.rule import RewriteResult
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
-from tests.flow.support import initializers, make, own_warnings, quality, quantized
+from tests.flow.support import changed, initializers, make, own_warnings, quality, quantized
 from tests.models import Feed
 from tests.planning import parse
 
@@ -153,13 +153,13 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
     target, proved = get_target("ort-cpu"), []
 
     def prove(model: Any, **options: Any) -> FusionReport:
-        found = target.hooks.prove(model, **options)
+        found = get_target("ort-cpu").hooks.prove(model, **options)
         proved.append(options["plan"])
         as_float = {"integer": False, "status": Status.FLOAT, "reason": "the test says so"}
         return replace(found, kernels=tuple(replace(k, **as_float) if k.node == "conv1" else k for k in found.kernels))
 
-    changed = replace(target, hooks=replace(target.hooks, prove=prove))
-    made = make(models.residual_block(), tmp_path, target=changed)
+    target = replace(target, hooks=replace(target.hooks, prove=prove))
+    made = make(models.residual_block(), tmp_path, target=target)
     assert [plan.by_node["conv1"].kind for plan in proved][:2] == [Kind.INTEGER, Kind.FLOAT]
     assert [made.report.plan.by_node[name].kind for name in ("conv1", "conv2")] == [Kind.FLOAT, Kind.INTEGER]
     assert "conv1_w" in initializers(made.out)
@@ -193,8 +193,7 @@ def test_a_defect_is_an_error_or_the_float_model(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_result_that_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
     def unreadable(proto: onnx.ModelProto, *_: object) -> SimpleNamespace:
-        model = onnx.ModelProto()
-        model.CopyFrom(proto)
+        model = changed(proto)
         model.graph.node.add(op_type="DequantizeLinear", input=["nothing", "none"], output=["never"], name="broken")
         return SimpleNamespace(model=SimpleNamespace(model=model), rescaled=lambda *_: None)
 

@@ -18,7 +18,7 @@ from onnxruntime.quantization import QuantType, quant_utils
 from kenosis_ort import KenosisError, OptionError, SyntheticReader, quantize_static, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
-from tests.flow.support import good, interface, make, proof, quantized, session, sqnr_db
+from tests.flow.support import changed, good, interface, make, proof, quantized, session, sqnr_db
 from tests.models import Feed, FeedReader
 from tests.planning import parse
 
@@ -95,9 +95,7 @@ def test_sixteen_bits(tmp_path: Path, net: str, kinds: str) -> None:
 
 def typed(model: onnx.ModelProto, kind: int) -> onnx.ModelProto:
     """A float32 model in another type, edges included."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    made, dtype = changed(model), helper.tensor_dtype_to_np_dtype(kind)
     for tensor in (t for t in made.graph.initializer if t.data_type == TensorProto.FLOAT):
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(dtype), tensor.name))
     for value in (*made.graph.input, *made.graph.output, *made.graph.value_info):

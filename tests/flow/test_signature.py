@@ -10,15 +10,16 @@ from typing import Any, get_type_hints
 import onnx
 import onnxruntime.quantization as stock
 import pytest
-from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
+from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig, get_qdq_config
+from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
 from typing_extensions import Unpack
 
 import kenosis_ort
 from kenosis_ort import OptionError, calibrate, preview, quantize, quantize_static
 from kenosis_ort.options import KEYWORDS, Keywords
 from tests import models
-from tests.flow.support import Made, Untouched, chosen, make, quality, quantized
-from tests.models import Feed, FeedReader
+from tests.flow.support import Made, Untouched, changed, chosen, make, quality, quantized
+from tests.models import FeedReader
 
 FIRST = "recipe accuracy_budget metric eval_reader target format speed placement custom_op_libraries progress"
 FURTHER = """verify evidence executor kv_cache on_failure weight_bits activation_bits protect_outputs primary_inputs
@@ -95,20 +96,13 @@ def test_config_defaults_leave_the_choice_to_the_host(tmp_path: Path) -> None:
 
 # ---- configurations as tools make them: what they leave open is placed as without them -----------------------------
 
-qdq_config: Any = getattr(stock, "get_qdq_config", None)
-of_tools = pytest.mark.skipif(qdq_config is None, reason="this runtime has no get_qdq_config")
 
-
-def everything(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
-    return qdq_config(model, FeedReader(feeds))
-
-
-def with_words(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
+def with_words(model: onnx.ModelProto, reader: FeedReader) -> Any:
     words = {"calibrate_method": CalibrationMethod.MinMax, "calibrate_args": {"symmetric": False}, "per_channel": True}
-    return qdq_config(model, FeedReader(feeds), **words, min_real_range=1e-4, keep_removable_activations=True)
+    return get_qdq_config(model, reader, **words, min_real_range=1e-4, keep_removable_activations=True)
 
 
-def as_olive_writes_it(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
+def as_olive_writes_it(model: onnx.ModelProto, reader: FeedReader) -> Any:
     off = ("extra.Sigmoid.nnapi", "ActivationSymmetric", "EnableSubgraph", "AddQDQPairToWeight", "DedicatedQDQPair")
     on = ("WeightSymmetric", "ForceQuantizeNoInputCheck", "MatMulConstBOnly")
     rest = {"QDQOpTypePerChannelSupportToAxis": {}, "TensorQuantOverrides": {}, "MinimumRealRange": None}
@@ -118,44 +112,33 @@ def as_olive_writes_it(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
         "op_types_to_quantize": sorted({n.op_type for n in model.graph.node}),
         "extra_options": {**dict.fromkeys(off, False), **dict.fromkeys(on, True), **rest},
     }  # fmt: skip
-    return StaticQuantConfig(FeedReader(feeds), per_channel=False, reduce_range=False, **said)
+    return StaticQuantConfig(reader, per_channel=False, reduce_range=False, **said)
 
 
-def for_qnn(model: onnx.ModelProto, feeds: list[Feed]) -> Any:
-    """It names types and parameters of its own; on this runtime they run in integer as well as any."""
-    from onnxruntime.quantization.execution_providers import qnn
-
-    return qnn.get_qnn_qdq_config(model, FeedReader(feeds))
-
-
-def by_config(plain: Made, config: Any) -> Made:
+def by_config(plain: Made, config: Any, **more: Any) -> Made:
     """What a configuration makes of the same model and samples."""
-    options = {"recipe": "plain", "promise": False, "tune": "off"}
-    return replace(plain, report=quantize(plain.model, plain.out, config, **options))
+    said = config(plain.model, FeedReader(plain.feeds), **more)
+    return replace(plain, report=quantize(plain.model, plain.out, said, recipe="plain", promise=False, tune="off"))
 
 
-@of_tools
 @pytest.mark.parametrize("net", ["bn_net", "residual_block", "mobile_block", "transformer_block"])
 def test_a_configuration_that_leaves_all_open(tmp_path: Path, net: str) -> None:
     """The same integer nodes and the same quality as a call without options; stock's file is coarser."""
     model = models.ALL[net]()
     plain = make(model, tmp_path, models.feeds(model, 8))
     nodes, decibels = plain.integer, plain.db()
-    for config in (everything, with_words, as_olive_writes_it, *([for_qnn] if net == "mobile_block" else [])):
-        made = by_config(plain, config(model, plain.feeds))
+    for_qnn = [get_qnn_qdq_config] if net == "mobile_block" else []  # types and parameters of its own
+    for config in (get_qdq_config, with_words, as_olive_writes_it, *for_qnn):
+        made = by_config(plain, config)
         assert made.integer == nodes, config
         assert made.db() == pytest.approx(decibels, abs=0.5), config
         assert any(note.startswith("op_types_to_quantize") for note in made.report.notes), config
-    copy_of = onnx.ModelProto()
-    copy_of.CopyFrom(model)
-    stock.quantize(copy_of, plain.out, config(model, plain.feeds))
+    stock.quantize(changed(model), plain.out, config(model, FeedReader(plain.feeds)))
     assert quality(model, plain.out, plain.feeds) < decibels
 
 
-@of_tools
 def test_a_configuration_that_excludes_by_a_function(tmp_path: Path) -> None:
     plain = make(models.residual_block(), tmp_path)
-    reader = FeedReader(plain.feeds)
-    made = by_config(plain, qdq_config(plain.model, reader, nodes_to_exclude=lambda _, node: node.op_type == "Gemm"))
+    made = by_config(plain, get_qdq_config, nodes_to_exclude=lambda _, node: node.op_type == "Gemm")
     assert made.integer & {"stem", "conv1", "conv2", "head"} == {"stem", "conv1", "conv2"}
     assert made.report.plan.by_node["head"].rule == "caller-excluded"
