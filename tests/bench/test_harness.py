@@ -95,7 +95,7 @@ def test_the_rank_is_the_tightest_that_keeps_the_confidence(n: int):
 
 def timed(fake: FakeBench, names: list[str], *, rounds: int = 4, budget_s: float = 1e6, warmup: int = 2, seed: int = 0,
           feeds=({"x": 0},), opener=None, **keywords):  # fmt: skip
-    schedule = Schedule(rounds, fake.clock.now + budget_s, warmup, seed)
+    schedule = Schedule(rounds, fake.now + budget_s, warmup, seed)
     return time_interleaved(names, opener or fake.open, feeds, schedule, clock=fake.clock, **keywords)
 
 
@@ -135,9 +135,9 @@ def test_warm_up_and_loading_do_not_count_and_a_block_is_as_long_as_asked():
 def test_the_budget_is_kept(seconds: list[float], load: float, budget: float, rounds: int, warmup: int):
     costs = {f"m{i}": cost for i, cost in enumerate(seconds)}
     fake = FakeBench(costs, load=load)
-    begin = fake.clock.now
+    begin = fake.now
     timings = timed(fake, list(costs), rounds=rounds, budget_s=budget, warmup=warmup)
-    taken = fake.clock.now - begin
+    taken = fake.now - begin
     # A round can be cut to one warm-up and one timed run per model, and the first is always made.
     least = sum(load + 2 * cost for cost in seconds)
     assert taken <= max(budget, least) + sum(2 * cost for cost in seconds) + 1e-6

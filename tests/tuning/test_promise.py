@@ -161,7 +161,7 @@ def test_where_the_time_is_over_the_float_model_stays(at: int, expected: str):
     stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
 
     def late() -> None:
-        stadium.bench.clock.now += 1000
+        stadium.now += 1000
 
     candidates = [form("int8"), form("weights"), FLOAT_FORM]
     candidates.insert(at, Form("late", "", late))

@@ -171,7 +171,7 @@ def test_what_all_sessions_of_a_model_share_is_done_once():
 
     def make(source, **_):
         prepared.append(source)
-        return lambda: stadium.open(source)
+        return lambda: stadium.opened_of(source)
 
     race(net("float"), net("int8"), stadium.setup(runtime={"opener": make}), budget_s=100)
     assert len(prepared) == 2
@@ -198,4 +198,4 @@ def test_feeds_take_turns():
     stadium = FakeStadium({"float": 0.01, "int8": 0.01})
     feeds = [{"x": np.full(1, i, np.float32)} for i in range(3)]
     race(net("float"), net("int8"), stadium.setup(feeds=feeds), budget_s=100)
-    assert {int(feed["x"][0]) for _, feed in stadium.bench.runs} == {0, 1, 2}
+    assert {int(feed["x"][0]) for _, feed in stadium.runs} == {0, 1, 2}
