@@ -17,7 +17,6 @@ from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorStatistics
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
@@ -31,10 +30,6 @@ from tests.flow.support import initializers, quality, quantized
 from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
 
 # ---- what is collected on the changed model says the same -----------------------------------------------------
-
-
-def never(*_: object, **__: object) -> CalibrationTable:
-    raise AssertionError("all ranges follow")
 
 
 def pooled() -> onnx.ModelProto:
@@ -77,7 +72,7 @@ def follows(model: Any, changed: Any, rescaled: dict[str, Rescaling], axes: Any,
     before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, changed))
     table = collect(model, feeds, Points(before, channels=axes, threads=1))
     nets = RewrittenNet(model, model, before), RewrittenNet(changed, changed, asked)
-    carried = following_table(table, *nets, rescaled, never, None)
+    carried = following_table(table, *nets, rescaled, lambda *_: pytest.fail("all ranges follow"), None)
     seen = collect(changed, feeds, Points(asked, threads=1))
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:

@@ -228,11 +228,6 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: s
     assert not Path("q.onnx").exists()
 
 
-def test_a_cache_is_found_by_what_it_is_concatenated_to(tmp_path: Path) -> None:
-    report = quantized(decoder(DECODER.replace("present_0_key", "cat_7")), tmp_path / "q.onnx", kv_cache="int8")
-    assert report.cache["cat_7"] == report.cache["past_0_key"]
-
-
 def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the promise delivers the float model, its interface is that of the others, and no object is changed."""
     model, out = decoder(), tmp_path / "q.onnx"

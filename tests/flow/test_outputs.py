@@ -225,14 +225,11 @@ def test_input_protection(tmp_path: Path, options: dict[str, Any], stays_float: 
 
 def test_output_protection_writes_gemm_heads_as_float(tmp_path: Path) -> None:
     """What lies behind a head, and the policies, are tested in `tests.placement`."""
-    model, found = models.residual_block(), []
-    for number, stages in enumerate((Stages(), off("protect_outputs"))):
-        made = make(model, tmp_path / f"{number}.onnx", models.feeds(model, 32), stages=stages)
+    for is_off, stages in enumerate((Stages(), off("protect_outputs"))):
+        made = make(models.residual_block(), tmp_path, stages=stages)
         assert made.heavy["head"] is True
         head = made.written.graph.output[0].name
-        assert any(name.startswith(head) for name in pairs(made.out)) == (number == 1)
-        found.append(made.db())
-    assert found[0] >= found[1]
+        assert any(name.startswith(head) for name in pairs(made.out)) == bool(is_off)
 
 
 @pytest.mark.parametrize(("options", "taken"), [

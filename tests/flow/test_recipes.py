@@ -27,19 +27,9 @@ def fast(folder: Path, count: int = 16, **options: Any) -> kenosis_ort.Quantizat
     return make(model, folder, models.feeds(model, count), **{"recipe": "fast", **options}).report
 
 
-def test_passes_are_judged_and_told(tmp_path: Path) -> None:
-    report = fast(tmp_path)
-    assert {p.name for p in report.passes} >= {"ranges", "bias_correction"}
-    for outcome in report.passes:
-        if outcome.error_before is not None and outcome.error_after is not None:
-            assert outcome.kept <= (outcome.error_after < 1.03 * outcome.error_before)
-    assert report.recipe.name == "fast"
-    assert kenosis_ort.QuantizationReport.from_json(report.to_json()).passes == report.passes
-    assert fast(tmp_path, recipe="plain").passes == ()
-
-
 def test_passes_that_are_left_out(tmp_path: Path) -> None:
-    """Too few samples to hold some out, and a method that the caller names."""
+    """Of the plain recipe, with too few samples to hold some out, and where the caller names a method."""
+    assert fast(tmp_path, recipe="plain").passes == ()
     report = fast(tmp_path, 3)
     assert "bias_correction" not in {p.name for p in report.passes}
     assert any("3 calibration samples at hand" in note for note in report.notes)
@@ -54,6 +44,7 @@ def test_the_callers_metric_decides(tmp_path: Path) -> None:
         return 1.0 if outputs is reference else 0.5
 
     report = fast(tmp_path, metric=metric)
+    assert {p.name for p in report.passes} >= {"ranges", "bias_correction"}
     assert {*calls} == {8, 2}  # all that are held out, and parts of them for the spread
     assert (report.measure.value, report.measure.float_value) == (0.5, 1.0)
     assert "metric" in next(p.measure for p in report.passes if p.measure)
