@@ -25,23 +25,20 @@ def form(name: str) -> Form:
     return Form(name, f"form {name}", lambda: net(name))
 
 
-def deliver(stadium: FakeStadium, candidates: Sequence[Form], **more: Any) -> tuple[str, SpeedSummary]:
-    """The name of the model that is delivered, and the record."""
+def consider(stadium: FakeStadium, candidates: Sequence[Form] | None = None, **more: Any) -> SpeedSummary:
+    """The record, of all forms that the stadium knows by default; the model that is delivered is the one taken."""
+    ladder = candidates or [*(form(name) for name in stadium.seconds if name != "float"), FLOAT_FORM]
     how = {"budget_s": 100.0, "usable": lambda model: None, **more}
-    model, found = keep_promise(net("float"), candidates, stadium.setup(name="one"), **how)
-    return model.graph.name, found
+    model, found = keep_promise(net("float"), ladder, stadium.setup(name="one"), **how)
+    assert model.graph.name == ("float" if found.taken.name == "fp32" else found.taken.name)
+    return found
 
 
-def consider(stadium: FakeStadium, candidates: Sequence[Form], **more: Any) -> SpeedSummary:
-    return deliver(stadium, candidates, **more)[1]
+def failing(error: Exception) -> Any:
+    def build(*_: object) -> onnx.ModelProto:
+        raise error
 
-
-def statuses(found: SpeedSummary) -> dict[str, str]:
-    return {record.name: record.status for record in found.candidates}
-
-
-def never() -> onnx.ModelProto:
-    raise AssertionError("built")
+    return build
 
 
 @pytest.mark.parametrize(("costs", "quality", "expected", "said"), [
@@ -57,23 +54,15 @@ def test_which_form_is_taken(costs: dict[str, float], quality: dict[str, float],
     stadium = FakeStadium({**costs, "float": 0.02})
     forms = [form(n) for n in costs]
     if expected == "taken spare spare":
-        forms[1:] = [replace(each, build=never) for each in forms[1:]]
-    name, found = deliver(stadium, [*forms, FLOAT_FORM], quality=lambda model: quality.get(model.graph.name, 30.0))
+        forms[1:] = [replace(each, build=failing(AssertionError("built"))) for each in forms[1:]]
+    found = consider(stadium, [*forms, FLOAT_FORM], quality=lambda model: quality.get(model.graph.name, 30.0))
     assert [record.status for record in found.candidates] == expected.split()
     assert all(text in found.candidates[at].reason for at, text in said.items())
-    assert (name, found.taken.verdict, found.basis) == (found.taken.name, "faster", Basis.MEASURED)
-    assert found.taken.milliseconds == pytest.approx(1e3 * costs[name])
-    assert found.taken.ratio == pytest.approx(0.02 / costs[name])
-    assert found.float_milliseconds == pytest.approx(20)
-    assert f"{found.taken.ratio:.2f}x" in found.sentence()
+    taken, cost = found.taken, costs[found.taken.name]
+    assert (taken.verdict, found.basis) == ("faster", Basis.MEASURED)
+    assert (taken.milliseconds, taken.ratio, found.float_milliseconds) == pytest.approx((1e3 * cost, 0.02 / cost, 20))
+    assert f"{taken.ratio:.2f}x" in found.sentence()
     assert "coarse" not in stadium.opened, "what it computes is asked before its speed"
-
-
-def failing(error: Exception) -> Any:
-    def build(*_: object) -> onnx.ModelProto:
-        raise error
-
-    return build
 
 
 def test_a_rung_that_fails_is_dropped_and_named():
@@ -99,7 +88,7 @@ def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
     undecided = 0
     for seed in range(10):
         stadium = FakeStadium({"float": 0.01, "int8": 0.0105}, spread=0.5, seed=seed)
-        outcome = consider(stadium, [form("int8"), FLOAT_FORM])
+        outcome = consider(stadium)
         if outcome.basis == Basis.MEASURED:
             continue
         undecided += 1
@@ -114,9 +103,7 @@ def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
     assert undecided >= 7, "an interval of 95 % is wrong now and then"
 
 
-@given(
-    speed=st.floats(0.2, 5), error=st.floats(1, 3), ratio=st.floats(0.3, 3), noise=st.floats(1, 4), more=st.floats(1, 3)
-)
+@given(st.floats(0.2, 5), st.floats(1, 3), st.floats(0.3, 3), st.floats(1, 4), st.floats(1, 3))
 def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: float, noise: float, more: float):
     def tells(speed: float, ratio: float, noise: float) -> bool:
         return Estimate(speed, error).tells_faster(SpeedComparison(ratio, ratio / noise, ratio * noise, Verdict.NOISY))
@@ -137,19 +124,17 @@ def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: f
 def test_a_lower_rung_that_looks_slower_is_not_taken_on_a_guess():
     # 0.97x with an interval around 1: enough to keep the plan, too little to choose another form for its speed.
     costs = {"float": 0.01, "int8": 0.02, "weights": 0.0104}
-    taken = [consider(FakeStadium(costs, spread=0.08, seed=s), [form("int8"), form("weights"), FLOAT_FORM]).taken.name
-             for s in range(6)]  # fmt: skip
+    taken = [consider(FakeStadium(costs, spread=0.08, seed=seed)).taken.name for seed in range(6)]
     assert taken.count("fp32") >= 4
 
 
 @pytest.mark.parametrize(("ratio", "taken"), [(1.05, "int8"), (1.01, "int8"), (1.0, "int8"), (0.96, "fp32")])
 def test_the_choice_does_not_flip_between_runs(ratio: float, taken: str):
     costs = {"float": 0.01, "int8": 0.01 / ratio}
-    name, still = deliver(FakeStadium(costs), [form("int8"), FLOAT_FORM])
+    still = consider(FakeStadium(costs))
     assert (still.taken.name, still.basis) == (taken, Basis.MEASURED)
     assert ratio != 1 or "not slower" in still.taken.reason
-    assert name == ("int8" if taken == "int8" else "float")
-    runs = [consider(FakeStadium(costs, spread=0.02, seed=s), [form("int8"), FLOAT_FORM]).taken.name for s in range(20)]
+    runs = [consider(FakeStadium(costs, spread=0.02, seed=seed)).taken.name for seed in range(20)]
     assert runs.count(taken) >= 19
 
 
@@ -172,20 +157,17 @@ def test_where_the_time_is_over_the_float_model_stays(at: int, expected: str):
 
 def test_the_float_model_has_to_run_and_to_be_the_last_form():
     with pytest.raises(VerificationError, match="boom"):
-        consider(FakeStadium({"float": RuntimeError("boom"), "int8": 0.01}), [form("int8"), FLOAT_FORM])
+        consider(FakeStadium({"float": RuntimeError("boom"), "int8": 0.01}))
     with pytest.raises(ValueError, match="float model"):
         consider(FakeStadium({"float": 0.01}), [form("int8")])
 
 
 def test_on_the_installed_runtime_unusable_outputs_are_seen():
-    float_model = models.mlp()
-    zeroed = changed(float_model, **{tensor.name: 0.0 for tensor in float_model.graph.initializer})
-    candidates = [
-        Form("zeroed", "all weights are 0", lambda: zeroed),
-        Form("same", "a copy", lambda: models.mlp()),
-        Form("fp32", "the float model", lambda: float_model, is_float=True),
-    ]
-    _, outcome = keep_promise(float_model, candidates, RaceSetup(models.feeds(float_model, 2)), budget_s=1.0)
+    model = models.mlp()
+    made = {"zeroed": changed(model, **{tensor.name: 0.0 for tensor in model.graph.initializer}), "same": model}
+    candidates = [replace(form(name), build=lambda name=name: made[name]) for name in made]
+    setup = RaceSetup(models.feeds(model, 2))
+    _, outcome = keep_promise(model, [*candidates, replace(FLOAT_FORM, build=lambda: model)], setup, budget_s=1.0)
     assert outcome.candidates[0].status == FormStatus.DROPPED
     assert "dB" in outcome.candidates[0].reason
     assert outcome.taken.name in ("same", "fp32")
@@ -194,8 +176,8 @@ def test_on_the_installed_runtime_unusable_outputs_are_seen():
 def test_a_form_must_be_slower_in_no_situation():
     prompts, tokens = FakeStadium({"float": 0.02, "int8": 0.01}), FakeStadium({"float": 0.001, "int8": 0.002})
     further = [tokens.setup(name="tokens")]
-    outcome = consider(prompts, [form("int8"), FLOAT_FORM], further=further)
-    assert statuses(outcome) == {"int8": FormStatus.SLOWER, "fp32": FormStatus.TAKEN}
+    outcome = consider(prompts, further=further)
+    assert [record.status for record in outcome.candidates] == ["slower", "taken"]
     assert outcome.candidates[0].reason.startswith("only 0.50x of the float model's speed for tokens")
     assert outcome.float_milliseconds == pytest.approx(20)
 
@@ -216,9 +198,7 @@ def challenged(dynamic: float, long: float | None = None, **more: Any) -> SpeedS
     (0.005, 1.1, "", "dynamic", "1.35x of the speed of form int8 (2.00x for one, 0.91x for long)"),  # over all
     (0.005, 3.0, "", "int8", ""), (0.001, 3.0, "", "int8", ""),  # slower than float in one
 ])  # fmt: skip
-def test_a_faster_form_that_computes_as_well_takes_the_place(
-    dynamic: float, long: Any, worse: str, taken: str, says: str
-):
+def test_a_faster_form_that_computes_as_well_takes_the_place(dynamic, long, worse, taken, says):
     outcome = challenged(dynamic, long, quality=lambda model: 35.0 if model.graph.name == worse else 40.0)
     assert outcome.taken.name == taken
     assert says in outcome.candidates[0].reason
