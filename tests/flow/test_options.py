@@ -1,0 +1,295 @@
+"""One table of options: each has a checked type, Python and a recipe file say one request, and what is stated counts.
+
+A wrong value is refused by name, before data is read or anything written. At an option's default too, what is stated
+goes before the recipe file, and before the named recipe.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
+
+import kenosis_ort
+from kenosis_ort import KenosisWarning, OptionError, Placement, Recipe, Speed, Stages, quantize, quantize_static
+from kenosis_ort.api import _previewed
+from kenosis_ort.flow.request import Request
+from kenosis_ort.graph.walk import opset_of
+from kenosis_ort.option_types import EXTRA_OPTION_CHECKS, IN_FILE, OPTIONS, RecipeFile
+from kenosis_ort.options import KEYWORDS
+from kenosis_ort.recipe import RECIPES
+from kenosis_ort.rewrite.attention import ATTENTION_OPSET
+from kenosis_ort.runtime.limits import runtime_limits
+from tests import models
+from tests.flow.support import Untouched
+
+MODEL = models.residual_block()
+NAN, INF = math.nan, math.inf
+
+NO_FLAG: tuple[Any, ...] = ("x", "no", "", None, 2, 0.5, 1.0, [True], NAN, np.array([True, False]), b"1")
+NO_PATH: tuple[Any, ...] = (3, b"out.onnx", "", "a\0b", ["out.onnx"], True, 1.5)
+NO_LIST: tuple[Any, ...] = ("head", b"head", 3, [1], [None], {"head": 1}, True, [["head"]], [b"head"])
+NO_FUNCTION: tuple[Any, ...] = (5, "print", [print], True)
+NO_WORD: tuple[Any, ...] = (5, None, True, b"auto", ["auto"], "", "nonsense")
+NO_TYPE: tuple[Any, ...] = (None, "int7", 99, 1.5, True, [], QuantType)
+FLAGS = ("per_channel", "reduce_range", "use_external_data_format", "verify", "promise")
+LISTS = ("op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "primary_inputs")
+WORDS = ("target", "protect_outputs", "tune", "evidence", "on_failure")
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(FLAGS, NO_FLAG), **dict.fromkeys(LISTS, NO_LIST), **dict.fromkeys(WORDS, NO_WORD),
+    **dict.fromkeys(("progress", "metric"), NO_FUNCTION),
+    **dict.fromkeys(("calibration_cache_path", "host"), NO_PATH),
+    **dict.fromkeys(("activation_type", "weight_type"), NO_TYPE),
+    **dict.fromkeys(("weight_bits", "activation_bits"), ("x", 1, 9, 4.5, True, [4], NAN)),
+    "model_input": (None, 3, b"model.onnx", "", "a\0b", [], object()),
+    "model_output": (None, *NO_PATH), "quant_format": (None, 3, "QDO", True, [], "", b"QDQ"),
+    "calibrate_method": (None, 3, "minimax", True, [], b"minmax", 0.5),
+    "calibration_providers": ("CPUExecutionProvider", 3, [1], [None], {"CPUExecutionProvider": {}}, [("CPU", 1)]),
+    "extra_options": ([], "WeightSymmetric", 3, True, {1: 2}, [("WeightSymmetric", True)]),
+    "custom_op_libraries": ("lib.so", 3, None, [1], [b"lib.so"], {"lib.so": 1}),
+    "stages": ("all", 3, True, [], {"weights": True}, Stages),
+    "rewrites": ("x", None, 3, 0.5, [1], {"fold_scale": 1}),
+    "recipe": (3, None, True, b"fast", ["fast"], "", "fastt", {"name": "fast"}, "a\0b.toml"),
+    "eval_reader": (3, "samples.npz", b"", True, {"x": 1}, object()),
+    "accuracy_budget": ("x", NAN, INF, -0.1, 1.5, True, [0.1], 10**400),
+    "format": (3, True, "qdqq", "", b"qdq", ["qdq"]), "speed": ("measure", True, 3, Speed, {"threads": 1}),
+    "placement": ("float", True, 3, Placement, {"rewrites": False}),
+    "threads": ("x", None, -1, 1.5, 2.0, True, [1], 10**11, NAN),
+    "max_opset": ("x", 1.5, 12, -1, [17], True),
+    "sequence_lengths": ("x", 3, None, [0], [1.5], [-1], ["1"], {1: 2}),
+    "kv_cache": (*(v for v in NO_PATH if v is not None), "int4"),
+    "executor": ("tcp://127.0.0.1:8786", 3, True, [], object()),
+}  # fmt: skip
+NAMED = ("BlockSize", "CalibMaxIntermediateOutputs", "CalibStridedMinMax", "DefaultTensorType")
+REAL = ("CalibMovingAverageConstant", "CalibPercentile", "MinimumRealRange", "SmoothQuantAlpha")
+WRONG_EXTRA: dict[str, tuple[Any, ...]] = {
+    **{key: ("no", "", 2, 0.5, [True]) for key in EXTRA_OPTION_CHECKS},
+    **dict.fromkeys(NAMED, ("x", 1.5, -1, [1], NAN, True)), **dict.fromkeys(REAL, ("x", -0.1, NAN, INF, [1], True)),
+    "OpTypesToExcludeOutputQuantization": ("Conv", 3, [1], {"Conv": 1}),
+    "QDQOpTypePerChannelSupportToAxis": ("Conv", 3, [1], {"Conv": "x"}, {1: 0}),
+    "TensorQuantOverrides": ("x", 3, [1], {1: []}), "scenario": (3, True, [], b"same"),
+}  # fmt: skip
+SHARE = ("x", None, True, NAN, 2, -1, [])
+WRONG_RECIPE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("ranges", "rounding"), NO_WORD),
+    **dict.fromkeys(("equalize", "bias_correction", "mixed_precision", "row_scales"), NO_FLAG),
+    **dict.fromkeys(("smooth", "accuracy_budget", "max_float_share"), SHARE),
+    **dict.fromkeys(("samples", "synthetic"), ("x", None, True, NAN, -1, 1.5, [])),
+    **dict.fromkeys(("weight_bits", "activation_bits"), ("x", None, 1, 9, 4.5, True, [4], NAN)),
+    "name": (3, None, b"x"), "weight_only": ("x", 3, 16, 4.5, True, [4], NAN),
+    "bits": (3, "conv", {"conv": 4}, {"conv": {"weights": 1}}, {"conv": {"wheights": 4}}, {1: {"weights": 4}}),
+    "speed": ("int8", True, {"form": "int8"}), "passes": ("equalize", 3, [3], None, [Recipe]),
+}  # fmt: skip
+
+
+def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: Any) -> None:
+    before = list(folder.iterdir())
+    with pytest.raises((OptionError, kenosis_ort.OutputError)) as caught:
+        call(*arguments, **options)
+    error = caught.value
+    assert name in str(error), f"{options}: {error}"
+    assert error.fix or "must be" in error.what, f"{options}: {error}"
+    assert list(folder.iterdir()) == before
+
+
+def test_every_option_is_in_the_table() -> None:
+    parameters = {*inspect.signature(quantize_static).parameters, *KEYWORDS}
+    assert parameters - {"calibration_data_reader", "further"} == WRONG.keys()
+    assert WRONG.keys() - {"model_input"} == OPTIONS.keys()
+    assert WRONG_RECIPE.keys() == Recipe.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    usual = {"model_input": MODEL, "model_output": tmp_path / "out.onnx", "calibration_data_reader": Untouched()}
+    for value in WRONG[name]:
+        refused(tmp_path, name, quantize_static, **{**usual, name: value})
+
+
+@pytest.mark.parametrize("name", WRONG_EXTRA)
+def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    call = partial(quantize_static, MODEL, tmp_path / "out.onnx", Untouched())
+    for value in WRONG_EXTRA[name]:
+        refused(tmp_path, name, call, extra_options={name: value})
+
+
+WRONG_STAGES = dict.fromkeys(Stages.__dataclass_fields__, NO_FLAG)
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), [
+    *((Recipe, name, values) for name, values in WRONG_RECIPE.items()),
+    *((Stages, name, values) for name, values in WRONG_STAGES.items()),
+    (Speed, "sequence_lengths", ([0], "1", 3)),
+])  # fmt: skip
+def test_recipes_stages_and_groups_are_checked(tmp_path: Path, kind: Any, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        refused(tmp_path, name, kind, **{name: value})
+
+
+def test_other_calls_are_checked_too(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    refused(tmp_path, "threads", kenosis_ort.preview, MODEL, threads=-1)
+    refused(tmp_path, "verify", kenosis_ort.calibrate, MODEL, out, Untouched(), verify="no")
+    refused(tmp_path, "table_path", kenosis_ort.calibrate, MODEL, b"t", Untouched())
+    for name, value in (("per_channel", "x"), ("nodes_to_exclude", "head"), ("extra_options", [1])):
+        config = StaticQuantConfig(Untouched(), **{"extra_options": {}, name: value})
+        refused(tmp_path, name, quantize, MODEL, out, config)
+    with pytest.raises(TypeError, match="per_channel='x' is a str"):
+        quantize_static(MODEL, out, Untouched(), per_channel="x")
+
+
+def test_numpy_values_and_other_sequences_are_taken(tmp_path: Path) -> None:
+    """What counts as a boolean, a number or a list in Python's duck typing makes the same file."""
+    options: dict[str, Any] = {"recipe": "plain", "promise": False, "nodes_to_exclude": ["head"], "per_channel": True}
+    quantize_static(MODEL, tmp_path / "a.onnx", models.reader(MODEL), **options)
+    options = {"promise": np.False_, "verify": np.bool_(True), "per_channel": 1, "nodes_to_exclude": {"head"}}
+    options["recipe"] = Recipe("plain", "minmax", np.False_, np.False_, smooth="off", samples=np.int32(4))
+    options |= {"threads": np.int64(1), "extra_options": {"WeightSymmetric": np.bool_(True), "CalibPercentile": None}}
+    quantize_static(MODEL, tmp_path / "b.onnx", models.reader(MODEL), **options)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    assert onnx.load(tmp_path / "a.onnx").graph.node
+
+
+# ---- what is stated counts ----------------------------------------------------------------------------------------
+
+MLP = models.mlp()
+VALUES: dict[str, Any] = {
+    "activation_bits": 5, "activation_type": QuantType.QInt8, "calibrate_method": CalibrationMethod.Entropy,
+    "calibration_providers": ("CPUExecutionProvider",), "extra_options": {"WeightSymmetric": False}, "format": "qop",
+    "host": "vnni", "kv_cache": "int8", "max_opset": 17, "nodes_to_exclude": ("a", "b"), "nodes_to_quantize": ("fc1",),
+    "on_failure": "float", "op_types_to_quantize": ("Gemm",), "per_channel": False, "primary_inputs": ("x",),
+    "promise": False, "protect_outputs": "int8", "quant_format": QuantFormat.QOperator, "reduce_range": True,
+    "rewrites": False, "sequence_lengths": (1, 8), "stages": Stages(nudge=False), "target": "qnn", "threads": 2,
+    "tune": "off", "use_external_data_format": True, "verify": False, "weight_bits": 4, "weight_type": QuantType.QUInt8,
+}  # fmt: skip
+"""An option with a value that it has not by itself; how the shell says it is in `tests.cli.test_options`."""
+BESIDE = {"weight_bits": {"format": "qcdq"}, "activation_bits": {"format": "qcdq"}}
+SPEED = ("promise", "tune", "threads", "sequence_lengths")
+STATED = (
+    *("target", "quant_format", "use_external_data_format", "verify", "protect_outputs", "rewrites", "max_opset"),
+    *("on_failure", "kv_cache", *SPEED),
+)
+USUAL: dict[str, Any] = {"nodes_to_exclude": [], **{name: OPTIONS[name].default for name in STATED}}
+"""Options at their defaults, which the call states."""
+
+
+def request(**given: Any) -> Request:
+    return _previewed(MLP, given)
+
+
+def file(**options: Any) -> RecipeFile:
+    return RecipeFile(RECIPES["fast"], options)
+
+
+def known(made: Request) -> dict[str, Any]:
+    """What a request says, but for functions, which are made anew for each target, and for who said it."""
+    fields = {name: value for name, value in vars(made).items() if name not in ("target", "choices")}
+    return fields | {"target": made.target.name, "choices": {k: c.value for k, c in made.choices.items()}}
+
+
+def test_every_option_that_a_file_may_hold_has_a_value_here() -> None:
+    assert {*VALUES} == {*IN_FILE}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_python_and_file_say_the_same(name: str, tmp_path: Path) -> None:
+    given = {name: VALUES[name], **BESIDE.get(name, {})}
+    said = known(request(**given))
+    assert said != known(request()), "the value is none that an option has by itself"
+    RecipeFile(RECIPES["fast"], given).save(tmp_path / "recipe.toml")
+    assert known(request(recipe=tmp_path / "recipe.toml")) == said
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_FILE])
+def test_a_file_holds_nothing_of_a_single_run(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        RecipeFile.from_toml(f'schema = 1\n[recipe]\nname = "fast"\n[options]\n{name} = "x"\n')
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
+    held, usual = file(**{name: VALUES[name]}), USUAL[name]
+    assert known(request(recipe=held)) != known(request())
+    stated: list[dict[str, Any]] = [{name: usual}]
+    if name in SPEED:
+        stated.append({"speed": Speed(**{name: usual})})
+        other: dict[str, Any] = {"threads": 3} if name != "threads" else {"tune": "off"}
+        assert getattr(request(recipe=held, speed=Speed(**other)).speed, name) != usual
+    for said in stated:
+        assert known(request(recipe=held, **said)) == known(request(**said)), said
+
+
+def test_named_recipes_give_way_to_what_is_stated() -> None:
+    for said in ({}, {"promise": True}, {"tune": "model"}):
+        made = request(recipe="tiny", speed=Speed(**said)).speed
+        assert {"promise": made.promise, "tune": made.tune} == {"promise": False, "tune": "off", **said}
+    held = file(protect_outputs="float")
+    assert request(recipe=held, placement=Placement(protect_outputs="auto")).protect_outputs == "auto"
+    assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"
+
+
+def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(KenosisWarning, match="quant_format=QInt8 is no QuantFormat"):
+        found = request(quant_format=QuantType.QInt8, recipe=file(quant_format=QuantFormat.QOperator))
+    assert found.choices["quant_format"].value is QuantFormat.QOperator
+    config = StaticQuantConfig(models.reader(MLP), quant_format=QuantType.QInt8)
+    with pytest.warns(KenosisWarning, match="quant_format"):
+        assert quantize(MLP, tmp_path / "out.onnx", config).options["quant_format"].value is QuantFormat.QDQ
+
+
+# ---- the operator set -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [13, 17, 21])
+def test_the_operator_set_is_no_higher_than_asked_for(tmp_path: Path, most: int) -> None:
+    for name, options in {"int8": {"promise": False}, "promise": {}, "stock": {"stages": Stages.none()}}.items():
+        for given in (17, 22):
+            model = models.conv_relu_chain(2, opset=given) if most < 17 or given > 17 else models.transformer_block()
+            out = tmp_path / f"{name}{given}.onnx"
+            report = quantize_static(model, out, models.reader(model), max_opset=most, **options)
+            assert opset_of(onnx.load(out)) <= most
+            assert report.options["max_opset"].value == most
+            assert any(f"{most} at most, as asked for" in note for note in report.notes)
+            assert report.recipe_file().options["max_opset"] == most
+
+
+def test_what_needs_a_higher_operator_set_is_refused(tmp_path: Path) -> None:
+    for wide in ({"activation_type": QuantType.QUInt16}, {"recipe": "weight-only-4"}):
+        with pytest.raises(OptionError, match="needs operator set 21"):
+            quantize_static(MLP, tmp_path / "out.onnx", models.reader(MLP), max_opset=17, **wide)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("opset", [13, 17, 22])
+def test_the_operator_set_rises_where_the_cost_table_gives_it_more_than_a_twentieth(tmp_path: Path, opset: int) -> None:
+    """Attention of many positions over few numbers is most of a net's time, beside wide layers next to none."""
+    if runtime_limits().max_opset < ATTENTION_OPSET:
+        pytest.skip("the runtime does not know Attention")
+    found = {}
+    for name, model in {
+        "wide": models.transformer_block(tokens=2, width=768),
+        "long": models.transformer_block(tokens=96, width=16),
+        "convs": models.conv_relu_chain(2),
+    }.items():
+        model.opset_import[0].version = opset
+        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model), promise=False)
+        written = opset_of(onnx.load(tmp_path / "out.onnx"))
+        said = [note for note in report.notes if note.startswith(f"By estimate operator set {written} makes")]
+        assert written == opset or said, report.notes
+        assert all(float(note.split("the model ")[1].split("x")[0]) > 1.04 for note in said)
+        found[name] = written
+    assert found == {"wide": opset, "long": ATTENTION_OPSET, "convs": opset}
+
+
+def test_a_target_without_cost_table_leaves_the_operator_set(tmp_path: Path) -> None:
+    model, out = models.transformer_block(tokens=96), tmp_path / "out.onnx"
+    report = quantize_static(model, out, models.reader(model), format="qcdq", weight_bits=4)
+    assert opset_of(onnx.load(out)) == opset_of(model), report.notes
