@@ -7,16 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kenosis_ort.bench.harness import (
-    CONFIDENCE,
-    LEAST_ROUNDS,
-    MARGIN,
-    Schedule,
-    Verdict,
-    compare,
-    interval_rank,
-    time_interleaved,
-)
+from kenosis_ort.bench import harness
+from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, Schedule, Verdict, compare, time_interleaved
 from kenosis_ort.errors import VerificationError
 from tests.bench.fakes import FakeBench, FakeRunner
 
@@ -80,14 +72,14 @@ def test_series_that_do_not_pair_are_refused():
 @given(st.integers(LEAST_ROUNDS, 400))
 def test_the_rank_is_the_tightest_that_keeps_the_confidence(n: int):
     # Conover, Practical Nonparametric Statistics: 95 % interval of the median from ordered observations.
-    assert [interval_rank(n) for n in (5, 6, 9, 10, 15, 20, 25)] == [None, 1, 2, 2, 4, 6, 8]
-    rank = interval_rank(n)
+    assert [harness.interval_rank(n) for n in (5, 6, 9, 10, 15, 20, 25)] == [None, 1, 2, 2, 4, 6, 8]
+    rank = harness.interval_rank(n)
     assert rank is not None
 
     def coverage(k: int) -> float:
         return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
-    assert coverage(rank) >= CONFIDENCE > coverage(rank + 1)
+    assert coverage(rank) >= harness.CONFIDENCE > coverage(rank + 1)
 
 
 # ---- rounds ---------------------------------------------------------------------------------------------------------
