@@ -1,4 +1,4 @@
-"""Changed weights: ranges follow from those by channel, float layers keep their own, and candidates are patched."""
+"""Changed weights: ranges follow from those by channel, and candidates are patched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import numpy_helper
 
 from kenosis_ort import RECIPES
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
@@ -21,11 +20,10 @@ from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, changed_weights, runner
-from kenosis_ort.passes.contract import Build, Overlay, materialize
+from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.equalize_layers import Equalization, equalize, scaled_by_equalization, values_for_equalization
 from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
 from tests import models, planning
-from tests.contracts.passes import coarse
 from tests.flow.support import initializers, quality, quantized
 from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
 
@@ -115,32 +113,6 @@ def test_a_pass_that_tells_nothing_of_values_is_not_believed(tmp_path: Path, mon
     report = run(tmp_path / "out.onnx", recipe=recipe)
     assert [p.kept for p in report.passes if p.name == "silent"] == [True]
     assert quality(MODEL, tmp_path / "out.onnx", FEEDS) > 30
-
-
-# ---- a layer that is left float has its own weights and biases, whatever passes did to it before ---------------
-
-
-def corrected(model: onnx.ModelProto) -> Overlay:
-    constants = {name: numpy_helper.from_array(array + np.float32(0.5), name) for name, array in held(model).items()}
-    return {node.name: {n: constants[n] for n in node.input[1:]} for node in model.graph.node if node.op_type == "Conv"}
-
-
-def held(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-
-
-@given(st.lists(st.booleans(), min_size=4, max_size=4))
-def test_corrections_stay_in_integer_layers_alone(kinds: list[bool]) -> None:
-    base = coarse(4)
-    before, overlay = base.SerializeToString(), corrected(base)
-    made = materialize(base, overlay, [f"conv{i}" for i, integer in enumerate(kinds) if integer])
-    own, found = held(base), held(made)
-    for i, integer in enumerate(kinds):
-        for name in (f"conv{i}_w", f"conv{i}_b"):
-            assert np.array_equal(found[name], own[name] + np.float32(0.5 * integer))
-    assert [*found] == [*own]
-    assert base.SerializeToString() == before
-    assert (made is base) == (not any(kinds)), "nothing is copied where nothing differs"
 
 
 def test_layers_that_get_a_bias_for_correction_are_planned_with_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +30,7 @@ from tests.planning import parse
 
 def told(out: Path, source: Any, feeds: list[Feed] | None = None, **options: Any) -> QuantizationReport:
     """Quantizes by the default recipe; the float model is delivered, with a warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(KenosisWarning) as caught:
         report = quantized(source, out, feeds, **{"recipe": "fast", **options})
     assert report.is_float
     assert report.float_because

@@ -17,6 +17,7 @@ from kenosis_ort.targets.ort_cpu.work import open_runner, opener
 from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
 from tests import models
 from tests.bench.fakes import FEED, Disturbed, FakeStadium, net
+from tests.bench.test_harness import MIRRORED
 
 ratios = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70)
 
@@ -103,8 +104,7 @@ def test_exchanging_the_series_mirrors_the_verdict(times: list[float]):
     there, back = early(times, [1.0] * len(times)), early([1.0] * len(times), times)
     assert (there is None) == (back is None)
     if there is not None:
-        mirrored = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER, Verdict.SAME: Verdict.SAME}
-        assert back.verdict is mirrored[there.verdict]
+        assert back.verdict is MIRRORED.get(there.verdict, there.verdict)
         assert (back.ratio, back.low) == pytest.approx((1 / there.ratio, 1 / there.high))
 
 
