@@ -212,10 +212,8 @@ CASES: list[tuple[Any, str, set[str]]] = [
 
 
 def merged_of(folder: Path, model: onnx.ModelProto, shards: list[list[Feed]]) -> Path:
-    paths = [folder / f"{place}.json" for place in range(len(shards))]
-    for path, shard in zip(paths, shards, strict=True):
-        calibrate(model, path, FeedReader(shard))
-    reduce(CalibrationTable.merge, map(CalibrationTable.load, paths)).save(folder / "merged.json")
+    tables = (calibrate(model, FeedReader(shard)) for shard in shards)
+    reduce(CalibrationTable.merge, tables).save(folder / "merged.json")
     return folder / "merged.json"
 
 
