@@ -85,21 +85,14 @@ def whole() -> onnx.ModelProto:
 
 def integers() -> list[Feed]:
     """Samples of whole numbers from 0 to 255, both of which each one holds."""
-    rng = np.random.default_rng(0)
-    found = [rng.integers(0, 256, (4, 16)).astype(np.float32) for _ in range(16)]
-    for x in found:
-        x.flat[:2] = 0.0, 255.0
+    found = np.random.default_rng(0).integers(0, 256, (16, 4, 16)).astype(np.float32)
+    found[:, 0, :2] = 0.0, 255.0
     return [{"x": x} for x in found]
 
 
 def normal(shape: tuple[int, ...]) -> Callable[[], list[Feed]]:
     """Normally distributed samples."""
-
-    def made() -> list[Feed]:
-        rng = np.random.default_rng(0)
-        return [{"x": rng.normal(0.0, 1.0, shape).astype(np.float32)} for _ in range(16)]
-
-    return made
+    return lambda: [{"x": models.normal(shape, seed)} for seed in range(16)]
 
 
 def with_tails() -> list[Feed]:
@@ -116,10 +109,7 @@ EXAMPLES: Mapping[str, Example] = {
     "ranges": Example({"ranges": "auto"}, models.mobile_block, with_tails, "mse ranges"),
     "rounding": Example({"rounding": "learned"}, coarse, normal(SMALL)),
     "mixed_precision": Example(
-        {"mixed_precision": True, "accuracy_budget": 1e-5, "max_float_share": 0.9},
-        coarse,
-        normal(SMALL),
-        "Left float",
+        {"mixed_precision": True, "accuracy_budget": 1e-5, "max_float_share": 0.9}, coarse, normal(SMALL), "Left float"
     ),
 }
 """What each pass improves, by its name."""

@@ -29,9 +29,9 @@ DATA: Array = normal((6, 16))
 STATES = "(float[1,4] x, float[1,4] h_in) => (float[1,4] y, float[1,4] h_out) { h_out = Tanh(x) y = Add(x, h_in) }"
 
 
-def npy(array: Any, **options: Any) -> bytes:
+def npy(array: Any, save: Any = np.save, **options: Any) -> bytes:
     content = io.BytesIO()
-    np.save(content, array, **options)
+    save(content, array, **options)
     return content.getvalue()
 
 
@@ -78,9 +78,7 @@ def feeds_folder(path: Path) -> Path:
 
 
 def _bytes_of(x: Array) -> bytes:
-    content = io.BytesIO()
-    np.savez(content, x=x)
-    return content.getvalue()
+    return npy(x, lambda file, x: np.savez(file, x=x))
 
 
 def in_shards(path: Path) -> list[Path]:

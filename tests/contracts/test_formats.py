@@ -46,15 +46,11 @@ FORMATS = {
     "qop-clip": Format(lambda model: to_qop(to_runtime_form(copy_model(model), X86), clip=True), ("qop",), 1.01),
 }
 EXAMPLES: Mapping[str, Callable[[], onnx.ModelProto]] = {
-    **{
-        f"conv_net{kind}": lambda kind=kind: read_model(conv_net(**kind)).canonical
-        for kind in ({}, {"signed": True}, {"bits": 2, "norm": True}, {"bits": 8}, {"bits": 8, "bias": False})
-    },
-    **{
-        name: lambda name=name: planning.quantize(models.ALL[name](), protect_outputs="int8").quantized
-        for name in ("residual_block", "mobile_block", "mlp_matmul", "transformer_block")
-    },
-}
+    **{f"conv_net{kind}": lambda kind=kind: read_model(conv_net(**kind)).canonical
+       for kind in ({}, {"signed": True}, {"bits": 2, "norm": True}, {"bits": 8}, {"bits": 8, "bias": False})},
+    **{name: lambda name=name: planning.quantize(models.ALL[name](), protect_outputs="int8").quantized
+       for name in ("residual_block", "mobile_block", "mlp_matmul", "transformer_block")},
+}  # fmt: skip
 each_format = pytest.mark.parametrize("form", FORMATS)
 each_example = pytest.mark.parametrize("example", EXAMPLES)
 canonical = cache(lambda example: EXAMPLES[example]())
@@ -90,13 +86,14 @@ def grids(model: onnx.ModelProto) -> Counter[Any]:
 @each_format
 @each_example
 def test_what_is_written_runs_as_the_qdq_form_and_changes_nothing(form: str, example: str) -> None:
-    before = canonical(example).SerializeToString()
-    made, steps = written(form, example), FORMATS[form].steps
-    assert canonical(example).SerializeToString() == before
+    source, steps = canonical(example), FORMATS[form].steps
+    before = source.SerializeToString()
+    made = written(form, example)
+    assert source.SerializeToString() == before
     onnx.checker.check_model(spell_out(made))
-    check_close(outputs(made, example), outputs(canonical(example), example, optimize=bool(steps)), example, steps)
-    assert [v.name for v in made.graph.input] == [v.name for v in canonical(example).graph.input]
-    assert [v.name for v in made.graph.output] == [v.name for v in canonical(example).graph.output]
+    check_close(outputs(made, example), outputs(source, example, optimize=bool(steps)), example, steps)
+    for kind in ("input", "output"):
+        assert [v.name for v in getattr(made.graph, kind)] == [v.name for v in getattr(source.graph, kind)]
 
 
 @each_format
@@ -129,13 +126,9 @@ def test_the_float_model_behind_it_has_no_integers(form: str) -> None:
 # ---- what cannot be said --------------------------------------------------------------------------------------------
 
 
-def quant(**said: Any) -> onnx.ModelProto:
+def quant(change: Callable[[onnx.NodeProto], Any] = lambda node: None, **said: Any) -> onnx.ModelProto:
     net = Net()
-    return net.of(net.quant("x", **{"scale": 0.1, "out": "y", **said}))
-
-
-def changed(change: Callable[[onnx.NodeProto], Any], **said: Any) -> onnx.ModelProto:
-    model = quant(**said)
+    model = net.of(net.quant("x", **{"scale": 0.1, "out": "y", **said}))
     change(model.graph.node[0])
     return model
 
@@ -148,21 +141,15 @@ def as_type(op_type: str) -> Callable[[onnx.NodeProto], Any]:
     return lambda node: setattr(node, "op_type", op_type)
 
 
-def computed() -> onnx.ModelProto:
+def of(build: Callable[[Net], str]) -> onnx.ModelProto:
     net = Net()
-    return net.of(net.quant("x", net.op("ReduceMax", ["x"], keepdims=1)))
-
-
-def growing() -> onnx.ModelProto:
-    net = Net()
-    return net.of(net.op("Add", ["x", net.quant(np.ones((3, 1, 1)), np.full((3, 1, 6), 0.1))]))
+    return net.of(build(net))
 
 
 def in_a_body() -> onnx.ModelProto:
-    model = quant()
-    body = helper.make_graph(model.graph.node, "body", [], model.graph.output)
-    net = Net()
+    net, inner = Net(), quant().graph
     net.domains.add(DOMAIN)
+    body = helper.make_graph(inner.node, "body", [], inner.output)
     return net.of(net.op("If", [np.asarray(True)], name="branch", out="y", then_branch=body, else_branch=body))
 
 
@@ -186,27 +173,26 @@ READ: Mapping[str, tuple[onnx.ModelProto, str]] = {
     "scale by group": (quant(scale=np.full((3, 6, 1), 0.1)), "by group"),
     "scale of another channel count": (quant(scale=np.full((5, 1, 1), 0.1)), ""),
     "scale of too many dimensions": (quant(scale=np.full((1, 1, 1, 1, 1), 0.1)), "does not fit"),
-    "scale larger than its constant": (growing(), "does not fit"),
+    "scale larger than its constant": (
+        of(lambda net: net.op("Add", ["x", net.quant(np.ones((3, 1, 1)), np.full((3, 1, 6), 0.1))])), "does not fit"),
     "zero point outside": (quant(zero_point=300.0, bits=8, signed=0), "zero point 300"),
     "negative zero point of unsigned integers": (quant(zero_point=-1.0, signed=0), "zero point -1"),
     "fractional zero point": (quant(zero_point=0.5), "whole number"),
     "zero point nan": (quant(zero_point=float("nan")), "not finite"),
     "rounding of data": (quant(rounding_mode="FLOOR"), "FLOOR.* Fix: export it with rounding_mode ROUND"),
     "unknown rounding": (quant(rounding_mode="STOCHASTIC"), "STOCHASTIC"),
-    "no zero point": (changed(lambda node: node.input.__setitem__(2, "")), "3 inputs; it takes 4"),
-    "no bit width": (changed(lambda node: node.input.pop()), "3 inputs; it takes 4"),
-    "no attribute signed": (changed(without("signed")), "'signed'"),
+    "no zero point": (quant(lambda node: node.input.__setitem__(2, "")), "3 inputs; it takes 4"),
+    "no bit width": (quant(lambda node: node.input.pop()), "3 inputs; it takes 4"),
+    "no attribute signed": (quant(without("signed")), "'signed'"),
     "signed is 2": (quant(signed=2), "neither 0 nor 1"),
-    "scale from data": (computed(), "computed from data.* Fix: export it with static"),
-    "minifloats": (changed(as_type("FloatQuant")), "known are BipolarQuant.*FloatQuant"),
-    "thresholds": (changed(as_type("MultiThreshold")), "known are BipolarQuant.*MultiThreshold"),
+    "scale from data": (of(lambda net: net.quant("x", net.op("ReduceMax", ["x"], keepdims=1))),
+                        "computed from data.* Fix: export it with static"),
+    "minifloats": (quant(as_type("FloatQuant")), "known are BipolarQuant.*FloatQuant"),
+    "thresholds": (quant(as_type("MultiThreshold")), "known are BipolarQuant.*MultiThreshold"),
     "in a body": (in_a_body(), "body of control flow"),
     "products of integers": (from_data("y = MatMulInteger (q, w)", "int32[2,3,6,4]"), "scales computed.*MatMulInteger"),
-    "scales of each run": (
-        from_data("y, t, u = DynamicQuantizeLinear (x)", "uint8[2,3,6,6]"),
-        "Fix: quantize the",
-    ),
-}
+    "scales of each run": (from_data("y, t, u = DynamicQuantizeLinear (x)", "uint8[2,3,6,6]"), "Fix: quantize the"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", READ)
