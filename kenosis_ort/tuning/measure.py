@@ -257,7 +257,8 @@ def pays(target: Target, profile: HostProfile, threads: int) -> bool:
     if not any(_is_promised(profile, name) for name in profile.shifted):
         return True
     here = machine()
-    text = json.dumps([target.name, here.cpu, here.features, ort.__version__, threads, profile.name])
+    # One that was pinned before it loaded the runtime does not use matrix tiles (1.32.0).
+    text = json.dumps([target.name, here.cpu, here.features, here.cores, ort.__version__, threads, profile.name])
     name = f"second-kernel-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if name not in _known:
         unchanged = (recall(name) or {}).get("gain")

@@ -10,20 +10,20 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import QuantizationReport
+from kenosis_ort import QuantizationReport, preview
 from tests import models
 from tests.flow.support import changed, initializers, proof, quantized, run
 from tests.models import Net
 
 
-def net_of_convs() -> onnx.ModelProto:
+def net_of_convs(size: int = 12) -> onnx.ModelProto:
     """A small stem, a deep Conv, a depthwise one and a narrow one."""
     net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 12, 12]), 3, 64, name="stem")], name="r0")
+    y = net.op("Relu", [net.conv(net.input("x", [1, 3, size, size]), 3, 64, name="stem")], name="r0")
     y = net.op("Relu", [net.conv(y, 64, 64, name="deep")], name="r1")
     y = net.op("Conv", [y, net.weight((64, 1, 3, 3), name="dw")], name="depthwise", group=64, pads=[1] * 4)
     y = net.op("Relu", [net.conv(y, 64, 16, name="narrow")], name="r2")
-    return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * 144, 64, name="head"))
+    return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * size * size, 64, name="head"))
 
 
 def on_tiles(out: Path, **options: Any) -> QuantizationReport:
@@ -49,6 +49,12 @@ def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
     assert any("zero point -1" in note for note in report.notes)
     assert report.left_float() == ()
     assert all(k.integer for k in proof(report).kernels if k.op_type == "Conv")
+
+
+@pytest.mark.parametrize(("size", "shifted"), [(112, {"deep"}), (160, set())])
+def test_pictures_beyond_near_caches_stay_on_the_direct_kernel(size: int, shifted: set[str]) -> None:
+    plan = preview(net_of_convs(size), tune="model", host="amx")
+    assert {d.edge.consumer for d in plan.decisions if d.zero_point} == shifted
 
 
 @pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
