@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds
@@ -137,7 +136,7 @@ def following_table(
     observe: Observe,
     few: Observe | None,
 ) -> CalibrationTable:
-    """The table of a net with changed weights; it has no part.
+    """The table of a net with changed weights; it has no part and no fingerprint.
 
     Args:
         table: The ranges of the weights as they came; tensors of the old net that it lacks have a type without a range.
@@ -169,7 +168,7 @@ def following_table(
         seen = seen if missing else few(tuple(scaled))
         found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
     tensors = {name: found[name] for name in new.tensors if name in found}
-    return replace(table, tensors=tensors, model_fingerprint=model_fingerprint(new.model), part=None)
+    return replace(table, tensors=tensors, model_fingerprint=None, part=None)
 
 
 def _stays(name: str, old: RewrittenNet, new: RewrittenNet, rescaled: Mapping[str, Rescaling]) -> bool:

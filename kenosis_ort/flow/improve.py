@@ -271,11 +271,13 @@ class _Ranges:
         """The ranges of a changed net over all samples, and as its part those of the samples to fit to."""
         keeps = self.table.config.keeps_histogram
         few = self._few(builder) if keeps else None
-        found = self._following(self.table, builder, state, few)
+        fingerprint = cached_samples.model_fingerprint(builder.prepared.proto)
+        found = replace(self._following(self.table, builder, state, few), model_fingerprint=fingerprint)
         wanted = builder.request.chooses_ranges and keeps and not self.table.made_up and len(self.feeds) > 0
         if not wanted or not self._divided[1].feeds:
             return found
-        return replace(found, part=self._following(self.fitted, builder, state, few))
+        part = replace(self._following(self.fitted, builder, state, few), model_fingerprint=fingerprint)
+        return replace(found, part=part)
 
     @cached_property
     def fitted(self) -> CalibrationTable:
