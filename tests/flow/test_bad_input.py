@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,20 @@ onnx.external_data_helper.set_external_data(LEFT_BEHIND.graph.initializer[0], "w
 LEFT_BEHIND.graph.initializer[0].ClearField("raw_data")
 
 
-@pytest.mark.parametrize(("model", "text"), [
-    ("float.onnx", "not a complete ONNX model"), (LEFT_BEHIND, "external data"), ("missing.onnx", "does not exist"),
-])  # fmt: skip
-def test_what_cannot_be_loaded(refused: Refused, tmp_path: Path, model: Any, text: str) -> None:
+NAN = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
+
+
+@pytest.mark.parametrize(("kind", "model", "texts"), [
+    (errors.ModelLoadError, "float.onnx", ["not a complete ONNX model"]),
+    (errors.ModelLoadError, "missing.onnx", ["does not exist"]),
+    (errors.ModelLoadError, LEFT_BEHIND, ["external data"]),
+    (errors.CalibrationError, NAN, ["NaN", "relu1_out"]),  # the first value that it reaches
+], ids=["text", "missing", "left its data behind", "NaN in the weights"])  # fmt: skip
+def test_bad_models(refused: Refused, tmp_path: Path, kind: Any, model: Any, texts: list[str]) -> None:
     """What all is told from a model is in `tests.graph.test_load`."""
     (tmp_path / "float.onnx").write_bytes(b"no model at all, only words " * 20)
     is_name = isinstance(model, str)
-    refused(errors.ModelLoadError, text, model=tmp_path / model if is_name else model, where=model if is_name else "")
+    refused(kind, *texts, model=tmp_path / model if is_name else model, where=model if is_name else "")
 
 
 @pytest.mark.parametrize("options", [{}, QOPERATOR], ids=["qdq", "qoperator"])
@@ -79,11 +86,6 @@ def test_already_quantized(refused: Refused, tmp_path: Path, options: dict[str, 
     done = tmp_path / "int8.onnx"
     quantized(models.residual_block(), done, **options)
     refused(errors.AlreadyQuantizedError, "already quantized", model=done)
-
-
-def test_nan_in_the_weights(refused: Refused) -> None:
-    model = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
-    refused(errors.CalibrationError, "NaN", "relu1_out", model=model)  # the first value that it reaches
 
 
 # ---- the data -------------------------------------------------------------------------------------------------
@@ -136,24 +138,19 @@ TYPOS: Any = (
 def test_names_that_fit_nothing(tmp_path: Path, options: dict[str, Any], texts: tuple[str, ...]) -> None:
     """A warning where stock says nothing and goes on; an error on the command line, where it can only be a typo."""
     model, out = models.residual_block(), tmp_path / "out.onnx"
-    with pytest.warns(KenosisWarning, match="It is ignored") as caught:
-        report = quantize_static(model, out, models.reader(model), recipe="plain", **options)
-    (text,) = (str(w.message) for w in caught)
-    assert all(part in text for part in texts), text
-    assert report.warnings == (text,)
-    assert caught[0].filename == __file__
+    config = StaticQuantConfig(models.reader(model), **options)
+    calls = partial(quantize_static, model, out, models.reader(model), **options), partial(quantize, model, out, config)
+    for call in calls:
+        with pytest.warns(KenosisWarning, match="It is ignored") as caught:
+            report = call(recipe="plain")
+        (text,) = (str(w.message) for w in caught)
+        assert all(part in text for part in texts), text
+        assert report.warnings == (text,)
+        assert caught[0].filename == __file__
     out.unlink()
     with errors.strict_names(), pytest.raises(errors.OptionError, match=texts[0]):
         quantize_static(model, out, models.reader(model), recipe="plain", **options)
     assert not out.exists()
-
-
-def test_warnings_point_at_the_caller_of_quantize(tmp_path: Path) -> None:
-    model = models.residual_block()
-    config = StaticQuantConfig(models.reader(model), extra_options={"Dedicated": True})
-    with pytest.warns(KenosisWarning, match="Dedicated") as caught:
-        quantize(model, tmp_path / "out.onnx", config, recipe="plain")
-    assert caught[0].filename == __file__
 
 
 FLOAT8 = QuantType.QFLOAT8E4M3FN
@@ -165,6 +162,7 @@ FLOAT8 = QuantType.QFLOAT8E4M3FN
     ({"primary_inputs": ["xx"]}, ("primary_inputs", "'xx'")),
     ({"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 2}}, ("SmoothQuantAlpha", "=2", "from 0 to 1")),
     ({"extra_options": {"SmoothQuant": True}, "stages": Stages(placement=False)}, ("SmoothQuant", "switched off")),
+    ({"recipe": "weight-only-4", "format": "qop"}, ("weights alone",)),
     ({"activation_type": "int8"}, ("activation_type", "'int8'", "QuantType.QInt8")),
     ({"activation_type": FLOAT8, "weight_type": FLOAT8}, ("Distribution",)),
     ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),

@@ -54,7 +54,7 @@ def test_nothing_to_quantize_is_delivered_byte_for_byte(tmp_path: Path, stages: 
 
 
 @pytest.mark.parametrize(("options", "because"), [
-    ({"nodes_to_exclude": ["conv0", "relu1"]}, ""),
+    ({"nodes_to_exclude": ["conv0", "relu1"]}, ""), ({"recipe": "weight-only-4"}, "no"),  # there is no such layer
     ({"extra_options": {"MinimumRealRange": 1e4}}, "worthless"),  # a step is larger than all values
 ])  # fmt: skip
 def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path: Path, options: Any, because: str) -> None:
