@@ -30,54 +30,40 @@ from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
 # ---- what is collected on the changed model says the same -----------------------------------------------------
 
 
-def pooled() -> onnx.ModelProto:
+def pooled() -> tuple[onnx.ModelProto, list[models.Feed]]:
     """Conv, Relu, pool, Flatten, Gemm: channels become several features each."""
     rng = np.random.default_rng(2)
     weight = rng.normal(0, 0.3, (8, 3, 3, 3)) * np.exp(rng.normal(0, 1.5, 8))[:, None, None, None]
     text = """net (float[1,3,8,8] x) => (float[1,4] y) <float[8,3,3,3] w, float[128,4] g> {
         c = Conv <pads = [1,1,1,1]> (x, w)  a = LeakyRelu (c)
         p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (a)  f = Flatten (p)  y = Gemm (f, g) }"""
-    return planning.parse(text, {"w": weight})
+    model = planning.parse(text, {"w": weight})
+    return model, models.feeds(model, 30, seed=1)
 
 
-NETS = {"unbalanced": lambda: MODEL, "pooled": pooled, "depthwise": lambda: depthwise()[0]}
+EQUALIZE = equalize, values_for_equalization, scaled_by_equalization
+SMOOTH = smooth, values_for_smoothing, scaled_by_smoothing
 
 
-@pytest.mark.parametrize("net", NETS)
-def test_equalized(net: str) -> None:
-    model = planning.prepared(NETS[net]())
-    feeds = models.feeds(model, 30, seed=1)  # through a Clip it is exact on the observed range
-    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)))
-    found = equalize(model, peaks=peaks)
-    assert found.pairs
-    axes = scaled_by_equalization(LiveGraph(model))
-    assert found.rescaled.keys() <= axes.keys()
-    follows(model, found.model, found.rescaled, axes, feeds)
-
-
-@pytest.mark.parametrize("insert", [False, True])
-def test_smoothed(insert: bool) -> None:
-    model, feeds = transformer()
+@pytest.mark.parametrize(("net", "rule", "how"), [
+    (lambda: (MODEL, FEEDS), EQUALIZE, {}), (pooled, EQUALIZE, {}), (depthwise, EQUALIZE, {}),
+    *((transformer, SMOOTH, {"insert": insert}) for insert in (False, True)),
+])  # fmt: skip
+def test_ranges_that_follow_are_those_that_a_sweep_finds(net: Any, rule: Any, how: dict[str, bool]) -> None:
+    (model, feeds), (change, values, scaled) = net(), rule
     model = planning.prepared(model)
-    peaks = channel_statistics(model, feeds[:20], values_for_smoothing(LiveGraph(model), insert=insert))
-    found = smooth(model, peaks=peaks, insert=insert)
-    assert found.layers
-    follows(model, found.model, found.rescaled, scaled_by_smoothing(LiveGraph(model), insert=insert), feeds)
-
-
-def follows(model: Any, changed: Any, rescaled: dict[str, Rescaling], axes: Any, feeds: list[models.Feed]) -> None:
-    """Checks that ranges carried over are those that a sweep of the changed model finds."""
-    before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, changed))
-    table = collect(model, feeds, Points(before, channels=axes, threads=1))
-    nets = RewrittenNet(model, model, before), RewrittenNet(changed, changed, asked)
-    carried = following_table(table, *nets, rescaled, lambda *_: pytest.fail("all ranges follow"), None)
-    seen = collect(changed, feeds, Points(asked, threads=1))
+    found = change(model, peaks=channel_statistics(model, feeds, values(LiveGraph(model), **how)), **how)
+    before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, found.model))
+    table = collect(model, feeds, Points(before, channels=scaled(LiveGraph(model), **how), threads=1))
+    nets = RewrittenNet(model, model, before), RewrittenNet(found.model, found.model, asked)
+    carried = following_table(table, *nets, found.rescaled, lambda *_: pytest.fail("all ranges follow"), None)
+    seen = collect(found.model, feeds, Points(asked, threads=1))
     assert carried.tensors.keys() == seen.tensors.keys()
     for name in seen.tensors:
         assert carried.range_of(name) == pytest.approx(seen.range_of(name), rel=1e-4, abs=1e-5), name
-    assert any(np.ptp(how.factors) > 0.1 for how in rescaled.values())
+    assert any(np.ptp(each.factors) > 0.1 for each in found.rescaled.values())
     moved = [n for n in table.tensors if table.range_of(n) != pytest.approx(seen.range_of(n), rel=1e-3, abs=1e-3)]
-    assert set(moved) <= rescaled.keys()
+    assert set(moved) <= found.rescaled.keys()
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 3), st.floats(0.1, 4)), min_size=1, max_size=6))
