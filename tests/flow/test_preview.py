@@ -121,13 +121,12 @@ def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path: 
     path = tmp_path / "table.json"
     with pytest.raises(KeyboardInterrupt):
         calibrate(MODEL, path, ending(FEEDS, 3, tmp_path / "table.json.part"), resume=True)
-    with pytest.raises(errors.CalibrationError, match="other samples"):
-        calibrate(MODEL, path, FEEDS[::-1], resume=True)
-    with pytest.raises(errors.CalibrationError, match=r"cannot be gone on with.*different models"):
-        calibrate(models.residual_block(seed=5), path, FEEDS, resume=True)
-    (tmp_path / "table.json.part").write_text("{")
-    with pytest.raises(errors.CalibrationError, match="damaged"):
-        calibrate(MODEL, path, FEEDS, resume=True)
+    other = models.residual_block(seed=5), FEEDS, r"cannot be gone on with.*different models"
+    for model, feeds, text in ((MODEL, FEEDS[::-1], "other samples"), other, (MODEL, FEEDS, "damaged")):
+        if text == "damaged":
+            (tmp_path / "table.json.part").write_text("{")
+        with pytest.raises(errors.CalibrationError, match=text):
+            calibrate(model, path, feeds, resume=True)
     assert not path.exists()
     with pytest.raises(errors.OptionError, match="needs a file"):
         calibrate(MODEL, FEEDS, resume=True)
