@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import onnx
@@ -35,18 +35,13 @@ def classes_of(
     return classify(view, ORT_CPU, constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
 
 
-def kinds(plan: PlacementPlan) -> dict[str, str]:
-    """Returns what each node is meant to be, by name."""
-    return {n.node: n.kind.value for n in plan.nodes}
-
-
 def nodes_of(plan: PlacementPlan, kind: Kind) -> list[str]:
     return [n.node for n in plan.nodes if n.kind is kind]
 
 
-def pairs(plan: PlacementPlan, *, constants: Sequence[str] = ()) -> dict[str, str | None]:
+def pairs(plan: PlacementPlan) -> dict[str, str | None]:
     """Returns the values that get Q/DQ with the value whose parameters they take (None: their own)."""
-    return {v: d.provider for v, d in plan.quantized_values() if v not in constants}
+    return {v: d.provider for v, d in plan.quantized_values()}
 
 
 def how(plan: PlacementPlan, value: str, consumer: str) -> How:

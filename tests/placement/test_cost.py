@@ -62,12 +62,12 @@ def chain(*widths: int, size: int = 16, slow: int = -1) -> onnx.ModelProto:
     return net.of(x)
 
 
-def between(body: str, channels: int = 32) -> str:
-    """Two Convs, ``a`` and ``b``, with nodes from ``c`` to ``d`` between them, and a Relu."""
+def between(body: str, channels: int = 32, last: str = "[last] y = Relu (e)") -> str:
+    """Two Convs, ``a`` and ``b``, with nodes from ``c`` to ``d`` between them, and what follows ``e``."""
     conv = "Conv <pads = [1,1,1,1]>"
     kernels = f"float[{channels},{channels},3,3]"
     return f"""(float[1,{channels},8,8] x) => (float[1,{channels},8,8] y) <{kernels} w, {kernels} v>
-    {{ [a] c = {conv} (x, w) {body} [b] e = {conv} (d, v) [last] y = Relu (e) }}"""
+    {{ [a] c = {conv} (x, w) {body} [b] e = {conv} (d, v) {last} }}"""
 
 
 def test_the_sum_of_all_kernels_and_borders():
@@ -86,24 +86,14 @@ def test_a_float_region_has_borders_on_both_sides():
     case = Case(chain(32, 32, 32, 32))
     borders = {"quantize": (2, 2), "dequantize": (1, 1), "channels_last": (0.5, 0.5), "blocked": (0.25, 0.25)}
     found = case.estimate(flat_table(conv_dense=(10, 4), **borders), case.replan({"conv1": "why not"}))
-    assert found.by_node["conv1"].kind is Kind.FLOAT
-    assert found.by_node["conv1"].planned_us == 10
+    assert (found.by_node["conv1"].kind, found.by_node["conv1"].planned_us) == (Kind.FLOAT, 10)
     assert found.borders_us == pytest.approx({"x": 2.5, "relu0_out": 1.75, "relu1_out": 2.75, "relu2_out": 1.5})
     assert found.float_share == pytest.approx(1 / 3)
 
 
-def test_an_empty_plan_is_float():
-    found = Case(chain(32, 32, 32)).estimate(plan=PlacementPlan(TARGET.name))
-    assert found.planned_us == pytest.approx(found.float_us)
-    assert found.borders_us == {}
-    assert found.float_share == 1
-
-
 def test_activations_beside_integer_kernels_are_no_part_of_them():
-    case = Case(between("[act] d = HardSwish (c)"))
-    found = case.estimate(flat_table(conv_dense=(10, 4), hard_sigmoid=(3, None)))
-    assert found.by_node["act"].float_us == 0
-    assert found.by_node["act"].planned_us == 3
+    found = Case(between("[act] d = HardSwish (c)")).estimate(flat_table(conv_dense=(10, 4), hard_sigmoid=(3, None)))
+    assert (found.by_node["act"].float_us, found.by_node["act"].planned_us) == (0, 3)
 
 
 def test_unknown_shapes_are_told():
@@ -112,23 +102,21 @@ def test_unknown_shapes_are_told():
     assert case.regions().keep_float == {}
 
 
-def test_microsecond_nets_are_left_in_float_as_a_whole():
-    regions = Case(models.mlp(n_in=16, hidden=32, n_out=16, layers=6)).regions()
-    assert regions.whole_net
-    assert regions.cost.speed * ORT.error < 1
-    assert "0." in regions.reason
-
-
-@pytest.mark.parametrize("model", [
-    chain(*[64] * 6), chain(16, 32, 64, 128, size=32), models.mlp(n_in=512, hidden=512, n_out=512)
-])  # fmt: skip
-def test_nets_that_gain_stay_integer(model: onnx.ModelProto):
+@pytest.mark.parametrize(
+    ("model", "gains"),
+    [(models.mlp(layers=6), False), (chain(*[64] * 6), True), (models.mlp(n_in=512, hidden=512), True)],
+)
+def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(model: onnx.ModelProto, gains: bool):
     case = Case(model)
     regions = case.regions()
-    assert not regions.whole_net
-    assert regions.plan is case.plan
-    assert regions.keep_float == {}
-    assert regions.cost.speed > 1.3
+    assert regions.whole_net is not gains
+    if gains:
+        assert regions.plan is case.plan
+        assert regions.keep_float == {}
+        assert regions.cost.speed > 1.3
+    else:
+        assert regions.cost.speed * ORT.error < 1
+        assert "0." in regions.reason
 
 
 @pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])
@@ -154,13 +142,10 @@ def test_a_region_within_a_net_is_left_in_float_for_a_clear_gain():
 
 def test_the_table_is_sound():
     for name, forms in ORT.kernels.items():
-        for cost in forms:
-            if cost is not None:
-                values = (cost.fixed, cost.product, cost.element, cost.piece)
-                assert all(math.isfinite(v) and v >= 0 for v in values), name
-                assert cost.microseconds(Work(name, 10, 10, 10, 10)) > 0
-    assert ORT.error > 1
-    assert ORT.host == "amx"
+        for cost in filter(None, forms):
+            assert all(math.isfinite(v) and v >= 0 for v in (cost.fixed, cost.product, cost.element, cost.piece)), name
+            assert cost.microseconds(Work(name, 10, 10, 10, 10)) > 0
+    assert (ORT.error > 1, ORT.host) == (True, "amx")
 
 
 def test_without_an_integer_kernel_there_is_no_integer_time():
@@ -176,22 +161,12 @@ def test_a_small_net_begins_warm():
     assert table.float_us(Work("add"), 0.5) == pytest.approx(0.5 * table.float_us(Work("add")))
 
 
-def test_weights_that_are_used_once_cost_half_where_the_near_caches_hold_them():
-    cost = KernelCost(0.0, product=3.0, element=5.0, weight=7.0)
-    once = Work("linear-one", macs=64, products=64, elements=8, weights=64)
-    often = dataclasses.replace(once, macs=65)
-    assert cost.microseconds(once, 0.1) == pytest.approx(0.5 * cost.microseconds(once))
-    assert cost.microseconds(once, 0.7) == pytest.approx(0.7 * cost.microseconds(once))
-    assert cost.microseconds(often, 0.1) == cost.microseconds(often)
-
-
 def test_what_float_kernels_take_in_costs_nothing():
-    text = between("[gate] g = Sigmoid (c) [silu] d = Mul (c, g)", 16)
-    text = text.replace("y = Relu (e)", "y = Sigmoid (r)").replace(
-        "[last]", "[sum] s = Add (e, d) [act] r = Relu (s) [last]"
-    )
+    last = "[sum] s = Add (e, d) [act] r = Relu (s) [last] y = Sigmoid (r)"
+    text = between("[gate] g = Sigmoid (c) [silu] d = Mul (c, g)", 16, last)
     found = Case(text).estimate(plan=PlacementPlan(TARGET.name))
     assert {cost.node for cost in found.nodes if cost.float_us == 0} == {"gate", "sum", "act"}
+    assert (found.planned_us, found.borders_us, found.float_share) == (pytest.approx(found.float_us), {}, 1)
 
 
 @pytest.mark.parametrize(("constant", "costs"), [(True, 0.0), (False, 5.0)])
@@ -205,17 +180,17 @@ def test_the_bias_of_a_product_with_weights_costs_nothing_in_float(constant: boo
 # ---- the cheapest parting against all partings ----------------------------------------------------------------------
 
 
-_COST = st.integers(0, 9)
+_COST = st.integers(0, 9) | st.just(math.inf)
 
 
 @given(
     st.lists(st.tuples(_COST, _COST), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), _COST), max_size=12),
 )
-def test_no_parting_is_cheaper(sides: list[tuple[int, int]], pairs: list[tuple[int, int, int]]) -> None:
+def test_no_parting_is_cheaper(sides: list[tuple[float, float]], pairs: list[tuple[int, int, float]]) -> None:
     pairs = [p for p in pairs if p[0] < len(sides) and p[1] < len(sides) and p[0] != p[1]]
 
-    def total(here: set[int]) -> int:
+    def total(here: set[int]) -> float:
         own = sum(costs[0] if thing in here else costs[1] for thing, costs in enumerate(sides))
         return own + sum(cost for a, b, cost in pairs if a in here and b not in here)
 
@@ -228,16 +203,3 @@ def test_no_parting_is_cheaper(sides: list[tuple[int, int]], pairs: list[tuple[i
     subsets = itertools.chain.from_iterable(itertools.combinations(things, n) for n in range(len(sides) + 1))
     found = cut.solve()
     assert total(found) == min(total(set(subset)) for subset in subsets)
-
-
-def test_what_may_not_be_parted_stays_together() -> None:
-    cut: MinCut[str] = MinCut()
-    cut.cost("dear here", here=9, there=1)
-    cut.cost("cheap here", here=1, there=9.5)
-    cut.part("cheap here", "dear here", math.inf)
-    assert cut.solve() == {"cheap here", "dear here"} or cut.solve() == set()
-    cut = MinCut()
-    cut.cost("a", here=math.inf, there=0)
-    cut.cost("b", here=0, there=5)
-    cut.part("b", "a", 7)
-    assert cut.solve() == set()

@@ -21,8 +21,8 @@ def domain_of(model: Any, weights: dict[str, Any] | None = None, **options: Any)
     return Assignment(view_of(model, weights), ORT_CPU, PlacementOptions(**given)).domain
 
 
-def net(body: str, inputs: str = "float[1,4,8,8] x", outputs: str = "y") -> str:
-    return f"net ({inputs}) => ({outputs}) <float[4,4,1,1] w, float[4,4,1,1] v, float[4,4] m> {{ {body} }}"
+def net(body: str) -> str:
+    return f"net (float[1,4,8,8] x, bool when) => (y) <float[4,4,1,1] w, float[4,4,1,1] v> {{ {body} }}"
 
 
 def linear(op: str, body: str, shape: str = "2,4") -> str:
@@ -51,6 +51,11 @@ INTEGER: dict[str, tuple[str, str, str]] = {
     "heavy float nodes are not": (
         "c = Conv (x, w) t = ArgMax <axis = 1> (c) k = Cast <to = 1> (t) a = Add (c, k) y = Conv (a, v)", "", "Add_a"
     ),
+    # The runtime dies of a DQ in front of them (rule pass-through-into-body-dies).
+    "shape operators before a body move bytes": (
+        """c = Conv (x, w) r = Flatten (c) y = If (when) <then_branch = t () => (float[1,256] a) { a = Neg (r) },
+           else_branch = e () => (float[1,256] b) { b = Abs (r) }>""", "Flatten_r", ""
+    ),
 }  # fmt: skip
 
 
@@ -67,15 +72,6 @@ def test_shape_operators_at_an_output_move_bytes(policy: str | None) -> None:
     """One DQ at the end, in front of the output."""
     found = domain_of(net("c = Conv (x, w) d = Conv (c, v) y = Flatten (d)"), protect_outputs=policy)
     assert ("Flatten_y" in found.integer) == (policy != "float")
-
-
-def test_shape_operators_before_a_body_move_bytes() -> None:
-    """The runtime dies of a DQ in front of them (rule pass-through-into-body-dies)."""
-    branches = (
-        "then_branch = t () => (float[1,256] a) { a = Neg (r) }, else_branch = e () => (float[1,256] b) { b = Abs (r) }"
-    )
-    body = f"c = Conv (x, w) r = Flatten (c) y = If (f) <{branches}>"
-    assert "Flatten_r" in domain_of(net(body, "float[1,4,8,8] x, bool f")).integer
 
 
 # ---- anchors that write float ---------------------------------------------------------------------------------
@@ -135,10 +131,9 @@ def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy: str | N
 
 @pytest.mark.parametrize(("channels", "stays"), [(8, True), (512, False)])
 def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: int, stays: bool) -> None:
+    """Of the multiply-accumulates the head has 0.3 % or 18 %."""
     text = f"""net (float[1,16,64,64] x) => (y) <float[64,16,3,3] w, float[{channels},64,1,1] v> {{
       c = Conv <{CONV}> (x, w) p = AveragePool <kernel_shape = [4,4], strides = [4,4]> (c) y = Conv (p, v) }}"""
-    head, body = channels * 64 / 16, 64 * 16 * 9
-    assert (head <= ORT_CPU.head_float_share * (head + body)) == stays
     assert domain_of(text).heads == {"Conv_y": stays}
 
 
@@ -161,10 +156,8 @@ def test_multiply_accumulates(text: str, macs: int) -> None:
 
 def secondary(declared: str, primary: list[str] | None = None) -> list[str]:
     """The secondary inputs of a net with these inputs."""
-    names = [each.split()[-1] for each in declared.split(", ")]
-    body = " ".join(f"y{i} = Neg ({name})" for i, name in enumerate(names))
-    outputs = ", ".join(f"y{i}" for i in range(len(names)))
-    return list(secondary_inputs(view_of(f"({declared}) => ({outputs}) {{ {body} }}"), primary))
+    body = " ".join(f"y{i} = Neg ({each.split()[-1]})" for i, each in enumerate(declared.split(", ")))
+    return list(secondary_inputs(view_of(f"({declared}) => (y0) {{ {body} }}"), primary))
 
 
 SECONDARY = """scale_factor im_shape image_shape im_info attention_mask token_type_ids position_ids sr h0 c0 state
@@ -194,30 +187,24 @@ def test_the_callers_word_counts() -> None:
         secondary(declared, ["imge"])
 
 
-def test_the_flood_stops_where_it_meets_the_data() -> None:
-    protected = protect(view_of(models.two_input_detector()), None)
-    assert set(protected) == {"scale_twice", "scale_unsqueeze", "box_rescale"}
-    assert "mixes main data" in protected["box_rescale"]
-    # A mask up to the Add behind the scores.
-    assert set(protect(view_of(models.transformer_block()), None)) == {"hide", "hide_future", "masked"}
-
-
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "found", "why"),
     [
+        # The flood of a mask stops where it meets the data.
+        ("(float[1,3,8,8] x, float[1,1,1,8] mask) => (y) { h = Mul (mask, half) a = Add (x, h) y = Neg (a) }",
+         "Mul_h Add_a", "mixes main data with a protected tensor"),
         ("""(float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z)
-            { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y"),
+            { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y", ""),
         # The bound of a Clip is computed from the data: the chain to it is float, the data are not protected.
         ("(float[1,3,8,8] x) => (y) { m = ReduceMax <keepdims = 0> (x) h = Mul (m, half) y = Clip (x, zero, h) }",
-         "ReduceMax_m Mul_h"),
+         "Mul_h ReduceMax_m", "computes a shape, a bound or an index, not data"),
         # What steers and feeds is data.
-        ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", ""),
+        ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", "", ""),
     ],
-    ids=["shape", "bound", "both"],
+    ids=["mask", "shape", "bound", "both"],
 )  # fmt: skip
-def test_what_only_steers_stays_float(text: str, found: str) -> None:
+def test_what_only_steers_stays_float(text: str, found: str, why: str) -> None:
     known = {name: np.float32(value) for name, value in (("half", 0.5), ("zero", 0)) if name in text}
     protected = protect(view_of(text, known), None)
-    assert set(protected) == set(found.split())
-    if "Mul_h" in protected:
-        assert protected["Mul_h"] == "computes a shape, a bound or an index, not data"
+    assert [*protected] == found.split()
+    assert not protected or why in [*protected.values()][-1]

@@ -47,32 +47,24 @@ def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("operand", "add", "mul"),
+    ("node", "constant", "role"),
     [
-        (2.0, Role.BINARY, Role.BINARY),
-        ([2.0], Role.BINARY, Role.BINARY),
-        ([[[[1.0]], [[1.5]], [[2.25]]]], Role.ISLAND, Role.BINARY),
-        ([[[[1.0]], [[3.1416]], [[2.7183]]]], Role.ISLAND, Role.ISLAND),
+        *((f"{op} (x, k)", operand, Role.BINARY) for op in ("Add", "Mul") for operand in (2.0, [2.0])),
+        # A constant by channel is quantized if nothing is lost.
+        ("Add (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.ISLAND),
+        ("Mul (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.BINARY),
+        *((f"{op} (x, k)", [[[[1.0]], [[3.1416]], [[2.7183]]]], Role.ISLAND) for op in ("Add", "Mul")),
+        ('Resize <mode = "nearest"> (x, , k)', [1, 1, 2, 2], Role.PASS_THROUGH),
+        ('Resize <mode = "linear"> (x, , k)', [1, 1, 2, 2], Role.ISLAND),
     ],
-    ids=["scalar", "one value", "exact", "inexact"],
 )
-def test_a_constant_operand_is_quantized_if_nothing_is_lost(operand: Any, add: Role, mul: Role) -> None:
-    for op, role in (("Add", add), ("Mul", mul)):
-        text = f"net (float[1,3,8,8] x) => (y) {{ y = {op} (x, k) }}"
-        assert only(text, {"k": np.array(operand, np.float32)})[0] is role
-
-
-@pytest.mark.parametrize(("mode", "role"), [("nearest", Role.PASS_THROUGH), ("linear", Role.ISLAND)])
-def test_resize_moves_bytes_in_nearest_mode_only(mode: str, role: Role) -> None:
-    text = f'net (float[1,3,8,8] x) => (y) {{ y = Resize <mode = "{mode}"> (x, , s) }}'
-    assert only(text, {"s": np.array([1, 1, 2, 2], np.float32)})[0] is role
+def test_what_a_constant_and_a_mode_allow(node: str, constant: Any, role: Role) -> None:
+    assert only(f"(float[1,3,8,8] x) => (y) {{ y = {node} }}", {"k": np.array(constant, np.float32)})[0] is role
 
 
 def test_maxpool_whose_indices_are_read_stays_float() -> None:
     text = "net (float[1,3,8,8] x) => (y, int64[1,3,7,7] i) { y, i = MaxPool <kernel_shape = [2,2]> (x) }"
-    role, _, reason = only(text)
-    assert role is Role.ISLAND
-    assert "'i' is used" in reason
+    assert (only(text)[0], "'i' is used" in only(text)[2]) == (Role.ISLAND, True)
 
 
 def test_the_callers_wishes() -> None:

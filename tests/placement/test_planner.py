@@ -183,20 +183,20 @@ def test_dense_net_chain_does_not_coarsen_early_features() -> None:
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-def test_biases_are_int32_at_the_product_of_the_scales_and_weights_by_channel() -> None:
-    head = plan_of(models.residual_block())
-    assert how(head, "head_out", "") is How.FLOAT
-    products = plan_of(models.mlp(gemm=False))
-    assert products.by_node["fc0_bias"].kind is Kind.ABSORBED
-    for plan, bias, node, layer, read, axis in (
-        (head, "head_b", "head", "head", "flatten_out", 0), (products, "fc0_b", "fc0_bias", "fc0", "x", 1),
-    ):  # fmt: skip
-        found = decision(plan, bias, node)
-        assert (found.role, found.how, found.scale_from) == (EdgeRole.BIAS, How.DERIVED, (read, f"{layer}_w"))
-        weight = decision(plan, f"{layer}_w", layer)
-        assert (weight.role, weight.how, weight.axis) == (EdgeRole.WEIGHT, How.OWN, axis)
-    scaled = "net (float[2,4] x) => (y) <float[4,3] w, float[3] b> { y = Gemm <beta = 0.5> (x, w, b) }"
-    assert decision(plan_of(scaled), "b", "Gemm_y").beta == 0.5
+@pytest.mark.parametrize(
+    ("layer", "adds", "axis", "beta"),
+    [
+        ("y = Gemm <beta = 0.5, transB = 1> (x, w, b)", "Gemm_y", 0, 0.5),
+        ("m = MatMul (x, w) y = Add (m, b)", "Add_y", 1, 1),
+    ],
+)
+def test_biases_are_int32_at_the_product_of_the_scales_and_weights_by_channel(
+    layer: str, adds: str, axis: int, beta: float
+) -> None:
+    plan = plan_of(f"(float[2,4] x) => (y) <float[4,4] w, float[4] b> {{ {layer} }}")
+    bias, weight = decision(plan, "b", adds), decision(plan, "w", plan.nodes[0].node)
+    assert (bias.role, bias.how, bias.scale_from, bias.beta) == (EdgeRole.BIAS, How.DERIVED, ("x", "w"), beta)
+    assert (weight.role, weight.how, weight.axis) == (EdgeRole.WEIGHT, How.OWN, axis)
 
 
 def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
@@ -208,17 +208,10 @@ def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
 # ---- what stays float ---------------------------------------------------------------------------------------------
 
 
-def test_boxes_and_scores_are_never_crushed_into_one_scale() -> None:
-    plan = plan_of(models.two_input_detector())
-    assert how(plan, "box_head_out", "box_stride") is How.DEQUANTIZED
-    assert how(plan, "detections_out", "") is How.FLOAT
-    unprotected = plan_of(models.two_input_detector(), protect_inputs=False)
-    rules = [{n.rule for n in each.nodes} for each in (plan, unprotected)]
-    assert ["protected-input" in found for found in rules] == [True, False]
-
-
 def test_float_heads_are_told_so_and_get_no_dequantized_weights() -> None:
-    plan = plan_of(models.two_input_detector(), protect_outputs="float")
+    plan = plan_of(models.two_input_detector(), protect_outputs="float", protect_inputs=False)
+    assert "protected-input" not in {node.rule for node in plan.nodes}
+    assert how(plan, "detections_out", "") is How.FLOAT
     for head in ("box_head", "score_head"):
         assert (plan.by_node[head].kind, plan.by_node[head].rule) == (Kind.FLOAT, "output-protection")
         assert decision(plan, f"{head}_w", head).how is How.FLOAT

@@ -17,11 +17,9 @@ DEPTHWISE = f"Conv <{CONV}, group = 8>"
 
 
 def net(body: str, channels: int = 3, outputs: str = "y", wide: int = 8) -> str:
-    weights = (
-        f"float[8,{channels},3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t, float[8,8,3,3] f, "
-        "float[8] one"
-    )
-    return f"net (float[1,{channels},8,8] x) => ({outputs}) <{weights}> {{ c = Conv <{CONV}> (x, w) {body} }}"
+    weights = f"float[8,{channels},3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t"
+    given = f"(float[1,{channels},8,8] x) => ({outputs}) <{weights}, float[8,8,3,3] f, float[8] one>"
+    return f"net {given} {{ c = Conv <{CONV}> (x, w) {body} }}"
 
 
 def stem(
@@ -72,11 +70,9 @@ def test_convs_left_float(text: str, convs: str) -> None:
 
 
 def test_what_is_behind_them_is_integer_on_a_q_of_its_own() -> None:
-    plan = plan_of(stem())
-    assert nodes_of(plan, Kind.INTEGER) == ["Conv_y"]
-    assert [v for v, _ in plan.quantized_values()] == ["a", "y"]
-    summed = plan_of(mobile("s = Add (r, p) y = Conv (s, t)"))
-    assert [v for v, _ in summed.quantized_values()] == ["s", "y"]
+    for text, values in ((stem(), ["a", "y"]), (mobile("s = Add (r, p) y = Conv (s, t)"), ["s", "y"])):
+        assert nodes_of(plan_of(text), Kind.INTEGER) == ["Conv_y"]
+        assert [v for v, _ in plan_of(text).quantized_values()] == values
 
 
 def test_a_target_may_switch_it_off() -> None:

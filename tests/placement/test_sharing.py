@@ -32,10 +32,6 @@ def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> Non
         assert groups.root(name) == roots[name], "the provider's root keeps providing"
 
 
-def may_share(groups: ScaleGroups, *, elsewhere: bool = False) -> str | None:
-    return groups.may_share("v", "out", lambda _: elsewhere)
-
-
 @pytest.mark.parametrize(
     ("own", "limit", "shared", "elsewhere", "said"),
     [
@@ -50,21 +46,19 @@ def may_share(groups: ScaleGroups, *, elsewhere: bool = False) -> str | None:
         ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
         ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
         ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
+        # Before calibration everything may be shared, so that every value that may need its own range is observed.
+        (None, (0.0, None), None, True, None),
     ],
 )
 def test_what_a_value_may_share(own: Any, limit: Any, shared: Any, elsewhere: bool, said: str | None) -> None:
     limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
-    reason = may_share(ScaleGroups({"v": own, "out": shared}, limits, 1.5), elsewhere=elsewhere)
+    groups = ScaleGroups({} if own is None else {"v": own, "out": shared}, limits, 1.5)
+    reason = groups.may_share("v", "out", lambda _: elsewhere)
     assert (reason is None) if said is None else (reason is not None and said in reason)
 
 
 def test_every_member_of_the_group_counts() -> None:
     groups = ScaleGroups({"v": (0, 1), "u": (0, 1), "out": (-1, 1)}, {"u": RangeLimit("u", 0.0, None)}, 1.5)
-    assert may_share(groups) is None
+    assert groups.may_share("v", "out", lambda _: False) is None
     groups.tie("u", "v")
-    assert may_share(groups) is not None
-
-
-def test_before_calibration_everything_may_be_shared() -> None:
-    """So that every value that may need its own range is observed."""
-    assert may_share(ScaleGroups({}, {"v": RangeLimit("v", 0.0, None)}, 1.5), elsewhere=True) is None
+    assert groups.may_share("v", "out", lambda _: False) is not None

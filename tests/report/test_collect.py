@@ -95,8 +95,7 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
 
 @pytest.mark.x86_only
 @pytest.mark.parametrize(
-    ("options", "caption", "largest"),
-    [({}, "8 bits, pairs within int16", 127), ({"reduce_range": True}, "7 bit", 64)],
+    ("options", "caption", "largest"), [({}, "8 bits, pairs within int16", 127), ({"reduce_range": True}, "7 bit", 64)]
 )
 def test_weights_have_the_range_that_their_integers_span(tmp_path: Path, options: Any, caption: str, largest: int):
     model = models.residual_block()

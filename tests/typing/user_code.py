@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnxruntime.quantization import (
-    CalibrationDataReader,
-    CalibrationMethod,
-    QuantFormat,
-    QuantType,
-    StaticQuantConfig,
-)
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import (
     ArrayReader,
