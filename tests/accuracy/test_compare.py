@@ -19,7 +19,8 @@ from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.accuracy.side_by_side import ChannelSums, compare_layers
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from tests import models, planning
-from tests.models import FeedReader, feeds
+from tests.flow.support import changed, make
+from tests.models import feeds
 from tests.passes.test_float_search import BAD, spiky_chain
 from tests.processor import SATURATES
 from tests.targets.qdq import compute_ops
@@ -42,22 +43,21 @@ def test_every_quantized_tensor_has_a_match(name: str) -> None:
     assert all(w.sqnr_db > 25 for w in found.weights)
     assert [o.name for o in found.outputs] == [o.name for o in made.model.graph.output]
     assert found.samples == len(made.feeds)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (data["samples"], {t["name"] for t in data["tensors"]}) == (found.samples, quantized)
 
 
 @pytest.mark.parametrize("name", ["chain", "residual", "mobile", "mlp"])
 def test_stock_models_match_too(name: str, tmp_path: Path) -> None:
-    model = NETS[name]()
-    onnx.save(model, tmp_path / "f.onnx")
-    stock.quantize_static(
-        str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"), models.FeedReader(models.feeds(model, 3)),
-        activation_type=stock.QuantType.QUInt8, per_channel=True, reduce_range=SATURATES,
-    )  # fmt: skip
-    found = compare(tmp_path / "f.onnx", tmp_path / "q.onnx", models.FeedReader(models.feeds(model, 3)), threads=1)
+    model, paths = NETS[name](), (str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
+    onnx.save(model, paths[0])
+    types = {"activation_type": stock.QuantType.QUInt8, "per_channel": True, "reduce_range": SATURATES}
+    stock.quantize_static(*paths, models.reader(model, 3), **types)
+    found = compare(*paths, models.reader(model, 3), threads=1)
     assert found.unmatched == 0
     assert len(found.tensors) > 2
     assert all(t.sqnr_db > 15 for t in found.tensors), found
-    weights = create_weight_matching(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
-    assert weights.keys() <= {w.name for w in found.weights}
+    assert create_weight_matching(*paths).keys() <= {w.name for w in found.weights}
 
 
 def test_looking_changes_nothing() -> None:
@@ -84,9 +84,8 @@ def test_the_jump_is_found_and_named() -> None:
     made = planning.quantize(model)
     found = compare(made.model, made.quantized, made.feeds, threads=1)
     # the large channel hides the noise in its own tensor; the next one, which does not read it, shows it
-    convs = [n.name for n in made.model.graph.node if n.op_type == "Conv"]
     jumped = found.by_name[found.jump or ""]
-    assert jumped.node == convs[BAD + 1]
+    assert jumped.node == [n.name for n in made.model.graph.node if n.op_type == "Conv"][BAD + 1]
     assert jumped.drop_db > 6
     assert jumped.node in found.advice
     assert "first jump" in str(found)
@@ -100,22 +99,16 @@ def test_clipping_is_counted_and_blamed() -> None:
     made = planning.quantize(text, protect_outputs="int8")
     loud = [{k: 8 * v for k, v in feed.items()} for feed in made.feeds]
     found = compare(made.model, made.quantized, loud, threads=1)
-    assert found.by_name["x"].clipping > 0.2
-    assert found.by_name["x"].high > 4
-    assert "cuts off" in found.advice
+    assert (found.by_name["x"].clipping > 0.2, found.by_name["x"].high > 4, "cuts off" in found.advice) == (True,) * 3
 
 
 def test_coarse_weights_are_blamed() -> None:
-    model = models.conv_relu_chain(6, channels=8)
-    weight = next(t for t in model.graph.initializer if t.name == model.graph.node[2].input[1])
-    array = np.array(onnx.numpy_helper.to_array(weight))
-    array[0] *= 500
-    weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
-    tensor, channel = (planning.quantize(model, per_channel=p) for p in (False, True))
-    bad, good = (compare(m.model, m.quantized, m.feeds, threads=1) for m in (tensor, channel))
-    assert not bad.by_name[weight.name].per_channel
-    assert good.by_name[weight.name].per_channel
-    assert good.by_name[weight.name].sqnr_db > 35
+    model = changed(models.conv_relu_chain(6), conv2_w=np.array([500, 1, 1, 1]).reshape(4, 1, 1, 1))
+    for per_channel in (False, True):
+        made = planning.quantize(model, per_channel=per_channel)
+        found = compare(made.model, made.quantized, made.feeds, threads=1).by_name["conv2_w"]
+        assert found.per_channel is per_channel
+        assert not per_channel or found.sqnr_db > 35
 
 
 def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
@@ -129,32 +122,25 @@ def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
     assert len(found.weights) < len([t for t in model.graph.initializer if len(t.dims) == 4])
 
 
-def test_to_dict_is_json() -> None:
-    made = planning.quantize(models.conv_relu_chain(2))
-    found = compare(made.model, made.quantized, made.feeds, threads=1)
-    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert data["samples"] == len(made.feeds)
-    assert {t["name"] for t in data["tensors"]} == {t.name for t in found.tensors}
-
-
 def test_equal_models_have_nothing_to_do() -> None:
     model = planning.prepared(models.conv_relu_chain(2))
     found = compare(model, model, models.feeds(model, 2), threads=1)
-    assert found.tensors == ()
-    assert found.outputs[0].sqnr_db == float("inf")
+    assert (found.tensors, found.outputs[0].sqnr_db) == ((), float("inf"))
     assert "nothing to do" in found.advice
+    assert {*compare_layers(model, model, feeds(model, 1)).values()} == {float("inf")}
+    assert compare_layers(model, model, []) == {}
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    made = planning.quantize(models.conv_relu_chain(2))
-    with pytest.raises(CalibrationError, match="no samples"):
-        compare(made.model, made.quantized, [])
-    with pytest.raises(ModelLoadError):
-        compare(tmp_path / "no.onnx", made.quantized, made.feeds)
-    with pytest.raises(VerificationError, match="no output"):
-        compare(planning.prepared(models.mlp()), made.quantized, models.feeds(models.mlp(), 1))
-    with pytest.raises(CalibrationError, match="wrong shape"):
-        compare(made.model, made.quantized, [{"x": np.zeros((1, 1), np.float32)}])
+    made, other = planning.quantize(models.conv_relu_chain(2)), planning.prepared(models.mlp())
+    for reference, samples, error, said in (
+        (made.model, [], CalibrationError, "no samples"),
+        (tmp_path / "no.onnx", made.feeds, ModelLoadError, "no.onnx"),
+        (other, models.feeds(other, 1), VerificationError, "no output"),
+        (made.model, [{"x": np.zeros((1, 1), np.float32)}], CalibrationError, "wrong shape"),
+    ):
+        with pytest.raises(error, match=said):
+            compare(reference, made.quantized, samples)
 
 
 # ---- sums -----------------------------------------------------------------------------------------------------------
@@ -184,9 +170,7 @@ def test_equalized_channels_are_recognized() -> None:
     sums = ChannelSums()
     sums.add(a, a * factors + 0.01 * factors * rng.normal(size=a.shape))
     sqnr, cosine, rescaled = sums.result()
-    assert rescaled
-    assert sqnr == pytest.approx(40, abs=0.5)
-    assert cosine > 0.999
+    assert (sqnr, cosine, rescaled) == (pytest.approx(40, abs=0.5), pytest.approx(1, abs=0.001), True)
     same = ChannelSums()
     same.add(a, a + 0.3 * rng.normal(size=a.shape))
     assert not same.result()[2]
@@ -231,18 +215,10 @@ def test_short_table_of_long_names() -> None:
     assert text.endswith("Do this.")
 
 
-def quantized(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    quantize_static(
-        model, folder / "q.onnx", FeedReader(feeds(model, 4)), rewrites=False, recipe="plain", promise=False
-    )
-    return onnx.load(folder / "q.onnx")
-
-
 @pytest.mark.parametrize("build", [models.residual_block, models.mobile_block, models.mlp])
 def test_layers_of_a_quantized_net_are_close_and_end_at_the_output(build, tmp_path: Path):
     model = build()
-    result = quantized(model, tmp_path)
-    few = feeds(model, 2)
+    result, few = make(model, tmp_path, rewrites=False).written, feeds(model, 2)
     layers = compare_layers(model, result, few)
     order = [name for node in model.graph.node for name in node.output]
     inputs = {value.name for value in model.graph.input}
@@ -250,28 +226,11 @@ def test_layers_of_a_quantized_net_are_close_and_end_at_the_output(build, tmp_pa
     assert min(layers.values()) > 15
     for output in compare_outputs(model, result, few):
         assert layers[output.name] == pytest.approx(output.sqnr_db, abs=0.3)
+    parts = compare_layers(model, result, few, budget=1)
+    assert layers == {name: pytest.approx(db, abs=0.5) for name, db in parts.items()}
 
 
 def test_the_value_inside_a_fused_kernel_is_left_out(tmp_path: Path):
     model = models.conv_relu_chain(3)
-    layers = compare_layers(model, quantized(model, tmp_path), feeds(model, 1))
-    readers = {name: node for node in model.graph.node for name in node.input}
-    for node in model.graph.node:
-        reader = readers.get(node.output[0])
-        if node.op_type == "Conv" and reader is not None and reader.op_type == "Relu":
-            assert node.output[0] not in layers
-            assert reader.output[0] in layers
-
-
-def test_parts_give_the_same_figures(tmp_path: Path):
-    model = models.residual_block()
-    result = quantized(model, tmp_path)
-    few = feeds(model, 1)
-    parts = compare_layers(model, result, few, budget=1)
-    assert compare_layers(model, result, few) == {name: pytest.approx(db, abs=0.5) for name, db in parts.items()}
-
-
-def test_without_feeds_there_is_nothing(tmp_path: Path):
-    model = models.mlp()
-    assert compare_layers(model, quantized(model, tmp_path), []) == {}
-    assert {*compare_layers(model, model, feeds(model, 1)).values()} == {float("inf")}
+    layers = compare_layers(model, make(model, tmp_path, rewrites=False).written, feeds(model, 1))
+    assert layers.keys() == {"x", "relu1_out", "conv2_out"}, "without the output of the Conv that a Relu reads"

@@ -56,31 +56,26 @@ def test_labels_are_found_by_the_samples_numbers(metric: Any) -> None:
 
 def test_both_kinds_say_the_same_of_the_parts_too() -> None:
     indices = list(range(10))
-    told, updated = (check_metric(m).score(_pairs(indices, wrong=3), indices) for m in (labelled, Accuracy()))
+    metric = Accuracy()
+    metric.update(*_pairs([0])[0], 0)
+    told, updated = (check_metric(m).score(_pairs(indices, wrong=3), indices) for m in (labelled, metric))
     assert told == updated
+    assert metric.seen == [], "reset before and after"
     assert len(told.parts) == 5
     assert np.mean(told.parts) == pytest.approx(told.value)
 
 
-def test_an_updated_metric_is_reset_before_and_after() -> None:
-    metric = Accuracy()
-    metric.update(*_pairs([0])[0], 0)
-    check_metric(metric).score(_pairs([1, 2]), [1, 2])
-    assert metric.seen == []
-
-
 def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told() -> None:
-    def plain(outputs: Any, reference: Any) -> float:
-        return float(len(outputs) == len(reference) == 4)
-
-    def defaults(outputs: Any, reference: Any, threshold: float = 0.5) -> float:
-        return threshold
-
-    class Callable:
+    class Called:
         def __call__(self, outputs: Any, reference: Any) -> float:
             return 1.0
 
-    for metric, value in ((plain, 1.0), (defaults, 0.5), (Callable(), 1.0), (lambda *a: float(len(a)), 2.0)):
+    for metric, value in (
+        (lambda outputs, reference: float(len(outputs) == len(reference) == 4), 1.0),
+        (lambda outputs, reference, threshold=0.5: threshold, 0.5),
+        (Called(), 1.0),
+        (lambda *a: float(len(a)), 2.0),
+    ):
         checked = check_metric(metric)
         assert not checked.takes_indices
         assert checked.score(_pairs([0, 1, 2, 3]), [0, 1, 2, 3]).value == value
@@ -128,8 +123,7 @@ def test_a_metric_that_parts_break_has_no_interval() -> None:
         return 0.7
 
     found = check_metric(whole_only).score(_pairs(range(10)), list(range(10)))
-    assert found.value == 0.7
-    assert found.parts == ()
+    assert (found.value, found.parts) == (0.7, ())
 
 
 @given(st.integers(0, 300))
