@@ -181,7 +181,7 @@ def read_model(
     _prepare(model, keep_defaults=kind != "qonnx")
     if kind == "qonnx":
         types = value_types(spell_out(model))
-        model = (FloatReader if as_float else Reader)(model, types).read()
+        model = (FloatReader if as_float else Reader)(model, types).run()
     limits = runtime_limits()
     fit_opset(model, min_opset=_LEAST_OPSET, max_opset=limits.max_opset)
     fit_ir_version(model, max_ir=limits.max_ir)

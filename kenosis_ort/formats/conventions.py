@@ -78,10 +78,7 @@ class Export(Edits):
 
     def finish(self) -> onnx.ModelProto:
         """The model, as the tools take it."""
-        for node in reversed(self.nodes):
-            named = node.op_type in ("QuantizeLinear", "Clip") and node.outputs[0].name
-            if named and node.graph is not None and not any(map(self.is_read, node.outputs)):
-                self.remove(node)
+        self.remove_unread(lambda node: node.op_type in ("QuantizeLinear", "Clip"))
         model = self.write()
         keep = {node.domain for node in all_nodes(model)} | {f.domain for f in model.functions} | set(MAIN_DOMAINS)
         imports = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain in keep]

@@ -19,19 +19,18 @@ beside it. Source: Pappalardo et al., "QONNX", 2022, section IV.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.formats.tensors import Draft, Edits
+from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.view import ir
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_int
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _INTEGERS = (np.int8, np.uint8)
 
@@ -42,42 +41,40 @@ def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
     """
-    draft = Draft(model)
-    for node in model.graph.node:
-        integers = _quantized(node, draft)
-        if integers is None or node.output[0] in draft.outputs:
-            draft.nodes.append(node)
+    live = Edits(model, copied=False)
+    for node in live.nodes:
+        integers = _quantized(node, live)
+        if integers is None or live.is_output(node.outputs[0]):
             continue
-        name = draft.constant(integers, node.output[0], named=True)
         if node.op_type == "Clip":
-            low, high = draft.bounds(node, integers.dtype)
+            low, high = live.bounds(node, integers.dtype)
             width = width_of(low, high, signed=integers.dtype == np.int8)
             if width is not None:
-                annotate(model.graph, name, f"{'' if integers.dtype == np.int8 else 'U'}INT{width[0]}")
-    return draft.finish()
+                datatype = f"{'' if integers.dtype == np.int8 else 'U'}INT{width[0]}"
+                annotate(model.graph, node.outputs[0].name or "", datatype)
+        live.replace(node, integers)
+    return live.finish()
 
 
-def _quantized(node: onnx.NodeProto, draft: Draft) -> npt.NDArray[Any] | None:
+def _quantized(node: ir.Node, live: Edits) -> Array | None:
     """Constant behind a QuantizeLinear or an integer Clip; None for other nodes."""
-    if node.domain not in (*MAIN_DOMAINS, MICROSOFT) or len(node.output) != 1 or not node.input:
-        return None
-    x = draft.array(node.input[0])
-    if x is None:
+    x: Array | None = live.array(optional(node, 0))
+    if x is None or node.domain not in (*MAIN_DOMAINS, MICROSOFT) or len(node.outputs) != 1:
         return None
     if node.op_type == "Clip" and x.dtype.type in _INTEGERS:
-        if not all(draft.is_constant(name) for name in node.input[1:3] if name):
+        if not all(live.constant(value) for value in node.inputs[1:3] if value is not None):
             return None
-        low, high = draft.bounds(node, x.dtype)
-        return np.clip(x, low, max(low, high)).astype(x.dtype)
-    if node.op_type != "QuantizeLinear" or x.dtype != np.float32 or attribute_int(node, "block_size", 0):
+        low, high = live.bounds(node, x.dtype)
+        return np.asarray(np.clip(x, low, max(low, high)), x.dtype)
+    if node.op_type != "QuantizeLinear" or x.dtype != np.float32 or node.attributes.get_int("block_size", 0) > 0:
         return None
-    scale = draft.array(node.input[1])
-    given = len(node.input) > 2 and bool(node.input[2])
-    zero_point = draft.array(node.input[2]) if given else np.zeros((), np.uint8)
+    scale: Array | None = live.array(node.inputs[1])
+    given = optional(node, 2)
+    zero_point: Array | None = np.zeros((), np.uint8) if given is None else live.array(given)
     if scale is None or zero_point is None or scale.dtype != np.float32 or zero_point.dtype.type not in _INTEGERS:
         return None
     if scale.size > 1:
-        axis = attribute_int(node, "axis", 1)
+        axis = node.attributes.get_int("axis", 1)
         if not -x.ndim <= axis < x.ndim or scale.shape != (x.shape[axis],) or zero_point.shape != scale.shape:
             return None  # the runtime refuses it
         shape = [-1 if at == axis % x.ndim else 1 for at in range(x.ndim)]
@@ -86,7 +83,7 @@ def _quantized(node: onnx.NodeProto, draft: Draft) -> npt.NDArray[Any] | None:
         scale, zero_point = scale.reshape(()), zero_point.reshape(())
     limits = np.iinfo(zero_point.dtype)
     steps = np.round(x / scale) + zero_point.astype(np.float32)
-    return np.clip(steps, limits.min, limits.max).astype(zero_point.dtype)
+    return np.asarray(np.clip(steps, limits.min, limits.max), zero_point.dtype)
 
 
 _HALF: Final = 128
@@ -215,108 +212,98 @@ def from_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
     """
-    return _Reader(model).read()
+    return _Reader(model).run()
 
 
-class _Reader(Draft):
+class _Reader(Edits):
     def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__(model)
-        self._widened: dict[str, str] = {}  # integers of a small type -> those of eight bits
-        self._spelled: dict[tuple[str, str, int | None, int], tuple[str, str]] = {}
+        super().__init__(model, copied=False)
+        self._widened: dict[ir.Value, ir.Value] = {}  # integers of a small type -> those of eight bits
+        self._spelled: dict[tuple[ir.Value, ir.Value | None, int | None, int], tuple[ir.Value, ir.Value]] = {}
 
-    def read(self) -> onnx.ModelProto:
-        seen: dict[tuple[str, ...], str] = {}
-        instead: dict[str, str] = {}
-        for node in self.graph.node:
-            for at, name in enumerate(node.input):
-                if name in instead:
-                    node.input[at] = instead[name]
+    def run(self) -> onnx.ModelProto:
+        seen: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
+        for node in self.nodes:
             if not is_quantize(node) and not is_dequantize(node):
-                self.nodes.append(node)
                 continue
             self._respell(node)
-            if is_quantize(node) or node.output[0] in self.pinned:
+            value = node.outputs[0]
+            if is_quantize(node) or self.is_pinned(value):
                 continue
-            key = (*node.input, str(attribute_int(node, "axis", 1)), str(attribute_int(node, "block_size", 0)))
-            first = seen.setdefault(key, node.output[0])
-            if first != node.output[0] and not self.is_constant(node.input[0]):
-                instead[node.output[0]] = first
-                self.nodes.pop()
+            attributes = (node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0))
+            first = seen.setdefault((*node.inputs, *attributes), value)
+            if first is not value and self.constant(node.inputs[0]) is None:
+                self.redirect(value, first)
+                self.remove(node)
         return self.finish()
 
-    def _respell(self, node: onnx.NodeProto) -> None:
-        """Adds the node in its canonical spelling, or as it is where it has none."""
+    def _respell(self, node: ir.Node) -> None:
+        """Gives a node its canonical spelling, where it has one."""
         elem_type = self._elem_type(node)
-        scale = self.array(node.input[1])
-        self.nodes.append(node)
-        by_block = attribute_int(node, "block_size", 0)
+        scale = self.array(node.inputs[1])
+        by_block = node.attributes.get_int("block_size", 0)
         if elem_type not in _CONTAINERS or scale is None or by_block or scale.dtype.kind != "f":
             return
-        axis = None if scale.size == 1 else attribute_int(node, "axis", 1)
+        axis = None if scale.size == 1 else node.attributes.get_int("axis", 1)
         parameters = self._parameters(node, axis, _CONTAINERS[elem_type])
         if parameters is None:
             return
-        del node.input[1:]
-        node.input.extend(parameters)
-        node.domain = ""
-        for name in ("axis", "output_dtype"):
-            found = attribute(node, name)
-            if found is not None:
-                node.attribute.remove(found)
-        if axis is not None:
-            node.attribute.append(onnx.helper.make_attribute("axis", axis))
+        self.put(node, node.op_type, [node.inputs[0], *parameters])
+        self.set_attribute(node, "output_dtype", None)
+        self.set_attribute(node, "axis", axis)
         if elem_type != _CONTAINERS[elem_type]:
             self._widen(node, *INTEGERS[elem_type])
 
-    def _elem_type(self, node: onnx.NodeProto) -> int:
+    def _elem_type(self, node: ir.Node) -> int:
         """The element type of the integers of a Q or DQ, 0 where it does not show."""
-        if len(node.input) > 2 and node.input[2]:
-            return self.elem_type(node.input[2]) or 0
-        if is_quantize(node):
-            return attribute_int(node, "output_dtype", 0) or int(TensorProto.UINT8)
-        found = self.elem_type(node.input[0])
-        if found is not None:
-            return found
-        maker = self.makers.get(node.input[0])
+        given = optional(node, 2)
+        if given is None and is_quantize(node):
+            return node.attributes.get_int("output_dtype", 0) or int(TensorProto.UINT8)
+        found = self.constant(node.inputs[0] if given is None else given)
+        if found is not None or given is not None:
+            return 0 if found is None else found.data_type
+        maker = required(node, 0).producer()
         return self._elem_type(maker) if maker is not None and is_quantize(maker) else 0
 
-    def _parameters(self, node: onnx.NodeProto, axis: int | None, container: int) -> tuple[str, str] | None:
-        """The names of scale and zero point in their canonical shapes."""
-        given = node.input[2] if len(node.input) > 2 else ""
-        key = (node.input[1], given, axis, container)
+    def _parameters(self, node: ir.Node, axis: int | None, container: int) -> tuple[ir.Value, ir.Value] | None:
+        """Scale and zero point in their canonical shapes."""
+        step, given = required(node, 1), optional(node, 2)
+        key = (step, given, axis, container)
         if key in self._spelled:
             return self._spelled[key]
-        scale = self.array(node.input[1])
+        scale = self.content(step)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(container)
-        zero_point = self.array(given) if given else np.zeros((), dtype)
-        if scale is None or zero_point is None or zero_point.size not in (1, scale.size):
+        zero_point = np.zeros((), dtype) if given is None else self.array(given)
+        if zero_point is None or zero_point.size not in (1, scale.size):
             return None
         shape = () if axis is None else (scale.size,)
-        names = []
-        for array, name, kind in ((scale, node.input[1], scale.dtype), (zero_point, given, dtype)):
-            stored = self.array(name) if name else None
-            if stored is not None and stored.shape == shape and stored.dtype == kind:
-                names.append(str(name))
+        found = list[ir.Value]()
+        for array, value, kind in ((scale, step, scale.dtype), (zero_point, given, dtype)):
+            if value is not None and array.shape == shape and array.dtype == kind:
+                found.append(value)
                 continue
             spread = np.broadcast_to(array.reshape(-1), shape) if shape else array.reshape(())
-            names.append(self.constant(spread.astype(kind), name or f"{node.input[1]}_zero_point"))
-        self._spelled[key] = (names[0], names[1])
+            base = f"{step.name}_zero_point" if value is None else value.name or ""
+            found.append(self.store(spread.astype(kind), base))
+        self._spelled[key] = (found[0], found[1])
         return self._spelled[key]
 
-    def _widen(self, node: onnx.NodeProto, signed: bool, bits: int) -> None:
+    def _widen(self, node: ir.Node, signed: bool, bits: int) -> None:
         """Gives the integers of 2 or 4 bits of a Q or DQ eight, and Clips those that are computed."""
         dtype = np.int8 if signed else np.uint8
         if is_quantize(node):
-            written = node.output[0]
-            node.output[0] = self.fresh(f"{written}_wide")
-            ends = integer_bounds(bits, signed=signed)
-            bounds = [self.constant(np.asarray(end, dtype), f"{written}_bound") for end in ends]
-            self.add("Clip", [node.output[0], *bounds], written, output=written)
+            value = node.outputs[0]
+            written = self.hand_over(value, f"{value.name}_wide")
+            bounds = [
+                self.store(np.asarray(end, dtype), f"{written.name}_bound")
+                for end in integer_bounds(bits, signed=signed)
+            ]
+            self.add(node, "Clip", [value, *bounds], written.name, behind=True, output=written)
             return
-        source = node.input[0]
+        source = required(node, 0)
         found = self.array(source)
         if found is not None:
             if source not in self._widened:
-                self._widened[source] = self.constant(found.astype(dtype), f"{source}_wide")
-                annotate(self.graph, self._widened[source], f"{'' if signed else 'U'}INT{bits}")
-            node.input[0] = self._widened[source]
+                self._widened[source] = wide = self.store(found.astype(dtype), f"{source.name}_wide")
+                annotate(self.proto.graph, wide.name or "", f"{'' if signed else 'U'}INT{bits}")
+            self.read(node, 0, self._widened[source])

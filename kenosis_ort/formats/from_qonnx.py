@@ -18,7 +18,7 @@ The float model behind a quantized one has its ranges without its grids:
 - Trunc divides, without rounding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,15 @@ from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
-from kenosis_ort.formats.from_qdq import is_dequantize
 from kenosis_ort.graph import qdq
+from kenosis_ort.graph.live import required
+from kenosis_ort.graph.view import ir
 
 _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
 _LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds
 
 
-class Reader(tensors.Draft):
+class Reader(tensors.Edits):
     """Writes one operator of QONNX after the other as Q, Clip and DQ.
 
     Args:
@@ -44,36 +45,31 @@ class Reader(tensors.Draft):
     """
 
     def __init__(self, model: onnx.ModelProto, types: Mapping[str, onnx.TypeProto]) -> None:
-        super().__init__(model)
+        super().__init__(model, copied=False)
         self._types = types
-        self._spelling = qonnx_nodes.Spelling(self)
 
-    def read(self) -> onnx.ModelProto:
+    def run(self) -> onnx.ModelProto:
         """The model in its new form."""
-        for node in self.graph.node:
-            if node.domain not in qonnx_nodes.DOMAINS:
-                self.nodes.append(node)
-            elif node.op_type in qonnx_nodes.QUANT:
-                self.quant(node)
-            elif node.op_type == "BipolarQuant":
-                self.bipolar(node)
-            else:
-                self.trunc(node)
-        qonnx_nodes.drop_imports(self.model, qonnx_nodes.DOMAINS)
-        return self.finish()
+        for node in self.nodes:
+            if node.domain in qonnx_nodes.DOMAINS:
+                operator = qonnx_nodes.operator_of(node)
+                quantize = {"BipolarQuant": self.bipolar, "Trunc": self.trunc}.get(operator, self.quant)
+                self.replace(node, quantize(node))
+        model = self.finish()
+        qonnx_nodes.drop_imports(model, qonnx_nodes.DOMAINS)
+        return model
 
-    def quant(self, node: onnx.NodeProto) -> None:
-        """Writes a Quant."""
+    def quant(self, node: ir.Node) -> tensors.Array | ir.Value:
+        """The value of a Quant."""
         grid = qonnx_nodes.grid_of(node, self)
         constant = self._constant(node, grid.shape)
         if constant is not None:
-            self._store(node, grid, grid.integers(constant))
-            return
+            return self._store(node, grid, grid.integers(constant))
         self._check_data(node)
         self._check_grid(node, grid)
-        self._quantize(node.input[0], node, grid)
+        return self._quantize(required(node, 0), node, grid)
 
-    def _check_grid(self, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid) -> None:
+    def _check_grid(self, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> None:
         """Checks that QuantizeLinear can do to data what a node says."""
         if grid.rounding not in qonnx_nodes.HALF_EVEN:
             qonnx_nodes.refuse(
@@ -86,47 +82,50 @@ class Reader(tensors.Draft):
         if grid.bits == 1:
             qonnx_nodes.refuse(node, "1 bit for data has no quantized form; from 2 bits on there is one")
 
-    def bipolar(self, node: onnx.NodeProto) -> None:
-        """Writes a BipolarQuant."""
+    def bipolar(self, node: ir.Node) -> tensors.Array | ir.Value:
+        """The value of a BipolarQuant."""
         scale = qonnx_nodes.parameters(node, self)["scale"]
         grid = qonnx_nodes.QuantGrid(scale, np.zeros((), np.float32), 2, signed=True, narrow=True)
         constant = self._constant(node, grid.shape)
         if constant is not None:
-            self._store(node, grid, np.where(constant >= 0, np.float32(1), np.float32(-1)))
-            return
+            return self._store(node, grid, np.where(constant >= 0, np.float32(1), np.float32(-1)))
         self._check_data(node)
-        self._quantize(self._spelling.bipolar(node, ""), node, grid)
+        return self._quantize(qonnx_nodes.Spelling(self, node).bipolar(), node, grid)
 
-    def trunc(self, node: onnx.NodeProto) -> None:
-        """Writes a Trunc."""
+    def trunc(self, node: ir.Node) -> ir.Value:
+        """The value of a Trunc."""
         given = qonnx_nodes.parameters(node, self)
         bits = qonnx_nodes.width(given["output bit width"])
         scale = given.get("output scale", given["scale"])
+        spelled = qonnx_nodes.Spelling(self, node).trunc()
         if bits > 7 or given["zero point"].any() or scale.size != 1:
-            self._spelling.trunc(node, node.output[0])
-            return
+            return spelled
         grid = qonnx_nodes.QuantGrid(scale, np.zeros((), np.float32), 8, signed=True, narrow=False)
-        self._quantize(self._spelling.trunc(node, ""), node, grid)  # int8 holds 7 bits, signed or not
+        return self._quantize(spelled, node, grid)  # int8 holds 7 bits, signed or not
 
-    def _constant(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> qonnx_nodes.Float | None:
+    def _constant(self, node: ir.Node, shape: tuple[int, ...]) -> qonnx_nodes.Float | None:
         """The constant that a node quantizes, None where it quantizes data; checks that shapes agree."""
-        name = node.input[0]
-        found = self.array(name)
+        value = required(node, 0)
+        found = self.array(value)
         if found is None:
             self._check_shape(node, shape)
             return None
         if found.dtype.kind != "f":
-            qonnx_nodes.refuse(node, f"it quantizes '{name}' of type {found.dtype}; float32 is wanted")
+            qonnx_nodes.refuse(node, f"it quantizes '{value.name}' of type {found.dtype}; float32 is wanted")
         if not _fits(shape, found.shape):
             qonnx_nodes.refuse(
                 node, f"a scale or zero point of shape {list(shape)} does not fit a value of {list(found.shape)}"
             )
         if not np.isfinite(found).all():
-            qonnx_nodes.refuse(node, f"the constant '{name}' is not finite")
+            qonnx_nodes.refuse(node, f"the constant '{value.name}' is not finite")
         return np.asarray(found, np.float32)
 
-    def _check_shape(self, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
-        known = self._types.get(node.input[0])
+    def _type(self, node: ir.Node) -> onnx.TypeProto | None:
+        """What is known of the type and shape of what a node quantizes."""
+        return self._types.get(required(node, 0).name or "")
+
+    def _check_shape(self, node: ir.Node, shape: tuple[int, ...]) -> None:
+        known = self._type(node)
         if known is None or not known.tensor_type.HasField("shape"):
             return
         dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in known.tensor_type.shape.dim]
@@ -135,15 +134,15 @@ class Reader(tensors.Draft):
             shown = ["?" if dim is None else dim for dim in dims]
             qonnx_nodes.refuse(node, f"a scale or zero point of shape {list(shape)} does not fit a value of {shown}")
 
-    def _check_data(self, node: onnx.NodeProto) -> None:
-        known = self._types.get(node.input[0])
+    def _check_data(self, node: ir.Node) -> None:
+        known = self._type(node)
         elem_type = TensorProto.FLOAT if known is None else known.tensor_type.elem_type
         if elem_type not in (TensorProto.FLOAT, TensorProto.UNDEFINED):
             qonnx_nodes.refuse(
                 node, f"it quantizes data of type {TensorProto.DataType.Name(elem_type)}; FLOAT is wanted"
             )
 
-    def _store(self, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid, whole: qonnx_nodes.Float) -> None:
+    def _store(self, node: ir.Node, grid: qonnx_nodes.QuantGrid, whole: qonnx_nodes.Float) -> tensors.Array | ir.Value:
         """Stores a constant's integers and adds the DQ that reads them."""
         scale, zero_point, axis = self._per_axis(node, grid, rank=whole.ndim)
         base = qonnx_nodes.base_name(node)
@@ -155,38 +154,38 @@ class Reader(tensors.Draft):
             if zero_point.any():
                 qonnx_nodes.refuse(node, f"a zero point beside {grid.bits} bits; from 9 bits on it has to be 0")
             whole = np.minimum(whole, _LARGEST)
-        name = self.constant(whole.astype(container), f"{node.input[0]}_quantized")
+        integers = self.store(whole.astype(container), f"{required(node, 0).name}_quantized")
         if grid.bits not in (8, 32):
-            bits = max(grid.bits, 2)
-            qdq.annotate(self.graph, name, f"{'' if container is not np.uint8 else 'U'}INT{bits}")
+            datatype = f"{'' if container is not np.uint8 else 'U'}INT{max(grid.bits, 2)}"
+            qdq.annotate(self.proto.graph, integers.name or "", datatype)
         inputs = [
-            name,
-            self.constant(scale, f"{base}_scale"),
-            self.constant(zero_point.astype(container), f"{base}_zero_point"),
+            integers,
+            self.store(scale, f"{base}_scale"),
+            self.store(zero_point.astype(container), f"{base}_zero_point"),
         ]
-        self.add("DequantizeLinear", inputs, base, output=node.output[0], axis=axis)
+        return self.add(node, "DequantizeLinear", inputs, base, axis=axis)
 
-    def _quantize(self, x: str, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid) -> None:
-        """Adds Q, Clip where it is needed, and DQ."""
-        known = self._types.get(node.input[0])
+    def _quantize(self, x: ir.Value, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> ir.Value:
+        """Adds Q, Clip where it is needed, and DQ; returns what that writes."""
+        known = self._type(node)
         rank = len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
         scale, zero_point, axis = self._per_axis(node, grid, rank=rank)
         container = _CONTAINERS[grid.signed]
         self._check_zero_point(node, zero_point, container)
         base = qonnx_nodes.base_name(node)
         parameters = [
-            self.constant(scale, f"{base}_scale"),
-            self.constant(zero_point.astype(container), f"{base}_zero_point"),
+            self.store(scale, f"{base}_scale"),
+            self.store(zero_point.astype(container), f"{base}_zero_point"),
         ]
-        integers = self.add("QuantizeLinear", [x, *parameters], base, axis=axis)
+        integers = self.add(node, "QuantizeLinear", [x, *parameters], base, axis=axis)
         bounds = qdq.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
         if bounds != qdq.integer_bounds(8, signed=grid.signed):
-            ends = [self.constant(np.asarray(end, container), f"{base}_bound") for end in bounds]
-            integers = self.add("Clip", [integers, *ends], base)
-        self.add("DequantizeLinear", [integers, *parameters], base, output=node.output[0], axis=axis)
+            ends = [self.store(np.asarray(end, container), f"{base}_bound") for end in bounds]
+            integers = self.add(node, "Clip", [integers, *ends], base)
+        return self.add(node, "DequantizeLinear", [integers, *parameters], base, axis=axis)
 
     def _per_axis(
-        self, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid, *, rank: int | None
+        self, node: ir.Node, grid: qonnx_nodes.QuantGrid, *, rank: int | None
     ) -> tuple[qonnx_nodes.Float, qonnx_nodes.Float, int | None]:
         """Scale and zero point as Q and DQ take them, one number or one a channel, and the channels' axis."""
         shape = grid.shape
@@ -201,9 +200,7 @@ class Reader(tensors.Draft):
         from_back = along[0] - len(shape)
         return scale, zero_point, from_back if rank is None else rank + from_back
 
-    def _check_zero_point(
-        self, node: onnx.NodeProto, zero_point: qonnx_nodes.Float, container: type[np.integer[Any]]
-    ) -> None:
+    def _check_zero_point(self, node: ir.Node, zero_point: qonnx_nodes.Float, container: type[np.integer[Any]]) -> None:
         limits = np.iinfo(container)
         if (zero_point != np.round(zero_point)).any():
             qonnx_nodes.refuse(node, f"a zero point of {zero_point.reshape(-1)[0]:g}; it has to be a whole number")
@@ -228,37 +225,33 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         UnsupportedModelError: Scales by block or that are not constant, integers that no quantizer writes.
     """
-    draft = tensors.Draft(model)
-    quantized = {tensor.dequantize.output[0]: tensor for tensor in tensors.quantizers_of(model)}
-    for node in model.graph.node:
-        tensor = quantized.get(node.output[0]) if is_dequantize(node) else None
-        if tensor is None:
-            draft.nodes.append(node)
-        elif tensor.constant is not None:
-            _dequantize(tensor, draft)
+    live = tensors.Edits(model, copied=False)
+    for tensor in tensors.quantizers_of(model):
+        node = live.makers[tensor.dequantize.output[0]]
+        if tensor.constant is not None:
+            _dequantize(tensor, node, live)
         elif tensor.quantize is not None:
-            _bound(tensor, draft)
-        else:
-            draft.nodes.append(node)
-    return draft.finish(may_go=lambda node: node.op_type in ("QuantizeLinear", "Clip"))  # of integers nothing reads
+            _bound(tensor, node, live)
+    live.remove_unread(lambda node: node.op_type in ("QuantizeLinear", "Clip"))  # of integers nothing reads
+    return live.finish()
 
 
-def _dequantize(tensor: tensors.QuantizedTensor, draft: tensors.Draft) -> None:
-    if draft.array(tensor.integers) is None:
+def _dequantize(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) -> None:
+    if live.constant(node.inputs[0]) is None:
         raise UnsupportedModelError(
             "the integers of a constant are not stored as such",
             where=tensor.where,
             fix="fold the constants of the model first",
         )
-    draft.constant(tensor.real_values(), tensor.dequantize.output[0], named=True)
+    live.replace(node, tensor.real_values())
 
 
-def _bound(tensor: tensors.QuantizedTensor, draft: tensors.Draft) -> None:
-    q = tensor.quantizer
+def _bound(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) -> None:
+    assert tensor.quantize is not None
+    q, x = tensor.quantizer, required(live.makers[tensor.quantize.output[0]], 0)
     ends = [((end - q.zero_point).astype(np.float32) * q.scale).astype(np.float32) for end in q.bounds]
     if q.axis is not None:
-        ranks = [draft.rank(name) for name in (tensor.real, tensor.dequantize.output[0])]
-        rank = next((rank for rank in ranks if rank is not None), None)
+        rank = next((rank for rank in map(live.rank, (x, node.outputs[0])) if rank is not None), None)
         if q.axis >= 0 and rank is None:
             raise UnsupportedModelError(
                 "the rank of a value that is quantized by channel is not known",
@@ -267,29 +260,29 @@ def _bound(tensor: tensors.QuantizedTensor, draft: tensors.Draft) -> None:
             )
         behind = (rank or 0) - 1 - q.axis if q.axis >= 0 else -1 - q.axis
         ends = [end.reshape(-1, *[1] * behind) for end in ends]
-    clip(draft, tensor.real, ends, tensor.dequantize.output[0])
+    live.replace(node, _clip(node, x, ends, live))
 
 
-def clip(draft: tensors.Draft, x: str, ends: list[qonnx_nodes.Float], output: str) -> None:
-    """Adds what bounds a value, by one number or by numbers that are broadcast to it."""
-    low, high = (draft.constant(end, f"{output}_bound") for end in ends)
+def _clip(node: ir.Node, x: ir.Value, ends: Sequence[qonnx_nodes.Float], live: tensors.Edits) -> ir.Value:
+    """What bounds a value, by one number or by numbers that are broadcast to it, in front of a node."""
+    base = node.outputs[0].name
+    low, high = (live.store(end, f"{base}_bound") for end in ends)
     if ends[0].ndim == 0:
-        draft.add("Clip", [x, low, high], output, output=output)
-    else:
-        draft.add("Min", [draft.add("Max", [x, low], output), high], output, output=output)
+        return live.add(node, "Clip", [x, low, high], base)
+    return live.add(node, "Min", [live.add(node, "Max", [x, low], base), high], base)
 
 
 class FloatReader(Reader):
     """Reads QONNX into the float model behind it, with any bits and any rounding."""
 
-    def _check_grid(self, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid) -> None:
+    def _check_grid(self, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> None:
         del node, grid  # any range will do
 
-    def _store(self, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid, whole: qonnx_nodes.Float) -> None:
-        real = ((whole - grid.zero_point) * grid.scale).astype(np.float32)
-        self.constant(real, node.output[0], named=True)
+    def _store(self, node: ir.Node, grid: qonnx_nodes.QuantGrid, whole: qonnx_nodes.Float) -> tensors.Array | ir.Value:
+        del node
+        return np.asarray((whole - grid.zero_point) * grid.scale, np.float32)
 
-    def _quantize(self, x: str, node: onnx.NodeProto, grid: qonnx_nodes.QuantGrid) -> None:
+    def _quantize(self, x: ir.Value, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> ir.Value:
         bounds = qdq.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
         if grid.bits == 1 and grid.signed:
             bounds = (-1, 1)
@@ -297,18 +290,17 @@ class FloatReader(Reader):
         ends = [np.asarray((np.float32(end) - zero_point) * scale, np.float32) for end in bounds]
         if ends[0].size == 1:
             ends = [end.reshape(()) for end in ends]
-        clip(self, x, ends, node.output[0])
+        return _clip(node, x, ends, self)
 
-    def bipolar(self, node: onnx.NodeProto) -> None:
-        """Writes a BipolarQuant: a constant's values, the sign of data."""
-        if self.array(node.input[0]) is not None:
-            super().bipolar(node)
-            return
+    def bipolar(self, node: ir.Node) -> tensors.Array | ir.Value:
+        """The value of a BipolarQuant: a constant's values, the sign of data."""
+        if self.constant(node.inputs[0]) is not None:
+            return super().bipolar(node)
         qonnx_nodes.parameters(node, self)
-        self._spelling.bipolar(node, node.output[0])
+        return qonnx_nodes.Spelling(self, node).bipolar()
 
-    def trunc(self, node: onnx.NodeProto) -> None:
-        """Writes a Trunc as what it divides by."""
+    def trunc(self, node: ir.Node) -> ir.Value:
+        """The value of a Trunc: what it divides by."""
         given = qonnx_nodes.parameters(node, self)
         scale, base = given["scale"], qonnx_nodes.base_name(node)
         if "output scale" in given:
@@ -319,9 +311,8 @@ class FloatReader(Reader):
             before, after = (qonnx_nodes.width(given[f"{which} bit width"]) for which in ("input", "output"))
             factor = np.float32(2.0 ** (after - before))
             shift = np.asarray(given["zero point"] * scale * (factor - 1), np.float32)
-        scaled = self.constant(np.asarray(factor, np.float32), f"{base}_factor")
-        if not shift.any():
-            self.add("Mul", [node.input[0], scaled], base, output=node.output[0])
-            return
-        product = self.add("Mul", [node.input[0], scaled], base)
-        self.add("Add", [product, self.constant(shift, f"{base}_shift")], base, output=node.output[0])
+        scaled = self.store(np.asarray(factor, np.float32), f"{base}_factor")
+        product = self.add(node, "Mul", [node.inputs[0], scaled], base)
+        return (
+            product if not shift.any() else self.add(node, "Add", [product, self.store(shift, f"{base}_shift")], base)
+        )

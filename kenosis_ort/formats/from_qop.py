@@ -17,9 +17,11 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import refuse
-from kenosis_ort.formats.tensors import Draft
+from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, attribute, attribute_float, attribute_int
+from kenosis_ort.graph.live import optional, required
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 DATA, WEIGHT, BIAS, RESULT, OTHER = "data", "weight", "bias", "result", "other"
 _INPUTS: Final[Mapping[str, int]] = {DATA: 3, WEIGHT: 3, BIAS: 1, RESULT: 2, OTHER: 1}
@@ -104,190 +106,172 @@ def from_qop(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         UnsupportedModelError: A quantized operator that has no such form; the message names node and clause.
     """
-    return _Reader(model).read()
+    return _Reader(model).run()
 
 
-class _Reader(Draft):
+_Parameters = tuple[ir.Value, ir.Value | None]
+
+
+class _Reader(Edits):
     """Writes one quantized operator after the other."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        super().__init__(model)
-        self._dequantized: dict[tuple[str, str, str, int | None], str] = {}
-        self._scalars: dict[tuple[str, bool], str] = {}
-        self._grids: dict[str, tuple[str, str]] = {}  # integers -> names of their scale and zero point
+        super().__init__(model, copied=False)
+        self._dequantized: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
+        self._scalars: dict[tuple[ir.Value, bool], ir.Value] = {}
+        self._grids: dict[ir.Value | None, _Parameters] = {}  # integers -> scale and zero point
 
-    def read(self) -> onnx.ModelProto:
-        for node in self.graph.node:
-            row = OPERATORS.get(node.op_type) if node.domain in (*MAIN_DOMAINS, MICROSOFT) else None
+    def run(self) -> onnx.ModelProto:
+        for node in self.nodes:
+            operator = node.op_type.removeprefix(f"{MICROSOFT}.")
+            row = OPERATORS.get(operator)
             if row is not None:
                 self._write(node, row)
-            elif node.op_type in _DYNAMIC and node.domain in (*MAIN_DOMAINS, MICROSOFT):
+            elif operator in _DYNAMIC:
                 refuse(
                     node,
                     "the operator quantizes with scales computed from data, or has no form with QuantizeLinear",
                     "quantize the float model statically",
                 )
-            elif node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and node.input[0] in self._grids:
+            elif operator in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and node.inputs[0] in self._grids:
                 self._move(node)
-            else:
-                scale = self.array(node.input[1]) if is_quantize(node) else None
-                if scale is not None and scale.size == 1:
-                    self._grids[node.output[0]] = (node.input[1], node.input[2] if len(node.input) > 2 else "")
-                elif node.op_type == "Clip" and node.input[0] in self._grids:
-                    self._grids[node.output[0]] = self._grids[node.input[0]]
-                self.nodes.append(node)
+            elif is_quantize(node) and (scale := self.array(node.inputs[1])) is not None and scale.size == 1:
+                self._grids[node.outputs[0]] = (required(node, 1), optional(node, 2))
+            elif operator == "Clip" and node.inputs[0] in self._grids:
+                self._grids[node.outputs[0]] = self._grids[node.inputs[0]]
         return self.finish()
 
     # -- parts --------------------------------------------------------------------------------------------------
 
-    def _write(self, node: onnx.NodeProto, row: QOperator) -> None:
+    def _write(self, node: ir.Node, row: QOperator) -> None:
         """Writes a quantized operator as the float one between the DQ of what it reads and the Q of what it writes."""
-        if attribute_int(node, "channels_last", 0):
+        if node.attributes.get_int("channels_last", 0):
             refuse(node, "its data are channels-last, as only the runtime itself writes them")
-        given = [*node.input, *[""] * (2 * len(_INPUTS))]
-        inputs, at, places = list[str](), 0, dict[str, int]()
-        for kind in row.kinds(len(node.input) // _INPUTS[DATA]):
+        given = [*node.inputs, *[None] * (2 * len(_INPUTS))]
+        inputs, at, places = list[ir.Value | None](), 0, dict[str, int]()
+        for kind in row.kinds(len(node.inputs) // _INPUTS[DATA]):
             places[kind] = at
             if kind in (DATA, WEIGHT):
-                transposed, rank = attribute_int(node, "transB", 0), self.rank(given[at]) or 0
+                transposed, rank = node.attributes.get_int("transB", 0), self.rank(given[at]) or 0
                 axis = weight_axis(row.op_type, transposed, rank) if kind == WEIGHT else None
-                integers, scale, zero_point = given[at : at + 3]
-                inputs.append(self.dequantized(node, integers, scale, zero_point, axis))
+                inputs.append(self._real(node, required(node, at), required(node, at + 1), given[at + 2], axis))
             elif kind == OTHER:
                 inputs.append(given[at])
             at += _INPUTS[kind]
-        if BIAS in places and given[places[BIAS]]:
-            scales = (given[places[DATA] + 1], given[places[WEIGHT] + 1])
-            inputs.append(self._bias(node, given[places[BIAS]], scales, attribute_float(node, "alpha", 1.0)))
-        real = self._compute(node, row.op_type, inputs)
+        bias = given[places[BIAS]] if BIAS in places else None
+        if bias is not None:
+            scales = [required(node, places[kind] + 1) for kind in (DATA, WEIGHT)]
+            inputs.append(self._bias(node, bias, scales, node.attributes.get_float("alpha", 1.0)))
+        if row.op_type == "Softmax":
+            self.set_attribute(node, "axis", self._softmax_axis(node))
+        for name in ("channels_last", "opset"):
+            self.set_attribute(node, name, None)
+        self.put(node, row.op_type, inputs)
         scale, zero_point = given[places[RESULT] : places[RESULT] + 2]
-        if scale:
-            self.requantized(node, real, node.output[0], scale, zero_point)
-        else:
-            self.nodes[-1].output[0] = node.output[0]
+        if scale is not None:
+            self._requantize(node, node.outputs[0], scale, zero_point)
 
-    def dequantized(
-        self, node: onnx.NodeProto, integers: str, scale: str, zero_point: str, axis: int | None = None
-    ) -> str:
+    def _real(
+        self, node: ir.Node, integers: ir.Value, scale: ir.Value, zero_point: ir.Value | None, axis: int | None = None
+    ) -> ir.Value:
         """The output of the DQ of integers; ``axis`` is the channels' where there is a scale for each."""
-        found = self._constant(node, scale, "scale")
+        found = self._content(node, scale, "scale")
         along = None if found.size == 1 else axis
         if found.size > 1 and (axis is None or found.ndim != 1):
-            refuse(node, f"a scale of shape {list(found.shape)} for '{integers}'; one number is wanted")
+            refuse(node, f"a scale of shape {list(found.shape)} for '{integers.name}'; one number is wanted")
         key = (integers, scale, zero_point, along)
         if key not in self._dequantized:
-            names = self._parameters(node, integers, scale, zero_point, found.size)
-            self._dequantized[key] = self.add("DequantizeLinear", [integers, *names], integers, axis=along)
+            inputs = [integers, *self._parameters(node, integers, scale, zero_point, found.size)]
+            self._dequantized[key] = self.add(node, "DequantizeLinear", inputs, integers.name, axis=along)
         return self._dequantized[key]
 
-    def requantized(self, node: onnx.NodeProto, real: str, output: str, scale: str, zero_point: str) -> None:
-        """Adds the Q that writes ``output``."""
-        if self._constant(node, scale, "scale").size != 1:
-            refuse(node, f"a scale by channel for '{output}'; one number is wanted")
-        names = self._parameters(node, output, scale, zero_point, 1)
-        self.add("QuantizeLinear", [real, *names], output, output=output)
-        self._grids[output] = (names[0], names[1])
+    def _requantize(self, node: ir.Node, value: ir.Value, scale: ir.Value, zero_point: ir.Value | None) -> None:
+        """Puts a Q behind a node, which writes the integers under the name that they have."""
+        output = self.hand_over(value, f"{value.name}_real")
+        if self._content(node, scale, "scale").size != 1:
+            refuse(node, f"a scale by channel for '{output.name}'; one number is wanted")
+        parameters = self._parameters(node, output, scale, zero_point, 1)
+        self.add(node, "QuantizeLinear", [value, *parameters], output.name, behind=True, output=output)
+        self._grids[output] = parameters
 
-    def _compute(self, node: onnx.NodeProto, op_type: str, inputs: Sequence[str]) -> str:
-        """Adds the float operator under the node's name; returns what it writes."""
-        value = self.fresh(f"{node.output[0]}_real")
-        given = {} if op_type != "Softmax" else {"axis": self._softmax_axis(node)}
-        new = helper.make_node(op_type, list(inputs), [value], name=node.name)
-        new.attribute.extend(a for a in node.attribute if a.name not in (*given, "channels_last", "opset"))
-        new.attribute.extend(helper.make_attribute(name, number) for name, number in given.items())
-        self.nodes.append(new)
-        return value
-
-    def _softmax_axis(self, node: onnx.NodeProto) -> int:
-        opset = attribute_int(node, "opset", 13)
-        axis = attribute_int(node, "axis", -1 if opset >= 13 else 1)
-        rank = self.rank(node.input[0])
+    def _softmax_axis(self, node: ir.Node) -> int:
+        opset = node.attributes.get_int("opset", 13)
+        axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)
+        rank = self.rank(node.inputs[0])
         if opset < 13 and axis != -1 and (rank is None or axis % rank != rank - 1):
             refuse(node, f"a Softmax of operator set {opset} over several axes has no form in later ones")
         return -1 if opset < 13 else axis
 
-    def _bias(self, node: onnx.NodeProto, name: str, factors: Sequence[str], factor: float) -> str:
+    def _bias(self, node: ir.Node, bias: ir.Value, factors: Sequence[ir.Value], factor: float) -> ir.Value:
         """The real value of an int32 bias, whose scale is the product of two others."""
         scale = np.asarray(factor, np.float32)
         for each in factors:
-            scale = scale * self._constant(node, each, "scale").reshape(-1)
+            scale = scale * self._content(node, each, "scale").reshape(-1)
         scale = scale.reshape(()) if scale.size == 1 else scale
-        stored = self.constant(scale.astype(np.float32), f"{name}_scale")
-        zero = self.constant(np.zeros(scale.shape, np.int32), f"{name}_zero_point")
-        return self.dequantized(node, name, stored, zero, 0)
+        stored = self.store(scale.astype(np.float32), f"{bias.name}_scale")
+        zero = self.store(np.zeros(scale.shape, np.int32), f"{bias.name}_zero_point")
+        return self._real(node, bias, stored, zero, 0)
 
-    def _constant(self, node: onnx.NodeProto, name: str, what: str) -> Any:
-        found = self.array(name)
+    def _content(self, node: ir.Node, value: ir.Value | None, what: str) -> Any:
+        found = self.array(value)
         if found is None:
-            refuse(node, f"its {what} '{name}' is computed from data")
+            refuse(node, f"its {what} '{'' if value is None else value.name}' is computed from data")
         return found
 
     def _parameters(
-        self, node: onnx.NodeProto, integers: str, scale: str, zero_point: str, size: int
-    ) -> tuple[str, str]:
-        """The names of scale and zero point in the shapes that Q and DQ take."""
-        if zero_point:
-            zero = self._constant(node, zero_point, "zero point")
+        self, node: ir.Node, integers: ir.Value, scale: ir.Value, zero_point: ir.Value | None, size: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """Scale and zero point in the shapes that Q and DQ take."""
+        if zero_point is not None:
+            zero = self._content(node, zero_point, "zero point")
         else:
-            elem_type = self.elem_type(integers)
-            known = self.types.get(integers)
-            if elem_type is None and known is not None:
-                elem_type = known.tensor_type.elem_type
-            zero = np.zeros((), helper.tensor_dtype_to_np_dtype(elem_type or TensorProto.UINT8))
-            zero_point = self.constant(zero, f"{integers}_zero_point")
+            elem_type = self.element_type(integers) or TensorProto.UINT8
+            zero = np.zeros((), helper.tensor_dtype_to_np_dtype(elem_type))
+            zero_point = self.store(zero, f"{integers.name}_zero_point")
         if size == 1:
             return self._scalar(scale), self._scalar(zero_point)
         if zero.size == size:
             return scale, zero_point
         key = (zero_point, True)
         if key not in self._scalars:
-            self._scalars[key] = self.constant(np.full(size, zero.reshape(-1)[0]), f"{zero_point}_by_channel")
+            self._scalars[key] = self.store(np.full(size, zero.reshape(-1)[0]), f"{zero_point.name}_by_channel")
         return scale, self._scalars[key]
 
-    def _scalar(self, name: str) -> str:
-        found = self.array(name)
+    def _scalar(self, value: ir.Value) -> ir.Value:
+        found = self.array(value)
         if found is None or found.ndim == 0:
-            return name
-        key = (name, False)
+            return value
+        key = (value, False)
         if key not in self._scalars:
-            self._scalars[key] = self.constant(found.reshape(-1)[0].reshape(()), f"{name}_scalar")
+            self._scalars[key] = self.store(found.reshape(-1)[0].reshape(()), f"{value.name}_scalar")
         return self._scalars[key]
 
-    def _same(self, one: tuple[str, str] | None, other: tuple[str, str]) -> bool:
+    def _same(self, one: _Parameters | None, other: _Parameters) -> bool:
         """Whether two pairs of scale and zero point are alike."""
         if one is None or one == other:
             return one == other
         pairs = [
-            (self.array(a) if a else np.zeros(1), self.array(b) if b else np.zeros(1))
+            (np.zeros(1) if a is None else self.array(a), np.zeros(1) if b is None else self.array(b))
             for a, b in zip(one, other, strict=True)
         ]
         return all(a is not None and b is not None and a.reshape(-1)[0] == b.reshape(-1)[0] for a, b in pairs)
 
-    def _move(self, node: onnx.NodeProto) -> None:
+    def _move(self, node: ir.Node) -> None:
         """Writes an operator that moves integers about as one that moves reals."""
-        scale, zero_point = grid = self._grids[node.input[0]]
-        data = range(len(node.input)) if node.op_type == "Concat" else range(1)
-        alone = len(node.output) == 1 or node.op_type == "Split"
-        if not alone or not all(self._same(self._grids.get(node.input[at]), grid) for at in data):
-            self.nodes.append(node)
+        scale, zero_point = grid = self._grids[node.inputs[0]]
+        data = range(len(node.inputs)) if node.op_type == "Concat" else range(1)
+        alone = len(node.outputs) == 1 or node.op_type == "Split"
+        if not alone or not all(self._same(self._grids.get(node.inputs[at]), grid) for at in data):
             return
-        for at in data:
-            node.input[at] = self.dequantized(node, node.input[at], scale, zero_point)
-        if node.op_type == "Pad" and len(node.input) > 2 and node.input[2]:
-            node.input[2] = self.dequantized(node, node.input[2], scale, zero_point)
-        elif node.op_type == "Pad" and attribute(node, "mode") is None:
-            zero = self.constant(
-                np.zeros((), self._constant(node, zero_point, "zero point").dtype), f"{node.name}_zero"
-            )
-            node.input.extend([""] * (2 - len(node.input)))
-            node.input[2:] = [self.dequantized(node, zero, scale, zero_point)]
-        written = list(node.output)
-        for at, name in enumerate(written):
-            node.output[at] = self.fresh(f"{name}_real") if name else ""
-        self.nodes.append(node)
-        for name, value in zip(written, node.output, strict=True):
-            if name:
-                self.requantized(node, value, name, scale, zero_point)
+        filled = node.op_type == "Pad" and optional(node, 2) is not None
+        for at in (*data, *([2] if filled else [])):
+            self.read(node, at, self._real(node, required(node, at), scale, zero_point))
+        if node.op_type == "Pad" and not filled and "mode" not in node.attributes:
+            zero = self.store(np.zeros((), self._content(node, zero_point, "zero point").dtype), f"{node.name}_zero")
+            self.read(node, 2, self._real(node, zero, scale, zero_point))
+        for value in list(node.outputs):
+            if value.name:
+                self._requantize(node, value, scale, zero_point)
 
 
 def holds_quantized_operators(model: onnx.ModelProto) -> bool:

@@ -49,10 +49,9 @@ def carry_pairs(model: onnx.ModelProto) -> onnx.ModelProto:
     return carrier.finish()
 
 
-def is_data_movement(node: onnx.NodeProto | ir.Node) -> bool:
+def is_data_movement(node: ir.Node) -> bool:
     """Whether a node only moves the values of its first input about or chooses among them."""
-    outputs = node.outputs if isinstance(node, ir.Node) else node.output
-    return node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and len(outputs) == 1
+    return node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and len(node.outputs) == 1
 
 
 class _Carrier(Edits):
@@ -62,18 +61,6 @@ class _Carrier(Edits):
         """Whether a Q or DQ has one constant scale and a zero point."""
         scale = self.array(node.inputs[1])
         return scale is not None and scale.size == 1 and self.constant(optional(node, 2)) is not None
-
-    def _put_behind(
-        self,
-        node: ir.Node,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        base: str | None,
-        output: ir.Value | None = None,
-    ) -> ir.Value:
-        name = f"{base}_{operator}"
-        output = output or ir.Value(name=self.fresh_name(f"{name}_output"))
-        return self.append_behind(node, operator, inputs, output=output, base=name)
 
     # -- in front of operators, behind the layer whose values they move -----------------------------------------
 
@@ -98,10 +85,10 @@ class _Carrier(Edits):
         clip = self._clip(quantize)
         if clip is None and not all(map(is_dequantize, self.readers(quantize.outputs[0]))):
             return
-        integers = self._put_behind(source, "QuantizeLinear", [value, *quantize.inputs[1:]], quantize.name)
+        integers = self.add(source, "QuantizeLinear", [value, *quantize.inputs[1:]], quantize.name, behind=True)
         if clip is not None:
-            integers = self._put_behind(source, "Clip", [integers, *clip.inputs[1:]], quantize.name)
-        real = self._put_behind(source, "DequantizeLinear", [integers, *quantize.inputs[1:]], quantize.name)
+            integers = self.add(source, "Clip", [integers, *clip.inputs[1:]], quantize.name, behind=True)
+        real = self.add(source, "DequantizeLinear", [integers, *quantize.inputs[1:]], quantize.name, behind=True)
         for node in (*reversed(passed), quantize):
             if node.op_type != "Relu":  # a Relu is what the quantizer's range says now
                 self.read(node, 0, real)
@@ -144,8 +131,8 @@ class _Carrier(Edits):
             if value in wanted and not any(map(is_quantize, self.readers(value))):
                 base = value.name
                 real = self.hand_over(value, f"{base}_moved")
-                integers = self._put_behind(node, "QuantizeLinear", [value, *grid], base)
-                self._put_behind(node, "DequantizeLinear", [integers, *grid], base, real)
+                integers = self.add(node, "QuantizeLinear", [value, *grid], base, behind=True)
+                self.add(node, "DequantizeLinear", [integers, *grid], base, behind=True, output=real)
 
     def _profits(self, node: ir.Node, value: ir.Value) -> bool:
         """Whether a node can run on integers where the value is one of a DQ."""

@@ -16,13 +16,13 @@ import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.from_qdq import is_dequantize
-from kenosis_ort.formats.qonnx_nodes import CHANNELS_LAST, drop_imports, label
-from kenosis_ort.formats.tensors import Array, Draft, Edits
+from kenosis_ort.formats.qonnx_nodes import CHANNELS_LAST, base_name, drop_imports, label, operator_of
+from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.constants import LAYOUT
 from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
 from kenosis_ort.graph.view import ir
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 
 def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -51,9 +51,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
                 if old in declared:
                     declared[new.name or ""] = declared[old]
                     annotate(model.graph, new.name or "", declared[old])
-    for node in reversed(live.nodes):
-        if node.outputs[0] in constants and not live.is_read(node.outputs[0]):
-            live.remove(node)
+    live.remove_unread(lambda node: node.outputs[0] in constants)
     return live.finish()
 
 
@@ -103,42 +101,37 @@ def to_channels_first(model: onnx.ModelProto) -> None:
     """
     if not any(node.domain == CHANNELS_LAST for node in model.graph.node):
         return
-    draft = Draft(model)
-    for node in model.graph.node:
+    live = Edits(model, copied=False)
+    for node in live.nodes:
         if node.domain != CHANNELS_LAST:
-            draft.nodes.append(node)
             continue
-        if node.op_type not in _OPERATORS or len(node.output) != 1 or not node.input:
+        operator = operator_of(node)
+        if operator not in _OPERATORS or len(node.outputs) != 1 or not node.inputs:
             raise UnsupportedModelError(
                 f"The channels-last operator has no counterpart in other formats (known are "
                 f"{', '.join(sorted(_OPERATORS))}, with one output).",
                 where=label(node),
                 fix="leave the model in the format that it has, or export it with channels first",
             )
-        _write(node, _rank(node, draft), draft)
-    draft.finish()
+        base, rank = base_name(node), _rank(node, live)
+        first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
+        inputs = list(node.inputs)
+        for at in range(2 if operator == "Conv" else 1):
+            inputs[at] = live.add(node, "Transpose", [inputs[at]], base, perm=first)
+        live.put(node, operator, inputs)
+        value = node.outputs[0]
+        output = live.hand_over(value, f"{base}_channels_first")
+        live.add(node, "Transpose", [value], base, behind=True, output=output, perm=last)
+    live.finish()
     drop_imports(model, (CHANNELS_LAST,))
 
 
-def _write(node: onnx.NodeProto, rank: int, draft: Draft) -> None:
-    base = node.name or node.output[0]
-    first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
-    new = onnx.NodeProto()
-    new.CopyFrom(node)
-    new.domain = ""
-    for at in range(2 if node.op_type == "Conv" else 1):
-        new.input[at] = draft.add("Transpose", [node.input[at]], base, perm=first)
-    new.output[0] = draft.fresh(f"{base}_channels_first")
-    draft.nodes.append(new)
-    draft.add("Transpose", [new.output[0]], base, output=node.output[0], perm=last)
-
-
-def _rank(node: onnx.NodeProto, draft: Draft) -> int:
-    kernel = attribute(node, "kernel_shape")
-    if kernel is not None and kernel.ints:
-        return len(kernel.ints) + 2
-    for name in (node.input[0], node.output[0]):
-        rank = draft.rank(name)
+def _rank(node: ir.Node, live: Edits) -> int:
+    kernel = node.attributes.get("kernel_shape")
+    if kernel is not None and kernel.type == ir.AttributeType.INTS and kernel.value:
+        return len(kernel.value) + 2
+    for value in (node.inputs[0], node.outputs[0]):
+        rank = live.rank(value)
         if rank is not None and rank > 1:
             return rank
     raise UnsupportedModelError(

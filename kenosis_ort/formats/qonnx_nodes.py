@@ -16,11 +16,13 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.formats.tensors import Draft
+from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import constant_value
-from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.live import LiveGraph, required
+from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.walk import all_graphs, all_nodes, attribute, opset_of, subgraphs
+from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.walk import all_graphs, all_nodes, subgraphs
 
 QONNX: Final = "qonnx.custom_op.general"
 DOMAINS: Final = frozenset({QONNX, "onnx.brevitas", "finn.custom_op.general"})
@@ -96,24 +98,30 @@ class QuantGrid:
         return np.asarray(_ROUNDING[self.rounding](clamped), np.float32)
 
 
-def refuse(node: onnx.NodeProto, clause: str, fix: str | None = None) -> NoReturn:
+def refuse(node: ir.Node, clause: str, fix: str | None = None) -> NoReturn:
     """Raises an `UnsupportedModelError` that names a node."""
     raise UnsupportedModelError(clause[0].upper() + clause[1:] + ".", where=label(node), fix=fix)
 
 
-def is_qonnx(node: onnx.NodeProto) -> bool:
+def is_qonnx(node: onnx.NodeProto | ir.Node) -> bool:
     """Whether a node is of one of QONNX' domains, whatever its operator."""
     return node.domain in DOMAINS or node.domain == CHANNELS_LAST
 
 
-def base_name(node: onnx.NodeProto) -> str:
+def operator_of(node: ir.Node) -> str:
+    """The operator of a node without its domain."""
+    return node.op_type.removeprefix(f"{node.domain}.")
+
+
+def base_name(node: ir.Node) -> str:
     """Prefix of the names of nodes that replace a node."""
-    return str(node.name or node.output[0])
+    return node.name or node.outputs[0].name or ""
 
 
-def label(node: onnx.NodeProto) -> str:
+def label(node: ir.Node) -> str:
     """Name of a node in messages."""
-    return f"node '{node.name or next(iter(node.output), '')}' ({node.op_type})"
+    outputs = [value.name for value in node.outputs[:1]]
+    return f"node '{node.name or next(iter(outputs), '')}' ({operator_of(node)})"
 
 
 def check_nodes(model: onnx.ModelProto) -> None:
@@ -122,76 +130,83 @@ def check_nodes(model: onnx.ModelProto) -> None:
     Raises:
         UnsupportedModelError: One is not of the form that QONNX gives it, or stands in a body or function.
     """
-    if sum(map(is_qonnx, all_nodes(model))) > sum(map(is_qonnx, model.graph.node)):
+    found = [node for node in all_nodes(model) if is_qonnx(node)]
+    if not found:
+        return
+    if len(found) > sum(map(is_qonnx, model.graph.node)):
         bodies = (body for node in model.graph.node for body in subgraphs(node))
         nested = (node for body in bodies for graph in all_graphs(body) for node in graph.node)
         inside = (node for function in model.functions for node in function.node)
-        found = next((node for node in (*nested, *inside) if is_qonnx(node)), model.graph.node[0])
-        refuse(found, "it stands in a body of control flow or in a function of the model")
-    for node in model.graph.node:
-        if not is_qonnx(node) or node.domain == CHANNELS_LAST:
+        first = next((node for node in (*nested, *inside) if is_qonnx(node)), found[0])
+        outputs = [ir.Value(name=name) for name in first.output]
+        inner = ir.Node(first.domain, first.op_type, [], outputs=outputs, name=first.name)
+        refuse(inner, "it stands in a body of control flow or in a function of the model")
+    for node in GraphView(model).nodes:
+        if node.domain not in DOMAINS:
             continue
-        if node.op_type not in INPUTS:
+        operator = operator_of(node)
+        if operator not in INPUTS:
             known = ", ".join(sorted(INPUTS))
             refuse(node, f"the operator has no counterpart in other formats (known are {known})")
-        forms = INPUTS[node.op_type]
-        if len(node.input) not in map(len, forms) or not all(node.input):
+        given = [value for value in node.inputs if value is not None]
+        forms = INPUTS[operator]
+        if len(node.inputs) not in map(len, forms) or len(given) < len(node.inputs):
             wanted = " or ".join(
                 f"{len(form)} ({', '.join(name.replace(' ', '_') for name in form)})" for form in forms
             )
-            refuse(node, f"it has {sum(map(bool, node.input))} inputs; it takes {wanted}")
-        if len(node.output) != 1 or not node.output[0]:
-            refuse(node, f"it has {len(node.output)} outputs, of which one has to have a name")
-        if node.op_type in QUANT:
+            refuse(node, f"it has {len(given)} inputs; it takes {wanted}")
+        if len(node.outputs) != 1 or not node.outputs[0].name:
+            refuse(node, f"it has {len(node.outputs)} outputs, of which one has to have a name")
+        if operator in QUANT:
             flag(node, "signed")
             flag(node, "narrow")
-        if node.op_type != "BipolarQuant":
+        if operator != "BipolarQuant":
             rounding_of(node)
 
 
-def flag(node: onnx.NodeProto, name: str, default: bool | None = None) -> bool:
+def flag(node: ir.Node, name: str, default: bool | None = None) -> bool:
     """An attribute that is 0 or 1."""
-    found = attribute(node, name)
+    found = node.attributes.get(name)
     if found is None:
         if default is None:
             refuse(node, f"it lacks the attribute '{name}'")
         return default
-    if found.type != onnx.AttributeProto.INT or found.i not in (0, 1):
+    if found.type != ir.AttributeType.INT or found.value not in (0, 1):
         refuse(node, f"its attribute '{name}' is neither 0 nor 1")
-    return bool(found.i)
+    return bool(found.value)
 
 
-def rounding_of(node: onnx.NodeProto) -> str:
+def rounding_of(node: ir.Node) -> str:
     """Rounding mode of a node, by QONNX' name."""
-    found = attribute(node, "rounding_mode")
-    default = "FLOOR" if node.op_type == "Trunc" else "ROUND"
-    name = default if found is None else found.s.decode("utf-8", "replace").upper()
+    default = "FLOOR" if operator_of(node) == "Trunc" else "ROUND"
+    found = node.attributes.get("rounding_mode")
+    name = default if found is None else str(found.value).upper()
     if name not in _ROUNDING:
         refuse(node, f"rounding_mode '{name}' is unknown (known are {', '.join(sorted(_ROUNDING))})")
     return name
 
 
-def grid_of(node: onnx.NodeProto, draft: Draft) -> QuantGrid:
+def grid_of(node: ir.Node, live: LiveGraph) -> QuantGrid:
     """QuantGrid of a Quant node.
 
     Raises:
         UnsupportedModelError: A parameter is computed from data, or is no scale, zero point or bit width.
     """
-    given = parameters(node, draft)
+    given = parameters(node, live)
     if not np.isfinite(given["zero point"]).all():
         refuse(node, "its zero point is not finite")
     bits, signed, narrow = width(given["bit width"]), flag(node, "signed"), flag(node, "narrow")
     return QuantGrid(given["scale"], given["zero point"], bits, signed, narrow, rounding_of(node))
 
 
-def parameters(node: onnx.NodeProto, draft: Draft) -> dict[str, Float]:
+def parameters(node: ir.Node, live: LiveGraph) -> dict[str, Float]:
     """The constant inputs of a node in float32 by what they are, see `INPUTS`; scales and bit widths are checked.
 
     Raises:
         UnsupportedModelError: One is computed from data, or is no scale or bit width.
     """
-    names = next(form for form in INPUTS[node.op_type] if len(form) == len(node.input))
-    found = {name: _parameter(node, at, name, draft) for at, name in enumerate(names) if at}
+    names = next(form for form in INPUTS[operator_of(node)] if len(form) == len(node.inputs))
+    found = {name: _parameter(node, at, name, live) for at, name in enumerate(names) if at}
     for name, values in found.items():
         if name.endswith("scale"):
             _check_scale(node, values)
@@ -205,13 +220,14 @@ def width(values: Float) -> int:
     return int(values.reshape(-1)[0])
 
 
-def _parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> Float:
+def _parameter(node: ir.Node, position: int, name: str, live: LiveGraph) -> Float:
     """A constant input of a node in float32."""
-    found = draft.array(node.input[position])
+    value = required(node, position)
+    found = live.array(value)
     if found is None:
         refuse(
             node,
-            f"its {name} '{node.input[position]}' is computed from data",
+            f"its {name} '{value.name}' is computed from data",
             "export it with static scales, zero points and bit widths",
         )
     if found.dtype.kind not in "fiu" or not found.size:
@@ -219,14 +235,14 @@ def _parameter(node: onnx.NodeProto, position: int, name: str, draft: Draft) -> 
     return np.asarray(found, np.float32)
 
 
-def _check_scale(node: onnx.NodeProto, scale: Float) -> None:
+def _check_scale(node: ir.Node, scale: Float) -> None:
     """Checks that a scale is finite and above zero."""
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         worst = scale.reshape(-1)[int(np.argmin(np.where(np.isfinite(scale), scale, -np.inf)))]
         refuse(node, f"a scale has to be finite and above zero; one is {worst:g}")
 
 
-def _check_bits(node: onnx.NodeProto, given: Float) -> None:
+def _check_bits(node: ir.Node, given: Float) -> None:
     """Checks that a bit width is one whole number from 1 to 32."""
     values = np.unique(given)
     if values.size != 1:
@@ -247,120 +263,114 @@ def spell_out(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A model that `check_nodes` passed; not changed.
     """
-    copy = copy_model(model)
-    draft = Draft(copy)
-    spelling = Spelling(draft)
-    for node in copy.graph.node:
-        if node.domain not in DOMAINS:
-            draft.nodes.append(node)
-        elif node.op_type in QUANT:
-            spelling.quant(node)
-        elif node.op_type == "BipolarQuant":
-            spelling.bipolar(node, node.output[0])
-        else:
-            spelling.trunc(node, node.output[0])
-    drop_imports(copy, DOMAINS)
-    return draft.finish()
+    live = Edits(model)
+    for node in live.nodes:
+        if node.domain in DOMAINS:
+            spelling, operator = Spelling(live, node), operator_of(node)
+            spell = {"BipolarQuant": spelling.bipolar, "Trunc": spelling.trunc}.get(operator, spelling.quant)
+            live.replace(node, spell())
+    spelled = live.finish()
+    drop_imports(spelled, DOMAINS)
+    return spelled
 
 
 class Spelling:
-    """Writes QONNX' operators in those of ONNX, at the end of a draft.
+    """Writes one of QONNX' operators in those of ONNX, in front of its node.
 
     Args:
-        draft: Where the nodes go.
+        live: The model.
+        node: The node; it stays.
     """
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-        self._has_round = not 0 < opset_of(draft.model) < 11
-        self._constants = {
-            node.output[0]: tensor
-            for node in draft.graph.node
-            if node.op_type == "Constant" and node.output and (tensor := constant_value(node)) is not None
-        }
+    def __init__(self, live: Edits, node: ir.Node) -> None:
+        self._live = live
+        self._node = node
+        self._base = base_name(node)
 
-    def quant(self, node: onnx.NodeProto) -> None:
-        """Writes a Quant."""
-        x, scale, zero_point, width = node.input
-        add, base = self._draft.add, base_name(node)
+    def quant(self) -> ir.Value:
+        """The value of a Quant."""
+        node, add = self._node, self._add
+        x, scale, zero_point, width = node.inputs
         signed, narrow = flag(node, "signed"), flag(node, "narrow")
-        steps = add("Add", [add("Div", [x, scale], base), zero_point], base)
+        steps = add("Add", add("Div", x, scale), zero_point)
         known = self._known(width)
         if known is not None and np.all(known == 1) and signed:
-            whole = self._sign(steps, self._number(1, base), base)
+            whole = self._sign(steps, self._number(1))
         else:
-            low, high = self._bounds(width, base, signed=signed, narrow=narrow)
-            clamped = add("Min", [add("Max", [steps, low], base), high], base)
-            whole = self._rounded(clamped, rounding_of(node), base)
-        add("Mul", [add("Sub", [whole, zero_point], base), scale], base, output=node.output[0])
+            low, high = self._bounds(width, signed=signed, narrow=narrow)
+            whole = self._rounded(add("Min", add("Max", steps, low), high), rounding_of(node))
+        return add("Mul", add("Sub", whole, zero_point), scale)
 
-    def bipolar(self, node: onnx.NodeProto, output: str) -> str:
-        """Writes a BipolarQuant; returns the value it computes, ``output`` if that is given."""
-        return self._sign(node.input[0], node.input[1], base_name(node), output)
+    def bipolar(self) -> ir.Value:
+        """The value of a BipolarQuant."""
+        return self._sign(self._node.inputs[0], self._node.inputs[1])
 
-    def trunc(self, node: onnx.NodeProto, output: str) -> str:
-        """Writes a Trunc, of four parameters or (since version 2 of the domain) five; returns the value it computes."""
-        add, base = self._draft.add, base_name(node)
-        x, scale, zero_point, width = node.input[:4]
-        second = len(node.input) == 6
-        steps = add("Add", [add("Div", [x, scale], base), zero_point], base)
-        whole = self._rounded(steps, "ROUND", base)
+    def trunc(self) -> ir.Value:
+        """The value of a Trunc, of four parameters or (since version 2 of the domain) five."""
+        node, add = self._node, self._add
+        x, scale, zero_point, width = node.inputs[:4]
+        second = len(node.inputs) == 6
+        whole = self._rounded(add("Add", add("Div", x, scale), zero_point), "ROUND")
         if second:
-            ratio = add("Log", [add("Div", [node.input[4], scale], base)], base)
-            exponent = self._rounded(add("Div", [ratio, self._number(math.log(2), base)], base), "ROUND", base)
+            ratio = add("Log", add("Div", node.inputs[4], scale))
+            exponent = self._rounded(add("Div", ratio, self._number(math.log(2))), "ROUND")
         else:
-            exponent = add("Sub", [width, node.input[4]], base)
-        factor = add("Pow", [self._number(2, base), exponent], base)
-        short = add("Div", [whole, factor], base)
+            exponent = add("Sub", width, node.inputs[4])
+        factor = add("Pow", self._number(2), exponent)
+        short = add("Div", whole, factor)
         if second:
             signed, narrow = flag(node, "signed", True), flag(node, "narrow", False)
-            low, high = self._bounds(node.input[5], base, signed=signed, narrow=narrow)
-            short = add("Min", [add("Max", [short, low], base), high], base)
-        short = self._rounded(short, rounding_of(node), base)
-        zero = add("Div", [zero_point, factor], base) if second else zero_point
-        return add("Mul", [add("Sub", [short, zero], base), node.input[4] if second else scale], base, output=output)
+            low, high = self._bounds(node.inputs[5], signed=signed, narrow=narrow)
+            short = add("Min", add("Max", short, low), high)
+        short = self._rounded(short, rounding_of(node))
+        zero = add("Div", zero_point, factor) if second else zero_point
+        return add("Mul", add("Sub", short, zero), node.inputs[4] if second else scale)
 
-    def _known(self, name: str) -> npt.NDArray[Any] | None:
-        stored = self._constants.get(name)
-        return array_in(stored) if stored is not None else self._draft.array(name)
+    def _add(self, operator: str, *inputs: ir.Value | None) -> ir.Value:
+        return self._live.add(self._node, operator, inputs, self._base)
 
-    def _number(self, value: float, base: str) -> str:
-        return self._draft.constant(np.asarray(value, np.float32), f"{base}_number")
+    def _number(self, value: float) -> ir.Value:
+        return self._live.store(np.asarray(value, np.float32), f"{self._base}_number")
 
-    def _bounds(self, width: str, base: str, *, signed: bool, narrow: bool) -> tuple[str, str]:
+    def _known(self, value: ir.Value | None) -> npt.NDArray[Any] | None:
+        """The content of a constant, or of what a node Constant writes."""
+        maker = None if value is None else value.producer()
+        if maker is None:
+            return self._live.array(value)
+        stored = constant_value(ir.to_proto(maker)) if maker.op_type == "Constant" else None
+        return None if stored is None else array_in(stored)
+
+    def _bounds(self, width: ir.Value | None, *, signed: bool, narrow: bool) -> tuple[ir.Value, ir.Value]:
         """The values that hold the least and the largest integer; the width may be any value."""
-        add = self._draft.add
-        exponent = add("Sub", [width, self._number(1, base)], base) if signed else width
-        power = add("Pow", [self._number(2, base), exponent], base)
+        add, number = self._add, self._number
+        exponent = add("Sub", width, number(1)) if signed else width
+        power = add("Pow", number(2), exponent)
         if signed:
-            low = add("Sub", [self._number(float(narrow), base), power], base)
-            return low, add("Sub", [power, self._number(1, base)], base)
-        return self._number(0, base), add("Sub", [power, self._number(1.0 + narrow, base)], base)
+            return add("Sub", number(float(narrow)), power), add("Sub", power, number(1))
+        return number(0), add("Sub", power, number(1.0 + narrow))
 
-    def _sign(self, x: str, size: str, base: str, output: str = "") -> str:
-        add = self._draft.add
-        negative = add("Less", [x, self._number(0, base)], base)
-        return add("Where", [negative, add("Neg", [size], base), size], base, output=output)
+    def _sign(self, x: ir.Value | None, size: ir.Value | None) -> ir.Value:
+        negative = self._add("Less", x, self._number(0))
+        return self._add("Where", negative, self._add("Neg", size), size)
 
-    def _rounded(self, x: str, rounding: str, base: str) -> str:
-        add = self._draft.add
+    def _rounded(self, x: ir.Value, rounding: str) -> ir.Value:
+        add = self._add
         if rounding in HALF_EVEN:
-            if self._has_round:
-                return add("Round", [x], base)
-            magic = self._draft.constant(_MAGIC, f"{base}_magic")
-            return add("Sub", [add("Add", [x, magic], base), magic], base)
+            if not 0 < self._live.opset() < 11:
+                return add("Round", x)
+            magic = self._live.store(_MAGIC, f"{self._base}_magic")
+            return add("Sub", add("Add", x, magic), magic)
         if rounding in ("CEIL", "FLOOR"):
-            return add(rounding.capitalize(), [x], base)
-        size, sign = add("Abs", [x], base), add("Sign", [x], base)
+            return add(rounding.capitalize(), x)
+        size, sign = add("Abs", x), add("Sign", x)
         if rounding == "UP":
-            size = add("Ceil", [size], base)
+            size = add("Ceil", size)
         elif rounding in ("DOWN", "ROUND_TO_ZERO"):
-            size = add("Floor", [size], base)
+            size = add("Floor", size)
         else:
             up = rounding == "HALF_UP"
-            shifted = add("Add" if up else "Sub", [size, self._number(0.5, base)], base)
-            size = add("Floor" if up else "Ceil", [shifted], base)
-        return add("Mul", [sign, size], base)
+            size = add("Floor" if up else "Ceil", add("Add" if up else "Sub", size, self._number(0.5)))
+        return add("Mul", sign, size)
 
 
 def drop_imports(model: onnx.ModelProto, domains: Collection[str]) -> None:

@@ -17,6 +17,7 @@ Nets that were trained with few bits keep what training needs and the runtime do
 Weights of a channel that are all zero get the largest scale there is, so that its bias fits.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,9 +29,11 @@ from onnx import TensorProto
 from kenosis_ort.formats import integer_bias
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
 from kenosis_ort.formats.from_qop import weight_axis
-from kenosis_ort.formats.tensors import Draft
+from kenosis_ort.formats.tensors import Array, Edits
+from kenosis_ort.graph.live import further_outputs, optional, required
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, attribute_float, attribute_int
+from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.targets.model import DataTypes
 
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
@@ -43,81 +46,69 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
         model: A private canonical model, its nodes named and in order; it is changed.
         types: What the kernels take.
     """
-    rewritten = _Layers(integer_bias.carry_pairs(model), types.largest_pair).rewrite()
+    rewritten = _Layers(integer_bias.carry_pairs(model), types.largest_pair).run()
     return rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)
 
 
-class _Layers(Draft):
+class _Layers(Edits):
     """Takes constants behind the layers into their weights and biases."""
 
     def __init__(self, model: onnx.ModelProto, largest_pair: int | None) -> None:
-        super().__init__(model)
+        super().__init__(model, copied=False)
         self._largest_pair = largest_pair
-        self._nodes = list(model.graph.node)
-        self._gone: set[str] = set()
-        self._behind: dict[str, list[onnx.NodeProto]] = {}
         self._declared = declared_datatypes(model.graph)
 
-    def rewrite(self) -> onnx.ModelProto:
+    def run(self) -> onnx.ModelProto:
         """The model, its layers rewritten."""
-        for node in self._nodes:
-            if (
-                node.op_type in integer_bias.FLOAT_LAYERS
-                and node.domain in MAIN_DOMAINS
-                and self._weight(node) is not None
-            ):
-                self._absorb(node)
-        remaining = [node for node in self._nodes if node.name not in self._gone]
-        for node in remaining:
-            self.nodes.extend(self._behind.pop(f"before {node.name}", ()))
-            self.nodes.append(node)
-            self.nodes.extend(self._behind.pop(node.name, ()))
-        return self.finish(may_go=is_dequantize)
+        for node in self.nodes:
+            if node.op_type in integer_bias.FLOAT_LAYERS and node.domain in MAIN_DOMAINS:
+                weight = self._weight(node)
+                if weight is not None:
+                    self._absorb(node, weight)
+        self.remove_unread(is_dequantize)
+        return self.finish()
 
-    def _weight(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    def _weight(self, node: ir.Node) -> ir.Node | None:
         """The DQ of a layer's constant weights."""
-        maker: onnx.NodeProto | None = self.makers.get(node.input[1])
-        if maker is None or not is_dequantize(maker) or not self.is_constant(maker.input[0]):
+        maker = required(node, 1).producer()
+        if maker is None or not is_dequantize(maker) or optional(maker, 2) is None:
             return None
-        integers, scale = self.array(maker.input[0]), self.array(maker.input[1])
-        if integers is None or scale is None or integers.dtype not in (np.int8, np.uint8) or len(maker.input) < 3:
+        integers, scale = self.array(maker.inputs[0]), self.array(maker.inputs[1])
+        if integers is None or scale is None or integers.dtype not in (np.int8, np.uint8):
             return None
         if node.op_type == "MatMul" and integers.ndim != 2:
             return None
-        axis = weight_axis(node.op_type, attribute_int(node, "transB", 0), integers.ndim)
-        return maker if scale.size <= 1 or attribute_int(maker, "axis", 1) % integers.ndim == axis else None
+        axis = weight_axis(node.op_type, node.attributes.get_int("transB", 0), integers.ndim)
+        return maker if scale.size <= 1 or maker.attributes.get_int("axis", 1) % integers.ndim == axis else None
 
-    def _absorb(self, node: onnx.NodeProto) -> None:
+    def _absorb(self, node: ir.Node, weight: ir.Node) -> None:
         """Takes what follows a layer into it, and puts its bias on the grid of its products."""
-        layer = self._read(node)
+        layer = self._read(node, weight)
         if layer is None:
             return
-        last, absorbed = node, []
+        last, absorbed = node, list[ir.Node]()
         whole = layer
-        while (found := self._next(last, node, layer.channels)) is not None:
+        while (found := self._next(last, node, layer)) is not None:
             last, (times, plus) = found
             whole = replace(whole, factor=whole.factor * times, bias=whole.bias * times + plus)
             absorbed.append(last)
         folded = whole.folded()
         if folded is None:
-            last, absorbed, folded = node, [], layer.folded()
+            absorbed, folded = [], layer.folded()
         if folded is None:
             return
-        if absorbed:
-            self._gone.update(n.name for n in absorbed)
-            node.output[0] = last.output[0]
+        for gone in absorbed:
+            self.take_over_output(node, gone.outputs[0])
+            self.remove(gone)
         if node.op_type == "Gemm":  # the runtime quantizes a bias without regard to beta
-            remaining = [a for a in node.attribute if a.name not in ("alpha", "beta")]
-            del node.attribute[:]
-            node.attribute.extend(remaining)
-        self._write(node, folded, self._outputs(node.output[0]))
+            self.set_attribute(node, "alpha", None)
+            self.set_attribute(node, "beta", None)
+        self._write(node, weight, folded, self._outputs(node.outputs[0]))
 
-    def _read(self, node: onnx.NodeProto) -> integer_bias.IntegerLayer | None:
+    def _read(self, node: ir.Node, weight: ir.Node) -> integer_bias.IntegerLayer | None:
         """A layer's integers, scales and bias; None where its bias is none by channel."""
-        weight = self._weight(node)
-        assert weight is not None
-        integers, scale, zero_point = (np.asarray(self.array(name)) for name in weight.input[:3])
-        axis = weight_axis(node.op_type, attribute_int(node, "transB", 0), integers.ndim)
+        integers, scale, zero_point = (self.content(required(weight, at)) for at in range(3))
+        axis = weight_axis(node.op_type, node.attributes.get_int("transB", 0), integers.ndim)
         channels = integers.shape[axis]
         bias = self._bias(node, channels)
         if bias is None:
@@ -125,70 +116,77 @@ class _Layers(Draft):
         spread = np.broadcast_to(scale.reshape(-1).astype(np.float64), channels)
         zero = np.broadcast_to(zero_point.reshape(-1).astype(np.int64), channels)
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
-        data = self.makers.get(node.input[0])
-        step = self.array(data.input[1]) if data is not None and is_dequantize(data) else None
+        data = required(node, 0).producer()
+        data = data if data is not None and is_dequantize(data) else None
+        step = None if data is None else self.array(data.inputs[1])
         return integer_bias.IntegerLayer(
             integers=integers,
             axis=axis,
             centred=centred,
             zero=zero,
             scale=spread,
-            factor=np.full(channels, attribute_float(node, "alpha", 1.0) if node.op_type == "Gemm" else 1.0),
+            factor=np.full(channels, node.attributes.get_float("alpha", 1.0) if node.op_type == "Gemm" else 1.0),
             bias=bias,
             data_scale=float(step.reshape(-1)[0]) if step is not None and step.size == 1 else None,
-            data_reach=self._reach(data) if data is not None and is_dequantize(data) else 255,
+            data_reach=255 if data is None else self._reach(data),
         )
 
-    def _reach(self, dequantize: onnx.NodeProto) -> int:
+    def _reach(self, dequantize: ir.Node) -> int:
         """The largest distance of an activation's integers from their zero point."""
         source = self._before_data_movement(dequantize)
         if source is not None:
             return self._reach(source)
-        zero_point = np.asarray(self.array(dequantize.input[2])) if len(dequantize.input) > 2 else np.zeros(1, np.uint8)
-        clip = self.makers.get(dequantize.input[0])
-        clip = clip if clip is not None and clip.op_type == "Clip" else onnx.NodeProto()
-        low, high = self.bounds(clip, zero_point.dtype)
+        given = optional(dequantize, 2)
+        zero_point = np.zeros(1, np.uint8) if given is None else self.content(given)
+        clip = required(dequantize, 0).producer()
+        low, high = self.bounds(clip if clip is not None and clip.op_type == "Clip" else None, zero_point.dtype)
         zero = zero_point.astype(np.int64)
         return int(max(high - zero.min(), zero.max() - low))
 
-    def _before_data_movement(self, dequantize: onnx.NodeProto) -> onnx.NodeProto | None:
+    def _before_data_movement(self, dequantize: ir.Node) -> ir.Node | None:
         """The DQ of the same parameters whose values operators bring to the Q in front of a DQ."""
-        quantize = self.makers.get(dequantize.input[0])
-        if quantize is None or not is_quantize(quantize) or quantize.input[1:] != dequantize.input[1:]:
+        quantize = required(dequantize, 0).producer()
+        if quantize is None or not is_quantize(quantize) or quantize.inputs[1:] != dequantize.inputs[1:]:
             return None
-        maker = self.makers.get(quantize.input[0])
+        maker = required(quantize, 0).producer()
         while maker is not None and integer_bias.is_data_movement(maker):
-            maker = self.makers.get(maker.input[0])
-        found = maker is not None and is_dequantize(maker) and maker.input[1:] == dequantize.input[1:]
+            maker = required(maker, 0).producer()
+        found = maker is not None and is_dequantize(maker) and maker.inputs[1:] == dequantize.inputs[1:]
         return maker if found else None
 
-    def _outputs(self, value: str) -> integer_bias.Outputs | None:
+    def _outputs(self, value: ir.Value) -> integer_bias.Outputs | None:
         """Quantization of a layer's values by their only reader, perhaps behind a Relu."""
-        while value not in self.pinned and len(readers := self.readers.get(value, [])) == 1:
-            node = readers[0]
+        while self.is_private(value):
+            (node,) = self.readers(value)
             if node.op_type == "Relu" and node.domain in MAIN_DOMAINS:
-                value = node.output[0]
+                value = node.outputs[0]
                 continue
-            scale = self.array(node.input[1]) if is_quantize(node) else None
-            zero_point = self.array(node.input[2]) if is_quantize(node) and len(node.input) > 2 else None
+            if not is_quantize(node):
+                return None
+            scale, zero_point = self.array(node.inputs[1]), self.array(optional(node, 2))
             if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype not in (np.int8, np.uint8):
                 return None
-            behind = self.readers.get(node.output[0], [])
-            is_clipped = len(behind) == 1 and behind[0].op_type == "Clip"
-            ends = self.bounds(behind[0] if is_clipped else onnx.NodeProto(), zero_point.dtype)
+            behind = self.readers(node.outputs[0])
+            clip = behind[0] if len(behind) == 1 and behind[0].op_type == "Clip" else None
+            ends = self.bounds(clip, zero_point.dtype)
             return integer_bias.Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), *ends)
         return None
 
     def _write(
-        self, node: onnx.NodeProto, layer: integer_bias.IntegerLayer, outputs: integer_bias.Outputs | None
+        self,
+        node: ir.Node,
+        weight: ir.Node,
+        layer: integer_bias.IntegerLayer,
+        outputs: integer_bias.Outputs | None,
     ) -> None:
         """Gives a node a layer's integers, scales and bias."""
-        is_matrix = node.input[0] not in self.inputs and self.rank(node.input[0]) == 2
-        if node.op_type == "MatMul" and layer.bias.any() and is_matrix:
-            node.op_type = "Gemm"
+        data = required(node, 0)
+        if node.op_type == "MatMul" and layer.bias.any() and not data.is_graph_input() and self.rank(data) == 2:
+            self.put(node, "Gemm", list(node.inputs))
+        has_bias = node.op_type != "MatMul" and optional(node, 2) is not None
         if node.op_type == "MatMul" or layer.data_scale is None:
-            self._set_weight(node, layer)
-            if layer.bias.any() or (node.op_type != "MatMul" and len(node.input) > 2 and node.input[2]):
+            self._set_weight(node, weight, layer)
+            if layer.bias.any() or has_bias:
                 self._set_float_bias(node, layer.bias)
             return
         step = layer.scale * layer.data_scale
@@ -201,59 +199,59 @@ class _Layers(Draft):
                 factor, fitted = finer, refitted
         fits = np.abs(fitted.bias) + reach * factor < integer_bias.LARGEST_SUM
         if not fits.all():
-            self._set_weight(node, layer)
+            self._set_weight(node, weight, layer)
             self._set_float_bias(node, layer.bias)
             return
         finest = replace(layer, centred=layer.centred * factor, scale=fitted.step / layer.data_scale / factor)
-        self._set_weight(node, finest)
-        if fitted.bias.any() or (len(node.input) > 2 and node.input[2]):
-            scale = self.array(self._weight_scale(node))
-            self._set_integer_bias(node, fitted.bias, np.asarray(scale, np.float32) * np.float32(layer.data_scale))
+        scale = self._set_weight(node, weight, finest)
+        if fitted.bias.any() or has_bias:
+            self._set_integer_bias(node, fitted.bias, scale * np.float32(layer.data_scale))
 
     def _next(
-        self, last: onnx.NodeProto, layer: onnx.NodeProto, channels: int
-    ) -> tuple[onnx.NodeProto, tuple[integer_bias.Double, integer_bias.Double]] | None:
+        self, last: ir.Node, layer: ir.Node, content: integer_bias.IntegerLayer
+    ) -> tuple[ir.Node, tuple[integer_bias.Double, integer_bias.Double]] | None:
         """The node behind that multiplies and adds constants by channel, and these."""
-        value = last.output[0]
-        readers = self.readers.get(value, [])
-        if value in self.pinned or len(readers) != 1 or readers[0].op_type not in _AFFINE:
+        value = last.outputs[0]
+        if not self.is_private(value):
             return None
-        node = readers[0]
-        if node.domain not in MAIN_DOMAINS or list(node.input).count(value) != 1:
+        (node,) = self.readers(value)
+        if node.op_type not in _AFFINE or node.domain not in MAIN_DOMAINS:
             return None
-        found = self._normalized(node, channels) if node.op_type == "BatchNormalization" else None
         if node.op_type != "BatchNormalization":
-            found = self._operand(node, value, layer, channels)
+            found = self._operand(
+                node, value, content, spatial=content.integers.ndim - 2 if layer.op_type == "Conv" else 0
+            )
         elif layer.op_type == "MatMul" and self.rank(value) != 2:
-            found = None
+            return None
+        else:
+            found = self._normalized(node, content.channels)
         return None if found is None else (node, found)
 
-    def _normalized(
-        self, node: onnx.NodeProto, channels: int
-    ) -> tuple[integer_bias.Double, integer_bias.Double] | None:
-        arrays = [self.array(name) for name in node.input[1:5]]
-        trained = attribute_int(node, "training_mode", 0) or any(node.output[1:])
+    def _normalized(self, node: ir.Node, channels: int) -> tuple[integer_bias.Double, integer_bias.Double] | None:
+        arrays = [self.array(value) for value in node.inputs[1:5]]
+        trained = node.attributes.get_int("training_mode", 0) or further_outputs(node)
         if trained or any(a is None or a.shape != (channels,) for a in arrays):
             return None
         gamma, beta, mean, variance = (np.asarray(a, np.float64) for a in arrays)
         with np.errstate(invalid="ignore", divide="ignore"):
-            factor: integer_bias.Double = gamma / np.sqrt(variance + attribute_float(node, "epsilon", 1e-5))
+            epsilon = node.attributes.get_float("epsilon", 1e-5)
+            factor: integer_bias.Double = gamma / np.sqrt(variance + epsilon)
             return factor, beta - factor * mean
 
     def _operand(
-        self, node: onnx.NodeProto, value: str, layer: onnx.NodeProto, channels: int
+        self, node: ir.Node, value: ir.Value, layer: integer_bias.IntegerLayer, *, spatial: int
     ) -> tuple[integer_bias.Double, integer_bias.Double] | None:
-        at = list(node.input).index(value)
-        constant = self.array(node.input[1 - at])
+        at = list(node.inputs).index(value)
+        constant = self.array(node.inputs[1 - at])
         if constant is None or constant.dtype != np.float32:
             return None  # also where both operands are computed
-        numbers = _by_channel(constant, channels, behind=0 if layer.op_type != "Conv" else self._spatial(layer))
+        numbers = _by_channel(constant, layer.channels, behind=spatial)
         if numbers is None or (at == 1 and node.op_type in ("Div", "Sub")):
             return None
         rank = self.rank(value)
         if constant.ndim > (rank if rank is not None else 1):
             return None
-        one, none = np.ones(channels), np.zeros(channels)
+        one, none = np.ones(layer.channels), np.zeros(layer.channels)
         if node.op_type in ("Add", "Sub"):
             return one, (numbers if node.op_type == "Add" else -numbers)
         if node.op_type == "Div" and not numbers.all():
@@ -261,104 +259,85 @@ class _Layers(Draft):
         factor: integer_bias.Double = numbers if node.op_type == "Mul" else one / numbers
         return factor, none
 
-    def _spatial(self, layer: onnx.NodeProto) -> int:
-        weight = self._weight(layer)
-        integers = None if weight is None else self.array(weight.input[0])
-        return 0 if integers is None else integers.ndim - 2
-
-    def _bias(self, node: onnx.NodeProto, channels: int) -> integer_bias.Double | None:
+    def _bias(self, node: ir.Node, channels: int) -> integer_bias.Double | None:
         """Bias of a layer by channel, None where it is not one number a channel."""
         if node.op_type == "MatMul":
             return np.zeros(channels)
-        if node.op_type == "Gemm" and attribute_int(node, "transA", 0):
+        if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) != 0:
             return None
-        if len(node.input) < 3 or not node.input[2]:
+        given = optional(node, 2)
+        if given is None:
             return np.zeros(channels)
-        addend = self._constant_of(node.input[2])
+        addend = self._constant_of(given)
         if addend is None or addend.size not in (1, channels) or addend.shape[-1:] not in ((1,), (channels,), ()):
             return None
         numbers: integer_bias.Double = addend.reshape(-1).astype(np.float64)
-        return numbers * (attribute_float(node, "beta", 1.0) if node.op_type == "Gemm" else 1.0) + np.zeros(channels)
+        beta = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+        return numbers * beta + np.zeros(channels)
 
-    def _constant_of(self, name: str) -> npt.NDArray[Any] | None:
+    def _constant_of(self, value: ir.Value) -> Array | None:
         """A constant, or the reals of a quantized one."""
-        maker = self.makers.get(name)
+        maker = value.producer()
         if maker is None or not is_dequantize(maker):
-            return self.array(name)
-        integers, scale = self.array(maker.input[0]), self.array(maker.input[1])
+            return self.array(value)
+        integers: Array | None = self.array(maker.inputs[0])
+        scale: Array | None = self.array(maker.inputs[1])
         if integers is None or scale is None or scale.size not in (1, integers.size):
             return None
-        zero_point = self.array(maker.input[2]) if len(maker.input) > 2 else np.zeros((), integers.dtype)
+        given = optional(maker, 2)
+        zero_point: Array | None = np.zeros((), integers.dtype) if given is None else self.array(given)
         if zero_point is None:
             return None
         centred = integers.reshape(-1).astype(np.int64) - zero_point.reshape(-1)
-        real: npt.NDArray[Any] = (centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
-        return real
+        return np.asarray(centred.astype(np.float32) * scale.reshape(-1)).reshape(integers.shape)
 
-    def _set_weight(self, node: onnx.NodeProto, layer: integer_bias.IntegerLayer) -> None:
-        """Gives a node the DQ of a layer's weights, the one that it has where they are the same."""
-        old = self._weight(node)
-        base = node.input[1] if old is None else str(old.input[0])
+    def _set_weight(self, node: ir.Node, old: ir.Node, layer: integer_bias.IntegerLayer) -> npt.NDArray[np.float32]:
+        """Gives a node the DQ of a layer's weights, the one that it has where they are the same; returns its scale."""
+        stored = required(old, 0)
+        base = stored.name or ""
         moved = layer.centred + layer.zero[:, None]
         axis, shape = layer.axis, layer.integers.shape
         channels_first = (shape[axis], *(size for at, size in enumerate(shape) if at != axis))
         integers = np.moveaxis(moved.reshape(channels_first), 0, axis).astype(layer.integers.dtype)
         scale = layer.scale.astype(np.float32)
-        if old is not None and np.array_equal(integers, layer.integers):
-            known = np.asarray(self.array(old.input[1])).reshape(-1)
-            if np.array_equal(np.broadcast_to(known, scale.shape), scale):
-                return
-        name = self.constant(integers, f"{base}_folded")
-        if base in self._declared and np.abs(layer.centred).max(initial=0) <= np.abs(self._range(base)).max():
-            annotate(self.graph, name, self._declared[base])
+        if np.array_equal(integers, layer.integers):
+            known = np.asarray(self.content(required(old, 1)), np.float32)
+            if np.array_equal(np.broadcast_to(known.reshape(-1), scale.shape), scale):
+                return known
+        new = self.store(integers, f"{base}_folded")
+        largest = np.abs(self.content(stored).astype(np.int64)).max()
+        if base in self._declared and np.abs(layer.centred).max(initial=0) <= largest:
+            annotate(self.proto.graph, new.name or "", self._declared[base])
         zeros = layer.zero.astype(integers.dtype)
-        parameters = [self.constant(scale, f"{base}_scale"), self.constant(zeros, f"{base}_zero_point")]
-        node.input[1] = self._dequantize(node, [name, *parameters], axis)
+        parameters = [self.store(scale, f"{base}_scale"), self.store(zeros, f"{base}_zero_point")]
+        self._dequantize(node, 1, [new, *parameters], axis)
+        return scale
 
-    def _range(self, name: str) -> npt.NDArray[np.int64]:
-        array = self.array(name)
-        return np.zeros(1, np.int64) if array is None else array.astype(np.int64)
-
-    def _weight_scale(self, node: onnx.NodeProto) -> str:
-        """The name of the scale of a node's weights."""
-        made = [new for new in self._behind.get(f"before {node.name}", ()) if new.output[0] == node.input[1]]
-        return str((made[0] if made else self.makers[node.input[1]]).input[1])
-
-    def _set_float_bias(self, node: onnx.NodeProto, bias: integer_bias.Double) -> None:
-        base, real = node.name or node.output[0], bias.astype(np.float32)
+    def _set_float_bias(self, node: ir.Node, bias: integer_bias.Double) -> None:
+        real = bias.astype(np.float32)
         if node.op_type == "MatMul":
-            output = node.output[0]
-            node.output[0] = self.fresh(f"{output}_product")
-            added = onnx.helper.make_node(
-                "Add", [node.output[0], self.constant(real, f"{base}_bias")], [output], name=self.fresh(f"{base}_Add")
-            )
-            self._behind.setdefault(node.name, []).append(added)
-            return
-        node.input.extend([""] * (3 - len(node.input)))
-        node.input[2] = self.constant(real, f"{base}_bias")
+            value = node.outputs[0]
+            output = self.hand_over(value, f"{value.name}_product")
+            inputs = [value, self.store(real, f"{node.name}_bias")]
+            self.add(node, "Add", inputs, node.name, behind=True, output=output)
+        else:
+            self.read(node, 2, self.store(real, f"{node.name}_bias"))
 
-    def _set_integer_bias(
-        self, node: onnx.NodeProto, whole: npt.NDArray[np.int64], scale: npt.NDArray[np.float32]
-    ) -> None:
-        base = node.name or node.output[0]
+    def _set_integer_bias(self, node: ir.Node, whole: npt.NDArray[np.int64], scale: npt.NDArray[np.float32]) -> None:
+        base = node.name
         scale = scale.reshape(()) if scale.size == 1 else scale.reshape(-1)
-        parameters = [
-            self.constant(whole.astype(np.int32), f"{base}_bias_quantized"),
-            self.constant(scale, f"{base}_bias_scale"),
-            self.constant(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
+        inputs = [
+            self.store(whole.astype(np.int32), f"{base}_bias_quantized"),
+            self.store(scale, f"{base}_bias_scale"),
+            self.store(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
         ]
-        node.input.extend([""] * (3 - len(node.input)))
-        node.input[2] = self._dequantize(node, parameters, 0 if scale.ndim else None)
+        self._dequantize(node, 2, inputs, 0 if scale.ndim else None)
 
-    def _dequantize(self, node: onnx.NodeProto, inputs: list[str], axis: int | None) -> str:
-        output = self.fresh(f"{inputs[0]}_dequantized")
-        new = onnx.helper.make_node(
-            "DequantizeLinear", inputs, [output], name=self.fresh(f"{inputs[0]}_DequantizeLinear")
-        )
-        if axis is not None:
-            new.attribute.append(onnx.helper.make_attribute("axis", axis))
-        self._behind.setdefault(f"before {node.name}", []).append(new)
-        return output
+    def _dequantize(self, node: ir.Node, position: int, inputs: Sequence[ir.Value], axis: int | None) -> None:
+        """Makes a node read a new DQ."""
+        base = inputs[0].name
+        output = ir.Value(name=self.fresh_name(f"{base}_dequantized"))
+        self.read(node, position, self.add(node, "DequantizeLinear", inputs, base, output=output, axis=axis))
 
 
 def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> integer_bias.Double | None:

@@ -1,4 +1,4 @@
-"""The canonical form of a quantized model: how each tensor is quantized, and a graph that is being written anew.
+"""The canonical form of a quantized model: how each tensor is quantized, and the graph of one that is edited.
 
 The canonical form is a QDQ model. A quantized activation is ``QuantizeLinear -> Clip -> DequantizeLinear``: the Clip is
 one of integers and there where fewer bits than those of the container count. A quantized constant is an integer
@@ -13,7 +13,7 @@ Source: Pappalardo et al., "QONNX", 2022, equations 1 to 4 and section IV; `qonn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,12 +25,12 @@ import onnx.numpy_helper
 from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.graph.constants import drop_unread, replace_nodes
-from kenosis_ort.graph.live import Attributes, LiveGraph
+from kenosis_ort.graph.constants import drop_unread
+from kenosis_ort.graph.live import Attribute, Attributes, LiveGraph
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import INTEGERS, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.view import ir
-from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute_int, captured_names, reserve_name
+from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT, all_names, attribute_int
 
 _MOVED: Final = 128  # between int8 and uint8
 _DATATYPE: Final = re.compile(r"(U?)INT(\d{1,2})")
@@ -266,138 +266,11 @@ def _axis(
 Array = npt.NDArray[Any]
 
 
-class Draft:
-    """The main graph of a model on its way to another form.
-
-    Args:
-        model: A private model with Constant nodes made initializers; `finish` changes it.
-
-    Attributes:
-        nodes: The new nodes, in order.
-        inputs: Names of the graph's inputs.
-        outputs: Names of its outputs.
-        makers: The nodes that the graph came with, by the values that they write.
-        readers: The same by the values that they read, each once.
-        pinned: Values whose names are known outside the main graph's nodes: outputs, and what bodies read.
-    """
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.model = model
-        self.graph = model.graph
-        self.nodes: list[onnx.NodeProto] = []
-        self.inputs = {value.name for value in self.graph.input}
-        self.outputs = {value.name for value in self.graph.output}
-        self._tensors = {t.name: t for t in self.graph.initializer if t.name not in self.inputs}
-        self._arrays: dict[str, Array] = {}
-        self._taken = all_names(model)
-        self.makers = {name: node for node in self.graph.node for name in node.output if name}
-        self.readers: dict[str, list[onnx.NodeProto]] = {}
-        for node in self.graph.node:
-            for name in dict.fromkeys(node.input):
-                self.readers.setdefault(name, []).append(node)
-        self.pinned = self.outputs.union(*(captured_names(node) for node in self.graph.node))
-        values = (*self.graph.input, *self.graph.output, *self.graph.value_info)
-        self.types = {value.name: value.type for value in values}
-
-    def array(self, name: str) -> Array | None:
-        """Array of a constant, None for any other value."""
-        if name not in self._arrays:
-            tensor = self._tensors.get(name)
-            if tensor is None:
-                return None
-            self._arrays[name] = array_in(tensor)
-        return self._arrays[name]
-
-    def elem_type(self, name: str) -> int | None:
-        """The ONNX element type of a constant, None for any other value."""
-        tensor = self._tensors.get(name)
-        return None if tensor is None else int(tensor.data_type)
-
-    def is_constant(self, name: str) -> bool:
-        """Whether a value is a constant of the main graph."""
-        return name in self._tensors
-
-    def fresh(self, base: str) -> str:
-        """A name that nothing in the model has, and reserves it."""
-        return reserve_name(base, self._taken)
-
-    def constant(self, array: npt.ArrayLike, base: str, *, named: bool = False) -> str:
-        """Stores a constant; returns its name.
-
-        Args:
-            array: The content.
-            base: Its name, where that is free.
-            named: The name is that of a value whose maker is gone; it is taken as it is.
-        """
-        name = base if named else self.fresh(base)
-        tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(np.shape(array)), name)
-        self.graph.initializer.append(tensor)
-        self._tensors[name] = tensor
-        self._arrays.pop(name, None)
-        return name
-
-    def add(
-        self, op_type: str, inputs: Sequence[str], base: str, *, output: str = "", domain: str = "", **attributes: Any
-    ) -> str:
-        """Adds a node of one output behind those there are; returns what it writes.
-
-        Args:
-            op_type: The operator.
-            inputs: What it reads.
-            base: What its name begins with.
-            output: What it writes; a new value by default.
-            domain: The operator's domain.
-            attributes: Its attributes; those that are None are left out.
-        """
-        given = {name: value for name, value in attributes.items() if value is not None}
-        name = self.fresh(f"{base}_{op_type}")
-        value = output or self.fresh(f"{name}_output")
-        self.nodes.append(onnx.helper.make_node(op_type, inputs, [value], name=name, domain=domain, **given))
-        return value
-
-    def rank(self, name: str) -> int | None:
-        """The rank of a value as far as it is a constant or the graph declares it, else None."""
-        found, known = self.array(name), self.types.get(name)
-        if found is not None:
-            return int(found.ndim)
-        return len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
-
-    def bounds(self, clip: onnx.NodeProto, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Constant ends of a Clip of integers, those of the type where it has none."""
-        limits = np.iinfo(dtype)
-        ends = [int(limits.min), int(limits.max)]
-        for at, name in enumerate(clip.input[1:3]):
-            found = self.array(name) if name else None
-            if found is not None:
-                ends[at] = int(found.reshape(-1)[0])
-        return ends[0], ends[1]
-
-    def finish(
-        self, nodes: Iterable[onnx.NodeProto] | None = None, *, may_go: Callable[[onnx.NodeProto], bool] | None = None
-    ) -> onnx.ModelProto:
-        """Gives the graph its new nodes and drops constants that nothing reads; returns the model.
-
-        Args:
-            nodes: The nodes in order, `nodes` by default.
-            may_go: Tells nodes that are dropped too where nothing reads what they write.
-        """
-        left = self.nodes if nodes is None else list(nodes)
-        while may_go is not None:
-            read = {name for node in left for name in node.input} | self.pinned
-            remaining = [node for node in left if not may_go(node) or node.output[0] in read]
-            if len(remaining) == len(left):
-                break
-            left = remaining
-        replace_nodes(self.graph, left)
-        drop_unread(self.graph)
-        return self.model
-
-
 class Edits(LiveGraph):
-    """A canonical model whose nodes become others.
+    """A quantized model whose nodes become others.
 
     Args:
-        model: The canonical model.
+        model: The model.
         copied: It is not changed; `write` and `finish` make a copy.
 
     Attributes:
@@ -423,6 +296,62 @@ class Edits(LiveGraph):
     def is_read(self, value: ir.Value) -> bool:
         """Whether anything needs a value."""
         return bool(self.readers(value)) or self.is_pinned(value)
+
+    def bounds(self, clip: ir.Node | None, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Constant ends of a Clip of integers, those of the type where it has none or there is no Clip."""
+        limits = np.iinfo(dtype)
+        ends = [int(limits.min), int(limits.max)]
+        for at, value in enumerate(() if clip is None else clip.inputs[1:3]):
+            found = self.array(value)
+            if found is not None:
+                ends[at] = int(found.reshape(-1)[0])
+        return ends[0], ends[1]
+
+    def add(
+        self,
+        node: ir.Node,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        base: str | None,
+        *,
+        behind: bool = False,
+        output: ir.Value | None = None,
+        **attributes: Attribute | None,
+    ) -> ir.Value:
+        """Puts a new node in front of a node or behind it; returns the value that it writes.
+
+        Args:
+            node: The node.
+            operator: The operator.
+            inputs: What it reads.
+            base: What its name and that of a new value begin with.
+            behind: Behind it.
+            output: What it writes, see `hand_over`; a new value by default.
+            attributes: Its attributes; those that are None are left out.
+        """
+        name = self.fresh_name(f"{base}_{operator}")
+        output = output or ir.Value(name=self.fresh_name(f"{name}_output"))
+        given = {key: value for key, value in attributes.items() if value is not None}
+        put = self.append_behind if behind else self.insert_before
+        return put(node, operator, inputs, output=output, base=name, **given)
+
+    def replace(self, node: ir.Node, by: ir.Value | npt.ArrayLike) -> None:
+        """Removes a node, for whose output a new node's value or a constant stands, under its name."""
+        value = node.outputs[0]
+        if isinstance(by, ir.Value):
+            maker = by.producer()
+            assert maker is not None
+            self.take_over_output(maker, value)
+            self.remove(node)
+        else:
+            self.remove(node)
+            self.add_initializer(onnx.numpy_helper.from_array(np.asarray(by, order="C"), value.name), value)
+
+    def remove_unread(self, may_go: Callable[[ir.Node], bool]) -> None:
+        """Removes nodes that ``may_go`` and whose output nothing reads."""
+        for node in reversed(list(self.graph)):
+            if may_go(node) and not self.is_read(node.outputs[0]):
+                self.remove(node)
 
     def put(
         self,

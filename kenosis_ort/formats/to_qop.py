@@ -100,9 +100,7 @@ class _Writer(Edits):
                 self._move_integers(node)
             elif node.op_type in _ROWS and not (node.op_type == "MatMul" and self._add_bias(node)):
                 self._write(node)
-        for node in reversed(self.nodes):
-            if node.op_type == "DequantizeLinear" and node.graph is not None and not self.is_read(node.outputs[0]):
-                self.remove(node)
+        self.remove_unread(lambda node: node.op_type == "DequantizeLinear")
         model = self.write()
         drop_stale_value_info(model)
         return model

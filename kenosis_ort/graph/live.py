@@ -119,10 +119,7 @@ class LiveGraph(GraphView):
         tensor.name = self.fresh_name(base)
         self._stored[tensor.name] = None
         value = self.register(tensor)
-        if len(node.inputs) <= position:
-            node.resize_inputs(position + 1)
-        node.replace_input_with(position, value)
-        self._release(old)
+        self.read(node, position, value)
 
     def replace_array(self, constant: ir.Value, array: npt.NDArray[np.generic]) -> None:
         """Gives a constant other content, of the same shape."""
@@ -154,7 +151,9 @@ class LiveGraph(GraphView):
         instead_of.replace_all_uses_with(value, replace_graph_outputs=True)
 
     def read(self, node: ir.Node, position: int, value: ir.Value | None) -> None:
-        """Makes a node read another value, None for nothing, in the place of one that it reads."""
+        """Makes a node read another value, None for nothing, at a position."""
+        if len(node.inputs) <= position:
+            node.resize_inputs(position + 1)
         old = node.inputs[position]
         node.replace_input_with(position, value)
         self._release(old)

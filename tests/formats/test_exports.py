@@ -76,7 +76,7 @@ def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model: on
         check_traps(made)
         for a, b in zip(expected, run(spell_out(made), done.feeds[0]), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
-    assert grids(done.quantized) == grids(Reader(copy_model(made), value_types(made)).read())
+    assert grids(done.quantized) == grids(Reader(copy_model(made), value_types(made)).run())
 
 
 def test_weights_of_one_step_are_bipolar() -> None:
