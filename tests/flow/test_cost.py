@@ -35,19 +35,15 @@ def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path) -> None:
     assert abs(deep.runs - shallow.runs) <= 2 * 24  # nine layers' would be 216
 
 
-@pytest.mark.parametrize(("samples", "sessions", "runs"), [(16, 18, 115), (40, 21, 220)])
-def test_bounds(samples: int, sessions: int, runs: int, tmp_path: Path) -> None:
-    counts = cost(4, samples, tmp_path)
+@pytest.mark.parametrize(("samples", "options", "sessions", "runs"), [
+    (16, {}, 18, 115), (40, {}, 21, 220), (10, {"recipe": "plain", "verify": False, "evidence": "none"}, 4, 10),
+])  # fmt: skip
+def test_bounds(samples: int, options: dict[str, Any], sessions: int, runs: int, tmp_path: Path) -> None:
+    counts = cost(4, samples, tmp_path, **options)
     assert counts.total.sessions <= sessions, counts.by_stage
     assert counts.total.runs <= runs, counts.by_stage
-    assert counts.by_stage["calibrate"].sessions == 1
-    assert counts.by_stage["calibrate"].runs == samples  # with the ranges of the samples to fit to
-
-
-def test_the_plain_recipe_runs_the_float_model_once(tmp_path: Path) -> None:
-    counts = cost(4, 10, tmp_path, recipe="plain", verify=False, evidence="none")
-    assert counts.total.runs == 10, counts.by_stage
-    assert counts.total.sessions <= 4, counts.by_stage
+    calibrated = counts.by_stage["calibrate"]
+    assert (calibrated.sessions, calibrated.runs) == (1, samples)  # with the ranges of the samples to fit to
 
 
 # ---- no function is called more than in proportion to the nodes -----------------------------------------------
