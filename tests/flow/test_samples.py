@@ -240,18 +240,24 @@ def test_what_is_a_little_worse_on_held_out_samples_is_undone(tmp_path, passes, 
     assert [p for p in outcomes if p.kept and not (p.change is not None and p.change < clear.get(p.name, 0))] == []
 
 
-def test_nodes_are_left_float_by_samples_that_are_not_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, real = list[Feed](), leave_float.search_mixed_precision
+def test_ranges_and_the_choice_of_float_nodes_are_of_samples_that_are_not_held_out(tmp_path: Path, monkeypatch) -> None:
+    seen: dict[str, set[int]] = {}
 
-    def search(*given: Any, feeds: list[Feed], **options: Any) -> Any:
-        seen.extend(feeds)
-        return real(*given, feeds=feeds, **options)
+    def spy(owner: Any, name: str, given: Any) -> None:
+        real = getattr(owner, name)
 
-    monkeypatch.setattr(leave_float, "search_mixed_precision", search)
-    fitted(tmp_path, 0, IN_ORDER, 1.0, mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
-    places = {feed_digest(feed) * 16 // 2**256 % 4 for feed in seen}
-    assert places
-    assert 3 not in places
+        def call(*args: Any, **options: Any) -> Any:
+            seen.setdefault(name, set()).update(feed_digest(f) * 16 // 2**256 % 4 for f in given(args, options))
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy(builder, "collect", lambda args, _: args[1])
+    spy(leave_float, "search_mixed_precision", lambda _, options: options["feeds"])
+    recipe = Recipe(mixed_precision=True, accuracy_budget=1e-6, max_float_share=0.5)
+    quantized(uneven(0), tmp_path / "out.onnx", samples(0, IN_ORDER, level=1.0), recipe=recipe)
+    assert seen.keys() == {"collect", "search_mixed_precision"}
+    assert 3 not in set[int]().union(*seen.values())
 
 
 # ---- data of the caller's: what is refused, what it decides, and that nothing is calibrated on it ----------------
