@@ -48,19 +48,14 @@ X = normal((2, 3, 4, 5))
 @given(
     steps=st.lists(
         st.tuples(STEPS, st.sampled_from([(), (1,), (1, 1, 1), (3, 1, 1), (1, 3, 1, 1)]), st.booleans()),
-        min_size=1,
-        max_size=4,
-    ),
-    seed=st.integers(0, 2**16),
-)
+        min_size=1, max_size=4,
+    ), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_any_chain(steps, seed):
     rng = np.random.default_rng(seed)
-    steps = [
-        (op, rng.uniform(0.5, 2, shape) * rng.choice([-1, 1], shape), first and op != "Div")
-        for op, shape, first in steps
-    ]
-    joined = any(np.size(constant) > 1 for _, constant, _ in steps)
-    proto = chain(*steps)
+    proto = chain(*((op, rng.uniform(0.5, 2, shape) * rng.choice([-1, 1], shape), first and op != "Div")
+                    for op, shape, first in steps))  # fmt: skip
+    joined = any(np.prod(shape) > 1 for _, shape, _ in steps)
     check(batch_norm_to_conv, proto, X, "Conv" if joined else ops(proto))
 
 
@@ -68,11 +63,12 @@ CHANNEL = np.array([1.5, -2, 3], np.float32).reshape(3, 1, 1)
 SCALE = ("Mul", CHANNEL, False)
 
 
-def test_a_chain_ends_where_its_values_are_needed():
-    check(batch_norm_to_conv, chain(SCALE, ("Add", CHANNEL, False), outputs=["mul_0"]), X, "Conv Conv")
-    check(batch_norm_to_conv, chain(SCALE, ("Add", CHANNEL, False)), X, "Conv Conv", keep_values=["mul_0"])
-    check(batch_norm_to_conv, chain(SCALE, ("Add", np.ones((4, 5)), False)), X, "Conv Add")
-    check(batch_norm_to_conv, chain(SCALE, ("Div", CHANNEL, True)), X, "Conv Div")
+@pytest.mark.parametrize(("step", "outputs", "keep", "expected"), [
+    (("Add", CHANNEL, False), ["mul_0"], [], "Conv Conv"), (("Add", CHANNEL, False), [], ["mul_0"], "Conv Conv"),
+    (("Add", np.ones((4, 5)), False), [], [], "Conv Add"), (("Div", CHANNEL, True), [], [], "Conv Div"),
+])  # fmt: skip
+def test_a_chain_ends_where_its_values_are_needed(step, outputs, keep, expected):
+    check(batch_norm_to_conv, chain(SCALE, step, outputs=outputs), X, expected, keep_values=keep)
 
 
 @pytest.mark.parametrize(("proto", "reason"), [
@@ -127,31 +123,25 @@ def test_matrix_products_of_every_form(op, trans_b, alpha, beta, bias, add, seed
 
 
 PICTURE = normal((1, 3, 4, 4))
+PAIR = "c = Conv(x, w) y = BatchNormalization(c, g, b, m, v)"
 
 
-def conv_bn(text="c = Conv(x, w) y = BatchNormalization(c, g, b, m, v)", kind="float", opset=17, **weights):
+def conv_bn(text=PAIR, kind="float", opset=17, **weights):
     declared = f"<{kind}[3,3,1,1] w, {kind}[3] g, {kind}[3] b, {kind}[3] m, {kind}[3] v>"
     weights = dict(zip("gbmv", norm_weights(3), strict=True)) | weights
     return parse(f"({kind}[1,3,4,4] x) => ({kind}[1,3,4,4] y) {declared} {{ {text} }}", weights, opset=opset)
 
 
-def test_the_folded_node_keeps_its_name_and_its_weights_name():
-    prepared = check(fold_batch_norm, conv_bn(), PICTURE, "Conv", rtol=1e-4)
+@pytest.mark.parametrize(("text", "opset", "variance"), [
+    *((PAIR, opset, {}) for opset in (7, 9, 14, 15, 17)),
+    (PAIR.replace("y = ", "n = ") + " y = BatchNormalization(n, g, b, m, v)", 17, {}),
+    (PAIR.replace("ion(c", "ion<epsilon = 1e-12>(c"), 17, {"v": [1e-10, 1, 1]}),
+], ids=["7", "9", "14", "15", "17", "two", "next to constant"])  # fmt: skip
+def test_what_is_folded_keeps_its_name_and_its_weights_name(text, opset, variance):
+    prepared = check(fold_batch_norm, conv_bn(text, opset=opset, **variance), PICTURE, "Conv", rtol=1e-4)
     assert [*prepared.proto.graph.node[0].input] == ["x", "w", "w_bias"]
-    assert prepared.nodes == {"y": ("c",)}
-    assert prepared.notes[-1].startswith("1 BatchNormalization")
-
-
-@pytest.mark.parametrize("opset", [7, 9, 14, 15])
-def test_each_version_of_the_operator(opset):
-    check(fold_batch_norm, conv_bn(opset=opset), PICTURE, "Conv", rtol=1e-4)
-
-
-def test_what_else_is_folded():
-    two = "c = Conv(x, w) n = BatchNormalization(c, g, b, m, v) y = BatchNormalization(n, g, b, m, v)"
-    check(fold_batch_norm, conv_bn(two), PICTURE, "Conv", rtol=1e-4)
-    next_to_constant = conv_bn("c = Conv(x, w) y = BatchNormalization<epsilon = 1e-12>(c, g, b, m, v)", v=[1e-10, 1, 1])
-    check(fold_batch_norm, next_to_constant, PICTURE, "Conv", rtol=1e-4)
+    assert prepared.nodes["y"] == ("c",)
+    assert "BatchNormalization" in prepared.notes[-1]
 
 
 def test_weights_that_would_overflow_keep_the_norm():
@@ -168,26 +158,21 @@ def test_half_precision_weights_are_folded_in_single_precision():
     assert np.abs(expected - actual).max() < 0.02 * np.abs(expected).max()
 
 
-IN, OUT = 3, 4
-
-
 @given(
-    kind=st.sampled_from(["Gemm", "transB", "Conv 1", "Conv 2"]),
-    bias=st.booleans(),
+    kind=st.sampled_from(["Gemm", "transB", "Conv 1", "Conv 2"]), bias=st.booleans(), seed=st.integers(0, 2**16),
     steps=st.lists(
         st.tuples(STEPS, st.sampled_from(["one", "channel", "full"]), st.booleans()), min_size=1, max_size=4
     ),
-    seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_every_row_computes_the_same(kind, bias, steps, seed):
-    rng = np.random.default_rng(seed)
+    rng, count = np.random.default_rng(seed), 4
     spatial = int(kind[-1]) if kind[-1].isdigit() else 0
-    data = normal((2, IN, *(5,) * spatial), seed)
+    data = normal((2, 3, *(5,) * spatial), seed)
     g, rest = Net.over(data.shape), (1,) * spatial
-    weight = rng.normal(size=(IN, OUT) if kind == "Gemm" else (OUT, IN, *(3,) * spatial))
+    weight = rng.normal(size=(3, count) if kind == "Gemm" else (count, 3, *(3,) * spatial))
     attributes = {"pads": [1] * 2 * spatial} if spatial else {"transB": int(kind == "transB")}
-    y = g.op("Conv" if spatial else "Gemm", ["x", weight, *([rng.normal(size=OUT)] if bias else [])], **attributes)
+    y = g.op("Conv" if spatial else "Gemm", ["x", weight, *([rng.normal(size=count)] if bias else [])], **attributes)
     for op, form, swapped in steps:
-        shape = {"one": (), "channel": (OUT, *rest), "full": (1, OUT, *rest)}[form]
+        shape = {"one": (), "channel": (count, *rest), "full": (1, count, *rest)}[form]
         y = g.both(op, y, rng.uniform(0.5, 2.0, shape) * rng.choice([-1, 1]), swapped and op != "Div")
     check(fold_scale, g.of(y), data, [g.nodes[0].op_type])
