@@ -11,11 +11,10 @@ import numpy as np
 import onnx
 
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
-from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.rewrite.rule import Rewrite
-from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.ort_cpu.rewrites import OWN_FORMS
 from tests import planning
+from tests.graph.build import ready
 
 RULES: Final[Mapping[str, Rewrite]] = {
     rule.__name__: rule for forms in (PREPARATION, FLOAT_FORMS, INTEGER_FORMS, OWN_FORMS) for rule in forms
@@ -343,8 +342,7 @@ def net(text: str, opset: int = 17) -> onnx.ModelProto:
 
 def prepared(model: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:
     """Returns a model as a rewrite gets it: named nodes, constants as initializers, shapes inferred."""
-    limits = runtime_limits()
-    return prepare(model, min_opset=max(opset, 13), max_ir=limits.max_ir, max_opset=limits.max_opset).proto
+    return ready(model, min_opset=max(opset, 13)).proto
 
 
 def example(rule: str, old: str = "", new: str = "", *, opset: int = 0) -> onnx.ModelProto:

@@ -34,10 +34,6 @@ def written(graph: LiveGraph) -> list[str]:
     return [f"{n.output[0]} = {n.op_type} {' '.join(n.input)}" for n in graph.write().graph.node]
 
 
-def constants(proto: onnx.ModelProto) -> dict[str, list[float]]:
-    return {tensor.name: onnx.numpy_helper.to_array(tensor).reshape(-1).tolist() for tensor in proto.graph.initializer}
-
-
 @pytest.mark.parametrize("name", models.ALL)
 def test_what_nothing_changes_is_written_as_it_was_read(name: str) -> None:
     proto = ready(models.ALL[name]()).proto
@@ -122,41 +118,14 @@ def test_an_output_keeps_its_name_whoever_makes_it() -> None:
     assert [output.name for output in graph.proto.graph.output] == ["b", "y"]
 
 
-def test_a_constant_goes_with_its_last_reader_and_stays_while_it_has_one() -> None:
-    graph = live("a = Mul(x, w) b = Add(a, w) y = Neg(b)")
-    mul, add = node(graph, "Mul"), node(graph, "Add")
-    assert not graph.is_read_once(graph.graph.initializers["w"])
-    graph.rewrite(mul, "Neg", [mul.inputs[0]])
-    graph.settle()
-    assert "w" in graph.graph.initializers
-    graph.rewrite(add, "Neg", [add.inputs[0]])
-    assert constants(graph.write()) == {}
-
-
-@pytest.mark.parametrize(("shared", "values", "names"), [
-    (False, [4, 5, 6], {"w"}),  # in its place
-    (False, [4], {"new"}),  # of another shape
-    (True, [4, 5, 6], {"w", "new"}),  # the other reader's stays
-])  # fmt: skip
-def test_a_constant_is_replaced_for_its_only_reader(shared: bool, values: list[float], names: set[str]) -> None:
-    graph = live(f"a = Mul(x, w) y = Add(a, {'w' if shared else 'x'})")
-    graph.store_array(node(graph, "Mul"), 1, np.array(values, np.float32), "new")
-    found = constants(graph.write())
-    assert set(found) == names
-    assert found[max(names - {"w"}, default="w")] == values
-
-
 def test_what_a_body_reads_or_the_caller_names_is_pinned() -> None:
     graph = LiveGraph(ready(models.net_with_if()).proto)
-    conv, relu, owner = node(graph, "Conv"), node(graph, "Relu"), node(graph, "If")
+    conv, relu = node(graph, "Conv"), node(graph, "Relu")
     assert graph.is_captured(conv.outputs[0])
     assert graph.is_pinned(conv.outputs[0])
-    assert graph.has_body(owner)
+    assert graph.has_body(node(graph, "If"))
     graph.begin(["relu0_out"])
     assert graph.is_pinned(relu.outputs[0])
-    graph.redirect(conv.outputs[0], graph.graph.inputs[0])
-    assert not graph.readers(conv.outputs[0])
-    assert graph.is_captured(conv.outputs[0]), "readers in bodies are left"
 
 
 def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_or_not() -> None:
@@ -175,14 +144,6 @@ def test_a_value_renamed_has_its_new_size_in_the_file() -> None:
     graph.rename_grown(node(graph, "Mul").outputs[0], "b_wide", axis=1, size=16)
     infos = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.write().graph.value_info}
     assert infos == {"a": [1, 3], "b_wide": [1, 16]}
-
-
-def test_an_attribute_keeps_its_place_among_the_others() -> None:
-    graph = live("a = Elu<alpha = 0.5>(x) y = Neg(a)")
-    graph.set_attribute(node(graph, "Elu"), "alpha", 2.0)
-    assert graph.write().graph.node[0].attribute[0].f == 2.0
-    graph.set_attribute(node(graph, "Elu"), "alpha", None)
-    assert not graph.write().graph.node[0].attribute
 
 
 @given(st.lists(st.sampled_from(["behind", "before", "bypass", "rewrite", "collect"]), max_size=12))
@@ -229,7 +190,7 @@ def test_a_copy_is_changed_and_the_model_stays() -> None:
     graph.move_before(node(graph, "Relu"), mul)
     copy = graph.write()
     assert copy is not source
-    assert constants(copy) == {"w": [4, 5, 6]}
+    assert onnx.numpy_helper.to_array(copy.graph.initializer[0]).tolist() == [4, 5, 6]
     assert source.SerializeToString(deterministic=True) == before
     graph.insert_behind(mul, "Abs")
     assert graph.write() is copy

@@ -110,33 +110,24 @@ def test_every_spelling_becomes_one_node(b, s, t, n, h, v, keys, scale, how, sha
         assert "Transpose" not in found  # heads stay side by side
 
 
-def rows_masked(filler, *, guard, how="add"):
-    """Returns an attention of which everything in the second row is masked."""
-    g = Heads.over([1, 2, 3, 4])
+@pytest.mark.parametrize("how", ["add", "keep"])
+@pytest.mark.parametrize(("filler", "guard"), [
+    *((filler, guard) for filler in (LEAST, -1e30, -1e9) for guard in (True, False)), (-np.inf, True)
+])  # fmt: skip
+def test_a_row_masked_by_finite_numbers_is_an_average_and_a_guarded_one_by_infinity_zero(filler, guard, how):
+    """Everything in the second row is masked."""
+    g, x = Heads.over([1, 2, 3, 4]), normal((1, 2, 3, 4))
     keep = np.ones((3, 3), np.float32)
     keep[1] = keep[2, 0] = 0
     computed = g.op("Cast", [g.op("Mul", [keep, 1.0])], to=onnx.TensorProto.BOOL)  # not constant
-    s = g.scores()
     if how == "add":
-        s = g.op("Add", [s, g.op("Where", [computed, 0.0, filler])])
+        s = g.op("Add", [g.scores(), g.op("Where", [computed, 0.0, filler])])
     else:
-        s = g.op("Where", [computed, s, filler])
-    return g, g.attend(s, guard=guard)
-
-
-@pytest.mark.parametrize("how", ["add", "keep"])
-@pytest.mark.parametrize("guard", [True, False])
-@pytest.mark.parametrize("filler", [LEAST, -1e30, -1e9])
-def test_a_row_masked_by_finite_numbers_is_an_average(filler, guard, how):
-    fused(*rows_masked(filler, guard=guard, how=how), normal((1, 2, 3, 4)))
-
-
-@pytest.mark.parametrize("how", ["add", "keep"])
-def test_a_guarded_row_masked_by_infinity_is_zero(how):
-    x = normal((1, 2, 3, 4))
-    result = fused(*rows_masked(-np.inf, guard=True, how=how), x)
-    assert not run(result, {"x": x})[0][0, 0, 1].any()
-    assert ("IsNaN" in ops(result)) is not ZERO_ROWS
+        s = g.op("Where", [computed, g.scores(), filler])
+    result = fused(g, g.attend(s, guard=guard), x)
+    if np.isinf(filler):
+        assert not run(result, {"x": x})[0][0, 0, 1].any()
+        assert ("IsNaN" in ops(result)) is not ZERO_ROWS
 
 
 def test_heads_folded_into_the_batch():
@@ -157,10 +148,8 @@ def test_a_packed_layer_is_taken_apart_without_transposes(b, s, n, h, seed):
 
 def test_a_packed_layer_that_is_cut_along_another_axis_is_no_such_layer():
     g = Heads.over([3, 2, 5])
-    turned = g.turned(
-        g.op("Reshape", [g.op("MatMul", ["x", g.rng.normal(size=(5, 24))]), [3, 2, 3, 2, 4]]), 2, 0, 3, 1, 4
-    )
-    q, k, v = (g.op("Gather", [turned, i], axis=1) for i in range(3))
+    packed = g.op("Reshape", [g.op("MatMul", ["x", g.rng.normal(size=(5, 24))]), [3, 2, 3, 2, 4]])
+    q, k, v = (g.op("Gather", [g.turned(packed, 2, 0, 3, 1, 4), i], axis=1) for i in range(3))
     y = g.joined(g.attend(g.scores(q, k), v), 3, 2, 8)
     check(fuse_attention, g.of(y), normal((3, 2, 5)), rtol=2e-5)
 
