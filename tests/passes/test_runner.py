@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -139,21 +139,6 @@ def test_means_are_fitted_to_more_of_few_samples(fit: int, expected: tuple[int, 
     Fits.given.clear()
     run(Fits(), fit=[{}] * fit)
     assert Fits.given == [expected]
-
-
-def test_statistics_are_collected_where_a_pass_wants_them() -> None:
-    value = next(node.output[0] for node in MODEL.graph.node if node.op_type == "Conv")
-
-    class Counts(Rename):
-        def points(self, state: State, context: Context) -> Mapping[str, int]:
-            return {value: 1}
-
-        def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
-            return Skipped(f"{statistics[value].channels} channels")
-
-    state = State(PreparedModel(onnx.shape_inference.infer_shapes(MODEL)))
-    _, runner, _ = run(Counts(), state=state, fit=models.feeds(MODEL, 2))
-    assert runner.journal.passes[0].reason == "8 channels"
 
 
 # ---- passes from outside --------------------------------------------------------------------------------------------

@@ -102,15 +102,6 @@ def test_shuffles_that_hand_out_halves_become_gathers(spelling, batch):
     assert not {n.name for n in proto.graph.node if n.op_type in MOVED} & {n.name for n in result.proto.graph.node}
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_what_else_needs_the_order_keeps_it(before):
-    net = Shuffled.of_channels(8)
-    y = net.layer("x", 8, 8)
-    z = net.shuffle(y, 8, 2)
-    proto = net.of(net.layer(z, 8, 8), net.op("Softmax", [y if before else z], axis=1))
-    check(fold_channel_shuffle, proto, picture(8), "Conv Conv Softmax")
-
-
 def between_softmaxes(*, spelled_out=True, conv=True):
     net = Shuffled.of_channels(8)
     y = net.op("Softmax", [net.layer("x", 8, 8) if conv else "x"], axis=1)
