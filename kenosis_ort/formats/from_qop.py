@@ -166,10 +166,10 @@ class _Reader(Edits):
             self.set_attribute(node, "axis", self._softmax_axis(node))
         for name in ("channels_last", "opset"):
             self.set_attribute(node, name, None)
-        self.put(node, row.op_type, inputs)
         scale, zero_point = given[places[RESULT] : places[RESULT] + 2]
         if scale is not None:
             self._requantize(node, node.outputs[0], scale, zero_point)
+        self.put(node, row.op_type, inputs)
 
     def _real(
         self, node: ir.Node, integers: ir.Value, scale: ir.Value, zero_point: ir.Value | None, axis: int | None = None

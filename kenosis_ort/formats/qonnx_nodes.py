@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort.errors import ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.live import LiveGraph, required
@@ -129,6 +129,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
 
     Raises:
         UnsupportedModelError: One is not of the form that QONNX gives it, or stands in a body or function.
+        ModelLoadError: A value of the graph is made twice.
     """
     found = [node for node in all_nodes(model) if is_qonnx(node)]
     if not found:
@@ -141,7 +142,12 @@ def check_nodes(model: onnx.ModelProto) -> None:
         outputs = [ir.Value(name=name) for name in first.output]
         inner = ir.Node(first.domain, first.op_type, [], outputs=outputs, name=first.name)
         refuse(inner, "it stands in a body of control flow or in a function of the model")
-    for node in GraphView(model).nodes:
+    try:
+        nodes = GraphView(model).nodes
+    except ir.serde.SerdeError as error:  # the runtime has not looked at the model yet
+        what = f"The graph cannot be read: {error.__cause__ or error}"
+        raise ModelLoadError(what, fix="Export the model again with a current exporter.") from error
+    for node in nodes:
         if node.domain not in DOMAINS:
             continue
         operator = operator_of(node)

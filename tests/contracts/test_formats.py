@@ -155,7 +155,7 @@ def in_a_body() -> onnx.ModelProto:
 
 def from_data(node: str, kind: str) -> onnx.ModelProto:
     text = f"(float[2,3,6,6] x) => ({kind} y) {{ q = QuantizeLinear (x, s, z)\n {node} }}"
-    constants = {"s": np.float32(0.05), "z": np.uint8(120), "w": np.ones((6, 4), np.uint8)}
+    constants = {"s": np.float32(0.05), "z": np.uint8(120), "w": np.ones((6, 4), np.uint8), "r": np.ones(6, np.float32)}
     return planning.parse(text, constants)
 
 
@@ -190,6 +190,9 @@ READ: Mapping[str, tuple[onnx.ModelProto, str]] = {
     "minifloats": (quant(as_type("FloatQuant")), "known are BipolarQuant.*FloatQuant"),
     "thresholds": (quant(as_type("MultiThreshold")), "known are BipolarQuant.*MultiThreshold"),
     "in a body": (in_a_body(), "body of control flow"),
+    "a value made twice": (of(lambda net: net.quant(net.quant("x", 0.1, out="y"), 0.1, out="y")), "read.*Fix: Export"),
+    "integers of a scale by row": (from_data("y = QLinearMatMul (q, s, z, w, s, z, r, z)", "uint8[2,3,6,4]"),
+                                   "one number is wanted.*QLinearMatMul"),
     "products of integers": (from_data("y = MatMulInteger (q, w)", "int32[2,3,6,4]"), "scales computed.*MatMulInteger"),
     "scales of each run": (from_data("y, t, u = DynamicQuantizeLinear (x)", "uint8[2,3,6,6]"), "Fix: quantize the"),
 }  # fmt: skip
