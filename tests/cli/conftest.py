@@ -38,6 +38,10 @@ class Printed(NamedTuple):
         """The output read as JSON."""
         return json.loads(self.out)
 
+    def lacks(self, *expected: str) -> list[str]:
+        """Which of these the output does not hold, line breaks aside."""
+        return [text for text in expected if text not in self.line]
+
 
 class Shell:
     """Runs commands in the current folder, which holds ``float.onnx``, ``int8.onnx`` and ``samples.npz``."""

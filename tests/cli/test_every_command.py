@@ -71,18 +71,14 @@ def test_every_command_is_tried_here() -> None:
 def test_json_is_all_that_is_on_stdout(command: str, folder: Shell) -> None:
     printed = call(folder, command, "--json")
     assert printed.data
-    assert "NaN" not in printed.out
-    assert "Infinity" not in printed.out
-    assert printed.err == ""
+    assert (printed.lacks("NaN", "Infinity"), printed.err) == (["NaN", "Infinity"], "")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "completion"])
 def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(command: str, folder: Shell) -> None:
     assert call(folder, command, "--quiet") == ("", "")
     printed = call(folder, command)
-    assert printed.out
-    assert "\x1b" not in printed.out
-    assert printed.err == ""
+    assert (bool(printed.out), "\x1b" in printed.out, printed.err) == (True, False, "")
 
 
 @pytest.mark.parametrize(("name", "coloured"), [("NO_COLOR", False), ("UNRELATED", True)])
@@ -97,13 +93,11 @@ def test_no_color_is_honoured_on_a_terminal(
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_has_an_example_and_the_exit_codes(command: str, shell: Shell) -> None:
-    printed = shell(f"{command} --help").out
-    assert f"\n  kenosis-ort {command}" in printed
-    assert "exit codes:" in printed
-    for option in ("--json", "--quiet", "--verbose"):
-        assert option in printed
+    printed = shell(f"{command} --help")
+    assert f"\n  kenosis-ort {command}" in printed.out
+    assert not printed.lacks("exit codes:", "--json", "--quiet", "--verbose")
     if command:
-        assert ("\n  1 " in printed) is bool(COMMANDS[command].one)
+        assert ("\n  1 " in printed.out) is bool(COMMANDS[command].one)
         assert COMMANDS[command].summary[0].islower()
 
 
@@ -146,9 +140,7 @@ def test_a_missing_model_is_named_with_the_closest_one(command: str, shell: Shel
     """Whatever takes a model; bench leaves models out, and is asked of a single one elsewhere."""
     if any(one.dest in ("model", "float_model") for one in COMMANDS[command].arguments):
         line = CALLS[command].replace("float.onnx", "flaot.onnx").replace("int8.onnx", "int4.onnx")
-        told = shell.complaint(f"{command} {line.replace('linear', 'flaot')}")
-        assert "Did you mean" in told
-        assert "Fix: " in told
+        assert re.search("Did you mean.* Fix: ", shell.complaint(f"{command} {line.replace('linear', 'flaot')}"))
 
 
 def test_a_screen_without_colours_or_a_terminal_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +161,4 @@ def test_a_terminal_gets_a_bar_that_clears_itself():
         assert progress is not None
         progress(1, None)
         progress(3, 4)
-    assert "calibrating" in stream.getvalue()
-    assert "3/4" in stream.getvalue()
-    assert stream.getvalue().endswith("\x1b[2K")
+    assert re.search(r"(?s)calibrating.*3/4.*\x1b\[2K$", stream.getvalue())

@@ -49,7 +49,6 @@ quantize float.onnx --data wrong_name.npz => 'imagee' | Did you mean 'image'?
 quantize float.onnx --data channels_last.npz => channels-last | transpose(0, 3, 1, 2)
 quantize float.onnx --data no_batch.npz => wrong shape | array[None]
 quantize float.onnx --data bytes.npz => uint8 | .astype(numpy.float32)
-quantize flaot.onnx DATA => flaot.onnx | Did you mean 'float.onnx'?
 quantize text.onnx soft.html DATA => text.onnx
 quantize float.onnx --data sample.npz => sample.npz | Did you mean 'samples.npz'?
 quantize float.onnx => No calibration data | --data SOURCE | --synthetic
@@ -94,8 +93,7 @@ def test_a_mistake_is_answered_with_what_where_and_fix(mistake: str, bad: Shell)
     assert [text for text in expected.split(" | ") if text not in told] == []
     assert error["kind"].endswith("Error")
     assert all(" ".join(error[part].split()) in told for part in ("what", "where", "fix") if error[part])
-    assert error["what"]
-    assert error["fix"]
+    assert all(error[part] for part in ("what", "fix"))
 
 
 def test_a_function_that_changes_the_working_directory_moves_nothing(bad: Shell) -> None:
@@ -123,12 +121,9 @@ demo --batch -1 => --batch
 quantize a.onnx b.onnx --data d --size 224 => --size
 quantize a.onnx b.onnx --data d --mean a,b => --mean
 bench m.onnx --seconds 0 => --seconds
-bench m.onnx --seconds soon => --seconds
 bench m.onnx --rounds 0 => --rounds
 bench m.onnx --batch-size 0 => --batch-size
 bench m.onnx --threads 99999999999 => --threads
-compare m.onnx m.onnx --threads 99999999999 => --threads
-doctor --threads 99999999999 => --threads
 """
 """Typos are answered with what was meant; abbreviations are not taken."""
 
@@ -138,9 +133,7 @@ def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake: str, shell: Shell)
     line, expected = mistake.split(" => ")
     printed = shell(line, code=2)
     assert printed.out == ""
-    assert "usage:" in printed.err
-    assert expected in printed.err
-    assert "Fix: see kenosis-ort" in printed.err
+    assert [text for text in ("usage:", expected, "Fix: see kenosis-ort") if text not in printed.err] == []
 
 
 @pytest.mark.parametrize(
@@ -177,8 +170,7 @@ def test_a_wrong_value_on_the_command_line(option: str, values: tuple[str, ...],
 def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text: str, shell: Shell) -> None:
     (shell.folder / "r.toml").write_text(f"{text}\n" if "recipe" in text else f"{text}\n[recipe]\nname = 'mine'\n")
     told = shell.complaint("quantize float.onnx out.onnx --synthetic 1 --recipe r.toml")
-    assert "[at: r.toml" in told
-    assert "Fix: " in told
+    assert told.index("[at: r.toml") < told.index("Fix: ")
 
 
 @pytest.mark.parametrize(

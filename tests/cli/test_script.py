@@ -37,11 +37,15 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_script_sees_its_own_arguments_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_or_module_sees_its_own_arguments_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: bool
+):
     (tmp_path / "beside.py").write_text("NAME = 'found'")
+    monkeypatch.chdir(tmp_path)
+    path = script(tmp_path, "import sys, beside\nprint(__name__, sys.argv[1:], beside.NAME)")
     before = (sys.argv, list(sys.path), stock.quantize_static, stock.quantize)
-    text = "import sys, beside\nprint(__name__, sys.argv[1:], beside.NAME)"
-    assert run_script([script(tmp_path, text), "--flag", "a b"]) == 0
+    assert run_script([*(["-m", "script"] if module else [path]), "--flag", "a b"]) == 0
     assert capsys.readouterr().out == "__main__ ['--flag', 'a b'] found\n"
     assert (sys.argv, list(sys.path), stock.quantize_static, stock.quantize) == before
     sys.modules.pop("beside", None)
@@ -60,19 +64,8 @@ def test_exit_codes_and_errors_are_the_scripts_own(tmp_path: Path, capsys: pytes
     assert "kenosis-ort: error: " in said
     assert "raised by quantize_static 1 time" in said
     assert "nothing of kenosis-ort was called" not in said
-
-
-def test_a_missing_script_is_named_with_the_closest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    script(tmp_path, "")
     assert run_script([str(tmp_path / "scirpt.py")]) == 2
     assert "Did you mean 'script.py'?" in capsys.readouterr().err
-
-
-def test_a_module_runs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "a_module_of_mine.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
-    monkeypatch.chdir(tmp_path)
-    assert run_script(["-m", "a_module_of_mine", "x"]) == 0
-    assert capsys.readouterr().out == "__main__ ['x']\n"
 
 
 @pytest.mark.parametrize(
@@ -87,19 +80,12 @@ CLIENT = """
 import sys
 from onnxruntime.quantization import QDQQuantizer, QuantType
 from onnxruntime.quantization.calibrate import create_calibrator
-import numpy as np
 import onnx
-
-class Reader:
-    def __init__(self, n): self.left = n
-    def get_next(self):
-        self.left -= 1
-        if self.left >= 0:
-            return {"x": np.random.default_rng(self.left).normal(size=(1, 3, 8, 8))}
+from tests import models
 
 path, out = sys.argv[1:]
 calibrator = create_calibrator(path, None, out + ".augmented")
-calibrator.collect_data(Reader(2))
+calibrator.collect_data(models.reader(onnx.load(path), 2))
 quantizer = QDQQuantizer(onnx.load(path), True, False, QuantType.QInt8, QuantType.QUInt8, calibrator.compute_data(),
                          [], [], ["Conv", "Relu", "Add", "Gemm", "GlobalAveragePool", "Flatten"], {})
 quantizer.quantize_model()

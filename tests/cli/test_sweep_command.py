@@ -21,14 +21,13 @@ from tests import models
 
 NET = "[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'"
 PLAIN = "recipe = 'plain'\nno_promise = true\n"
+ONE = f"{NET}\n{PLAIN}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model = models.conv_relu_chain(2)
-    onnx.save(model, tmp_path / "net.onnx")
-    feeds = models.feeds(model, 4)
-    np.savez(tmp_path / "data.npz", **{k: np.concatenate([f[k] for f in feeds]) for k in feeds[0]})
+    onnx.save(models.conv_relu_chain(2), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=models.normal((4, 4, 8, 8)))
     return tmp_path
 
 
@@ -46,12 +45,10 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, 
     results = folder / "models.sweep"
     assert data == json.loads((results / "sweep.json").read_text())
     good, bad = data["models"]
-    assert (good["name"], good["failed"], good["earlier"]) == ("good", False, False)
-    assert good["sqnr_db"] > 10
-    assert good["size_after"] > 0
-    assert Path(good["output"]) == results / "good.int8.onnx"
-    assert bad["failed"]
-    assert "no such node" in bad["verdict"]
+    output = str(results / "good.int8.onnx")
+    assert good.items() >= {"name": "good", "failed": False, "earlier": False, "output": output}.items()
+    assert min(good["sqnr_db"], good["size_after"]) > 10
+    assert (bad["failed"], "no such node" in bad["verdict"]) == (True, True)
 
     done: list[str] = []
 
@@ -72,17 +69,13 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, 
 
 
 def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"[models.net]\nmodel = 'net.onnx'\ndata = 'data.npz'\n{PLAIN}"
-    results = folder / "results"
-    results.mkdir()
-
-    def job(text: str = text) -> Job:
-        return read_jobs(write(folder, text), results)[0]
+    def job(text: str = ONE) -> Job:
+        return read_jobs(write(folder, text), folder)[0]
 
     row = perform(job())
     assert not row.failed, row.verdict
     assert done_before(job()) is not None
-    assert done_before(job(text.replace("no_promise = true", "threads = 1"))) is None, "other options"
+    assert done_before(job(ONE.replace("no_promise = true", "threads = 1"))) is None, "other options"
     with monkeypatch.context() as patched:
         patched.setattr("kenosis_ort.cli.sweep_command.versions", lambda: {"onnxruntime": "0"})
         assert done_before(job()) is None, "other versions"
@@ -96,13 +89,11 @@ def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: p
 
 
 def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = read_jobs(write(folder, f"[models.net]\nmodel = 'net.onnx'\ndata = 'data.npz'\n{PLAIN}"), folder)[0]
+    job = read_jobs(write(folder, ONE), folder)[0]
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
     row = perform(job)
-    assert row.failed
-    assert "killed by signal 9" in row.verdict
-    assert done_before(job) is None
+    assert (row.failed, "killed by signal 9" in row.verdict, done_before(job)) == (True, True, None)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +131,4 @@ def test_no_processor_is_two_workers() -> None:
 def test_names_cannot_do_anything_on_a_terminal() -> None:
     row = Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
     text = to_text(render([row]))
-    assert "[red]<script>" in text
-    assert "\x1b" not in text
+    assert ("[red]<script>" in text, "\x1b" in text) == (True, False)

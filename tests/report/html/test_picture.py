@@ -30,25 +30,15 @@ def test_every_edge_leads_to_a_lower_layer(graph):
 
 
 @given(graphs())
-def test_no_two_nodes_overlap(graph):
+def test_no_two_nodes_overlap_and_routes_join_the_nodes_they_belong_to(graph):
     count, edges = graph
     layout = layout_of(count, edges)
     rows = defaultdict(list)
     for x, y in layout.centres:
         rows[y].append(x)
-        assert x - NODE_WIDTH / 2 >= 0
-        assert x + NODE_WIDTH / 2 <= layout.width
-        assert y - NODE_HEIGHT / 2 >= 0
-        assert y + NODE_HEIGHT / 2 <= layout.height
-    for xs in rows.values():
-        ordered = sorted(xs)
-        assert all(b - a >= NODE_WIDTH for a, b in itertools.pairwise(ordered))
-
-
-@given(graphs())
-def test_routes_join_the_nodes_they_belong_to(graph):
-    count, edges = graph
-    layout = layout_of(count, edges)
+        assert 0 <= x - NODE_WIDTH / 2 < x + NODE_WIDTH / 2 <= layout.width
+        assert 0 <= y - NODE_HEIGHT / 2 < y + NODE_HEIGHT / 2 <= layout.height
+    assert all(b - a >= NODE_WIDTH for xs in rows.values() for a, b in itertools.pairwise(sorted(xs)))
     assert len(layout.routes) == len(layout.faint) == len(edges)
     for (a, b), route in zip(edges, layout.routes, strict=True):
         (xa, ya), (xb, yb) = layout.centres[a], layout.centres[b]
@@ -57,8 +47,7 @@ def test_routes_join_the_nodes_they_belong_to(graph):
 
 
 def test_a_chain_stands_straight_and_is_folded():
-    count = 400
-    layout = layout_of(count, [(i, i + 1) for i in range(count - 1)])
+    layout = layout_of(400, [*itertools.pairwise(range(400))])
     assert len({x for x, _ in layout.centres}) < 40
     assert 0.4 < layout.width / layout.height < 4
 
@@ -80,21 +69,11 @@ def test_odd_edges_do_no_harm(edges):
 LAYER = ["Norm", "MatMul", "MatMul", "Softmax", "MatMul", "Add"]
 
 
-def test_layers_of_a_transformer_are_its_blocks():
+def test_layers_of_a_transformer_are_its_blocks_and_begin_where_little_goes_across():
     blocks = find_blocks(["Gather", "Cast", *LAYER * 12, "Gemm"])
     assert [(b.start, b.length, b.number, b.repeats) for b in blocks] == [(2 + 6 * i, 6, i + 1, 12) for i in range(12)]
-
-
-def test_a_net_without_repetition_has_none():
-    assert find_blocks([f"Op{i}" for i in range(50)]) == ()
-    assert find_blocks([]) == ()
-
-
-def test_a_repetition_begins_where_little_goes_across():
-    operators = LAYER * 4 + LAYER[:3]
-    crossing = [5] * len(operators)
-    crossing[2] = 1
-    assert find_blocks(operators, crossing)[0].start == 2
+    assert find_blocks([f"Op{i}" for i in range(50)]) == find_blocks([]) == ()
+    assert find_blocks(LAYER * 4 + LAYER[:3], [5, 5, 1, *[5] * 24])[0].start == 2
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=80))
