@@ -24,17 +24,9 @@ from tests.clients.support import build, ranges
 
 stock_module = sys.modules["onnxruntime.quantization.quantize"]  # the package hides it behind the function
 
-PLACES = [
-    (stock, "quantize_static"),
-    (stock, "quantize"),
-    (stock, "QDQQuantizer"),
-    (stock_module, "quantize_static"),
-    (stock_module, "quantize"),
-    (stock_module, "QDQQuantizer"),
-    (stock_module, "create_calibrator"),
-    (stock_calibrate, "create_calibrator"),
-    (stock_qdq, "QDQQuantizer"),
-]
+BOTH = [(module, name) for module in (stock, stock_module) for name in ("quantize_static", "quantize", "QDQQuantizer")]
+MORE = [(stock_module, "create_calibrator"), (stock_calibrate, "create_calibrator"), (stock_qdq, "QDQQuantizer")]
+PLACES = [*BOTH, *MORE]
 BEFORE = [getattr(module, name) for module, name in PLACES]
 
 
@@ -92,9 +84,9 @@ def test_stocks_is_back_however_it_ends_and_what_others_hold_stays(client: types
     client.ours = kenosis_ort.quantize_static  # type: ignore[attr-defined]
     handle = patch()
     assert client.q is not BEFORE[0]
-    handle.undo()
-    assert client.q is BEFORE[0]
-    handle.undo()  # once more does nothing
+    for _ in range(2):  # once more does nothing
+        handle.undo()
+        assert client.q is BEFORE[0]
     with pytest.raises(ZeroDivisionError), patch():
         raise ZeroDivisionError
     assert now() == BEFORE
@@ -141,13 +133,10 @@ def test_calls_are_counted_and_told(tmp_path: Path) -> None:
         stock.quantize(path, tmp_path / "3.onnx", DynamicQuantConfig(weight_type=QuantType.QUInt8))
         data = ranges(model, models.feeds(model, 2), tmp_path, create=stock_calibrate.create_calibrator)
         build(stock.QDQQuantizer, model, data)
-    assert told == [
-        ("quantize_static", "QuantizationReport"),
-        ("quantize", "QuantizationReport"),
-        ("create_calibrator", "MinMaxCalibrater"),
-        ("QDQQuantizer", "QDQQuantizer"),
-    ]
-    assert dict(patched.calls) == {"quantize_static": 1, "quantize": 1, "create_calibrator": 1, "QDQQuantizer": 1}
+    results = ["QuantizationReport", "QuantizationReport", "MinMaxCalibrater", "QDQQuantizer"]
+    names = ["quantize_static", "quantize", "create_calibrator", "QDQQuantizer"]
+    assert told == [*zip(names, results, strict=True)]
+    assert dict(patched.calls) == dict.fromkeys(names, 1)
     assert all((tmp_path / f"{i}.onnx").exists() for i in (1, 2, 3))
 
 
@@ -166,9 +155,7 @@ def test_options_that_the_patched_code_cannot_pass(tmp_path: Path) -> None:
         report = stock.quantize_static(path, tmp_path / "1.onnx", models.reader(model))
         other = stock.quantize(path, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model)))
     for made in (report, other):
-        assert made.options["recipe"].value == kenosis_ort.RECIPES["plain"].to_dict()
-        assert made.fusion is None
-    with pytest.raises(kenosis_ort.OptionError, match=r"'recipy'.*Did you mean 'recipe'"):
-        patch(recipy="fast")
-    with pytest.raises(kenosis_ort.OptionError, match="'per_channel'"):
-        patch(per_channel=True)
+        assert (made.options["recipe"].value, made.fusion) == (kenosis_ort.RECIPES["plain"].to_dict(), None)
+    for wrong, said in (("recipy", r"'recipy'.*Did you mean 'recipe'"), ("per_channel", "'per_channel'")):
+        with pytest.raises(kenosis_ort.OptionError, match=said):
+            patch(**{wrong: True})
