@@ -79,12 +79,13 @@ WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str, ...], str, str]] = {
     "without": (conv(lambda net, y: bias_add(net, bias_add(net, y)), bias=None), ("BiasAdd", "Add"), "u8", ""),
     **{
         f"an Add of {shape}": (conv(lambda net, y, s=shape: bias_add(net, y, s), bias=None), ("Add",), "u8", "")
-        for shape in ((1, 1, 1, 1), (1, 1, 6, 6), (4,), (1, 4, 6, 6))
+        for shape in ((1, 1, 1, 1), (1, 1, 6, 6), (4,), (1, 4, 6, 6), (1, 1, 4, 1, 1))
     },
     # Where it ends, in floating point or at a Quantize.
     "a second reader": (conv(read_twice), ("ReLU",), "f32", "2 readers"),
     "an output of the graph": (conv(handed_out), (), "f32", "output of the graph"),
     "another operator": (conv(lambda net, y: net.op("Selu", [y])), (), "f32", "Selu"),
+    "a Max of three": (conv(lambda net, y: net.op("Max", [y, "x", "x"])), (), "f32", "Max"),
     "an operand that is no data": (conv(as_bound), (), "f32", "ReduceMin"),
     "a Quantize in between": (conv(lambda net, y: net.op("Relu", [net.pair(y)])), (), "u8", ""),
     "float": (conv(dst=lambda net, y: y), (), "f32", ""),
