@@ -20,7 +20,7 @@ from tests.flow import control
 from tests.flow.support import Made, make, proof, quality
 from tests.models import Feed, FeedReader
 from tests.planning import parse
-from tests.verify.faults import check_quantization
+from tests.verify.expect import faults
 
 RNG = np.random.default_rng(0)
 IN_INTEGERS = {"extra_options": {"EnableSubgraph": True}}
@@ -40,7 +40,7 @@ def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: 
     assert made.db() > 28
     assert made.report.warnings == ()
     onnx.checker.check_model(made.written)
-    assert check_quantization(made.written) == []
+    assert faults(made.written) == []
     names = [n.name for graph in all_graphs(made.written.graph) for n in graph.node]
     assert len(set(names)) == len(names)
     return made

@@ -1,4 +1,4 @@
-"""What we write, run and transformed by the package `qonnx` itself (extra ``interop``)."""
+"""What we write, and conversions, run and transformed by the package `qonnx` itself (extra ``interop``)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import quantize_static
+from kenosis_ort import convert, quantize_static
 from tests import models
-from tests.formats.qonnx import run
+from tests.formats.qonnx import conv_net, draw, run
 
 pytest.importorskip("qonnx", reason="the extra 'interop' is not installed")
 
@@ -108,3 +108,39 @@ def test_bit_operations_are_products_of_bits(tmp_path: Path) -> None:
     assert costs[4]["total_macs"] == costs[8]["total_macs"] > 0
     assert costs[4]["total_mem_w_bits"] * 2 == costs[8]["total_mem_w_bits"]
     assert costs[4]["total_bops"] < costs[8]["total_bops"] / 2
+
+
+# ---- conversions from QONNX ----------------------------------------------------------------------------------------
+
+X = draw()
+
+
+def converted(path: Path, model: onnx.ModelProto, to: str, x: np.ndarray = X) -> np.ndarray:
+    done = convert(model, path, to)
+    assert done.fusion is None or done.fusion.integer_share() == 1.0, str(done)
+    return np.asarray(run(path, {model.graph.input[0].name: x}, optimize=True)[0])
+
+
+@pytest.mark.parametrize("to", ["qdq", "qop"])
+@pytest.mark.parametrize("kind", [{"bits": 2}, {"bits": 3, "signed": True}, {"bits": 4, "norm": True}])
+def test_converted_few_bits_on_integer_kernels_are_the_package_s_to_the_bit(tmp_path, kind, to):
+    model = conv_net(**kind)
+    np.testing.assert_array_equal(converted(tmp_path / "out.onnx", model, to), executed(model, {"x": X}))
+
+
+def test_converted_eight_bits_on_integer_kernels_differ_by_a_step_at_most(tmp_path):
+    model = conv_net(8, norm=True)
+    difference = np.abs(converted(tmp_path / "out.onnx", model, "qdq") - executed(model, {"x": X}))
+    assert difference.max() <= 0.4 * 1.001
+
+
+def test_the_package_s_own_channels_last_form_of_a_net_comes_back(tmp_path):
+    model = conv_net(4)
+    x = X[:1]
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    wrapped = cleanup_model(ModelWrapper(model)).transform(ConvertToChannelsLastAndClean())
+    name = wrapped.graph.input[0].name
+    expected = executed(model, {"x": x})
+    convert(wrapped.model, tmp_path / "out.onnx")
+    (found,) = run(tmp_path / "out.onnx", {name: x}, optimize=True)
+    np.testing.assert_array_equal(found, expected)

@@ -246,6 +246,7 @@ def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) 
 # ---- examples -------------------------------------------------------------------------------------------------
 
 Make = Callable[[QdqGraph], str | list[str]]
+ANY = "any"
 FLOAT_CONV = "a float Conv"
 BYTES = "Q and DQ around"
 ISLAND = "float with Q and DQ around"
@@ -255,12 +256,13 @@ class Case(NamedTuple):
     """A graph, and what the installed runtime makes of it.
 
     Attributes:
-        kernels: Operator types of the optimized graph but for Q, DQ and layout, apart by spaces; or `FLOAT_CONV`: no
-            Conv is integer; or `BYTES` behind the name of an operator: it stands alone between one Q and DQ; or
-            `ISLAND`: it does so between two of each, in float.
+        kernels: Operator types of the optimized graph but for Q, DQ and layout, apart by spaces; or all of them in
+            order, apart by " > "; or `ANY`; or `FLOAT_CONV`: no Conv is integer; or `BYTES` behind the name of an
+            operator: it stands alone between one Q and DQ; or `ISLAND`: it does so between two of each, in float.
         make: Makes the graph, returns its outputs.
         step: The most by which outputs may differ from the unoptimized model's: a step of the output, and rounding.
         exact: They differ by float rounding at most.
+        weights: How many of its weights are integers, those included that are in the file.
         marks: Of the test.
         options: Of a `QdqGraph`.
     """
@@ -269,6 +271,7 @@ class Case(NamedTuple):
     make: Make
     step: float | None = None
     exact: bool = False
+    weights: int | None = None
     marks: Sequence[pytest.MarkDecorator] = ()
     options: Mapping[str, Any] = {}
 
@@ -276,17 +279,19 @@ class Case(NamedTuple):
         """Fails where the runtime makes something else of it."""
         model = build(self.make, **self.options)
         if self.kernels.endswith(ISLAND):
-            ops = [o for o in op_types(model) if not o.startswith("Reorder")]
-            assert ops == [*PAIR, self.kernels.split()[0], *PAIR]
+            assert ordered(model) == [*PAIR, self.kernels.split()[0], *PAIR]
             assert verify_fusion(model).float_nodes()
+        elif " > " in self.kernels:
+            assert ordered(model) == self.kernels.split(" > ")
         elif self.kernels.endswith(BYTES):
             assert runs_on_bytes(model, self.kernels.split()[0])
         elif self.kernels == FLOAT_CONV:
             found = compute_ops(model)
             assert "QLinearConv" not in found
             assert {"Conv", "FusedConv"} & set(found)
-        else:
+        elif self.kernels != ANY:
             assert compute_ops(model) == sorted(self.kernels.split())
+        assert self.weights is None or quantized_weights(model) == self.weights
         if self.step is not None:
             assert largest_difference(model) <= self.step * 1.01
         if self.exact:
@@ -322,6 +327,11 @@ def kernels(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 def op_types(model: onnx.ModelProto) -> list[str]:
     """Returns the operator types of the optimized graph in order, without their domains."""
     return [k.op_type for k in kernels(model)]
+
+
+def ordered(model: onnx.ModelProto) -> list[str]:
+    """Returns the operator types of the optimized graph in order, but for the reorders of NCHWc."""
+    return [op_type for op_type in op_types(model) if not op_type.startswith("Reorder")]
 
 
 def compute_ops(model: onnx.ModelProto) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort import quantize_static
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, verify_fusion
-from tests.models import FeedReader, Net, feeds
 from tests.planning import parse
 from tests.targets.qdq import MS, Make, QdqGraph, build
 from tests.targets.test_absorption import PRODUCERS
@@ -188,10 +185,10 @@ def test_quantized_body_of_a_loop() -> None:
 @pytest.mark.parametrize(("op_type", "body"), [("HardSwish", "HardSigmoid + Mul"), ("Mish", "Softplus + Tanh + Mul")])
 def test_a_function_operator_between_integer_convs_is_float(op_type: str, body: str) -> None:
     """The session writes out its body without names, up to the Q: that is no part of the Conv before it."""
-    found = verify_fusion(build(lambda g: g.q(g.conv(g.q(g.op(op_type, g.conv(image(g)))))), opset=18))
+    found = verify_fusion(build(lambda g: g.q(g.conv(g.q(g.op(op_type, g.q(g.conv(image(g))))))), opset=18))
     act = one(found, op_type)
     assert (act.kernel, act.status, act.integer) == (body, Status.FLOAT, False)
-    assert found.kernels[0].absorbed == ()
+    assert (found.kernels[0].integer, found.kernels[0].absorbed) == (True, ())
 
 
 # ---- integer kernels; `tests.targets.qdq` holds the graph of every rule so ----------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from kenosis_ort import FusionReport, KenosisWarning, OptionError, quantize_static, verify_fusion
 from kenosis_ort.cli.main import main
 from kenosis_ort.errors import ModelLoadError, VerificationError
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.save import made_for, mark
 from kenosis_ort.targets import Hooks, Target, get_target
 from kenosis_ort.verify import check_bias_alignment
@@ -26,7 +28,7 @@ from tests.verify.expect import one
 @pytest.fixture
 def model() -> onnx.ModelProto:
     g = QdqGraph()
-    return g.model(g.relu_q(g.op("Relu", g.conv(g.q(g.input((1, 16, 12, 12)))))))
+    return g.model(g.relu_q(g.op("Relu", g.conv(g.act_input()))))
 
 
 @pytest.fixture
@@ -39,37 +41,35 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_path_bytes_and_proto_give_the_same_report(model: onnx.ModelProto, tmp_path: Path, scratch: Path) -> None:
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path)
-    expected = verify_fusion(model)
-    assert verify_fusion(path) == expected
-    assert verify_fusion(str(path)) == expected
-    assert verify_fusion(model.SerializeToString()) == expected
-    assert list(scratch.iterdir()) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "scratch"]
-
-
-def test_external_data(model: onnx.ModelProto, tmp_path: Path, scratch: Path) -> None:
-    expected = verify_fusion(model)
-    path = tmp_path / "model.onnx"
+def split(model: onnx.ModelProto, path: Path) -> Path:
+    """Saves a model with its data beside it."""
     onnx.save(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
-    assert verify_fusion(path) == expected
+    return path
+
+
+def test_all_forms_of_a_model_give_the_same_report_and_leave_nothing(
+    model: onnx.ModelProto, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, content, path = verify_fusion(model), model.SerializeToString(), tmp_path / "model.onnx"
+    onnx.save(model, path)
+    assert [verify_fusion(form) for form in (path, str(path), content)] == [expected] * 3
+    assert verify_fusion(split(onnx.load(path), tmp_path / "split.onnx")) == expected
+    monkeypatch.setattr("kenosis_ort.graph.load.MAPPED_FROM", 0)  # a large one goes through a file
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((64, 1024), np.float32), "unused"))
+    assert verify_fusion(model) == expected
     assert list(scratch.iterdir()) == []
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "split.onnx", "model.data", "scratch"}
 
 
 def test_float_node_with_external_scales(tmp_path: Path) -> None:
     g = QdqGraph()
-    model = g.model(g.q(g.op("Relu", g.conv(g.q(g.input((1, 16, 12, 12)))))))
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    path = split(g.model(g.q(g.op("Relu", g.conv(g.act_input())))), tmp_path / "model.onnx")
     assert "zero point of its Q is 128" in one(verify_fusion(path), "Conv").reason
     assert check_bias_alignment(onnx.load(path, load_external_data=False), base=tmp_path) == []
 
 
 def test_missing_files(model: onnx.ModelProto, tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
+    path = split(copy_model(model), tmp_path / "model.onnx")
     (tmp_path / "model.data").unlink()
     with pytest.raises(VerificationError):
         verify_fusion(path)
@@ -81,12 +81,10 @@ def test_missing_files(model: onnx.ModelProto, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"not a model at all", b"\x08\x0a"])
 def test_not_a_model(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    path.write_bytes(content)
-    with pytest.raises(ModelLoadError):
-        verify_fusion(path)
-    with pytest.raises(ModelLoadError):
-        verify_fusion(content)
+    (tmp_path / "model.onnx").write_bytes(content)
+    for given in (tmp_path / "model.onnx", content):
+        with pytest.raises(ModelLoadError):
+            verify_fusion(given)
 
 
 def test_refusal_names_the_node_by_its_own_name(model: onnx.ModelProto, scratch: Path) -> None:
@@ -113,37 +111,30 @@ def test_custom_operator_library() -> None:
     assert one(found, "Gemm").integer
 
 
-def test_large_model_goes_through_a_file(
-    model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = verify_fusion(model)
-    monkeypatch.setattr("kenosis_ort.graph.load.MAPPED_FROM", 0)
-    model.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.zeros((64, 1024), np.float32), "unused"))
-    assert verify_fusion(model) == expected
-    assert list(scratch.iterdir()) == []
-
-
 # ---- a file says for which target it was made; the proof asks its runtime, and says so where it cannot ---------------
 
 
-def made(out: Path, target: str | Target) -> Path:
+def made(out: Path, target: str | Target = "ort-cpu", **options: Any) -> Path:
     model = models.conv_relu_chain(2)
-    quantize_static(model, out, models.reader(model, 4), target=target, recipe="plain", promise=False)
+    quantize_static(model, out, models.reader(model, 4), target=target, recipe="plain", promise=False, **options)
     return out
 
 
-def test_a_file_says_for_which_target_it_was_made(tmp_path: Path) -> None:
-    for target in ("ort-cpu", "tensorrt"):
-        path = made(tmp_path / f"{target}.onnx", target)
-        assert made_for(onnx.load(path)) == target
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        ({}, "ort-cpu"),
+        ({"target": "tensorrt"}, "tensorrt"),
+        ({"format": "qop"}, "ort-cpu"),
+        ({"format": "qonnx"}, None),
+    ],
+    ids=str,
+)
+def test_a_file_says_for_which_target_it_was_made_but_not_one_for_other_tools(
+    options: dict[str, Any], target: str | None, tmp_path: Path
+) -> None:
+    assert made_for(onnx.load(made(tmp_path / "out.onnx", **options))) == target
     assert made_for(models.conv_relu_chain(2)) is None
-
-
-@pytest.mark.parametrize(("said", "target"), [("qop", "ort-cpu"), ("qonnx", None)])
-def test_other_formats_say_so_too_but_not_those_for_other_tools(tmp_path: Path, said: Any, target: str | None) -> None:
-    model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
-    quantize_static(model, out, models.reader(model, 4), format=said, recipe="plain", promise=False)
-    assert made_for(onnx.load(out)) == target
 
 
 def test_marking_replaces_the_mark_and_nothing_else() -> None:
@@ -182,7 +173,5 @@ def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path: Path, capsys: p
     for command, shown in (("verify", "asked: onnxruntime"), ("explain", "nodes that carry arithmetic")):
         assert main([command, str(path)]) == 0
         printed = capsys.readouterr()
-        assert printed.err.startswith("kenosis-ort: warning: "), command
-        assert "made for target 'tensorrt'" in printed.err
-        assert printed.err.count("\n") == 1
+        assert re.fullmatch("kenosis-ort: warning: .*made for target 'tensorrt'.*\n", printed.err), command
         assert shown in printed.out

@@ -9,62 +9,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.verify import check_bias_alignment
-from tests.targets.qdq import QdqGraph
-from tests.verify.faults import check_quantization
+from tests.targets.qdq import build
+from tests.verify.expect import faults
 
 
 @pytest.mark.parametrize("axis", [0, None])
 def test_aligned_biases_pass(axis: int | None) -> None:
-    g = QdqGraph()
-    y = g.conv(g.q(g.input((1, 16, 6, 6))), axis=axis)
-    z = g.gemm(g.q(g.op("Flatten", g.q(y))), 16 * 36, 8, axis=axis)
-    model = g.model(z)
+    model = build(
+        lambda g: g.gemm(
+            g.q(g.op("Flatten", g.q(g.conv(g.act_input((1, 16, 6, 6)), axis=axis)))), 16 * 36, 8, axis=axis
+        )
+    )
     assert check_bias_alignment(model) == []
-    assert check_quantization(model) == []
+    assert faults(model) == []
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.5, 2.0).filter(lambda f: abs(f - 1) > 1e-5))
 def test_misaligned_bias_is_found(factor: float) -> None:
-    g = QdqGraph()
-    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=factor))
+    model = build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=factor))
     (problem,) = check_bias_alignment(model)
     assert problem.kind == "bias-scale"
     assert problem.node.startswith("gemm")
 
 
 def test_tiny_scales_are_judged_in_steps_of_float32() -> None:
-    g = QdqGraph()
-    model = g.model(g.gemm(g.q(g.input((4, 32)))))
-    graph = SourceGraph(model)
-    gemm = next(n for n in graph.nodes if n.op_type == "Gemm")
-    data, weight, bias = (graph.dq_of(v).proto.input[1] for v in gemm.proto.input)  # type: ignore[union-attr]
-    shape = graph.array(weight).shape  # type: ignore[union-attr]
-    for name, value in (
-        (data, np.full((), 1e-20)),
-        (weight, np.full(shape, 1.23e-20)),
-        (bias, np.full(shape, 1.23e-40)),
-    ):
+    model = build(lambda g: g.gemm(g.act_input((4, 32))))
+    makers = {n.output[0]: n for n in model.graph.node}
+    gemm = next(n for n in model.graph.node if n.op_type == "Gemm")
+    data, weight, bias = (makers[v].input[1] for v in gemm.input)
+    for name, value in ((data, np.full((), 1e-20)), (weight, np.full(16, 1.23e-20)), (bias, np.full(16, 1.23e-40))):
         _edit(model, name, value.astype(np.float32))
     assert check_bias_alignment(model) == []
-    _edit(model, bias, np.full(shape, 1.24e-40, np.float32))
+    _edit(model, bias, np.full(16, 1.24e-40, np.float32))
     (problem,) = check_bias_alignment(model)
     assert "0.81 %" in problem.what
 
 
 def test_a_bias_that_counts_nothing_is_not_judged() -> None:
-    g = QdqGraph()
-    model = g.model(g.gemm(g.q(g.input((4, 32))), bias_factor=2.0, beta=0.0))
+    model = build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=2.0, beta=0.0))
     assert check_bias_alignment(model) == []
 
 
 def test_shared_bias_of_disagreeing_consumers_is_found() -> None:
-    g = QdqGraph()
-    g.gemm(g.q(g.input((4, 32))))
-    other = g.gemm(g.q(g.input((4, 32)), 0.05))
-    model = g.model(other)
+    model = build(lambda g: [g.gemm(g.act_input((4, 32))), g.gemm(g.act_input((4, 32), 0.05))])
     first, second = [n for n in model.graph.node if n.op_type == "Gemm"]
     first.input[2] = second.input[2]
     assert [p.node for p in check_bias_alignment(model)] == [first.name]
@@ -76,26 +65,24 @@ def _edit(model: onnx.ModelProto, name: str, change: np.ndarray) -> None:
 
 
 def test_faults_of_scales_and_zero_points() -> None:
-    g = QdqGraph()
-    model = g.model(g.q(g.conv(g.q(g.input((1, 16, 6, 6))))))
+    model = build(lambda g: g.q(g.conv(g.act_input((1, 16, 6, 6)))))
     conv = next(n for n in model.graph.node if n.op_type == "Conv")
     by_output = {n.output[0]: n for n in model.graph.node}
     weight, bias = by_output[conv.input[1]], by_output[conv.input[2]]
     _edit(model, weight.input[2], np.full(16, -1, np.int8))
-    assert check_quantization(model) == []
+    assert faults(model) == []
     _edit(model, weight.input[2], np.arange(16, dtype=np.int8))
     _edit(model, bias.input[2], np.full(16, 1, np.int32))
-    assert [p.kind for p in check_quantization(model)] == ["weight-zero-point"]
+    assert faults(model) == ["weight-zero-point"]
     assert [p.kind for p in check_bias_alignment(model)] == ["bias-zero-point"]
     pair = by_output[conv.input[0]]
     _edit(model, pair.input[1], np.array(0.0, np.float32))
-    assert {p.kind for p in check_quantization(model)} == {"scale", "weight-zero-point"}
+    assert set(faults(model)) == {"scale", "weight-zero-point"}
 
 
 def test_pair_with_different_parameters() -> None:
-    g = QdqGraph()
-    model = g.model(g.q(g.input((2, 3))))
+    model = build(lambda g: g.q(g.input((2, 3))))
     dequantizer = next(n for n in model.graph.node if n.op_type == "DequantizeLinear")
     dequantizer.input[1] = "other_scale"
     model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "other_scale"))
-    assert [p.kind for p in check_quantization(model)] == ["pair"]
+    assert faults(model) == ["pair"]

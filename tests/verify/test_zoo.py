@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+from onnxruntime.quantization import QuantType, quantize_static
 
 from kenosis_ort.verify import Cause, verify_fusion
 from tests.downloaded import ZOO
+from tests.models import FeedReader
 from tests.verify.expect import check_complete
 
 NETS = {
@@ -23,21 +24,6 @@ NETS = {
 HEAVY = ("Conv", "Gemm", "MatMul")
 
 
-class _Noise(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, model: onnx.ModelProto) -> None:
-        rng = np.random.default_rng(0)
-        self._feeds = [
-            {
-                i.name: rng.random([d.dim_value or 32 for d in i.type.tensor_type.shape.dim]).astype(np.float32)
-                for i in model.graph.input
-                if i.name not in {t.name for t in model.graph.initializer}
-            }
-        ]
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return self._feeds.pop() if self._feeds else None
-
-
 @pytest.mark.parametrize("signed", [False, True], ids=["uint8", "int8"])
 @pytest.mark.parametrize("net", NETS)
 def test_stock_quantized_net(net: str, signed: bool, tmp_path: Path) -> None:
@@ -45,17 +31,16 @@ def test_stock_quantized_net(net: str, signed: bool, tmp_path: Path) -> None:
         pytest.skip("the zoo is not here")
     source = onnx.load(ZOO / net)
     path = tmp_path / "quantized.onnx"
+    constants = {t.name for t in source.graph.initializer}
+    shapes = {i.name: [d.dim_value or 32 for d in i.type.tensor_type.shape.dim] for i in source.graph.input}
+    rng = np.random.default_rng(0)
+    feed = {name: rng.random(shape).astype(np.float32) for name, shape in shapes.items() if name not in constants}
+    kind = QuantType.QInt8 if signed else QuantType.QUInt8
     quantize_static(
-        source,
-        path,
-        _Noise(source),
-        activation_type=QuantType.QInt8 if signed else QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        per_channel=True,
+        source, path, FeedReader([feed]), activation_type=kind, weight_type=QuantType.QInt8, per_channel=True
     )
-    model = onnx.load(path)
     found = verify_fusion(path)
-    check_complete(model, found)
+    check_complete(onnx.load(path), found)
     heavy = [k for k in found.kernels if k.op_type in HEAVY]
     assert len(heavy) == NETS[net]
     assert all(k.kernel and k.absorbed_into is None for k in heavy)
