@@ -246,10 +246,31 @@ def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) 
 # ---- examples -------------------------------------------------------------------------------------------------
 
 Make = Callable[[QdqGraph], str | list[str]]
+Step = Callable[[QdqGraph, str], str]
+IMAGE, LINES = (1, 16, 12, 12), (4, 32)
 ANY = "any"
 FLOAT_CONV = "a float Conv"
 BYTES = "Q and DQ around"
 ISLAND = "float with Q and DQ around"
+
+
+PRODUCERS: dict[str, tuple[Sequence[int], Step]] = {
+    "QLinearConv": (IMAGE, lambda g, x: g.conv(x)),
+    "QGemm": (LINES, lambda g, x: g.gemm(x)),
+    "QLinearMatMul": (LINES, lambda g, x: g.matmul(x)),
+    **{f"QLinear{op}": (IMAGE, lambda g, x, op=op: g.op(op, x, g.act_input())) for op in ("Add", "Mul")},
+    "QLinearConcat": (IMAGE, lambda g, x: g.op("Concat", x, g.act_input(), axis=1)),
+    "QLinearAveragePool": (IMAGE, lambda g, x: g.op("AveragePool", x, kernel_shape=[2, 2])),
+    "QLinearGlobalAveragePool": (IMAGE, lambda g, x: g.op("GlobalAveragePool", x)),
+    "QLinearSigmoid": (IMAGE, lambda g, x: g.op("Sigmoid", x)),
+    "QLinearLeakyRelu": (IMAGE, lambda g, x: g.op("LeakyRelu", x, alpha=0.1)),
+}
+"""Integer kernels, with the shape of what they read and what makes them between DQ and Q."""
+
+
+def produced(g: QdqGraph, kernel: str) -> str:
+    shape, make = PRODUCERS[kernel]
+    return make(g, g.act_input(shape))
 
 
 class Case(NamedTuple):
@@ -279,7 +300,7 @@ class Case(NamedTuple):
         """Fails where the runtime makes something else of it."""
         model = build(self.make, **self.options)
         if self.kernels.endswith(ISLAND):
-            assert ordered(model) == [*PAIR, self.kernels.split()[0], *PAIR]
+            assert ordered(model) == ["Q", "DQ", self.kernels.split()[0], "Q", "DQ"]
             assert verify_fusion(model).float_nodes()
         elif " > " in self.kernels:
             assert ordered(model) == self.kernels.split(" > ")
@@ -330,8 +351,9 @@ def op_types(model: onnx.ModelProto) -> list[str]:
 
 
 def ordered(model: onnx.ModelProto) -> list[str]:
-    """Returns the operator types of the optimized graph in order, but for the reorders of NCHWc."""
-    return [op_type for op_type in op_types(model) if not op_type.startswith("Reorder")]
+    """Returns the operator types of the optimized graph in order, Q and DQ for short, but for the reorders of NCHWc."""
+    short = dict(zip(PAIR, ("Q", "DQ"), strict=True))
+    return [short.get(op_type, op_type) for op_type in op_types(model) if not op_type.startswith("Reorder")]
 
 
 def compute_ops(model: onnx.ModelProto) -> list[str]:

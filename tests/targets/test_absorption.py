@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from .qdq import FLOAT_CONV, MS, RELU_STEP, STEP, Case, QdqGraph, build, conv_then, each_case, op_types, since
+from . import qdq
+from .qdq import FLOAT_CONV, PRODUCERS, RELU_STEP, STEP, Case, QdqGraph, Step, build, each_case, op_types, since
 
-Step = Callable[[QdqGraph, str], str]
 SIX = 6 / 255
 
 
@@ -42,18 +42,6 @@ def product(g: QdqGraph, x: str, gate: str) -> str:
     return g.op("Mul", x, gate)
 
 
-PRODUCERS: dict[str, Callable[[QdqGraph], str]] = {
-    "QLinearConv": lambda g: g.conv(g.act_input()),
-    "QGemm": lambda g: g.gemm(g.act_input((4, 32))),
-    "QLinearMatMul": lambda g: g.matmul(g.act_input((4, 32))),
-    "QLinearAdd": lambda g: g.op("Add", g.act_input(), g.act_input()),
-    "QLinearMul": lambda g: g.op("Mul", g.act_input(), g.act_input()),
-    "QLinearConcat": lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1),
-    "QLinearAveragePool": lambda g: g.op("AveragePool", g.act_input(), kernel_shape=[2, 2]),
-    "QLinearGlobalAveragePool": lambda g: g.op("GlobalAveragePool", g.act_input()),
-    "QLinearSigmoid": lambda g: g.op("Sigmoid", g.act_input()),
-    "QLinearLeakyRelu": lambda g: g.op("LeakyRelu", g.act_input(), alpha=0.1),
-}
 ACTIVATIONS: dict[str, tuple[Step, str]] = {
     "LeakyRelu": (op("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
     "Sigmoid": (op("Sigmoid"), "QLinearSigmoid"),
@@ -62,7 +50,7 @@ ACTIVATIONS: dict[str, tuple[Step, str]] = {
     "HardSwish": (op("HardSwish"), "HardSigmoid Mul"),
     "Elu": (op("Elu"), "Elu"),
     "Gelu": (op("Gelu"), "Gelu"),
-    "QuickGelu": (op("QuickGelu", domain=MS, alpha=1.0), "QuickGelu"),
+    "QuickGelu": (op("QuickGelu", domain=qdq.MS, alpha=1.0), "QuickGelu"),
     "PRelu": (lambda g, v: g.op("PRelu", v, g.const(g.random(16, 1, 1))), "PRelu"),
 }
 """With the kernels that they are between Q and DQ."""
@@ -113,12 +101,12 @@ def shape_read(g: QdqGraph, dims: tuple[int | str, ...], of: str) -> list[str]:
 DYNAMIC, STATIC = ("N", 16, "H", "W"), (1, 16, 12, 12)
 EXAMPLES: dict[str, list[Case]] = {
     "absorb-relu": [
-        *(Case(k, lambda g, m=make: g.relu_q(relu(g, m(g))), RELU_STEP) for k, make in PRODUCERS.items()),
+        *(Case(k, lambda g, k=k: g.relu_q(relu(g, qdq.produced(g, k))), RELU_STEP) for k in PRODUCERS),
         *(behind_conv(FLOAT_CONV, lambda g, c, z=z: g.q(relu(g, c), RELU_STEP, z)) for z in (1, 3)),
         behind_conv("QLinearConv", lambda g, c: g.relu_q(relu(g, c), rank=1)),
     ],
     "absorb-clip": [
-        *(Case(k, lambda g, m=make: clip_q(g, m(g)), SIX) for k, make in PRODUCERS.items()),
+        *(Case(k, lambda g, k=k: clip_q(g, qdq.produced(g, k)), SIX) for k in PRODUCERS),
         # rint(low / s) + zp <= qmin and rint(high / s) + zp >= qmax; before 1.31 without the half step of rounding
         behind_conv("QLinearConv", partial(clip_q, scale=5.9 / 255)),
         behind_conv("QLinearConv", partial(clip_q, scale=6.01 / 255), marks=since("1.31")),
@@ -168,7 +156,7 @@ def test_rule(case: Case) -> None:
 
 def test_a_relu_with_q_on_both_sides_requantizes_unless_their_parameters_are_equal() -> None:
     for inner, count in ((QdqGraph.q, 2), (QdqGraph.relu_q, 1)):
-        model = conv_then(lambda g, c, q=inner: g.relu_q(relu(g, q(g, c))))
+        model = qdq.conv_then(lambda g, c, q=inner: g.relu_q(relu(g, q(g, c))))
         assert op_types(model).count("QLinearConv") == 1
         assert op_types(model).count("QuantizeLinear") == count
 

@@ -17,12 +17,11 @@ from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 
 from . import qdq
-from .qdq import BYTES, ISLAND, MS, RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, op_types, optimized, since
+from .qdq import BYTES, IMAGE, ISLAND, LINES, RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, op_types, since
 
 OUT = 6 / 255  # a step other than the operands'
 STEP16 = 8 / 65535
 POOL: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
-IMAGE, LINES = (1, 16, 12, 12), (4, 32)
 
 
 def unary(g: QdqGraph, op_type: str, *q: float, **attributes: Any) -> str:
@@ -142,6 +141,19 @@ WIDE: dict[str, Callable[[QdqGraph], str]] = {
     f"Slice {BYTES}": lambda g: g.op("Slice", wide(g), g.ints(0), g.ints(2), g.ints(1)),
     f"Gather {BYTES}": lambda g: g.op("Gather", wide(g), g.ints(0, 1), axis=1),
 }
+
+
+def looked_up(g: QdqGraph, table: str) -> str:
+    """An embedding."""
+    rows, ids = g.random(50, 8), g.input((1, 5), TensorProto.INT64)
+    value = g.op("Gather", g.const(rows) if table == "float" else g.dq_constant(rows), ids)
+    return g.q(value) if table == "quantized" else value
+
+
+def pool(g: QdqGraph, x: str) -> str:
+    return g.op("MaxPool", x, **POOL)
+
+
 SOFTMAXES = (((4, 10), -1), ((4, 10), 0), (IMAGE, 1))
 TWO = "QLinearConcat QLinearConv QLinearConv"
 EXAMPLES: dict[str, list[Case]] = {
@@ -218,9 +230,9 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     "lstm-float": [
         *(
-            Case(op_type, partial(recurrent, op_type=op_type, gates=gates, weight=weight))
+            Case(op_type, partial(recurrent, op_type=op_type, gates=gates, weight=weight), weights=count)
             for op_type, gates in (("LSTM", 4), ("GRU", 3))
-            for weight in ("dq", "float")
+            for weight, count in (("dq", 2), ("float", 0))
         ),
         Case("Einsum", lambda g: g.q(g.op("Einsum", g.act_input((4, 8)), g.act_input((8, 4)), equation="ij,jk->ik"))),
         *(Case(f"{name} {ISLAND}", lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in OTHERS.items()),
@@ -268,25 +280,31 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Conv", lambda g: g.q(g.conv(wide(g)), act=np.uint8), options={"opset": 21, "act": np.uint16}),
         Case("Conv", lambda g: g.q(g.conv(g.act_input()), STEP16, act=np.uint16), options={"opset": 21}),
     ],
+    "argmax reads bytes and argmin does not": [
+        Case(f"Q > {front}{op} > Cast", lambda g, o=op: g.op("Cast", g.op(o, g.act_input(), axis=1), to=1))
+        for op, front in (("ArgMax", ""), ("ArgMin", "DQ > "))
+    ],
+    # Without a Q of the same parameters behind it the whole table is dequantized on every run.
+    "an embedding": [
+        Case(kernels, partial(looked_up, table=table))
+        for table, kernels in (("quantized", "Gather > DQ"), ("dequantized", "DQ > Gather"), ("float", "Gather"))
+    ],
+    # Q behind a float MaxPool is hoisted above it, unless a Max of one input or a second reader prevents it.
+    "hoist-q-over-maxpool": [
+        Case("Q > MaxPool > DQ", lambda g: g.q(pool(g, g.input()))),
+        Case("Conv > Q > MaxPool > DQ", lambda g: g.q(pool(g, g.conv(g.input(), weight="float")))),
+        Case("MaxPool > Max > Q > DQ", lambda g: g.q(g.op("Max", pool(g, g.input())))),
+        Case("MaxPool > Neg > Q > DQ", lambda g: [g.q(m := pool(g, g.input())), g.op("Neg", m)]),
+        # DQ in front is pushed below it.
+        Case("Q > MaxPool > DQ > Exp", lambda g: g.op("Exp", pool(g, g.act_input()))),
+        Case("Q > DQ > Max > MaxPool > Exp", lambda g: g.op("Exp", pool(g, g.op("Max", g.act_input())))),
+    ],
 }
 
 
 @qdq.each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     case.check()
-
-
-@pytest.mark.parametrize(("op_type", "gates"), [("LSTM", 4), ("GRU", 3)])
-def test_float_weights_of_recurrent_nets_are_left_alone(op_type: str, gates: int) -> None:
-    for weight, count in (("dq", 2), ("float", 0)):
-        assert qdq.quantized_weights(build(partial(recurrent, op_type=op_type, gates=gates, weight=weight))) == count
-
-
-@pytest.mark.parametrize("op_type", ["ArgMax", "ArgMin"])
-def test_argmax_reads_bytes_and_argmin_does_not(op_type: str) -> None:
-    model = build(lambda g: g.op("Cast", g.op(op_type, g.act_input(), axis=1), to=TensorProto.FLOAT))
-    assert compute_ops(model) == sorted([op_type, "Cast"])
-    assert ("DequantizeLinear" in op_types(model)) is (op_type == "ArgMin")
 
 
 def test_two_pairs_in_a_row_collapse() -> None:
@@ -298,19 +316,6 @@ def test_two_pairs_in_a_row_collapse() -> None:
 
 def test_a_residual_block_has_one_dequantization() -> None:
     assert op_types(build(block)).count("DequantizeLinear") == 1
-
-
-@pytest.mark.parametrize("table", ["quantized", "dequantized", "float"])
-def test_an_embedding_table_is_read_in_bytes_with_q_behind_it_alone(table: str) -> None:
-    """Without a Q of the same parameters the whole table is dequantized on every run."""
-
-    def make(g: QdqGraph) -> str:
-        rows, ids = g.random(50, 8), g.input((1, 5), TensorProto.INT64)
-        value = g.op("Gather", g.const(rows) if table == "float" else g.dq_constant(rows), ids)
-        return g.q(value) if table == "quantized" else value
-
-    expected = {"quantized": "Gather DequantizeLinear", "dequantized": "DequantizeLinear Gather", "float": "Gather"}
-    assert op_types(build(make)) == expected[table].split()
 
 
 # ---- pools ------------------------------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ def between_convs(make: Callable[[QdqGraph, str], str], opset: int = 17) -> list
 
 def test_behind_a_conv_pools_run_in_its_layout() -> None:
     """Two Transposes in all."""
-    ops = between_convs(lambda g, x: g.op("MaxPool", x, **POOL))
+    ops = between_convs(pool)
     assert [o for o in ops if o.startswith(("QLinear", "Nhwc"))] == ["QLinearConv", "NhwcMaxPool", "QLinearConv"]
     for found in (ops, between_convs(lambda g, x: g.op("GlobalAveragePool", x))):
         assert found.count("Transpose") == 2
@@ -347,7 +352,7 @@ def in_layout(g: QdqGraph, op_type: str, x: str) -> str:
         "InstanceNormalization": lambda: ones(g, 2, 16),
     }
     attributes: dict[str, dict[str, Any]] = {
-        "Concat": {"axis": 1}, "MaxPool": POOL, "Resize": {"mode": "nearest"}, "QuickGelu": {"domain": MS},
+        "Concat": {"axis": 1}, "MaxPool": POOL, "Resize": {"mode": "nearest"}, "QuickGelu": {"domain": qdq.MS},
         "LRN": {"size": 3}, "AveragePool": {"kernel_shape": [3, 3], "pads": [1] * 4},
     }  # fmt: skip
     if op_type == "Split":
@@ -370,50 +375,18 @@ def test_rule_maxpool_channels_first_slow(op_type: str, fast: bool) -> None:
     assert ("NhwcMaxPool" in ops, "MaxPool" in ops) == (fast or op_type == "MaxPool", not fast)
 
 
-def test_rule_hoist_q_over_maxpool() -> None:
-    """Q behind a float MaxPool is hoisted above it, unless a Max of one input or a second reader prevents it."""
-    hoisted = build(lambda g: g.q(g.op("MaxPool", g.input(), **POOL)))
-    behind_conv = build(lambda g: g.q(g.op("MaxPool", g.conv(g.input(), weight="float"), **POOL)))
-    barrier = build(lambda g: g.q(g.op("Max", g.op("MaxPool", g.input(), **POOL))))
-    two_readers = build(lambda g: [g.q(m := g.op("MaxPool", g.input(), **POOL)), g.op("Neg", m)])
-    assert op_types(hoisted) == ["QuantizeLinear", "MaxPool", "DequantizeLinear"]
-    kept = [o for o in op_types(behind_conv) if "Reorder" not in o]
-    assert kept == ["Conv", "QuantizeLinear", "MaxPool", "DequantizeLinear"]
-    for ops in map(op_types, (barrier, two_readers)):
-        assert ops.index("MaxPool") < ops.index("QuantizeLinear")
-
-
-def test_dq_in_front_of_a_maxpool_is_pushed_below_it_unless_a_max_prevents_that() -> None:
-    pushed = build(lambda g: g.op("Exp", g.op("MaxPool", g.act_input(), **POOL)))
-    barrier = op_types(build(lambda g: g.op("Exp", g.op("MaxPool", g.op("Max", g.act_input()), **POOL))))
-    assert op_types(pushed) == ["QuantizeLinear", "MaxPool", "DequantizeLinear", "Exp"]
-    assert barrier.index("DequantizeLinear") < barrier.index("MaxPool")
-
-
 @pytest.mark.parametrize("dilations", [[1, 1], [2, 2]])
 def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_q(dilations: list[int]) -> None:
     """Even with its default value; it must not be quantized, or the attribute be dropped."""
     model = build(lambda g: unary(g, "AveragePool", **POOL, dilations=dilations), opset=19)
     with pytest.raises(Exception, match="QLinearAveragePool") as caught:
-        optimized(model)
+        qdq.optimized(model)
     assert type(caught.value).__module__.startswith(ort.__name__)
 
 
 # ---- int8 activations on x86-64 -----------------------------------------------------------------------------------
 
-ON_INT8: dict[str, tuple[tuple[int, ...], Callable[[QdqGraph, str], str]]] = {
-    "QLinearConv": (IMAGE, lambda g, x: g.conv(x)),
-    "QGemm": (LINES, lambda g, x: g.gemm(x)),
-    "QLinearMatMul": (LINES, lambda g, x: g.matmul(x)),
-    "QLinearAdd": (LINES, lambda g, x: g.op("Add", x, g.act_input(LINES))),
-    "QLinearMul": (LINES, lambda g, x: g.op("Mul", x, g.act_input(LINES))),
-    "QLinearConcat": (LINES, lambda g, x: g.op("Concat", x, g.act_input(LINES), axis=1)),
-    "QLinearSigmoid": (LINES, lambda g, x: g.op("Sigmoid", x)),
-    "QLinearLeakyRelu": (LINES, lambda g, x: g.op("LeakyRelu", x)),
-    "QLinearSoftmax": (LINES, lambda g, x: g.op("Softmax", x)),
-    "QLinearAveragePool": (IMAGE, lambda g, x: g.op("AveragePool", x, kernel_shape=[2, 2])),
-    "QLinearGlobalAveragePool": (IMAGE, lambda g, x: g.op("GlobalAveragePool", x)),
-}
+ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (LINES, lambda g, x: g.op("Softmax", x))}
 
 
 @pytest.mark.x86_only
@@ -438,20 +411,26 @@ def forked(g: QdqGraph, *, tapped: bool) -> list[str]:
     return [g.q(g.conv(x)), x if tapped else g.q(g.conv(x))]
 
 
-@pytest.mark.x86_only
-def test_int8_values_with_one_reader_and_more() -> None:
-    """The Convs that make and read the branching value go float; a graph output is a reader."""
-    for tapped, count in ((False, 3), (True, 2)):
-        assert compute_ops(build(partial(forked, tapped=tapped), act=np.int8)) == ["Conv"] * count
-        assert compute_ops(build(partial(forked, tapped=tapped))) == ["QLinearConv"] * count
-    assert compute_ops(build(block, act=np.int8)) == ["Add", "Conv", "QLinearConv"]
-    assert compute_ops(qdq.conv_then(lambda g, c: g.q(c), act=np.int8, weight=np.uint8)) == ["QLinearConv"]
+INT8 = {"act": np.int8}
+INT8_READERS: dict[str, list[Case]] = {
+    # The Convs that make and read the branching value go float; a graph output is a reader.
+    "readers": [
+        Case(" ".join([kernel] * count), partial(forked, tapped=tapped), options=options)
+        for tapped, count in ((False, 3), (True, 2))
+        for kernel, options in (("Conv", INT8), ("QLinearConv", {}))
+    ],
+    "block": [Case("Add Conv QLinearConv", block, options=INT8)],
+    "uint8 weights": [Case("QLinearConv", lambda g: g.q(g.conv(g.act_input())), options={**INT8, "weight": np.uint8})],
     # A constant operand is not rewritten; int8 and uint8 values go together.
-    operand = build(lambda g: binary(g, "Add", g.dq_constant(g.random(16, 1, 1))), act=np.int8)
-    assert compute_ops(operand) == ["Add"]
-    mixed = build(lambda g: g.q(g.op("Add", g.q(g.input(), act=np.int8), g.act_input())))
-    assert compute_ops(mixed) == ["QLinearAdd"]
-    assert op_types(mixed).count("QuantizeLinear") == 2
+    "constant": [Case("Add", lambda g: binary(g, "Add", g.dq_constant(g.random(16, 1, 1))), options=INT8)],
+    "mixed": [Case("QLinearAdd", lambda g: g.q(g.op("Add", g.q(g.input(), act=np.int8), g.act_input())))],
+}
+
+
+@pytest.mark.x86_only
+@qdq.each_case(INT8_READERS)
+def test_int8_values_with_one_reader_and_more(case: Case) -> None:
+    case.check()
 
 
 @pytest.mark.x86_only

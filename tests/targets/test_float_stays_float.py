@@ -11,9 +11,7 @@ from collections.abc import Callable
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from .qdq import ANY, VERSION, Case, Make, QdqGraph, build, compute_ops, each_case, since
-
-Step = Callable[[QdqGraph, str], str]
+from .qdq import ANY, VERSION, Case, Make, QdqGraph, Step, build, compute_ops, each_case, since
 
 NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
     "Conv": ("QLinearConv", lambda g: g.conv(g.act_input(), weight="float")),
@@ -59,11 +57,12 @@ def normed(g: QdqGraph) -> str:
 
 EXAMPLES: dict[str, list[Case]] = {
     "float-weight-silently-quantized": [
-        Case(
-            ANY if "," in between else f"{kernel} {'Slice' * (between == 'Slice')}", before_q(node, between), weights=1
-        )
-        for node, (kernel, _) in NODES.items()
-        for between in BETWEEN
+        *(
+            Case(f"{kernel} {'' if between in ('Relu', 'Clip') else between}", before_q(node, between), weights=1)
+            for node, (kernel, _) in NODES.items()
+            for between in ("", "Relu", "Clip", "Slice")
+        ),
+        *(Case(ANY, before_q(node, "Clip, not absorbed"), weights=1) for node in NODES),
     ],
     # That the float value is a graph output too does not help: int8 weights, and a float Conv on top.
     "float-weight-silently-quantized-beside-graph-output": [Case("Conv", lambda g: [g.q(c := conv(g)), c], weights=1)],

@@ -11,22 +11,20 @@ import pytest
 from onnx import TensorProto
 
 from . import qdq
-from .qdq import BYTES, ISLAND, Case, QdqGraph, build, compute_ops, conv_then, each_case, largest_difference, op_types
-
-Move = Callable[[QdqGraph, str], str]
+from .qdq import BYTES, ISLAND, Case, QdqGraph, Step, build, compute_ops, conv_then, each_case, op_types
 
 
-def op(op_type: str, **attributes: Any) -> Move:
+def op(op_type: str, **attributes: Any) -> Step:
     return lambda g, v: g.op(op_type, v, **attributes)
 
 
-def by_ints(op_type: str, *inputs: tuple[int, ...], **attributes: Any) -> Move:
+def by_ints(op_type: str, *inputs: tuple[int, ...], **attributes: Any) -> Step:
     return lambda g, v: g.op(op_type, v, *(g.ints(*each) for each in inputs), **attributes)
 
 
 PADS = (0, 0, 1, 1, 0, 0, 1, 1)
 POOL = op("MaxPool", kernel_shape=[2, 2])
-MOVES: dict[str, Move] = {
+MOVES: dict[str, Step] = {
     "Reshape": by_ints("Reshape", (1, 16, -1)),
     "Transpose": op("Transpose", perm=[0, 2, 3, 1]),
     "Flatten": op("Flatten"),
@@ -41,7 +39,7 @@ MOVES: dict[str, Move] = {
     "DepthToSpace CRD": op("DepthToSpace", blocksize=2, mode="CRD"),
 }
 REPAIRED = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "MaxPool")
-NOT_REPAIRED: dict[str, Move] = {
+NOT_REPAIRED: dict[str, Step] = {
     **{name: move for name, move in MOVES.items() if name not in REPAIRED},
     "Resize": lambda g, v: g.op("Resize", v, "", g.floats(1, 1, 2, 2), mode="nearest"),
     "Pad": by_ints("Pad", PADS),
@@ -52,7 +50,7 @@ NOT_REPAIRED: dict[str, Move] = {
     "GlobalAveragePool": op("GlobalAveragePool"),
     "ReduceMax": op("ReduceMax", axes=[2, 3]),
 }
-FLOAT: dict[str, Move] = {
+FLOAT: dict[str, Step] = {
     "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
     "GatherND": lambda g, v: g.op("GatherND", v, g.const(np.zeros((1, 2), np.int64))),
     "Trilu": op("Trilu"),
@@ -84,7 +82,7 @@ def resize(g: QdqGraph, v: str, form: str) -> str:
     return g.op("Resize", v, roi, *sizes, mode="nearest")
 
 
-BY_SCALE: dict[str, list[tuple[str, Move, int]]] = {
+BY_SCALE: dict[str, list[tuple[str, Step, int]]] = {
     "pass-through-same-scale": [(name.split()[0], move, 17) for name, move in MOVES.items()],
     "gather-same-scale": [("Gather", partial(gather, rows=rows), 17) for rows in ("scalar", "vector", "input")],
     "reducemax-same-scale": [
@@ -137,11 +135,11 @@ def test_q_behind_a_mover_alone_moves_up_to_the_conv_or_leaves_it_float(name: st
     model = conv_then(lambda g, c: g.q(move(g, c)))
     assert ("QLinearConv" in compute_ops(model)) is repaired
     assert ("Conv" in compute_ops(model)) is not repaired
-    assert not repaired or largest_difference(model) <= 8 / 255 * 1.01
+    assert not repaired or qdq.largest_difference(model) <= 8 / 255 * 1.01
 
 
 @pytest.mark.parametrize("move", [POOL, MOVES["Reshape"]])
-def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move: Move) -> None:
+def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move: Step) -> None:
     first = compute_ops(conv_then(lambda g, c: g.relu_q(move(g, g.op("Relu", c)))))
     last = compute_ops(conv_then(lambda g, c: g.relu_q(g.op("Relu", move(g, c)))))
     assert "QLinearConv" in first

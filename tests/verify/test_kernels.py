@@ -12,8 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, verify_fusion
 from tests.planning import parse
-from tests.targets.qdq import MS, Make, QdqGraph, build
-from tests.targets.test_absorption import PRODUCERS
+from tests.targets.qdq import MS, PRODUCERS, Make, QdqGraph, build, produced
 from tests.verify.expect import one, report
 
 CUSTOM = "com.microsoft."
@@ -198,7 +197,7 @@ def test_a_function_operator_between_integer_convs_is_float(op_type: str, body: 
 @pytest.mark.parametrize("clamp", ["Relu", "Clip"])
 def test_absorbed_activation(head: str, clamp: str) -> None:
     def make(g: QdqGraph) -> str:
-        y = PRODUCERS[head](g)
+        y = produced(g, head)
         return g.relu_q(g.op("Relu", y) if clamp == "Relu" else g.clip(y, 0.0, 6.0))
 
     found = of(make)
