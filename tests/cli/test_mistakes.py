@@ -71,6 +71,7 @@ quantize float.onnx DATA --save-recipe r.html --report r.html => the report is t
 quantize float.onnx DATA --cache c.json --report c.json => the calibration cache is the report itself
 quantize float.onnx DATA --cache samples.npz => The calibration cache cannot be read
 quantize float.onnx --data loader.py:samples --report loader.py => the report is the calibration data itself
+quantize float.onnx bytes.npz DATA --eval-data bytes.npz => the output is the evaluation data itself
 quantize m.onnx m.bin DATA => the output is the float model's external data itself
 explain float.onnx layer5.cnv => Did you mean 'layer5.conv'?
 verify int8.onnx --patterns tpu => tpu

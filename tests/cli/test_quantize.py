@@ -45,12 +45,13 @@ def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothin
 
 
 def test_json_is_the_whole_report(shell: Shell) -> None:
-    printed = shell.quantize("--json")
+    printed = shell.quantize("--json --report report.html")
     report = QuantizationReport.from_json(printed.out)
     assert (report.model_output, report.calibration.samples) == ("out.onnx", 12)
     assert report.plan.integer_nodes()
     assert report.size_after == len(shell.files()["out.onnx"])
-    assert printed.data["files"] == {"recipe": "out.recipe.toml"}
+    assert printed.data["files"] == {"report": "report.html", "recipe": "out.recipe.toml"}
+    assert b"5 of 5 Conv/Gemm/MatMul" in shell.files()["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_what_is_said_is_done_and_recorded_as_the_callers(shell: Shell) -> None:
     assert report["options"]["activation_type"]["source"] == "host default"
     assert report["calibration"]["method"] == "percentile"
     kernels = {k["node"]: k["integer"] for k in report["fusion"]["kernels"]}
-    assert (kernels["layer0.conv"], kernels["layer5.conv"]) == (False, True)
+    assert kernels.items() >= {"layer0.conv": False, "layer5.conv": True}.items()
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(shell: Shell) -> None:
@@ -91,11 +92,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(shell: Shell) -> None:
     assert sum(rule["nodes"] for rule in found["rules"]) == sum(found["nodes"].values())
     assert len(found["float_nodes"]) == found["nodes"]["float"]
     assert shell("quantize float.onnx --dry-run --json --format qoperator").data == found
-
-
-def test_the_html_report_is_saved(shell: Shell) -> None:
-    assert "report: report.html" in shell.quantize("--report report.html").out
-    assert "5 of 5 Conv/Gemm/MatMul" in (shell.folder / "report.html").read_text(encoding="utf-8")
 
 
 # -- held-out data and metrics
@@ -150,11 +146,6 @@ def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: 
 def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: str) -> None:
     assert message in held_out.quantize(f"--json {arguments}", code=2).err
     assert "out.onnx" not in held_out.files()
-
-
-def test_the_evaluation_data_is_not_written_over(held_out: Shell) -> None:
-    line = f"quantize float.onnx held_out.npz --data samples.npz --eval-data held_out.npz {PLAIN}"
-    assert "evaluation data" in held_out.complaint(line)
 
 
 # -- the recipe beside every output: it makes the same bytes again, and a wrong one is refused

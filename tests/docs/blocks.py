@@ -45,16 +45,11 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Returns the blocks of a page in order."""
     text = page.read_text(encoding="utf-8")
-    return [
-        Block(
-            page,
-            text.count("\n", 0, found.start("text")) + 1,
-            found["language"],
-            textwrap.dedent(found["text"]),
-            found["why"] or "",
-        )
-        for found in _FENCE.finditer(text)
-    ]
+    blocks = []
+    for found in _FENCE.finditer(text):
+        line = text.count("\n", 0, found.start("text")) + 1
+        blocks.append(Block(page, line, found["language"], textwrap.dedent(found["text"]), found["why"] or ""))
+    return blocks
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
+
+from tests import models
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +26,13 @@ def data(walkthrough: ModuleType) -> ModuleType:
     return walkthrough.cifar10_data
 
 
-def write_records(path: Path, labels: np.ndarray, images: np.ndarray) -> None:
-    planes = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    np.concatenate([labels[:, None].astype(np.uint8), planes], 1).tofile(path)
-
-
 def test_binary_version_is_read(data: ModuleType, tmp_path: Path):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (6, 32, 32, 3), np.uint8), rng.integers(0, 10, 6)
-    write_records(tmp_path / "data_batch_1.bin", labels[:2], images[:2])
-    write_records(tmp_path / "data_batch_2.bin", labels[2:4], images[2:4])
-    write_records(tmp_path / "test_batch.bin", labels[4:], images[4:])
+    planes = images.transpose(0, 3, 1, 2).reshape(6, -1)
+    records = np.concatenate([labels[:, None].astype(np.uint8), planes], 1)
+    for name, pair in zip(("data_batch_1", "data_batch_2", "test_batch"), np.split(records, 3), strict=True):
+        pair.tofile(tmp_path / f"{name}.bin")
     read = data.read_binary(tmp_path)
     np.testing.assert_array_equal(np.concatenate([read.train, read.test]), images)
     np.testing.assert_array_equal(np.concatenate([read.train_labels, read.test_labels]), labels)
@@ -72,10 +69,8 @@ def test_export_is_the_architecture_and_computes_what_the_net_computes(walkthrou
     block = ["Conv", "Relu", "Conv", "BatchNormalization", "Relu", "MaxPool"]
     assert ops == [*block, *block, *block[2:], "Flatten", "Gemm", "Relu", "Gemm"]
     shapes = {i.name: tuple(i.dims) for i in model.graph.initializer}
-    assert shapes["conv5.weight"] == (128, 64, 3, 3)
-    assert shapes["fc1.weight"] == (256, 2048)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    logits = session.run(None, {"image": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))})[0]
+    assert (shapes["conv5.weight"], shapes["fc1.weight"]) == ((128, 64, 3, 3), (256, 2048))
+    logits = models.session(model).run(None, {"image": np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))})[0]
     np.testing.assert_allclose(logits, nn.run(list(layers.values()), pixels), rtol=1e-3, atol=1e-3)
 
 
@@ -116,9 +111,8 @@ def test_from_training_to_the_table(load_example, walkthrough, tmp_path: Path, c
     load_example("cifar10_train").main([*chosen, "--epochs", "1", "--out", str(model)])
     walkthrough.main([*chosen, "--model", str(model), "--samples", "16", "--rounds", "1", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    for name in ("float32", "dynamic", "static, as in the text", "static, stock's best", "kenosis-ort"):
-        assert re.search(rf"^{name} +[0-9.]+ MB( +[0-9.]+){{3}} ", printed, re.MULTILINE), name
-    for name in ("QOperator, 8 bits", "QCDQ, 4 bits"):
+    timed = ("float32", "dynamic", "static, as in the text", "static, stock's best", "kenosis-ort")
+    for name in (*timed, "QOperator, 8 bits", "QCDQ, 4 bits"):
         assert re.search(rf"^{name} +[0-9.]+ MB( +[0-9.]+){{3}} ", printed, re.MULTILINE), name
     for name in ("QONNX, 8 bits", "QONNX, 4 bits"):
         assert re.search(rf"^{name} +[0-9.]+ MB( +-){{4}} +[0-9.]+ ", printed, re.MULTILINE), name

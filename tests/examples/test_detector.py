@@ -6,8 +6,9 @@ import re
 from types import ModuleType
 
 import numpy as np
-import onnxruntime as ort
 import pytest
+
+from tests import models
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,8 @@ def test_export_computes_what_the_net_computes(script: ModuleType):
     for _ in range(3):
         nn.run(layers, images.transpose(0, 2, 3, 1), training=True)  # moves the running statistics
     said = nn.run(layers, images.transpose(0, 2, 3, 1)).reshape(4, -1, 7)
-    session = ort.InferenceSession(net.export(layers).SerializeToString(), providers=["CPUExecutionProvider"])
     scale = np.array([[0.5, 0.25]] * 4, np.float32)
-    scores, boxes = session.run(None, {"image": images, "scale_factor": scale})
+    scores, boxes = models.session(net.export(layers)).run(None, {"image": images, "scale_factor": scale})
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-said[..., :3])).transpose(0, 2, 1), atol=1e-4)
     grid = np.stack(np.meshgrid(np.arange(8), np.arange(8)), 2).reshape(-1, 2)
     centre, half = (grid + said[..., 3:5]) * net.STRIDE, np.exp(said[..., 5:]) * net.UNIT / 2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort import Stages
+from tests.examples.conftest import ROOT
 
 pytestmark = [
     # Small settings make small nets: int8 may not pay, and a hardly trained net loses more.
@@ -78,18 +79,16 @@ def test_no_data(load_example, capsys: pytest.CaptureFixture[str]):
     load_example("no_data").main([])
     printed = capsys.readouterr().out
     assert "input 'image'" in printed
-    made_up = numbers(r"made-up data +accuracy ([0-9.]+), SQNR ([0-9.]+)", printed)
-    real = numbers(r"real data +accuracy ([0-9.]+), SQNR ([0-9.]+)", printed)
-    assert made_up[0] >= real[0] - 0.01
-    assert made_up[1] >= 25
+    (made_up, decibel), (real, _) = (
+        numbers(rf"{kind} data +accuracy ([0-9.]+), SQNR ([0-9.]+)", printed) for kind in ("made-up", "real")
+    )
+    assert (made_up >= real - 0.01, decibel >= 25) == (True, True)
 
 
 def test_ablation(load_example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     script = load_example("ablation")
     every = script.cases()
-    assert every["all stages"] == Stages()
-    assert every["none (stock)"] == Stages.none()
-    assert len(every) == 8
+    assert (every["all stages"], every["none (stock)"], len(every)) == (Stages(), Stages.none(), 8)
     few = {name: every[name] for name in ("all stages", "without placement")}
     monkeypatch.setattr(script, "cases", lambda: few)
     script.main(["--rounds", "1"])
@@ -133,9 +132,6 @@ def test_labels_and_budget(load_example, capsys: pytest.CaptureFixture[str], tmp
     assert unseen - ours <= 0.02
 
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
 @pytest.mark.parametrize("name", ["drop_in_before", "drop_in_after"])
 def test_runs(load_example, name: str, capsys: pytest.CaptureFixture[str]):
     load_example(name).main()
@@ -145,14 +141,10 @@ def test_runs(load_example, name: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_one_line_differs():
-    before, after = (
-        (EXAMPLES / f"drop_in_{name}.py").read_text(encoding="utf-8").splitlines() for name in ("before", "after")
-    )
-    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-    assert changed == [
-        "- from onnxruntime.quantization import quantize_static",
-        "+ from kenosis_ort import quantize_static",
-    ]
+    texts = [(ROOT / "examples" / f"drop_in_{name}.py").read_text(encoding="utf-8") for name in ("before", "after")]
+    changed = [line for line in difflib.ndiff(*(text.splitlines() for text in texts)) if line[0] in "+-"]
+    modules = ("- from onnxruntime.quantization", "+ from kenosis_ort")
+    assert changed == [f"{module} import quantize_static" for module in modules]
 
 
 ROW = re.compile(r"^(.+?), (stock|patched) +(\d+) of (\d+) +(-?[0-9.]+) dB +([0-9.]+)x$", re.MULTILINE)

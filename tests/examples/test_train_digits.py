@@ -7,10 +7,10 @@ from types import ModuleType
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from kenosis_ort.demo import load_digits, model_path
+from tests import models
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,7 @@ def test_export_computes_what_the_net_computes(script: ModuleType):
     x = rng.random((16, 8, 8, 1), np.float32)
     for _ in range(3):
         script.run(net, x, training=True)  # moves the running statistics
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(script.export(net).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    logits = session.run(None, {"image": x.transpose(0, 3, 1, 2)})[0]
+    logits = models.session(script.export(net)).run(None, {"image": x.transpose(0, 3, 1, 2)})[0]
     np.testing.assert_allclose(logits, script.run(net, x), rtol=1e-3, atol=1e-3)
 
 
@@ -102,15 +99,11 @@ def test_jitter_moves_whole_images_by_at_most_a_pixel(script: ModuleType):
     assert set(map(tuple, where)) == {(i, j) for i in (3, 4, 5) for j in (3, 4, 5)}
 
 
-def test_shipped_files_are_small():
+def test_shipped_files_are_small_and_images_as_described_and_held_out():
     sizes = [files("kenosis_ort.demo").joinpath(name) for name in ("digits_cnn.onnx", "digits.npz")]
     assert sum(len(path.read_bytes()) for path in sizes) < 600_000
-
-
-def test_images_are_as_described_and_held_out():
     digits = load_digits()
-    assert digits.calibration.shape == (100, 1, 8, 8)
-    assert digits.images.shape == (600, 1, 8, 8)
+    assert (digits.calibration.shape, digits.images.shape) == ((100, 1, 8, 8), (600, 1, 8, 8))
     assert digits.calibration.dtype == digits.images.dtype == np.float32
     assert (digits.images.min(), digits.images.max()) == (0, 1)
     assert set(digits.labels) == set(range(10))
@@ -122,9 +115,8 @@ def test_net_is_trained_and_holds_the_operators_that_matter():
     digits = load_digits()
     with model_path() as path:
         model = onnx.load(path)
-        session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     onnx.checker.check_model(model, full_check=True)
     expected = {"Conv", "BatchNormalization", "Relu", "MaxPool", "Add", "Flatten", "Gemm"}
     assert {node.op_type for node in model.graph.node} == expected
-    answers = session.run(None, {"image": digits.images})[0].argmax(1)
+    answers = models.session(model).run(None, {"image": digits.images})[0].argmax(1)
     assert (answers == digits.labels).mean() >= 0.97

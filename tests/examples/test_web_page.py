@@ -12,15 +12,10 @@ import pytest
 from kenosis_ort.targets.ort_web import VARIABLE, missing
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
 
 
 def test_it_says_what_is_missing(load_example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -42,7 +37,7 @@ def test_the_page_runs_the_quantized_net(load_example, tmp_path: Path):
     try:
         with api.sync_playwright() as playwright:
             browser = playwright.chromium.launch_persistent_context(
-                str(tmp_path / "profile"), executable_path=executable, args=list(ARGUMENTS)
+                str(tmp_path / "profile"), executable_path=executable, args=ARGUMENTS
             )
             page = browser.new_page()
             page.goto(f"http://127.0.0.1:{serving.server_port}/")

@@ -37,14 +37,11 @@ IF = """z = If (f) <then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) },
                    else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }>"""
 
 
-@pytest.mark.parametrize(
-    ("activation", "low", "high"),
-    [
-        ("Relu (c)", 0.0, None), ("Clip (c, zero, six)", 0.0, 6.0), ("Clip (c, zero)", 0.0, None),
-        ("Clip (c, , six)", None, 6.0), ("Clip (c, low, one)", -1.0, 1.0),
-        ("Clip (c, zero, largest)", 0.0, None),  # as exporters write a one-sided Clip
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("activation", "low", "high"), [
+    ("Relu (c)", 0.0, None), ("Clip (c, zero, six)", 0.0, 6.0), ("Clip (c, zero)", 0.0, None),
+    ("Clip (c, , six)", None, 6.0), ("Clip (c, low, one)", -1.0, 1.0),
+    ("Clip (c, zero, largest)", 0.0, None),  # as exporters write a one-sided Clip
+])  # fmt: skip
 def test_an_activation_behind_a_conv_vanishes(activation: str, low: float | None, high: float | None) -> None:
     found, name = absorption(conv_then(f"y = {activation}"), BOUNDS), f"{activation.split()[0]}_y"
     assert (found.limits, found.refused) == ({"y": RangeLimit("y", low, high)}, {})
@@ -59,21 +56,18 @@ def test_other_producers(producer: str) -> None:
     assert list(absorption(text).limits) == ["y"]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "said"),
-    [
-        (conv_then("y = Relu (c) z = Neg (c)", "y, z"), {}, "second consumer"),
-        (conv_then(f"y = Relu (c) f = Cast <to = 9> (one) {IF}", "y, z"), {}, "second consumer"),
-        (conv_then("y = Relu (c)", "y, c"), {}, "output of the graph"),
-        (conv_then("y = Clip (c, one, six)"), {}, "leave out 0"),
-        (conv_then("m = ReduceMax <keepdims = 0> (x) y = Clip (c, zero, m)"), {}, "computed at run time"),
-        ("(float[1,3] x) => (y) { y = Relu (x) }", {}, "no requantization"),
-        (conv_then("p = MaxPool <kernel_shape = [2,2]> (c) y = Relu (p)"), {}, "no requantization"),
-        (conv_then("s = Sigmoid (c) y = Relu (s)"), {}, "no requantization"),
-        (conv_then("y = Relu (c)"), {"nodes_to_exclude": frozenset({"Conv_c"})}, "no requantization"),
-        (conv_then("y = Relu (c)"), {"activation_symmetric": True}, "symmetric"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "options", "said"), [
+    (conv_then("y = Relu (c) z = Neg (c)", "y, z"), {}, "second consumer"),
+    (conv_then(f"y = Relu (c) f = Cast <to = 9> (one) {IF}", "y, z"), {}, "second consumer"),
+    (conv_then("y = Relu (c)", "y, c"), {}, "output of the graph"),
+    (conv_then("y = Clip (c, one, six)"), {}, "leave out 0"),
+    (conv_then("m = ReduceMax <keepdims = 0> (x) y = Clip (c, zero, m)"), {}, "computed at run time"),
+    ("(float[1,3] x) => (y) { y = Relu (x) }", {}, "no requantization"),
+    (conv_then("p = MaxPool <kernel_shape = [2,2]> (c) y = Relu (p)"), {}, "no requantization"),
+    (conv_then("s = Sigmoid (c) y = Relu (s)"), {}, "no requantization"),
+    (conv_then("y = Relu (c)"), {"nodes_to_exclude": frozenset({"Conv_c"})}, "no requantization"),
+    (conv_then("y = Relu (c)"), {"activation_symmetric": True}, "symmetric"),
+])  # fmt: skip
 def test_refusals(text: str, options: dict[str, Any], said: str) -> None:
     found = absorption(text, BOUNDS, **options)
     assert found.limits == {}

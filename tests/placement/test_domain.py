@@ -187,22 +187,18 @@ def test_the_callers_word_counts() -> None:
         secondary(declared, ["imge"])
 
 
-@pytest.mark.parametrize(
-    ("text", "found", "why"),
-    [
-        # The flood of a mask stops where it meets the data.
-        ("(float[1,3,8,8] x, float[1,1,1,8] mask) => (y) { h = Mul (mask, half) a = Add (x, h) y = Neg (a) }",
-         "Mul_h Add_a", "mixes main data with a protected tensor"),
-        ("""(float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z)
-            { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y", ""),
-        # The bound of a Clip is computed from the data: the chain to it is float, the data are not protected.
-        ("(float[1,3,8,8] x) => (y) { m = ReduceMax <keepdims = 0> (x) h = Mul (m, half) y = Clip (x, zero, h) }",
-         "Mul_h ReduceMax_m", "computes a shape, a bound or an index, not data"),
-        # What steers and feeds is data.
-        ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", "", ""),
-    ],
-    ids=["mask", "shape", "bound", "both"],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "found", "why"), [
+    # The flood of a mask stops where it meets the data.
+    ("(float[1,3,8,8] x, float[1,1,1,8] mask) => (y) { h = Mul (mask, half) a = Add (x, h) y = Neg (a) }",
+     "Mul_h Add_a", "mixes main data with a protected tensor"),
+    ("""(float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z)
+        { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y", ""),
+    # The bound of a Clip is computed from the data: the chain to it is float, the data are not protected.
+    ("(float[1,3,8,8] x) => (y) { m = ReduceMax <keepdims = 0> (x) h = Mul (m, half) y = Clip (x, zero, h) }",
+     "Mul_h ReduceMax_m", "computes a shape, a bound or an index, not data"),
+    # What steers and feeds is data.
+    ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", "", ""),
+], ids=["mask", "shape", "bound", "both"])  # fmt: skip
 def test_what_only_steers_stays_float(text: str, found: str, why: str) -> None:
     known = {name: np.float32(value) for name, value in (("half", 0.5), ("zero", 0)) if name in text}
     protected = protect(view_of(text, known), None)

@@ -21,25 +21,22 @@ def only(text: str, weights: dict[str, Any] | None = None, **options: Any) -> tu
     return c.role, c.rule, c.reason
 
 
-@pytest.mark.parametrize(
-    ("net", "rule", "said"),
-    [
-        ("float[1,3,8,8] x, float[4,3,1,1] w) => (y) { y = Conv (x, w) }", "conv-integer", "constant weight"),
-        ("float[1,3,8,8] x, float[4] b) => (y) <float[4,3,1,1] w> { y = Conv (x, w, b) }", "conv-integer",
-         "not a constant"),
-        ("float[2,3] x) => (y) <float[3,4] w> { y = Gemm <alpha = 0.5> (x, w) }", "gemm-integer", "alpha"),
-        ("float[3,2] x) => (y) <float[3,4] w> { y = Gemm <transA = 1> (x, w) }", "gemm-integer", "transposed"),
-        *((f"float[2,3] x) => (y) <float[3,4] w, {bias} b> {{ y = Gemm (x, w, b) }}", "gemm-integer",
-           "one value a channel") for bias in ("float[2,4]", "float[1]")),
-        ("float[2,3] x, float[3,4] v) => (y) { y = MatMul (x, v) }", "matmul-activations", "constant weight"),
-        ("float[2,3] x) => (y) <float[3] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
-        ("float[2,5,3] x) => (y) <float[2,3,4] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
-        ("int32[2,3] x) => (int32[2,4] y) <int32[3,4] w> { y = MatMul (x, w) }", "not-float32", "float32"),
-        ("float[1,3] x) => (y) { y = Softmax (x) }", "softmax-lut", "QLinearSoftmax"),
-        ("float[1,3] x) => (y) { y = Round (x) }", "unsupported-op", "no integer kernel for Round"),
-        ("float[1,3] x) => (float[1,3] y) { y = com.microsoft.Rfft (x) }", "unsupported-op", "com.microsoft.Rfft"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("net", "rule", "said"), [
+    ("float[1,3,8,8] x, float[4,3,1,1] w) => (y) { y = Conv (x, w) }", "conv-integer", "constant weight"),
+    ("float[1,3,8,8] x, float[4] b) => (y) <float[4,3,1,1] w> { y = Conv (x, w, b) }", "conv-integer",
+     "not a constant"),
+    ("float[2,3] x) => (y) <float[3,4] w> { y = Gemm <alpha = 0.5> (x, w) }", "gemm-integer", "alpha"),
+    ("float[3,2] x) => (y) <float[3,4] w> { y = Gemm <transA = 1> (x, w) }", "gemm-integer", "transposed"),
+    *((f"float[2,3] x) => (y) <float[3,4] w, {bias} b> {{ y = Gemm (x, w, b) }}", "gemm-integer",
+       "one value a channel") for bias in ("float[2,4]", "float[1]")),
+    ("float[2,3] x, float[3,4] v) => (y) { y = MatMul (x, v) }", "matmul-activations", "constant weight"),
+    ("float[2,3] x) => (y) <float[3] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
+    ("float[2,5,3] x) => (y) <float[2,3,4] w> { y = MatMul (x, w) }", "matmul-integer", "not a matrix"),
+    ("int32[2,3] x) => (int32[2,4] y) <int32[3,4] w> { y = MatMul (x, w) }", "not-float32", "float32"),
+    ("float[1,3] x) => (y) { y = Softmax (x) }", "softmax-lut", "QLinearSoftmax"),
+    ("float[1,3] x) => (y) { y = Round (x) }", "unsupported-op", "no integer kernel for Round"),
+    ("float[1,3] x) => (float[1,3] y) { y = com.microsoft.Rfft (x) }", "unsupported-op", "com.microsoft.Rfft"),
+])  # fmt: skip
 def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None:
     role, found, reason = only(f"({net}")
     assert (role, found) == (Role.FLOAT, rule)

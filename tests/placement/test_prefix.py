@@ -41,30 +41,27 @@ def float_convs(text: str, **options: object) -> str:
 GATED = "g = GlobalAveragePool (a) e = Conv (g, t) h = Sigmoid (e) m = Mul (a, h) p = Conv (m, u)"
 
 
-@pytest.mark.parametrize(
-    ("text", "convs"),
-    [
-        # The stem and the depthwise Conv behind it, through light nodes.
-        *((stem(between), "cd") for between in ("r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)",
-                                                "s = Sigmoid (c) r = Mul (c, s)", "r = LeakyRelu (c)")),
-        # Others are no stem: of many channels, before a dense Conv, a pool, two Convs, an output, a second Conv.
-        (stem(channels=16), ""),
-        (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
-        (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""),
-        (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
-        (stem(outputs="y, r"), ""),
-        (net(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
-        # A net of nothing else is integer.
-        (net(f"y = {DEPTHWISE} (c, v)"), ""),
-        # The projection joins them where it does not widen; a residual around them takes all three.
-        (mobile("y = Conv (p, t)"), "cdp"),
-        (mobile("y = Conv (p, t)", wide=16), "cd"),
-        (mobile("s = Add (r, p) y = Conv (s, t)"), "cdp"),
-        # A sum with anything else takes none, and a gate between them leaves the projection integer.
-        (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
-        (mobile("y = Conv (p, t)", GATED), "cd"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "convs"), [
+    # The stem and the depthwise Conv behind it, through light nodes.
+    *((stem(between), "cd") for between in ("r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)",
+                                            "s = Sigmoid (c) r = Mul (c, s)", "r = LeakyRelu (c)")),
+    # Others are no stem: of many channels, before a dense Conv, a pool, two Convs, an output, a second Conv.
+    (stem(channels=16), ""),
+    (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
+    (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""),
+    (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
+    (stem(outputs="y, r"), ""),
+    (net(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
+    # A net of nothing else is integer.
+    (net(f"y = {DEPTHWISE} (c, v)"), ""),
+    # The projection joins them where it does not widen; a residual around them takes all three.
+    (mobile("y = Conv (p, t)"), "cdp"),
+    (mobile("y = Conv (p, t)", wide=16), "cd"),
+    (mobile("s = Add (r, p) y = Conv (s, t)"), "cdp"),
+    # A sum with anything else takes none, and a gate between them leaves the projection integer.
+    (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
+    (mobile("y = Conv (p, t)", GATED), "cd"),
+])  # fmt: skip
 def test_convs_left_float(text: str, convs: str) -> None:
     assert float_convs(text) == convs
 

@@ -41,18 +41,10 @@ def as_in_existing_scripts(model: onnx.ModelProto) -> None:
     quantize_static("float.onnx", "int8.onnx", MyReader([]))
     quantize_static(Path("float.onnx"), Path("int8.onnx"), MyReader([]), QuantFormat.QDQ, ["Conv"], True, False)
     quantize_static(
-        model,
-        "int8.onnx",
-        MyReader([]),
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        per_channel=True,
-        reduce_range=False,
-        nodes_to_exclude=["head"],
-        calibrate_method=CalibrationMethod.Percentile,
-        extra_options={"CalibPercentile": 99.9},
-        calibration_cache_path=Path("ranges.json"),
-    )
+        model, "int8.onnx", MyReader([]), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+        per_channel=True, reduce_range=False, nodes_to_exclude=["head"], calibrate_method=CalibrationMethod.Percentile,
+        extra_options={"CalibPercentile": 99.9}, calibration_cache_path=Path("ranges.json"),
+    )  # fmt: skip
     quantize("float.onnx", "int8.onnx", StaticQuantConfig(MyReader([])), protect_outputs="float")
 
 
@@ -62,17 +54,10 @@ def show(done: int, total: int | None) -> None:
 
 def with_extras() -> QuantizationReport:
     return quantize_static(
-        "float.onnx",
-        "int8.onnx",
-        ImageFolderReader("pictures", input_name="image", size=(224, 224)),
-        target="ort-cpu",
-        protect_outputs="int8",
-        primary_inputs=("image",),
-        custom_op_libraries=["lib.so"],
-        progress=show,
-        verify=True,
-        stages=Stages(nudge=False),
-    )
+        "float.onnx", "int8.onnx", ImageFolderReader("pictures", input_name="image", size=(224, 224)),
+        target="ort-cpu", protect_outputs="int8", primary_inputs=("image",), custom_op_libraries=["lib.so"],
+        progress=show, verify=True, stages=Stages(nudge=False),
+    )  # fmt: skip
 
 
 def read_the_report(report: QuantizationReport) -> tuple[float, list[str]]:
