@@ -190,8 +190,7 @@ def read_model(
         kind = "qop"
     elif kind == "qdq" and _has_integer_clip(model):
         kind = "qcdq"
-    model = from_qop(model)
-    model = to_signed(fold_layouts(from_qdq(from_qcdq(model))))
+    model = to_signed(fold_layouts(from_qdq(from_qcdq(from_qop(model))))).finish()
     if as_float:
         model = to_float(model)
     infer_again(model)

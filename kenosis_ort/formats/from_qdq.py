@@ -35,7 +35,7 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 _INTEGERS = (np.int8, np.uint8)
 
 
-def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
+def from_qcdq(model: onnx.ModelProto | Edits) -> Edits:
     """The model with QuantizeLinear and integer Clip of constants performed.
 
     Args:
@@ -51,9 +51,9 @@ def from_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
             width = width_of(low, high, signed=integers.dtype == np.int8)
             if width is not None:
                 datatype = f"{'' if integers.dtype == np.int8 else 'U'}INT{width[0]}"
-                annotate(model.graph, node.outputs[0].name or "", datatype)
+                annotate(live.proto.graph, node.outputs[0].name or "", datatype)
         live.replace(node, integers)
-    return live.finish()
+    return live
 
 
 def _quantized(node: ir.Node, live: Edits) -> Array | None:
@@ -89,7 +89,7 @@ def _quantized(node: ir.Node, live: Edits) -> Array | None:
 _HALF: Final = 128
 
 
-def to_unsigned(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_unsigned(model: onnx.ModelProto | Edits) -> Edits:
     """The model with uint8 for int8 in activations, and in constants that meet them in other operators.
 
     Args:
@@ -98,7 +98,7 @@ def to_unsigned(model: onnx.ModelProto) -> onnx.ModelProto:
     return _Mover(model, signed=False).move()
 
 
-def to_signed(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_signed(model: onnx.ModelProto | Edits) -> Edits:
     """The model with int8 for uint8 in activations whose zero point is 128.
 
     Args:
@@ -108,12 +108,12 @@ def to_signed(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 class _Mover(Edits):
-    def __init__(self, model: onnx.ModelProto, *, signed: bool) -> None:
+    def __init__(self, model: onnx.ModelProto | Edits, *, signed: bool) -> None:
         super().__init__(model, copied=False)
         self._signed = signed
         self._moved: dict[ir.Value, ir.Value] = {}
 
-    def move(self) -> onnx.ModelProto:
+    def move(self) -> Edits:
         """The model."""
         activations: set[ir.Value] = set()
         declared = declared_datatypes(self.proto.graph)
@@ -135,7 +135,7 @@ class _Mover(Edits):
                 self._move(node, 2)
         for value in activations:
             self.forget_shape(value)
-        return self.finish()
+        return self
 
     def _is_to_move(self, node: ir.Node) -> bool:
         """Whether the integers of a Q or DQ are of the type to leave."""
@@ -204,7 +204,7 @@ def is_dequantize(node: onnx.NodeProto | ir.Node) -> bool:
     return node.op_type == "DequantizeLinear" and node.domain in (*MAIN_DOMAINS, MICROSOFT)
 
 
-def from_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
+def from_qdq(model: onnx.ModelProto | Edits) -> Edits:
     """The model with every Q and DQ of constant parameters in the canonical spelling.
 
     What is beyond it (scales by block, floating types of 8 and 4 bits) stays as it is; the writers say so.
@@ -216,12 +216,12 @@ def from_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 class _Reader(Edits):
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto | Edits) -> None:
         super().__init__(model, copied=False)
         self._widened: dict[ir.Value, ir.Value] = {}  # integers of a small type -> those of eight bits
         self._spelled: dict[tuple[ir.Value, ir.Value | None, int | None, int], tuple[ir.Value, ir.Value]] = {}
 
-    def run(self) -> onnx.ModelProto:
+    def run(self) -> Edits:
         seen: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
         for node in self.nodes:
             if not is_quantize(node) and not is_dequantize(node):
@@ -235,7 +235,7 @@ class _Reader(Edits):
             if first is not value and self.constant(node.inputs[0]) is None:
                 self.redirect(value, first)
                 self.remove(node)
-        return self.finish()
+        return self
 
     def _respell(self, node: ir.Node) -> None:
         """Gives a node its canonical spelling, where it has one."""

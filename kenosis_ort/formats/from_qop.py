@@ -97,7 +97,7 @@ _DYNAMIC: Final = frozenset(
 )
 
 
-def from_qop(model: onnx.ModelProto) -> onnx.ModelProto:
+def from_qop(model: onnx.ModelProto | Edits) -> Edits:
     """The model with its quantized operators written as float ones between DQ and Q.
 
     Args:
@@ -115,13 +115,13 @@ _Parameters = tuple[ir.Value, ir.Value | None]
 class _Reader(Edits):
     """Writes one quantized operator after the other."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto | Edits) -> None:
         super().__init__(model, copied=False)
         self._dequantized: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
         self._scalars: dict[tuple[ir.Value, bool], ir.Value] = {}
         self._grids: dict[ir.Value | None, _Parameters] = {}  # integers -> scale and zero point
 
-    def run(self) -> onnx.ModelProto:
+    def run(self) -> Edits:
         for node in self.nodes:
             operator = node.op_type.removeprefix(f"{MICROSOFT}.")
             row = OPERATORS.get(operator)
@@ -139,7 +139,7 @@ class _Reader(Edits):
                 self._grids[node.outputs[0]] = (required(node, 1), optional(node, 2))
             elif operator == "Clip" and node.inputs[0] in self._grids:
                 self._grids[node.outputs[0]] = self._grids[node.inputs[0]]
-        return self.finish()
+        return self
 
     # -- parts --------------------------------------------------------------------------------------------------
 

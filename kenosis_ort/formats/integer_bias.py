@@ -37,7 +37,7 @@ FLOAT_LAYERS: Final = having(Is.HEAVY) - having(Is.FUSED) - having(Is.INTEGER)
 _SOURCES: Final = frozenset({*FLOAT_LAYERS, "Add", "BatchNormalization", "Div", "Mul", "Sub"})
 
 
-def carry_pairs(model: onnx.ModelProto) -> onnx.ModelProto:
+def carry_pairs(model: onnx.ModelProto | Edits) -> Edits:
     """The model with its pairs repeated around operators that move values.
 
     Args:
@@ -46,7 +46,7 @@ def carry_pairs(model: onnx.ModelProto) -> onnx.ModelProto:
     carrier = _Carrier(model, copied=False)
     carrier.carry_back()
     carrier.carry_forward()
-    return carrier.finish()
+    return carrier
 
 
 def is_data_movement(node: ir.Node) -> bool:

@@ -25,7 +25,7 @@ from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 
-def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
+def fold_layouts(model: onnx.ModelProto | Edits) -> Edits:
     """The model with its quantized constants laid out as their readers want them.
 
     Args:
@@ -33,7 +33,7 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     live = Edits(model, copied=False)
     constants: set[ir.Value] = set()  # what DQs of constants write
-    declared = declared_datatypes(model.graph)
+    declared = declared_datatypes(live.proto.graph)
     for node in live.nodes:
         source = optional(node, 0)
         maker = source.producer() if source is not None and source in constants else None
@@ -50,9 +50,9 @@ def fold_layouts(model: onnx.ModelProto) -> onnx.ModelProto:
                 constants.add(node.outputs[0])
                 if old in declared:
                     declared[new.name or ""] = declared[old]
-                    annotate(model.graph, new.name or "", declared[old])
+                    annotate(live.proto.graph, new.name or "", declared[old])
     live.remove_unread(lambda node: node.outputs[0] in constants)
-    return live.finish()
+    return live
 
 
 def _laid_out(node: ir.Node, source: ir.Node, live: Edits) -> tuple[Array, int | None] | None:

@@ -19,7 +19,7 @@ from kenosis_ort.errors import ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import constant_value
 from kenosis_ort.graph.live import LiveGraph, required
-from kenosis_ort.graph.outside import array_in
+from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import all_graphs, all_nodes, subgraphs
@@ -103,7 +103,7 @@ def refuse(node: ir.Node, clause: str, fix: str | None = None) -> NoReturn:
     raise UnsupportedModelError(clause[0].upper() + clause[1:] + ".", where=label(node), fix=fix)
 
 
-def is_qonnx(node: onnx.NodeProto | ir.Node) -> bool:
+def is_qonnx(node: onnx.NodeProto) -> bool:
     """Whether a node is of one of QONNX' domains, whatever its operator."""
     return node.domain in DOMAINS or node.domain == CHANNELS_LAST
 
@@ -269,6 +269,8 @@ def spell_out(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: A model that `check_nodes` passed; not changed.
     """
+    if not any(map(is_qonnx, model.graph.node)):
+        return copy_model(model)
     live = Edits(model)
     for node in live.nodes:
         if node.domain in DOMAINS:

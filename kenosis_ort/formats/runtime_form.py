@@ -47,26 +47,26 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
         types: What the kernels take.
     """
     rewritten = _Layers(integer_bias.carry_pairs(model), types.largest_pair).run()
-    return rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)
+    return (rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)).finish()
 
 
 class _Layers(Edits):
     """Takes constants behind the layers into their weights and biases."""
 
-    def __init__(self, model: onnx.ModelProto, largest_pair: int | None) -> None:
+    def __init__(self, model: onnx.ModelProto | Edits, largest_pair: int | None) -> None:
         super().__init__(model, copied=False)
         self._largest_pair = largest_pair
-        self._declared = declared_datatypes(model.graph)
+        self._declared = declared_datatypes(self.proto.graph)
 
-    def run(self) -> onnx.ModelProto:
-        """The model, its layers rewritten."""
+    def run(self) -> Edits:
+        """The graph, its layers rewritten."""
         for node in self.nodes:
             if node.op_type in integer_bias.FLOAT_LAYERS and node.domain in MAIN_DOMAINS:
                 weight = self._weight(node)
                 if weight is not None:
                     self._absorb(node, weight)
         self.remove_unread(is_dequantize)
-        return self.finish()
+        return self
 
     def _weight(self, node: ir.Node) -> ir.Node | None:
         """The DQ of a layer's constant weights."""

@@ -270,17 +270,24 @@ class Edits(LiveGraph):
     """A quantized model whose nodes become others.
 
     Args:
-        model: The model.
+        model: The model, or its edits so far: one step goes on with the graph that another one leaves.
         copied: It is not changed; `write` and `finish` make a copy.
 
     Attributes:
         makers: The nodes that the graph came with, by the names of the values that they write.
     """
 
-    def __init__(self, model: onnx.ModelProto, *, copied: bool = True) -> None:
-        super().__init__(model, copied=copied)
-        self._is_written = not copied  # a copy in any case
-        self._names |= all_names(model)  # those in bodies too
+    def __init__(self, model: onnx.ModelProto | Edits, *, copied: bool = True) -> None:
+        if isinstance(model, Edits):
+            model.settle()
+            vars(self).update(vars(model))
+            taken = self._names
+            self.begin(())
+        else:
+            super().__init__(model, copied=copied)
+            self._is_written = not copied  # a copy in any case
+            taken = all_names(model)  # those in bodies too
+        self._names |= taken
         self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
 
     def store(self, array: npt.ArrayLike, base: str) -> ir.Value:

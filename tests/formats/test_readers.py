@@ -184,7 +184,7 @@ def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(be
         w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6),
         **zero,
     )
-    found = to_unsigned(copy_model(model))
+    found = to_unsigned(copy_model(model)).finish()
     types = {tensor.name: numpy_helper.to_array(tensor).dtype.name for tensor in found.graph.initializer}
     q, wd = (next(n for n in found.graph.node if n.output[0] == name) for name in ("q", "wd"))
     assert [types[name] for name in (q.input[2], wd.input[0], wd.input[2])] == ["uint8", weight, weight]
@@ -198,7 +198,7 @@ def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
     )
     model.graph.input.append(helper.make_tensor_value_info("lo", TensorProto.UINT8, []))
     before = list(model.graph.node)
-    assert list(to_signed(copy_model(model)).graph.node) == before
+    assert list(to_signed(copy_model(model)).finish().graph.node) == before
 
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():

@@ -151,7 +151,7 @@ def test_a_relu_whose_quantizer_reaches_below_zero_stays():
     net = Net()
     model = net.of(net.quant(net.op("Relu", [net.op("Flatten", [convolution(net)])]), 0.2))
     canonical = read_model(model).canonical
-    carried = carry_pairs(copy_model(canonical))
+    carried = carry_pairs(copy_model(canonical)).finish()
     assert operators(carried)["Relu"] == 1
     same(carried, canonical)
 
