@@ -16,22 +16,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import preview, quantize_static
-from kenosis_ort.errors import (
-    CalibrationError,
-    OptionError,
-    RuntimeEndedError,
-    UnsupportedModelError,
-    VerificationError,
-)
+from kenosis_ort import errors, preview, quantize_static
+from kenosis_ort.errors import CalibrationError, OptionError, RuntimeEndedError, VerificationError
 from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.plan import How, Kind
-from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.runtime.session import open_session
+from kenosis_ort.plan import How, Kind, RangeLimit
+from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.proof import FusionReport, Status
-from kenosis_ort.targets.qnn import htp_proof as proof
+from kenosis_ort.targets.proof import Status
 from kenosis_ort.targets.qnn import htp_proof as runtime
 from kenosis_ort.targets.qnn.htp_proof import PROVIDER, Answer, prove, report_of
 from tests import models
@@ -56,24 +48,24 @@ def net_of(body: Callable[[Net, str], str], shape: tuple[int, ...] = IMAGE, opse
     return net.model()
 
 
-def made(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[QuantizationReport, Written]:
+def made(model: onnx.ModelProto, folder: Path, **options: Any) -> Written:
     """Quantizes for HTP, without passes."""
-    written = Written(model, folder, "qnn", **{"rewrites": False, **options})
-    return written.report, written
+    return Written(model, folder, "qnn", **{"rewrites": False, **options})
 
 
-def left(report: FusionReport) -> dict[str, str]:
+def left(written: Written) -> dict[str, str]:
     """Returns what became of each node that is left after loading."""
-    return {k.node: k.status.value for k in report.kernels if k.status not in (Status.REMOVED, Status.OTHER)}
+    assert written.report.fusion is not None, written.report.warnings
+    kernels = written.report.fusion.kernels
+    return {k.node: k.status.value for k in kernels if k.status not in (Status.REMOVED, Status.OTHER)}
 
 
 def runs_whole(model: onnx.ModelProto, folder: Path, *, wide: bool = True) -> None:
     """Checks that every node of a net runs on integers on HTP, in 8 bits and, where that goes, in 16."""
     for options in ({}, {"activation_type": WIDE}) if wide else ({},):
-        report, _ = made(model, folder, **options)
-        assert report.fusion is not None, report.warnings
-        assert left(report.fusion)
-        assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
+        found = left(made(model, folder, **options))
+        assert found
+        assert set(found.values()) <= {"integer", "absorbed"}, found
 
 
 def unary(*names: str) -> Callable[[Net, str], str]:
@@ -149,9 +141,8 @@ def test_an_example_is_planned_whole(rule: str) -> None:
 
 @simulated
 def test_rule_qnn_matmul(tmp_path: Path) -> None:
-    report, written = made(net_of(lambda net, x: net.op("MatMul", [x, net.weight([8, 4])]), (2, 3, 8)), tmp_path)
-    assert report.fusion is not None
-    assert list(left(report.fusion).values()) == ["integer"]
+    written = made(net_of(lambda net, x: net.op("MatMul", [x, net.weight([8, 4])]), (2, 3, 8)), tmp_path)
+    assert list(left(written).values()) == ["integer"]
     weights = next(t for t in written.model.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
     assert [len(t.dims) for t in written.model.graph.initializer if t.name == f"{weights.name[:-10]}_scale"] == [1]
 
@@ -159,10 +150,8 @@ def test_rule_qnn_matmul(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "grid"), [("Sigmoid", (1 / 65536, 0)), ("Tanh", (1 / 32768, 32768))])
 def test_one_grid_in_sixteen_bits(name: str, grid: tuple[float, int], tmp_path: Path) -> None:
     model = net_of(lambda net, x: net.op("Relu", [net.op(name, [x], out="y")]))
-    _, wide = made(model, tmp_path, activation_type=WIDE, verify=False)
-    assert wide.grids["y"] == grid
-    _, narrow = made(model, tmp_path, verify=False)
-    assert narrow.grids["y"][0] < grid[0] * 256  # the range that was observed
+    assert made(model, tmp_path, activation_type=WIDE, verify=False).grids["y"] == grid
+    assert made(model, tmp_path, verify=False).grids["y"][0] < grid[0] * 256  # the range that was observed
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_type": WIDE}])
@@ -171,8 +160,7 @@ def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tm
         probabilities = net.op("Transpose", [net.op("Softmax", [x], out="p")], perm=[0, 1, 3, 2], out="t")
         return net.op("Concat", [probabilities, net.op("Mul", [x, net.const(np.float32(0.02))])], out="y", axis=1)
 
-    _, written = made(net_of(body), tmp_path, verify=False, **options)
-    found = written.grids
+    found = made(net_of(body), tmp_path, verify=False, **options).grids
     assert found["p"] == found["t"] != found["y_QuantizeLinear_Input"]
     assert found["p"][1] == 0
     scale, zero_point = found["y_QuantizeLinear_Input"]  # covers what it reads: HTP's Concat would wrap around
@@ -183,12 +171,10 @@ def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tm
 def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path: Path) -> None:
     """HTP would compute half of the range away, without a word."""
     model = net_of(lambda net, x: net.op("Softmax", [net.op("Neg", [x], out="n")], out="p"))
-    report, written = made(model, tmp_path, extra_options={"ActivationSymmetric": True}, verify=False)
-    found = written.grids
-    (softmax,) = (grid for name, grid in found.items() if name.startswith("p"))
-    assert softmax[1] == 0
-    assert found["n"][1] in (127, 128)
-    assert any("ActivationSymmetric is not kept for 'p'" in note for note in report.notes)
+    written = made(model, tmp_path, extra_options={"ActivationSymmetric": True}, verify=False)
+    assert [zero for name, (_, zero) in written.grids.items() if name.startswith("p")] == [0]
+    assert written.grids["n"][1] in (127, 128)
+    assert any("ActivationSymmetric is not kept for 'p'" in note for note in written.report.notes)
 
 
 @pytest.mark.parametrize("entry", [{"symmetric": True}, {"scale": np.float32(0.01), "zero_point": np.uint8(128)}])
@@ -200,12 +186,11 @@ def test_another_zero_point_for_a_softmax_is_refused(entry: Mapping[str, Any], t
 
 
 def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
-    report, written = made(net_of(joined), tmp_path, verify=False)
-    reads = [d for d in report.plan.decisions if d.edge.consumer == "join"]
+    written = made(net_of(joined), tmp_path, verify=False)
+    reads = [d for d in written.report.plan.decisions if d.edge.consumer == "join"]
     assert {d.provider for d in reads} == {"y"}
-    assert report.plan.by_node["relu"].kind is Kind.INTEGER  # on that grid it would not vanish
-    found = written.grids
-    assert len({found[d.edge.value] for d in reads}) == 1
+    assert written.report.plan.by_node["relu"].kind is Kind.INTEGER  # on that grid it would not vanish
+    assert len({written.grids[d.edge.value] for d in reads}) == 1
 
 
 def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
@@ -215,9 +200,7 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
         narrow = net.op("Mul", [x, net.const(np.float32(0.1))])
         return net.op("Concat", [net.op("Sigmoid", [x], out="s"), narrow], out="y", axis=1)
 
-    model = net_of(body)
-    _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
-    found = written.grids
+    found = made(net_of(body), tmp_path, activation_type=WIDE, verify=False).grids
     scale, zero_point = found["y_QuantizeLinear_Input"]
     assert found["s"] == (1 / 65536, 0)
     assert (65535 - zero_point) * scale >= 65535 / 65536 * 0.9999
@@ -228,30 +211,35 @@ def test_relus_of_equal_bounds_before_a_concat_vanish() -> None:
     assert all(n.kind is Kind.ABSORBED for n in plan.nodes if n.op_type == "Relu")
 
 
-@simulated
-def test_rule_qnn_relu_behind_concat(tmp_path: Path) -> None:
-    model = net_of(lambda net, x: net.op("Relu", [net.op("Concat", [x, net.op("Neg", [x])], axis=1)], name="relu"))
-    report, _ = made(model, tmp_path)
-    assert report.plan.by_node["relu"].kind is Kind.INTEGER
-    runs_whole(model, tmp_path)
+def activated(op_type: str, *bounds: float) -> Callable[[Net, str], str]:
+    return lambda net, x: net.op(op_type, [net.conv(x, 6, 6), *map(np.float32, bounds)], name="act")
+
+
+def behind_concat(net: Net, x: str) -> str:
+    return net.op("Relu", [net.op("Concat", [x, net.op("Neg", [x])], axis=1)], name="act")
 
 
 @simulated
-@pytest.mark.parametrize("bounds", [None, (0.0, 1.0)])
-def test_rule_qnn_relu(bounds: tuple[float, float] | None, tmp_path: Path) -> None:
-    def body(net: Net, x: str) -> str:
-        ends = [] if bounds is None else [net.const(np.float32(end)) for end in bounds]
-        return net.op("Clip" if ends else "Relu", [net.conv(x, 6, 6), *ends], name="act")
-
-    report, _ = made(net_of(body), tmp_path)
-    assert report.plan.by_node["act"].kind is Kind.ABSORBED
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (behind_concat, Kind.INTEGER),
+        (activated("Relu"), Kind.ABSORBED),
+        (activated("Clip", 0.0, 1.0), Kind.ABSORBED),
+    ],
+)
+def test_rule_qnn_relu(body: Callable[[Net, str], str], kind: Kind, tmp_path: Path) -> None:
+    assert preview(net_of(body), target="qnn").by_node["act"].kind is kind
     runs_whole(net_of(body), tmp_path)
+
+
+test_rule_qnn_relu_behind_concat = test_rule_qnn_relu
 
 
 @simulated
 @pytest.mark.parametrize("name", ["Erf", "Softsign"])
 def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
-    report, _ = made(net_of(lambda net, x: net.op(name, [net.conv(x, 6, 6)], name="it")), tmp_path)
+    report = made(net_of(lambda net, x: net.op(name, [net.conv(x, 6, 6)], name="it")), tmp_path).report
     assert report.fusion is not None
     assert report.fusion.by_node["it"].kernel == f"CPUExecutionProvider {name}"
     assert "HTP refuses" in report.fusion.by_node["it"].reason
@@ -264,9 +252,8 @@ def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
 def test_rule_qnn_whole(tmp_path: Path) -> None:
     """Every float value but those inside a kernel carries Q and DQ, the net's outputs included."""
     for name, build in models.ALL.items():
-        model = build()
-        report, written = made(model, tmp_path, verify=False, rewrites=True)
-        kinds = {n.node: n.kind for n in report.plan.nodes}
+        written = made(build(), tmp_path, verify=False, rewrites=True)
+        kinds = {n.node: n.kind for n in written.report.plan.nodes}
         graph = SourceGraph(written.model)
         for node in graph.nodes:
             if node.is_compute and kinds.get(node.label) in (Kind.INTEGER, Kind.PASS_THROUGH) and not node.graph:
@@ -281,8 +268,7 @@ def test_rule_qnn_whole(tmp_path: Path) -> None:
 @simulated
 def test_rule_qnn_static_shapes(tmp_path: Path) -> None:
     """A file with a batch of any size is refused as a whole."""
-    model = models.ALL["mlp"]()
-    _, written = made(model, tmp_path)
+    written = made(models.ALL["mlp"](), tmp_path)
     assert not prove(written.model).float_nodes()
     for info in (*written.model.graph.input, *written.model.graph.output):
         info.type.tensor_type.shape.dim[0].dim_param = "batch"
@@ -297,10 +283,8 @@ def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
         weight, bias = net.weight([6, 2, 2, 2]), net.const(np.ones(4))
         return net.op("ConvTranspose", [x, weight, bias], name="up", group=2, strides=[2, 2])
 
-    report, _ = made(net_of(body), tmp_path, verify=False)
-    weight = next(d for d in report.plan.decisions if d.edge.consumer == "up" and d.edge.index == 1)
-    assert weight.how is How.OWN
-    assert weight.axis is None
+    decisions = made(net_of(body), tmp_path, verify=False).report.plan.decisions
+    assert [(d.how, d.axis) for d in decisions if (d.edge.consumer, d.edge.index) == ("up", 1)] == [(How.OWN, None)]
 
 
 # ---- the caller's words -----------------------------------------------------------------------------------------
@@ -308,10 +292,10 @@ def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
 
 def test_a_batch_of_any_size_becomes_one(tmp_path: Path) -> None:
     model = models.ALL["mlp"]()
-    report, written = made(model, tmp_path, verify=False)
+    written = made(model, tmp_path, verify=False)
     for info in (*written.model.graph.input, *written.model.graph.output):
         assert info.type.tensor_type.shape.dim[0].dim_value == 1
-    assert any("the batch is 1 in the file (inputs were 'x' [batch, " in note for note in report.notes)
+    assert any("the batch is 1 in the file (inputs were 'x' [batch, " in note for note in written.report.notes)
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
 
 
@@ -326,7 +310,7 @@ def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_
     model = net_of(lambda net, x: net.op("Relu", [x]))
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, dims))
     del model.graph.output[0].type.tensor_type.shape.dim[:]
-    with pytest.raises(UnsupportedModelError, match=f"input 'x' is .*{shown}") as caught:
+    with pytest.raises(errors.UnsupportedModelError, match=f"input 'x' is .*{shown}") as caught:
         quantize_static(model, tmp_path / "out.onnx", models.FeedReader([]), target="qnn")
     assert "make_dynamic_shape_fixed --input_name x" in str(caught.value)
     assert not (tmp_path / "out.onnx").exists()
@@ -334,7 +318,7 @@ def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_
 
 def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if get_target("qnn").hooks.prove is None:
-        report, _ = made(models.ALL["conv_relu_chain"](), tmp_path)
+        report = made(models.ALL["conv_relu_chain"](), tmp_path).report
         assert report.fusion is None
         assert "onnxruntime-qnn is not installed" in report.unproved
     monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda _: None)
@@ -357,9 +341,8 @@ def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path: Path) -> None:
         y = net.op("Mul", [net.conv(x, 6, 6), net.const(scales)])
         return net.op("Mul", [y, net.const(1 / scales)])
 
-    report, _ = made(net_of(body), tmp_path)
-    assert any("activation_type=QuantType.QUInt16, which target 'qnn' takes" in text for text in report.warnings)
-    wide, _ = made(net_of(body), tmp_path, activation_type=WIDE)
+    narrow, wide = (made(net_of(body), tmp_path, **how).report for how in ({}, {"activation_type": WIDE}))
+    assert any("activation_type=QuantType.QUInt16, which target 'qnn' takes" in text for text in narrow.warnings)
     assert not any("QUInt16" in text for text in wide.warnings)
 
 
@@ -372,9 +355,8 @@ def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
     back = {"quant_type": QuantType.QUInt8, "recv_nodes": {model.graph.node[4].name}}
     said = {inner.input[0]: [{"quant_type": QuantType.QUInt8, "convert": {**wide, "recv_nodes": {inner.name}}}]}
     said[inner.output[0]] = [{**wide, "convert": {**back, "recv_nodes": {model.graph.node[3].name}}}]
-    report, written = made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
-    assert report.fusion is not None, report.warnings
-    assert set(left(report.fusion).values()) <= {"integer", "absorbed"}, report.fusion.float_nodes()
+    written = made(model, tmp_path, extra_options={"TensorQuantOverrides": said})
+    assert set(left(written).values()) <= {"integer", "absorbed"}, left(written)
     assert TensorProto.UINT16 in {t.data_type for t in written.model.graph.initializer}
 
 
@@ -398,12 +380,8 @@ def test_what_the_provider_says_is_read() -> None:
     }
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
     report = report_of(graph, Answer(taken), None, "2.7")
-    assert {k.node: k.status for k in report.kernels} == {
-        "neg": Status.INTEGER,
-        "relu": Status.ABSORBED,
-        "gone": Status.REMOVED,
-        "erf": Status.FLOAT,
-    }
+    told = {"neg": Status.INTEGER, "relu": Status.ABSORBED, "gone": Status.REMOVED, "erf": Status.FLOAT}
+    assert {k.node: k.status for k in report.kernels} == told
     assert report.by_node["relu"].absorbed_into == "neg"
     assert report.overhead == {f"{PROVIDER} layout": 1}
     assert "HTP" in report.by_node["erf"].reason
@@ -413,12 +391,11 @@ def test_what_the_provider_says_is_read() -> None:
 def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
     model = net_of(lambda net, x: net.op("LRN", [net.conv(x, 6, 6, name="conv")], name="lrn", size=3))
     runs_whole(model, tmp_path, wide=False)
-    _, written = made(model, tmp_path, activation_type=WIDE, verify=False)
+    written = made(model, tmp_path, activation_type=WIDE, verify=False)
     assert {k.node: k.status for k in prove(written.model).kernels} == {"conv": Status.OTHER, "lrn": Status.FLOAT}
-    report, _ = made(model, tmp_path, activation_type=WIDE)  # repaired: without Q around it, it loads
-    assert report.fusion is not None
-    assert left(report.fusion) == {"conv": "integer", "lrn": "float"}
-    assert any("LRN 'lrn' (" in text for text in report.warnings)
+    repaired = made(model, tmp_path, activation_type=WIDE)  # without Q around it, it loads
+    assert left(repaired) == {"conv": "integer", "lrn": "float"}
+    assert any("LRN 'lrn' (" in text for text in repaired.report.warnings)
 
 
 def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = False) -> list[list[str]]:
@@ -454,7 +431,7 @@ def test_what_the_compiler_refuses_is_found_node_by_node(
         y = net.op("Relu", [net.conv(x, 6, 6, name="conv")], name="relu")
         return net.op("Selu", [net.op("Abs", [net.op("Selu", [y], name="one")], name="abs")], name="two")
 
-    _, written = made(net_of(body), tmp_path, verify=False)
+    written = made(net_of(body), tmp_path, verify=False)
     asked = refused_by(monkeypatch, "Selu", ends=ends)
     found = {k.node: k for k in prove(written.model).kernels}
     assert {name for name, k in found.items() if k.status is Status.FLOAT} == {"one", "two"}
@@ -464,10 +441,10 @@ def test_what_the_compiler_refuses_is_found_node_by_node(
 
 
 def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, written = made(net_of(lambda net, x: net.op("Abs", [net.op("Selu", [x])])), tmp_path, verify=False)
+    written = made(net_of(lambda net, x: net.op("Abs", [net.op("Selu", [x])])), tmp_path, verify=False)
     refused_by(monkeypatch, "Selu")
-    whole = proof.ask
-    monkeypatch.setattr(proof, "ask", lambda paths: whole(paths) if len(paths) == 1 else [Answer() for _ in paths])
+    whole = runtime.ask
+    monkeypatch.setattr(runtime, "ask", lambda paths: whole(paths) if len(paths) == 1 else [Answer() for _ in paths])
     with pytest.raises(VerificationError, match="each of 2 nodes tried loads in a model of its own: Failed to final"):
         prove(written.model)
 
@@ -477,10 +454,9 @@ def test_what_the_chip_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     """The provider takes Selu for a chip without float16, and cannot compile it."""
     monkeypatch.setenv(runtime.CHIP_VARIABLE, "30")
     model = net_of(lambda net, x: net.op("Selu", [net.conv(x, 6, 6, name="conv")], name="selu"))
-    report, _ = made(model, tmp_path)
-    assert report.fusion is not None
-    assert report.fusion.by_node["selu"].status is Status.FLOAT
-    assert any("Selu 'selu' (with it the model does not load" in text for text in report.warnings)
+    written = made(model, tmp_path)
+    assert left(written)["selu"] == "float"
+    assert any("Selu 'selu' (with it the model does not load" in text for text in written.report.warnings)
 
 
 @simulated
@@ -500,9 +476,6 @@ def test_what_writes_float_is_told() -> None:
 @given(low=st.floats(-50, 0), high=st.floats(0.01, 50), wide=st.booleans())
 def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low: float, high: float, wide: bool) -> None:
     """The provider refuses a Relu whose quantized range reaches below 0 by anything."""
-    from kenosis_ort.plan import RangeLimit
-    from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
-
     bits = 16 if wide else 8
     limit = RangeLimit("v", 0.0, 6.0)
     found = nudged_parameters(low, high, signed=False, limit=limit, bits=bits)
@@ -512,8 +485,4 @@ def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low: float, high: flo
 
 
 def test_files_run_on_the_cpu_too(tmp_path: Path) -> None:
-    model = models.ALL["residual_block"]()
-    made(model, tmp_path, activation_type=WIDE, verify=False)
-    want = open_session(model).run(None, models.feeds(model, 1)[0])[0]
-    got = open_session(tmp_path / "qnn.onnx").run(None, models.feeds(model, 1)[0])[0]
-    assert np.abs(want - got).max() < 0.05 * np.abs(want).max()
+    assert made(models.ALL["residual_block"](), tmp_path, activation_type=WIDE, verify=False).decibels() > 30
