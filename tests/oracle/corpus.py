@@ -7,8 +7,7 @@ directly behind a graph input. `GRAPHS` maps names to builders, `OPTIONS` names 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -150,50 +149,43 @@ GRAPHS: dict[str, Builder] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Arguments of stock's quantizer, as `quantize_static` names them."""
-
-    activation_type: QuantType = QuantType.QUInt8
-    weight_type: QuantType = QuantType.QInt8
-    per_channel: bool = False
-    reduce_range: bool = False
-    op_types_to_quantize: tuple[str, ...] = ()
-    nodes_to_quantize: tuple[str, ...] = ()
-    nodes_to_exclude: tuple[str, ...] = ()
-    extra_options: Mapping[str, Any] = field(default_factory=dict)
-    opset: int = models.OPSET
-
-
+Options = dict[str, Any]
+"""Arguments of stock's quantizer, as `quantize_static` names them, and the operator set."""
 _S8 = QuantType.QInt8
-OPTIONS: dict[str, Options] = {
-    "u8s8": Options(),
-    "u8s8_per_channel": Options(per_channel=True),
-    "s8s8": Options(activation_type=_S8),
-    "s8s8_symmetric": Options(activation_type=_S8, per_channel=True, extra_options={"ActivationSymmetric": True}),
-    "u8u8_weight_asymmetric": Options(weight_type=QuantType.QUInt8, extra_options={"WeightSymmetric": False}),
-    "reduce_range": Options(per_channel=True, reduce_range=True),
-    "keep_removable": Options(extra_options={"QDQKeepRemovableActivations": True}),
-    "qdq_pair_to_weight": Options(extra_options={"AddQDQPairToWeight": True}),
-    "dedicated_pairs": Options(extra_options={"DedicatedQDQPair": True}),
-    "exclude_output": Options(extra_options={"OpTypesToExcludeOutputQuantization": ["Conv", "Gemm", "MatMul", "Add"]}),
-    "force_no_input_check": Options(extra_options={"ForceQuantizeNoInputCheck": True}),
-    "minimum_range": Options(extra_options={"MinimumRealRange": 5.0}),
-    "no_bias": Options(extra_options={"QuantizeBias": False}),
-    "contrib_ops": Options(extra_options={"UseQDQContribOps": True}),
-    "const_b_only": Options(extra_options={"MatMulConstBOnly": True}),
-    "no_weight_adjust": Options(extra_options={"QDQDisableWeightAdjustForInt32Bias": True}),
-    "channel_axis": Options(
-        per_channel=True, extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}
-    ),
-    "u16s8": Options(activation_type=QuantType.QUInt16),
-    "u16s16_opset21": Options(activation_type=QuantType.QUInt16, weight_type=QuantType.QInt16, opset=21),
-    "u8s4_opset21": Options(weight_type=QuantType.QInt4, opset=21),
-    "restricted_asymmetric": Options(activation_type=_S8, extra_options={"ActivationRestrictedAsymmetric": True}),
-    "some_op_types": Options(op_types_to_quantize=("Conv", "Relu", "Add")),
-    "only_front": Options(nodes_to_quantize=("front", "stem", "conv0", "fc0")),
-    "without_front": Options(nodes_to_exclude=("front", "stem", "conv0", "fc0")),
+_PLAIN: Options = {
+    "activation_type": QuantType.QUInt8, "weight_type": _S8, "per_channel": False, "reduce_range": False,
+    "op_types_to_quantize": (), "nodes_to_quantize": (), "nodes_to_exclude": (), "extra_options": {},
+    "opset": models.OPSET,
 }  # fmt: skip
+_GIVEN: dict[str, Options] = {
+    "u8s8": {},
+    "u8s8_per_channel": {"per_channel": True},
+    "s8s8": {"activation_type": _S8},
+    "s8s8_symmetric": {"activation_type": _S8, "per_channel": True, "extra_options": {"ActivationSymmetric": True}},
+    "u8u8_weight_asymmetric": {"weight_type": QuantType.QUInt8, "extra_options": {"WeightSymmetric": False}},
+    "reduce_range": {"per_channel": True, "reduce_range": True},
+    "keep_removable": {"extra_options": {"QDQKeepRemovableActivations": True}},
+    "qdq_pair_to_weight": {"extra_options": {"AddQDQPairToWeight": True}},
+    "dedicated_pairs": {"extra_options": {"DedicatedQDQPair": True}},
+    "exclude_output": {"extra_options": {"OpTypesToExcludeOutputQuantization": ["Conv", "Gemm", "MatMul", "Add"]}},
+    "force_no_input_check": {"extra_options": {"ForceQuantizeNoInputCheck": True}},
+    "minimum_range": {"extra_options": {"MinimumRealRange": 5.0}},
+    "no_bias": {"extra_options": {"QuantizeBias": False}},
+    "contrib_ops": {"extra_options": {"UseQDQContribOps": True}},
+    "const_b_only": {"extra_options": {"MatMulConstBOnly": True}},
+    "no_weight_adjust": {"extra_options": {"QDQDisableWeightAdjustForInt32Bias": True}},
+    "channel_axis": {
+        "per_channel": True, "extra_options": {"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}
+    },
+    "u16s8": {"activation_type": QuantType.QUInt16},
+    "u16s16_opset21": {"activation_type": QuantType.QUInt16, "weight_type": QuantType.QInt16, "opset": 21},
+    "u8s4_opset21": {"weight_type": QuantType.QInt4, "opset": 21},
+    "restricted_asymmetric": {"activation_type": _S8, "extra_options": {"ActivationRestrictedAsymmetric": True}},
+    "some_op_types": {"op_types_to_quantize": ("Conv", "Relu", "Add")},
+    "only_front": {"nodes_to_quantize": ("front", "stem", "conv0", "fc0")},
+    "without_front": {"nodes_to_exclude": ("front", "stem", "conv0", "fc0")},
+}  # fmt: skip
+OPTIONS = {name: {**_PLAIN, **given} for name, given in _GIVEN.items()}
 
 
 def feeds(model: onnx.ModelProto, count: int = 2) -> list[models.Feed]:

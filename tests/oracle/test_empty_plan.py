@@ -6,13 +6,14 @@ import functools
 import logging
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
-from onnxruntime.quantization import QDQQuantizer, QuantType, create_calibrator
+from onnxruntime.quantization import QDQQuantizer, create_calibrator
 from onnxruntime.quantization import quantize_static as stock_quantize_static
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
@@ -20,6 +21,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from kenosis_ort.api import quantize_static
 from kenosis_ort.errors import KenosisError
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.options import Stages
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
@@ -66,21 +68,10 @@ def _ranges(name: str, opset: int) -> TensorsData:
 
 def _quantize(make: Any, source: onnx.ModelProto, name: str, options: Options, **extras: Any) -> onnx.ModelProto | str:
     """Returns the quantized model, or what the quantizer raised."""
-    types: tuple[QuantType, QuantType] = (options.weight_type, options.activation_type)
-    model = onnx.ModelProto()
-    model.CopyFrom(source)
-    quantizer = make(
-        model,
-        options.per_channel,
-        options.reduce_range,
-        *types,
-        _ranges(name, options.opset),
-        list(options.nodes_to_quantize),
-        list(options.nodes_to_exclude),
-        list(options.op_types_to_quantize or OP_TYPES),
-        dict(options.extra_options),
-        **extras,
-    )
+    numbers = (options[key] for key in ("per_channel", "reduce_range", "weight_type", "activation_type"))
+    nodes = (list(options[key]) for key in ("nodes_to_quantize", "nodes_to_exclude"))
+    op_types, further = list(options["op_types_to_quantize"] or OP_TYPES), dict(options["extra_options"])
+    quantizer = make(copy_model(source), *numbers, _ranges(name, options["opset"]), *nodes, op_types, further, **extras)
     try:
         quantizer.quantize_model()
     except (ValueError, AssertionError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -112,13 +103,11 @@ def test_corpus_covers_both_registries() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_empty_plan_equals_stock(options: str) -> None:
-    problems = {}
-    quantized = 0
-    graphs = _some(options)
-    chosen = OPTIONS[options]
+    problems, quantized = {}, 0
+    graphs, chosen = _some(options), OPTIONS[options]
     for name in graphs:
-        source = _load(name, chosen.opset)
-        source = stock_model(source, chosen.weight_type, chosen.activation_type, chosen.extra_options)
+        types = chosen["weight_type"], chosen["activation_type"]
+        source = stock_model(_load(name, chosen["opset"]), *types, chosen["extra_options"])
         want = _quantize(QDQQuantizer, source, name, chosen)
         got = _quantize(FusionAwareQDQQuantizer, source, name, chosen, plan=None)
         if isinstance(want, str) or isinstance(got, str):
@@ -139,23 +128,14 @@ END_TO_END = "u8s8 u8s8_per_channel s8s8_symmetric keep_removable dedicated_pair
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("options", END_TO_END.split())
 def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
-    chosen = OPTIONS[options]
-    arguments: dict[str, Any] = {
-        "op_types_to_quantize": list(OP_TYPES),
-        "per_channel": chosen.per_channel,
-        "reduce_range": chosen.reduce_range,
-        "activation_type": chosen.activation_type,
-        "weight_type": chosen.weight_type,
-        "nodes_to_exclude": [],
-        "extra_options": dict(chosen.extra_options),
-    }
-    problems = {}
+    arguments = {**deepcopy(OPTIONS[options]), "op_types_to_quantize": list(OP_TYPES), "nodes_to_quantize": []}
+    opset, problems = arguments.pop("opset"), {}
     for name in list(GRAPHS)[:: 2 if options == "u8s8" else 6]:
-        model = _load(name, chosen.opset)
+        model = _load(name, opset)
         nodes = {n.name for n in model.graph.node}
         if not {n.op_type for n in model.graph.node} & set(OP_TYPES):
             continue
-        arguments["nodes_to_exclude"] = [n for n in chosen.nodes_to_exclude if n in nodes]
+        arguments["nodes_to_exclude"] = [n for n in OPTIONS[options]["nodes_to_exclude"] if n in nodes]
         try:
             stock_quantize_static(model, str(tmp_path / "stock.onnx"), FeedReader(corpus.feeds(model)), **arguments)
             want = onnx.load(str(tmp_path / "stock.onnx"))
@@ -165,7 +145,7 @@ def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
             continue
         try:
             report = quantize_static(
-                _load(name, chosen.opset),  # stock turns the weights of its caller's model into file references
+                _load(name, opset),  # stock turns the weights of its caller's model into file references
                 str(tmp_path / "ours.onnx"),
                 FeedReader(corpus.feeds(model)),
                 stages=Stages.none(),
@@ -175,11 +155,8 @@ def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
         except KenosisError as error:
             problems[name] = [f"ours raises {error}"]
             continue
-        if report.is_float:
-            if any(n.op_type == "QuantizeLinear" for n in want.graph.node):
-                problems[name] = ["ours finds nothing to quantize"]
-            continue
-        found = differences(want, onnx.load(str(tmp_path / "ours.onnx")))
-        if found:
-            problems[name] = found
-    assert not problems
+        if not report.is_float:
+            problems[name] = differences(want, onnx.load(str(tmp_path / "ours.onnx")))
+        elif any(n.op_type == "QuantizeLinear" for n in want.graph.node):
+            problems[name] = ["ours finds nothing to quantize"]
+    assert not any(problems.values()), problems

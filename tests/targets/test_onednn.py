@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from kenosis_ort import ArrayReader, preview, quantize_static, verify_patterns
@@ -265,29 +264,24 @@ def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport
     return report_of(graph, found, None, "0")
 
 
-def names(model: onnx.ModelProto, op_type: str) -> str:
-    return " ".join(n.name for n in model.graph.node if n.op_type == op_type)
-
-
-def test_a_node_without_a_name_is_where_its_readers_are() -> None:
-    model = conv(silu)
-    report = told(model, ("Convolution", "u8", f"conv {names(model, 'Mul')}"))
-    sigmoid = report.by_node[names(model, "Sigmoid")]
-    assert (sigmoid.status, sigmoid.absorbed_into, sigmoid.integer) == (Status.ABSORBED, "conv", True)
-    assert set(report.by_node["conv"].absorbed) == {names(model, "Sigmoid"), names(model, "Mul")}
-
-
-def test_a_clip_that_vanished_is_where_its_quantize_is() -> None:
-    model = conv(chain("Clip"))
-    last = [n.name for n in model.graph.node if n.op_type == "QuantizeLinear"][-1]
-    assert told(model, ("Convolution", "u8", f"conv {last}")).by_node[names(model, "Clip")].absorbed_into == "conv"
-
-
-def test_a_conv_without_a_name_is_the_one_that_its_reader_names() -> None:
-    model = conv(chain("Mul"))
-    report = told(model, ("Convolution", "u8", names(model, "Mul")))
+@pytest.mark.parametrize(
+    ("epilogue", "said", "parts"),
+    [
+        (silu, "conv Mul", "Sigmoid Mul"),  # a node without a name is where its readers are
+        (chain("Clip"), "conv QuantizeLinear", "Clip"),  # a Clip that vanished is where its Quantize is
+        (chain("Mul"), "Mul", "Mul"),  # a Conv without a name is the one that its reader names
+    ],
+)
+def test_what_has_no_name_is_part_of_the_conv(epilogue: Build, said: str, parts: str) -> None:
+    model = conv(epilogue)
+    labels = {n.op_type: n.name for n in model.graph.node}  # the last of each operator
+    kernel = " ".join(labels.get(word, word) for word in said.split())
+    report = told(model, ("Convolution", "u8", kernel))
     assert report.by_node["conv"].status is Status.INTEGER
-    assert report.by_node[names(model, "Mul")].absorbed_into == "conv"
+    assert set(report.by_node["conv"].absorbed) == {labels[op] for op in parts.split()}
+    for op in parts.split():
+        part = report.by_node[labels[op]]
+        assert (part.status, part.absorbed_into, part.integer) == (Status.ABSORBED, "conv", True)
 
 
 def test_a_float_conv_says_why() -> None:
@@ -299,7 +293,7 @@ def test_a_float_conv_says_why() -> None:
 
 def test_what_executes_no_node_is_overhead() -> None:
     model = conv()
-    first = names(model, "QuantizeLinear").split()[0]
+    first = next(n.name for n in model.graph.node if n.op_type == "QuantizeLinear")
     report = told(model, ("Subgraph", "f32", first), ("Reorder", "u8", ""), ("Convolution", "u8", "conv"))
     assert report.overhead == {"Subgraph": 1, "Reorder": 1}
 
@@ -316,6 +310,10 @@ def block(epilogue: Callable[[Net, str], str]) -> onnx.ModelProto:
     z = net.op("Relu", [net.op("Add", [z, y], name="add")], name="relu")
     net.output(net.gemm(net.op("Flatten", [net.op("GlobalAveragePool", [z])]), 8, 4, name="head"))
     return net.model()
+
+
+def gated(net: Net, y: str) -> str:
+    return net.op("Mul", [y, net.op("Sigmoid", [y])])
 
 
 def odd_channels() -> onnx.ModelProto:
@@ -339,24 +337,20 @@ def bright(count: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel: bool) -> None:
     made = written(odd_channels(), tmp_path, feeds=bright(4), verify=False, per_channel=per_channel)
-    seen = 0
-    for node in made.model.graph.node:
-        if node.op_type in ("Conv", "Gemm", "MatMul"):
-            weight = made.constants[made.makers[node.input[1]].input[0]]
-            assert weight.dtype == np.int8
-            orders = pair_orders(node, weight.shape, even_channels=True)
-            assert len(orders) == (2 if node.op_type == "Conv" and weight.shape[1] % 2 else 1)
-            assert not any(can_clip(weight, order).any() for order in orders)
-            seen += 1
-    assert seen == 5
+    layers = [node for node in made.model.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
+    assert len(layers) == 5
+    for node in layers:
+        weight = made.constants[made.makers[node.input[1]].input[0]]
+        assert weight.dtype == np.int8
+        orders = pair_orders(node, weight.shape, even_channels=True)
+        assert len(orders) == (2 if node.op_type == "Conv" and weight.shape[1] % 2 else 1)
+        assert not any(can_clip(weight, order).any() for order in orders)
 
 
 @openvino
 def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -> None:
     out = written(odd_channels(), tmp_path, feeds=bright(4)).path
-    plain = onnxruntime.SessionOptions()
-    plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    exact = onnxruntime.InferenceSession(out, plain, providers=["CPUExecutionProvider"])
+    exact = models.session(out, optimize=False)
     runner = runtime.open_runner(str(out), threads=1, custom_op_libraries=())
     for feed in bright(3):
         ours, theirs = runner.run(None, feed)[0], exact.run(None, feed)[0]
@@ -366,16 +360,12 @@ def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -
 
 @pytest.mark.parametrize("op", [*(op for op in EPILOGUE if op not in ("Neg", "Sqrt", "PRelu")), "SiLU"])
 def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
-    def epilogue(net: Net, y: str) -> str:
-        return net.op("Mul", [y, net.op("Sigmoid", [y])]) if op == "SiLU" else net.op(op, [y])
-
-    made = written(block(epilogue), tmp_path, verify=False)
+    made = written(block(gated if op == "SiLU" else lambda net, y: net.op(op, [y])), tmp_path, verify=False)
     report = verify_patterns(made.model)
     assert report.conforms, str(report)
     want = 2 if op == "SiLU" else 1
-    assert [(len(c.epilogue), c.src, c.weights, c.bias, c.dst) for c in report.convs] == [
-        (want, "u8", "s8", "f32", "u8")
-    ] * 2
+    found = {(len(c.epilogue), c.src, c.weights, c.bias, c.dst) for c in report.convs}
+    assert (len(report.convs), found) == (2, {(want, "u8", "s8", "f32", "u8")})
     assert made.before("add") == [DQ, DQ]
     assert made.before("relu") == ["Add"]
 
@@ -395,7 +385,7 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
 ) -> None:
     pretend(with_flags("amx_int8"))
-    float_model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
+    float_model = block(gated)
     report = verify_patterns(written(float_model, tmp_path, verify=False).model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
     assert all(c.dst == "u8" for c in report.convs)
@@ -417,9 +407,7 @@ def strided(pads: str = "0,0,0,0", strides: str = "2,2") -> onnx.ModelProto:
 
 
 def test_pointwise_convs_share_a_subsampling_to_the_bit() -> None:
-    model = strided()
-    rewritten = onnx.ModelProto()
-    rewritten.CopyFrom(model)
+    model, rewritten = strided(), strided()
     done = share_subsampling(rewritten, nodes={n.name for n in rewritten.graph.node})
     onnx.checker.check_model(rewritten)
     assert done.notes
@@ -448,36 +436,29 @@ def test_rule_onednn_strides_behind_dequantize_float() -> None:
             net.output(last)
         return net.op("Identity", [last])
 
-    report = prove(conv(lambda net, y: net.op("Relu", [y]), dst=lambda net, y: heads(net, net.pair(y))))
-    assert not report.by_node["one"].integer
-    pooled = prove(
-        conv(
-            lambda net, y: net.op("Relu", [y]),
-            dst=lambda net, y: second(net, net.op("MaxPool", [net.pair(y)], kernel_shape=[1, 1], strides=[2, 2])),
-        )
-    )
-    assert pooled.integer_share() == 1.0
+    def pool(net: Quantized, y: str) -> str:
+        return second(net, net.op("MaxPool", [net.pair(y)], kernel_shape=[1, 1], strides=[2, 2]))
+
+    assert not prove(conv(chain("Relu"), dst=lambda net, y: heads(net, net.pair(y)))).by_node["one"].integer
+    assert prove(conv(chain("Relu"), dst=pool)).integer_share() == 1.0
 
 
 def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 8, 10, 10]), 8, 8, name="first")])
-    gate = net.op("HardSigmoid", [net.conv(net.op("GlobalAveragePool", [y]), 8, 8, k=1, name="gate")])
-    z = net.op("Sum", [net.op("Mul", [y, gate]), net.conv(y, 8, 8, name="branch")])
-    net.output(net.conv(z, 8, 8, name="last"))
-    made = written(net.model(), tmp_path, verify=False)
+    text = f"""(float[1,8,10,10] x) => (y) <float[8,8,3,3] u, float[8,8,1,1] v, float[8] b> {{
+        a = Conv <{PADS}> (x, u, b) r = Relu (a) p = GlobalAveragePool (r) c = Conv (p, v, b) h = HardSigmoid (c)
+        m = Mul (r, h) d = Conv <{PADS}> (r, u, b) s = Sum (m, d) y = Conv <{PADS}> (s, u, b) }}"""
+    made = written(parse(text), tmp_path, verify=False)
     assert "Clip" in made.operators
     assert not {"HardSigmoid", "Sum"} & set(made.operators)
-    assert {d.dtype for d in made.report.plan.decisions if d.edge.consumer.startswith(("mul", "sum"))} == {"uint8"}
+    assert {d.dtype for d in made.report.plan.decisions if d.edge.consumer.startswith(("Mul", "Sum"))} == {"uint8"}
 
 
 def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path: Path) -> None:
-    net = Net()
-    y = net.op("MaxPool", [net.conv(net.input("x", [1, 16, 10, 10]), 16, 16, name="first")], kernel_shape=[2, 2])
-    z = net.op("Relu", [net.batch_norm(y, 16)])
-    net.output(net.conv(z, 16, 16, name="second"))
-    made = written(net.model(), tmp_path, verify=False)
-    assert made.before(next(n.name for n in made.model.graph.node if n.op_type == "MaxPool")) == [DQ]
+    text = """(float[1,16,10,10] x) => (y) <float[16,16,3,3] w, float[16] s> { c = Conv (x, w)
+        [pool] p = MaxPool <kernel_shape = [2,2]> (c) n = BatchNormalization (p, s, s, s, s) r = Relu (n)
+        y = Conv (r, w) }"""
+    made = written(parse(text, {"s": np.linspace(0.5, 1.5, 16)}), tmp_path, verify=False)
+    assert made.before("pool") == [DQ]
 
 
 # ---- end to end ---------------------------------------------------------------------------------------------------
@@ -486,7 +467,7 @@ def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_
 @openvino
 def test_the_default_call_is_proved_on_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenosis_ort.flow.speed._LEAST_TIMING_S", 20.0)  # rounds enough however busy the machine is
-    model = block(lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]))
+    model = block(gated)
     out = tmp_path / "out.onnx"
     report = quantize_static(model, out, models.reader(model, 8), target="onednn")
     assert report.fusion.runtime == "OpenVINO"

@@ -16,12 +16,13 @@ import pytest
 
 from kenosis_ort import calibrate, preview, quantize_static
 from kenosis_ort.errors import KenosisWarning, VerificationError
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import cheapest_in_float
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.targets import TimedRuntime, get_target, ort_web
+from kenosis_ort.targets import Target, TimedRuntime, get_target, ort_web
 from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
@@ -71,9 +72,8 @@ test_rule_web_clip_as_table = test_rule_web_relu_as_table
 
 def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
     made = written(chain(), tmp_path)
-    behind = [
-        zero for name, (_, zero) in made.grids.items() if name in made.makers and made.makers[name].op_type == "Conv"
-    ]
+    convs = {v for v, node in made.makers.items() if node.op_type == "Conv"}
+    behind = [zero for name, (_, zero) in made.grids.items() if name in convs]
     assert len(behind) == 4
     assert min(behind) > 50
     limits = preview(chain("Clip"), target="ort-web").saturations
@@ -103,12 +103,10 @@ def test_rule_web_depthwise_float() -> None:
     net = Net()
     x = net.op("Relu", [net.conv(net.input("x", [1, 64, 28, 28]), 64, 256, k=1, name="expand")])
     x = net.op("Relu", [net.conv(x, 256, 256, groups=256, name="depthwise")])
-    net.output(net.conv(x, 256, 64, k=1, name="project"), [1, 64, 28, 28])
-    costs = get_target("ort-web").costs
-    model = onnx.shape_inference.infer_shapes(net.model())
+    model = onnx.shape_inference.infer_shapes(net.of(net.conv(x, 256, 64, k=1, name="project")))
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
-    slower = cheapest_in_float(GraphView(model), plan, costs, ())
+    slower = cheapest_in_float(GraphView(model), plan, get_target("ort-web").costs, ())
     assert "depthwise" in slower
     assert "project" not in slower
 
@@ -124,17 +122,13 @@ def test_rule_web_attention_refused() -> None:
 def test_the_file_computes_what_was_planned(activation: str, tmp_path: Path) -> None:
     model = chain(activation)
     made = written(model, tmp_path)
-    meant = onnx.ModelProto()
-    meant.CopyFrom(made.model)
+    meant = copy_model(made.model)
     for n in meant.graph.node:
         if n.op_type == "LeakyRelu":
             n.op_type = "Relu"
             del n.attribute[:]
-    feeds = models.feeds(model, 4)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    one, other = (ort.InferenceSession(m.SerializeToString(), options) for m in (made.model, meant))
-    for feed in feeds:
+    one, other = (models.session(m, optimize=False) for m in (made.model, meant))
+    for feed in models.feeds(model, 4):
         np.testing.assert_array_equal(one.run(None, feed)[0], other.run(None, feed)[0])
 
 
@@ -143,8 +137,7 @@ def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
     plan = preview(model, target="ort-web")
     clip = next(n for n in model.graph.node if n.op_type == "Clip")
     for scale, stays in ((6 / 255, False), (8 / 255, True)):
-        changed = onnx.ModelProto()
-        changed.CopyFrom(model)
+        changed = copy_model(model)
         changed.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(scale), "s"))
         changed.graph.initializer.append(onnx.numpy_helper.from_array(np.uint8(0), "z"))
         for n in changed.graph.node:
@@ -159,8 +152,13 @@ def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
+def timed_by(runtime: TimedRuntime | None) -> Target:
+    target = get_target("ort-web")
+    return replace(target, hooks=replace(target.hooks, prove=None, time=runtime))
+
+
 def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path) -> None:
-    target = replace(get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=None))
+    target = timed_by(None)
     model = chain(width=96, size=56, last=False, groups=96)
     with pytest.warns(KenosisWarning, match="estimated by the table, not timed"):
         quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
@@ -176,9 +174,7 @@ def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, t
         opened.append(source)
         return open_session(source)
 
-    target = replace(
-        get_target("ort-web"), hooks=replace(get_target("ort-web").hooks, prove=None, time=TimedRuntime(open_runner))
-    )
+    target = timed_by(TimedRuntime(open_runner))
     model = chain(width=48, size=56, last=False, k=1 if groups == 1 else 3, groups=groups)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
