@@ -1,58 +1,58 @@
 """The calibration table: JSON, stock's cache files, fingerprints, merging, and the samples that it keeps."""
 
-import copy
 import itertools
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import numpy_helper
-from onnxruntime.quantization import CalibrationMethod, QuantType
+from onnx import helper, numpy_helper
+from onnxruntime.quantization import CalibrationMethod
 from onnxruntime.quantization import calibrate as stock_calibrate
-from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, model_fingerprint
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, pack_samples, unpack_samples
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, OptionError
 from tests import models
-from tests.calibration.support import ListReader, one_node_model, random_feeds, stock, swept
+from tests.calibration.support import one_node_model, random_feeds, stock, swept
+from tests.flow.support import changed
 
 CONFIGS = [
-    CalibrationConfig(),
-    CalibrationConfig(symmetric=True, moving_average=True),
-    CalibrationConfig(method="percentile", percentile=99.9),
-    CalibrationConfig(method="entropy"),
-    CalibrationConfig(method="distribution"),
+    *(CalibrationConfig(), CalibrationConfig(symmetric=True, moving_average=True)),
+    *(
+        CalibrationConfig("percentile", percentile=99.9),
+        CalibrationConfig("entropy"),
+        CalibrationConfig("distribution"),
+    ),
 ]
 BY_METHOD = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.method + "_average" * c.moving_average)
 
 
-def make(config: CalibrationConfig, count: int = 3) -> CalibrationTable:
-    model = models.residual_block()
-    return swept(model, models.feeds(model, count), config=config)
+def of_one_node(samples: Any = None, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:
+    return swept(one_node_model(op), random_feeds(4) if samples is None else samples, tensors, **options)
 
 
 @BY_METHOD
 def test_json_round_trip(config: CalibrationConfig) -> None:
-    table = make(config)
+    table = of_one_node(tensors=(), config=config)
     again = CalibrationTable.from_json(table.to_json())
     assert again == table
     assert again.to_json() == table.to_json()
-    assert {n: again.range_of(n) for n in again.tensors} == {n: table.range_of(n) for n in table.tensors}
 
 
 @pytest.mark.since("1.27")  # stock's cache files
 @BY_METHOD
 def test_stock_reads_our_file(config: CalibrationConfig, tmp_path: Path) -> None:
-    table = make(config)
+    table = of_one_node(tensors=(), config=config)
     path = tmp_path / "sub" / "cache.json"
     table.save(path)
     theirs = stock_calibrate.load_tensors_data(path)
@@ -74,72 +74,26 @@ def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
     for name, data in theirs.items():
         assert table.range_of(name) == (float(data.lowest.item()), float(data.highest.item()))
     table.check_matches("anything", CalibrationConfig(method=method.lower(), symmetric=True))
-    other = "Entropy" if method != "Entropy" else "MinMax"
-    with pytest.raises(CalibrationError, match="method"):
-        table.check_matches(None, CalibrationConfig(method=other))
-    again = CalibrationTable.from_json(table.to_json())
-    assert again == table
-
-
-@BY_METHOD
-def test_stock_quantizer_takes_our_ranges(config: CalibrationConfig) -> None:
-    model = models.residual_block()
-    ranges = make(config).to_tensors_data()
-    quantizer = QDQQuantizer(
-        copy.deepcopy(model), True, False, QuantType.QInt8, QuantType.QUInt8, ranges, [], [], ["Conv", "Gemm"], {}
-    )
-    quantized = quantizer.quantize_model()
-    assert any(node.op_type == "QuantizeLinear" for node in quantized.graph.node)
-
-
-def test_check_matches_names_what_differs() -> None:
-    model = models.residual_block()
-    config = CalibrationConfig(method="percentile", percentile=99.0)
-    table = swept(model, models.feeds(model, 2), ["x"], config=config)
-    fingerprint = model_fingerprint(model)
-    table.check_matches(fingerprint, config)
-    with pytest.raises(CalibrationError, match=r"percentile is 99\.0 there and 99\.9 here"):
-        table.check_matches(fingerprint, CalibrationConfig(method="percentile", percentile=99.9))
-    with pytest.raises(CalibrationError, match="another model"):
-        table.check_matches("0" * 64, config)
-    with pytest.raises(CalibrationError, match="'percentile', not 'minmax'"):
-        table.check_matches(fingerprint, CalibrationConfig())
-    table.check_matches(fingerprint, CalibrationConfig(method="percentile", percentile=99.0, moving_average=True))
+    assert CalibrationTable.from_json(table.to_json()) == table
 
 
 def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
     model = models.residual_block()
-    base = model_fingerprint(model)
-    assert base == model_fingerprint(copy.deepcopy(model))
-
-    shuffled = copy.deepcopy(model)
-    initializers = list(shuffled.graph.initializer)[::-1]
-    del shuffled.graph.initializer[:]
-    shuffled.graph.initializer.extend(initializers)
-    shuffled.doc_string, shuffled.producer_name = "something", "else"
-    del shuffled.graph.value_info[:]
-    assert model_fingerprint(shuffled) == base
-
-    typed = copy.deepcopy(model)
-    for tensor in typed.graph.initializer:
-        if tensor.data_type == tensor.FLOAT and tensor.HasField("raw_data"):
-            values = numpy_helper.to_array(tensor).ravel().tolist()
-            tensor.ClearField("raw_data")
-            tensor.float_data.extend(values)
-    assert model_fingerprint(typed) == base
-
-    for change in ("weight", "attribute", "wiring"):
-        changed = copy.deepcopy(model)
-        if change == "weight":
-            tensor = next(t for t in changed.graph.initializer if t.data_type == t.FLOAT)
-            array = numpy_helper.to_array(tensor).copy()
-            array.flat[0] += 1e-6
-            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-        elif change == "attribute":
-            next(a for a in changed.graph.node[0].attribute if a.ints).ints[0] += 1
-        else:
-            changed.graph.node[-1].input[0] = "elsewhere"
-        assert model_fingerprint(changed) != base, change
+    base, weights = model_fingerprint(model), model.graph.initializer
+    assert model_fingerprint(changed(model, conv1_w=1 + 1e-6)) != base
+    turned = [helper.make_tensor(t.name, t.data_type, t.dims, numpy_helper.to_array(t)) for t in weights[::-1]]
+    assert not any(tensor.HasField("raw_data") for tensor in turned)
+    del weights[:]
+    weights.extend(turned)
+    model.doc_string, model.producer_name = "something", "else"
+    model = onnx.shape_inference.infer_shapes(model)
+    assert model_fingerprint(model) == base
+    attribute = next(a for a in model.graph.node[0].attribute if a.ints)
+    attribute.ints[0] += 1
+    assert model_fingerprint(model) != base
+    attribute.ints[0] -= 1
+    model.graph.node[-1].input[0] = "elsewhere"
+    assert model_fingerprint(model) != base
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "distribution"])
@@ -152,30 +106,39 @@ def test_merging_equals_one_run(method: str) -> None:
         assert replace(a, made_up=one).merge(replace(b, made_up=other)).made_up == (one and other)
 
 
-def of_one_node(samples: Any, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:
-    return swept(one_node_model(op), samples, tensors, **options)
-
-
 def test_merging_a_moving_average_weighs_by_samples() -> None:
     samples = random_feeds(5)
     whole, a, b = (of_one_node(part, moving_average=True) for part in (samples, samples[:1], samples[1:]))
     assert a.merge(b).range_of("y") == pytest.approx(whole.range_of("y"), rel=1e-6)
 
 
-def test_what_cannot_be_merged_is_refused() -> None:
-    samples = random_feeds(4)
-    table = of_one_node(samples)
-    ordered = of_one_node(ListReader(samples), moving_average=True, strided=2)
-    for one, other, match in (
-        (table, of_one_node(samples, op="Abs"), "different models"),
-        (table, of_one_node(samples, symmetric=True), "different settings"),
-        (table, of_one_node(samples, ["y", "x"]), "different tensors"),
-        (table, table.with_ranges({"y": (0, 1)}), "by hand"),
-        (ordered, ordered, "order of the samples"),
-        (table, replace(table, outdated=True), "weights that were changed"),
-    ):
-        with pytest.raises(CalibrationError, match=match):
-            one.merge(other)
+ORDERED = CalibrationConfig(moving_average=True, strided=2)
+PERCENTILE = partial(CalibrationConfig, "percentile")
+REFUSED: tuple[tuple[str, Callable[[CalibrationTable], object]], ...] = (
+    ("different models", lambda table: table.merge(of_one_node(op="Abs"))),
+    ("different settings", lambda table: table.merge(of_one_node(symmetric=True))),
+    ("different tensors", lambda table: table.merge(of_one_node(tensors=["y", "x"]))),
+    ("by hand", lambda table: table.merge(table.with_ranges({"y": (0, 1)}))),
+    ("order of the samples", lambda table: reduce(CalibrationTable.merge, [replace(table, config=ORDERED)] * 2)),
+    ("weights that were changed", lambda table: table.merge(replace(table, outdated=True))),
+    ("tensor 'yy'", lambda table: table.range_of("yy")),
+    ("Did you mean 'y'", lambda table: table.with_ranges({"yy": (0.0, 1.0)})),
+    ("another model", lambda table: table.check_matches("0" * 64, table.config)),
+    ("method 'minmax', not 'percentile'", lambda table: table.check_matches(None, PERCENTILE())),
+)
+
+
+@pytest.mark.parametrize(("says", "call"), REFUSED)
+def test_what_does_not_go_together_is_refused(says: str, call: Callable[[CalibrationTable], object]) -> None:
+    with pytest.raises(CalibrationError, match=says):
+        call(of_one_node())
+
+
+def test_only_settings_of_the_method_count() -> None:
+    table = of_one_node(config=PERCENTILE(percentile=99.0))
+    table.check_matches(table.model_fingerprint, PERCENTILE(percentile=99.0, moving_average=True))
+    with pytest.raises(CalibrationError, match=r"percentile is 99\.0 there and 99\.9 here"):
+        table.check_matches(table.model_fingerprint, PERCENTILE(percentile=99.9))
 
 
 def test_empty_shards_do_not_widen_the_range() -> None:
@@ -184,31 +147,20 @@ def test_empty_shards_do_not_widen_the_range() -> None:
     assert full.merge(empty).range_of("y") == empty.merge(full).range_of("y") == (5.0, 5.0)
 
 
-def test_ranges_set_by_hand() -> None:
-    table = of_one_node(random_feeds(1), ["y", "z"])
+def test_ranges_set_by_hand_and_tables_are_frozen() -> None:
+    table = of_one_node(tensors=["y", "z"])
     fixed = table.with_ranges({"y": (-1.0, 2.0)})
     assert fixed.range_of("y") == (-1.0, 2.0) != table.range_of("y")
     assert fixed.range_of("z") == table.range_of("z")
-    assert CalibrationTable.from_json(fixed.to_json()) == fixed
-    with pytest.raises(CalibrationError, match="tensor 'yy'"):
-        table.range_of("yy")
-    with pytest.raises(CalibrationError, match="Did you mean 'y'"):
-        table.with_ranges({"yy": (0.0, 1.0)})
-
-
-def test_the_table_is_frozen_and_pickles() -> None:
-    table = make(CalibrationConfig(method="percentile"))
+    assert CalibrationTable.from_json(fixed.to_json()) == fixed == pickle.loads(pickle.dumps(fixed))
     with pytest.raises(TypeError):
         table.tensors["x"] = None  # type: ignore[index]
-    assert pickle.loads(pickle.dumps(table)) == table
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("not json", "not valid JSON"),
-        ("[]", "not a calibration table"),
-        ('{"a": 1}', "not a calibration table"),
+        *(("not json", "not valid JSON"), ("[]", "not a calibration table"), ('{"a": 1}', "not a calibration table")),
         ('{"CLS": "TensorsData", "kenosis": {"schema": 99}}', "schema 99"),
         ('{"CLS": "TensorsData", "kenosis": {"schema": 1}}', "damaged"),
         ('{"CLS": "TensorsData", "kenosis": {"schema": 1, "tensors": [], "config": {}}}', "damaged"),
@@ -235,31 +187,15 @@ def test_missing_and_unwritable_files(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_damaged_option_in_a_file_is_a_calibration_error() -> None:
-    raw: Any = json.loads(of_one_node(random_feeds(1)).to_json())
-    raw["kenosis"]["config"]["method"] = "minmex"
-    with pytest.raises(CalibrationError, match="damaged"):
-        CalibrationTable.from_json(json.dumps(raw))
-
-
 def test_config_takes_stock_names_and_extra_options() -> None:
     assert CalibrationConfig(method="MinMax").method == "minmax"
     assert CalibrationConfig.from_extra_options(CalibrationMethod.Percentile, {}).percentile == 99.999
-    config = CalibrationConfig.from_extra_options(
-        CalibrationMethod.MinMax,
-        {
-            "CalibTensorRangeSymmetric": True,
-            "CalibMovingAverage": True,
-            "CalibMovingAverageConstant": 0.5,
-            "CalibMaxIntermediateOutputs": 0,
-            "CalibStridedMinMax": None,
-            "ActivationSymmetric": True,
-        },
-    )
+    off = {"CalibMaxIntermediateOutputs": 0, "CalibStridedMinMax": None, "ActivationSymmetric": True}
+    on = {"CalibTensorRangeSymmetric": True, "CalibMovingAverage": True, "CalibMovingAverageConstant": 0.5}
+    config = CalibrationConfig.from_extra_options(CalibrationMethod.MinMax, {**on, **off})
     assert config == CalibrationConfig(symmetric=True, moving_average=True, averaging_constant=0.5)
-    assert (CalibrationConfig(method="entropy").bins, CalibrationConfig(method="percentile").bins) == (128, 2048)
-    assert CalibrationConfig(method="percentile").is_symmetric
-    assert not CalibrationConfig().is_symmetric
+    assert (CalibrationConfig(method="entropy").bins, PERCENTILE().bins) == (128, 2048)
+    assert (PERCENTILE().is_symmetric, CalibrationConfig().is_symmetric) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -349,20 +285,22 @@ def test_what_no_file_holds_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"shape": [2**40]}, {"shape": [-2, -3]}, {"dtype": "object"}, {"base64": "AAAA"}, {"base64": "x" * 32}]
+    ("says", "head", "change"),
+    [
+        (None, {}, {"shape": [2**40]}),
+        (None, {}, {"shape": [-2, -3]}),
+        (None, {}, {"dtype": "object"}),
+        (None, {}, {"base64": "AAAA"}),
+        (None, {}, {"base64": "x" * 32}),
+        ("24 bytes", {"budget": 20}, {}),
+        ("bytes", {"budget": 2**40}, {"width": 2**28, "shape": [1], "text": ["a"]}),
+    ],
 )
-def test_sizes_are_checked_before_memory_is_taken(change: dict[str, Any]) -> None:
-    head, packed = pack_samples(kept_of([Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
-    packed[0]["x"] |= change
-    with pytest.raises((ValueError, KeyError)):
-        unpack_samples(head, packed)
-
-
-def test_more_than_the_budget_is_refused() -> None:
-    head, packed = pack_samples(kept_of([Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
-    assert head is not None
-    with pytest.raises(CalibrationError, match="24 bytes"):
-        unpack_samples({**head, "budget": 20}, packed)
-    huge = {"width": 2**28, "shape": [1], "text": ["a"]}
-    with pytest.raises(CalibrationError, match="bytes"):
-        unpack_samples({**head, "budget": 2**40}, [{"x": huge}])
+def test_sizes_are_checked_before_memory_is_taken(
+    says: str | None, head: dict[str, Any], change: dict[str, Any]
+) -> None:
+    of_all, packed = pack_samples(kept_of([Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
+    assert of_all is not None
+    packed[0]["x"] = change if "text" in change else packed[0]["x"] | change
+    with pytest.raises((ValueError, KeyError), match=says):
+        unpack_samples(of_all | head, packed)

@@ -1,12 +1,12 @@
 """Made-up data: what inputs are for, their scale and shapes, and states that come back from the model."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnxruntime.quantization import CalibrationDataReader
 
 from kenosis_ort.calibration import Points, collect
 from kenosis_ort.calibration.feeds import Known
@@ -14,73 +14,64 @@ from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader
 from kenosis_ort.calibration.synthetic.drawing import Draws, photograph
 from kenosis_ort.calibration.synthetic.kinds import classify
 from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
+from kenosis_ort.calibration.synthetic.stem import Stem
 from kenosis_ort.calibration.synthetic.ways import WAYS
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import node_outputs
-from tests.calibration.synthetic.support import first_layer, model_of
 from tests.planning import parse
 
 F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL
+Input = tuple[str, int, Any]
+
+
+def model_of(*inputs: Input, domain: str = "") -> onnx.ModelProto:
+    """A model whose first input goes through one node, of ONNX' own or not."""
+    node = helper.make_node("Identity", [inputs[0][0]], ["out"], domain=domain)
+    values = [helper.make_tensor_value_info(*each) for each in inputs]
+    graph = helper.make_graph([node], "g", values, [helper.make_empty_tensor_value_info("out")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
 
 
 @pytest.mark.parametrize("net", sorted(models.ALL.keys() - {"net_with_if"}))
 def test_every_shared_net_gets_data_that_it_takes(net: str) -> None:
     model = models.ALL[net]()
     reader = SyntheticReader(model, samples=3)
-    assert isinstance(reader, CalibrationDataReader)
     table = collect(model, reader, Points(node_outputs(model), threads=1))
     assert table.samples == 3
     assert len(reader.assumptions) == len(model.graph.input)
 
 
-def test_the_same_seed_gives_the_same_data() -> None:
+def test_the_seed_and_the_number_decide() -> None:
     model = models.two_input_detector()
     a, b, c = (SyntheticReader(model, samples=2, seed=s) for s in (1, 1, 2))
-    for index in (0, 1):
-        for name, array in a.feed(index).items():
-            np.testing.assert_array_equal(array, b.feed(index)[name])
-    assert not np.array_equal(a.feed(0)["image"], c.feed(0)["image"])
-    assert not np.array_equal(a.feed(0)["image"], a.feed(1)["image"])
-    a.set_range(1, 2)
-    np.testing.assert_array_equal(a.get_next()["image"], b.feed(1)["image"])  # type: ignore[index]
+    np.testing.assert_equal([b.feed(0), b.feed(1)], [a.feed(0), a.feed(1)])
+    for other in (c.feed(0), a.feed(1)):
+        assert not np.array_equal(a.feed(0)["image"], other["image"])
 
 
-def test_scale_factors_and_image_sizes() -> None:
-    model = model_of(("image", F, [1, 3, 40, 60]), ("scale_factor", F, [1, 2]), ("im_shape", F, [1, 2]))
-    feed = SyntheticReader(model, samples=1).feed(0)
-    assert feed["scale_factor"].tolist() == [[1, 1]]
-    assert feed["im_shape"].tolist() == [[40, 60]]
+def test_what_can_be_one_thing_only() -> None:
+    inputs = [("image", F, [1, 3, 40, 60]), ("scale_factor", F, [1, 2]), ("im_shape", F, [1, 2]), ("sr", I64, [])]
+    inputs += [("position_ids", I64, [1, 6]), ("token_type_ids", I64, [1, 6]), ("attention_mask", BOOL, [1, 6])]
+    feed = SyntheticReader(model_of(*inputs, ("state", F, [1, 8])), samples=1).feed(0)
+    of_image = {"scale_factor": [[1, 1]], "im_shape": [[40, 60]], "sr": 16_000, "state": [[0] * 8]}
+    of_tokens = {"position_ids": [[*range(6)]], "token_type_ids": [[0] * 6], "attention_mask": [[True] * 6]}
+    assert {name: array.tolist() for name, array in feed.items() if name != "image"} == {**of_image, **of_tokens}
 
 
 def test_tokens_stay_within_the_table() -> None:
     model = parse("""g (int32[batch,seq] input_ids, int64[batch,seq] attention_mask) => (float[batch,seq,4] y)
         <float[17,4] table> { wide = Cast <to = 7> (input_ids)  y = Gather (table, wide) }""")
-    feed = SyntheticReader(model, samples=1).feed(0)
-    ids = feed["input_ids"]
-    assert (ids.dtype, ids.shape) == (np.int32, feed["attention_mask"].shape)
-    assert (ids.min() >= 0, ids.max() < 17, len(np.unique(ids)) > 5) == (True, True, True)
-    assert feed["attention_mask"].all()
     padded = SyntheticReader(model, samples=8)
     feeds = [padded.feed(i) for i in range(8)]
-    lengths = {int(f["attention_mask"].sum()) for f in feeds}
-    assert len(lengths) > 3
+    ids = feeds[0]["input_ids"]
+    assert (ids.dtype, ids.shape) == (np.int32, feeds[0]["attention_mask"].shape)
+    assert (ids.min() >= 0, ids.max() < 17, len(np.unique(ids)) > 5) == (True, True, True)
+    assert len({int(f["attention_mask"].sum()) for f in feeds}) > 3
     assert all(not f["input_ids"][f["attention_mask"] == 0].any() for f in feeds)
+    assert SyntheticReader(model, samples=1).feed(0)["attention_mask"].all()
     long = SyntheticReader(model, samples=1, input_shapes={"input_ids": (2, 9)}).feed(0)
     assert {a.shape for a in long.values()} == {(2, 9)}
-
-
-def test_positions_segments_rate_and_states() -> None:
-    ids = [(name, I64, [1, 6]) for name in ("position_ids", "token_type_ids")]
-    others = [("sr", I64, []), ("state", F, [2, 1, 8]), ("attention_mask", BOOL, [1, 6])]
-    feed = SyntheticReader(model_of(*ids, *others), samples=1).feed(0)
-    assert feed["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert not feed["token_type_ids"].any()
-    assert feed["sr"].shape == ()
-    assert feed["sr"] == 16_000
-    assert not feed["state"].any()
-    assert feed["attention_mask"].dtype == np.bool_
-    assert feed["attention_mask"].all()
 
 
 @pytest.mark.parametrize(
@@ -97,30 +88,12 @@ def test_the_range_follows_the_graph_own_normalization(op: str, constant: float,
     assert reader.provenance.known["image"] is Known.GRAPH
 
 
-def test_pixels_in_bytes_channels_last_and_given_ranges() -> None:
-    model = model_of(("image", U8, [1, 30, 30, 3]))
-    image = SyntheticReader(model, samples=1).feed(0)["image"]
-    assert (image.dtype, image.shape, image.max() > 200) == (np.uint8, (1, 30, 30, 3), True)
-    model = model_of(("image", F, [1, 3, 30, 30]))
-    image = SyntheticReader(model, samples=1, input_ranges={"image": (-1, 1)}).feed(0)["image"]
-    assert -1 <= image.min() < -0.5
-    assert 0.5 < image.max() <= 1
-
-
-def test_a_range_makes_an_input_known() -> None:
-    model = model_of(("mystery", I64, [1, 50]))
-    ids = SyntheticReader(model, input_ranges={"mystery": (3, 9)}).feed(0)["mystery"]
-    assert set(np.unique(ids)) <= set(range(3, 10))
-    flag = model_of(("flag", BOOL, []))
-    assert SyntheticReader(flag, input_ranges={"flag": (1, 1)}).feed(0)["flag"].item() is True
-
-
-def test_bad_arguments() -> None:
-    model = models.residual_block()
-    with pytest.raises(CalibrationError, match="Did you mean 'x'"):
-        SyntheticReader(model, input_ranges={"xx": (0, 1)})
-    with pytest.raises(CalibrationError, match="does not fit"):
-        SyntheticReader(model, input_shapes={"x": (1, 4, 8, 8)})
+def test_pixels_in_bytes_and_inputs_that_a_range_makes_known() -> None:
+    assert SyntheticReader(model_of(("image", U8, [1, 30, 30, 3])), samples=1).feed(0)["image"].max() > 200
+    reader = SyntheticReader(model_of(("ids", I64, [1, 50])), input_ranges={"ids": (3, 9)})
+    assert set(np.unique(reader.feed(0)["ids"])) <= set(range(3, 10))
+    flag = SyntheticReader(model_of(("flag", BOOL, [])), input_ranges={"flag": (1, 1)})
+    assert flag.feed(0)["flag"].item() is True
 
 
 def test_dynamic_sizes_are_tried_until_the_model_runs() -> None:
@@ -176,8 +149,7 @@ def test_names_types_and_shapes(name: str, element_type: int, shape: list[Any], 
     (info,) = classify(model_of((name, element_type, shape)))
     assert info.kind is kind
     if kind is not None and not any(isinstance(d, str) for d in shape[1:]):
-        reader = SyntheticReader(model_of((name, element_type, shape)), samples=2)
-        made = reader.feed(1)[name]
+        made = SyntheticReader(model_of((name, element_type, shape)), samples=2).feed(1)[name]
         assert made.dtype == info.dtype
         assert made.shape == tuple(1 if isinstance(d, str) else d for d in shape)
 
@@ -202,49 +174,78 @@ def test_additive_masks() -> None:
     assert all((mask[:, 0, 0, 0] == 0).all() for mask in masks)
 
 
+IMAGE, MYSTERY = ("image", F, [1, 3, 8, 8]), ("mystery", I64, [1, 4])
+REAL = [{"image": np.zeros((1, 3, 8, 8), np.float32)}]
+
+
 @pytest.mark.parametrize(
-    ("unknown", "says"),
+    ("inputs", "wishes", "says"),
     [
-        (("mystery", I64, [1, 4]), "looks nothing up"),
-        (("text", TensorProto.STRING, [1]), "takes text"),
-        (("x", F, None), "how many axes"),
-        (("x", F, [1, 2, 3, 4, 5]), "cannot be told"),
+        ([IMAGE, MYSTERY], {}, "input 'mystery'.*looks nothing up.*kinds={"),
+        ([IMAGE, ("text", TensorProto.STRING, [1])], {}, "input 'text'.*takes text.*ArrayReader"),
+        ([IMAGE, ("x", F, None)], {}, "input 'x'.*how many axes.*kinds={"),
+        ([IMAGE, ("x", F, [1, 2, 3, 4, 5])], {}, "input 'x'.*cannot be told.*kinds={"),
+        ([IMAGE], {"input_ranges": {"imag": (0, 1)}}, "Did you mean 'image'"),
+        ([IMAGE], {"input_shapes": {"image": (1, 4, 8, 8)}}, "does not fit"),
+        ([IMAGE], {"kinds": {"image": "imag"}}, r"'imag' is not known\. Did you mean 'image'"),
+        ([IMAGE], {"kinds": {"y": "image"}}, "no input 'y'"),
+        ([IMAGE], {"std": 0}, "std must not be 0"),
+        ([IMAGE], {"mean": [1, 2]}, "one a channel"),
+        ([IMAGE], {"input_range": (2, 1)}, "upside down"),
+        ([IMAGE], {"input_range": (0, float("inf"))}, "not finite"),
+        ([IMAGE], {"input_ranges": {"image": 3}}, "no pair of numbers"),
+        ([IMAGE], {"real": []}, "yields none"),
+        ([IMAGE, ("features", F, [1, 6])], {"real": REAL}, "'features'"),
+        ([("x", F, [1, 8])], {"mean": 1.0}, "for images"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(unknown: Any, says: str) -> None:
-    model = model_of(("image", F, [1, 3, 8, 8]), unknown)
-    with pytest.raises(CalibrationError, match=f"input '{unknown[0]}'.*{says}") as caught:
-        SyntheticReader(model)
-    wanted = "ArrayReader" if unknown[1] == TensorProto.STRING else "kinds={"
-    assert wanted in str(caught.value.fix)
+def test_what_is_not_understood_is_refused_by_name(inputs: Any, wishes: dict[str, Any], says: str) -> None:
+    with pytest.raises(CalibrationError, match=says):
+        SyntheticReader(model_of(*inputs), **wishes)
 
 
 def test_sequences_and_operators_of_unknown_domains_are_refused() -> None:
-    model = model_of(("x", F, [1, 3, 8, 8]))
-    model.graph.input.append(
-        helper.make_value_info("boxes", helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, None)))
-    )
+    model = model_of(IMAGE)
+    boxes = helper.make_sequence_type_proto(helper.make_tensor_type_proto(F, None))
+    model.graph.input.append(helper.make_value_info("boxes", boxes))
     with pytest.raises(CalibrationError, match=r"input 'boxes'.*sequence"):
         SyntheticReader(model)
-    nodes = [helper.make_node("Tokenizer", ["x"], ["out"], domain="ai.onnx.contrib")]
-    model = model_of(("x", F, [1, 3, 8, 8]), nodes=nodes)
+    model = model_of(("x", F, [1, 3, 8, 8]), domain="ai.onnx.contrib")
     with pytest.raises(CalibrationError, match=r"input 'x'.*ai\.onnx\.contrib"):
         SyntheticReader(model)
     assert SyntheticReader(model, kinds={"x": "image"}).feed(0)["x"].shape == (1, 3, 8, 8)
 
 
 def test_the_caller_decides() -> None:
-    model = model_of(("x", F, [1, 3, 40, 40]), ("mystery", I64, [1, 6]))
-    reader = SyntheticReader(model, kinds={"x": "features", "mystery": InputKind.TOKENS})
+    reader = SyntheticReader(model_of(IMAGE, MYSTERY), kinds={"image": "features", "mystery": InputKind.TOKENS})
     assert "features" in reader.assumptions[0]
     assert reader.feed(0)["mystery"].max() < 1000
-    with pytest.raises(CalibrationError, match=r"'imag' is not known\. Did you mean 'image'"):
-        SyntheticReader(model, kinds={"x": "imag"})
-    with pytest.raises(CalibrationError, match="no input 'y'"):
-        SyntheticReader(model, kinds={"y": "image"})
 
 
 # ---- the scale of inputs ---------------------------------------------------------------------------------------------
+
+
+def first_layer(
+    channels: int, pixels: Any, *, folded: bool, size: int = 32, seed: int = 0, gamma: float = 1.0
+) -> onnx.ModelProto:
+    """A Conv and BatchNormalization trained, so to speak, on the given arrays, folded into one another or not."""
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(0, 0.3, (channels, pixels[0].shape[1], 3, 3)).astype(np.float32)
+    zeros = np.zeros(channels, np.float32)
+    shape = ",".join(map(str, pixels[0].shape[1:]))
+    head, conv = f"g (float[N,{shape}] image) => (float out)", "[conv] conv = Conv <pads = [1, 1, 1, 1]> (image, w, b)"
+    plain = partial(parse, f"{head} {{ {conv}  out = Relu (conv) }}", checked=False)
+    values = np.concatenate(Stem(plain({"w": weight, "b": zeros}), "image").respond(pixels), axis=1)
+    mean, deviation = values.mean(axis=1), values.std(axis=1)
+    gammas, betas = rng.uniform(0.7, 1.3, channels) * gamma, rng.normal(0, 0.5, channels)
+    if not folded:
+        named = {"gamma": gammas, "beta": betas, "mean": mean, "var": deviation**2, "w": weight, "b": zeros}
+        norm = "norm = BatchNormalization (conv, gamma, beta, mean, var)"
+        constants = {name: value.astype(np.float32) for name, value in named.items()}
+        return parse(f"{head} {{ {conv}  {norm}  out = Relu (norm) }}", constants, checked=False)
+    factor = gammas / deviation
+    scaled = weight * factor[:, None, None, None], betas - mean * factor
+    return plain({name: value.astype(np.float32) for name, value in zip("wb", scaled, strict=True)})
 
 
 def trained_on(way: Any, count: int = 12) -> list[np.ndarray]:
@@ -298,6 +299,7 @@ def test_metadata_tells() -> None:
     [
         ({"input_range": (0, 255)}, 0, 255),
         ({"input_range": (-1, 1)}, -1, 1),
+        ({"input_ranges": {"image": (-1, 1)}}, -1, 1),
         ({"mean": 127.5, "std": 127.5}, -1, 1),
         ({"mean": (104, 117, 123)}, -123, 151),
         ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
@@ -311,26 +313,6 @@ def test_the_caller_tells(wishes: dict[str, Any], low: float, high: float) -> No
     assert low <= made.min() < low + 0.15 * (high - low)
     assert high - 0.15 * (high - low) < made.max() <= high + 1e-6
     assert reader.provenance.known["image"] is Known.GIVEN
-
-
-@pytest.mark.parametrize(
-    ("wishes", "match"),
-    [
-        ({"std": 0}, "std must not be 0"),
-        ({"mean": [1, 2]}, "one a channel"),
-        ({"input_range": (2, 1)}, "upside down"),
-        ({"input_range": (0, float("inf"))}, "not finite"),
-        ({"input_ranges": {"image": 3}}, "no pair of numbers"),
-        ({"real": []}, "yields none"),
-    ],
-)
-def test_bad_wishes(wishes: dict[str, Any], match: str) -> None:
-    with pytest.raises(CalibrationError, match=match):
-        SyntheticReader(model_of(("image", F, [1, 3, 8, 8])), **wishes)
-    if "mean" in wishes or "std" in wishes:
-        return
-    with pytest.raises(CalibrationError, match="for images"):
-        SyntheticReader(model_of(("x", F, [1, 8])), mean=1.0)
 
 
 def test_features_are_fitted_to_statistics() -> None:
@@ -367,8 +349,6 @@ def test_real_samples_come_first_and_give_the_scale() -> None:
     assert 8 < max(f["image"].max() for f in made) < 9.1
     assert 45 < np.mean([f["features"] for f in made]) < 55
     assert set(reader.provenance.known.values()) == {Known.REAL}
-    with pytest.raises(CalibrationError, match="'features'"):
-        SyntheticReader(model_of(*inputs), real=[{"image": real[0]["image"]}])
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
