@@ -50,15 +50,15 @@ def test_parts_give_the_same_table(net: str, budget: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("net", NAMES)
-@pytest.mark.parametrize("budget", [1, 200])
+@pytest.mark.parametrize("budget", [1, 200, 500])
 def test_parts_cover_each_needed_node_once(net: str, budget: int) -> None:
     model = annotated(net)
     feed = models.feeds(model, 1)[0]
     observed = [n for n in node_outputs(model) if n not in feed]
-    for found in (
-        cut(model, observed, estimate_bytes(model, feed, observed), element_types(model), budget),
-        cut_behind(model, observed),
-    ):
+    sizes = estimate_bytes(model, feed, observed)
+    small = cut(model, observed, sizes, element_types(model), budget)
+    assert all(len(p.observed) <= 1 or sum(sizes[name] for name in p.observed) <= budget for p in small)
+    for found in (small, cut_behind(model, observed)):
         assert len(found) > 1
         assert [p.start for p in found] == [0, *(p.end for p in found[:-1])]
         made = set(feed)
@@ -66,16 +66,6 @@ def test_parts_cover_each_needed_node_once(net: str, budget: int) -> None:
             assert set(part.inputs) <= made
             made.update(part.passed_on)
         assert [name for part in found for name in part.observed] == observed
-
-
-@pytest.mark.parametrize("budget", [1000, 5000])
-def test_parts_stay_within_the_budget(budget: int) -> None:
-    model = annotated("residual_block")
-    observed = [n for n in node_outputs(model) if n != "x"]
-    sizes = estimate_bytes(model, models.feeds(model, 1)[0], observed)
-    for part in cut(model, observed, sizes, element_types(model), budget):
-        held = [sizes[name] for name in part.observed]
-        assert sum(held) <= budget or len(held) == 1
 
 
 @given(st.sampled_from(NAMES), st.integers(200, 4000))
@@ -149,11 +139,6 @@ def test_a_larger_feed_is_planned_anew(caplog: Any) -> None:
         table = under(one_node_model(), samples, 9000, ["y", "z"])
     assert caplog.text.count("2 parts") == 1
     assert table.tensors["y"].count == 4 + 6400 + 4
-
-
-def test_what_a_node_reads_sees_captured_values() -> None:
-    node = next(n for n in models.net_with_if().graph.node if n.op_type == "If")
-    assert set(read_names(node)) == {"flag", "conv0_out"}
 
 
 def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +227,11 @@ def test_what_cannot_run_by_itself_runs_from_the_first_node_on(
     assert caplog.text.count("cannot run by itself") == 1
 
 
-def test_random_nodes_are_no_constants() -> None:
+def test_random_nodes_are_no_constants_and_captured_values_are_read() -> None:
     model = parse("g (float[2] x) => (float[2] y) { noise = RandomNormal <shape = [2]> ()  y = Add (x, noise) }")
     assert part_session.constant_values(model) == (set(), frozenset())
+    node = next(n for n in models.net_with_if().graph.node if n.op_type == "If")
+    assert set(read_names(node)) == {"flag", "conv0_out"}
 
 
 @pytest.mark.parametrize("budget", [1, 2**30])
@@ -252,11 +239,7 @@ def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
     model = models.residual_block()
     samples, names = models.feeds(model, 2), node_outputs(model)
     want = under(model, samples, 2**30, names)
-    nodes = [*model.graph.node][::-1]
-    kept = onnx.GraphProto()
-    kept.node.extend(nodes)
-    del model.graph.node[:]
-    model.graph.node.extend(kept.node)
+    model.graph.node.reverse()
     before = model.SerializeToString(deterministic=True)
     assert under(model, samples, budget, names).tensors == want.tensors
     assert model.SerializeToString(deterministic=True) == before
@@ -332,12 +315,3 @@ def test_parts_are_opened_as_the_whole_is(tmp_path: Path, monkeypatch: pytest.Mo
     swept(model, models.feeds(model, 2))
     assert len(opened_as) > 1
     assert set(opened_as) == {weight_bytes(model)}
-
-
-@pytest.mark.usefixtures("heavy")
-def test_a_sample_that_fails_is_named() -> None:
-    model = planning.prepared(models.residual_block())
-    feeds = models.feeds(model, 7)
-    feeds[4] = {name: value * float("nan") for name, value in feeds[4].items()}
-    with pytest.raises(CalibrationError, match="sample 4"):
-        swept(model, feeds)

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from kenosis_ort import PipelineReader
 from kenosis_ort.calibration.feeds import misfit
+from kenosis_ort.calibration.pipeline import _Piece
 from kenosis_ort.errors import CalibrationError
+from tests.models import session
 from tests.planning import parse
 
 # Token t of the vocabulary 0 to 8 is followed by t + 1; a cache holds the tokens read as numbers.
@@ -42,8 +43,7 @@ WITH_PAST = f"""with_past (int64[B,1] input_ids, int64[B,S] encoder_attention_ma
     present_0_decoder_key = Concat <axis = 1> (past_key_values_0_decoder_key, wide) }}"""
 
 
-def three() -> dict[str, Any]:
-    return {"encoder": parse(ENCODER), "first": parse(FIRST), "with_past": parse(WITH_PAST)}
+PIECES = {"encoder": parse(ENCODER), "first": parse(FIRST), "with_past": parse(WITH_PAST)}
 
 
 def sentences(*lengths: int) -> list[dict[str, Any]]:
@@ -55,10 +55,14 @@ def drain(reader: Any) -> list[dict[str, Any]]:
     return list(iter(reader.get_next, None))
 
 
+def read(piece: str, samples: Any, pieces: Any = PIECES, **options: Any) -> list[dict[str, Any]]:
+    """What a piece is fed with."""
+    return drain(PipelineReader(pieces, samples, **{"threads": 1, "start_token": 1, **options})[piece])
+
+
 def test_each_piece_gets_what_the_pieces_before_it_return() -> None:
-    pipeline = PipelineReader(three(), sentences(3, 2), tokens=2, start_token=4, threads=1)
-    assert list(pipeline) == ["encoder", "first", "with_past"]
-    assert len(pipeline) == 3
+    pipeline = PipelineReader(PIECES, sentences(3, 2), tokens=2, start_token=4, threads=1)
+    assert (len(pipeline), list(pipeline)) == (3, ["encoder", "first", "with_past"])
     assert [feed["input_ids"].shape for feed in drain(pipeline["encoder"])] == [(1, 3), (1, 2)]
     first = drain(pipeline["first"])
     assert [feed["input_ids"].tolist() for feed in first] == [[[4]], [[4]]]
@@ -70,25 +74,23 @@ def test_each_piece_gets_what_the_pieces_before_it_return() -> None:
     assert cached == [[4], [4, 5], [4], [4, 5]]
     assert later[3]["past_key_values_0_encoder_key"].ravel().tolist() == [1, 2]
     assert len(drain(pipeline["first"])) == 2, "each reader begins anew"
+    with pytest.raises(KeyError, match="encodr"):
+        pipeline["encodr"]
 
 
 def test_a_sequence_ends_with_its_stop_token() -> None:
-    pipeline = PipelineReader(three(), sentences(3), tokens=9, start_token=1, stop_token=4, threads=1)
-    assert [feed["input_ids"].item() for feed in drain(pipeline["with_past"])] == [2, 3]
-    ends_at_once = PipelineReader(three(), sentences(3), tokens=9, start_token=1, stop_token=2, threads=1)
-    assert drain(ends_at_once["with_past"]) == []
+    for stop, expected in ((4, [2, 3]), (2, [])):
+        feeds = read("with_past", sentences(3), tokens=9, stop_token=stop)
+        assert [feed["input_ids"].item() for feed in feeds] == expected
 
 
 def test_only_what_a_piece_needs_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    import kenosis_ort.calibration.pipeline as module
-
-    real = module._Piece.run
-    monkeypatch.setattr(module._Piece, "run", lambda piece, *rest: ran.append(piece.name) or real(piece, *rest))
-    pipeline = PipelineReader(three(), sentences(3), tokens=2, start_token=1, threads=1)
+    real = _Piece.run
+    monkeypatch.setattr(_Piece, "run", lambda piece, *rest: ran.append(piece.name) or real(piece, *rest))
     for name, expected in (("encoder", []), ("first", ["encoder"]), ("with_past", ["encoder", "first", "with_past"])):
         ran.clear()
-        drain(pipeline[name])
+        read(name, sentences(3), tokens=2)
         assert ran == expected
 
 
@@ -103,8 +105,7 @@ MERGED = f"""merged (int64[B,T] input_ids, float[B,S,1] encoder_hidden_states, b
 
 
 def test_both_branches_of_a_merged_decoder() -> None:
-    models = {"encoder": parse(ENCODER), "decoder": parse(MERGED)}
-    feeds = drain(PipelineReader(models, sentences(3), tokens=3, start_token=1, threads=1)["decoder"])
+    feeds = read("decoder", sentences(3), {"encoder": PIECES["encoder"], "decoder": parse(MERGED)}, tokens=3)
     assert [bool(feed["use_cache_branch"]) for feed in feeds] == [False, True, True]
     assert [feed["past_key_values_0_decoder_key"].shape for feed in feeds] == [(1, 0, 1), (1, 1, 1), (1, 2, 1)]
     # The branch with a cache returns empty keys of the encoder; those of the first step stay.
@@ -122,8 +123,7 @@ DECODER = f"""decoder (int64[B,T] input_ids, int64[B,M] attention_mask, int64[B,
 def test_the_mask_and_positions_of_a_decoder_alone_grow() -> None:
     prompt = {"input_ids": np.array([[0, 1, 2]]), "attention_mask": np.array([[0, 1, 1]])}
     for given in ({}, {"position_ids": np.array([[0, 0, 1]])}):
-        pipeline = PipelineReader({"decoder": parse(DECODER)}, [{**prompt, **given}], tokens=3, threads=1)
-        feeds = drain(pipeline["decoder"])
+        feeds = read("net", [{**prompt, **given}], {"net": parse(DECODER)}, tokens=3, start_token=None)
         assert [feed["input_ids"].tolist() for feed in feeds] == [[[0, 1, 2]], [[3]], [[4]]]
         assert [feed["attention_mask"].tolist() for feed in feeds[1:]] == [[[0, 1, 1, 1]], [[0, 1, 1, 1, 1]]]
         assert [feed["past_0"].shape[1] for feed in feeds] == [0, 3, 4]
@@ -133,31 +133,22 @@ def test_the_mask_and_positions_of_a_decoder_alone_grow() -> None:
 
 def test_a_decoder_without_a_cache_reads_all_tokens_again() -> None:
     text = f"net (int64[B,T] input_ids) => (float[B,T,9] logits) <{_CONSTANTS}> {{ {_SCORES} }}"
-    feeds = drain(PipelineReader({"net": parse(text)}, [{"input_ids": np.array([[2]])}], tokens=3, threads=1)["net"])
+    feeds = read("net", [{"input_ids": np.array([[2]])}], {"net": parse(text)}, tokens=3, start_token=None)
     assert [feed["input_ids"].tolist() for feed in feeds] == [[[2]], [[2, 3]], [[2, 3, 4]]]
 
 
-def test_links_and_choice_say_what_names_do_not() -> None:
-    head = parse(
-        """head (int64[B,T] input_ids, float[B,S,1] memory) => (float[B,T,1] state) <int64[1] last = {-1}> {
-        numbers = Cast <to = 1> (input_ids)\n state = Unsqueeze (numbers, last) }"""
-    )
-    models = {"encoder": parse(ENCODER), "head": head}
-    links = {"head": {"memory": "last_hidden_state"}}
+HEAD = {"encoder": PIECES["encoder"], "head": parse(
+    """(int64[B,T] input_ids, float[B,S,1] memory) => (float[B,T,1] state) <int64[1] last = {-1}> {
+    numbers = Cast <to = 1> (input_ids)  state = Unsqueeze (numbers, last) }""")}  # fmt: skip
+LINKS = {"head": {"memory": "last_hidden_state"}}
 
+
+def test_links_and_choice_say_what_names_do_not() -> None:
     def after(outputs: Any) -> Any:
         return outputs["state"][:, -1].astype(np.int64) * 2
 
-    pipeline = PipelineReader(models, sentences(3), tokens=3, start_token=1, links=links, choose=after, threads=1)
-    assert drain(pipeline["head"])[-1]["input_ids"].tolist() == [[1, 2, 4]]
-    with pytest.raises(CalibrationError, match="scores of tokens"):
-        drain(PipelineReader(models, sentences(3), start_token=1, links=links, threads=1)["head"])
-    with pytest.raises(CalibrationError, match=r"choose returned float64 of shape \(1,\)"):
-        drain(PipelineReader(models, sentences(3), start_token=1, choose=lambda _: np.ones(1), threads=1)["head"])
-    for said, message in (({"heads": {}}, "no model"), ({"head": {"memry": "state"}}, "input that there is not"),
-                          ({"head": {"memory": "stat"}}, "Did you mean 'state'")):  # fmt: skip
-        with pytest.raises(CalibrationError, match=message):
-            PipelineReader(models, sentences(3), links=said)
+    feeds = read("head", sentences(3), HEAD, tokens=3, links=LINKS, choose=after)
+    assert feeds[-1]["input_ids"].tolist() == [[1, 2, 4]]
 
 
 def test_a_loop_of_the_callers_own() -> None:
@@ -167,52 +158,52 @@ def test_a_loop_of_the_callers_own() -> None:
             pieces["net"](x=seen["last_hidden_state"])
 
     net = parse("net (float[B,S,1] x) => (float[B,S,1] y) { y = Neg (x) }")
-    pipeline = PipelineReader({"encoder": parse(ENCODER), "net": net}, sentences(3, 2), run=halves, threads=1)
-    assert [feed["x"].ravel().tolist() for feed in drain(pipeline["net"])] == [[1], [2, 3], [1], [2]]
-    assert len(drain(pipeline["encoder"])) == 4
+    pieces = {"encoder": PIECES["encoder"], "net": net}
+    feeds = read("net", sentences(3, 2), pieces, run=halves)
+    assert [feed["x"].ravel().tolist() for feed in feeds] == [[1], [2, 3], [1], [2]]
+    assert len(read("encoder", sentences(3, 2), pieces, run=halves)) == 4
 
     def stops(pieces: Any, sample: Any) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        drain(PipelineReader({"net": net}, sentences(3), run=stops)["net"])
+        read("net", sentences(3), pieces, run=stops)
 
 
-def test_what_does_not_fit_is_named() -> None:
-    short = sentences(3)[0] | {"encoder_attention_mask": np.ones((1, 2), np.int64)}
-    models = {k: v for k, v in three().items() if k != "with_past"}
-    links = {"first": {"encoder_attention_mask": "encoder_attention_mask"}}
-    pipeline = PipelineReader(models, [short], start_token=1, tokens=2, links=links, threads=1)
-    with pytest.raises(CalibrationError) as error:
-        drain(pipeline["first"])
-    assert "model 'first'" in str(error.value)
-    assert "'encoder_hidden_states' has 3 on axis 1, and the input 'encoder_attention_mask' has 2" in str(error.value)
-    assert "the model calls both 'S'" in str(error.value)
-    wrong = [{"input_ids": np.ones((1, 3)), "attention_mask": np.ones((1, 3), np.int64)}]
-    with pytest.raises(CalibrationError, match=r"wrong type.*\n?.*model 'encoder', input 'input_ids', sample 0"):
-        drain(PipelineReader(three(), wrong, start_token=1, threads=1)["encoder"])
-    with pytest.raises(CalibrationError, match="Give start_token="):
-        drain(PipelineReader(three(), sentences(3), threads=1)["first"])
-    odd = parse("odd (float[B,S,1,1] memory) => (float[B,S,1,1] y) { y = Neg (memory) }")
-    with pytest.raises(CalibrationError, match="input 'memory'"):
-        drain(PipelineReader({"encoder": parse(ENCODER), "odd": odd}, sentences(3), threads=1)["odd"])
-    with pytest.raises(CalibrationError, match="no models"):
-        PipelineReader({}, sentences(3))
-    with pytest.raises(CalibrationError, match="no samples"):
-        PipelineReader(three(), [])
-    with pytest.raises(KeyError, match="encodr"):
-        PipelineReader(three(), sentences(3))["encodr"]
+SHORT = [sentences(3)[0] | {"encoder_attention_mask": np.ones((1, 2), np.int64)}]
+WRONG = [{"input_ids": np.ones((1, 3)), "attention_mask": np.ones((1, 3), np.int64)}]
+OF_SHORT = {"first": {"encoder_attention_mask": "encoder_attention_mask"}}
+ODD = parse("odd (float[B,S,1,1] memory) => (float[B,S,1,1] y) { y = Neg (memory) }")
+SAID = (r"'encoder_hidden_states' has 3 on axis 1, and the input 'encoder_attention_mask' has 2.*calls both 'S'"
+        r".*model 'first'")  # fmt: skip
+REFUSED: tuple[tuple[str, str, Any, Any, dict[str, Any]], ...] = (
+    (SAID, "first", SHORT, {n: PIECES[n] for n in ("encoder", "first")}, {"tokens": 2, "links": OF_SHORT}),
+    ("wrong type.*model 'encoder', input 'input_ids', sample 0", "encoder", WRONG, PIECES, {}),
+    ("Give start_token=", "first", sentences(3), PIECES, {"start_token": None}),
+    ("input 'memory'", "odd", sentences(3), {"encoder": PIECES["encoder"], "odd": ODD}, {}),
+    ("no models", "", sentences(3), {}, {}),
+    ("no samples", "", [], PIECES, {}),
+    ("scores of tokens", "head", sentences(3), HEAD, {"links": LINKS}),
+    (r"choose returned float64 of shape \(1,\)", "head", sentences(3), HEAD, {"choose": lambda _: np.ones(1)}),
+    ("no model", "", sentences(3), HEAD, {"links": {"heads": {}}}),
+    ("input that there is not", "", sentences(3), HEAD, {"links": {"head": {"memry": "state"}}}),
+    ("Did you mean 'state'", "", sentences(3), HEAD, {"links": {"head": {"memory": "stat"}}}),
+)
+
+
+@pytest.mark.parametrize(("says", "piece", "samples", "pieces", "options"), REFUSED)
+def test_what_does_not_fit_is_named(says: str, piece: str, samples: Any, pieces: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(CalibrationError, match=says):
+        read(piece, samples, pieces, **options)
 
 
 def test_files_are_read_once_and_left_alone(tmp_path: Path) -> None:
-    paths = {}
-    for name, model in three().items():
-        paths[name] = tmp_path / f"{name}.onnx"
-        onnx.save(model, paths[name])
-    before = {name: path.read_bytes() for name, path in paths.items()}
-    pipeline = PipelineReader(paths, iter(sentences(2, 3)), start_token=1, tokens=2, threads=1)
-    assert len(drain(pipeline["with_past"])) == 4
-    assert {name: path.read_bytes() for name, path in paths.items()} == before
+    paths = {name: tmp_path / f"{name}.onnx" for name in PIECES}
+    for name, path in paths.items():
+        onnx.save(PIECES[name], path)
+    before = [path.read_bytes() for path in paths.values()]
+    assert len(read("with_past", iter(sentences(2, 3)), paths, tokens=2)) == 4
+    assert [path.read_bytes() for path in paths.values()] == before
 
 
 @pytest.mark.parametrize(("mask", "past", "said"), [(3, 0, ""), (4, 2, "'attention_mask' has 4 on axis 1"), (5, 2, "")])
@@ -221,7 +212,6 @@ def test_a_mask_covers_the_tokens_and_the_cache(mask: int, past: int, said: str)
         """net (int64[B,T] input_ids, int64[B,M] attention_mask, float[B,2,P,1] past_0) => (int64[B,T] y) {
         y = Identity (input_ids) }"""
     )
-    session = ort.InferenceSession(net.SerializeToString(), providers=["CPUExecutionProvider"])
     feed = {"input_ids": np.zeros((1, 3)), "attention_mask": np.zeros((1, mask)), "past_0": np.zeros((1, 2, past, 1))}
-    assert said in misfit(session, feed)
-    assert bool(misfit(session, feed)) == bool(said)
+    found = misfit(session(net), feed)
+    assert (said in found, bool(found)) == (True, bool(said))

@@ -27,7 +27,7 @@ from tests.calibration.support import one_node_model, random_feeds, stock, swept
 from tests.flow.support import changed
 
 CONFIGS = [
-    *(CalibrationConfig(), CalibrationConfig(symmetric=True, moving_average=True)),
+    *(CalibrationConfig(), CalibrationConfig(sketch=True), CalibrationConfig(symmetric=True, moving_average=True)),
     *(
         CalibrationConfig("percentile", percentile=99.9),
         CalibrationConfig("entropy"),
@@ -123,6 +123,7 @@ REFUSED: tuple[tuple[str, Callable[[CalibrationTable], object]], ...] = (
     ("weights that were changed", lambda table: table.merge(replace(table, outdated=True))),
     ("tensor 'yy'", lambda table: table.range_of("yy")),
     ("Did you mean 'y'", lambda table: table.with_ranges({"yy": (0.0, 1.0)})),
+    ("histograms", lambda table: table.check_matches(None, CalibrationConfig(sketch=True))),
     ("another model", lambda table: table.check_matches("0" * 64, table.config)),
     ("method 'minmax', not 'percentile'", lambda table: table.check_matches(None, PERCENTILE())),
 )

@@ -15,7 +15,7 @@ from kenosis_ort.calibration.synthetic import SyntheticReader, drawing, makers, 
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, SyntheticSample
 from kenosis_ort.calibration.synthetic.makers import audio_maker, noise_field, waveform
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker
-from tests.models import Net
+from tests.planning import parse
 
 # Written down on x86-64 with numpy 2.4; every platform and release has to agree.
 GOLDEN: dict[str, tuple[str, Any]] = {
@@ -71,14 +71,10 @@ def test_exact_deviation(values: list[int]) -> None:
     assert drawing.deviation(array) == max(int(array.astype(np.float64).std() + 1e-9), 1)
 
 
-def slope(image: np.ndarray) -> float:
-    power = np.abs(np.fft.fft2(image - image.mean())) ** 2
-    return float(power[1:5, 1:5].mean() / power[20:32, 20:32].mean())
-
-
 def test_photographs_look_natural() -> None:
     images = np.stack([drawing.photograph(drawing.Draws(1, i), 64, 80) for i in range(40)]).astype(np.float64)
-    assert np.median([slope(image.mean(axis=0)[:64, :64]) for image in images]) > 10
+    power = np.abs(np.fft.fft2(images.mean(axis=1)[:, :64, :64])) ** 2
+    assert np.median(power[:, 1:5, 1:5].mean(axis=(1, 2)) / power[:, 20:32, 20:32].mean(axis=(1, 2))) > 10
     assert (90 < images.mean() < 160, 50 < images.std() < 90) == (True, True)
     assert np.corrcoef(images.transpose(1, 0, 2, 3).reshape(3, -1)).min() > 0.6
     spreads = images.std(axis=(1, 2, 3))
@@ -114,17 +110,16 @@ NATURAL, WRITTEN = 40, 200
 
 def edges(*, bias: float = 0.0, size: tuple[int, int] = (32, 32)) -> onnx.ModelProto:
     """A net that answers to differences between neighbours: a map of probabilities."""
-    net = Net()
-    x = net.input("x", [1, 3, *size])
     kernel = np.zeros((4, 3, 3, 3), np.float32)
-    for i, (y0, x0) in enumerate(((0, 1), (1, 0), (1, 2), (2, 1))):
-        kernel[i, :, 1, 1], kernel[i, :, y0, x0] = 4, -4
-    y = net.op("Conv", [x, net.const(kernel), net.const(np.full(4, 0.5))], name="edges")
-    y = net.op("Relu", [y], name="relu")
-    one = [y, net.const(np.ones((1, 4, 1, 1))), net.const(np.array([bias]))]
-    inner = [1, 1, size[0] - 2, size[1] - 2]
-    net.output(net.op("Sigmoid", [net.op("Conv", one, name="sum")], name="probability"), inner)
-    return net.model()
+    for i, place in enumerate(((0, 1), (1, 0), (1, 2), (2, 1))):
+        kernel[i, :, 1, 1], kernel[(i, slice(None), *place)] = 4, -4
+    return parse(
+        f"""(float[1,3,{size[0]},{size[1]}] x) => (float probability)
+        <float[4,3,3,3] k, float[4] h, float[1,4,1,1] one> {{
+        edges = Conv (x, k, h)  ink = Relu (edges)  sum = Conv (ink, one, bias)  probability = Sigmoid (sum) }}""",
+        {"k": kernel, "h": np.full(4, 0.5), "one": np.ones(4), "bias": np.array([bias], np.float32)},
+        checked=False,
+    )
 
 
 def brightness(monkeypatch: pytest.MonkeyPatch, noisy: int) -> None:
@@ -196,9 +191,7 @@ def test_a_net_that_does_not_run_is_shown_photographs() -> None:
 
 def test_a_picture_among_other_inputs_is_a_photograph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "shows_writing", lambda *_: True)
-    net = Net()
-    pictures = [net.input(name, [1, 3, 32, 32]) for name in "ab"]
-    net.output(net.op("Add", pictures, name="sum"), [1, 3, 32, 32])
-    makers = SyntheticReader(net.model(), samples=2, input_range=(0, 1))._makers.values()
+    two = parse("(float[1,3,32,32] a, float[1,3,32,32] b) => (float[1,3,32,32] y) { y = Add (a, b) }")
+    makers = SyntheticReader(two, samples=2, input_range=(0, 1))._makers.values()
     assert not any(maker.writing for maker in makers if isinstance(maker, ImageMaker))
     assert maker_of(edges()).writing
