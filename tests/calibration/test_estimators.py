@@ -205,6 +205,7 @@ def test_limits_gather_what_lies_beyond() -> None:
 def test_everything_beyond_a_limit(low: float | None, high: float | None, expected: float) -> None:
     values = sketch(statistics_of(np.linspace(-1, 1, 99, dtype=np.float32)), low_limit=low, high_limit=high)
     assert (values.low, values.high) == (expected, expected)
+    assert values.errors([(min(expected, 0.0), max(expected, 0.0))], power=2.0) == pytest.approx([0.0], abs=1e-9)
 
 
 def test_extremes_that_a_partial_histogram_missed() -> None:

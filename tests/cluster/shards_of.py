@@ -23,6 +23,9 @@ def feeds(number: int) -> list[dict[str, Any]]:
     return [{k: v * (1 + number) for k, v in f.items()} for f in models.feeds(MODEL, EACH, seed=number)]
 
 
+ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
+
+
 class Deadly:
     """Makes shards; the worker that opens one of them dies on the spot.
 

@@ -33,12 +33,11 @@ from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import connected
 from kenosis_ort.cluster.worker import versions
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
-from tests.cluster.shards_of import EACH, MODEL, SHARDS, Deadly, feeds
+from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, Deadly, feeds
 from tests.models import FeedReader
 
 distributed = pytest.importorskip("distributed")
 
-ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
 pytestmark = ON_A_CLUSTER
 
 
@@ -64,21 +63,16 @@ def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, who
 
 
 def test_a_worker_killed_in_the_middle_of_a_shard(client: Any, whole: str, tmp_path: Path) -> None:
-    told: list[ShardDone] = []
-    seen: list[tuple[int, int | None]] = []
-    made = calibrate(
-        MODEL,
-        Shards(Deadly(tmp_path, 3), SHARDS),
-        executor=Cluster(client, on_shard=told.append),
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    told, seen, deadly = list[ShardDone](), list[int](), Shards(Deadly(tmp_path, 3), SHARDS)
+    cluster = Cluster(client, on_shard=told.append)
+    made = calibrate(MODEL, deadly, executor=cluster, progress=lambda done, _: seen.append(done))
     assert (tmp_path / "3.died").exists()
     assert made.to_json() == whole
     assert [entry.name for entry in told] == [f"shard {n}" for n in range(SHARDS)]
     assert told[-1].done == told[-1].total == SHARDS
     assert told[-1].left_s == 0
     assert all(entry.worker.startswith("tcp://") and entry.samples == EACH for entry in told)
-    assert [done for done, _ in seen] == [EACH * n for n in range(SHARDS + 1)]
+    assert seen == [EACH * n for n in range(SHARDS + 1)]
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
@@ -110,21 +104,12 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
     """Where nobody starts workers again."""
     monkeypatch.setattr(cluster_executor, "_NO_WORKER_S", 1.0)
     monkeypatch.setattr(cluster_executor, "_POLL_S", 0.2)
+    words = [sys.executable, *["-m", "distributed.cli.dask_worker", "--no-nanny", "--nthreads=1"]]
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with (
         distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "distributed.cli.dask_worker",
-                cluster.scheduler_address,
-                "--no-nanny",
-                "--nthreads=1",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as worker,
+        subprocess.Popen([*words, cluster.scheduler_address], **silent) as worker,
     ):
         with pytest.raises(ClusterError, match=r"died while they had .*shard 1 \(1 times\)") as caught:
             calibrate(MODEL, Shards(Deadly(tmp_path, 1, always=True), 3), executor=client)
@@ -259,20 +244,13 @@ def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: 
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*tcp://.*onnxruntime 1\.\d+\.\d+, not 1\.0\.0"):
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
 
-    def hide(name: str, there: bool) -> None:
-        import sys
-
-        if there:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = None  # type: ignore[assignment]
-
-    client.run(hide, "kenosis_ort.cluster.worker", False)
+    name = "kenosis_ort.cluster.worker"
+    client.run(lambda: sys.modules.update({name: None}))  # type: ignore[dict-item]
     try:
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*kenosis-ort is not installed"):
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
     finally:
-        client.run(hide, "kenosis_ort.cluster.worker", True)
+        client.run(lambda: sys.modules.pop(name))
 
 
 def test_a_moving_average_is_calibrated_here(client: Any) -> None:

@@ -16,7 +16,7 @@ from kenosis_ort.cluster.executor import ClusterExecutor
 from kenosis_ort.runtime.session import HERE
 from tests.cluster import ON_A_CLUSTER, shards_of
 from tests.cluster.shards_of import wide
-from tests.models import Net
+from tests.planning import parse
 
 distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
 
@@ -38,11 +38,10 @@ def small() -> Any:
 
 def cropping() -> onnx.ModelProto:
     """Reads 4 MB a sample, and works on 256 numbers of them."""
-    net = Net()
-    pixels = net.input("x", [1, 4, 1024, 1024], onnx.TensorProto.UINT8)
-    corner = net.op("Slice", [pixels, *(net.const(ends) for ends in ([0, 0], [8, 8], [2, 3]))], name="corner")
-    net.output(net.conv(net.op("Cast", [corner], name="cast", to=onnx.TensorProto.FLOAT), 4, 4), [1, 4, 8, 8])
-    return net.model()
+    return parse("""(uint8[1,4,1024,1024] x) => (float[1,4,8,8] y) <float[4,4,3,3] w, int64[2] from, int64[2] to,
+        int64[2] axes> { c = Slice (x, from, to, axes)  f = Cast <to = 1> (c)
+        y = Conv <pads = [1, 1, 1, 1]> (f, w) }""",
+        {"to": [8, 8], "axes": [2, 3]})  # fmt: skip
 
 
 def test_data_larger_than_the_memory_of_a_worker(small: Any) -> None:

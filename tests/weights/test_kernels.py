@@ -49,38 +49,23 @@ def test_all_linear_layers_run_on_the_kernels(form: Form, build: Callable[[], on
     assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
 
 
-def one_layer(op: str = "Gemm", *, rows: int = 32, columns: int = 24, bias: object = "row", shape=(3,), seed: int = 0,
-              **attributes) -> onnx.ModelProto:  # fmt: skip
-    net = models.Net(seed=seed)
-    x = net.input("x", [*shape, rows])
-    weight_shape = (columns, rows) if attributes.get("transB") else (rows, columns)
-    inputs = [x, net.const(net.rng.normal(0, 0.2, weight_shape), "w")]
-    if bias is not None:
-        row = net.rng.normal(0, 1, columns) if isinstance(bias, str) else bias
-        inputs.append(net.const(row, "b"))
-    if op == "Gemm":
-        y = net.op("Gemm", inputs, name="layer", **attributes)
-    else:
-        y = net.op("MatMul", inputs[:2], name="layer")
-        if bias is not None:
-            y = net.op("Add", [inputs[2], y], name="bias")
-    net.output(y, None)
-    return net.model("one_layer")
+def one_layer(nodes: str = "y = Gemm(x, w, b)", b: object = models.normal((24,), 1), *, x: str = "3,32",
+              w: str = "32,24", seed: int = 0) -> onnx.ModelProto:  # fmt: skip
+    return parse(f"(float[{x}] x) => (y) <float[{w}] w> {{ {nodes} }}", {"b": np.float32(b)}, seed=seed)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("arguments", [
-    {"op": "MatMul", "bias": None},
-    {"op": "MatMul", "shape": (2, 3)},
-    {"op": "MatMul", "bias": 0.5},
-    {"bias": None},
-    {"transB": 1},
-    {"transB": 1, "beta": 2.5},
-    {"bias": np.full((1, 24), 2.0)},
-    {"bias": np.full((1, 1), 2.0), "beta": -1.0},
+@pytest.mark.parametrize("model", [
+    one_layer("y = MatMul(x, w)"),
+    one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"),
+    one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5),
+    one_layer("y = Gemm(x, w)"),
+    one_layer("y = Gemm<transB = 1>(x, w, b)", w="24,32"),
+    one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"),
+    one_layer(b=np.full((1, 24), 2.0)),
+    one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)),
 ])  # fmt: skip
-def test_bias_and_attributes_are_kept(form: Form, arguments: dict):
-    model = one_layer(**arguments)
+def test_bias_and_attributes_are_kept(form: Form, model: onnx.ModelProto):
     made = form(model)
     assert len(kernels(made)) == 1
     assert quality(model, made) > 35
@@ -96,10 +81,10 @@ def overridable() -> onnx.ModelProto:
 @pytest.mark.parametrize("build", [
     lambda: models.conv_relu_chain(2),
     lambda: models.mlp(n_in=8, hidden=12, n_out=4),  # too small to pay
-    lambda: one_layer(alpha=0.5),
-    lambda: one_layer(bias=np.ones((3, 24))),
-    lambda: one_layer(bias=np.ones((3, 1))),
-    lambda: one_layer(columns=8),
+    lambda: one_layer("y = Gemm<alpha = 0.5>(x, w, b)"),
+    lambda: one_layer(b=np.ones((3, 24))),
+    lambda: one_layer(b=np.ones((3, 1))),
+    lambda: one_layer("y = Gemm(x, w)", w="32,8"),
     overridable,  # what callers may override is no constant
     lambda: changed(one_layer(), w=np.inf),
 ])  # fmt: skip
@@ -139,14 +124,12 @@ def test_seven_bit_weights():
     assert np.abs(weight).max() == 64
 
 
-@given(
-    rows=st.integers(16, 150), columns=st.integers(16, 40), lines=st.integers(1, 5), seed=st.integers(0, 1000),
-    transposed=st.booleans(),
-)  # fmt: skip
-def test_any_shape(rows: int, columns: int, lines: int, seed: int, transposed: bool):
-    model = one_layer(rows=rows, columns=columns, shape=(lines,), seed=seed, transB=int(transposed))
-    for form in FORMS:
-        assert quality(model, form(model), count=1) > 28
+@given(st.integers(16, 150), st.integers(16, 40), st.integers(1, 5), st.integers(0, 1000))
+def test_any_shape(rows: int, columns: int, lines: int, seed: int):
+    for nodes, w in (("y = Gemm(x, w)", f"{rows},{columns}"), ("y = Gemm<transB = 1>(x, w)", f"{columns},{rows}")):
+        model = one_layer(nodes, x=f"{lines},{rows}", w=w, seed=seed)
+        for form in FORMS:
+            assert quality(model, form(model), count=1) > 28
 
 
 def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
