@@ -355,6 +355,7 @@ def measure_host(
     from kenosis_ort.targets.profile import keep_profile
     from kenosis_ort.tuning.measure import measure_profile
 
+    is_kept = flag("keep", keep)
     profile = measure_profile(
         get_target(target),
         threads=whole("threads", threads, most=MOST_THREADS),
@@ -362,7 +363,7 @@ def measure_host(
         name=word("name", name),
         progress=None if progress is None else callers_own(progress),
     )
-    if flag("keep", keep):
+    if is_kept:
         keep_profile(profile)
     return profile
 

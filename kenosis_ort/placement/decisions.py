@@ -185,6 +185,7 @@ class Decider:
         self.assignment, self.groups, self.own_grids = assignment, groups, own_grids
         self.view, self.options, self.constraints = assignment.view, assignment.options, assignment.constraints
         self.classes, self.absorption, self.quantized = assignment.classes, assignment.absorption, assignment.quantized
+        self._axes: dict[ir.Value, int | None] = {}  # of the scales of weights
         self.nodes: list[NodeDecision] = []
         self.decisions: list[Decision] = []
 
@@ -276,12 +277,15 @@ class Decider:
             return 1 - channel_axis(node) if node.op_type in ("Gemm", "MatMul") else 0
         weight = node.inputs[1]
         assert weight is not None
-        axes = {
-            self.constraints.weight_axis(self.view, c.node, self.assignment.natural_axis(c.node))
-            for c in self.view.consumers(weight)
-            if c.index == 1 and (self.assignment.carries(c.node) or self.classes[str(c.node.name)].rule == WEIGHTS_ONLY)
-        }
-        return axes.pop() if len(axes) == 1 else None
+        if weight not in self._axes:
+            readers = (c.node for c in self.view.consumers(weight) if c.index == 1)
+            axes = {
+                self.constraints.weight_axis(self.view, reader, self.assignment.natural_axis(reader))
+                for reader in readers
+                if self.assignment.carries(reader) or self.classes[str(reader.name)].rule == WEIGHTS_ONLY
+            }
+            self._axes[weight] = axes.pop() if len(axes) == 1 else None
+        return self._axes[weight]
 
     def _quantized(self, edge: Edge, role: EdgeRole, rule: str, reason: str) -> Decision:
         root = self.groups.root(edge.value)

@@ -61,6 +61,14 @@ def residual(count: int) -> onnx.ModelProto:
     return net.of(value)
 
 
+def one_weight(count: int) -> onnx.ModelProto:
+    net, value = Net.over([1, 4, 4, 4]), "x"
+    weight = net.weight((4, 4, 3, 3), name="w")
+    for _ in range(count):
+        value = net.op("Relu", [net.op("Conv", [value, weight], pads=[1] * 4)])
+    return net.of(value)
+
+
 def concat(count: int) -> onnx.ModelProto:
     net = Net.over([1, 4, 4, 4])
     return net.of(net.op("Concat", [net.op("Relu", [net.conv("x", 4, 4)]) for _ in range(count)], axis=1))
@@ -95,7 +103,7 @@ def calls(model: onnx.ModelProto, folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(("make", "count"), [(residual, 16), (concat, 24), (transformer, 6)])
+@pytest.mark.parametrize(("make", "count"), [(residual, 16), (one_weight, 24), (concat, 24), (transformer, 6)])
 def test_twice_the_nodes_take_twice_the_calls(tmp_path: Path, make: Any, count: int) -> None:
     calls(make(2), tmp_path)  # imports
     once, twice = calls(make(count), tmp_path), calls(make(2 * count), tmp_path)

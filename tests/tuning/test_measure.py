@@ -83,9 +83,10 @@ def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(measure, "measure_profile", quick)
     monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda profile: made.update(kept=profile))
     out = tmp_path / "host.json"
-    assert measure_host(keep=False).name == "here"
     with pytest.raises(OptionError, match="keep"):
         measure_host(keep="x")  # type: ignore[arg-type]
+    assert not made  # before anything is measured
+    assert measure_host(keep=False).name == "here"
     assert "kept" not in made
     assert main(["profile", "--seconds", "2", "--threads", "2", "--out", str(out), "--name", "server"]) == 0
     assert made["kept"] == HostProfile.load(out)
