@@ -32,7 +32,6 @@ def test_channels_and_the_whole(shape: tuple[int, ...], axis: int, config: Calib
     tensor = Accumulator("float32", config, axis)
     assert all(tensor.take(*tensor.look(sample)) for sample in data)
     found = tensor.statistics()
-    assert found.channels is not None
     over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
     np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
     np.testing.assert_array_equal(found.channels.high, data.max(axis=over))
@@ -62,7 +61,6 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     assert tensor.take(*tensor.look(data))
     statistics = tensor.statistics()
     histogram = statistics.histogram
-    assert histogram is not None
     assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
     assert data.size / 20 < histogram.total <= data.size / 5 + 1
     assert data.size >= WHOLE_BELOW
@@ -152,16 +150,14 @@ def test_counts_are_checked_and_frozen() -> None:
 CHANNELS = ("wide", "odd", "end")  # 32, 27 and 32, of 8 or 16 a block: full ones, and one that is not
 
 
-NET = """net (float[n,4,40,41] x) => (float[n,32,40,41] end)
-    <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
-    c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
-    c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
-    c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }"""
-
-
 def net() -> onnx.ModelProto:
     """Three Convs, the second of channels that fill no whole number of blocks."""
-    return parse(NET, ir_version=8)
+    text = """net (float[n,4,40,41] x) => (float[n,32,40,41] end)
+        <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
+        c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
+        c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
+        c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }"""
+    return parse(text, ir_version=8)
 
 
 def samples() -> list[dict[str, np.ndarray]]:

@@ -40,8 +40,6 @@ def test_what_follows_is_what_is_seen(sketch: bool) -> None:
         assert own.low <= seen.low + 1e-6
         if sketch:
             a, b = own.histogram, seen.histogram
-            assert a is not None
-            assert b is not None
             assert (a.exponent, a.total) == (b.exponent, b.total)
             moved = np.abs(np.cumsum(a.counts) - np.cumsum(b.counts)).max()
             assert moved <= a.total / 100  # the runtime takes Sigmoid(-20) for 0
@@ -74,9 +72,7 @@ def test_tables_merge_to_the_same_bytes() -> None:
     parts = [collected(feeds[:2], "v", *NAMES), collected(feeds[2:], "v", *NAMES)]
     whole = collected(feeds, "v", *NAMES)
     assert parts[1].merge(parts[0]).to_json() == whole.to_json()
-    with_part = collected(feeds, "v", *NAMES, part={0: (), 1: ()}).part
-    assert with_part is not None
-    assert with_part.tensors == parts[0].tensors
+    assert collected(feeds, "v", *NAMES, part={0: (), 1: ()}).part.tensors == parts[0].tensors
 
 
 def test_what_stands_for_the_input_changes_no_function_of_it() -> None:
@@ -120,10 +116,7 @@ def test_unions_have_what_their_parts_have(
     found, copied = both()
     monkeypatch.setattr(accumulators, "unions_of", lambda *_: {})
     seen, most = both()
-    assert found.tensors == seen.tensors
-    assert found.part is not None
-    assert seen.part is not None
-    assert found.part.tensors == seen.part.tensors
+    assert (found.tensors, found.part.tensors) == (seen.tensors, seen.part.tensors)
     assert copied < most
 
 

@@ -84,8 +84,7 @@ def test_real_samples_decide_where_there_are_any() -> None:
     whole = real[0].merge(real[1]).merge(real[2]).merge(real[3])
     for name in table.tensors:
         (low, high), (least, most) = whole.range_of(name), table.range_of(name)
-        assert least <= low
-        assert high <= most
+        assert least <= low <= high <= most
     assert {t.source for t in told.tensors.values()} == {trust.RangeSource.REAL}
     assert told.real_samples == 4
 
@@ -140,9 +139,8 @@ def test_zoo(name: str, expected: set[trust.TrustLevel]) -> None:
     assert told.verdict in expected
 
 
+@pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
 def test_gaussian_noise_is_found_out() -> None:
-    if not ZOO.exists():
-        pytest.skip("the zoo is not here")
     model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
@@ -225,13 +223,13 @@ def test_depth_counts_layers() -> None:
     assert values == sorted(values)
 
 
-def normalized(scale: float = 1.0) -> tuple[onnx.ModelProto, np.ndarray]:
+def normalized() -> tuple[onnx.ModelProto, np.ndarray]:
     """A BatchNormalization and Relu trained on given data, and the data."""
     data = np.random.default_rng(0).normal([1.0, -2.0, 5.0], [1.0, 3.0, 0.5], (4000, 3)).astype(np.float32)
     text = """g (float[N,3] x) => (float[N,3] z)
         <float[3] g = {1.5, -0.7, 1.0}, float[3] b = {0.5, 0.0, -1.0}, float[3] m, float[3] v> {
         [bn] y = BatchNormalization (x, g, b, m, v)  z = Relu (y) }"""
-    return parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data * np.float32(scale)
+    return parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data
 
 
 def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> None:
@@ -242,8 +240,8 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> Non
     weak = net_evidence.fit_batch_norms(model, [{"x": data * np.float32(0.5)}])
     assert weak[0].misfit > 0.4
     predicted = net_evidence.predicted_ranges(model, weak, net_evidence.hard_bounds(model))
-    np.testing.assert_allclose(predicted["y"], real.range_of("y"), rtol=1e-3)
-    np.testing.assert_allclose(predicted["z"], real.range_of("z"), rtol=1e-3)
+    for name in "yz":
+        np.testing.assert_allclose(predicted[name], real.range_of(name), rtol=1e-3)
 
 
 def test_dead_channels_and_models_without_statistics() -> None:
@@ -273,6 +271,5 @@ def test_the_report_says_do_not_ship(tmp_path: Path) -> None:
     reader = SyntheticReader(model, samples=8, input_range=(0, 1))
     with pytest.warns(KenosisWarning):
         report = quantize_static(model, tmp_path / "out.onnx", reader, recipe="plain")
-    assert report.trust is not None
     assert report.trust.verdict == "do not ship"
     assert "never rises above" in report.trust.reason

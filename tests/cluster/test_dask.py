@@ -211,7 +211,6 @@ def test_a_client_that_dies_leaves_a_cluster_that_works(client: Any, whole: str)
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as child:
-        assert child.stdout is not None
         assert [child.stdout.readline() for _ in range(2)] == ["0\n", f"{EACH}\n"]
         child.kill()
     assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole

@@ -147,7 +147,6 @@ def test_it_is_there_and_goes(tmp_path: Path) -> None:
 @LOCKS
 def test_a_living_one_is_left_alone_and_a_dead_one_removed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _HOLDS_ONE, str(tmp_path)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
     assert child.stdout.readline() == b"made\n"
     remove_leftovers(tmp_path)
     assert len(list(tmp_path.glob(".kenosis-test-*/big"))) == 1
