@@ -17,6 +17,7 @@ from onnxruntime.quantization import QuantFormat, QuantType
 import kenosis_ort
 from kenosis_ort import Recipe, convert
 from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, pair_order
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.quantizer.grids import quantize_weight
 from kenosis_ort.quantizer.linear_layers import dynamic
 from tests import models
@@ -29,9 +30,10 @@ ORDERS = [PairOrder((0, 2, 1), 1), PairOrder((1, 0, 2), 1), PairOrder((0, 1, 2),
 
 def clipping_layers(model: onnx.ModelProto) -> list[str]:
     """Names of the layers with int8 weights whose pairs can clip; of QDQ, QOperator and dynamic forms."""
-    tensors = {t.name: t for graph in _graphs(model.graph) for t in graph.initializer}
+    graphs = list(all_graphs(model.graph))
+    tensors = {t.name: t for graph in graphs for t in graph.initializer}
     found = []
-    for graph in _graphs(model.graph):
+    for graph in graphs:
         makers = {n.output[0]: n for n in graph.node if n.op_type == "DequantizeLinear"}
         for node in graph.node:
             names = [makers[n].input[0] if n in makers else n for n in node.input]
@@ -43,11 +45,6 @@ def clipping_layers(model: onnx.ModelProto) -> list[str]:
                 if len(stored.dims) > 1 and can_clip(numpy_helper.to_array(stored), order).any():
                     found.append(node.name)
     return found
-
-
-def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    bodies = [a.g for n in graph.node for a in n.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return [graph, *(inner for body in bodies for inner in _graphs(body))]
 
 
 @given(

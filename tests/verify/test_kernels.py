@@ -23,10 +23,6 @@ def of(make: Make) -> FusionReport:
     return report(build(make))
 
 
-def image(g: QdqGraph) -> str:
-    return g.q(g.input((1, 16, 12, 12)))
-
-
 # ---- float kernels ------------------------------------------------------------------------------------------------
 
 IMAGE = "float[1,16,12,12] x"
@@ -135,7 +131,7 @@ def test_a_residual_chain_without_layout_changes_in_between() -> None:
 
 
 def test_fused_conv_with_a_deferred_activation_dequantizes_its_weights_every_run() -> None:
-    found = of(lambda g: g.q(g.op("LeakyRelu", g.conv(image(g)))))
+    found = of(lambda g: g.q(g.op("LeakyRelu", g.conv(g.act_input()))))
     conv, activation = one(found, "Conv"), one(found, "LeakyRelu")
     assert (conv.kernel, conv.cause, conv.weights_per_run) == (f"{CUSTOM}FusedConv", Cause.FLOAT_OUTPUT, True)
     assert (activation.absorbed_into, activation.integer) == (conv.node, False)
@@ -184,7 +180,7 @@ def test_quantized_body_of_a_loop() -> None:
 @pytest.mark.parametrize(("op_type", "body"), [("HardSwish", "HardSigmoid + Mul"), ("Mish", "Softplus + Tanh + Mul")])
 def test_a_function_operator_between_integer_convs_is_float(op_type: str, body: str) -> None:
     """The session writes out its body without names, up to the Q: that is no part of the Conv before it."""
-    found = verify_fusion(build(lambda g: g.q(g.conv(g.q(g.op(op_type, g.q(g.conv(image(g))))))), opset=18))
+    found = verify_fusion(build(lambda g: g.q(g.conv(g.q(g.op(op_type, g.q(g.conv(g.act_input())))))), opset=18))
     act = one(found, op_type)
     assert (act.kernel, act.status, act.integer) == (body, Status.FLOAT, False)
     assert (found.kernels[0].integer, found.kernels[0].absorbed) == (True, ())
@@ -215,7 +211,7 @@ def test_matmul_with_bias_runs_as_one_integer_gemm() -> None:
 
 def test_residual_block_between_transposes() -> None:
     def make(g: QdqGraph) -> str:
-        x = g.relu_q(g.op("Relu", g.conv(image(g))))
+        x = g.relu_q(g.op("Relu", g.conv(g.act_input())))
         y = g.q(g.conv(g.relu_q(g.op("Relu", g.conv(x)))))
         return g.relu_q(g.op("Relu", g.op("Add", y, x)))
 
@@ -228,11 +224,8 @@ def test_residual_block_between_transposes() -> None:
 
 
 def test_one_value_with_several_dequantizers() -> None:
-    def make(g: QdqGraph) -> list[str]:
-        value = g.q(g.conv(image(g)))
-        return [g.q(g.conv(value)), g.q(g.op("Sigmoid", value))]
-
-    assert all(k.integer for k in of(make).kernels)
+    found = of(lambda g: [g.q(g.conv(value := g.q(g.conv(g.act_input())))), g.q(g.op("Sigmoid", value))])
+    assert all(k.integer for k in found.kernels)
 
 
 @pytest.mark.parametrize(
@@ -253,14 +246,14 @@ def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make: Make, words: 
 
 def silent(g: QdqGraph, behind: str = "", *, before: bool = False, **how: Any) -> str:
     """A Conv with float weights between DQ and Q, with an operator behind it and perhaps a barrier in front of it."""
-    y = g.conv(g.op("Max", image(g)) if before else image(g), weight="float", **how)
+    y = g.conv(g.op("Max", g.act_input()) if before else g.act_input(), weight="float", **how)
     return g.relu_q(g.op(behind, y, **({"alpha": 1.0} if behind == "LeakyRelu" else {})) if behind else y)
 
 
 def stored(g: QdqGraph, behind: str = "") -> str:
     """The runtime's own fused Conv as the file's operator."""
     weights = g.const(g.random(16, 16, 3, 3)), g.const(g.random(16))
-    y = g.op("FusedConv", image(g), *weights, domain=MS, pads=[1, 1, 1, 1])
+    y = g.op("FusedConv", g.act_input(), *weights, domain=MS, pads=[1, 1, 1, 1])
     return g.relu_q(g.op(behind, y) if behind else y)
 
 
@@ -302,16 +295,15 @@ def test_weights_may_be_quantized_at_load_and_dequantized_on_every_run_and_other
     assert found.silently_quantized() == (node,)
     assert (node.silently_quantized, node.weights_per_run) == (True, True)
     assert "at load" in str(found)
-    quantized = of(lambda g: g.q(g.conv(image(g))))
+    quantized = of(lambda g: g.q(g.conv(g.act_input())))
     assert quantized.silently_quantized() == ()
     assert not one(quantized, "Conv").weights_per_run
 
 
 def test_a_constant_node_in_place_of_an_initializer_is_seen() -> None:
     model = build(silent)
-    reads = next(n for n in model.graph.node if n.op_type == "Conv").input[1]
-    (weight,) = [i for i in model.graph.initializer if i.name == reads]
-    node = helper.make_node("Constant", [], [reads], value=numpy_helper.from_array(numpy_helper.to_array(weight)))
+    (weight,) = (i for i in model.graph.initializer if len(i.dims) == 4)
+    node = helper.make_node("Constant", [], [weight.name], value=numpy_helper.from_array(numpy_helper.to_array(weight)))
     model.graph.initializer.remove(weight)
     model.graph.node.insert(0, node)
     assert one(report(model), "Conv").silently_quantized

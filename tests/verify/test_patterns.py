@@ -238,18 +238,13 @@ def test_what_the_report_says():
 
 
 def test_convs_of_bodies_are_read_too():
-    body = conv().graph
-    del body.input[:]
-    net = Net()
-    net.input("x", SHAPE)
-    net.input("flag", [], TensorProto.BOOL)
-    node = helper.make_node("If", ["flag"], ["y"], name="if", then_branch=body, else_branch=conv().graph)
-    del node.attribute[1].g.input[:]
-    net.nodes.append(node)
-    net.output("y", [1, 4, 6, 6])
-    graph = helper.make_graph(net.nodes, "net", net.inputs, net.outputs)
-    report = verify_patterns(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
-    assert {c.graph for c in report.convs} == {"if.then_branch", "if.else_branch"}
+    net = Net.over(SHAPE, opset=20)
+    bodies = {f"{name}_branch": conv().graph for name in ("then", "else")}
+    for body in bodies.values():
+        del body.input[:]
+    net.op("If", [net.input("flag", [], TensorProto.BOOL)], name="if", out="y", **bodies)
+    model = helper.make_model(net.graph(), opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    assert {c.graph for c in verify_patterns(model).convs} == {"if.then_branch", "if.else_branch"}
 
 
 def test_what_is_refused():

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.targets.ort_cpu.pieces import cut
 from kenosis_ort.verify import verify_fusion
@@ -18,11 +19,10 @@ from tests.targets.qdq import QdqGraph, random_feeds, run
 def _residual_net(*, signed: bool = False, shapes: bool = True) -> onnx.ModelProto:
     g = QdqGraph(act=np.int8 if signed else np.uint8)
     known: list[str] = []
-    x = g.q(g.input((1, 8, 6, 6)))
+    x = g.act_input((1, 8, 6, 6))
     for _ in range(6):
-        known.append(g.op("Relu", g.conv(x, 8, 8)))
-        known.append(g.conv(g.relu_q(known[-1]), 8, 8))
-        known.append(g.op("Relu", g.op("Add", g.q(known[-1]), x)))
+        known += [first := g.op("Relu", g.conv(x, 8, 8)), second := g.conv(g.relu_q(first), 8, 8)]
+        known.append(g.op("Relu", g.op("Add", g.q(second), x)))
         x = g.relu_q(known[-1])
     tail = g.op("LeakyRelu", g.conv(x, 8, 8))  # a float node, second reader of x
     model = g.model(g.op("Sigmoid", tail), x)
@@ -57,8 +57,7 @@ def test_every_node_is_in_one_piece_and_the_pieces_compute_the_whole(size: int) 
     values = random_feeds(model)
     expected = run(model, values, optimize=False)
     for part in parts:
-        feeds = {i.name: values[i.name] for i in part.graph.input}
-        made = run(part, feeds, optimize=False)
+        made = run(part, {i.name: values[i.name] for i in part.graph.input}, optimize=False)
         values.update(zip([o.name for o in part.graph.output], made, strict=True))
     for output, array in zip(model.graph.output, expected, strict=True):
         np.testing.assert_array_equal(values[output.name], array)
@@ -74,9 +73,7 @@ def test_no_cut_through_int8_or_values_of_unknown_rank() -> None:
 
 def test_no_cut_where_the_order_is_not_topological() -> None:
     model = _residual_net()
-    nodes = [onnx.NodeProto.FromString(n.SerializeToString()) for n in reversed(model.graph.node)]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, list(model.graph.node)[::-1])
     assert len(cut(model, SourceGraph(model), size=1)) == 1
 
 

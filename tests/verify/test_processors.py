@@ -20,7 +20,6 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.verify.processors import ClippingSimulation, clipping_loss
 from tests import models
 from tests.flow.support import quantized, run
-from tests.models import Net
 from tests.planning import parse
 from tests.processor import SATURATES
 
@@ -31,30 +30,20 @@ def by_stock(model: onnx.ModelProto, folder: Path, **options: Any) -> Path:
     return folder / "stock.onnx"
 
 
-def picture_net() -> onnx.ModelProto:
-    """Convs with strides, dilations, groups and uneven padding over two pictures."""
-    net = Net()
-    y = net.input("x", [2, 3, 11, 9])
-    bias = net.const(np.linspace(-1, 1, 8))
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 3, 3, 3)), bias], pads=[1] * 4, strides=[2, 1])])
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 4, 3, 3))], group=2, pads=[2, 1, 1, 2])])
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 8, 2, 2))], dilations=[2, 2], pads=[1] * 4)])
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((8, 8, 2, 2))], auto_pad="SAME_LOWER")])
-    net.output(net.op("Conv", [y, net.weight((4, 8, 1, 1))]), [2, 4, 7, 10])
-    return net.model()
-
-
-def lines() -> onnx.ModelProto:
-    net = Net()
-    y = net.op("Relu", [net.op("Conv", [net.input("x", [1, 5, 40]), net.weight((16, 5, 5))], auto_pad="SAME_UPPER")])
-    net.output(net.op("Conv", [y, net.weight((6, 16, 3))], strides=[3]), [1, 6, 13])
-    return net.model()
+PICTURES = """(float[2,3,11,9] x) => (y)
+    <float[8,3,3,3] a, float[8] bias, float[8,4,3,3] b, float[8,8,2,2] c, float[8,8,2,2] d, float[4,8,1,1] e> {
+    m = Conv <pads = [1,1,1,1], strides = [2,1]> (x, a, bias) n = Relu (m)
+    o = Conv <group = 2, pads = [2,1,1,2]> (n, b) p = Relu (o) q = Conv <dilations = [2,2], pads = [1,1,1,1]> (p, c)
+    r = Relu (q) s = Conv <auto_pad = "SAME_LOWER"> (r, d) t = Relu (s) y = Conv (t, e) }"""
+"""Convs with strides, dilations, groups and uneven padding over two pictures."""
+LINES = """(float[1,5,40] x) => (y) <float[16,5,5] a, float[6,16,3] b> {
+    m = Conv <auto_pad = "SAME_UPPER"> (x, a) n = Relu (m) y = Conv <strides = [3]> (n, b) }"""
 
 
 NETS: dict[str, Callable[[], onnx.ModelProto]] = {
     "residual": models.residual_block,
-    "pictures": picture_net,
-    "lines": lines,
+    "pictures": lambda: parse(PICTURES, {"bias": np.linspace(-1, 1, 8)}),
+    "lines": lambda: parse(LINES),
     "chain": lambda: models.conv_relu_chain(3),
     "mlp": models.mlp,
     "matmul": lambda: models.mlp(gemm=False),
@@ -67,9 +56,8 @@ NETS: dict[str, Callable[[], onnx.ModelProto]] = {
 def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: QuantFormat, tmp_path: Path) -> None:
     model = NETS[net]()
     file = by_stock(model, tmp_path, quant_format=form)
-    simulation = ClippingSimulation(file)
+    simulation, feeds = ClippingSimulation(file), models.feeds(model, 3)
     assert simulation.layers
-    feeds = models.feeds(model, 3)
     for feed, native in zip(feeds, run(file, feeds), strict=True):
         found = list(simulation.run(feed, clips=SATURATES).values())
         for a, b in zip(found, native, strict=True):
@@ -81,9 +69,8 @@ def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: Q
 def test_dynamic_files(tmp_path: Path) -> None:
     model, file = models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "stock.onnx"
     quantize_dynamic(model, str(file), weight_type=QuantType.QInt8)
-    simulation = ClippingSimulation(file)
+    simulation, feeds = ClippingSimulation(file), models.feeds(model, 3)
     assert simulation.layers
-    feeds = models.feeds(model, 3)
     for feed, (native,) in zip(feeds, run(file, feeds), strict=True):
         (found,) = simulation.run(feed, clips=SATURATES).values()
         np.testing.assert_allclose(found, native, rtol=1e-5, atol=1e-6)
@@ -162,13 +149,12 @@ def test_a_conversion_names_the_layers_whose_weights_became_uint8(tmp_path: Path
 
 def test_the_number_of_channels(tmp_path: Path) -> None:
     """Of one layer, those with a pair of large weights of one sign that lie beside each other along K."""
-    net = Net()
     weight = np.full((8, 4), 0.01)
     weight[0:2, 1] = 1.0  # neighbours
     weight[1:3, 2] = 1.0  # in two pairs
     weight[[4, 5], 3] = 1.0, -1.0  # of two signs
-    net.output(net.op("MatMul", [net.input("x", [3, 8]), net.const(weight)], name="layer"), [3, 4])
-    file = by_stock(net.model(), tmp_path, per_channel=False)
+    model = parse("(float[3,8] x) => (y) <float[8,4] w> { [layer] y = MatMul (x, w) }", {"w": weight})
+    file = by_stock(model, tmp_path, per_channel=False)
     (layer,) = verify_fusion(file).clipping()
     assert (layer.node, layer.clipping) == ("layer", 1)
 
@@ -181,13 +167,9 @@ def test_a_weight_that_is_an_output_too(tmp_path: Path) -> None:
     assert tensor.name in {loss.output for loss in losses}
 
 
-def test_without_samples(tmp_path: Path) -> None:
-    file = by_stock(models.mlp(), tmp_path)
+def test_without_samples_or_of_a_form_that_is_not_simulated(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="no samples"):
-        clipping_loss(file, [])
-
-
-def test_a_form_that_is_not_simulated() -> None:
+        clipping_loss(by_stock(models.mlp(), tmp_path), [])
     text = "(uint8[1,4,5,5] x) => (int32[1,4,3,3] y) { [layer] y = ConvInteger (x, w) }"
     model = parse(text, {"w": np.full((4, 4, 3, 3), 127, np.int8)})
     with pytest.raises(UnsupportedModelError, match="ConvInteger"):
