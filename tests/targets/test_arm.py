@@ -9,6 +9,7 @@ import os
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,6 +23,7 @@ from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from tests import models
 from tests.models import Net
+from tests.planning import parse
 from tests.targets.files import DQ, Q, Written
 
 PYTHON = os.environ.get("KENOSIS_ARM_PYTHON", "")
@@ -33,32 +35,34 @@ written = partial(Written, target="arm")
 
 def branches() -> onnx.ModelProto:
     """A value that two Convs and an Add read."""
-    net = Net()
-    x = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="stem")])
+    net = Net.over([1, 3, 8, 8])
+    x = net.op("Relu", [net.conv("x", 3, 8, name="stem")])
     y = net.op("Add", [net.conv(x, 8, 8, name="a"), net.conv(x, 8, 8, name="b")])
-    net.output(net.conv(net.op("Add", [y, x]), 8, 4, name="last"), [1, 4, 8, 8])
-    return net.model()
+    return net.of(net.conv(net.op("Add", [y, x]), 8, 4, name="last"))
 
 
-def norm_in_parts() -> onnx.ModelProto:
-    net = Net()
-    x = net.op("MatMul", [net.input("x", [2, 16]), net.weight((16, 32), name="w")])
-    d = net.op("Sub", [x, net.op("ReduceMean", [x], axes=[-1])])
-    v = net.op("ReduceMean", [net.op("Mul", [d, d])], axes=[-1])
-    y = net.op("Div", [d, net.op("Sqrt", [net.op("Add", [v, net.const(np.float32(1e-5))])])])
-    y = net.op("Mul", [y, net.const(np.linspace(0.5, 1.5, 32, dtype=np.float32))])
-    y = net.op("Add", [y, net.const(np.zeros(32, np.float32))])
-    net.output(net.op("MatMul", [y, net.weight((32, 4), name="v")]), [2, 4])
-    return net.model()
+NORM_IN_PARTS = """(float[2,16] x) => (y) <float[16,32] w, float[32] gain, float[32] shift, float tiny, float[32,4] v> {
+    a = MatMul (x, w) m = ReduceMean <axes = [-1]> (a) d = Sub (a, m) q = Mul (d, d) s = ReduceMean <axes = [-1]> (q)
+    t = Add (s, tiny) r = Sqrt (t) n = Div (d, r) g = Mul (n, gain) b = Add (g, shift) y = MatMul (b, v) }"""
 
 
-def test_activations_are_int8_with_one_pair_for_all_readers(tmp_path: Path) -> None:
-    assert written(branches(), tmp_path).types == {"int8"}
+@pytest.mark.parametrize(
+    ("model", "options", "kind"),
+    [
+        (branches(), {}, "int8"),
+        (branches(), {"weight_type": QuantType.QUInt8}, "uint8"),
+        # The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm.
+        (models.transformer_block(), {}, "int8"),
+    ],
+)
+def test_activations_are_int8_unless_weights_are_uint8(
+    model: onnx.ModelProto, options: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    assert written(model, tmp_path, **options).types == {kind}
+
+
+def test_a_value_has_one_pair_for_all_readers() -> None:
     assert preview(branches(), target="arm").splits == {}
-
-
-def test_uint8_weights_go_with_uint8_activations(tmp_path: Path) -> None:
-    assert written(branches(), tmp_path, weight_type=QuantType.QUInt8).types == {"uint8"}
 
 
 def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
@@ -74,13 +78,14 @@ def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(is_arm(os.uname().machine), reason="asked and timed on Arm itself")
 def test_elsewhere_it_is_neither_proved_nor_timed() -> None:
-    assert get_target("arm").hooks.prove is None
-    assert get_target("arm").hooks.time is None
+    hooks = get_target("arm").hooks
+    assert (hooks.prove, hooks.time) == (None, None)
 
 
 def test_rule_arm_norm_stays_in_parts() -> None:
-    assert "LayerNormalization" not in {n.op_type for n in preview(norm_in_parts(), target="arm").nodes}
-    assert "LayerNormalization" in {n.op_type for n in preview(norm_in_parts()).nodes}
+    model = parse(NORM_IN_PARTS, {"tiny": 1e-5, "gain": np.linspace(0.5, 1.5, 32)})
+    for target, is_one in (("arm", False), ("ort-cpu", True)):
+        assert ("LayerNormalization" in {n.op_type for n in preview(model, target=target).nodes}) is is_one
 
 
 @there
@@ -113,8 +118,3 @@ def test_files_made_here_run_there_with_the_predicted_kernels(tmp_path: Path) ->
     for path, report in made.values():
         assert not_as_planned(report, found[str(path)]) == []
         assert largest_difference(path) < 0.02
-
-
-def test_what_x86_64_does_to_int8_values_is_switched_off_where_files_are_judged(tmp_path: Path) -> None:
-    """The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm."""
-    assert written(models.transformer_block(), tmp_path).types == {"int8"}

@@ -37,14 +37,10 @@ def _weight(g: QdqGraph, elem_type: int, *, block: int | None, scale: type = np.
     """A (K, N) weight behind DQ with a scale by block of rows, or by column where ``block`` is None."""
     shape = (N,) if block is None else (K // block, N)
     top = {TensorProto.INT4: 7, TensorProto.INT8: 127}[elem_type]
-    values = np.random.default_rng(0).integers(-top, top + 1, (K, N))
-    inputs = [
-        _constant(g, values, elem_type, (K, N)),
-        g.const(np.full(shape, 0.01, scale)),
-        _constant(g, np.zeros(shape, int), elem_type, shape),
-    ]
+    values = _constant(g, np.random.default_rng(0).integers(-top, top + 1, (K, N)), elem_type, (K, N))
+    grid = g.const(np.full(shape, 0.01, scale)), _constant(g, np.zeros(shape, int), elem_type, shape)
     attributes = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
-    return g.op("DequantizeLinear", *inputs, **attributes)
+    return g.op("DequantizeLinear", values, *grid, **attributes)
 
 
 def _pair(g: QdqGraph, value: str, elem_type: int) -> str:
@@ -148,10 +144,8 @@ def test_float8_activations_do_not_load_or_run_in_float() -> None:
     kind = TensorProto.FLOAT8E4M3FN
 
     def make(g: QdqGraph) -> str:
-        scale = g.const(np.float32(1))
-        weight = g.op(
-            "DequantizeLinear", _constant(g, np.ones((K, N)), kind, (K, N)), scale, _constant(g, [0], kind, ())
-        )
+        values, zero = _constant(g, np.ones((K, N)), kind, (K, N)), _constant(g, [0], kind, ())
+        weight = g.op("DequantizeLinear", values, g.const(np.float32(1)), zero)
         return _pair(g, g.op("MatMul", _pair(g, g.input((4, K)), kind), weight), kind)
 
     if VERSION >= (1, 32):

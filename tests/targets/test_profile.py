@@ -101,15 +101,10 @@ def test_other_files_are_no_profiles(tmp_path: Path, content: bytes):
         HostProfile.load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("host", "message"),
-    [
-        ("anx", "Did you mean 'amx'"),
-        ("nowhere.json", "neither a profile"),
-        ("z80", "host=.z80. is neither"),
-        ("", "a path"),
-    ],
-)
+HOSTS = {"anx": "Did you mean 'amx'", "nowhere.json": "neither a profile", "z80": "host=.z80. is neither", "": "a path"}
+
+
+@pytest.mark.parametrize(("host", "message"), HOSTS.items())
 def test_an_unknown_host_is_an_error(tmp_path: Path, host: str, message: str):
     with pytest.raises(OptionError, match=message):
         quantize_static(models.ALL["mlp"](), tmp_path / "o.onnx", [], host=host)
@@ -190,12 +185,11 @@ def test_a_profile_of_another_architecture_or_without_features_is_refused(preten
 
 def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    profile = HostProfile.from_dict({**ORT.profiles[1].to_dict(), "name": "mine", "threads": 2})
+    profile = replace(ORT.profiles[1], name="mine", threads=2)
     assert cached_profile("ort-cpu", profile.runtime, 2) is None
     keep_profile(profile)
-    assert cached_profile("ort-cpu", profile.runtime, 2) == profile
-    assert cached_profile("ort-cpu", profile.runtime, 1) is None
-    assert cached_profile("ort-cpu", "another", 2) is None
+    kept = [cached_profile("ort-cpu", *key) for key in ((profile.runtime, 2), (profile.runtime, 1), ("another", 2))]
+    assert kept == [profile, None, None]
     for file in (tmp_path / "kenosis-ort").iterdir():
         file.write_text(file.read_text().replace('"schema": 1', '"schema": 0'))
     assert cached_profile("ort-cpu", profile.runtime, 2) is None

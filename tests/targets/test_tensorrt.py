@@ -46,10 +46,10 @@ class Case:
         weights = "float[8,3,3,3] w, float[8,3,3,3] w2, float[8,8,3,3] v, float[4,16,1,1] wide, float[8,4,2,2] up"
         more = "float[4,3,2,2] g, float[64,16] m, float[16] b, float[16,5] n, float[8] one"
         head = f"net (float[1,3,8,8] x) => ({self.outputs}) <{weights}, {more}>"
-        conv = "c = Conv <pads = [1,1,1,1]> (x, w)"
-        return parse(f"{head} {{ {conv} {self.body} y = Softmax (z) }}", self.weights)
+        return parse(f"{head} {{ {CONV} {self.body} y = Softmax (z) }}", self.weights)
 
 
+CONV = "c = Conv <pads = [1,1,1,1]> (x, w)"
 NEXT = "z = Conv <pads = [1,1,1,1]> ({}, v)"
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
 ACTIVATIONS = ("Relu", "LeakyRelu", "Sigmoid", "HardSwish", "Tanh", "Softplus")
@@ -136,9 +136,8 @@ def test_rule(case: Case, tmp_path: Path) -> None:
 
 def test_rule_trt_commuting(tmp_path: Path) -> None:
     """One grid before and behind what moves data."""
-    made = written(
-        Case(f"r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,1,3,2]> (p) {NEXT.format('t')}").net(), tmp_path
-    )
+    body = f"r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,1,3,2]> (p) {NEXT.format('t')}"
+    made = written(Case(body).net(), tmp_path)
     for name in ("MaxPool_p", "Transpose_t"):
         (behind,) = [n for n in made.model.graph.node if n.op_type == Q and n.input[0] in made.nodes[name].output]
         assert list(behind.input[1:]) == list(made.makers[made.nodes[name].input[0]].input[1:])
@@ -172,9 +171,8 @@ def test_an_output_that_the_caller_wants_in_int8_has_q(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -> None:
-    text = """net (float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w> {
-      c = Conv <pads = [1,1,1,1]> (x, w) a = Add (c, other) y = Softmax (a) }"""
-    made = written(parse(text), tmp_path)
+    head = "(float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w>"
+    made = written(parse(f"{head} {{ {CONV} a = Add (c, other) y = Softmax (a) }}"), tmp_path)
     assert made.before("Conv_c")[0] == DQ
     assert made.before("Add_a") == ["Conv", ""]
 
