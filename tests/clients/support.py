@@ -14,6 +14,7 @@ from onnxruntime.quantization.calibrate import create_calibrator as stock_create
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
+from tests import models
 from tests.flow.support import run, sqnr_db
 from tests.models import Feed, FeedReader
 
@@ -37,6 +38,12 @@ def ranges(
         for start in range(calls):
             calibrator.collect_data(FeedReader(feeds[start::calls]))
         return calibrator.compute_data()
+
+
+def calibrated(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[onnx.ModelProto, list[Feed], TensorsData]:
+    """Returns a model with feeds for it and their ranges."""
+    feeds = models.feeds(model)
+    return model, feeds, ranges(model, feeds, folder, **options)
 
 
 def build(kind: Any, model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:

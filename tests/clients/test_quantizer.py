@@ -18,7 +18,7 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_fusion
 from kenosis_ort.graph.outside import copy_model
 from tests import models
-from tests.clients.support import build, ranges, worst_db
+from tests.clients.support import build, calibrated, ranges, worst_db
 
 NETS = [models.ALL[name] for name in models.ALL if name not in ("conv_relu_chain", "mlp_matmul", "net_with_if")]
 
@@ -53,8 +53,7 @@ def sorted_copy(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def test_a_negative_size_is_open(tmp_path: Path) -> None:
-    model = models.residual_block()
-    data = ranges(model, models.feeds(model, 2), tmp_path)
+    model, _, data = calibrated(models.residual_block(), tmp_path)
     for size in model.graph.input[0].type.tensor_type.shape.dim[2:]:
         size.dim_value = -1
     made = build(QDQQuantizer, model, data)
@@ -63,11 +62,8 @@ def test_a_negative_size_is_open(tmp_path: Path) -> None:
 
 
 def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> None:
-    model = models.residual_block(channels=16)
-    before = model.SerializeToString()
-    feeds = models.feeds(model, 4)
-    data = ranges(model, feeds, tmp_path, create=create_calibrator)
-    entries = dict(data.items())
+    model, feeds, data = calibrated(models.residual_block(channels=16), tmp_path, create=create_calibrator)
+    before, entries = model.SerializeToString(), dict(data.items())
     quantizer = QDQQuantizer(model, True, False, QuantType.QInt8, QuantType.QUInt8, data, [], [], ["Conv", "Gemm"])
     assert isinstance(quantizer, StockQDQQuantizer)
     made = quantizer.quantize_model()
@@ -84,18 +80,16 @@ def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> No
 
 def test_bodies_see_what_they_read_after_saving(tmp_path: Path) -> None:
     """Stock's sorting on save puts an If before what its bodies read, and the file does not load."""
-    model = models.net_with_if()
-    feeds = models.feeds(model, 4)
-    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path))
+    model, feeds, data = calibrated(models.net_with_if(), tmp_path)
+    quantizer = build(QDQQuantizer, model, data)
     quantizer.model.save_model_to_file(str(tmp_path / "q.onnx"))
     assert worst_db(model, tmp_path / "q.onnx", feeds) > 30
 
 
 @pytest.mark.parametrize("method", list(CalibrationMethod)[:3], ids=lambda m: m.name)
 def test_ranges_of_every_method_will_do(method: CalibrationMethod, tmp_path: Path) -> None:
-    model = models.mlp()
-    feeds = models.feeds(model)
-    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path, method=method))
+    model, feeds, data = calibrated(models.mlp(), tmp_path, method=method)
+    quantizer = build(QDQQuantizer, model, data)
     assert quantizer.plan is not None
     assert worst_db(model, quantizer.model.model, feeds) > 15
 
@@ -103,9 +97,7 @@ def test_ranges_of_every_method_will_do(method: CalibrationMethod, tmp_path: Pat
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the arithmetic in stock's constructor
 @pytest.mark.parametrize("infinite", [False, True], ids=["none", "infinite"])
 def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> None:
-    model = models.residual_block()
-    feeds = models.feeds(model, 4)
-    data = ranges(model, feeds, tmp_path)
+    model, feeds, data = calibrated(models.residual_block(), tmp_path)
     hidden = next(n.output[0] for n in model.graph.node if n.name == "conv2")
     if infinite:
         data[hidden] = TensorData(lowest=np.array([-np.inf], np.float32), highest=np.array([1.0], np.float32))
@@ -120,9 +112,8 @@ def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> Non
 
 def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) -> None:
     """SiLU as one operator hides the Sigmoid; what is between stays as the calibrator saw it where that gives more."""
-    model = models.silu_net()
-    feeds = models.feeds(model, 4)
-    quantizer = build(QDQQuantizer, model, ranges(model, feeds, tmp_path, op_types=["Conv", "Sigmoid", "Mul"]))
+    model, _, data = calibrated(models.silu_net(), tmp_path, op_types=["Conv", "Sigmoid", "Mul"])
+    quantizer = build(QDQQuantizer, model, data)
     kernels = verify_fusion(quantizer.model.model).kernels
     assert sum(k.integer for k in kernels if k.op_type == "Conv") == 3
 
@@ -143,8 +134,7 @@ def test_whatever_fails_gives_stocks_result(
     def fails(*_: Any, **__: Any) -> Any:
         raise IndexError("list index out of range")
 
-    model = models.residual_block()
-    data = ranges(model, models.feeds(model, 2), tmp_path)
+    model, _, data = calibrated(models.residual_block(), tmp_path)
     monkeypatch.setattr("kenosis_ort.clients.quantizer.for_integers", fails)
     with caplog.at_level(logging.DEBUG, logger="kenosis_ort"):
         caught = same_as_stock(model, data)
@@ -153,9 +143,8 @@ def test_whatever_fails_gives_stocks_result(
 
 
 def test_a_quantized_model_goes_through_stock(tmp_path: Path) -> None:
-    model = models.residual_block()
-    feeds = models.feeds(model, 2)
-    quantized = sorted_copy(build(StockQDQQuantizer, model, ranges(model, feeds, tmp_path)).model.model)
+    model, feeds, data = calibrated(models.residual_block(), tmp_path)
+    quantized = sorted_copy(build(StockQDQQuantizer, model, data).model.model)
     same_as_stock(quantized, ranges(quantized, feeds, tmp_path))
 
 

@@ -46,14 +46,11 @@ def test_grids_are_those_of_the_quantized_model(pair):
     grids = read_grids(model, made)
     constants = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
     names = {name for node in model.graph.node for name in node.output}
-    checked = 0
-    for node in made.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] in names:
-            scale, zero = float(constants[node.input[1]]), int(constants[node.input[2]])
-            low, high = (0, 255) if constants[node.input[2]].dtype == np.uint8 else (-128, 127)
-            assert grids[node.input[0]].range == ((low - zero) * scale, (high - zero) * scale)
-            checked += 1
-    assert checked
+    made_of = [n.input for n in made.graph.node if n.op_type == "QuantizeLinear" and n.input[0] in names]
+    assert made_of
+    for value, scale, zero in made_of:
+        ends, step = np.iinfo(constants[zero].dtype), float(constants[scale])
+        assert grids[value].range == tuple((end - int(constants[zero])) * step for end in (ends.min, ends.max))
 
 
 def test_weights_are_within_half_a_step_of_their_grid(pair):
