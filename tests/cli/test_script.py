@@ -42,7 +42,8 @@ def test_a_script_or_module_sees_its_own_arguments_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: bool
 ):
     (tmp_path / "beside.py").write_text("NAME = 'found'")
-    monkeypatch.chdir(tmp_path)
+    if module:
+        monkeypatch.chdir(tmp_path)
     path = script(tmp_path, "import sys, beside\nprint(__name__, sys.argv[1:], beside.NAME)")
     before = (sys.argv, list(sys.path), stock.quantize_static, stock.quantize)
     assert run_script([*(["-m", "script"] if module else [path]), "--flag", "a b"]) == 0
