@@ -98,7 +98,8 @@ def test_a_mistake_is_answered_with_what_where_and_fix(mistake: str, bad: Shell)
 
 
 def test_a_function_that_changes_the_working_directory_moves_nothing(bad: Shell) -> None:
-    bad(f"quantize m.onnx --data loader.py:samples --report r.html --cache c.json {PLAIN}")
+    printed = bad(f"quantize m.onnx --data loader.py:samples --report r.html --cache c.json {PLAIN}")
+    assert "report: r.html" in printed.out
     assert {"m.int8.onnx", "m.int8.recipe.toml", "r.html", "c.json"} <= bad.files().keys()
     assert list((bad.folder / "sub").iterdir()) == []
 
@@ -125,6 +126,8 @@ bench m.onnx --seconds 0 => --seconds
 bench m.onnx --rounds 0 => --rounds
 bench m.onnx --batch-size 0 => --batch-size
 bench m.onnx --threads 99999999999 => --threads
+compare m.onnx m.onnx --threads 99999999999 => --threads
+doctor --threads 99999999999 => --threads
 """
 """Typos are answered with what was meant; abbreviations are not taken."""
 
