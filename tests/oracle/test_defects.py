@@ -16,6 +16,7 @@ import pytest
 from onnx import helper
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
+from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import CalibrationError, KenosisWarning
 from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import at_hand
@@ -142,6 +143,13 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
 
     peak(2)  # imports and caches
     assert peak(32) < 1.2 * peak(4) + 2**18
+
+
+def test_max_intermediate_outputs_is_read() -> None:
+    """Stock: clears what it collected without merging it; that nothing is lost see `tests.calibration.test_collector`."""
+    options = {"CalibMaxIntermediateOutputs": 1, "CalibStridedMinMax": 2}
+    config = CalibrationConfig.from_extra_options("MinMax", options)
+    assert (config.max_intermediate_outputs, config.strided) == (1, 2)
 
 
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
