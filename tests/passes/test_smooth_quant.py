@@ -119,6 +119,28 @@ def test_left_alone(body: str, options: dict[str, Any]) -> None:
     assert result.model == model
 
 
+def rounding_noise(model: onnx.ModelProto) -> float:
+    """Power of what 8 bits change of the products behind a norm, as a share of theirs."""
+    x = np.concatenate([feed["x"] for feed in feeds(seed=7)]).astype(np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    n, share = x * array(model.graph.initializer, "gamma") + array(model.graph.initializer, "beta"), 0.0
+    step = (n.max() - n.min()) / 255
+    for name in ("w1", "w2"):
+        w = array(model.graph.initializer, name).astype(np.float64)
+        steps = np.abs(w).max(axis=0) / 127
+        off = (np.round(n / step) * step) @ (np.round(w / steps) * steps) - n @ w
+        share += float((off**2).mean() / ((n @ w) ** 2).mean())
+    return share
+
+
+@pytest.mark.parametrize("gain", [3.0, 30.0, 100.0])
+def test_the_gain_is_as_predicted(gain: float) -> None:
+    model = net(f"{NORMS['layer norm']}\n{READERS['two linears']}", weights(gain))
+    result = smoothed(model)
+    gained = 10 * np.log10(rounding_noise(model) / rounding_noise(result.model))
+    assert gained == pytest.approx(result.layers[0].gain_db, abs=1.0)
+
+
 def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
     arrays = weights()
     arrays["gamma"][:] = 1.0
