@@ -146,7 +146,7 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
 
 
 def test_max_intermediate_outputs_is_read() -> None:
-    """Stock: clears what it collected without merging it; that nothing is lost see `tests.calibration.test_collector`."""
+    """Stock: clears what it collected without merging it; for that see `tests.calibration.test_collector`."""
     options = {"CalibMaxIntermediateOutputs": 1, "CalibStridedMinMax": 2}
     config = CalibrationConfig.from_extra_options("MinMax", options)
     assert (config.max_intermediate_outputs, config.strided) == (1, 2)
