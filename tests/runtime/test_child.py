@@ -33,17 +33,15 @@ def test_it_answers_and_says_in_the_end_what_it_printed(command: list[str]) -> N
     assert child.log.split("\n") == ["asked 1", "asked 2", "asked 4", ""]
 
 
-def test_its_death_is_told_with_code_and_last_words(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("killed", "said"), [(False, "squares ended its process, with code -6: .*asked 3"), (True, "code -9")]
+)
+def test_its_death_is_told_with_code_and_last_words(killed: bool, said: str, command: list[str]) -> None:
     child = Child(command, "squares")
-    with pytest.raises(RuntimeEndedError, match="squares ended its process, with code -6: asked 3"):
+    assert child.ask({"n": 5}) == {"square": 25}
+    if killed:
+        child._process.kill()
+    with pytest.raises(RuntimeEndedError, match=said):
         child.ask({"n": 3})
     assert not child.runs
     child.close()
-
-
-def test_one_that_was_killed_from_outside(command: list[str]) -> None:
-    child = Child(command, "squares")
-    assert child.ask({"n": 5}) == {"square": 25}
-    child._process.kill()
-    with pytest.raises(RuntimeEndedError, match="code -9"):
-        child.ask({"n": 1})

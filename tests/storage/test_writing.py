@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,10 +76,9 @@ def test_every_spelling_of_a_file(tmp_path: Path) -> None:
 
 
 def test_case_where_the_system_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_FOLDS_CASE", True)
-    assert same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
-    monkeypatch.setattr(writing, "_FOLDS_CASE", False)
-    assert not same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX")
+    for folds in (True, False):
+        monkeypatch.setattr(writing, "_FOLDS_CASE", folds)
+        assert same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX") == folds
 
 
 def test_both_are_named(tmp_path: Path) -> None:
@@ -108,12 +108,9 @@ def test_the_folder_for_facts(monkeypatch: pytest.MonkeyPatch, platform: str, sa
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("no home")
-
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
     assert writing.user_cache() is None
     writing.keep("facts", {"a": 1})
     assert writing.recall("facts") is None
@@ -200,10 +197,8 @@ def test_the_lock_of_a_folder_waits_and_gives_up(tmp_path: Path) -> None:
 
 
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr("tempfile.gettempdir", none)
+    lacking = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=lacking))
     with pytest.raises(OutputError, match="No temporary folder can be made") as caught:
         Scratch("test")
     assert "TMPDIR" in str(caught.value.fix)
