@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.testing as npt
 import onnx
-from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
 
@@ -72,6 +72,23 @@ def swept(
     return collect(model, reader, points, **of_call)
 
 
+def same_as_stock(
+    model: onnx.ModelProto, samples: Sequence[Feed], method: str = "MinMax", *, stride: int | None = None,
+    threads: int = 1, error: float = 0.0, bit_exact: bool = True, **options: Any,
+) -> None:  # fmt: skip
+    """Ranges have stock's types and shapes, and its values but for an error, given as a share of the largest one."""
+    theirs = stock(model, samples, method, stride=stride, **options)
+    config = CalibrationConfig(method, strided=stride, bit_exact=bit_exact, **options)
+    table = swept(model, ListReader(samples), list(theirs.keys()), config=config, threads=threads)
+    ours = table.to_tensors_data()
+    for name in theirs:
+        most = error * max(abs(table.tensors[name].low), abs(table.tensors[name].high))
+        for end in ("lowest", "highest"):
+            a, b = np.asarray(getattr(theirs[name], end)), np.asarray(getattr(ours[name], end))
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+            npt.assert_allclose(b, a, rtol=0, atol=most, err_msg=name)
+
+
 def histogram_of(*parts: np.ndarray[Any, Any]) -> Histogram:
     """The histogram of all elements, added part by part."""
     builder = HistogramBuilder()
@@ -82,19 +99,11 @@ def histogram_of(*parts: np.ndarray[Any, Any]) -> Histogram:
 
 
 def one_node_model(
-    op: str = "Identity",
-    shape: Sequence[int | str] = ("N", "M"),
-    *,
-    element_type: int = TensorProto.FLOAT,
-    annotate: bool = True,
-    **attributes: Any,
+    op: str = "Identity", shape: Sequence[int | str] = ("N", "M"), *, element: str = "float", annotate: bool = True
 ) -> onnx.ModelProto:
     """``x -> op -> y -> Neg -> z``."""
-    text = f"g (float[{','.join(map(str, shape))}] x) => (float z) {{ [first] y = {op} (x)  z = Neg (y) }}"
+    text = f"({element}[{','.join(map(str, shape))}] x) => ({element} z) {{ y = {op} (x)  z = Neg (y) }}"
     model = parse(text, checked=False)
-    model.graph.node[0].attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.elem_type = element_type
     model.graph.output[0].type.tensor_type.ClearField("shape")
     return onnx.shape_inference.infer_shapes(model) if annotate else model
 
