@@ -150,14 +150,14 @@ def test_counts_are_checked_and_frozen() -> None:
 CHANNELS = ("wide", "odd", "end")  # 32, 27 and 32, of 8 or 16 a block: full ones, and one that is not
 
 
-def net() -> onnx.ModelProto:
-    """Three Convs, the second of channels that fill no whole number of blocks."""
-    text = """net (float[n,4,40,41] x) => (float[n,32,40,41] end)
-        <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
-        c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
-        c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
-        c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }"""
-    return parse(text, ir_version=8)
+NET = parse(  # three Convs, the second of channels that fill no whole number of blocks
+    """(float[n,4,40,41] x) => (float[n,32,40,41] end)
+    <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
+    c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
+    c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
+    c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }""",
+    ir_version=8,
+)
 
 
 def samples() -> list[dict[str, np.ndarray]]:
@@ -172,17 +172,16 @@ def test_statistics_are_those_of_values_in_order(
     options: dict[str, Any], budget: int, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [*CHANNELS, *(f"c_{name}" for name in CHANNELS)]
-    found = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
+    found = swept(NET, samples(), names, channels=channels, fetch_budget=budget, **options)
     monkeypatch.setattr(session, "without_reorders", lambda *_: {})
-    plain = swept(net(), samples(), names, channels=channels, fetch_budget=budget, **options)
+    plain = swept(NET, samples(), names, channels=channels, fetch_budget=budget, **options)
     assert found.tensors == plain.tensors
 
 
 def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
-    model = net()
-    part = Segment(0, len(model.graph.node), ("x",), CHANNELS, ())
+    part = Segment(0, len(NET.graph.node), ("x",), CHANNELS, ())
     feed = samples()[0]
-    with ObservedModel(model, SessionSettings(threads=1)) as observed:
+    with ObservedModel(NET, SessionSettings(threads=1)) as observed:
         blocked, held = observed.segment_in_blocks(part, part.observed, feed, ("wide", "odd"))
         if not held:
             pytest.skip("this processor has no blocks")
@@ -198,7 +197,7 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
 
 
 def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = swept(net(), samples(), ["wide"])
+    wanted = swept(NET, samples(), ["wide"])
     calls = []
 
     def lost(_: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
@@ -207,7 +206,7 @@ def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.
 
     monkeypatch.setattr(session, "without_reorders", lost)
     monkeypatch.setattr(session.onnx, "load", lambda *_, **__: onnx.ModelProto())  # and cannot be opened
-    assert swept(net(), samples(), ["wide"]).tensors == wanted.tensors
+    assert swept(NET, samples(), ["wide"]).tensors == wanted.tensors
     assert calls == [frozenset({"wide"})]
 
 

@@ -88,15 +88,12 @@ def test_images_without_pillow(images: Path, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("form", ["file", "dictionary", "shards", "readers in shards"])
 def test_labels_are_left_aside_in_every_form_of_arrays(form: str, tmp_path: Path) -> None:
-    model, out = models.mlp(), tmp_path / "o.onnx"
+    model, out, path = models.mlp(), tmp_path / "o.onnx", tmp_path / "a.npz"
     data = {"x": np.concatenate([feed["x"] for feed in models.feeds(model, 4)]), "label": np.arange(4)}
-    paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
-    for path in paths:
-        np.savez(path, **data)
-    arrays = [ArrayReader(paths[0]), ArrayReader(data)]
-    shards = {"shards": kenosis_ort.Shards(paths), "readers in shards": kenosis_ort.Shards(arrays)}
-    forms = {"file": arrays[0], "dictionary": arrays[1], **shards}
-    source: Any = forms[form]
+    np.savez(path, **data)
+    arrays = {"file": ArrayReader(path), "dictionary": ArrayReader(data)}
+    shards = {"shards": [path, path], "readers in shards": list(arrays.values())}
+    source: Any = arrays[form] if form in arrays else kenosis_ort.Shards(shards[form])
     report = kenosis_ort.quantize_static(model, out, source, recipe="plain", promise=False)
     assert "Left aside in the data, no input of the model: label." in report.notes
     source.rewind()
