@@ -171,7 +171,7 @@ class Opened:
 def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Renames nodes and values of a graph and of the bodies in it."""
     for nested in all_graphs(graph):
-        for value in (*nested.input, *nested.output, *nested.initializer):
+        for value in (*nested.input, *nested.output, *nested.value_info, *nested.initializer):
             value.name = names.get(value.name, value.name)
         for node in nested.node:
             node.name = names.get(node.name, node.name)
@@ -179,6 +179,18 @@ def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
                 for at, name in enumerate(values):
                     if name in names:
                         values[at] = names[name]
+
+
+def part_names(graph: onnx.GraphProto) -> None:
+    """Renames values so that no two bodies have one name for two values, as bodies side by side may, in place."""
+    taken, known = all_names(graph), set[str]()
+    for nested in all_graphs(graph):
+        own = {value.name for value in (*nested.input, *nested.initializer)}
+        own.update(name for node in nested.node for name in node.output if name)
+        renamed = {name: reserve_name(name, taken) for name in sorted(own & known)}
+        if renamed:
+            rename_all(nested, renamed)
+        known.update(own, renamed.values())
 
 
 _WHEN = "past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|tm1|t"

@@ -20,10 +20,12 @@ import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph import outside
+from kenosis_ort.graph.bodies import part_names
 from kenosis_ort.graph.canonical import check_depth, check_structure
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
-from kenosis_ort.graph.qdq import label_of, walk
+from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
 from kenosis_ort.graph.save import store_model
+from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.runtime.limits import check_runtime_loads
 from kenosis_ort.runtime.session import MAPPED_FROM
 from kenosis_ort.storage.writing import Scratch, absolute, regular
@@ -296,7 +298,17 @@ def tag(model: onnx.ModelProto) -> Tagged:
     found = [(label_of(node), path, node) for _, path, node in walk(proto.graph) if node is not None]
     for index, (_, _, node) in enumerate(found):
         node.name = f"kv#{index}#"
+    if any(path for _, path, _ in found):
+        part_names(proto.graph)
     return Tagged(proto, tuple(label for label, _, _ in found), tuple(path for _, path, _ in found))
+
+
+def indexed(model: onnx.ModelProto, base: Path | None = None) -> SourceGraph:
+    """The index of a model of any origin; where it has bodies, of a copy in which no two of them share a name."""
+    if len(list(all_graphs(model.graph))) == 1:
+        return SourceGraph(model, base)
+    copy = tag(model)
+    return SourceGraph(copy.proto, base, labels=copy.labels, paths=copy.paths)
 
 
 def with_labels(message: str, labels: Sequence[str]) -> str:

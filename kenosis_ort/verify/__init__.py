@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.errors import OptionError, last_gate, warn_caller
-from kenosis_ort.graph.load import read_source
+from kenosis_ort.graph.load import indexed, read_source
 from kenosis_ort.graph.qdq import SourceGraph, SourceNode
 from kenosis_ort.graph.save import made_for
 from kenosis_ort.plan import PlacementPlan
@@ -178,7 +178,7 @@ def check_bias_alignment(model: onnx.ModelProto, *, base: Path | None = None) ->
     Returns:
         One entry per bias that is off, empty if all are right.
     """
-    graph = SourceGraph(model, base)
+    graph = indexed(model, base)
     problems = []
     for node in graph.nodes:
         if node.op_type in _BIASED and len(node.proto.input) > 2:

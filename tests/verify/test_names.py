@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import onnx
+import onnx.parser
 import pytest
 
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.verify import FusionReport
+from kenosis_ort.verify import FusionReport, Status, verify_patterns
 from tests.targets.qdq import QdqGraph
 from tests.verify.expect import report
 
@@ -79,3 +80,43 @@ def test_nodes_without_names() -> None:
     assert [k[:4] for k in _facts(found)] == [k[:4] for k in _facts(report(_model()))]
     assert all(k.node.startswith(f"<{k.op_type} ") for k in found.kernels)
     assert len({k.node for k in found.kernels}) == len(found.kernels)
+
+
+BRANCHES = """
+<ir_version: 9, opset_import: ["": 17]>
+net (float[1, 1, 6, 6] x, bool flag) => (float[1, 1, 6, 6] y)
+<float s = {{0.02}}, uint8 z = {{0}}, int8[1, 1, 1, 1] w = {{100}}, float[1, 1, 1, 1] f = {{0.5}}>
+{{
+  [if] y = If (flag) <
+    {integer}_branch = a () => (float[1, 1, 6, 6] {p}out) {{
+      {p}q = QuantizeLinear (x, s, z)
+      {p}data = DequantizeLinear ({p}q, s, z)
+      {p}weight = DequantizeLinear (w, s)
+      [integer] {p}conv = Conv ({p}data, {p}weight)
+      {p}requantized = QuantizeLinear ({p}conv, s, z)
+      {p}out = DequantizeLinear ({p}requantized, s, z)
+    }},
+    {float}_branch = b () => (float[1, 1, 6, 6] out) {{
+      data = Abs (x)
+      weight = Identity (f)
+      [float] conv = Conv (data, weight)
+      [act] out = Sigmoid (conv)
+    }}
+  >
+}}
+"""
+
+
+@pytest.mark.parametrize("order", [("then", "else"), ("else", "then")])
+def test_branches_may_share_names(order: tuple[str, str]) -> None:
+    facts, broken = [], []
+    for prefix in ("own_", ""):
+        model = onnx.parser.parse_model(BRANCHES.format(p=prefix, integer=order[0], float=order[1]))
+        found = report(model)
+        facts.append(_facts(found))
+        broken.append({conv.node: len(conv.broken) for conv in verify_patterns(model).convs})
+    kernels = {k.node: k for k in found.kernels}
+    assert (kernels["integer"].status, kernels["float"].status) == (Status.INTEGER, Status.FLOAT)
+    assert kernels["act"].absorbed_into == "float"
+    assert facts[0] == facts[1]
+    assert broken[0] == broken[1] == {"integer": 0, "float": 2}

@@ -14,6 +14,7 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
+from kenosis_ort.graph.load import indexed
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.proof import BrokenClause, Clause, ConvPattern, PatternReport
 
@@ -65,7 +66,7 @@ def conform(model: onnx.ModelProto, folder: Path | None, target: str) -> Pattern
         folder: Of its external data, None without any; they are not read.
         target: Name of the target, for the report.
     """
-    graph = SourceGraph(model, folder)
+    graph = indexed(model, folder)
     convs = (n for n in graph.nodes if n.op_type == "Conv" or n.proto.op_type in _OTHER_FORMS)
     found = tuple(_Reading(graph, node).result() for node in convs)
     return PatternReport(target, _DOCUMENT, found)

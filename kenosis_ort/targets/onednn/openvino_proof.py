@@ -23,6 +23,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.errors import VerificationError
+from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.load import tagged_file, token_of
 from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
 from kenosis_ort.plan import PlacementPlan
@@ -372,14 +373,4 @@ def _name_outputs(model: onnx.ModelProto) -> None:
     outputs, names = {o.name for o in model.graph.output}, {}
     for node in model.graph.node:
         names.update({v: f"{node.name}{i}" for i, v in enumerate(node.output) if v in outputs})
-    bodies = [model.graph]
-    while bodies:
-        graph = bodies.pop()
-        for node in graph.node:
-            for values in (node.input, node.output):
-                for index, value in enumerate(values):
-                    values[index] = names.get(value, value)
-            for attribute in node.attribute:
-                bodies += [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
-        for info in (*graph.output, *graph.value_info):
-            info.name = names.get(info.name, info.name)
+    rename_all(model.graph, names)

@@ -6,7 +6,7 @@ the sum of the proofs of its pieces. A cut runs through quantized uint8 values o
 sides the same Q/DQ pairs stand around each node as before. A DequantizeLinear goes with its readers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from kenosis_ort.graph import qdq, walk
+from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.load import base_op, token_of
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
@@ -78,7 +79,7 @@ class KernelGraph:
         known: Names of the model's values; all others are the runtime's and may be the same in several pieces.
     """
 
-    def __init__(self, graphs: Sequence[onnx.GraphProto], known: Collection[str]) -> None:
+    def __init__(self, graphs: Sequence[onnx.GraphProto], known: Set[str]) -> None:
         self.nodes: list[KernelNode] = []
         self.producer: dict[str, KernelNode] = {}
         self.consumers: dict[str, list[KernelNode]] = {}
@@ -86,7 +87,7 @@ class KernelGraph:
         self._quantized: set[str] = set()
         for number, graph in enumerate(graphs):
             if len(graphs) > 1:
-                _separate(graph, known, f"@{number}")
+                rename_all(graph, {name: f"{name}@{number}" for name in walk.all_names(graph) - known})
             self._add_graph(graph)
 
     def _add_graph(self, graph: onnx.GraphProto) -> None:
@@ -146,18 +147,6 @@ class KernelGraph:
         groups = walk.attribute_int(node.proto, "group", 1)
         is_plain = weight.data_type == TensorProto.INT8 and not array_in(zero).any()
         return DIRECT if is_plain and has_direct_kernel(weight.dims[1] * groups, weight.dims[0], groups) else PRODUCT
-
-
-def _separate(graph: onnx.GraphProto, known: Collection[str], suffix: str) -> None:
-    """Makes the names that the runtime invented for one piece its own."""
-    for body, _, node in qdq.walk(graph):
-        if node is None:
-            for initializer in body.initializer:
-                if initializer.name not in known:
-                    initializer.name += suffix
-        else:
-            for values in (node.input, node.output):
-                values[:] = [v if not v or v in known else v + suffix for v in values]
 
 
 def _nchwc_value(proto: onnx.NodeProto) -> str | None:
