@@ -135,26 +135,19 @@ def test_what_a_reader_raises_is_kept() -> None:
     assert run(Failing(StopIteration())).samples == 2, "a bare next in a reader ends the data"
 
 
-SPEC_OF_IDS = InputSpec("ids", np.dtype("int64"), (None, 3))
-SPEC_OF_X = InputSpec("x", np.dtype("float32"), (1, "M"))
-
-
-@pytest.mark.parametrize(
-    ("spec", "value"),
-    [
-        (SPEC_OF_IDS, [[1, 2, 3]]),
-        (SPEC_OF_IDS, [np.array([1, 2, 3], np.int32)]),
-        (SPEC_OF_IDS, np.array([[1, 2, 3]], np.uint8)),
-        (SPEC_OF_IDS, ort.OrtValue.ortvalue_from_numpy(np.array([[1, 2, 3]], np.int64))),
-        (SPEC_OF_X, [[1, 2, 3]]),
-        (SPEC_OF_X, [(1.0, 2.0, 3.0)]),
-        (SPEC_OF_X, np.array([[1.0, 2.0, 3.0]])),
-        (SPEC_OF_X, np.array([[1.0, 2.0, 3.0]], np.float16)),
-        (SPEC_OF_X, np.array([[1.0, np.inf, np.nan]])),
-        (InputSpec("b", np.dtype("bool"), (1, 3)), [[1, 2, 3]]),
-        (InputSpec("b", np.dtype("int32"), None), np.array([[1, 2, 3]], np.int64)),
-    ],
+IDS = InputSpec("ids", np.dtype("int64"), (None, 3))
+FLOATS = InputSpec("x", np.dtype("float32"), (1, "M"))
+KEPT: tuple[tuple[InputSpec, Any], ...] = (
+    *((IDS, value) for value in ([[1, 2, 3]], [np.array([1, 2, 3], np.int32)], np.array([[1, 2, 3]], np.uint8))),
+    (IDS, ort.OrtValue.ortvalue_from_numpy(np.array([[1, 2, 3]], np.int64))),
+    *((FLOATS, value) for value in ([[1, 2, 3]], [(1.0, 2.0, 3.0)], np.array([[1.0, 2.0, 3.0]]))),
+    *((FLOATS, value) for value in (np.array([[1.0, 2.0]], np.float16), np.array([[1.0, np.inf, np.nan]]))),
+    (InputSpec("b", np.dtype("bool"), (1, 3)), [[1, 2, 3]]),
+    (InputSpec("b", np.dtype("int32"), None), np.array([[1, 2, 3]], np.int64)),
 )
+
+
+@pytest.mark.parametrize(("spec", "value"), KEPT)
 def test_values_become_the_models_type_where_that_keeps_them(spec: InputSpec, value: Any) -> None:
     (made,) = check_feed({spec.name: value}, [spec], [], 0).values()
     assert isinstance(made, np.ndarray)

@@ -39,7 +39,6 @@ WITH_PAST = f"""with_past (int64[B,1] input_ids, int64[B,S] encoder_attention_ma
     float[B,P,1] past_key_values_0_decoder_key, float[B,S,1] past_key_values_0_encoder_key)
     => (float[B,1,9] logits, float[B,Q,1] present_0_decoder_key)
     <{_CONSTANTS}> {{ {_SCORES}
-    seen = Cast <to = 1> (encoder_attention_mask)
     present_0_decoder_key = Concat <axis = 1> (past_key_values_0_decoder_key, wide) }}"""
 
 
@@ -115,8 +114,6 @@ def test_both_branches_of_a_merged_decoder() -> None:
 DECODER = f"""decoder (int64[B,T] input_ids, int64[B,M] attention_mask, int64[B,T] position_ids, float[B,P,1] past_0)
     => (float[B,T,9] logits, float[B,Q,1] present_0)
     <{_CONSTANTS}> {{ {_SCORES}
-    ones = Cast <to = 1> (attention_mask)
-    places = Cast <to = 1> (position_ids)
     present_0 = Concat <axis = 1> (past_0, wide) }}"""
 
 

@@ -199,19 +199,16 @@ def test_config_takes_stock_names_and_extra_options() -> None:
     assert (PERCENTILE().is_symmetric, CalibrationConfig().is_symmetric) == (True, False)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"method": "minmix"}, "Did you mean 'minmax'"),
-        ({"method": 3}, "Unknown calibration method"),
-        ({"averaging_constant": 1.5}, "averaging_constant"),
-        ({"percentile": 101}, "percentile"),
-        ({"method": "distribution", "num_bins": 100}, "num_bins"),
-        ({"max_intermediate_outputs": -1}, "max_intermediate_outputs"),
-        ({"scenario": "p4"}, "scenario"),
-    ],
+UNKNOWN: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("Did you mean 'minmax'", {"method": "minmix"}), ("Unknown calibration method", {"method": 3})),
+    *(("averaging_constant", {"averaging_constant": 1.5}), ("percentile", {"percentile": 101})),
+    *(("num_bins", {"method": "distribution", "num_bins": 100}), ("scenario", {"scenario": "p4"})),
+    ("max_intermediate_outputs", {"max_intermediate_outputs": -1}),
 )
-def test_config_refuses(options: dict[str, Any], match: str) -> None:
+
+
+@pytest.mark.parametrize(("match", "options"), UNKNOWN)
+def test_config_refuses(match: str, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=match):
         CalibrationConfig(**options)
 

@@ -61,13 +61,11 @@ def test_passes_make_the_bytes_of_one_process_on_two_workers(
     assert works.count("_round_layer") > 1
     assert works.count("ran") > 10
     end = time.monotonic() + 20  # the scheduler is told that results are let go of, not asked
-    while (left := client.run_on_scheduler(_tasks)) and time.monotonic() < end:
+    while (
+        left := client.run_on_scheduler(lambda dask_scheduler: [*map(str, dask_scheduler.tasks)])
+    ) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left, "what was sent is let go of"
-
-
-def _tasks(dask_scheduler: Any) -> list[str]:
-    return [str(key) for key in dask_scheduler.tasks]
 
 
 @pytest.mark.parametrize("workers", [1, 5])

@@ -36,12 +36,8 @@ WALL_S: Final = 120.0
 
 
 def _run(case: Case, folder: Path) -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, MEMORY),
-        (resource.RLIMIT_CPU, CPU_S),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 2**30),
-    ):
+    limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: CPU_S, resource.RLIMIT_CORE: 0}
+    for kind, limit in {**limits, resource.RLIMIT_FSIZE: 2**30}.items():
         resource.setrlimit(kind, (limit, limit))
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
