@@ -16,7 +16,7 @@ import onnx
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import content_bytes, copy_model, raw_bytes
-from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, reserve_name
+from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, reserve_name, subgraphs
 
 _OWNERS = ("If", "Loop", "Scan")
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
@@ -182,15 +182,22 @@ def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def part_names(graph: onnx.GraphProto) -> None:
-    """Renames values so that no two bodies have one name for two values, as bodies side by side may, in place."""
+    """Renames values so that no two bodies side by side have one name for two values, in place.
+
+    A name that hides one of a graph around it stays: it is for the runtime to refuse.
+    """
     taken, known = all_names(graph), set[str]()
-    for nested in all_graphs(graph):
+    pending = [(graph, frozenset[str]())]
+    while pending:
+        nested, around = pending.pop()
         own = {value.name for value in (*nested.input, *nested.initializer)}
         own.update(name for node in nested.node for name in node.output if name)
-        renamed = {name: reserve_name(name, taken) for name in sorted(own & known)}
+        renamed = {name: reserve_name(name, taken) for name in sorted(own & known - around)}
         if renamed:
             rename_all(nested, renamed)
-        known.update(own, renamed.values())
+        known |= own
+        inside = around.union(own, renamed.values())
+        pending += [(body, inside) for node in nested.node for body in subgraphs(node)]
 
 
 _WHEN = "past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|tm1|t"

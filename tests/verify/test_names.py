@@ -6,6 +6,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.verify import FusionReport, Status, verify_patterns
 from tests.targets.qdq import QdqGraph
@@ -120,3 +121,9 @@ def test_branches_may_share_names(order: tuple[str, str]) -> None:
     assert kernels["act"].absorbed_into == "float"
     assert facts[0] == facts[1]
     assert broken[0] == broken[1] == {"integer": 0, "float": 2}
+
+
+def test_a_name_that_hides_one_outside_is_refused() -> None:
+    text = BRANCHES.format(p="own_", integer="then", float="else").replace("Abs (x)", "Abs (x) x = Neg (data)")
+    with pytest.raises(VerificationError):
+        report(onnx.parser.parse_model(text))

@@ -127,11 +127,8 @@ class KernelGraph:
 
     def weight_dq(self, node: KernelNode) -> bool:
         """Whether a kernel reads the DequantizeLinear of an initializer: work repeated on every run."""
-        for value in node.proto.input[1:]:
-            maker = self.producer.get(value)
-            if maker is not None and maker.op_type == DQ and maker.proto.input[0] in self.initializers:
-                return True
-        return False
+        makers = [self.producer.get(value) for value in node.proto.input[1:]]
+        return any(m is not None and m.op_type == DQ and m.proto.input[0] in self.initializers for m in makers)
 
     def conv_kernel(self, node: KernelNode) -> str:
         """The one of the two kernels behind QLinearConv that runs, by its stored weights; empty where it is not known.
