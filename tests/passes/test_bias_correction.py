@@ -120,6 +120,16 @@ def test_every_layer_gets_a_bias_of_its_own() -> None:
     assert [len(node.input) for node in with_biases(model, nodes={"a"}).graph.node] == [3, 3, 2]
 
 
+def test_one_number_for_all_channels_becomes_one_a_channel() -> None:
+    model = planning.prepared(
+        planning.parse("(float[n,4] x) => (float[n,3] y) <float[4,3] w, float[1] b> { y = Gemm (x, w, b) }")
+    )
+    result = with_biases(model)
+    (bias,) = (t for t in result.graph.initializer if t.name == result.graph.node[0].input[2])
+    assert list(bias.dims) == [3]
+    assert noise(model, result, models.feeds(model, 2)) == 0.0
+
+
 def test_gemm_with_beta_moves_by_the_shift() -> None:
     text = "(float[n,4] x) => (y) <float[4,3] w, float[3] b> { [g] y = Gemm <beta = 0.5> (x, w, b) }"
     model = planning.prepared(planning.parse(text))
