@@ -41,7 +41,7 @@ def from_qcdq(model: onnx.ModelProto | Edits) -> Edits:
     Args:
         model: A private model with Constant nodes made initializers, its nodes in order; it is changed.
     """
-    live = Edits(model, copied=False)
+    live = Edits.of(model)
     for node in live.nodes:
         integers = _quantized(node, live)
         if integers is None or live.is_output(node.outputs[0]):
@@ -107,20 +107,20 @@ def to_signed(model: onnx.ModelProto | Edits) -> Edits:
     return _Mover(model, signed=True).move()
 
 
-class _Mover(Edits):
+class _Mover:
     def __init__(self, model: onnx.ModelProto | Edits, *, signed: bool) -> None:
-        super().__init__(model, copied=False)
+        self.live = Edits.of(model)
         self._signed = signed
         self._moved: dict[ir.Value, ir.Value] = {}
 
     def move(self) -> Edits:
         """The model."""
         activations: set[ir.Value] = set()
-        declared = declared_datatypes(self.proto.graph)
-        for node in self.nodes:
+        declared = declared_datatypes(self.live.proto.graph)
+        for node in self.live.nodes:
             if is_quantize(node) and self._is_to_move(node):
                 integers = list(self._integers(node))
-                if not any(map(self.is_pinned, integers)) and all(map(self._keeps_pairs, integers)):
+                if not any(map(self.live.is_pinned, integers)) and all(map(self._keeps_pairs, integers)):
                     activations.update(integers)
                     self._move(node, 2)
             elif node.op_type == "Clip" and node.outputs[0] in activations:
@@ -131,37 +131,37 @@ class _Mover(Edits):
                     is_declared = required(node, 0).name in declared
                     self._move(node, 0)
                     if is_declared:
-                        annotate(self.proto.graph, required(node, 0).name or "", "UINT8")
+                        annotate(self.live.proto.graph, required(node, 0).name or "", "UINT8")
                 self._move(node, 2)
         for value in activations:
-            self.forget_shape(value)
-        return self
+            self.live.forget_shape(value)
+        return self.live
 
     def _is_to_move(self, node: ir.Node) -> bool:
         """Whether the integers of a Q or DQ are of the type to leave."""
-        zero_point = self.array(optional(node, 2))
+        zero_point = self.live.array(optional(node, 2))
         if zero_point is None or (self._signed and not (zero_point == _HALF).all()):
             return False
         return zero_point.dtype == (np.uint8 if self._signed else np.int8)
 
     def _keeps_pairs(self, value: ir.Value) -> bool:
         """Whether DQ and Clip alone read integers, with zero points and bounds that can be moved."""
-        for reader in self.readers(value):
+        for reader in self.live.readers(value):
             is_clip = reader.op_type == "Clip" and reader.domain in MAIN_DOMAINS
             ends = [each for each in reader.inputs[1 if is_clip else 2 :] if each is not None]
-            if not (is_clip or is_dequantize(reader)) or any(self.constant(each) is None for each in ends):
+            if not (is_clip or is_dequantize(reader)) or any(self.live.constant(each) is None for each in ends):
                 return False
         return True
 
     def _is_operand(self, node: ir.Node) -> bool:
         """Whether a DQ reads a constant that meets quantized data in an operator without weights."""
-        if self._signed or self.constant(node.inputs[0]) is None or not self._is_to_move(node):
+        if self._signed or self.live.constant(node.inputs[0]) is None or not self._is_to_move(node):
             return False
         value = node.outputs[0]
-        readers = self.readers(value)
+        readers = self.live.readers(value)
         makers = (operand.producer() for r in readers for operand in r.inputs if operand not in (None, value))
         meets = any(maker is not None and is_dequantize(maker) for maker in makers)
-        return meets and not any(r.op_type in LAYERS for r in readers) and not self.is_pinned(value)
+        return meets and not any(r.op_type in LAYERS for r in readers) and not self.live.is_pinned(value)
 
     def _integers(self, node: ir.Node) -> Iterator[ir.Value]:
         """Yields the integers that a Q writes, and those of the Clips behind it."""
@@ -169,7 +169,7 @@ class _Mover(Edits):
         while stack:
             value = stack.pop()
             yield value
-            stack += [r.outputs[0] for r in self.readers(value) if r.op_type == "Clip" and r.inputs[0] is value]
+            stack += [r.outputs[0] for r in self.live.readers(value) if r.op_type == "Clip" and r.inputs[0] is value]
 
     def _move(self, node: ir.Node, position: int) -> None:
         """Makes a node read a constant of the other type."""
@@ -177,10 +177,10 @@ class _Mover(Edits):
         if value is None:
             return
         if value not in self._moved:
-            moved = self.content(value).astype(np.int64) + (-_HALF if self._signed else _HALF)
+            moved = self.live.content(value).astype(np.int64) + (-_HALF if self._signed else _HALF)
             kind = (np.int8, "signed") if self._signed else (np.uint8, "unsigned")
-            self._moved[value] = self.store(moved.astype(kind[0]), f"{value.name}_{kind[1]}")
-        self.read(node, position, self._moved[value])
+            self._moved[value] = self.live.store(moved.astype(kind[0]), f"{value.name}_{kind[1]}")
+        self.live.read(node, position, self._moved[value])
 
 
 _CONTAINERS: Final = {
@@ -215,32 +215,32 @@ def from_qdq(model: onnx.ModelProto | Edits) -> Edits:
     return _Reader(model).run()
 
 
-class _Reader(Edits):
+class _Reader:
     def __init__(self, model: onnx.ModelProto | Edits) -> None:
-        super().__init__(model, copied=False)
+        self.live = Edits.of(model)
         self._widened: dict[ir.Value, ir.Value] = {}  # integers of a small type -> those of eight bits
         self._spelled: dict[tuple[ir.Value, ir.Value | None, int | None, int], tuple[ir.Value, ir.Value]] = {}
 
     def run(self) -> Edits:
         seen: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
-        for node in self.nodes:
+        for node in self.live.nodes:
             if not is_quantize(node) and not is_dequantize(node):
                 continue
             self._respell(node)
             value = node.outputs[0]
-            if is_quantize(node) or self.is_pinned(value):
+            if is_quantize(node) or self.live.is_pinned(value):
                 continue
             attributes = (node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0))
             first = seen.setdefault((*node.inputs, *attributes), value)
-            if first is not value and self.constant(node.inputs[0]) is None:
-                self.redirect(value, first)
-                self.remove(node)
-        return self
+            if first is not value and self.live.constant(node.inputs[0]) is None:
+                self.live.redirect(value, first)
+                self.live.remove(node)
+        return self.live
 
     def _respell(self, node: ir.Node) -> None:
         """Gives a node its canonical spelling, where it has one."""
         elem_type = self._elem_type(node)
-        scale = self.array(node.inputs[1])
+        scale = self.live.array(node.inputs[1])
         by_block = node.attributes.get_int("block_size", 0)
         if elem_type not in _CONTAINERS or scale is None or by_block or scale.dtype.kind != "f":
             return
@@ -248,9 +248,9 @@ class _Reader(Edits):
         parameters = self._parameters(node, axis, _CONTAINERS[elem_type])
         if parameters is None:
             return
-        self.put(node, node.op_type, [node.inputs[0], *parameters])
-        self.set_attribute(node, "output_dtype", None)
-        self.set_attribute(node, "axis", axis)
+        self.live.put(node, node.op_type, [node.inputs[0], *parameters])
+        self.live.set_attribute(node, "output_dtype", None)
+        self.live.set_attribute(node, "axis", axis)
         if elem_type != _CONTAINERS[elem_type]:
             self._widen(node, *INTEGERS[elem_type])
 
@@ -259,7 +259,7 @@ class _Reader(Edits):
         given = optional(node, 2)
         if given is None and is_quantize(node):
             return node.attributes.get_int("output_dtype", 0) or int(TensorProto.UINT8)
-        found = self.constant(node.inputs[0] if given is None else given)
+        found = self.live.constant(node.inputs[0] if given is None else given)
         if found is not None or given is not None:
             return 0 if found is None else found.data_type
         maker = required(node, 0).producer()
@@ -271,9 +271,9 @@ class _Reader(Edits):
         key = (step, given, axis, container)
         if key in self._spelled:
             return self._spelled[key]
-        scale = self.content(step)
+        scale = self.live.content(step)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(container)
-        zero_point = np.zeros((), dtype) if given is None else self.array(given)
+        zero_point = np.zeros((), dtype) if given is None else self.live.array(given)
         if zero_point is None or zero_point.size not in (1, scale.size):
             return None
         shape = () if axis is None else (scale.size,)
@@ -284,7 +284,7 @@ class _Reader(Edits):
                 continue
             spread = np.broadcast_to(array.reshape(-1), shape) if shape else array.reshape(())
             base = f"{step.name}_zero_point" if value is None else value.name or ""
-            found.append(self.store(spread.astype(kind), base))
+            found.append(self.live.store(spread.astype(kind), base))
         self._spelled[key] = (found[0], found[1])
         return self._spelled[key]
 
@@ -293,17 +293,17 @@ class _Reader(Edits):
         dtype = np.int8 if signed else np.uint8
         if is_quantize(node):
             value = node.outputs[0]
-            written = self.hand_over(value, f"{value.name}_wide")
+            written = self.live.hand_over(value, f"{value.name}_wide")
             bounds = [
-                self.store(np.asarray(end, dtype), f"{written.name}_bound")
+                self.live.store(np.asarray(end, dtype), f"{written.name}_bound")
                 for end in integer_bounds(bits, signed=signed)
             ]
-            self.add(node, "Clip", [value, *bounds], written.name, behind=True, output=written)
+            self.live.add(node, "Clip", [value, *bounds], written.name, behind=True, output=written)
             return
         source = required(node, 0)
-        found = self.array(source)
+        found = self.live.array(source)
         if found is not None:
             if source not in self._widened:
-                self._widened[source] = wide = self.store(found.astype(dtype), f"{source.name}_wide")
-                annotate(self.proto.graph, wide.name or "", f"{'' if signed else 'U'}INT{bits}")
-            self.read(node, 0, self._widened[source])
+                self._widened[source] = wide = self.live.store(found.astype(dtype), f"{source.name}_wide")
+                annotate(self.live.proto.graph, wide.name or "", f"{'' if signed else 'U'}INT{bits}")
+            self.live.read(node, 0, self._widened[source])

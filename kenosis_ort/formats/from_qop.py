@@ -112,17 +112,17 @@ def from_qop(model: onnx.ModelProto | Edits) -> Edits:
 _Parameters = tuple[ir.Value, ir.Value | None]
 
 
-class _Reader(Edits):
+class _Reader:
     """Writes one quantized operator after the other."""
 
     def __init__(self, model: onnx.ModelProto | Edits) -> None:
-        super().__init__(model, copied=False)
+        self.live = Edits.of(model)
         self._dequantized: dict[tuple[ir.Value | int | None, ...], ir.Value] = {}
         self._scalars: dict[tuple[ir.Value, bool], ir.Value] = {}
         self._grids: dict[ir.Value | None, _Parameters] = {}  # integers -> scale and zero point
 
     def run(self) -> Edits:
-        for node in self.nodes:
+        for node in self.live.nodes:
             operator = node.op_type.removeprefix(f"{MICROSOFT}.")
             row = OPERATORS.get(operator)
             if row is not None:
@@ -135,11 +135,11 @@ class _Reader(Edits):
                 )
             elif operator in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and node.inputs[0] in self._grids:
                 self._move(node)
-            elif is_quantize(node) and (scale := self.array(node.inputs[1])) is not None and scale.size == 1:
+            elif is_quantize(node) and (scale := self.live.array(node.inputs[1])) is not None and scale.size == 1:
                 self._grids[node.outputs[0]] = (required(node, 1), optional(node, 2))
             elif operator == "Clip" and node.inputs[0] in self._grids:
                 self._grids[node.outputs[0]] = self._grids[node.inputs[0]]
-        return self
+        return self.live
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class _Reader(Edits):
         for kind in row.kinds(len(node.inputs) // _INPUTS[DATA]):
             places[kind] = at
             if kind in (DATA, WEIGHT):
-                transposed, rank = node.attributes.get_int("transB", 0), self.rank(given[at]) or 0
+                transposed, rank = node.attributes.get_int("transB", 0), self.live.rank(given[at]) or 0
                 axis = weight_axis(row.op_type, transposed, rank) if kind == WEIGHT else None
                 inputs.append(self._real(node, required(node, at), required(node, at + 1), given[at + 2], axis))
             elif kind == OTHER:
@@ -163,13 +163,13 @@ class _Reader(Edits):
             scales = [required(node, places[kind] + 1) for kind in (DATA, WEIGHT)]
             inputs.append(self._bias(node, bias, scales, node.attributes.get_float("alpha", 1.0)))
         if row.op_type == "Softmax":
-            self.set_attribute(node, "axis", self._softmax_axis(node))
+            self.live.set_attribute(node, "axis", self._softmax_axis(node))
         for name in ("channels_last", "opset"):
-            self.set_attribute(node, name, None)
+            self.live.set_attribute(node, name, None)
         scale, zero_point = given[places[RESULT] : places[RESULT] + 2]
         if scale is not None:
             self._requantize(node, node.outputs[0], scale, zero_point)
-        self.put(node, row.op_type, inputs)
+        self.live.put(node, row.op_type, inputs)
 
     def _real(
         self, node: ir.Node, integers: ir.Value, scale: ir.Value, zero_point: ir.Value | None, axis: int | None = None
@@ -182,22 +182,22 @@ class _Reader(Edits):
         key = (integers, scale, zero_point, along)
         if key not in self._dequantized:
             inputs = [integers, *self._parameters(node, integers, scale, zero_point, found.size)]
-            self._dequantized[key] = self.add(node, "DequantizeLinear", inputs, integers.name, axis=along)
+            self._dequantized[key] = self.live.add(node, "DequantizeLinear", inputs, integers.name, axis=along)
         return self._dequantized[key]
 
     def _requantize(self, node: ir.Node, value: ir.Value, scale: ir.Value, zero_point: ir.Value | None) -> None:
         """Puts a Q behind a node, which writes the integers under the name that they have."""
-        output = self.hand_over(value, f"{value.name}_real")
+        output = self.live.hand_over(value, f"{value.name}_real")
         if self._content(node, scale, "scale").size != 1:
             refuse(node, f"a scale by channel for '{output.name}'; one number is wanted")
         parameters = self._parameters(node, output, scale, zero_point, 1)
-        self.add(node, "QuantizeLinear", [value, *parameters], output.name, behind=True, output=output)
+        self.live.add(node, "QuantizeLinear", [value, *parameters], output.name, behind=True, output=output)
         self._grids[output] = parameters
 
     def _softmax_axis(self, node: ir.Node) -> int:
         opset = node.attributes.get_int("opset", 13)
         axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)
-        rank = self.rank(node.inputs[0])
+        rank = self.live.rank(node.inputs[0])
         if opset < 13 and axis != -1 and (rank is None or axis % rank != rank - 1):
             refuse(node, f"a Softmax of operator set {opset} over several axes has no form in later ones")
         return -1 if opset < 13 else axis
@@ -208,12 +208,12 @@ class _Reader(Edits):
         for each in factors:
             scale = scale * self._content(node, each, "scale").reshape(-1)
         scale = scale.reshape(()) if scale.size == 1 else scale
-        stored = self.store(scale.astype(np.float32), f"{bias.name}_scale")
-        zero = self.store(np.zeros(scale.shape, np.int32), f"{bias.name}_zero_point")
+        stored = self.live.store(scale.astype(np.float32), f"{bias.name}_scale")
+        zero = self.live.store(np.zeros(scale.shape, np.int32), f"{bias.name}_zero_point")
         return self._real(node, bias, stored, zero, 0)
 
     def _content(self, node: ir.Node, value: ir.Value | None, what: str) -> Any:
-        found = self.array(value)
+        found = self.live.array(value)
         if found is None:
             refuse(node, f"its {what} '{'' if value is None else value.name}' is computed from data")
         return found
@@ -225,25 +225,25 @@ class _Reader(Edits):
         if zero_point is not None:
             zero = self._content(node, zero_point, "zero point")
         else:
-            elem_type = self.element_type(integers) or TensorProto.UINT8
+            elem_type = self.live.element_type(integers) or TensorProto.UINT8
             zero = np.zeros((), helper.tensor_dtype_to_np_dtype(elem_type))
-            zero_point = self.store(zero, f"{integers.name}_zero_point")
+            zero_point = self.live.store(zero, f"{integers.name}_zero_point")
         if size == 1:
             return self._scalar(scale), self._scalar(zero_point)
         if zero.size == size:
             return scale, zero_point
         key = (zero_point, True)
         if key not in self._scalars:
-            self._scalars[key] = self.store(np.full(size, zero.reshape(-1)[0]), f"{zero_point.name}_by_channel")
+            self._scalars[key] = self.live.store(np.full(size, zero.reshape(-1)[0]), f"{zero_point.name}_by_channel")
         return scale, self._scalars[key]
 
     def _scalar(self, value: ir.Value) -> ir.Value:
-        found = self.array(value)
+        found = self.live.array(value)
         if found is None or found.ndim == 0:
             return value
         key = (value, False)
         if key not in self._scalars:
-            self._scalars[key] = self.store(found.reshape(-1)[0].reshape(()), f"{value.name}_scalar")
+            self._scalars[key] = self.live.store(found.reshape(-1)[0].reshape(()), f"{value.name}_scalar")
         return self._scalars[key]
 
     def _same(self, one: _Parameters | None, other: _Parameters) -> bool:
@@ -251,7 +251,7 @@ class _Reader(Edits):
         if one is None or one == other:
             return one == other
         pairs = [
-            (np.zeros(1) if a is None else self.array(a), np.zeros(1) if b is None else self.array(b))
+            (np.zeros(1) if a is None else self.live.array(a), np.zeros(1) if b is None else self.live.array(b))
             for a, b in zip(one, other, strict=True)
         ]
         return all(a is not None and b is not None and a.reshape(-1)[0] == b.reshape(-1)[0] for a, b in pairs)
@@ -265,10 +265,12 @@ class _Reader(Edits):
             return
         filled = node.op_type == "Pad" and optional(node, 2) is not None
         for at in (*data, *([2] if filled else [])):
-            self.read(node, at, self._real(node, required(node, at), scale, zero_point))
+            self.live.read(node, at, self._real(node, required(node, at), scale, zero_point))
         if node.op_type == "Pad" and not filled and "mode" not in node.attributes:
-            zero = self.store(np.zeros((), self._content(node, zero_point, "zero point").dtype), f"{node.name}_zero")
-            self.read(node, 2, self._real(node, zero, scale, zero_point))
+            zero = self.live.store(
+                np.zeros((), self._content(node, zero_point, "zero point").dtype), f"{node.name}_zero"
+            )
+            self.live.read(node, 2, self._real(node, zero, scale, zero_point))
         for value in list(node.outputs):
             if value.name:
                 self._requantize(node, value, scale, zero_point)

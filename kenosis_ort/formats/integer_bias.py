@@ -43,10 +43,10 @@ def carry_pairs(model: onnx.ModelProto | Edits) -> Edits:
     Args:
         model: A private canonical model, its nodes in order; it is changed.
     """
-    carrier = _Carrier(model, copied=False)
+    carrier = _Carrier(Edits.of(model))
     carrier.carry_back()
     carrier.carry_forward()
-    return carrier
+    return carrier.live
 
 
 def is_data_movement(node: ir.Node) -> bool:
@@ -54,58 +54,61 @@ def is_data_movement(node: ir.Node) -> bool:
     return node.op_type in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and len(node.outputs) == 1
 
 
-class _Carrier(Edits):
+class _Carrier:
     """Repeats pairs of Q and DQ on the other side of operators that move values."""
+
+    def __init__(self, live: Edits) -> None:
+        self.live = live
 
     def _is_plain(self, node: ir.Node) -> bool:
         """Whether a Q or DQ has one constant scale and a zero point."""
-        scale = self.array(node.inputs[1])
-        return scale is not None and scale.size == 1 and self.constant(optional(node, 2)) is not None
+        scale = self.live.array(node.inputs[1])
+        return scale is not None and scale.size == 1 and self.live.constant(optional(node, 2)) is not None
 
     # -- in front of operators, behind the layer whose values they move -----------------------------------------
 
     def carry_back(self) -> None:
         """Repeats the pairs behind operators in front of them."""
-        for node in self.nodes:
+        for node in self.live.nodes:
             if is_quantize(node) and self._is_plain(node):
                 self._repeat(node)
 
     def _repeat(self, quantize: ir.Node) -> None:
         """Puts a copy of Q, Clip and DQ behind the layer from which operators bring the values that a Q reads."""
         value, passed = required(quantize, 0), list[ir.Node]()
-        while self.is_private(value) and (maker := value.producer()) is not None:
+        while self.live.is_private(value) and (maker := value.producer()) is not None:
             if not (is_data_movement(maker) or (maker.op_type == "Relu" and self._is_bounded(quantize))):
                 break
             passed.append(maker)
             value = required(maker, 0)
         source = value.producer()
         is_moved = any(node.op_type != "Relu" for node in passed)
-        if not is_moved or source is None or source.op_type not in _SOURCES or not self.is_private(value):
+        if not is_moved or source is None or source.op_type not in _SOURCES or not self.live.is_private(value):
             return
         clip = self._clip(quantize)
-        if clip is None and not all(map(is_dequantize, self.readers(quantize.outputs[0]))):
+        if clip is None and not all(map(is_dequantize, self.live.readers(quantize.outputs[0]))):
             return
-        integers = self.add(source, "QuantizeLinear", [value, *quantize.inputs[1:]], quantize.name, behind=True)
+        integers = self.live.add(source, "QuantizeLinear", [value, *quantize.inputs[1:]], quantize.name, behind=True)
         if clip is not None:
-            integers = self.add(source, "Clip", [integers, *clip.inputs[1:]], quantize.name, behind=True)
-        real = self.add(source, "DequantizeLinear", [integers, *quantize.inputs[1:]], quantize.name, behind=True)
+            integers = self.live.add(source, "Clip", [integers, *clip.inputs[1:]], quantize.name, behind=True)
+        real = self.live.add(source, "DequantizeLinear", [integers, *quantize.inputs[1:]], quantize.name, behind=True)
         for node in (*reversed(passed), quantize):
             if node.op_type != "Relu":  # a Relu is what the quantizer's range says now
-                self.read(node, 0, real)
+                self.live.read(node, 0, real)
                 real = node.outputs[0]
         for node in passed:
             if node.op_type == "Relu":
-                self.remove(node)
+                self.live.remove(node)
 
     def _is_bounded(self, quantize: ir.Node) -> bool:
         """Whether no integer of a Q represents a value below zero."""
-        zero = np.asarray(self.array(quantize.inputs[2]))
+        zero = np.asarray(self.live.array(quantize.inputs[2]))
         clip = self._clip(quantize)
-        low = None if clip is None else self.array(clip.inputs[1])
+        low = None if clip is None else self.live.array(clip.inputs[1])
         return bool((zero <= (np.iinfo(zero.dtype).min if low is None else low)).all())
 
     def _clip(self, quantize: ir.Node) -> ir.Node | None:
-        readers = self.readers(quantize.outputs[0])
+        readers = self.live.readers(quantize.outputs[0])
         return readers[0] if len(readers) == 1 and readers[0].op_type == "Clip" and len(readers[0].inputs) > 1 else None
 
     # -- behind operators, in front of the layer that reads what they move --------------------------------------
@@ -114,8 +117,8 @@ class _Carrier(Edits):
         """Repeats the pairs in front of operators behind them."""
         grids: dict[ir.Value, Sequence[ir.Value | None]] = {}
         moved: list[ir.Node] = []
-        for node in self.graph:
-            if is_dequantize(node) and self._is_plain(node) and self.constant(node.inputs[0]) is None:
+        for node in self.live.graph:
+            if is_dequantize(node) and self._is_plain(node) and self.live.constant(node.inputs[0]) is None:
                 grids[node.outputs[0]] = node.inputs[1:3]
             elif is_data_movement(node) and (source := required(node, 0)) in grids:
                 grids[node.outputs[0]] = grids[source]
@@ -123,16 +126,16 @@ class _Carrier(Edits):
         wanted: set[ir.Value] = set()
         for node in reversed(moved):
             value = node.outputs[0]
-            readers = self.readers(value)
+            readers = self.live.readers(value)
             if any(self._profits(r, value) or (is_data_movement(r) and r.outputs[0] in wanted) for r in readers):
                 wanted.add(value)
         for node in moved:
             value, grid = node.outputs[0], grids[node.outputs[0]]
-            if value in wanted and not any(map(is_quantize, self.readers(value))):
+            if value in wanted and not any(map(is_quantize, self.live.readers(value))):
                 base = value.name
-                real = self.hand_over(value, f"{base}_moved")
-                integers = self.add(node, "QuantizeLinear", [value, *grid], base, behind=True)
-                self.add(node, "DequantizeLinear", [integers, *grid], base, behind=True, output=real)
+                real = self.live.hand_over(value, f"{base}_moved")
+                integers = self.live.add(node, "QuantizeLinear", [value, *grid], base, behind=True)
+                self.live.add(node, "DequantizeLinear", [integers, *grid], base, behind=True, output=real)
 
     def _profits(self, node: ir.Node, value: ir.Value) -> bool:
         """Whether a node can run on integers where the value is one of a DQ."""

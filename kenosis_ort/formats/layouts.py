@@ -31,7 +31,7 @@ def fold_layouts(model: onnx.ModelProto | Edits) -> Edits:
     Args:
         model: A private model in the canonical spelling, its nodes in order; it is changed.
     """
-    live = Edits(model, copied=False)
+    live = Edits.of(model)
     constants: set[ir.Value] = set()  # what DQs of constants write
     declared = declared_datatypes(live.proto.graph)
     for node in live.nodes:

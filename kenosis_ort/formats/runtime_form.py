@@ -50,30 +50,30 @@ def to_runtime_form(model: onnx.ModelProto, types: DataTypes) -> onnx.ModelProto
     return (rewritten if types.takes_anywhere(TensorProto.INT8) else to_unsigned(rewritten)).finish()
 
 
-class _Layers(Edits):
+class _Layers:
     """Takes constants behind the layers into their weights and biases."""
 
     def __init__(self, model: onnx.ModelProto | Edits, largest_pair: int | None) -> None:
-        super().__init__(model, copied=False)
+        self.live = Edits.of(model)
         self._largest_pair = largest_pair
-        self._declared = declared_datatypes(self.proto.graph)
+        self._declared = declared_datatypes(self.live.proto.graph)
 
     def run(self) -> Edits:
         """The graph, its layers rewritten."""
-        for node in self.nodes:
+        for node in self.live.nodes:
             if node.op_type in integer_bias.FLOAT_LAYERS and node.domain in MAIN_DOMAINS:
                 weight = self._weight(node)
                 if weight is not None:
                     self._absorb(node, weight)
-        self.remove_unread(is_dequantize)
-        return self
+        self.live.remove_unread(is_dequantize)
+        return self.live
 
     def _weight(self, node: ir.Node) -> ir.Node | None:
         """The DQ of a layer's constant weights."""
         maker = required(node, 1).producer()
         if maker is None or not is_dequantize(maker) or optional(maker, 2) is None:
             return None
-        integers, scale = self.array(maker.inputs[0]), self.array(maker.inputs[1])
+        integers, scale = self.live.array(maker.inputs[0]), self.live.array(maker.inputs[1])
         if integers is None or scale is None or integers.dtype not in (np.int8, np.uint8):
             return None
         if node.op_type == "MatMul" and integers.ndim != 2:
@@ -98,16 +98,16 @@ class _Layers(Edits):
         if folded is None:
             return
         for gone in absorbed:
-            self.take_over_output(node, gone.outputs[0])
-            self.remove(gone)
+            self.live.take_over_output(node, gone.outputs[0])
+            self.live.remove(gone)
         if node.op_type == "Gemm":  # the runtime quantizes a bias without regard to beta
-            self.set_attribute(node, "alpha", None)
-            self.set_attribute(node, "beta", None)
+            self.live.set_attribute(node, "alpha", None)
+            self.live.set_attribute(node, "beta", None)
         self._write(node, weight, folded, self._outputs(node.outputs[0]))
 
     def _read(self, node: ir.Node, weight: ir.Node) -> integer_bias.IntegerLayer | None:
         """A layer's integers, scales and bias; None where its bias is none by channel."""
-        integers, scale, zero_point = (self.content(required(weight, at)) for at in range(3))
+        integers, scale, zero_point = (self.live.content(required(weight, at)) for at in range(3))
         axis = weight_axis(node.op_type, node.attributes.get_int("transB", 0), integers.ndim)
         channels = integers.shape[axis]
         bias = self._bias(node, channels)
@@ -118,7 +118,7 @@ class _Layers(Edits):
         centred = np.moveaxis(integers.astype(np.int64), axis, 0).reshape(channels, -1) - zero[:, None]
         data = required(node, 0).producer()
         data = data if data is not None and is_dequantize(data) else None
-        step = None if data is None else self.array(data.inputs[1])
+        step = None if data is None else self.live.array(data.inputs[1])
         return integer_bias.IntegerLayer(
             integers=integers,
             axis=axis,
@@ -137,9 +137,9 @@ class _Layers(Edits):
         if source is not None:
             return self._reach(source)
         given = optional(dequantize, 2)
-        zero_point = np.zeros(1, np.uint8) if given is None else self.content(given)
+        zero_point = np.zeros(1, np.uint8) if given is None else self.live.content(given)
         clip = required(dequantize, 0).producer()
-        low, high = self.bounds(clip if clip is not None and clip.op_type == "Clip" else None, zero_point.dtype)
+        low, high = self.live.bounds(clip if clip is not None and clip.op_type == "Clip" else None, zero_point.dtype)
         zero = zero_point.astype(np.int64)
         return int(max(high - zero.min(), zero.max() - low))
 
@@ -156,19 +156,19 @@ class _Layers(Edits):
 
     def _outputs(self, value: ir.Value) -> integer_bias.Outputs | None:
         """Quantization of a layer's values by their only reader, perhaps behind a Relu."""
-        while self.is_private(value):
-            (node,) = self.readers(value)
+        while self.live.is_private(value):
+            (node,) = self.live.readers(value)
             if node.op_type == "Relu" and node.domain in MAIN_DOMAINS:
                 value = node.outputs[0]
                 continue
             if not is_quantize(node):
                 return None
-            scale, zero_point = self.array(node.inputs[1]), self.array(optional(node, 2))
+            scale, zero_point = self.live.array(node.inputs[1]), self.live.array(optional(node, 2))
             if scale is None or zero_point is None or scale.size != 1 or zero_point.dtype not in (np.int8, np.uint8):
                 return None
-            behind = self.readers(node.outputs[0])
+            behind = self.live.readers(node.outputs[0])
             clip = behind[0] if len(behind) == 1 and behind[0].op_type == "Clip" else None
-            ends = self.bounds(clip, zero_point.dtype)
+            ends = self.live.bounds(clip, zero_point.dtype)
             return integer_bias.Outputs(float(scale.reshape(-1)[0]), int(zero_point.reshape(-1)[0]), *ends)
         return None
 
@@ -181,8 +181,8 @@ class _Layers(Edits):
     ) -> None:
         """Gives a node a layer's integers, scales and bias."""
         data = required(node, 0)
-        if node.op_type == "MatMul" and layer.bias.any() and not data.is_graph_input() and self.rank(data) == 2:
-            self.put(node, "Gemm", list(node.inputs))
+        if node.op_type == "MatMul" and layer.bias.any() and not data.is_graph_input() and self.live.rank(data) == 2:
+            self.live.put(node, "Gemm", list(node.inputs))
         has_bias = node.op_type != "MatMul" and optional(node, 2) is not None
         if node.op_type == "MatMul" or layer.data_scale is None:
             self._set_weight(node, weight, layer)
@@ -212,23 +212,23 @@ class _Layers(Edits):
     ) -> tuple[ir.Node, tuple[integer_bias.Double, integer_bias.Double]] | None:
         """The node behind that multiplies and adds constants by channel, and these."""
         value = last.outputs[0]
-        if not self.is_private(value):
+        if not self.live.is_private(value):
             return None
-        (node,) = self.readers(value)
+        (node,) = self.live.readers(value)
         if node.op_type not in _AFFINE or node.domain not in MAIN_DOMAINS:
             return None
         if node.op_type != "BatchNormalization":
             found = self._operand(
                 node, value, content, spatial=content.integers.ndim - 2 if layer.op_type == "Conv" else 0
             )
-        elif layer.op_type == "MatMul" and self.rank(value) != 2:
+        elif layer.op_type == "MatMul" and self.live.rank(value) != 2:
             return None
         else:
             found = self._normalized(node, content.channels)
         return None if found is None else (node, found)
 
     def _normalized(self, node: ir.Node, channels: int) -> tuple[integer_bias.Double, integer_bias.Double] | None:
-        arrays = [self.array(value) for value in node.inputs[1:5]]
+        arrays = [self.live.array(value) for value in node.inputs[1:5]]
         trained = node.attributes.get_int("training_mode", 0) or further_outputs(node)
         if trained or any(a is None or a.shape != (channels,) for a in arrays):
             return None
@@ -242,13 +242,13 @@ class _Layers(Edits):
         self, node: ir.Node, value: ir.Value, layer: integer_bias.IntegerLayer, *, spatial: int
     ) -> tuple[integer_bias.Double, integer_bias.Double] | None:
         at = list(node.inputs).index(value)
-        constant = self.array(node.inputs[1 - at])
+        constant = self.live.array(node.inputs[1 - at])
         if constant is None or constant.dtype != np.float32:
             return None  # also where both operands are computed
         numbers = _by_channel(constant, layer.channels, behind=spatial)
         if numbers is None or (at == 1 and node.op_type in ("Div", "Sub")):
             return None
-        rank = self.rank(value)
+        rank = self.live.rank(value)
         if constant.ndim > (rank if rank is not None else 1):
             return None
         one, none = np.ones(layer.channels), np.zeros(layer.channels)
@@ -279,13 +279,13 @@ class _Layers(Edits):
         """A constant, or the reals of a quantized one."""
         maker = value.producer()
         if maker is None or not is_dequantize(maker):
-            return self.array(value)
-        integers: Array | None = self.array(maker.inputs[0])
-        scale: Array | None = self.array(maker.inputs[1])
+            return self.live.array(value)
+        integers: Array | None = self.live.array(maker.inputs[0])
+        scale: Array | None = self.live.array(maker.inputs[1])
         if integers is None or scale is None or scale.size not in (1, integers.size):
             return None
         given = optional(maker, 2)
-        zero_point: Array | None = np.zeros((), integers.dtype) if given is None else self.array(given)
+        zero_point: Array | None = np.zeros((), integers.dtype) if given is None else self.live.array(given)
         if zero_point is None:
             return None
         centred = integers.reshape(-1).astype(np.int64) - zero_point.reshape(-1)
@@ -301,15 +301,15 @@ class _Layers(Edits):
         integers = np.moveaxis(moved.reshape(channels_first), 0, axis).astype(layer.integers.dtype)
         scale = layer.scale.astype(np.float32)
         if np.array_equal(integers, layer.integers):
-            known = np.asarray(self.content(required(old, 1)), np.float32)
+            known = np.asarray(self.live.content(required(old, 1)), np.float32)
             if np.array_equal(np.broadcast_to(known.reshape(-1), scale.shape), scale):
                 return known
-        new = self.store(integers, f"{base}_folded")
-        largest = np.abs(self.content(stored).astype(np.int64)).max()
+        new = self.live.store(integers, f"{base}_folded")
+        largest = np.abs(self.live.content(stored).astype(np.int64)).max()
         if base in self._declared and np.abs(layer.centred).max(initial=0) <= largest:
-            annotate(self.proto.graph, new.name or "", self._declared[base])
+            annotate(self.live.proto.graph, new.name or "", self._declared[base])
         zeros = layer.zero.astype(integers.dtype)
-        parameters = [self.store(scale, f"{base}_scale"), self.store(zeros, f"{base}_zero_point")]
+        parameters = [self.live.store(scale, f"{base}_scale"), self.live.store(zeros, f"{base}_zero_point")]
         self._dequantize(node, 1, [new, *parameters], axis)
         return scale
 
@@ -317,27 +317,27 @@ class _Layers(Edits):
         real = bias.astype(np.float32)
         if node.op_type == "MatMul":
             value = node.outputs[0]
-            output = self.hand_over(value, f"{value.name}_product")
-            inputs = [value, self.store(real, f"{node.name}_bias")]
-            self.add(node, "Add", inputs, node.name, behind=True, output=output)
+            output = self.live.hand_over(value, f"{value.name}_product")
+            inputs = [value, self.live.store(real, f"{node.name}_bias")]
+            self.live.add(node, "Add", inputs, node.name, behind=True, output=output)
         else:
-            self.read(node, 2, self.store(real, f"{node.name}_bias"))
+            self.live.read(node, 2, self.live.store(real, f"{node.name}_bias"))
 
     def _set_integer_bias(self, node: ir.Node, whole: npt.NDArray[np.int64], scale: npt.NDArray[np.float32]) -> None:
         base = node.name
         scale = scale.reshape(()) if scale.size == 1 else scale.reshape(-1)
         inputs = [
-            self.store(whole.astype(np.int32), f"{base}_bias_quantized"),
-            self.store(scale, f"{base}_bias_scale"),
-            self.store(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
+            self.live.store(whole.astype(np.int32), f"{base}_bias_quantized"),
+            self.live.store(scale, f"{base}_bias_scale"),
+            self.live.store(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
         ]
         self._dequantize(node, 2, inputs, 0 if scale.ndim else None)
 
     def _dequantize(self, node: ir.Node, position: int, inputs: Sequence[ir.Value], axis: int | None) -> None:
         """Makes a node read a new DQ."""
         base = inputs[0].name
-        output = ir.Value(name=self.fresh_name(f"{base}_dequantized"))
-        self.read(node, position, self.add(node, "DequantizeLinear", inputs, base, output=output, axis=axis))
+        output = ir.Value(name=self.live.fresh_name(f"{base}_dequantized"))
+        self.live.read(node, position, self.live.add(node, "DequantizeLinear", inputs, base, output=output, axis=axis))
 
 
 def _by_channel(constant: npt.NDArray[Any], channels: int, behind: int) -> integer_bias.Double | None:

@@ -270,25 +270,31 @@ class Edits(LiveGraph):
     """A quantized model whose nodes become others.
 
     Args:
-        model: The model, or its edits so far: one step goes on with the graph that another one leaves.
+        model: The model.
         copied: It is not changed; `write` and `finish` make a copy.
 
     Attributes:
         makers: The nodes that the graph came with, by the names of the values that they write.
     """
 
-    def __init__(self, model: onnx.ModelProto | Edits, *, copied: bool = True) -> None:
-        if isinstance(model, Edits):
-            model.settle()
-            vars(self).update(vars(model))
-            taken = self._names
-            self.begin(())
-        else:
-            super().__init__(model, copied=copied)
-            self._is_written = not copied  # a copy in any case
-            taken = all_names(model)  # those in bodies too
-        self._names |= taken
+    def __init__(self, model: onnx.ModelProto, *, copied: bool = True) -> None:
+        super().__init__(model, copied=copied)
+        self._is_written = not copied  # a copy in any case
+        self._names |= all_names(model)  # those in bodies too
         self.makers = {output.name or "": node for node in self.nodes for output in node.outputs}
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto | Edits) -> Edits:
+        """Edits of a private model, or those of the steps before, with which another step goes on."""
+        return model.next_step() if isinstance(model, Edits) else cls(model, copied=False)
+
+    def next_step(self) -> Edits:
+        """The same edits, `nodes` as they are now; names that were in use before stay reserved."""
+        taken = self._names
+        self.settle()
+        self.begin(())
+        self._names |= taken
+        return self
 
     def store(self, array: npt.ArrayLike, base: str) -> ir.Value:
         """Adds a constant, of no dimension where the array has none."""

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,19 @@ import onnx.numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.constants import drop_initializers, replace_nodes
+from kenosis_ort.graph.constants import drop_initializers, replace_entries, replace_nodes
 from kenosis_ort.graph.outside import PACKED, array_in, copy_model, copy_with_hollow_weights, tensor_bytes
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 
+_log = logging.getLogger(__name__)
+
+_Functions = Mapping[tuple[str, str], onnx.FunctionProto]  # by domain and name
+_Option = onnx.defs.OpSchema.FormalParameterOption
+
 _DEEPEST = 40
 """Levels of bodies; the runtime's parser allows 100 levels of messages, three for a body."""
 
-_LATEST = 2**31 - 1  # what ONNX takes for a version
 
 _UNFOLDED = 2_000_000
 """Nodes that the model may have once its functions are written out."""
@@ -77,9 +82,11 @@ def check_structure(proto: onnx.ModelProto, name: str) -> None:
         raise _refusal("The graph has no outputs.", name)
     check_depth(proto, name)
     _check_text(proto, name)
-    _check_functions(proto, name)
-    _check_calls(proto, name)
-    _check_arity(proto, name)
+    functions = {(f.domain, f.name): f for f in proto.functions}
+    if functions:
+        _check_functions(proto, functions, name)
+        _check_calls(proto, functions, name)
+    _check_arity(proto, functions, name)
     _drop_unsound(proto)
     for node in walk.all_nodes(proto, functions=False):
         for attribute in node.attribute:
@@ -172,45 +179,30 @@ def _names(proto: onnx.ModelProto) -> Iterator[str | bytes]:
         yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
 
 
-def _check_functions(proto: onnx.ModelProto, name: str) -> None:
+def _check_functions(proto: onnx.ModelProto, functions: _Functions, name: str) -> None:
     """Refuses functions that call themselves, and those that unfold to more nodes than could be worked on."""
-    functions = {(f.domain, f.name): f for f in proto.functions}
-    if not functions:
-        return
+    calls = {key: [(n.domain, n.op_type) for n in walk.nodes_within(f.node)] for key, f in functions.items()}
+    try:
+        order = list(TopologicalSorter({key: functions.keys() & found for key, found in calls.items()}).static_order())
+    except CycleError as error:
+        raise _refusal(f"Function '{error.args[1][0][1]}' calls itself.", name) from None
     sizes: dict[tuple[str, str], int] = {}
-    open_calls: set[tuple[str, str]] = set()
-    stack = [(key, False) for key in functions]
-    while stack:
-        key, done = stack.pop()
-        calls = [(n.domain, n.op_type) for n in _nodes_of(functions[key].node)]
-        if done:
-            open_calls.discard(key)
-            sizes[key] = sum(sizes.get(call, 1) for call in calls)
-            if sizes[key] > _UNFOLDED:
-                raise _refusal(f"Function '{key[1]}' unfolds to {sizes[key]:,} nodes.", name)
-        elif key not in sizes:
-            if key in open_calls:
-                continue
-            open_calls.add(key)
-            stack.append((key, True))
-            for call in calls:
-                if call in open_calls:
-                    raise _refusal(f"Function '{call[1]}' calls itself.", name)
-                if call in functions and call not in sizes:
-                    stack.append((call, False))
+    for key in order:
+        sizes[key] = sum(sizes.get(call, 1) for call in calls[key])
+        if sizes[key] > _UNFOLDED:
+            raise _refusal(f"Function '{key[1]}' unfolds to {sizes[key]:,} nodes.", name)
     total = sum(sizes.get((n.domain, n.op_type), 1) for n in walk.all_nodes(proto, functions=False))
     if total > _UNFOLDED:
         raise _refusal(f"The model unfolds to {total:,} nodes.", name)
 
 
-def _check_calls(proto: onnx.ModelProto, name: str) -> None:
+def _check_calls(proto: onnx.ModelProto, functions: _Functions, name: str) -> None:
     """Refuses calls that leave out an input which the function hands to an operator that needs it.
 
     The runtime writes the function out without a second look, and crashes.
     """
-    functions = {(f.domain, f.name): f for f in proto.functions}
     seen: set[tuple[tuple[str, str], frozenset[str]]] = set()
-    calls = [(node, frozenset[str]()) for node in walk.all_nodes(proto, functions=False)] if functions else []
+    calls = [(node, frozenset[str]()) for node in walk.all_nodes(proto, functions=False)]
     while calls:
         call, unknown = calls.pop()
         key = (call.domain, call.op_type)
@@ -223,7 +215,7 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
             continue
         seen.add((key, missing))
         versions = {entry.domain: entry.version for entry in functions[key].opset_import}
-        for node in _nodes_of(functions[key].node):
+        for node in walk.nodes_within(functions[key].node):
             calls.append((node, missing))
             for at, read in enumerate(node.input):
                 if read in missing and _needs(node, at, versions):
@@ -232,21 +224,14 @@ def _check_calls(proto: onnx.ModelProto, name: str) -> None:
                     )
 
 
-def _check_arity(proto: onnx.ModelProto, name: str) -> None:
+def _check_arity(proto: onnx.ModelProto, functions: _Functions, name: str) -> None:
     """Refuses operators of ONNX that lack inputs or outputs, as the runtime does; our code counts on their number."""
-    functions = {(f.domain, f.name) for f in proto.functions}
-    version = max(min(walk.opset_of(proto), _LATEST), 0)
-    least: dict[str, tuple[int, int]] = {}
+    version = walk.opset_of(proto)
     for node in walk.all_nodes(proto, functions=False):
         if node.domain not in walk.MAIN_DOMAINS or (node.domain, node.op_type) in functions:
             continue
-        if node.op_type not in least:
-            try:
-                schema = onnx.defs.get_schema(node.op_type, version, "")
-                least[node.op_type] = schema.min_input, schema.min_output
-            except onnx.defs.SchemaError:
-                least[node.op_type] = 0, 0
-        inputs, outputs = least[node.op_type]
+        schema = walk.schema(node.op_type, version)
+        inputs, outputs = (0, 0) if schema is None else (schema.min_input, schema.min_output)
         if len(node.input) < inputs or len(node.output) < outputs:
             raise _refusal(
                 f"Node '{node.name}' ({node.op_type}) has {len(node.input)} inputs and {len(node.output)} outputs; it "
@@ -258,23 +243,9 @@ def _check_arity(proto: onnx.ModelProto, name: str) -> None:
 def _needs(node: onnx.NodeProto, at: int, versions: Mapping[str, int]) -> bool:
     """Whether an operator of ONNX cannot do without an input."""
     domain = "" if node.domain in walk.MAIN_DOMAINS else node.domain
-    version = max((versions.get(name, 0) for name in (walk.MAIN_DOMAINS if not domain else (domain,))), default=0)
-    version = max(min(version, _LATEST), 0)
-    try:
-        schema = onnx.defs.get_schema(node.op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return False
-    return at < len(schema.inputs) and schema.inputs[at].option == onnx.defs.OpSchema.FormalParameterOption.Single
-
-
-def _nodes_of(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields nodes and those of their bodies."""
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        yield node
-        for body in walk.subgraphs(node):
-            stack.extend(body.node)
+    version = max(versions.get(name, 0) for name in (walk.MAIN_DOMAINS if not domain else (domain,)))
+    schema = walk.schema(node.op_type, version, domain)
+    return schema is not None and at < len(schema.inputs) and schema.inputs[at].option == _Option.Single
 
 
 def _drop_unsound(proto: onnx.ModelProto) -> None:
@@ -285,15 +256,9 @@ def _drop_unsound(proto: onnx.ModelProto) -> None:
     read = {name for node in walk.all_nodes(proto) for name in node.input}
     for graph in walk.all_graphs(proto.graph):
         read.update(value.name for value in graph.output)
-    for at in range(len(proto.graph.initializer) - 1, -1, -1):
-        tensor = proto.graph.initializer[at]
-        if tensor.name in suspects - read and unsound(tensor):
-            del proto.graph.initializer[at]
-
-
-_log = logging.getLogger(__name__)
-
-_OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
+    unread = suspects - read
+    stored = enumerate(proto.graph.initializer)
+    drop_initializers(proto.graph, [at for at, tensor in stored if tensor.name in unread and unsound(tensor)])
 
 
 @dataclass(frozen=True)
@@ -451,9 +416,8 @@ def settle_duplicates(model: onnx.ModelProto) -> int:
             continue
         count += sum(name in several for name in names) - len(several)
         drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name in several])
-        for at in range(len(graph.sparse_initializer) - 1, -1, -1):
-            if graph.sparse_initializer[at].values.name in several:
-                del graph.sparse_initializer[at]
+        left_sparse = [s for s in graph.sparse_initializer if s.values.name not in several]
+        replace_entries(graph, "sparse_initializer", left_sparse)
         left = [n for n in graph.node if not _is_constant(n) or n.output[0] not in several]
         if len(left) < len(graph.node):
             replace_nodes(graph, left)
@@ -541,7 +505,9 @@ def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = (
         used.update(keep_values)
         for node in graph.node:
             if len(node.output) > 1 and node.domain in walk.MAIN_DOMAINS and node.op_type != "BatchNormalization":
-                optional = _optional_outputs(node.op_type, opset)
+                schema = walk.schema(node.op_type, opset)
+                outputs = () if schema is None else schema.outputs
+                optional = {at for at, output in enumerate(outputs) if output.option == _Option.Optional}
                 for at, name in enumerate(node.output):
                     if name and at in optional and name not in used:
                         node.output[at] = ""
@@ -549,11 +515,3 @@ def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = (
                 while len(node.output) > 1 and not node.output[-1] and len(node.output) - 1 in optional:
                     del node.output[-1]
     return count
-
-
-def _optional_outputs(op_type: str, opset: int) -> frozenset[int]:
-    try:
-        schema = onnx.defs.get_schema(op_type, opset, "")
-    except onnx.defs.SchemaError:
-        return frozenset()
-    return frozenset(at for at, output in enumerate(schema.outputs) if output.option == _OPTIONAL)

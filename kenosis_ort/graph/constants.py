@@ -169,9 +169,7 @@ def detach_initializers(model: onnx.ModelProto, *, keep: Collection[str] = ()) -
     if stored.isdisjoint(listed):
         return ()
     moved = tuple(name for name in listed if name in stored and name not in keep)
-    inputs = [_copy_value(value) for value in remaining]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    replace_entries(graph, "input", remaining)
     drop_initializers(graph, [at for at, tensor in enumerate(graph.initializer) if tensor.name in keep])
     return moved
 
@@ -190,10 +188,7 @@ def drop_unread(graph: onnx.GraphProto) -> None:
     left = read | {name for node in graph.node for name in node.output}
     remaining = [entry for entry in graph.quantization_annotation if entry.tensor_name in left]
     if len(remaining) < len(graph.quantization_annotation):
-        holder = onnx.GraphProto()
-        holder.quantization_annotation.extend(remaining)
-        del graph.quantization_annotation[:]
-        graph.quantization_annotation.MergeFrom(holder.quantization_annotation)
+        replace_entries(graph, "quantization_annotation", remaining)
 
 
 def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -246,16 +241,15 @@ def constant_value(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 def replace_nodes(owner: walk.NodeOwner, nodes: list[onnx.NodeProto]) -> None:
     """Makes ``nodes`` the node list of a graph or function. They may be members of the present list."""
-    holder = onnx.GraphProto()
-    holder.node.extend(nodes)
-    del owner.node[:]
-    owner.node.MergeFrom(holder.node)
+    replace_entries(owner, "node", nodes)
 
 
-def _copy_value(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
-    copy = onnx.ValueInfoProto()
-    copy.CopyFrom(value)
-    return copy
+def replace_entries(owner: walk.NodeOwner | onnx.ModelProto, field: str, entries: Iterable[Any]) -> None:
+    """Makes messages all that a repeated field holds, in place. They may be members of it."""
+    holder = type(owner)()
+    getattr(holder, field).extend(entries)
+    owner.ClearField(field)
+    getattr(owner, field).MergeFrom(getattr(holder, field))
 
 
 def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ()) -> None:
@@ -264,7 +258,4 @@ def drop_stale_value_info(model: onnx.ModelProto, changed: Collection[str] = ())
     names = {name for node in graph.node for name in node.output}
     names.update(value.name for value in graph.input)
     names.difference_update(changed)
-    remaining = onnx.GraphProto()
-    remaining.value_info.extend(value for value in graph.value_info if value.name in names)
-    del graph.value_info[:]
-    graph.value_info.MergeFrom(remaining.value_info)
+    replace_entries(graph, "value_info", (value for value in graph.value_info if value.name in names))

@@ -36,12 +36,7 @@ PROTOBUF_LIMIT = 2**31 - 1
 
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the model itself", "Run 'git lfs pull' and try again."),
-    (
-        0,
-        b"PK\x03\x04",
-        "a zip archive (a PyTorch checkpoint or a packed model)",
-        "Export the model to ONNX, or unpack it.",
-    ),
+    (0, b"PK\3\4", "a zip archive (a PyTorch checkpoint or a packed model)", "Export the model to ONNX, or unpack it."),
     (0, b"<!DOCTYPE", "an HTML page", "Download the model file itself, not the page about it."),
     (0, b"<html", "an HTML page", "Download the model file itself, not the page about it."),
     (4, b"ORTM", "in ORT format", "Quantize the .onnx model and convert the result to ORT format afterwards."),
@@ -103,13 +98,8 @@ def load_model(
         return source
     loaded = _loaded(source, lazily=lazily)
     if ask_runtime:
-        check_runtime_loads(
-            loaded.proto,
-            loaded.path,
-            loaded.name,
-            is_split=loaded.is_split,
-            custom_op_libraries=custom_op_libraries,
-        )
+        given = loaded.proto, loaded.path, loaded.name
+        check_runtime_loads(*given, is_split=loaded.is_split, custom_op_libraries=custom_op_libraries)
     return loaded
 
 
@@ -156,12 +146,11 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     Raises:
         AlreadyQuantizedError: The main graph quantizes activations or calls integer kernels.
     """
-    floats = {t.name for t in proto.graph.initializer if t.data_type in _FLOATS}
-    floats.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
+    made = {n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output}
+    floats = made | {t.name for t in proto.graph.initializer if t.data_type in _FLOATS}
     if any(n.op_type in LAYERS and not floats.isdisjoint(n.input[1:2]) for n in proto.graph.node):
         return
-    constants = {t.name for t in proto.graph.initializer}
-    constants.update(n.output[0] for n in proto.graph.node if n.op_type == "Constant" and n.output)
+    constants = made | {t.name for t in proto.graph.initializer}
     for node in proto.graph.node:
         quantizes = node.op_type in _QUANTIZERS and bool(node.input) and node.input[0] not in constants
         if quantizes or node.op_type in INTEGER_KERNELS or node.op_type.startswith("QLinear"):
@@ -186,14 +175,23 @@ def parse_model(source: Path | bytes) -> onnx.ModelProto:
     Raises:
         ModelLoadError: The file is missing, a folder, empty, truncated, not ONNX or over 2 GiB.
     """
-    if isinstance(source, bytes):
-        where = "<bytes>"
-        _check_kind(source[:_HEAD], where)
-        proto = _decoded(lambda: onnx.load_model_from_string(source), where)
-    else:
-        where = str(source)
-        _check_kind(_head(source), where)
-        proto = _decoded(lambda: onnx.load_model(source, format="protobuf", load_external_data=False), where)
+    where = "<bytes>" if isinstance(source, bytes) else str(source)
+    head = source[:_HEAD] if isinstance(source, bytes) else _head(source)
+    for offset, magic, kind, fix in _SIGNATURES:
+        if head[offset : offset + len(magic)].lower() == magic.lower():
+            raise ModelLoadError(f"The file is not an ONNX model: it is {kind}.", where=where, fix=fix)
+    try:
+        if isinstance(source, bytes):
+            proto = onnx.load_model_from_string(source)
+        else:
+            proto = onnx.load_model(source, format="protobuf", load_external_data=False)
+    except Exception as error:  # the decoder raises classes of its own
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelLoadError(
+            f"The file is not a complete ONNX model ({reason}).",
+            where=where,
+            fix="The file is truncated or of another format: export or download it again.",
+        ) from error
     check_structure(proto, where)
     return proto
 
@@ -228,28 +226,6 @@ def _head(path: Path) -> bytes:
         raise ModelLoadError(
             f"The model file cannot be read: {reason}.", where=where, fix="Check its permissions."
         ) from error
-
-
-def _check_kind(head: bytes, where: str) -> None:
-    for offset, magic, kind, fix in _SIGNATURES:
-        if head[offset : offset + len(magic)].lower() == magic.lower():
-            raise ModelLoadError(f"The file is not an ONNX model: it is {kind}.", where=where, fix=fix)
-
-
-def _decoded(decode: Callable[[], onnx.ModelProto], where: str) -> onnx.ModelProto:
-    try:
-        return decode()
-    except Exception as error:  # the decoder raises classes of its own
-        raise ModelLoadError(
-            f"The file is not a complete ONNX model ({_first_line(error)}).",
-            where=where,
-            fix="The file is truncated or of another format: export or download it again.",
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
 
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")

@@ -26,7 +26,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import detach_initializers, replace_nodes
 from kenosis_ort.graph.opset_adapters import ADAPTERS, Adapter, AdapterContext, NoEquivalentError
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, subgraphs
+from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of, schema, subgraphs
 
 _OLDEST = 7
 """The oldest operator set that the adapters start from; also the oldest that onnxruntime supports."""
@@ -112,16 +112,8 @@ def _convert_graph(graph: onnx.GraphProto, context: AdapterContext, before: int,
 
 
 @lru_cache(maxsize=4096)
-def _schema(op_type: str, version: int) -> onnx.defs.OpSchema | None:
-    try:
-        return onnx.defs.get_schema(op_type, version, "")
-    except onnx.defs.SchemaError:
-        return None
-
-
-@lru_cache(maxsize=4096)
 def _adapters(op_type: str, before: int, target: int) -> tuple[Adapter, ...]:
-    old, new = _schema(op_type, before), _schema(op_type, target)
+    old, new = schema(op_type, before), schema(op_type, target)
     if old is None or new is None or old.since_version >= new.since_version:
         return ()
     return tuple(a for version, a in ADAPTERS.get(op_type, ()) if old.since_version < version <= new.since_version)
@@ -135,7 +127,7 @@ def _check_relabel(node: onnx.NodeProto, before: int, target: int) -> None:
     Raises:
         NoEquivalentError: The node does not exist, or means something else, in the target.
     """
-    old, new = _schema(node.op_type, before), _schema(node.op_type, target)
+    old, new = schema(node.op_type, before), schema(node.op_type, target)
     if old is None:
         return
     if new is None or (new.deprecated and not old.deprecated):

@@ -47,13 +47,18 @@ _TOKEN: Final = f"kenosis-{secrets.token_hex(16)}"
 _ALIGNMENT: Final = 4096  # the runtime maps a file by pages
 _LEAST: Final = 2**16  # bytes; a smaller tensor costs more to look up than to hold
 _PIECE: Final = 2**24
-_MAPPED: Final = frozenset(
+PLAIN: Final = frozenset(
     {
         TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
         TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
         TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
     }
 )  # fmt: skip
+"""Data types that numpy has."""
+_CONTENT: Final = (
+    *("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"),
+    *("external_data", "data_location"),
+)
 
 _open: ContextVar[_Store | None] = ContextVar("weights on disk", default=None)
 
@@ -79,7 +84,7 @@ def refer(tensor: TensorProto, path: str, offset: int, length: int) -> None:
         offset: Of the first byte.
         length: Bytes.
     """
-    for name in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
+    for name in _CONTENT:
         tensor.ClearField(name)
     tensor.data_location = TensorProto.EXTERNAL
     entries = {"location": os.path.relpath(path, ROOT), "offset": offset, "length": length, "checksum": _TOKEN}
@@ -92,7 +97,7 @@ def array_in(tensor: TensorProto) -> npt.NDArray[Any]:
     if not is_outside(tensor):
         return np.asarray(numpy_helper.to_array(tensor))
     path, offset, length = _place(tensor)
-    if tensor.data_type in _MAPPED and length:
+    if tensor.data_type in PLAIN and length:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
         return np.memmap(path, dtype, "r", offset, shape=tuple(tensor.dims))
     return np.asarray(numpy_helper.to_array(brought_in(tensor)))
@@ -102,8 +107,7 @@ def brought_in(tensor: TensorProto) -> TensorProto:
     """A tensor with its content in memory: itself, or a copy of one on disk."""
     if not is_outside(tensor):
         return tensor
-    loaded = TensorProto()
-    copy_fields(tensor, loaded, skip=("external_data", "data_location"))
+    loaded = _hollow(tensor)
     loaded.raw_data = b"".join(pieces_of(tensor))
     return loaded
 
@@ -175,9 +179,7 @@ def _head(tensor: TensorProto) -> bytes:
     """A tensor's bytes up to the content of one that lies on disk."""
     if not is_outside(tensor):
         return bytes(tensor.SerializeToString())
-    hollow = TensorProto()
-    copy_fields(tensor, hollow, skip=("external_data", "data_location"))
-    return bytes(hollow.SerializeToString()) + _lead(_RAW_DATA, length_of(tensor))
+    return bytes(_hollow(tensor).SerializeToString()) + _lead(_RAW_DATA, length_of(tensor))
 
 
 def _lead(field: int, length: int) -> bytes:
@@ -228,12 +230,16 @@ class _Store:
             self._places[digest] = self._file.tell()
             self._file.write(content)
             self._file.flush()
-        out = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        out.metadata_props.extend(tensor.metadata_props)
-        if tensor.HasField("doc_string"):
-            out.doc_string = tensor.doc_string
+        out = _hollow(tensor)
         refer(out, self._path, self._places[digest], len(content))
         return out
+
+
+def _hollow(tensor: TensorProto) -> TensorProto:
+    """A tensor without its content: name, type, shape and what is said about it."""
+    hollow = TensorProto()
+    copy_fields(tensor, hollow, skip=_CONTENT)
+    return hollow
 
 
 def _place(tensor: TensorProto) -> tuple[Path, int, int]:
@@ -294,30 +300,17 @@ def copy_fields(source: _Message, target: _Message, *, skip: Collection[str]) ->
             getattr(target, descriptor.name).extend(value)
 
 
-_BITS: dict[int, int] = {
-    onnx.TensorProto.FLOAT: 32,
-    onnx.TensorProto.UINT8: 8,
-    onnx.TensorProto.INT8: 8,
-    onnx.TensorProto.UINT16: 16,
-    onnx.TensorProto.INT16: 16,
-    onnx.TensorProto.INT32: 32,
-    onnx.TensorProto.INT64: 64,
-    onnx.TensorProto.BOOL: 8,
-    onnx.TensorProto.FLOAT16: 16,
-    onnx.TensorProto.DOUBLE: 64,
-    onnx.TensorProto.UINT32: 32,
-    onnx.TensorProto.UINT64: 64,
-    onnx.TensorProto.COMPLEX64: 64,
-    onnx.TensorProto.COMPLEX128: 128,
-    onnx.TensorProto.BFLOAT16: 16,
-    onnx.TensorProto.FLOAT8E4M3FN: 8,
-    onnx.TensorProto.FLOAT8E4M3FNUZ: 8,
-    onnx.TensorProto.FLOAT8E5M2: 8,
-    onnx.TensorProto.FLOAT8E5M2FNUZ: 8,
-    onnx.TensorProto.UINT4: 4,
-    onnx.TensorProto.INT4: 4,
-    onnx.TensorProto.FLOAT4E2M1: 4,
-    **{number: 2 for name, number in onnx.TensorProto.DataType.items() if name in ("INT2", "UINT2")},
+_WIDTHS: Final = (
+    (2, "INT2 UINT2"),  # which older versions of ONNX do not have
+    (4, "INT4 UINT4 FLOAT4E2M1"),
+    (8, "INT8 UINT8 BOOL FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ"),
+    (16, "INT16 UINT16 FLOAT16 BFLOAT16"),
+    (32, "INT32 UINT32 FLOAT"),
+    (64, "INT64 UINT64 DOUBLE COMPLEX64"),
+    (128, "COMPLEX128"),
+)
+_BITS: Final = {
+    kind: bits for bits, names in _WIDTHS for name, kind in TensorProto.DataType.items() if name in names.split()
 }
 
 PACKED: Final = frozenset(kind for kind, bits in _BITS.items() if bits < 8)
@@ -369,8 +362,7 @@ def raw_bytes(tensor: onnx.TensorProto) -> bytes:
         raise TypeError(f"string tensor '{tensor.name}' has no raw bytes")
     if tensor.data_type in PACKED:  # a byte in each number, as in raw data
         return np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
-    copy = onnx.numpy_helper.from_array(np.ascontiguousarray(array_in(tensor)))
-    return bytes(copy.raw_data)
+    return bytes(numpy_helper.from_array(np.ascontiguousarray(array_in(tensor))).raw_data)
 
 
 _log = logging.getLogger(__name__)
@@ -511,7 +503,7 @@ def _opened(path: Path, where: str) -> BinaryIO:
 
 def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
     expected = tensor_bytes(tensor)
-    length = span.length if span.length is not None else (expected if expected is not None else size - span.offset)
+    length = next(known for known in (span.length, expected, size - span.offset) if known is not None)
     if expected is not None and length != expected:
         raise ModelLoadError(
             f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}.",
@@ -543,16 +535,12 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
     shell = copy_without_weights(proto, lambda _: True)
     with data_path.open("wb") as data:
         for tensor in proto.graph.initializer:
-            copy = shell.graph.initializer.add()
             if tensor.data_type == onnx.TensorProto.STRING or content_bytes(tensor) < MIN_EXTERNAL_BYTES:
-                copy.CopyFrom(brought_in(tensor))
+                shell.graph.initializer.append(brought_in(tensor))
                 continue
             data.write(b"\0" * (-data.tell() % _ALIGNMENT))
-            copy.name, copy.data_type = tensor.name, tensor.data_type
-            copy.dims.extend(tensor.dims)
-            copy.metadata_props.extend(tensor.metadata_props)
-            if tensor.HasField("doc_string"):
-                copy.doc_string = tensor.doc_string
+            copy = shell.graph.initializer.add()
+            copy_fields(tensor, copy, skip=_CONTENT)
             copy.data_location = onnx.TensorProto.EXTERNAL
             offset = data.tell()
             for piece in content_of(tensor):
@@ -578,7 +566,7 @@ def with_weights_on_disk(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelP
     rest.graph.initializer.extend(t for t in proto.graph.initializer if not is_outside(t))
     for tensor in write_external_data(rest, data_path).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            span = _span(tensor, tensor.name)
-            refer(tensor, os.path.realpath(data_path), span.offset, span.length or 0)
+            _, offset, length = _place(tensor)
+            refer(tensor, os.path.realpath(data_path), offset, length)
         shell.graph.initializer.append(tensor)
     return shell

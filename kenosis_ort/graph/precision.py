@@ -86,18 +86,14 @@ def _stored(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def _tensor_types(kind: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor | onnx.TypeProto.SparseTensor]:
-    """Yields the tensor types within a type."""
-    which = kind.WhichOneof("value")
-    if which == "tensor_type":
-        yield kind.tensor_type
-    elif which == "sparse_tensor_type":
-        yield kind.sparse_tensor_type
-    elif which == "sequence_type":
-        yield from _tensor_types(kind.sequence_type.elem_type)
-    elif which == "optional_type":
-        yield from _tensor_types(kind.optional_type.elem_type)
-    elif which == "map_type":
-        yield from _tensor_types(kind.map_type.value_type)
+    """Yields the tensor type within a type, if there is one."""
+    match kind.WhichOneof("value"):
+        case "tensor_type" | "sparse_tensor_type" as which:
+            yield getattr(kind, which)
+        case "sequence_type" | "optional_type" as which:
+            yield from _tensor_types(getattr(kind, which).elem_type)
+        case "map_type":
+            yield from _tensor_types(kind.map_type.value_type)
 
 
 def _element_types(model: onnx.ModelProto) -> dict[str, int]:

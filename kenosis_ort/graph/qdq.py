@@ -141,16 +141,12 @@ def width_of(low: int, high: int, *, signed: bool) -> tuple[int, bool] | None:
 
 def annotate(graph: onnx.GraphProto, tensor: str, datatype: str) -> None:
     """Annotates a tensor with its number of bits; an earlier annotation is replaced."""
-    for entry in graph.quantization_annotation:
-        if entry.tensor_name == tensor:
-            for pair in entry.quant_parameter_tensor_names:
-                if pair.key == ANNOTATION:
-                    pair.value = datatype
-                    return
-            break
-    else:
+    entry = next((entry for entry in graph.quantization_annotation if entry.tensor_name == tensor), None)
+    if entry is None:
         entry = graph.quantization_annotation.add(tensor_name=tensor)
-    entry.quant_parameter_tensor_names.add(key=ANNOTATION, value=datatype)
+    pairs = entry.quant_parameter_tensor_names
+    pair = next((pair for pair in pairs if pair.key == ANNOTATION), None) or pairs.add(key=ANNOTATION)
+    pair.value = datatype
 
 
 def declared_datatypes(graph: onnx.GraphProto) -> dict[str, str]:
@@ -170,10 +166,13 @@ QDQ_OPS: Final = frozenset({Q, DQ})
 _FLOATS: Final = frozenset(
     {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16, TensorProto.UNDEFINED}
 )
-_TO_INT64: Final = frozenset({"Shape", "Size", "ArgMax", "ArgMin", "NonZero", "NonMaxSuppression"})
-_TO_BOOL: Final = frozenset(
-    {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "And", "Or", "Not", "Xor", "IsNaN", "IsInf"}
-)
+_RESULTS: Final[Mapping[str, int]] = {
+    **dict.fromkeys(["Shape", "Size", "ArgMax", "ArgMin", "NonZero", "NonMaxSuppression"], TensorProto.INT64),
+    **dict.fromkeys(["Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"], TensorProto.BOOL),
+    **dict.fromkeys(["And", "Or", "Not", "Xor", "IsNaN", "IsInf"], TensorProto.BOOL),
+    **dict.fromkeys(["If", "Loop", "Scan", "OneHot"], TensorProto.FLOAT),
+}
+"""The element types that operators write whatever they read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +228,9 @@ class QuantParams:
 
     def same(self, other: QuantParams) -> bool:
         """Whether both quantize alike: bit-equal scale and zero point, same type."""
-        if self.scale is None or other.scale is None or self.zero_point is None or other.zero_point is None:
-            return False
-        return (
-            self.elem_type == other.elem_type
-            and np.array_equal(self.scale.ravel(), other.scale.ravel())
-            and np.array_equal(self.zero_point.ravel(), other.zero_point.ravel())
+        pairs = ((self.scale, other.scale), (self.zero_point, other.zero_point))
+        return self.elem_type == other.elem_type and all(
+            a is not None and b is not None and np.array_equal(a.ravel(), b.ravel()) for a, b in pairs
         )
 
 
@@ -284,34 +280,25 @@ class SourceGraph:
                     self.shapes[info.name] = info.type.tensor_type.shape
 
     def _add_node(self, proto: onnx.NodeProto, path: str) -> None:
-        first = next((o for o in proto.output if o), "")
         label = self._labels[len(self.nodes)] if self._labels is not None else label_of(proto)
         where = self._paths[len(self.nodes)] if self._paths is not None else path
         node = SourceNode(len(self.nodes), proto, label, where)
         self.nodes.append(node)
-        for value in proto.input:
-            if value:
-                readers = self.consumers.setdefault(value, [])
-                if not readers or readers[-1] is not node:
-                    readers.append(node)
-        for value in proto.output:
-            if value:
-                self.producer[value] = node
-        if proto.op_type == "Constant":
-            for attribute in proto.attribute:
+        for value in filter(None, dict.fromkeys(proto.input)):
+            self.consumers.setdefault(value, []).append(node)
+        for value in filter(None, proto.output):
+            self.producer[value] = node
+            for attribute in proto.attribute if proto.op_type == "Constant" else ():
                 if attribute.name == "value" and attribute.HasField("t"):
-                    self.initializers[first] = attribute.t
-                    self.types[first] = attribute.t.data_type
-        for value in proto.output:
-            if value and value not in self.types:
+                    self.initializers[value] = attribute.t
+                    self.types[value] = attribute.t.data_type
+            if value not in self.types:
                 self.types[value] = self._type_of_output(node)
 
     def _type_of_output(self, node: SourceNode) -> int:
         op, inputs = node.op_type, node.proto.input
-        if op in _TO_INT64:
-            return int(TensorProto.INT64)
-        if op in _TO_BOOL:
-            return int(TensorProto.BOOL)
+        if op in _RESULTS:
+            return _RESULTS[op]
         if op == "Cast":
             return int(node.attribute("to", TensorProto.FLOAT))
         if op == DQ and node.attribute("output_dtype", 0):
@@ -321,8 +308,6 @@ class SourceGraph:
         if op == "ConstantOfShape":
             value = node.attribute("value")
             return int(value.data_type) if value is not None else int(TensorProto.FLOAT)
-        if op in ("If", "Loop", "Scan", "OneHot"):
-            return int(TensorProto.FLOAT)
         source = 1 if op in ("Where", DQ) else 0
         return self.types.get(inputs[source], TensorProto.FLOAT) if len(inputs) > source else int(TensorProto.FLOAT)
 
@@ -408,17 +393,13 @@ def walk(graph: onnx.GraphProto, path: str = "") -> Iterator[tuple[onnx.GraphPro
 
 
 LARGEST_ACTIVATION: Final = 255
-_INT16: Final = np.iinfo(np.int16)
-INT16_SUM: Final = int(_INT16.max)
+INT16_SUM: Final = 2**15 - 1
 """What two products may sum to: beyond it they are clipped."""
 LARGEST_PAIR: Final = INT16_SUM // LARGEST_ACTIVATION
 """What two neighbouring weights of one sign may sum to: 128."""
 _CONVOLUTIONS: Final = frozenset({"Conv", "ConvInteger", "QLinearConv"})
 _PRODUCTS: Final = frozenset(
-    {
-        *("MatMul", "MatMulInteger", "QLinearMatMul"),
-        *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"),
-    }
+    ["MatMul", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QAttention"]
 )
 _GEMMS: Final = frozenset({"Gemm", "QGemm"})
 

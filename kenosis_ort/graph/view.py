@@ -321,8 +321,7 @@ def _maps_untyped(proto: onnx.ModelProto) -> Iterator[None]:
 
 def holds_map(kind: onnx.TypeProto) -> bool:
     """Whether a type is of a map or made of maps."""
-    if kind.HasField("sequence_type"):
-        return holds_map(kind.sequence_type.elem_type)
-    if kind.HasField("optional_type"):
-        return holds_map(kind.optional_type.elem_type)
-    return bool(kind.HasField("map_type"))
+    which = kind.WhichOneof("value")
+    return which == "map_type" or (
+        which in ("sequence_type", "optional_type") and holds_map(getattr(kind, which).elem_type)
+    )

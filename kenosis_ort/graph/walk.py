@@ -3,8 +3,9 @@
 Every node gets a unique name; names that are already there stay.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import onnx
 import onnx.defs
@@ -17,6 +18,8 @@ MICROSOFT = "com.microsoft"
 _ALIKE = frozenset({"DequantizeLinear", "FastGelu", "Gelu", "QuantizeLinear", "QuickGelu"})
 """Operators that mean the same in the main domain and in the runtime's own."""
 
+_LATEST = 2**31 - 1  # what ONNX takes for a version
+
 NodeOwner = onnx.GraphProto | onnx.FunctionProto
 """What holds a list of nodes."""
 
@@ -28,6 +31,15 @@ def known_as(domain: str, op_type: str) -> str:
     """
     own = domain == MICROSOFT and (op_type in _ALIKE or not onnx.defs.has(op_type))
     return op_type if domain in MAIN_DOMAINS or own else f"{domain}.{op_type}"
+
+
+@lru_cache(maxsize=4096)
+def schema(op_type: str, version: int, domain: str = "") -> onnx.defs.OpSchema | None:
+    """What ONNX says of an operator in a version of its operator set, None for one that it does not know."""
+    try:
+        return onnx.defs.get_schema(op_type, max(min(version, _LATEST), 0), domain)
+    except onnx.defs.SchemaError:
+        return None
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -53,14 +65,18 @@ def all_nodes(model: onnx.ModelProto, *, functions: bool = True) -> Iterator[onn
     """Yields every node of the main graph, of nested bodies and (optionally) of model-local functions."""
     for graph in all_graphs(model.graph):
         yield from graph.node
-    if functions:
-        for function in model.functions:
-            stack = list(function.node)
-            while stack:
-                node = stack.pop()
-                yield node
-                for body in subgraphs(node):
-                    stack.extend(body.node)
+    for function in model.functions if functions else ():
+        yield from nodes_within(function.node)
+
+
+def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields nodes and those of their bodies, at any depth."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        for body in subgraphs(node):
+            stack.extend(body.node)
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

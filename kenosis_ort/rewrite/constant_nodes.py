@@ -13,7 +13,7 @@ from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import Is, constants_to_initializers, having, replace_nodes
 from kenosis_ort.graph.live import further_outputs, optional
-from kenosis_ort.graph.outside import array_in, copy_model, tensor_bytes
+from kenosis_ort.graph.outside import PLAIN, array_in, copy_model, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, reserve_name
@@ -73,7 +73,11 @@ def fold_constants(editor: Editor) -> None:
         given = sum(known[value] for value in read if value in known)
         outputs = [output for output in node.outputs if output.name]
         grown = _output_bytes(outputs, editor)
-        if grown is None and node.op_type in _NEVER_LARGER and all(_is_plain(output, editor) for output in outputs):
+        if (
+            grown is None
+            and node.op_type in _NEVER_LARGER
+            and all(editor.element_type(output) in PLAIN for output in outputs)
+        ):
             grown = given
         if grown is None or grown > _GROWTH_FACTOR * given + _GROWTH_BYTES or total + given + grown > _SIZE_LIMIT:
             continue
@@ -122,33 +126,11 @@ def _output_bytes(outputs: Iterable[ir.Value], editor: Editor) -> int | None:
     largest = 0
     for output in outputs:
         elem_type, dims = editor.element_type(output), editor.dims(output)
-        if elem_type not in _PLAIN_TYPES or dims is None or None in dims:
+        if elem_type not in PLAIN or dims is None or None in dims:
             return None
         itemsize = onnx.helper.tensor_dtype_to_np_dtype(elem_type).itemsize
         largest = max(largest, itemsize * math.prod(dim for dim in dims if dim is not None))
     return largest
-
-
-def _is_plain(output: ir.Value, editor: Editor) -> bool:
-    return editor.element_type(output) in _PLAIN_TYPES
-
-
-_PLAIN_TYPES = frozenset(
-    {
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.BOOL,
-        onnx.TensorProto.INT8,
-        onnx.TensorProto.INT16,
-        onnx.TensorProto.INT32,
-        onnx.TensorProto.INT64,
-        onnx.TensorProto.UINT8,
-        onnx.TensorProto.UINT16,
-        onnx.TensorProto.UINT32,
-        onnx.TensorProto.UINT64,
-    }
-)
 
 
 def _compute(
