@@ -173,11 +173,7 @@ class _Layers:
         return None
 
     def _write(
-        self,
-        node: ir.Node,
-        weight: ir.Node,
-        layer: integer_bias.IntegerLayer,
-        outputs: integer_bias.Outputs | None,
+        self, node: ir.Node, weight: ir.Node, layer: integer_bias.IntegerLayer, outputs: integer_bias.Outputs | None
     ) -> None:
         """Gives a node a layer's integers, scales and bias."""
         data = required(node, 0)

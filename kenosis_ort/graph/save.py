@@ -309,9 +309,7 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(
-            f"The model could not be written: {reason}.",
-            where=str(path.parent),
-            fix="Free space, or shorten the name.",
+            f"The model could not be written: {reason}.", where=str(path.parent), fix="Free space, or shorten the name."
         ) from error
     return external
 

@@ -164,22 +164,10 @@ def collapse_gelu(editor: Editor, bend: ir.Node) -> None:
     Not collapsed: a type other than float32, an inner value that another node, a body of control flow, the graph's
     outputs or the caller need, a constant that adds dimensions, arithmetic behind Erf or Tanh that is not GELU's.
     """
-    argument = _argument(editor, bend)
-    if argument is not None:
-        _collapse_gelu(editor, bend, *argument)
-
-
-def _argument(editor: Editor, bend: ir.Node) -> tuple[ir.Value, Expression] | None:
-    """``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
-    value = operand(bend, 0)
-    for x in bases(editor, value):
-        expression = Expression(editor, x)
-        if same(expression.of(value), _ARGUMENTS[bend.op_type]):
-            return x, expression
-    return None
-
-
-def _collapse_gelu(editor: Editor, bend: ir.Node, x: ir.Value, argument: Expression) -> None:
+    found = _argument(editor, bend)
+    if found is None:
+        return
+    x, argument = found
     last, result = _result(editor, bend, x)
     nodes = {**argument.nodes, **result.nodes, id(bend): bend}
     nodes.pop(id(last), None)
@@ -191,6 +179,16 @@ def _collapse_gelu(editor: Editor, bend: ir.Node, x: ir.Value, argument: Express
         editor.become(last, _OPERATORS[bend.op_type], [x], inner=inner, domain=MICROSOFT)
         return
     editor.become(last, "Gelu", [x], {"approximate": "tanh"} if bend.op_type == "Tanh" else {}, inner=inner)
+
+
+def _argument(editor: Editor, bend: ir.Node) -> tuple[ir.Value, Expression] | None:
+    """``x`` and what was read between it and Erf or Tanh, None if the argument is not GELU's."""
+    value = operand(bend, 0)
+    for x in bases(editor, value):
+        expression = Expression(editor, x)
+        if same(expression.of(value), _ARGUMENTS[bend.op_type]):
+            return x, expression
+    return None
 
 
 def _result(editor: Editor, bend: ir.Node, x: ir.Value) -> tuple[ir.Node, Expression]:
@@ -271,11 +269,15 @@ def _collapse_clip(editor: Editor, clip: ir.Node) -> ir.Node | None:
     found = [gate for gate in found if gate.times_x] + [gate for gate in found[::-1] if not gate.times_x]
     reasons = []
     for gate in found:
-        reason = _obstacle(editor, gate)
-        if reason is None:
-            _write_gate(editor, clip, gate)
-            return gate.last
-        reasons.append(reason)
+        try:
+            editor.require_float32(gate.x)
+            editor.require_closed(gate.inner, gate.last)
+            editor.require_no_growth(gate.x, gate.constants)
+        except NotCollapsibleError as reason:
+            reasons.append(reason)
+            continue
+        _write_gate(editor, clip, gate)
+        return gate.last
     if reasons:
         raise reasons[0]
     return None
@@ -316,17 +318,6 @@ def _gates(editor: Editor, clip: ir.Node, x: ir.Value, high: float) -> list[_Gat
             inner = tuple(nodes.values())
             found.append(_Gate(x, alpha, beta, times_x, readers[0], inner, constants | behind.constants))
     return found
-
-
-def _obstacle(editor: Editor, gate: _Gate) -> NotCollapsibleError | None:
-    """Reason why the nodes of a gate cannot be collapsed."""
-    try:
-        editor.require_float32(gate.x)
-        editor.require_closed(gate.inner, gate.last)
-        editor.require_no_growth(gate.x, gate.constants)
-    except NotCollapsibleError as reason:
-        return reason
-    return None
 
 
 def _write_gate(editor: Editor, clip: ir.Node, gate: _Gate) -> None:

@@ -23,13 +23,6 @@ _MASKED = np.float32(-1e30)
 _LEAST = np.finfo(np.float32).min
 
 
-def require_known_ranks(editor: Editor, found: FoundAttention) -> None:
-    """Raises where it is not known how many dimensions a mask has, or where it has more than the scores."""
-    rank = _rank(editor, found)
-    if rank is None or rank > found.rank:
-        raise NotCollapsibleError("the dimensions of its mask are not known")
-
-
 def _rank(editor: Editor, found: FoundAttention) -> int | None:
     """The most dimensions of a mask, 0 without masks; None if they are not known."""
     stored = [(term, editor.constant(term.value)) for term in found.scores.masks]
@@ -63,9 +56,8 @@ class Masks:
             stored = editor.constant(value)
             dims = editor.symbols(value) if stored is None else tuple(stored.dims)
         if found.rank == 3 and rank == 3:
-            mask = self._once(
-                found, "Unsqueeze", [mask, self.constant(np.array([1], np.int64), "axes")], (mask, "heads")
-            )
+            axes = self.constant(np.array([1], np.int64), "axes")
+            mask = self._once(found, "Unsqueeze", [mask, axes], (mask, "heads"))
         return self._expanded(found, mask, dims, split)
 
     def _expanded(
@@ -328,7 +320,9 @@ def _closed(editor: Editor, softmax: ir.Node) -> FoundAttention | None:
         if found is not None:
             editor.require_closed(found.inner, found.last, save=_shape_readers(editor, found))
             _require_one_batch(editor, found)
-            require_known_ranks(editor, found)
+            rank = _rank(editor, found)
+            if rank is None or rank > found.rank:
+                raise NotCollapsibleError("the dimensions of its mask are not known")
     except NotCollapsibleError as reason:
         editor.refuse(softmax, reason)
         return None

@@ -1,7 +1,5 @@
 """Scales and shifts by channel: folded into the weights in front of them, or a Conv of their own."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +7,8 @@ from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.live import further_outputs, optional
 from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, operand, other_operand, rule
+
+Weights = npt.NDArray[np.generic]
 
 
 def affine_step(
@@ -250,16 +250,6 @@ def _convert(editor: Editor, chain: list[ir.Node], scale: FloatArray, shift: Flo
 _FOLDABLE = ("Add", *sorted(LAYERS))
 
 
-@dataclass(frozen=True)
-class _Pattern:
-    """``affine [-> add] -> norm``, with every intermediate value read by the next node only."""
-
-    affine: ir.Node
-    add: ir.Node | None
-    norm: ir.Node
-    weights: npt.NDArray[np.generic]
-
-
 @rule(
     "BatchNormalization",
     did="BatchNormalization nodes were folded into the weights in front of them",
@@ -289,14 +279,17 @@ def fold_batch_norm(editor: Editor, norm: ir.Node) -> None:
     value that another node, a body of control flow, the graph's outputs or the caller need, results that overflow.
     """
     scale, shift = _of_norm(editor, norm)
-    pattern = _pattern(editor, norm)
-    weights, bias = _folded(editor, pattern, scale, shift)
-    _put_in(editor, pattern, weights, bias)
+    affine, add, weights = _in_front(editor, norm)
+    weights, bias = _folded(editor, affine, add, weights, scale, shift)
+    _put_in(editor, affine, add, norm, weights, bias)
     editor.done += 1
 
 
-def _pattern(editor: Editor, norm: ir.Node) -> _Pattern:
-    """The nodes in front of a BatchNormalization."""
+def _in_front(editor: Editor, norm: ir.Node) -> tuple[ir.Node, ir.Node | None, Weights]:
+    """The layer in front of a BatchNormalization, the Add between them, if there is one, and the layer's weights.
+
+    Every value between them is read by the next node only.
+    """
     affine, add = _affine_before(editor, operand(norm, 0)), None
     if affine.op_type == "Add":
         add = affine
@@ -314,7 +307,7 @@ def _pattern(editor: Editor, norm: ir.Node) -> _Pattern:
         ranks = [rank for value in values if (rank := editor.rank(value)) is not None]
         if weights.ndim != 2 or ranks[:1] != [2]:
             raise NotCollapsibleError(f"'{affine.name}' is not known to give a matrix")
-    return _Pattern(affine, add, norm, weights)
+    return affine, add, weights
 
 
 def _affine_before(editor: Editor, value: ir.Value) -> ir.Node:
@@ -330,14 +323,13 @@ def _affine_before(editor: Editor, value: ir.Value) -> ir.Node:
 
 
 def _folded(
-    editor: Editor, pattern: _Pattern, scale: FloatArray, shift: FloatArray
-) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+    editor: Editor, affine: ir.Node, add: ir.Node | None, weights: Weights, scale: FloatArray, shift: FloatArray
+) -> tuple[Weights, Weights]:
     """The new weights and the new bias, in the type of the old weights."""
-    affine, weights = pattern.affine, pattern.weights
     factor = _weight_factor(affine, weights.shape, scale)
     bias = _bias(editor, affine, len(scale)) * affine.attributes.get_float("beta", 1.0)
-    if pattern.add is not None:
-        constant = next(value for value in pattern.add.inputs if editor.constant(value) is not None)
+    if add is not None:
+        constant = next(value for value in add.inputs if editor.constant(value) is not None)
         rank = weights.ndim if affine.op_type in ("Conv", "ConvTranspose") else 2
         addend = _by_channel(editor.array(constant), len(scale), rank)
         if addend is None:
@@ -366,9 +358,10 @@ def _weight_factor(affine: ir.Node, shape: tuple[int, ...], scale: FloatArray) -
     return scale.reshape([channels if at == axis else 1 for at in range(len(shape))])
 
 
-def _put_in(editor: Editor, pattern: _Pattern, weights: npt.NDArray[np.generic], bias: npt.NDArray[np.generic]) -> None:
+def _put_in(
+    editor: Editor, affine: ir.Node, add: ir.Node | None, norm: ir.Node, weights: Weights, bias: Weights
+) -> None:
     """Gives the layer its new weights; the last of the nodes that stay takes over the output."""
-    affine, add, norm = pattern.affine, pattern.add, pattern.norm
     base, output = operand(affine, 1).name, norm.outputs[0]
     editor.store_array(affine, 1, weights, f"{base}_folded")
     if affine.op_type == "MatMul" and add is None:

@@ -6,7 +6,7 @@ compared with ``y[n, c] = x[n, chosen[c]]``. A height, a width or a batch that i
 each as another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,13 +85,14 @@ def _chosen(editor: Editor, source: ir.Value, value: ir.Value, path: Sequence[ir
 
 def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
     if node.op_type == "Transpose":
-        turned: Indices = x.transpose(node.attributes.get_ints("perm", None))
-        return turned
+        return np.transpose(x, node.attributes.get_ints("perm", None))
     if node.op_type == "Reshape":
-        return _reshape(x, _constant(editor, node, 1), zero_is_empty=bool(node.attributes.get_int("allowzero", 0)))
+        wanted = _constant(editor, node, 1).reshape(-1).tolist()
+        if node.attributes.get_int("allowzero", 0) and 0 in wanted:
+            raise NotCollapsibleError("it is empty")
+        return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
     if node.op_type == "Gather":
-        picked: Indices = np.take(x, _constant(editor, node, 1), axis=node.attributes.get_int("axis", 0))
-        return picked
+        return np.asarray(np.take(x, _constant(editor, node, 1), axis=node.attributes.get_int("axis", 0)))
     if node.op_type == "Slice":
         starts, ends = _constant(editor, node, 1), _constant(editor, node, 2)
         axes = _constant(editor, node, 3) if optional(node, 3) else np.arange(len(starts))
@@ -101,23 +102,16 @@ def _apply(editor: Editor, node: ir.Node, x: Indices, output: int) -> Indices:
             window[axis] = slice(int(start), int(end), int(step))
         return x[tuple(window)]
     if node.op_type == "Split":
-        axis = node.attributes.get_int("axis", 0)
-        count = len(node.outputs)
-        given = _constant(editor, node, 1) if optional(node, 1) else None
-        if given is None and x.shape[axis] % count:
+        axis, count = node.attributes.get_int("axis", 0), len(node.outputs)
+        if optional(node, 1):
+            sizes = _constant(editor, node, 1)
+        elif x.shape[axis] % count:
             raise NotCollapsibleError(f"'{node.name}' splits unevenly")
-        sizes = given if given is not None else np.full(count, x.shape[axis] // count)
-        parts: list[Indices] = np.split(x, np.cumsum(sizes)[:-1], axis=axis)
-        return parts[output]
+        else:
+            sizes = np.full(count, x.shape[axis] // count)
+        return np.split(x, np.cumsum(sizes)[:-1], axis=axis)[output]
     sides = tuple(int(side) for side in _constant(editor, node, 1))
     return x.squeeze(sides) if node.op_type == "Squeeze" else np.expand_dims(x, sides)
-
-
-def _reshape(x: Indices, shape: npt.NDArray[np.generic], *, zero_is_empty: bool) -> Indices:
-    wanted = [int(size) for size in shape.reshape(-1).tolist()]
-    if zero_is_empty and 0 in wanted:
-        raise NotCollapsibleError("it is empty")
-    return x.reshape([x.shape[at] if size == 0 else size for at, size in enumerate(wanted)])
 
 
 def _constant(editor: Editor, node: ir.Node, position: int) -> Indices:
@@ -200,9 +194,7 @@ def _ends(editor: Editor) -> list[ir.Value]:
         if value not in found:
             found[value] = None
             stack += [output for node in editor.readers_of(value, *SHAPE_OPS) for output in node.outputs]
-    return [
-        value for value in list(found)[::-1] if len(editor.readers_of(value, *SHAPE_OPS)) < _reader_count(editor, value)
-    ]
+    return [v for v in reversed(found) if len(editor.readers_of(v, *SHAPE_OPS)) < len({*editor.readers(v)})]
 
 
 def _is_behind_named(editor: Editor, value: ir.Value) -> bool:
@@ -221,10 +213,6 @@ def _is_behind_named(editor: Editor, value: ir.Value) -> bool:
     return False
 
 
-def _reader_count(editor: Editor, value: ir.Value) -> int:
-    return len({id(node) for node in editor.readers(value)})
-
-
 # -- where it can go ----------------------------------------------------------------------------------------------
 
 
@@ -232,10 +220,16 @@ def _fold(editor: Editor, selection: Selection) -> None:
     """Folds a shuffle into Convs; raises where there are none."""
     if not selection.is_permutation:
         raise NotCollapsibleError("it leaves channels out")
-    found = [_attempt(look, editor, selection) for look in (_behind, _before)]
-    folds = [fold for fold in found if isinstance(fold, _Fold)]
+    folds, reasons = list[_Fold](), list[str]()
+    for look in (_behind, _before):
+        try:
+            fold = look(editor, selection)
+        except NotCollapsibleError as reason:
+            reasons.append(str(reason))
+            continue
+        folds.append(fold)
     if not folds:
-        raise NotCollapsibleError("; ".join(str(reason) for reason in found))
+        raise NotCollapsibleError("; ".join(reasons))
     fold = min(folds, key=lambda f: _cost(editor, f))
     for conv in fold.depthwise:
         order = np.argsort(selection.chosen) if fold.behind else selection.chosen
@@ -250,15 +244,6 @@ def _fold(editor: Editor, selection: Selection) -> None:
     editor.redirect(selection.value, selection.source)
 
 
-def _attempt(
-    look: Callable[[Editor, Selection], _Fold], editor: Editor, selection: Selection
-) -> _Fold | NotCollapsibleError:
-    try:
-        return look(editor, selection)
-    except NotCollapsibleError as reason:
-        return reason
-
-
 def _cost(editor: Editor, fold: _Fold) -> int:
     """The most input channels a group of a Conv that would lose its groups, 0 if none would."""
     grouped = [conv for conv in fold.dense if conv.attributes.get_int("group", 1) > 1]
@@ -268,15 +253,15 @@ def _cost(editor: Editor, fold: _Fold) -> int:
 def _behind(editor: Editor, selection: Selection) -> _Fold:
     """The Convs that read the channels; raises where something else needs their order."""
     fold = _Fold(behind=True)
-    stack, seen = [selection.value], set()
+    stack, seen = [selection.value], set[ir.Node]()
     while stack:
         value = stack.pop()
         if editor.is_pinned(value):
             raise NotCollapsibleError(f"the order of channels of '{value.name}' is needed")
         for node in editor.readers(value):
-            if id(node) in seen:
+            if node in seen:
                 continue
-            seen.add(id(node))
+            seen.add(node)
             if _is_conv(editor, node, value):
                 if not _is_depthwise(editor, node):
                     _check_dense(node)
@@ -378,8 +363,8 @@ def _store(editor: Editor, conv: ir.Node, position: int, array: npt.NDArray[np.g
 
 def _gather(editor: Editor, selection: Selection) -> None:
     """Writes a shuffle as one Gather in front of the first node that reads its result."""
-    reading = {id(node) for node in editor.readers(selection.value)}
-    reader = next(node for node in editor.nodes if id(node) in reading)
+    reading = {*editor.readers(selection.value)}
+    reader = next(node for node in editor.nodes if node in reading)
     chosen = editor.add_constant(selection.chosen, f"{selection.path[-1].name}_channels")
     picked = editor.insert_before(reader, "Gather", [selection.source, chosen], axis=1)
     editor.redirect(selection.value, picked)

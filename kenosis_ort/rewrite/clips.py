@@ -248,7 +248,7 @@ def _layers_behind(editor: Editor, swish: ir.Node) -> list[tuple[ir.Node, npt.ND
 
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input
-_RANK = 4
+_PICTURE_RANK = 4
 
 
 @rule(
@@ -281,26 +281,15 @@ def lrn_to_pool(editor: Editor, norm: ir.Node) -> None:
     Not changed: an even size, which the runtime does not run; a bias or an alpha that is not positive, for which the
     power may be undefined; a rank other than 4; a type other than float32.
     """
-    _check(editor, norm)
-    _write_norm(editor, norm)
-
-
-def _check(editor: Editor, norm: ir.Node) -> None:
-    x = operand(norm, 0)
+    x, given, size = operand(norm, 0), norm.attributes, norm.attributes.get_int("size", 0)
+    alpha, beta, bias = given.get_float("alpha", 1e-4), given.get_float("beta", 0.75), given.get_float("bias", 1.0)
     editor.require_float32(x)
-    if editor.rank(x) != _RANK:
-        raise NotCollapsibleError(f"'{x.name}' is not known to have {_RANK} dimensions")
-    if norm.attributes.get_int("size", 0) % 2 != 1:
+    if editor.rank(x) != _PICTURE_RANK:
+        raise NotCollapsibleError(f"'{x.name}' is not known to have {_PICTURE_RANK} dimensions")
+    if size % 2 != 1:
         raise NotCollapsibleError("its size is even")
-    if norm.attributes.get_float("bias", 1.0) <= 0.0 or norm.attributes.get_float("alpha", 1e-4) <= 0.0:
+    if bias <= 0.0 or alpha <= 0.0:
         raise NotCollapsibleError("its bias or its alpha is not positive")
-
-
-def _write_norm(editor: Editor, norm: ir.Node) -> None:
-    x, size = operand(norm, 0), norm.attributes.get_int("size", 0)
-    alpha, beta, bias = (
-        norm.attributes.get_float(name, default) for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
-    )
 
     def constant(number: float, name: str) -> ir.Value:
         return editor.add_constant(np.array(number, np.float32), f"{norm.name}_{name}")
@@ -309,12 +298,7 @@ def _write_norm(editor: Editor, norm: ir.Node) -> None:
     depth = editor.insert_before(norm, "Unsqueeze", [editor.insert_before(norm, "Mul", [x, x]), axis])
     beside = size // 2
     pool = editor.insert_before(
-        norm,
-        "AveragePool",
-        [depth],
-        kernel_shape=(size, 1, 1),
-        pads=(beside, 0, 0, beside, 0, 0),
-        count_include_pad=1,
+        norm, "AveragePool", [depth], kernel_shape=(size, 1, 1), pads=(beside, 0, 0, beside, 0, 0), count_include_pad=1
     )
     mean = editor.insert_before(norm, "Squeeze", [pool, axis])
     scaled = editor.insert_before(norm, "Mul", [mean, constant(alpha, "alpha")])
@@ -337,7 +321,6 @@ def _power(editor: Editor, norm: ir.Node, base: ir.Value, exponent: float) -> ir
     return editor.insert_before(norm, "Pow", [base, power])
 
 
-_PICTURE_RANK = 4
 _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})
 
 
@@ -527,11 +510,10 @@ def window_axes(node: ir.Node, kernel: Sequence[int], picture: Picture) -> tuple
 
 def window_attributes(height: Axis, width: Axis) -> dict[str, Sequence[int]]:
     """The attributes of a Conv with these windows."""
-    attributes: dict[str, Sequence[int]] = {"kernel_shape": (height.kernel, width.kernel)}
-    if (height.stride, width.stride) != (1, 1):
-        attributes["strides"] = (height.stride, width.stride)
-    if (height.dilation, width.dilation) != (1, 1):
-        attributes["dilations"] = (height.dilation, width.dilation)
-    if any((height.begin, width.begin, height.end, width.end)):
-        attributes["pads"] = (height.begin, width.begin, height.end, width.end)
-    return attributes
+    given: tuple[tuple[str, Sequence[int], int | None], ...] = (
+        ("kernel_shape", (height.kernel, width.kernel), None),
+        ("strides", (height.stride, width.stride), 1),
+        ("dilations", (height.dilation, width.dilation), 1),
+        ("pads", (height.begin, width.begin, height.end, width.end), 0),
+    )
+    return {name: numbers for name, numbers, default in given if any(number != default for number in numbers)}

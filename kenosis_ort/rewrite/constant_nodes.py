@@ -238,7 +238,7 @@ def _settled(editor: Editor) -> list[onnx.NodeProto]:
     graph = editor.write().graph
     constants = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
     found = (n for n in graph.node if n.op_type == "If" and n.domain in MAIN_DOMAINS and n.input[0] in constants)
-    return [node for node in found if editor.lets_change(node.name)]
+    return [node for node in found if editor.may_change(node)]
 
 
 def _opens(model: onnx.ModelProto) -> bool:

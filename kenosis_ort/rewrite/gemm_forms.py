@@ -8,7 +8,7 @@ import onnx
 
 from kenosis_ort.graph.live import optional
 from kenosis_ort.graph.view import ir
-from kenosis_ort.rewrite.norms import norm_around
+from kenosis_ort.rewrite.norms import LAYER_NORM_OPSET, RMS_NORM_OPSET, norm_around
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 
 Array = npt.NDArray[np.generic]
@@ -248,7 +248,6 @@ def _shape(editor: Editor, value: ir.Value | None) -> tuple[int | None, ...] | N
     return editor.dims(value) if constant is None else tuple(constant.dims)
 
 
-_LAYER_NORM_OPSET, _RMS_NORM_OPSET = 17, 23
 _LAYER_NORM, _RMS_NORM = "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"
 _EPSILON = 1e-12  # the default of both operators
 
@@ -278,33 +277,26 @@ def split_skip_norm(editor: Editor, joined: ir.Node) -> None:
     Not split: a mean or deviation that is used, an operator set before 17 (for LayerNormalization), a type other than
     float32.
     """
-    _check(editor, joined, editor.opset())
-    _split(editor, joined, editor.opset())
-
-
-def _check(editor: Editor, joined: ir.Node, opset: int) -> None:
-    if joined.op_type == _LAYER_NORM and opset < _LAYER_NORM_OPSET:
-        raise NotCollapsibleError(f"LayerNormalization needs operator set {_LAYER_NORM_OPSET}, the model has {opset}")
+    opset, is_centred = editor.opset(), joined.op_type == _LAYER_NORM
+    if is_centred and opset < LAYER_NORM_OPSET:
+        raise NotCollapsibleError(f"LayerNormalization needs operator set {LAYER_NORM_OPSET}, the model has {opset}")
     for statistic in joined.outputs[1:3]:
         if statistic.name and (editor.readers(statistic) or editor.is_pinned(statistic)):
             raise NotCollapsibleError(f"its statistic '{statistic.name}' is needed")
-    gamma = editor.constant(joined.inputs[2])  # of the type of all the rest
-    if gamma is None or gamma.data_type != onnx.TensorProto.FLOAT:
-        editor.require_float32(operand(joined, 2))
-
-
-def _split(editor: Editor, joined: ir.Node, opset: int) -> None:
-    gamma = operand(joined, 2)
-    beta = _input(joined, 3) if joined.op_type == _LAYER_NORM else []
-    bias = _input(joined, 4 if joined.op_type == _LAYER_NORM else 3)
+    gamma = operand(joined, 2)  # of the type of all the rest
+    stored = editor.constant(gamma)
+    if stored is None or stored.data_type != onnx.TensorProto.FLOAT:
+        editor.require_float32(gamma)
+    beta = _input(joined, 3) if is_centred else []
+    bias = _input(joined, 4 if is_centred else 3)
     total = joined.outputs[3] if len(joined.outputs) > 3 and joined.outputs[3].name else None
     total = None if total is None else editor.hand_over(total)
     epsilon = joined.attributes.get_float("epsilon", _EPSILON)
     joined.resize_outputs(1)
     total = editor.insert_before(joined, "Sum", [*joined.inputs[:2], *bias], output=total)
-    if joined.op_type == _LAYER_NORM:
+    if is_centred:
         editor.become(joined, "LayerNormalization", [total, gamma, *beta], {"axis": -1, "epsilon": epsilon})
-    elif opset >= _RMS_NORM_OPSET:
+    elif opset >= RMS_NORM_OPSET:
         editor.become(joined, "RMSNormalization", [total, gamma], {"axis": -1, "epsilon": epsilon})
     else:
         editor.become(joined, "Mul", [write_rms_quotient(editor, joined, total, epsilon, opset), gamma])

@@ -70,32 +70,20 @@ def collapse_layer_norm(editor: Editor, root: ir.Node) -> None:
 
 def norm_around(editor: Editor, root: ir.Node) -> Norm | None:
     """The norm around a Sqrt, None if there is none."""
-    spread = _mean_square(editor, root)
-    quotient = None if spread is None else _quotient(editor, root)
+    spread, quotient = _mean_square(editor, root), _quotient(editor, root)
     if spread is None or quotient is None:
         return None
+    value, epsilon, axes, nodes = spread
     divided, inverse, last = quotient
-    inner = [root, *spread.nodes, *inverse]
-    left, right = (_difference(editor, value, spread.axes) for value in (spread.value, divided))
+    inner = (root, *nodes, *inverse)
+    left, right = (_difference(editor, each, axes) for each in (value, divided))
     if left is not None and right is not None and left[0] is right[0]:
-        distinct = {id(node): node for node in (*inner, *left[1], *right[1])}
-        return Norm(left[0], True, spread.epsilon, spread.axes, tuple(distinct.values()), last)
-    is_rms = spread.value is divided
-    return Norm(divided, False, spread.epsilon, spread.axes, tuple(inner), last) if is_rms else None
+        return Norm(left[0], True, epsilon, axes, tuple(dict.fromkeys((*inner, *left[1], *right[1]))), last)
+    return Norm(divided, False, epsilon, axes, inner, last) if value is divided else None
 
 
-@dataclass(frozen=True)
-class _MeanSquare:
-    """The nodes of ``mean(value ^ 2) + epsilon``, the last first."""
-
-    value: ir.Value
-    epsilon: float
-    axes: tuple[int, ...]
-    nodes: tuple[ir.Node, ...]
-
-
-def _mean_square(editor: Editor, root: ir.Node) -> _MeanSquare | None:
-    """What a Sqrt reads, None if it is not the mean of a square and a number."""
+def _mean_square(editor: Editor, root: ir.Node) -> tuple[ir.Value, float, tuple[int, ...], tuple[ir.Node, ...]] | None:
+    """``value``, epsilon, axes and nodes of the ``mean(value ^ 2) + epsilon`` that a Sqrt reads, None without one."""
     add = editor.producer(root.inputs[0], "Add")
     summands = () if add is None else add.inputs
     shift = _only([number for value in summands if (number := editor.scalar(value)) is not None])
@@ -105,7 +93,7 @@ def _mean_square(editor: Editor, root: ir.Node) -> _MeanSquare | None:
     if add is None or shift is None or shift < 0.0 or mean is None or square is None or axes is None:
         return None
     is_square = editor.scalar(square.inputs[1]) == 2.0 if square.op_type == "Pow" else len(set(square.inputs)) == 1
-    return _MeanSquare(operand(square, 0), shift, axes, (add, mean, square)) if is_square else None
+    return (operand(square, 0), shift, axes, (add, mean, square)) if is_square else None
 
 
 def _quotient(editor: Editor, root: ir.Node) -> tuple[ir.Value, tuple[ir.Node, ...], ir.Node] | None:
@@ -201,18 +189,6 @@ def _affine(
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """The nodes of a norm of ``x``, the last of which is ``last``."""
-
-    x: ir.Value
-    scale: ir.Value
-    shift: ir.Value
-    epsilon: float
-    inner: tuple[ir.Node, ...]
-    last: ir.Node
-
-
 @rule(
     "Sqrt",
     did="norms written as a computed scale and shift became LayerNormalization",
@@ -234,16 +210,25 @@ def collapse_affine_norm(editor: Editor, root: ir.Node) -> None:
     last, a type other than float32, an inner value that another node, a body of control flow, the graph's outputs or
     the caller need.
     """
-    norm = _match(editor, root)
-    if norm is None:
+    found = _match(editor, root)
+    if found is None:
         return
-    _check(editor, norm)
-    inputs, attributes = [norm.x, norm.scale, norm.shift], {"axis": -1, "epsilon": norm.epsilon}
-    editor.become(norm.last, "LayerNormalization", inputs, attributes, inner=norm.inner)
+    inputs, epsilon, inner, last = found
+    x, *constants = inputs
+    editor.require_float32(x)
+    width = (editor.dims(x) or (None,))[-1]
+    for value in constants:
+        tensor = editor.constant(value)
+        if tensor is None or width is None or list(tensor.dims) != [width]:
+            raise NotCollapsibleError(f"'{value.name}' is not a constant vector of the last dimension")
+    if width == 1:  # which runtimes before 1.24 do not run
+        raise NotCollapsibleError("it is over a single element")
+    editor.require_closed(inner, last)
+    editor.become(last, "LayerNormalization", inputs, {"axis": -1, "epsilon": epsilon}, inner=inner)
 
 
-def _match(editor: Editor, root: ir.Node) -> _Norm | None:
-    """The norm around a Sqrt, None if there is none."""
+def _match(editor: Editor, root: ir.Node) -> tuple[list[ir.Value], float, tuple[ir.Node, ...], ir.Node] | None:
+    """``x`` with scale and shift, epsilon, inner nodes and the last one of the norm around a Sqrt, None without one."""
     spread = _spread(editor, root)
     inverse = _only(editor.readers_of(root.outputs[0], "Reciprocal", "Div"))
     if spread is None or inverse is None or (inverse.op_type == "Div" and editor.scalar(inverse.inputs[0]) != 1.0):
@@ -264,37 +249,20 @@ def _match(editor: Editor, root: ir.Node) -> _Norm | None:
     if other_operand(last, scaled.outputs[0]) is not rest.outputs[0]:
         return None
     nodes = (*inner, root, inverse, factor, scaled, moved, rest)
-    return _Norm(x, scale, operand(rest, 0), epsilon, nodes, last)
+    return [x, scale, operand(rest, 0)], epsilon, nodes, last
 
 
 def _spread(editor: Editor, root: ir.Node) -> tuple[ir.Value, ir.Node, float, tuple[ir.Node, ...]] | None:
     """``x``, the node of its mean, epsilon, and the nodes of ``mean((x - mean)^2) + epsilon``."""
-    spread = _mean_square(editor, root)
-    minus = None if spread is None else editor.producer(spread.value, "Sub")
-    if spread is None or minus is None:
+    value, epsilon, axes, nodes = _mean_square(editor, root) or (None, 0.0, (), ())
+    minus = editor.producer(value, "Sub")
+    if minus is None or axes != (-1,):
         return None
     for x, centre in (tuple(minus.inputs), tuple(minus.inputs)[::-1]):
         mean = editor.producer(centre, "ReduceMean")
-        if (
-            x is not None
-            and mean is not None
-            and mean.inputs[0] is x
-            and mean_axes(editor, mean) == spread.axes == (-1,)
-        ):
-            return x, mean, spread.epsilon, (mean, minus, *spread.nodes)
+        if x is not None and mean is not None and mean.inputs[0] is x and mean_axes(editor, mean) == axes:
+            return x, mean, epsilon, (mean, minus, *nodes)
     return None
-
-
-def _check(editor: Editor, norm: _Norm) -> None:
-    editor.require_float32(norm.x)
-    width = (editor.dims(norm.x) or (None,))[-1]
-    for value in (norm.scale, norm.shift):
-        tensor = editor.constant(value)
-        if tensor is None or width is None or list(tensor.dims) != [width]:
-            raise NotCollapsibleError(f"'{value.name}' is not a constant vector of the last dimension")
-    if width == 1:  # which runtimes before 1.24 do not run
-        raise NotCollapsibleError("it is over a single element")
-    editor.require_closed(norm.inner, norm.last)
 
 
 def _only(found: list[T]) -> T | None:

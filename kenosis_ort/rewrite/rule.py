@@ -186,13 +186,9 @@ class Editor(LiveGraph):
         """The main graph's nodes of these operators, in order."""
         return [node for node in self.nodes if _is_one_of(node, operators)]
 
-    def may_change(self, node: ir.Node) -> bool:
+    def may_change(self, node: ir.Node | onnx.NodeProto) -> bool:
         """Whether the caller lets the node change."""
-        return self.lets_change(node.name)
-
-    def lets_change(self, name: str | None) -> bool:
-        """Whether the caller lets the node of a name change."""
-        return self._named is None or name in self._named
+        return self._named is None or node.name in self._named
 
     def is_gone(self, node: ir.Node) -> bool:
         """Whether the node went into another one."""
@@ -205,8 +201,7 @@ class Editor(LiveGraph):
 
     def readers_of(self, value: ir.Value, *operators: str) -> list[ir.Node]:
         """The nodes of these operators that read the value, each once."""
-        found = {id(node): node for node in self.readers(value)}
-        return [node for node in found.values() if _is_one_of(node, operators)]
+        return [node for node in dict.fromkeys(self.readers(value)) if _is_one_of(node, operators)]
 
     def scalar(self, value: ir.Value | None) -> float | None:
         """The one finite number that a constant holds, whatever its rank; None if it is something else."""
@@ -229,10 +224,10 @@ class Editor(LiveGraph):
 
     def require_closed(self, inner: Collection[ir.Node], last: ir.Node, *, save: Collection[ir.Node] = ()) -> None:
         """Raises where something outside the pattern, ``save`` some nodes, needs what an inner node computes."""
-        members = {id(node) for node in (*inner, last, *save)}
+        members = {*inner, last, *save}
         for node in inner:
             for value in node.outputs:
-                outside = any(id(reader) not in members for reader in self.readers(value))
+                outside = any(reader not in members for reader in self.readers(value))
                 if value.name and (outside or self.is_pinned(value)):
                     raise NotCollapsibleError(f"'{value.name}' is needed elsewhere")
 
