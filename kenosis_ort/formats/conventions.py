@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
-from kenosis_ort.graph.constants import drop_stale_value_info
+from kenosis_ort.graph.constants import drop_stale_value_info, replace_entries
 from kenosis_ort.graph.live import Attribute, optional, required
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
@@ -81,9 +81,7 @@ class Export(Edits):
         self.remove_unread(lambda node: node.op_type in ("QuantizeLinear", "Clip"))
         model = self.write()
         keep = {node.domain for node in all_nodes(model)} | {f.domain for f in model.functions} | set(MAIN_DOMAINS)
-        imports = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain in keep]
-        model.ClearField("opset_import")
-        model.opset_import.extend(helper.make_opsetid(*entry) for entry in imports)
+        replace_entries(model, "opset_import", [entry for entry in model.opset_import if entry.domain in keep])
         _spell_windows(model)
         _declare_once(model)
         fit_ir_version(model, max_ir=_NEWEST_IR)
@@ -156,9 +154,7 @@ def _declare_once(model: onnx.ModelProto) -> None:
     graph = model.graph
     given = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
     entries = {value.name: value for value in graph.value_info if value.name not in given}
-    remaining = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in entries.values()]
-    graph.ClearField("value_info")
-    graph.value_info.extend(remaining)
+    replace_entries(graph, "value_info", entries.values())
 
 
 def to_qcdq(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -226,9 +222,8 @@ def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
             _write(export, tensor, export.store(real, base), real.ndim)
     written = export.finish()
     gone = {tensor.integers for tensor in export.tensors if tensor.quantize is not None or tensor.constant is not None}
-    for entry in list(written.graph.quantization_annotation):
-        if entry.tensor_name in gone:
-            written.graph.quantization_annotation.remove(entry)
+    entries = [entry for entry in written.graph.quantization_annotation if entry.tensor_name not in gone]
+    replace_entries(written.graph, "quantization_annotation", entries)
     if not any(entry.domain == DOMAIN for entry in written.opset_import):
         written.opset_import.append(helper.make_opsetid(DOMAIN, _VERSION))
     return written

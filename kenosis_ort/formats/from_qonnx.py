@@ -72,11 +72,8 @@ class Reader(tensors.Edits):
     def _check_grid(self, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> None:
         """Checks that QuantizeLinear can do to data what a node says."""
         if grid.rounding not in qonnx_nodes.HALF_EVEN:
-            qonnx_nodes.refuse(
-                node,
-                f"rounding_mode {grid.rounding} of data: QuantizeLinear rounds half to even",
-                "export it with rounding_mode ROUND",
-            )
+            clause = f"rounding_mode {grid.rounding} of data: QuantizeLinear rounds half to even"
+            qonnx_nodes.refuse(node, clause, "export it with rounding_mode ROUND")
         if grid.bits > 8:
             qonnx_nodes.refuse(node, f"{grid.bits} bits for data are more than the 8 that integer kernels take")
         if grid.bits == 1:
@@ -113,9 +110,8 @@ class Reader(tensors.Edits):
         if found.dtype.kind != "f":
             qonnx_nodes.refuse(node, f"it quantizes '{value.name}' of type {found.dtype}; float32 is wanted")
         if not _fits(shape, found.shape):
-            qonnx_nodes.refuse(
-                node, f"a scale or zero point of shape {list(shape)} does not fit a value of {list(found.shape)}"
-            )
+            clause = f"a scale or zero point of shape {list(shape)} does not fit a value of {list(found.shape)}"
+            qonnx_nodes.refuse(node, clause)
         if not np.isfinite(found).all():
             qonnx_nodes.refuse(node, f"the constant '{value.name}' is not finite")
         return np.asarray(found, np.float32)
@@ -138,9 +134,8 @@ class Reader(tensors.Edits):
         known = self._type(node)
         elem_type = TensorProto.FLOAT if known is None else known.tensor_type.elem_type
         if elem_type not in (TensorProto.FLOAT, TensorProto.UNDEFINED):
-            qonnx_nodes.refuse(
-                node, f"it quantizes data of type {TensorProto.DataType.Name(elem_type)}; FLOAT is wanted"
-            )
+            kind = TensorProto.DataType.Name(elem_type)
+            qonnx_nodes.refuse(node, f"it quantizes data of type {kind}; FLOAT is wanted")
 
     def _store(self, node: ir.Node, grid: qonnx_nodes.QuantGrid, whole: qonnx_nodes.Float) -> tensors.Array | ir.Value:
         """Stores a constant's integers and adds the DQ that reads them."""
@@ -158,12 +153,8 @@ class Reader(tensors.Edits):
         if grid.bits not in (8, 32):
             datatype = f"{'' if container is not np.uint8 else 'U'}INT{max(grid.bits, 2)}"
             qdq.annotate(self.proto.graph, integers.name or "", datatype)
-        inputs = [
-            integers,
-            self.store(scale, f"{base}_scale"),
-            self.store(zero_point.astype(container), f"{base}_zero_point"),
-        ]
-        return self.add(node, "DequantizeLinear", inputs, base, axis=axis)
+        step, zero = self.store(scale, f"{base}_scale"), self.store(zero_point.astype(container), f"{base}_zero_point")
+        return self.add(node, "DequantizeLinear", [integers, step, zero], base, axis=axis)
 
     def _quantize(self, x: ir.Value, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> ir.Value:
         """Adds Q, Clip where it is needed, and DQ; returns what that writes."""
@@ -173,10 +164,8 @@ class Reader(tensors.Edits):
         container = _CONTAINERS[grid.signed]
         self._check_zero_point(node, zero_point, container)
         base = qonnx_nodes.base_name(node)
-        parameters = [
-            self.store(scale, f"{base}_scale"),
-            self.store(zero_point.astype(container), f"{base}_zero_point"),
-        ]
+        stored = ((scale, "scale"), (zero_point.astype(container), "zero_point"))
+        parameters = [self.store(array, f"{base}_{what}") for array, what in stored]
         integers = self.add(node, "QuantizeLinear", [x, *parameters], base, axis=axis)
         bounds = qdq.integer_bounds(grid.bits, signed=grid.signed, narrow=grid.narrow)
         if bounds != qdq.integer_bounds(8, signed=grid.signed):
@@ -191,9 +180,8 @@ class Reader(tensors.Edits):
         shape = grid.shape
         along = [at for at, size in enumerate(shape) if size != 1]
         if len(along) > 1:
-            qonnx_nodes.refuse(
-                node, f"a scale or zero point of shape {list(shape)} is by group; one number or one a channel is wanted"
-            )
+            clause = f"a scale or zero point of shape {list(shape)} is by group; one number or one a channel is wanted"
+            qonnx_nodes.refuse(node, clause)
         scale, zero_point = (np.broadcast_to(a, shape).reshape(-1) for a in (grid.scale, grid.zero_point))
         if not along:
             return scale.reshape(()), zero_point.reshape(()), None
@@ -206,9 +194,8 @@ class Reader(tensors.Edits):
             qonnx_nodes.refuse(node, f"a zero point of {zero_point.reshape(-1)[0]:g}; it has to be a whole number")
         if (zero_point < limits.min).any() or (zero_point > limits.max).any():
             worst = zero_point.reshape(-1)[int(np.argmax(np.abs(zero_point.reshape(-1))))]
-            qonnx_nodes.refuse(
-                node, f"the zero point {worst:g} lies outside the range [{limits.min}, {limits.max}] of its integers"
-            )
+            bounds = f"[{limits.min}, {limits.max}]"
+            qonnx_nodes.refuse(node, f"the zero point {worst:g} lies outside the range {bounds} of its integers")
 
 
 def _fits(shape: tuple[int, ...], value: tuple[int, ...]) -> bool:
@@ -313,6 +300,6 @@ class FloatReader(Reader):
             shift = np.asarray(given["zero point"] * scale * (factor - 1), np.float32)
         scaled = self.store(np.asarray(factor, np.float32), f"{base}_factor")
         product = self.add(node, "Mul", [node.inputs[0], scaled], base)
-        return (
-            product if not shift.any() else self.add(node, "Add", [product, self.store(shift, f"{base}_shift")], base)
-        )
+        if not shift.any():
+            return product
+        return self.add(node, "Add", [product, self.store(shift, f"{base}_shift")], base)

@@ -128,11 +128,8 @@ class _Reader:
             if row is not None:
                 self._write(node, row)
             elif operator in _DYNAMIC:
-                refuse(
-                    node,
-                    "the operator quantizes with scales computed from data, or has no form with QuantizeLinear",
-                    "quantize the float model statically",
-                )
+                clause = "the operator quantizes with scales computed from data, or has no form with QuantizeLinear"
+                refuse(node, clause, "quantize the float model statically")
             elif operator in _DATA_MOVEMENT and node.domain in MAIN_DOMAINS and node.inputs[0] in self._grids:
                 self._move(node)
             elif is_quantize(node) and (scale := self.live.array(node.inputs[1])) is not None and scale.size == 1:
@@ -243,18 +240,16 @@ class _Reader:
             return value
         key = (value, False)
         if key not in self._scalars:
-            self._scalars[key] = self.live.store(found.reshape(-1)[0].reshape(()), f"{value.name}_scalar")
+            self._scalars[key] = self.live.store(found.reshape(-1)[0], f"{value.name}_scalar")
         return self._scalars[key]
 
     def _same(self, one: _Parameters | None, other: _Parameters) -> bool:
         """Whether two pairs of scale and zero point are alike."""
         if one is None or one == other:
             return one == other
-        pairs = [
-            (np.zeros(1) if a is None else self.live.array(a), np.zeros(1) if b is None else self.live.array(b))
-            for a, b in zip(one, other, strict=True)
-        ]
-        return all(a is not None and b is not None and a.reshape(-1)[0] == b.reshape(-1)[0] for a, b in pairs)
+        ends = [np.zeros(1) if value is None else self.live.array(value) for value in (*one, *other)]
+        numbers = [None if array is None else array.reshape(-1)[0] for array in ends]
+        return None not in numbers and numbers[:2] == numbers[2:]
 
     def _move(self, node: ir.Node) -> None:
         """Writes an operator that moves integers about as one that moves reals."""

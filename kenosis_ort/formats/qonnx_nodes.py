@@ -17,7 +17,7 @@ import onnx
 
 from kenosis_ort.errors import ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits
-from kenosis_ort.graph.constants import constant_value
+from kenosis_ort.graph.constants import constant_value, replace_entries
 from kenosis_ort.graph.live import LiveGraph, required
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.qdq import integer_bounds
@@ -115,13 +115,12 @@ def operator_of(node: ir.Node) -> str:
 
 def base_name(node: ir.Node) -> str:
     """Prefix of the names of nodes that replace a node."""
-    return node.name or node.outputs[0].name or ""
+    return node.name or next((value.name or "" for value in node.outputs), "")
 
 
 def label(node: ir.Node) -> str:
     """Name of a node in messages."""
-    outputs = [value.name for value in node.outputs[:1]]
-    return f"node '{node.name or next(iter(outputs), '')}' ({operator_of(node)})"
+    return f"node '{base_name(node)}' ({operator_of(node)})"
 
 
 def check_nodes(model: onnx.ModelProto) -> None:
@@ -157,9 +156,8 @@ def check_nodes(model: onnx.ModelProto) -> None:
         given = [value for value in node.inputs if value is not None]
         forms = INPUTS[operator]
         if len(node.inputs) not in map(len, forms) or len(given) < len(node.inputs):
-            wanted = " or ".join(
-                f"{len(form)} ({', '.join(name.replace(' ', '_') for name in form)})" for form in forms
-            )
+            named = [[name.replace(" ", "_") for name in form] for form in forms]
+            wanted = " or ".join(f"{len(names)} ({', '.join(names)})" for names in named)
             refuse(node, f"it has {len(given)} inputs; it takes {wanted}")
         if len(node.outputs) != 1 or not node.outputs[0].name:
             refuse(node, f"it has {len(node.outputs)} outputs, of which one has to have a name")
@@ -214,9 +212,10 @@ def parameters(node: ir.Node, live: LiveGraph) -> dict[str, Float]:
     names = next(form for form in INPUTS[operator_of(node)] if len(form) == len(node.inputs))
     found = {name: _parameter(node, at, name, live) for at, name in enumerate(names) if at}
     for name, values in found.items():
-        if name.endswith("scale"):
-            _check_scale(node, values)
-        elif name.endswith("width"):
+        if name.endswith("scale") and not (np.isfinite(values).all() and (values > 0).all()):
+            worst = values.reshape(-1)[int(np.argmin(np.where(np.isfinite(values), values, -np.inf)))]
+            refuse(node, f"a scale has to be finite and above zero; one is {worst:g}")
+        if name.endswith("width"):
             _check_bits(node, values)
     return found
 
@@ -231,21 +230,11 @@ def _parameter(node: ir.Node, position: int, name: str, live: LiveGraph) -> Floa
     value = required(node, position)
     found = live.array(value)
     if found is None:
-        refuse(
-            node,
-            f"its {name} '{value.name}' is computed from data",
-            "export it with static scales, zero points and bit widths",
-        )
+        fix = "export it with static scales, zero points and bit widths"
+        refuse(node, f"its {name} '{value.name}' is computed from data", fix)
     if found.dtype.kind not in "fiu" or not found.size:
         refuse(node, f"its {name} holds no numbers")
     return np.asarray(found, np.float32)
-
-
-def _check_scale(node: ir.Node, scale: Float) -> None:
-    """Checks that a scale is finite and above zero."""
-    if not (np.isfinite(scale).all() and (scale > 0).all()):
-        worst = scale.reshape(-1)[int(np.argmin(np.where(np.isfinite(scale), scale, -np.inf)))]
-        refuse(node, f"a scale has to be finite and above zero; one is {worst:g}")
 
 
 def _check_bits(node: ir.Node, given: Float) -> None:
@@ -383,6 +372,4 @@ class Spelling:
 
 def drop_imports(model: onnx.ModelProto, domains: Collection[str]) -> None:
     """Takes domains off the model's list of operator sets, in place."""
-    for at in range(len(model.opset_import) - 1, -1, -1):
-        if model.opset_import[at].domain in domains:
-            del model.opset_import[at]
+    replace_entries(model, "opset_import", [entry for entry in model.opset_import if entry.domain not in domains])

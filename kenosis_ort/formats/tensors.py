@@ -80,11 +80,8 @@ class QuantizationSpec:
     def same_as(self, other: QuantizationSpec) -> bool:
         """Whether two quantize alike to the bit."""
         plain = ("axis", "signed", "narrow", "bits", "rounding")
-        return (
-            all(getattr(self, name) == getattr(other, name) for name in plain)
-            and np.array_equal(self.scale, other.scale)
-            and np.array_equal(self.zero_point, other.zero_point)
-        )
+        same = all(getattr(self, name) == getattr(other, name) for name in plain)
+        return same and all(np.array_equal(getattr(self, a), getattr(other, a)) for a in ("scale", "zero_point"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +174,8 @@ def _found(model: onnx.ModelProto) -> Iterator[QuantizedTensor]:
         elif source in declared:
             bits = _declared_bits(declared[source], signed=signed, bits=bits)
         if constant is not None and clip is None and signed and bits <= 16:
-            narrow = _least(constant) > integer_bounds(bits, signed=True)[0]
+            array = array_in(constant)
+            narrow = (int(array.min()) if array.size else 0) > integer_bounds(bits, signed=True)[0]
         axis = _axis(node, scale, graph, constant)
         quantizer = QuantizationSpec(scale, zero_point, axis, signed, narrow, bits)
         real = "" if quantize is None else str(quantize.input[0])
@@ -240,11 +238,6 @@ def _declared_bits(datatype: str, *, signed: bool, bits: int) -> int:
     if found is None or bool(found[1]) == signed or not 1 < int(found[2]) <= bits:
         return bits
     return int(found[2])
-
-
-def _least(constant: TensorProto) -> int:
-    array = array_in(constant)
-    return int(array.min()) if array.size else 0
 
 
 def _axis(

@@ -75,12 +75,8 @@ class _Integers:
         return [self.value, self.scale, self.zero_point]
 
     def same_scale(self, other: _Integers) -> bool:
-        mine, its = self.quantizer, other.quantizer
-        return (
-            self.elem_type == other.elem_type
-            and np.array_equal(mine.scale, its.scale)
-            and np.array_equal(mine.zero_point, its.zero_point)
-        )
+        pairs = [(q.scale, q.zero_point) for q in (self.quantizer, other.quantizer)]
+        return self.elem_type == other.elem_type and all(map(np.array_equal, *pairs))
 
 
 class _Writer(Edits):

@@ -62,8 +62,7 @@ def nudged_parameters(
         raise ValueError(f"not a range: [{low}, {high}]")
     qmin, qmax = integer_bounds(bits, signed=signed)
     low, high = min(low, 0.0), max(high, 0.0)
-    floor = limit.low if limit is not None else None
-    ceiling = limit.high if limit is not None else None
+    floor, ceiling = (None, None) if limit is None else (limit.low, limit.high)
     if floor is not None:
         low = min(max(low, floor), 0.0)
     if ceiling is not None:
@@ -237,10 +236,8 @@ def _largest_pair(weight: npt.NDArray[np.generic], axis: int | None, order: Pair
             continue
         row = order.row_axes().index(axis)
         part = sums.max(axis=tuple(i for i in range(sums.ndim) if i != row), initial=0.0)
-        if axis == 0:
-            found[block] = part
-        else:
-            found = np.maximum(found, part)
+        place = block if axis == 0 else ...
+        found[place] = np.maximum(found[place], part)
     return found
 
 
@@ -270,10 +267,8 @@ def _largest(weight: npt.NDArray[np.generic], axis: int | None) -> Float64:
     found = np.zeros(() if axis is None else weight.shape[axis])
     for block in _blocks(weight):
         part = np.abs(np.asarray(weight[block], np.float64)).max(axis=others, initial=0.0)
-        if axis == 0:
-            found[block] = part
-        else:
-            found = np.maximum(found, part)
+        place = block if axis == 0 else ...
+        found[place] = np.maximum(found[place], part)
     return found
 
 

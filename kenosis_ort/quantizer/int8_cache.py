@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.bodies import rename_all
+from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.qdq import DQ, Q
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_names, read_names, reserve_name
 
@@ -110,7 +111,7 @@ def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
     graph.initializer.extend(constants)
     own = {scale for scale, _ in grids.values()}
     caches_read = {node.name for node in nodes if node.op_type == DQ and node.input[1] in own}
-    _set_nodes(graph, _dequantized_late(graph, nodes, caches_read, taken))
+    replace_nodes(graph, _dequantized_late(graph, nodes, caches_read, taken))
     scales = {name: cache.scale for cache in caches for name in cache.names}
     model.metadata_props.append(onnx.StringStringEntryProto(key=_KEY, value=json.dumps(scales)))
 
@@ -138,7 +139,7 @@ def open_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
         graph.node.remove(node)
     scales = {node.input[1] for node in (*outer.values(), *last.values())}
     caches_read = {node.name for node in graph.node if node.op_type == DQ and node.input[1] in scales}
-    _set_nodes(graph, _dequantized_late(graph, list(graph.node), caches_read, all_names(model)))
+    replace_nodes(graph, _dequantized_late(graph, list(graph.node), caches_read, all_names(model)))
     ends = pasts | presents
     for value in (*graph.input, *graph.output):
         if value.name in ends:
@@ -176,12 +177,6 @@ def _dequantized_late(
         found += [mover, late]
     read = {name for node in found for name in read_names(node)} | outputs
     return [n for n in found if n.op_type != DQ or n.output[0] not in integers or n.output[0] in read]
-
-
-def _set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
-    holder = onnx.GraphProto(node=nodes)
-    del graph.node[:]
-    graph.node.extend(holder.node)
 
 
 def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[str, float]:

@@ -187,7 +187,7 @@ def _is_float_matrix(kind: onnx.TypeProto | None) -> bool:
     if kind is None or kind.WhichOneof("value") != "tensor_type":
         return False
     tensor = kind.tensor_type
-    return tensor.elem_type == onnx.TensorProto.FLOAT and tensor.HasField("shape") and len(tensor.shape.dim) >= 2
+    return tensor.elem_type == onnx.TensorProto.FLOAT and len(tensor.shape.dim) >= 2
 
 
 _MIN_OPSET = 11  # DynamicQuantizeLinear

@@ -20,7 +20,7 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import drop_unread, replace_nodes
-from kenosis_ort.graph.qdq import INTEGERS, integer_bounds
+from kenosis_ort.graph.qdq import DQ, INTEGERS, Q, integer_bounds
 from kenosis_ort.graph.walk import all_names, reserve_name
 from kenosis_ort.plan import Decision, EdgeRole, How, Kind, PlacementPlan, RangeLimit
 from kenosis_ort.quantizer.grids import clamped, nudged_parameters
@@ -29,14 +29,8 @@ _BYTE = 8
 
 Array = np.ndarray[Any, Any]
 
-_FIELDS: Final[dict[int, str]] = {
-    TensorProto.FLOAT: "float_data",
-    TensorProto.INT8: "int32_data",
-    TensorProto.UINT8: "int32_data",
-    TensorProto.INT16: "int32_data",
-    TensorProto.UINT16: "int32_data",
-    TensorProto.INT32: "int32_data",
-}
+_BY_INT32: Final = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, TensorProto.INT32)
+_FIELDS: Final[dict[int, str]] = {TensorProto.FLOAT: "float_data", **dict.fromkeys(_BY_INT32, "int32_data")}
 """Where lists of the usual numbers are stored: they are many, and `onnx.helper.make_tensor` asks much of each."""
 
 
@@ -102,17 +96,15 @@ class QdqEditor:
             if tensor.name in self.quantizer.weights:  # a node that stays float reads it too
                 tensor.CopyFrom(self.quantizer.weights[tensor.name])
 
-    def add_quantize(
-        self, real: str, integers: str, name: str, grid: tuple[str, str], **attributes: int | None
+    def add(
+        self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], **attributes: int | None
     ) -> None:
-        """Adds Q; ``grid`` names scale and zero point."""
-        self._add("QuantizeLinear", real, integers, name, grid, attributes)
-
-    def add_dequantize(
-        self, integers: str, real: str, name: str, grid: tuple[str, str], **attributes: int | None
-    ) -> None:
-        """Adds DQ; ``grid`` names scale and zero point."""
-        self._add("DequantizeLinear", integers, real, name, grid, attributes)
+        """Adds Q or DQ; ``grid`` names scale and zero point, attributes that are None are left out."""
+        given = {key: value for key, value in attributes.items() if value is not None}
+        domain = self.quantizer.qdq_op_domain
+        node = onnx.NodeProto(op_type=kind, input=(source, *grid), output=(result,), name=name, domain=domain)
+        node.attribute.extend(helper.make_attribute(key, given[key]) for key in sorted(given))
+        self.graph.node.append(node)
 
     def add_clip(self, integers: str, clipped: str, name: str, bounds: tuple[int, int], *, signed: bool) -> None:
         """Adds a Clip of bytes."""
@@ -125,15 +117,6 @@ class QdqEditor:
                 self.add_list(self._bounds[end], np.asarray(bound, dtype))
             ends.append(self._bounds[end])
         self.graph.node.append(helper.make_node("Clip", [integers, *ends], [clipped], name=name))
-
-    def _add(
-        self, kind: str, source: str, result: str, name: str, grid: tuple[str, str], attributes: dict[str, int | None]
-    ) -> None:
-        given: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
-        domain = self.quantizer.qdq_op_domain
-        node = onnx.NodeProto(op_type=kind, input=(source, *grid), output=(result,), name=name, domain=domain)
-        node.attribute.extend(helper.make_attribute(key, given[key]) for key in sorted(given))
-        self.graph.node.append(node)
 
 
 def listed(name: str, array: Array, elem_type: int | None = None) -> onnx.TensorProto:
@@ -305,11 +288,10 @@ class Pairs:
             suffix = f"_{number + 1}" if len(groups) > 1 and self.quantizer.dedicated_qdq_pair else ""
             if not integers or self.quantizer.dedicated_qdq_pair:
                 integers = self._quantize(value, barrier_output, suffix)
+            read, grid, base = integers, self._grids[value], value
             if converted:
-                grid, base = self._converted[value], f"{value}_convert"
-                real = self._dequantize(base, self._convert(value, integers), grid, suffix, value if named else None)
-            else:
-                real = self._dequantize(value, integers, self._grids[value], suffix, value if named else None)
+                read, grid, base = self._convert(value, integers), self._converted[value], f"{value}_convert"
+            real = self._dequantize(base, read, grid, suffix, value if named else "")
             for d in members:
                 self._read(d, real)
 
@@ -336,7 +318,7 @@ class Pairs:
         editor = self.editor
         integers = editor.fresh(add_quant_output_suffix(value) + suffix)
         name = editor.fresh(add_quant_suffix(value) + suffix)
-        editor.add_quantize(source, integers, name, self._grids[value].names, axis=axis)
+        editor.add(Q, source, integers, name, self._grids[value].names, axis=axis)
         bits, kind = self._widths[value], self.quantizer.activation_qType
         if bits == _BYTE:
             return integers
@@ -365,18 +347,12 @@ class Pairs:
         return str(node.input[0])
 
     def _dequantize(
-        self,
-        base: str,
-        integers: str,
-        grid: GridNames,
-        suffix: str = "",
-        named: str | None = None,
-        axis: int | None = None,
+        self, base: str, integers: str, grid: GridNames, suffix: str = "", named: str = "", axis: int | None = None
     ) -> str:
         """Adds DQ; returns what it writes, ``named`` if that is given."""
         editor = self.editor
-        real = editor.fresh(add_dequant_output_suffix(base) + suffix) if named is None else named
-        editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names, axis=axis)
+        real = named or editor.fresh(add_dequant_output_suffix(base) + suffix)
+        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(base) + suffix), grid.names, axis=axis)
         return real
 
     def _groups(
@@ -408,10 +384,10 @@ class Pairs:
         """Adds DQ and Q from a value's integers to those of the other type; returns these."""
         editor, grid = self.editor, self._grids[value].names
         real = editor.fresh(add_quant_input_suffix(f"{value}_convert"))
-        editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(f"{value}_convert_clone")), grid)
+        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(f"{value}_convert_clone")), grid)
         converted = editor.fresh(add_quant_output_suffix(f"{value}_convert"))
         name = editor.fresh(add_quant_suffix(f"{value}_convert"))
-        editor.add_quantize(real, converted, name, self._converted[value].names)
+        editor.add(Q, real, converted, name, self._converted[value].names)
         return converted
 
     def _barrier(self, value: str, source: str, name: str) -> str:

@@ -20,7 +20,7 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.qdq import PairOrder, annotate, exact_grid, integer_bounds, on_grid, pair_orders
+from kenosis_ort.graph.qdq import DQ, PairOrder, Q, annotate, exact_grid, integer_bounds, on_grid, pair_orders
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer import grids
 from kenosis_ort.quantizer.pairs import Array, Pairs, QdqEditor, listed
@@ -78,17 +78,15 @@ class Constants:
         array = array_in(init)
         exact = exact_grid(array) if array.size > 1 else None
         if exact is not None:
-            zero_point = np.array(least - exact.low, dtype)
-            moved = (exact.multiples + (least - exact.low)).astype(dtype)
-            self._place(
-                init.name, moved, np.array(exact.step, np.float32), zero_point, None, decisions, floats=self._floats
-            )
-            return
-        real = array.astype(np.float64)
-        p = grids.nudged_parameters(min(float(real.min()), 0.0), max(float(real.max()), 0.0), signed=signed)
-        values = on_grid(real, p.scale, p.zero_point, least, most).astype(dtype)
-        scale, zero_point = np.array(p.scale, np.float32), np.array(p.zero_point, dtype)
-        self._place(init.name, values, scale, zero_point, None, decisions, floats=self._floats)
+            scale, zero_point = exact.step, least - exact.low
+            values = (exact.multiples + zero_point).astype(dtype)
+        else:
+            real = array.astype(np.float64)
+            p = grids.nudged_parameters(float(real.min()), float(real.max()), signed=signed)
+            scale, zero_point = p.scale, p.zero_point
+            values = on_grid(real, scale, zero_point, least, most).astype(dtype)
+        grid = np.array(scale, np.float32), np.array(zero_point, dtype)
+        self._place(init.name, values, *grid, None, decisions, floats=self._floats)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -181,10 +179,9 @@ class Constants:
         known = {"block_size": block} if block else {}
         with four_bit_types():
             values = quantize_onnx_initializer(init, params["quant_type"], zero_point, scale, axis, **known)
-        stored = scale.astype(np.float32)
-        self._scales[init.name] = stored
-        kind_stored = params["quant_type"]
-        self._place(init.name, values, stored, zero_point, axis, decisions, kind_stored, block, floats=self._floats)
+        self._scales[init.name] = stored = scale.astype(np.float32)
+        elem_type = params["quant_type"]
+        self._place(init.name, values, stored, zero_point, axis, decisions, elem_type, block, floats=self._floats)
 
     def _parameters_of_stock(
         self, init: onnx.TensorProto, axis: int | None, kind: QDQQuantTensorType
@@ -244,9 +241,8 @@ class Constants:
             if not np.array_equal(widened(biases.get(weight, ())), self._scales[weight]):
                 return None
         made: dict[tuple[str, float, str, float], tuple[str, str]] = {}
-        if any(made.setdefault(self._key(d), names) != names for d, names in self._biases):
-            return None
-        if len(set(made.values())) != len(made):
+        apart = any(made.setdefault(self._key(d), names) != names for d, names in self._biases)
+        if apart or len(set(made.values())) != len(made):
             return None
         found = dict(constants)  # where a float node reads them
         for (value, input_scale, weight, beta), (integers, scale) in made.items():
@@ -289,7 +285,7 @@ class Constants:
         if floats:
             grid = self._add_grid(name, scale, zero_point, elem_type)
             integers = editor.fresh(add_quant_output_suffix(name))
-            editor.add_quantize(name, integers, editor.fresh(add_quant_suffix(name)), grid, **attributes)
+            editor.add(Q, name, integers, editor.fresh(add_quant_suffix(name)), grid, **attributes)
             if bits < _BYTE:
                 clipped, clip = (editor.fresh(f"{name}_{what}") for what in ("Clip_Output", "Clip"))
                 editor.add_clip(integers, clipped, clip, integer_bounds(bits, signed=True, narrow=True), signed=True)
@@ -307,7 +303,7 @@ class Constants:
                 annotate(editor.graph, integers, f"INT{bits}")
             grid = self._add_grid(name, scale, zero_point, elem_type)
         real = editor.fresh(add_dequant_output_suffix(name))
-        editor.add_dequantize(integers, real, editor.fresh(add_dequant_suffix(name)), grid, **attributes)
+        editor.add(DQ, integers, real, editor.fresh(add_dequant_suffix(name)), grid, **attributes)
         for d in decisions:
             if d.how is not How.FLOAT:
                 editor.read(d.edge.consumer, d.edge.index, real)
