@@ -42,7 +42,7 @@ def test_every_golden_file_belongs_to_a_model() -> None:
 
 @pytest.mark.parametrize("name", models.ALL)
 def test_the_runtime_does_what_is_planned_and_nothing_else(name: str) -> None:
-    """No heavy node that is planned integer runs float, what is planned to vanish vanishes, nothing was repaired."""
+    """No heavy node planned integer runs float, what is planned to vanish vanishes, nothing is repaired or clips."""
     plan, fusion = report(name).plan, report(name).fusion
     assert fusion is not None
     planned = [n.node for n in plan.nodes if n.kind is Kind.INTEGER and n.op_type in HEAVY]
@@ -53,3 +53,6 @@ def test_the_runtime_does_what_is_planned_and_nothing_else(name: str) -> None:
     assert [n for n in absorbed if fusion.by_node[n].status not in (Status.ABSORBED, Status.REMOVED)] == []
     assert [n.node for n in plan.nodes if n.rule == "verified-float"] == []
     assert report(name).warnings == ()
+    assert fusion.clipping() == ()
+    assert report(name).processors
+    assert all(processor.exact for processor in report(name).processors)

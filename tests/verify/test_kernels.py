@@ -115,18 +115,10 @@ def test_float_kernels(name: str) -> None:
 
 
 def test_a_residual_chain_without_layout_changes_in_between() -> None:
-    def make(g: QdqGraph) -> str:
-        def conv(x: str) -> str:
-            return g.conv(x, weight="float")
-
-        x = g.op("Relu", conv(g.input()))
-        for _ in range(3):
-            x = g.op("Relu", g.op("Add", conv(g.op("Relu", conv(x))), x))
-        return conv(x)
-
-    found = of(make)
+    body = f"c = {CONV} (x, w, b) d = Relu (c) e = {CONV} (d, v, b) f = Add (e, d) g = Relu (f) y = {CONV} (g, w, b)"
+    found = report(named(f"({IMAGE}) => (y) <{WEIGHTS}> {{ {body} }}"))
     assert all(k.kernel == NCHWC for k in found.kernels)
-    assert found.counts()["absorbed"] == 4 + 3 + 3
+    assert found.counts() == {"integer": 0, "float": 3, "absorbed": 3, "removed": 0, "other": 0}
     assert found.overhead == {"com.microsoft.nchwc.ReorderInput": 1, "com.microsoft.nchwc.ReorderOutput": 1}
 
 
@@ -146,20 +138,14 @@ def test_local_function() -> None:
 
 
 def test_bodies_are_reported_with_their_path() -> None:
-    def branch(op: str, value: str) -> onnx.GraphProto:
-        out = helper.make_tensor_value_info(f"{op}_y", TensorProto.FLOAT, None)
-        return helper.make_graph([helper.make_node(op, [value], [out.name], name="same_name")], op, [], [out])
-
-    def make(g: QdqGraph) -> list[str]:
-        x, flag = g.q(g.input((4, 32))), g.input((), TensorProto.BOOL)
-        return [g.op("If", flag, then_branch=branch("Exp", x), else_branch=branch("Abs", x)), g.q(g.gemm(x))]
-
-    found = verify_fusion(build(make))
-    owner = one(found, "If")
-    assert owner.status is Status.OTHER
-    assert found.by_node[f"{owner.node}.then_branch/same_name"].kernel == "Exp"
-    assert found.by_node[f"{owner.node}.else_branch/same_name"].kernel == "Abs"
-    assert one(found, "Gemm").integer
+    branches = ", ".join(
+        f"{kind}_branch = b () => (float[2,8] {op}_y) {{ [same_name] {op}_y = {op} (x) }}"
+        for kind, op in (("then", "Exp"), ("else", "Abs"))
+    )
+    found = verify_fusion(parse(f"(float[2,8] x, bool flag) => (y) {{ [if] y = If (flag) <{branches}> }}"))
+    assert found.by_node["if"].status is Status.OTHER
+    kernels = {name: found.by_node[f"if.{name}_branch/same_name"].kernel for name in ("then", "else")}
+    assert kernels == {"then": "Exp", "else": "Abs"}
 
 
 def test_quantized_body_of_a_loop() -> None:
@@ -207,20 +193,6 @@ def test_matmul_with_bias_runs_as_one_integer_gemm() -> None:
     found = of(lambda g: g.q(g.op("Add", g.matmul(g.q(g.input((2, 4, 32)))), g.const(g.random(16)))))
     assert one(found, "MatMul").kernel == f"{CUSTOM}QGemm"
     assert one(found, "Add").absorbed_into == one(found, "MatMul").node
-
-
-def test_residual_block_between_transposes() -> None:
-    def make(g: QdqGraph) -> str:
-        x = g.relu_q(g.op("Relu", g.conv(g.act_input())))
-        y = g.q(g.conv(g.relu_q(g.op("Relu", g.conv(x)))))
-        return g.relu_q(g.op("Relu", g.op("Add", y, x)))
-
-    found = of(make)
-    assert [k.kernel for k in found.kernels if k.op_type == "Conv"] == [f"{CUSTOM}QLinearConv"] * 3
-    assert one(found, "Add").kernel == f"{CUSTOM}QLinearAdd"
-    assert [len(k.absorbed) for k in found.kernels if k.op_type in ("Conv", "Add")] == [1, 1, 0, 1]
-    assert found.counts() == {"integer": 4, "float": 0, "absorbed": 3, "removed": 0, "other": 0}
-    assert found.overhead["Transpose"] == 2
 
 
 def test_one_value_with_several_dequantizers() -> None:

@@ -107,11 +107,6 @@ def test_instances_of_the_pattern(name: str):
     assert bool(ends) == bool(found.ends)
 
 
-def test_the_plain_pattern_in_words():
-    found = read(conv())
-    assert (found.node, found.pattern) == ("conv", "u8 * s8 + f32 -> u8")
-
-
 @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=7))
 def test_nought_to_four_operations(ops: Sequence[str]):
     found = read(conv(chain(*ops)))
@@ -231,6 +226,7 @@ def test_what_the_report_says():
     assert report.conforms
     assert "1 of 1 Convs match" in report.verdict()
     assert "u8 * s8 + f32 -> Sigmoid, Multiply -> u8" in str(report)
+    assert (read(conv()).node, read(conv()).pattern) == ("conv", "u8 * s8 + f32 -> u8")
     worse = verify_patterns(conv(src=lambda net, x: x))
     assert not worse.conforms
     assert "src-conversion 1x" in worse.verdict()

@@ -94,7 +94,7 @@ def test_products_of_integers(m: int, k: int, n: int, zero: int, seed: int) -> N
 # ---- what is told -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_stocks_is_told_of(tmp_path: Path) -> None:
+def test_a_file_of_stocks_is_told_of_and_stores_its_weights_as_uint8_when_it_is_converted(tmp_path: Path) -> None:
     model = models.residual_block()
     file = by_stock(model, tmp_path)
     fusion = verify_fusion(file)
@@ -104,6 +104,10 @@ def test_a_file_of_stocks_is_told_of(tmp_path: Path) -> None:
     }  # fmt: skip
     (loss,) = clipping_loss(file, models.FeedReader(models.feeds(model, 4)))
     assert loss.sqnr_db < 60
+    (note,) = convert(file, tmp_path / "qdq.onnx", to="qdq").notes
+    assert "stored as uint8" in note
+    assert f"'{fusion.clipping()[0].node}'" in note
+    assert verify_fusion(tmp_path / "qdq.onnx").clipping() == ()
 
 
 @pytest.mark.parametrize("options", [
@@ -118,14 +122,6 @@ def test_files_of_stocks_that_are_exact(options: dict[str, Any], tmp_path: Path)
     assert [loss.sqnr_db for loss in clipping_loss(file, models.feeds(model, 2))] == [float("inf")]
 
 
-@pytest.mark.parametrize("net", sorted(models.ALL))
-def test_ours_are_exact(net: str, tmp_path: Path) -> None:
-    report = quantized(models.ALL[net](), tmp_path / "out.onnx")
-    assert report.processors
-    assert all(p.exact for p in report.processors)
-    assert verify_fusion(tmp_path / "out.onnx").clipping() == ()
-
-
 def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path: Path) -> None:
     model = models.residual_block()
     report = quantized(model, tmp_path / "out.onnx", stages=Stages.none(), reduce_range=False)
@@ -135,16 +131,6 @@ def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path: Path) -> None:
     assert f"without VNNI: {loss.sqnr_db:.1f} dB" in str(report).replace("\n", " ")
     assert f"without VNNI: {loss.sqnr_db:.1f} dB" in report.to_html()
     assert QuantizationReport.from_json(report.to_json()).clipping == report.clipping
-
-
-def test_a_conversion_names_the_layers_whose_weights_became_uint8(tmp_path: Path) -> None:
-    file = by_stock(models.residual_block(), tmp_path)
-    clipping = [kernel.node for kernel in verify_fusion(file).clipping()]
-    converted = convert(file, tmp_path / "qdq.onnx", to="qdq")
-    (note,) = converted.notes
-    assert "stored as uint8" in note
-    assert f"'{clipping[0]}'" in note
-    assert verify_fusion(tmp_path / "qdq.onnx").clipping() == ()
 
 
 def test_the_number_of_channels(tmp_path: Path) -> None:
