@@ -154,21 +154,15 @@ def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
 @pytest.mark.parametrize(
     ("python", "shell"),
     [
-        ("nodes_to_exclude=['/a/Conv']", "--exclude '/a/Conv'"),
         ("take the node out of nodes_to_exclude", "take the node out of --exclude"),
         ("protect_outputs='int8' quantizes it", "--protect-outputs int8 quantizes it"),
-        ("try recipe='data-free'", "try --recipe data-free"),
         ("activation_type=QuantType.QUInt8, or leave it out", "--activation-type uint8, or leave it out"),
-        ("weight_type=QuantType.QInt8", "--weight-type int8"),
-        ("per_channel=True", "--per-channel"),
-        ("per_channel=False", "--no-per-channel"),
         ("or promise=False to get INT8", "or --no-promise to get INT8"),
         ("Give SyntheticReader(kinds={'x': kind}), the kind one", "Give --input-kind x=KIND, the kind one"),
         ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
         ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
         ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
         ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
-        ("nothing to translate", "nothing to translate"),
     ],
 )
 def test_options_are_spelled_as_the_command_takes_them(python: str, shell: str):

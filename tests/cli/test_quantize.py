@@ -138,7 +138,6 @@ def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: 
         ("--eval-data missing.npz", "does not exist"),
         ("--metric top1", "is not module:name"),
         ("--metric metrics_of_digits.py:top5", "no function 'top5'. Did you mean 'top1'"),
-        ("--metric metrics_of_digits.py:Top1", "is a class"),
         ("--metric metrics_of_digits.py:number", "metric=3"),
         ("--metric nowhere:top1", "nowhere"),
     ],

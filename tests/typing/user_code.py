@@ -10,22 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
-from kenosis_ort import (
-    ArrayReader,
-    CalibrationError,
-    CalibrationTable,
-    FusionReport,
-    ImageFolderReader,
-    KenosisError,
-    PlacementPlan,
-    QuantizationReport,
-    Stages,
-    SyntheticReader,
-    __version__,
-    quantize,
-    quantize_static,
-    verify_fusion,
-)
+import kenosis_ort as ko
 
 
 class MyReader(CalibrationDataReader):
@@ -38,58 +23,63 @@ class MyReader(CalibrationDataReader):
 
 
 def as_in_existing_scripts(model: onnx.ModelProto) -> None:
-    quantize_static("float.onnx", "int8.onnx", MyReader([]))
-    quantize_static(Path("float.onnx"), Path("int8.onnx"), MyReader([]), QuantFormat.QDQ, ["Conv"], True, False)
-    quantize_static(
+    ko.quantize_static("float.onnx", "int8.onnx", MyReader([]))
+    ko.quantize_static(Path("float.onnx"), Path("int8.onnx"), MyReader([]), QuantFormat.QDQ, ["Conv"], True, False)
+    ko.quantize_static(
         model, "int8.onnx", MyReader([]), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
         per_channel=True, reduce_range=False, nodes_to_exclude=["head"], calibrate_method=CalibrationMethod.Percentile,
         extra_options={"CalibPercentile": 99.9}, calibration_cache_path=Path("ranges.json"),
     )  # fmt: skip
-    quantize("float.onnx", "int8.onnx", StaticQuantConfig(MyReader([])), protect_outputs="float")
+    ko.quantize("float.onnx", "int8.onnx", StaticQuantConfig(MyReader([])), protect_outputs="float")
 
 
 def show(done: int, total: int | None) -> None:
     print(done, total)
 
 
-def with_extras() -> QuantizationReport:
-    return quantize_static(
-        "float.onnx", "int8.onnx", ImageFolderReader("pictures", input_name="image", size=(224, 224)),
+def with_extras() -> ko.QuantizationReport:
+    return ko.quantize_static(
+        "float.onnx", "int8.onnx", ko.ImageFolderReader("pictures", input_name="image", size=(224, 224)),
         target="ort-cpu", protect_outputs="int8", primary_inputs=("image",), custom_op_libraries=["lib.so"],
-        progress=show, verify=True, stages=Stages(nudge=False),
+        progress=show, verify=True, stages=ko.Stages(nudge=False),
     )  # fmt: skip
 
 
-def read_the_report(report: QuantizationReport) -> tuple[float, list[str]]:
-    plan: PlacementPlan = report.plan
+def read_the_report(report: ko.QuantizationReport) -> tuple[float, list[str]]:
+    plan: ko.PlacementPlan = report.plan
     sizes: tuple[int, int] = (report.size_before, report.size_after)
     quality: dict[str, float] = {output.name: output.sqnr_db for output in report.outputs}
     floats: list[str] = []
     if report.fusion is not None:
         floats = [kernel.node for kernel in report.fusion.kernels if not kernel.integer]
     text: str = report.to_json() + report.verdict() + str(report) + plan.to_json()
-    back: QuantizationReport = QuantizationReport.from_json(text)
+    back: ko.QuantizationReport = ko.QuantizationReport.from_json(text)
     source: str = back.options["per_channel"].source
-    return sizes[0] / sizes[1] + sum(quality.values()), [*floats, source, __version__]
+    return sizes[0] / sizes[1] + sum(quality.values()), [*floats, source, ko.__version__]
 
 
 def prove() -> float:
-    report: FusionReport = verify_fusion("int8.onnx")
+    report: ko.FusionReport = ko.verify_fusion("int8.onnx")
     return report.integer_share()
 
 
 def readers(model: onnx.ModelProto) -> list[CalibrationDataReader]:
     arrays = {"x": np.zeros((4, 3, 8, 8), np.float32)}
-    length: int = len(ArrayReader(arrays, batch_size=2))
-    return [ArrayReader(arrays), ArrayReader([arrays]), ArrayReader("d.npz"), SyntheticReader(model, samples=length)]
+    length: int = len(ko.ArrayReader(arrays, batch_size=2))
+    return [
+        ko.ArrayReader(arrays),
+        ko.ArrayReader([arrays]),
+        ko.ArrayReader("d.npz"),
+        ko.SyntheticReader(model, samples=length),
+    ]
 
 
 def errors() -> str | None:
     try:
-        table = CalibrationTable.load("ranges.json")
+        table = ko.CalibrationTable.load("ranges.json")
         low, high = table.range_of("x")
         return f"{low:.3f} {high:.3f}"
-    except CalibrationError as error:
+    except ko.CalibrationError as error:
         return error.fix
-    except KenosisError as error:
+    except ko.KenosisError as error:
         return f"{error.what} {error.where}"
