@@ -107,31 +107,28 @@ def test_overrides_of_tensors_survive() -> None:
     assert (first["scale"].dtype, first["zero_point"].dtype) == (scale.dtype, zero.dtype)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("nonsense", "not valid TOML"),
-        ("schema = 9\n[recipe]\n", "schema 9"),
-        ("a = 1\n", "no \\[recipe\\]"),
-        ("[recipe]\nequalise = true\n", "Did you mean 'equalize'"),
-        ("[recipe]\nsmooth = 2.0\n", "smooth=2.0"),
-        ("[recipe]\nequalize = 1\n", "true or false"),
-        ('[recipe]\nranges = "maxmin"\n', "ranges='maxmin'"),
-        ("[recipe]\nsamples = -1\n", "samples=-1 .*r.toml: samples"),
-        ("[recipe]\nweight_only = 3\n", "weight_only=3"),
-        ("[recipe.bits]\na = {weights = 9}\n", "=9 .*r.toml: bits.'a'"),
-        ("[recipe.speed]\nmodel = 1\nform = 'a'\n", "'speed' must hold"),
-        ("[recipe]\n[optoins]\nthreads = 1", "Did you mean 'options'"),
-        ("[recipe]\n[options]\nper_chanel = true", "Did you mean 'per_channel'"),
-        ("[recipe]\n[options]\nper_channel = 'yes'", "per_channel='yes'"),
-        ("[recipe]\n[options]\nactivation_type = 'uint9'", "Did you mean 'uint8'"),
-        ("[recipe]\n[options]\nactivation_type = 3", "activation_type = 3 is unknown"),
-        ("[recipe]\n[options.stages]\nbiass = false", "Did you mean 'bias'"),
-        ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
-        ("[recipe]\n[options]\nthreads = true", "threads=True"),
-        ("options = 3\n[recipe]\n", "is no table"),
-    ],
-)
+@pytest.mark.parametrize(("text", "says"), [
+    ("nonsense", "not valid TOML"),
+    ("schema = 9\n[recipe]\n", "schema 9"),
+    ("a = 1\n", "no \\[recipe\\]"),
+    ("[recipe]\nequalise = true\n", "Did you mean 'equalize'"),
+    ("[recipe]\nsmooth = 2.0\n", "smooth=2.0"),
+    ("[recipe]\nequalize = 1\n", "true or false"),
+    ('[recipe]\nranges = "maxmin"\n', "ranges='maxmin'"),
+    ("[recipe]\nsamples = -1\n", "samples=-1 .*r.toml: samples"),
+    ("[recipe]\nweight_only = 3\n", "weight_only=3"),
+    ("[recipe.bits]\na = {weights = 9}\n", "=9 .*r.toml: bits.'a'"),
+    ("[recipe.speed]\nmodel = 1\nform = 'a'\n", "'speed' must hold"),
+    ("[recipe]\n[optoins]\nthreads = 1", "Did you mean 'options'"),
+    ("[recipe]\n[options]\nper_chanel = true", "Did you mean 'per_channel'"),
+    ("[recipe]\n[options]\nper_channel = 'yes'", "per_channel='yes'"),
+    ("[recipe]\n[options]\nactivation_type = 'uint9'", "Did you mean 'uint8'"),
+    ("[recipe]\n[options]\nactivation_type = 3", "activation_type = 3 is unknown"),
+    ("[recipe]\n[options.stages]\nbiass = false", "Did you mean 'bias'"),
+    ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
+    ("[recipe]\n[options]\nthreads = true", "threads=True"),
+    ("options = 3\n[recipe]\n", "is no table"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(text)

@@ -41,18 +41,15 @@ def reader_of(model: Path, data: object, *more: str):
     return sources.make_reader(build_parser().parse_args(words), model)
 
 
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        ("folder/a.png folder/notes.txt", True),
-        ("folder/sub/a.JPG", True),
-        ("folder/a.npy folder/notes.txt", False),
-        ("folder/a.npy folder/sub/a.png", "folder holds both images and arrays"),
-        ("folder/notes.txt", "folder holds neither images nor arrays"),
-        ("folder", r"unknown kind.*Fix: .*\.npz"),
-        ("notes.txt", "data does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("files", "found"), [
+    ("folder/a.png folder/notes.txt", True),
+    ("folder/sub/a.JPG", True),
+    ("folder/a.npy folder/notes.txt", False),
+    ("folder/a.npy folder/sub/a.png", "folder holds both images and arrays"),
+    ("folder/notes.txt", "folder holds neither images nor arrays"),
+    ("folder", r"unknown kind.*Fix: .*\.npz"),
+    ("notes.txt", "data does not exist"),
+])  # fmt: skip
 def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path: Path, files: str, found: bool | str):
     for file in files.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -65,16 +62,12 @@ def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path: Pa
     assert (caught.value.where, bool(caught.value.fix)) == (str(tmp_path / "folder"), True)
 
 
-@pytest.mark.parametrize(
-    ("shape", "more", "expected"),
-    [
-        (["n", 3, 6, 4], "", (1, 3, 6, 4)),
-        (["n", 6, 4, 3], "--batch-size 2", (2, 6, 4, 3)),
-        ([2, 1, 6, 4], "", (2, 1, 6, 4)),
-        (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
-    ],
-    ids=["channels first", "channels last", "grey, a fixed batch", "size given"],
-)
+@pytest.mark.parametrize(("shape", "more", "expected"), [
+    (["n", 3, 6, 4], "", (1, 3, 6, 4)),
+    (["n", 6, 4, 3], "--batch-size 2", (2, 6, 4, 3)),
+    ([2, 1, 6, 4], "", (2, 1, 6, 4)),
+    (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
+], ids=["channels first", "channels last", "grey, a fixed batch", "size given"])  # fmt: skip
 def test_images_follow_the_models_input(tmp_path: Path, shape: list[int | str], more: str, expected: tuple[int, ...]):
     images = write_images(tmp_path / "images", 4)
     feed = reader_of(image_model(tmp_path / "m.onnx", shape), images, *more.split()).get_next()
@@ -175,19 +168,16 @@ def test_whatever_holds_samples_may_be_returned(module: str, function: str, spel
     assert sys.path == path
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{}:nothing", "no samples"),
-        ("{}:text", "returned str"),
-        ("{}:number", "returned int"),
-        ("{}:fails", "ValueError: no disk"),
-        ("{}:generatr", "Did you mean 'generator'?"),
-        ("{}:SAMPLES", "no function 'SAMPLES'"),
-        ("{}_not:reader", "ModuleNotFoundError"),
-        ("{}_not.py:reader", "does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("source", "message"), [
+    ("{}:nothing", "no samples"),
+    ("{}:text", "returned str"),
+    ("{}:number", "returned int"),
+    ("{}:fails", "ValueError: no disk"),
+    ("{}:generatr", "Did you mean 'generator'?"),
+    ("{}:SAMPLES", "no function 'SAMPLES'"),
+    ("{}_not:reader", "ModuleNotFoundError"),
+    ("{}_not.py:reader", "does not exist"),
+])  # fmt: skip
 def test_what_goes_wrong_is_said_with_a_fix(module: str, source: str, message: str):
     with pytest.raises(CalibrationError, match="Fix: ") as caught:
         call_function(source.format(module), lambda: "x")

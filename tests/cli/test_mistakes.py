@@ -126,17 +126,14 @@ def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake: str, shell: Shell)
     assert [text for text in ("usage:", expected, "Fix: see kenosis-ort") if text not in printed.err] == []
 
 
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("--threads", ("99999999999", "-1", "1.5", "x", "", "9" * 5000)),
-        ("--accuracy-budget", ("nan", "inf", "-1", "2", "x", "150%")),
-        ("--option", ("WeightSymmetric=no", "CalibPercentile=x", "BlockSize=1.5", "=1", "x")),
-        *((option, ("-1", "x")) for option in ("--synthetic", "--batch-size", "--seed")),
-        *((option, ("x",)) for option in ("--preset", "--tune", "--method", "--format", "--weight-type", "--target")),
-        *(("--protect-outputs", ("x",)), ("--recipe", ("",)), ("--cache", ("",))),
-    ],
-)
+@pytest.mark.parametrize(("option", "values"), [
+    ("--threads", ("99999999999", "-1", "1.5", "x", "", "9" * 5000)),
+    ("--accuracy-budget", ("nan", "inf", "-1", "2", "x", "150%")),
+    ("--option", ("WeightSymmetric=no", "CalibPercentile=x", "BlockSize=1.5", "=1", "x")),
+    *((option, ("-1", "x")) for option in ("--synthetic", "--batch-size", "--seed")),
+    *((option, ("x",)) for option in ("--preset", "--tune", "--method", "--format", "--weight-type", "--target")),
+    *(("--protect-outputs", ("x",)), ("--recipe", ("",)), ("--cache", ("",))),
+])  # fmt: skip
 def test_a_wrong_value_on_the_command_line(option: str, values: tuple[str, ...], shell: Shell) -> None:
     before = shell.files()
     for value in values:

@@ -119,23 +119,20 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
 # -- values as the shell gives them
 
 
-@pytest.mark.parametrize(
-    ("read", "taken", "refused"),
-    [
-        (parser.whole, {"0": 0}, ["-1", "1.5", "²"]),
-        (parser.positive, {"3": 3}, ["0"]),
-        (parser.number, {"-1.5": -1.5}, ["nan", "inf"]),
-        (parser.seconds, {"0.5": 0.5}, ["0", "soon"]),
-        (parser.share, {"0.005": 0.005, "0.5%": 0.005, "100%": 1.0}, ["1.5", "101%", "-1%"]),
-        (parser.numbers, {"0.485,0.456": (0.485, 0.456)}, ["a,b", "1,,2"]),
-        (parser.image_size, {"224X320": (224, 320)}, ["224", "1x2x3", "0x3"]),
-        (parser.named_shape, {"ids=1x128": ("ids", (1, 128)), "a=b=2": ("a=b", (2,))}, ["1x2", "=1x2", "a=axb"]),
-        (parser.named_word, {"x=token ids": ("x", "token ids")}, ["a="]),
-        (parser.input_range, {"0,255": (None, (0, 255)), "image=-1,1": ("image", (-1, 1))}, ["1,0", "a=1"]),
-        (parser.extra_option, {"A=True": ("A", True), "A=b=c": ("A", "b=c"), "A=": ("A", "")}, ["A", "=1"]),
-        (parser.extra_option, {'A={"x": [1]}': ("A", {"x": [1]})}, []),
-    ],
-)
+@pytest.mark.parametrize(("read", "taken", "refused"), [
+    (parser.whole, {"0": 0}, ["-1", "1.5", "²"]),
+    (parser.positive, {"3": 3}, ["0"]),
+    (parser.number, {"-1.5": -1.5}, ["nan", "inf"]),
+    (parser.seconds, {"0.5": 0.5}, ["0", "soon"]),
+    (parser.share, {"0.005": 0.005, "0.5%": 0.005, "100%": 1.0}, ["1.5", "101%", "-1%"]),
+    (parser.numbers, {"0.485,0.456": (0.485, 0.456)}, ["a,b", "1,,2"]),
+    (parser.image_size, {"224X320": (224, 320)}, ["224", "1x2x3", "0x3"]),
+    (parser.named_shape, {"ids=1x128": ("ids", (1, 128)), "a=b=2": ("a=b", (2,))}, ["1x2", "=1x2", "a=axb"]),
+    (parser.named_word, {"x=token ids": ("x", "token ids")}, ["a="]),
+    (parser.input_range, {"0,255": (None, (0, 255)), "image=-1,1": ("image", (-1, 1))}, ["1,0", "a=1"]),
+    (parser.extra_option, {"A=True": ("A", True), "A=b=c": ("A", "b=c"), "A=": ("A", "")}, ["A", "=1"]),
+    (parser.extra_option, {'A={"x": [1]}': ("A", {"x": [1]})}, []),
+])  # fmt: skip
 @given(data=st.data())
 def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
     read: Any, taken: dict[str, Any], refused: list[str], data: st.DataObject
@@ -151,19 +148,16 @@ def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
 # -- advice worded for Python, in the shell's words
 
 
-@pytest.mark.parametrize(
-    ("python", "shell"),
-    [
-        ("take the node out of nodes_to_exclude", "take the node out of --exclude"),
-        ("protect_outputs='int8' quantizes it", "--protect-outputs int8 quantizes it"),
-        ("activation_type=QuantType.QUInt8, or leave it out", "--activation-type uint8, or leave it out"),
-        ("or promise=False to get INT8", "or --no-promise to get INT8"),
-        ("Give SyntheticReader(kinds={'x': kind}), the kind one", "Give --input-kind x=KIND, the kind one"),
-        ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
-        ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
-        ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
-        ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
-    ],
-)
+@pytest.mark.parametrize(("python", "shell"), [
+    ("take the node out of nodes_to_exclude", "take the node out of --exclude"),
+    ("protect_outputs='int8' quantizes it", "--protect-outputs int8 quantizes it"),
+    ("activation_type=QuantType.QUInt8, or leave it out", "--activation-type uint8, or leave it out"),
+    ("or promise=False to get INT8", "or --no-promise to get INT8"),
+    ("Give SyntheticReader(kinds={'x': kind}), the kind one", "Give --input-kind x=KIND, the kind one"),
+    ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
+    ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
+    ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
+    ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
+])  # fmt: skip
 def test_options_are_spelled_as_the_command_takes_them(python: str, shell: str):
     assert flags.in_shell_words(python) == shell

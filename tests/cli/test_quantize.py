@@ -132,16 +132,13 @@ def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: 
     assert abs(found["loss"]) <= 0.05
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--eval-data missing.npz", "does not exist"),
-        ("--metric top1", "is not module:name"),
-        ("--metric metrics_of_digits.py:top5", "no function 'top5'. Did you mean 'top1'"),
-        ("--metric metrics_of_digits.py:number", "metric=3"),
-        ("--metric nowhere:top1", "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--eval-data missing.npz", "does not exist"),
+    ("--metric top1", "is not module:name"),
+    ("--metric metrics_of_digits.py:top5", "no function 'top5'. Did you mean 'top1'"),
+    ("--metric metrics_of_digits.py:number", "metric=3"),
+    ("--metric nowhere:top1", "nowhere"),
+])  # fmt: skip
 def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: str) -> None:
     assert message in held_out.quantize(f"--json {arguments}", code=2).err
     assert "out.onnx" not in held_out.files()

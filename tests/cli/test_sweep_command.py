@@ -96,25 +96,22 @@ def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: py
     assert (row.failed, "killed by signal 9" in row.verdict, done_before(job)) == (True, True, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("[models.a", "not valid TOML"),
-        ("", "names no model"),
-        ("models = 3", "names no model"),
-        ("[modles.a]\nmodel = 'net.onnx'", r"unknown table \[modles\]. Did you mean 'models'"),
-        ("[models.a]\ndata = 'data.npz'", "it names no model"),
-        ("[models.a]\nmodel = 'no.onnx'\ndata = 'data.npz'", "model file does not exist"),
-        ("[models.a]\nmodel = 'net.onnx'", "names no data"),
-        (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
-        (f"{NET}\njson = true", "no setting of one model"),
-        (f"{NET}\nthreads = 'x'", "threads"),
-        (f"{NET}\nset = {{a = 1}}", "no string, number"),
-        ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
-        ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),
-        (f"[defaults]\nout = 'o'\n{NET}\n{NET.replace('models.a', 'models.b')}", "output of 'b' is the output of 'a'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "what"), [
+    ("[models.a", "not valid TOML"),
+    ("", "names no model"),
+    ("models = 3", "names no model"),
+    ("[modles.a]\nmodel = 'net.onnx'", r"unknown table \[modles\]. Did you mean 'models'"),
+    ("[models.a]\ndata = 'data.npz'", "it names no model"),
+    ("[models.a]\nmodel = 'no.onnx'\ndata = 'data.npz'", "model file does not exist"),
+    ("[models.a]\nmodel = 'net.onnx'", "names no data"),
+    (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
+    (f"{NET}\njson = true", "no setting of one model"),
+    (f"{NET}\nthreads = 'x'", "threads"),
+    (f"{NET}\nset = {{a = 1}}", "no string, number"),
+    ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
+    ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),
+    (f"[defaults]\nout = 'o'\n{NET}\n{NET.replace('models.a', 'models.b')}", "output of 'b' is the output of 'a'"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_done(folder: Path, text: str, what: str) -> None:
     with pytest.raises(KenosisError, match=what):
         read_jobs(write(folder, text), folder / "results")

@@ -80,19 +80,16 @@ def test_json_is_strict_json() -> None:
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]] == ["inf", "nan"]
 
 
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        (Shade.DARK, "DARK"),
-        (Path("a/b"), "a/b"),
-        ({"k": (1, Shade.DARK)}, {"k": [1, "DARK"]}),
-        ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}),
-        (float("inf"), "inf"),
-        (None, None),
-        (True, True),
-        (len, "builtin_function_or_method"),
-    ],
-)
+@pytest.mark.parametrize(("value", "plain"), [
+    (Shade.DARK, "DARK"),
+    (Path("a/b"), "a/b"),
+    ({"k": (1, Shade.DARK)}, {"k": [1, "DARK"]}),
+    ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}),
+    (float("inf"), "inf"),
+    (None, None),
+    (True, True),
+    (len, "builtin_function_or_method"),
+])  # fmt: skip
 def test_option_values_become_plain_data(value: object, plain: object) -> None:
     raw = report(options={"option": parts.OptionChoice(value, "caller")}).to_dict()
     assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
@@ -301,14 +298,11 @@ def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
     assert (missed.kind, "not a constant" in missed.reason, "initializer" in missed.remedy) == ("float", True, True)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "status", "reason", "remedy"),
-    [
-        (("QLinearConv", True, ("r",), None, ""), Status.INTEGER, "runs as QLinearConv with r", ""),
-        (("Conv", False, (), None, "16 bit"), Status.FLOAT, "16 bit", "8-bit"),
-        (("", False, (), None, "computed at load"), Status.REMOVED, "computed at load", ""),
-    ],
-)
+@pytest.mark.parametrize(("kernel", "status", "reason", "remedy"), [
+    (("QLinearConv", True, ("r",), None, ""), Status.INTEGER, "runs as QLinearConv with r", ""),
+    (("Conv", False, (), None, "16 bit"), Status.FLOAT, "16 bit", "8-bit"),
+    (("", False, (), None, "computed at load"), Status.REMOVED, "computed at load", ""),
+])  # fmt: skip
 def test_a_kernel_is_explained(kernel: tuple[Any, ...], status: Status, reason: str, remedy: str):
     cause = Cause.SIXTEEN_BIT if status is Status.FLOAT else Cause.NONE
     explained = explain_kernel(KernelReport("c", "Conv", *kernel, status, cause))

@@ -200,13 +200,10 @@ def test_one_value_with_several_dequantizers() -> None:
     assert all(k.integer for k in found.kernels)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda g: g.relu_q(g.op("Relu", g.q(g.input((4, 32))))), "a requantization (DQ, Q)"),
-        (lambda g: g.relu_q(g.op("Relu", g.input((4, 8)))), "redundant: the Q behind it clips as well"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda g: g.relu_q(g.op("Relu", g.q(g.input((4, 32))))), "a requantization (DQ, Q)"),
+    (lambda g: g.relu_q(g.op("Relu", g.input((4, 8)))), "redundant: the Q behind it clips as well"),
+])  # fmt: skip
 def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make: Make, words: str) -> None:
     relu = one(of(make), "Relu")
     assert relu.status is Status.REMOVED
@@ -236,16 +233,13 @@ def test_a_conv_that_is_quantized_at_load_is_told(behind: str) -> None:
     assert "at load" in found.reason
 
 
-@pytest.mark.parametrize(
-    ("op_type", "make"),
-    [
-        ("Conv", lambda g: silent(g, before=True)),
-        ("Conv", lambda g: silent(g, "Relu", before=True)),
-        ("Conv", lambda g: silent(g, "LeakyRelu")),  # of slope 1 it is a barrier inside the kernel
-        ("FusedConv", stored),
-        ("FusedConv", lambda g: stored(g, "Relu")),
-    ],
-)
+@pytest.mark.parametrize(("op_type", "make"), [
+    ("Conv", lambda g: silent(g, before=True)),
+    ("Conv", lambda g: silent(g, "Relu", before=True)),
+    ("Conv", lambda g: silent(g, "LeakyRelu")),  # of slope 1 it is a barrier inside the kernel
+    ("FusedConv", stored),
+    ("FusedConv", lambda g: stored(g, "Relu")),
+])  # fmt: skip
 def test_what_keeps_its_weights(op_type: str, make: Make) -> None:
     found = of(make)
     assert (one(found, op_type).kernel, one(found, op_type).status) == (NCHWC, Status.FLOAT)
