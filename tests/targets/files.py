@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import numpy_helper
 
@@ -13,8 +15,31 @@ from kenosis_ort import quantize_static
 from tests import models
 from tests.flow.support import run, sqnr_db
 from tests.models import Feed
+from tests.planning import parse
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
+CONSTANTS: dict[str, Any] = {
+    **{name: np.float32(value) for name, value in {"zero": 0, "one": 1, "nine": 9, "tiny": 0.02}.items()},
+    **{f"ones{count}": np.ones(count, np.float32) for count in (4, 6, 8)},
+    **{f"zeros{count}": np.zeros(count, np.float32) for count in (6, 8)},
+    **{f"i{value}": np.array([value]) for value in range(4)},
+    "by": np.full((1, 6, 1, 1), 1.5, np.float32),
+    "channels": np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1),
+    "even": np.tile([True, False], 192).reshape(1, 6, 8, 8),
+    "twice": np.float32([1, 1, 2, 2]),
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
+    "flat": np.array([1, 72]),
+}
+"""What texts of nets name, beside weights, which are called after their shapes: ``w8_6_3_3``."""
+
+
+def net_of(body: str, shape: str = "1,6,8,8", outputs: str = "y") -> onnx.ModelProto:
+    """Returns the net of nodes from ``x`` to ``y``."""
+    weights = {name: name[1:].replace("_", ",") for name in re.findall(r"\bw\d[\d_]*", body)}
+    declared = ", ".join(f"float[{sizes}] {name}" for name, sizes in weights.items())
+    held = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", body)}
+    head = f"(float[{shape}] x) => ({outputs}) {f'<{declared}>' if declared else ''}"
+    return parse(f"{head} {{ {body} }}", held, opset=20)
 
 
 class Written:
