@@ -143,32 +143,29 @@ def _stored(model: onnx.ModelProto) -> list[TensorProto]:
     return [t for t in model.graph.initializer if t.data_location != TensorProto.EXTERNAL and not unsound(t)]
 
 
+ODD: Final = (
+    *(("whole", "times", factor) for factor in (0.0, 1.0, -1.0, 1e-30, 1e20, 1e-42)),
+    *(("a row", "times", factor) for factor in (0, 1e-12, 1e-6, 1e4, -1)),
+    *(("one number", "is", number) for number in (1e4, np.nan, np.inf)),
+    *[("whole", "is", 0.3)] * 4,
+)
+"""What is made of a part of a weight: dead channels, one value, outliers, tiny, huge, not finite."""
+
+
 def change_weight(model: onnx.ModelProto, dice: Random) -> str | None:
-    """Gives a weight odd numbers: dead channels, one value, outliers, tiny, huge, not finite."""
+    """Gives a weight odd numbers."""
     floats = [t for t in _stored(model) if t.data_type in _FLOATS and 0 not in t.dims]
     if not floats:
         return None
-    tensor = dice.choice(floats)
+    tensor, (part, how, number) = dice.choice(floats), dice.choice(ODD)
     array = numpy_helper.to_array(tensor).copy()
-    rows = array.reshape(array.shape[0], -1) if array.ndim else array.reshape(1, 1)
-    row, place = dice.randrange(len(rows)), dice.randrange(array.size)
-    whole, scaled, single = (0.0, 1.0, -1.0, 1e-30, 1e20, 1e-42), (0, 1e-12, 1e-6, 1e4, -1), (1e4, np.nan, np.inf)
-    what = dice.choice(["all times", "one row times", "one is", "all are"])
+    rows = array.reshape(len(array) if array.ndim else 1, -1)
+    row, place = dice.randrange(len(rows)), dice.randrange(rows.shape[1])
+    at = {"whole": np.s_[:, :], "a row": np.s_[row, :], "one number": np.s_[row, place]}[part]
     with np.errstate(all="ignore"):
-        if what == "all times":
-            number = dice.choice(whole)
-            array = (array * number).astype(array.dtype)
-        elif what == "one row times":
-            number = dice.choice(scaled)
-            rows[row] *= array.dtype.type(number)
-        elif what == "one is":
-            number = dice.choice(single)
-            array.flat[place] = number
-        else:
-            number = 0.3
-            array[...] = number
+        rows[at] = number if how == "is" else rows[at] * number
     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-    return f"weight {tensor.name!r}: {what} {number}"
+    return f"weight {tensor.name!r}: {part} {how} {number}"
 
 
 MOVES: Final = {
@@ -219,35 +216,32 @@ def loosen_interface(model: onnx.ModelProto, dice: Random) -> str | None:
     values = [*model.graph.input, *model.graph.output]
     if not values:
         return None
-    value, what = dice.choice(values), dice.choice(["symbol", "unknown", "shapeless", "all symbols"])
-    tensor = value.type.tensor_type
-    if what == "shapeless" or not tensor.shape.dim:
-        tensor.ClearField("shape")
-    elif what == "all symbols":
-        for other in values:
-            for at, dim in enumerate(other.type.tensor_type.shape.dim):
-                dim.dim_param = f"d{at}"
+    value, what = dice.choice(values), dice.choice(["one size", "one size", "shapeless", "all symbols"])
+    shape = value.type.tensor_type.shape
+    if what == "shapeless" or not shape.dim:
+        value.type.tensor_type.ClearField("shape")
+    elif what == "one size":
+        dice.choice(shape.dim).dim_param = dice.choice(["", "N", "batch", "H", "a b", "0", "-1", "N*2"])
     else:
-        dim = dice.choice(tensor.shape.dim)
-        dim.Clear()
-        if what == "symbol":
-            dim.dim_param = dice.choice(["N", "batch", "H", "a b", "0", "-1", "N*2"])
+        for at, dim in ((at, dim) for v in values for at, dim in enumerate(v.type.tensor_type.shape.dim)):
+            dim.dim_param = f"d{at}"
     return f"interface: {what} of {value.name!r}"
 
 
 def clutter(model: onnx.ModelProto, dice: Random) -> str | None:
     """Adds what nothing needs: inputs, weights, wrong value_info; takes names away."""
     graph = model.graph
-    what = dice.choice(["input", "weight", "info", "twin info", "names", "doc"])
+    shapes: list[list[Any]] = [[1], ["a", "b"], [], [9, 9, 9, 9]]
+    names = ["nobody", *(n for node in graph.node for n in node.output if n)]
+    infos = [helper.make_tensor_value_info(dice.choice(names), 1, dice.choice(shapes)) for _ in range(2)]
+    weights = [np.ones((0, 3), np.float32), np.array(["a"], object), np.ones(5, np.complex64)]
+    what = dice.choice(["input", "weight", "infos", "names", "doc"])
     if what == "input":
         graph.input.append(helper.make_tensor_value_info("spare", dice.choice([1, 7, 9]), [1, 2]))
     elif what == "weight":
-        _constant(model, dice.choice([np.ones((0, 3), np.float32), np.array(["a"], object), np.ones(5, np.complex64)]))
-    elif what in ("info", "twin info"):
-        names = [n for node in graph.node for n in node.output if n]
-        for _ in range(2 if what == "twin info" else 1):
-            shape: list[Any] = dice.choice([[1], ["a", "b"], [], [9, 9, 9, 9]])
-            graph.value_info.append(helper.make_tensor_value_info(dice.choice([*names, "nobody"]), 1, shape))
+        _constant(model, dice.choice(weights))
+    elif what == "infos":
+        graph.value_info.extend(infos)
     elif what == "names":
         for node in graph.node:
             node.name = ""
@@ -256,20 +250,19 @@ def clutter(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"clutter: {what}"
 
 
-LAYERS: Final[dict[str, dict[str, list[Any]]]] = {
-    "Conv": {
-        "auto_pad": ["SAME_UPPER", "SAME_LOWER", "VALID", "NOTSET"], "dilations": [[1, 1], [2, 2], [3, 1]],
-        "strides": [[1, 1], [2, 1], [3, 3]], "pads": [[0, 0, 0, 0], [1, 0, 2, 1], [3, 3, 3, 3]], "kernel_shape": [],
-    },
-    "Gemm": {"alpha": [0.0, 1.0, -0.5, 1e-20], "beta": [0.0, 2.0, -1.0], "transA": [0, 1], "transB": [0, 1]},
-    "Softmax": {"axis": [0, 1, -1, 2]},
-    "MaxPool": {"ceil_mode": [0, 1], "pads": [[1, 1, 1, 1]], "strides": [[1, 1], [3, 3]], "dilations": [[2, 2]]},
-    "Concat": {"axis": [0, 1, 2, -1]},
-    "Transpose": {"perm": [[0, 1, 2, 3], [3, 2, 1, 0]]},
-    "LayerNormalization": {"axis": [-1, 1], "epsilon": [0.0, 1e-12, 10.0]},
-    "BatchNormalization": {"epsilon": [0.0, 1e-12, 1.0], "momentum": [0.0], "training_mode": [0, 1]},
-    "LSTM": {"hidden_size": [6], "layout": [0, 1], "direction": ["forward", "reverse"], "input_forget": [0, 1]},
-}  # fmt: skip
+LAYERS: Final = {
+    "Conv": 'auto_pad="SAME_UPPER" auto_pad="SAME_LOWER" auto_pad="VALID" auto_pad="NOTSET" dilations=[1,1] '
+    "dilations=[2,2] dilations=[3,1] strides=[1,1] strides=[2,1] strides=[3,3] pads=[0,0,0,0] pads=[1,0,2,1] "
+    "pads=[3,3,3,3] kernel_shape=",
+    "Gemm": "alpha=0.0 alpha=-0.5 alpha=1e-20 beta=0.0 beta=2.0 beta=-1.0 transA=0 transA=1 transB=0 transB=1",
+    "Softmax": "axis=0 axis=1 axis=-1 axis=2",
+    "MaxPool": "ceil_mode=0 ceil_mode=1 pads=[1,1,1,1] strides=[1,1] strides=[3,3] dilations=[2,2]",
+    "Concat": "axis=0 axis=1 axis=2 axis=-1",
+    "Transpose": "perm=[0,1,2,3] perm=[3,2,1,0]",
+    "LayerNormalization": "axis=-1 axis=1 epsilon=0.0 epsilon=1e-12 epsilon=10.0",
+    "BatchNormalization": "epsilon=0.0 epsilon=1e-12 epsilon=1.0 momentum=0.0 training_mode=0 training_mode=1",
+    "LSTM": 'hidden_size=6 layout=0 layout=1 direction="forward" direction="reverse" input_forget=0 input_forget=1',
+}
 """Legal attributes of layers; those without a value are dropped alone."""
 
 
@@ -279,12 +272,14 @@ def change_layer(model: onnx.ModelProto, dice: Random) -> str | None:
     if not nodes:
         return None
     node = dice.choice(nodes)
-    name = dice.choice(sorted(LAYERS[node.op_type]))
-    for attribute in [a for a in node.attribute if a.name == name]:
-        node.attribute.remove(attribute)
-    values = LAYERS[node.op_type][name]
-    if values and dice.random() < 0.8:
-        node.attribute.append(helper.make_attribute(name, dice.choice(values)))
+    text = dice.choice(LAYERS[node.op_type].split())
+    name, _, value = text.partition("=")
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    if value and dice.random() < 0.8:
+        kept += onnx.parser.parse_node(f"y = {node.op_type} <{text}> (x)").attribute
+    made = onnx.NodeProto(attribute=kept)
+    del node.attribute[:]
+    node.attribute.extend(made.attribute)
     return f"{node.name!r} ({node.op_type}): {name}"
 
 

@@ -6,7 +6,7 @@ has nothing for it to change. Dice are a strategy's (``st.randoms``), so that wh
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final
 
@@ -30,21 +30,13 @@ INTS: Final = (
     *(65536, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)),
 )
 FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e30, 3e38, float("inf"), float("-inf"), float("nan"))
-STRINGS: Final[Mapping[str, tuple[str, ...]]] = {
-    "domain": (
-        *("", "ai.onnx", "com.microsoft", "ai.onnx.ml", "local"),
-        *("no.such.domain", "ai.onnx.training", "com.microsoft.nchwc"),
-    ),
-    "op_type": (
-        *sorted({schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")}),
-        *("NoSuchOp", "", "FusedConv", "QLinearConv", "FusedMatMul", "Attention", "block", "silu", "FastGelu"),
-        *("Affine", "MatMulNBits", "SkipLayerNormalization", "Trilu", "BiasGelu", "QuickGelu", "DynamicQuantizeMatMul"),
-    ),
-    "attribute": (
-        *("axis", "axes", "perm", "pads", "kernel_shape", "strides", "dilations", "group", "alpha", "beta", "transA"),
-        *("transB", "to", "epsilon", "mode", "auto_pad", "value", "body", "keepdims", "ceil_mode", "hidden_size"),
-        *("direction", "approximate", "start", "end", "momentum", "output_shape", "count_include_pad", "num_outputs"),
-    ),
+_SCHEMAS: Final = [schema for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")]
+_FURTHER: Final = """NoSuchOp FusedConv QLinearConv FusedMatMul Attention block silu FastGelu Affine MatMulNBits Trilu
+    SkipLayerNormalization BiasGelu QuickGelu DynamicQuantizeMatMul"""
+STRINGS: Final[Mapping[str, Sequence[str]]] = {
+    "domain": ("", "ai.onnx", "com.microsoft", "ai.onnx.ml", "local", "no.such.domain", "com.microsoft.nchwc"),
+    "op_type": (*sorted({schema.name for schema in _SCHEMAS}), *_FURTHER.split(), ""),
+    "attribute": sorted({name for schema in _SCHEMAS if not schema.domain for name in schema.attributes}),
     "location": (
         *("weights.bin", "model.onnx", "missing", "", "..", ".", "../x", "/etc/passwd", "/dev/zero"),
         *("a\x00b", "weights.bin/x", "*/_ORT_MEM_ADDR_/*"),
@@ -144,32 +136,24 @@ def _change_message(message: Message, field: str, found: Mapping[str, list[Messa
 
 
 def _change_list(model: onnx.ModelProto, message: Message, field: str, dice: Random) -> str:
-    values = getattr(message, field)
-    how = dice.choice(
-        ["one dropped", "one twice", "one odd", "cut", "in another order", "one more"] if values else ["one more"]
-    )
+    held = getattr(message, field)
+    values = [copy.deepcopy(value) for value in held]
+    how = dice.choice([*(("dropped", "twice", "odd", "cut", "shuffled") if values else ()), "one more"])
     at = dice.randrange(len(values)) if values else 0
-    if how == "one dropped":
+    sample = values[at] if values else {"strings": b"", "floats": 0.0}.get(field, "" if "put" in field else 0)
+    odd = copy.deepcopy(held.add()) if hasattr(held, "add") else _odd(model, message, field, sample, dice)
+    if how == "dropped":
         del values[at]
     elif how == "cut":
         del values[at:]
-    elif hasattr(values, "add"):  # messages
-        copies = [copy.deepcopy(value) for value in values]
-        if how == "in another order":
-            dice.shuffle(copies)
-            del values[:]
-            values.extend(copies)
-        else:
-            values.add().CopyFrom(copies[at]) if copies and how == "one twice" else values.add()
-    elif how == "in another order":
-        values[:] = dice.sample(list(values), len(values))
+    elif how == "shuffled":
+        dice.shuffle(values)
+    elif how == "odd":
+        values[at] = odd
     else:
-        sample = values[at] if values else {"strings": b"", "floats": 0.0}.get(field, "" if "put" in field else 0)
-        new = sample if how == "one twice" else _odd(model, message, field, sample, dice)
-        if how == "one odd":
-            values[at] = new
-        else:
-            values.extend([new] * dice.choice([1, 1, 40]))
+        values += [sample if how == "twice" else odd] * dice.choice([1, 1, 40])
+    del held[:]
+    held.extend(values)
     return how
 
 
@@ -208,15 +192,14 @@ def store_sparse(model: onnx.ModelProto, dice: Random) -> str | None:
     held = dice.choice(list(all_graphs(model.graph))).initializer
     if not held:
         return None
-    at = dice.randrange(len(held))
-    name, dims = held[at].name, list(held[at].dims)
-    sparse = model.graph.sparse_initializer.add()
-    sparse.values.CopyFrom(numpy_helper.from_array(np.ones(3, np.float32), name))
-    sparse.indices.CopyFrom(numpy_helper.from_array(np.array(dice.choice([[0, 1, 2], [5, 1, 10**9], [-1, 0, 1]]))))
-    sparse.dims.extend(dice.choice([dims, [2**40, 2**20], [-1], []]))
+    tensor = dice.choice(held)
+    values = numpy_helper.from_array(np.ones(3, np.float32), tensor.name)
+    indices = numpy_helper.from_array(np.array(dice.choice([[0, 1, 2], [5, 1, 10**9], [-1, 0, 1]])))
+    dims = dice.choice([list(tensor.dims), [2**40, 2**20], [-1], []])
+    model.graph.sparse_initializer.add(values=values, indices=indices, dims=dims)
     if dice.random() < 0.7:
-        del held[at]
-    return f"initializer {name!r} is sparse"
+        held.remove(tensor)
+    return f"initializer {values.name!r} is sparse"
 
 
 def nest_node(model: onnx.ModelProto, dice: Random) -> str | None:
@@ -285,20 +268,15 @@ STRUCTURAL: Final[tuple[Mutation, ...]] = (
 def damage(data: bytes, dice: Random) -> tuple[bytes, str]:
     """Changes a few bytes of a file."""
     content = bytearray(data)
-    what = dice.choice(["flip", "flip", "flip", "cut", "slice", "insert", "repeat", "ends"])
+    what = dice.choice(["flip", "flip", "flip", "cut", "slice", "insert", "repeat"])
     ends = min(len(content), 800)  # nodes stand at the beginning, the interface at the end, weights between
     at = dice.choice([dice.randrange(len(content)), dice.randrange(ends), len(content) - 1 - dice.randrange(ends)])
     length = dice.choice([1, 2, 8, 64, 512])
     if what == "flip":
-        for _ in range(dice.choice([1, 1, 2, 8])):
-            where = min(at + dice.randrange(32), len(content) - 1)
+        for where in range(at, min(at + dice.choice([1, 1, 2, 8]), len(content))):
             content[where] = dice.choice([0, 0x7F, 0x80, 0xFF, content[where] ^ (1 << dice.randrange(8))])
-    elif what == "cut":
-        del content[at:]
-    elif what == "slice":
-        del content[at : at + length]
-    elif what in ("insert", "repeat"):
-        content[at:at] = content[at : at + length] if what == "repeat" else bytes(dice.choices(range(256), k=length))
+    elif what in ("cut", "slice"):
+        del content[at : len(content) if what == "cut" else at + length]
     else:
-        content = content[: length or 1] + content[-length:]
+        content[at:at] = content[at : at + length] if what == "repeat" else bytes(dice.choices(range(256), k=length))
     return bytes(content), f"bytes: {what} at {at}"
