@@ -19,11 +19,15 @@ from tests.planning import parse
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 CONSTANTS: dict[str, Any] = {
-    **{name: np.float32(value) for name, value in {"zero": 0, "one": 1, "nine": 9, "tiny": 0.02}.items()},
+    **{
+        name: np.float32(value)
+        for name, value in {"zero": 0, "one": 1, "nine": 9, "tiny": 0.02, "least": -3.4e38}.items()
+    },
     **{f"ones{count}": np.ones(count, np.float32) for count in (4, 6, 8)},
-    **{f"zeros{count}": np.zeros(count, np.float32) for count in (6, 8)},
+    **{f"zeros{count}": np.zeros(count, np.float32) for count in (4, 6, 8, 16)},
     **{f"i{value}": np.array([value]) for value in range(4)},
     "by": np.full((1, 6, 1, 1), 1.5, np.float32),
+    "half": np.full((1, 1, 1, 1), 0.5, np.float32),
     "channels": np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1),
     "even": np.tile([True, False], 192).reshape(1, 6, 8, 8),
     "twice": np.float32([1, 1, 2, 2]),
@@ -33,13 +37,26 @@ CONSTANTS: dict[str, Any] = {
 """What texts of nets name, beside weights, which are called after their shapes: ``w8_6_3_3``."""
 
 
-def net_of(body: str, shape: str = "1,6,8,8", outputs: str = "y") -> onnx.ModelProto:
-    """Returns the net of nodes from ``x`` to ``y``."""
-    weights = {name: name[1:].replace("_", ",") for name in re.findall(r"\bw\d[\d_]*", body)}
-    declared = ", ".join(f"float[{sizes}] {name}" for name, sizes in weights.items())
-    held = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", body)}
+def net_of(body: str, shape: str = "1,6,8,8", outputs: str = "y", **more: Any) -> onnx.ModelProto:
+    """Returns the net of nodes from ``x`` to ``y``; ``more`` are constants beside those here."""
+    weights = dict(re.findall(r"\b(w(\d+(?:_\d+)*)[a-z]?)\b", body))
+    declared = ", ".join(f"float[{sizes.replace('_', ',')}] {name}" for name, sizes in weights.items())
+    held = {name: value for name, value in {**CONSTANTS, **more}.items() if re.search(rf"\b{name}\b", body)}
     head = f"(float[{shape}] x) => ({outputs}) {f'<{declared}>' if declared else ''}"
-    return parse(f"{head} {{ {body} }}", held, opset=20)
+    return parse(f"{head} {{ {body} }}", held, opset=20, domains=())
+
+
+def quantized_net(body: str, shape: str = "1,4,6,6", outputs: str = "y", **more: Any) -> onnx.ModelProto:
+    """Likewise, where ``a = Q (b)`` are Q and DQ, and ``q8_3_3_3`` and ``u8_3_3_3`` DQ of int8 and uint8 weights."""
+    pair = r"[\1_Q] \1_q = QuantizeLinear (\2, step, middle) [\1_DQ] \1 = DequantizeLinear (\1_q, step, middle)"
+    body = re.sub(r"(\w+) = Q \((\w+)\)", pair, body)
+    grid = {"step": np.float32(0.05), "middle": np.uint8(128), "nought": np.int8(0)}
+    held, draws = {**grid, **more}, np.random.default_rng(0)
+    for name, kind, sizes in dict.fromkeys(re.findall(r"\b(([qu])(\d+(?:_\d+)*)[a-z]?)\b", body)):
+        dtype, zero = (np.int8, "nought") if kind == "q" else (np.uint8, "middle")
+        held[f"{name}_held"] = draws.integers(0, 100, [*map(int, sizes.split("_"))]).astype(dtype)
+        body = f"{name} = DequantizeLinear ({name}_held, step, {zero}) {body}"
+    return net_of(body, shape, outputs, **held)
 
 
 class Written:

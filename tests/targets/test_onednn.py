@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ArrayReader, preview, quantize_static, verify_patterns
-from kenosis_ort.errors import KenosisWarning, OptionError, VerificationError
+from kenosis_ort import preview, quantize_static, verify_patterns
+from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.qdq import SourceGraph, can_clip, pair_orders
 from kenosis_ort.plan import Kind
@@ -25,25 +24,18 @@ from kenosis_ort.targets.onednn.openvino_rules import EPILOGUE, share_subsamplin
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run
-from tests.models import Net
 from tests.planning import parse
 from tests.processor import Pretend, with_flags
-from tests.targets.files import DQ, Written
-from tests.targets.onednn_nets import Quantized, chain, conv, silu
+from tests.targets.files import DQ, Written, net_of, quantized_net
 
 PADS = "pads = [1,1,1,1]"
 openvino = pytest.mark.usefixtures("_openvino")
-written = partial(Written, target="onednn")
+written = partial(Written, target="onednn", verify=False)
 
 
 @pytest.fixture
 def _openvino() -> None:
     pytest.importorskip("openvino")
-
-
-def second(net: Quantized, y: str, *, weight: type = np.int8) -> str:
-    """Adds a quantized Conv, float behind it."""
-    return net.op("Conv", [y, net.dq(net.int8_weight(weight), weight)], name="second", pads=[1, 1, 1, 1])
 
 
 def is_part(report: FusionReport, op_type: str) -> bool:
@@ -52,69 +44,28 @@ def is_part(report: FusionReport, op_type: str) -> bool:
     return bool(found) and all(k.absorbed_into == "conv" for k in found)
 
 
-STEM = f"""(float[1,3,16,16] x) => (y) <float[16,3,3,3] v, float[16,1,3,3] w, float[8,16,1,1] p, float[16,8,3,3] q> {{
-    [stem] a = Conv <{PADS}> (x, v) b = Relu (a) [depthwise] c = Conv <group = 16, {PADS}> (b, w) d = Relu (c)
-    [project] e = Conv (d, p) f = Relu (e) [last] g = Conv <{PADS}> (f, q) y = Relu (g) }}"""
-"""A stem as of a mobile net, and a dense Conv behind it."""
-
-
 # ---- rules ------------------------------------------------------------------------------------------------------
 
-Build = Callable[[Quantized, str], str]
+FIRST = f"a = Q (x) [conv] c = Conv <{PADS}> (a, q4_4_3_3, zeros4)"
+JOINED = "d = Q (c) b = Concat <axis = 1> (d, a)"
+POOLED = "d = Q (c) b = MaxPool <kernel_shape = [2,2]> (d)"
+RESIZED = """d = Q (c) b = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric",
+    nearest_mode = "floor"> (d, , twice)"""
+LINEAR = """a = Q (x) [first] m = MatMul (a, q16_16) n = Add (m, zeros16) g = Gelu (n) b = Q (g)
+    [last] p = MatMul (b, q16_16b) y = Add (p, zeros16)"""
 
 
-def linear_layers() -> onnx.ModelProto:
-    net = Quantized(opset=20)
-    x = net.pair(net.input("x", (1, 8, 16)))
-    for name in ("first", "last"):
-        weight = net.dq(net.const(net.rng.integers(-99, 99, (16, 16)), dtype=np.int8), np.int8)
-        y = net.op("Add", [net.op("MatMul", [x, weight], name=name), net.const(np.zeros(16, np.float32))])
-        x = net.pair(net.op("Gelu", [y])) if name == "first" else y
-    return net.finished(x)
-
-
-def joined(net: Quantized, y: str, *, behind: bool) -> str:
-    """Adds a Concat of two quantized halves and a Conv behind it."""
-    halves = net.op("Concat", [net.pair(y), net.pair("x")], name="concat", axis=1)
-    weight = net.dq(net.const(net.rng.integers(0, 99, (4, 8, 1, 1)), dtype=np.int8), np.int8)
-    return net.op("Conv", [net.pair(halves) if behind else halves, weight], name="second")
-
-
-def pooled(net: Quantized, y: str) -> str:
-    return net.op("MaxPool", [net.pair(y)], kernel_shape=[2, 2])
-
-
-def resized(net: Quantized, y: str) -> str:
-    scales = net.const(np.array([1, 1, 2, 2], np.float32))
-    how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    return net.op("Resize", [net.pair(y), "", scales], **how)
-
-
-def two(make: Build) -> Callable[[], onnx.ModelProto]:
-    """Two quantized Convs with something in between."""
-    return lambda: conv(dst=lambda net, y: second(net, make(net, y)))
-
-
-def residual(net: Quantized, y: str, *, q: bool) -> str:
-    return net.pair(net.op("Relu", [net.op("Add", [net.pair(y) if q else y, net.pair("x")])]))
-
-
-def alone(op: str, *inputs: Any, **attributes: Any) -> Build:
-    """An operator with a pair on both sides."""
-    return lambda net, y: net.pair(net.op(op, [net.pair(y), *inputs], **attributes))
-
-
-def transposed() -> onnx.ModelProto:
-    net = Quantized(opset=20)
-    x = net.pair(net.input("x", (1, 4, 6, 6)))
-    return net.finished(net.op("ConvTranspose", [x, net.dq(net.int8_weight(), np.int8)], name="up"))
+def net(between: str) -> onnx.ModelProto:
+    """A quantized Conv of ``a`` to ``c``, and from there what leads to ``y``, or to ``b`` and a Conv of it."""
+    second = f"[second] y = Conv <{PADS}> (b, {'q4_8_3_3' if 'Concat' in between else 'q4_4_3_3b'})"
+    return quantized_net(f"{FIRST} {between} {'' if 'y = ' in between else second}")
 
 
 class Case(NamedTuple):
     """A graph and what OpenVINO makes of it.
 
     Attributes:
-        make: Makes it.
+        graph: The graph, or what stands between two Convs.
         integer: Operators whose nodes run on integers, apart by spaces.
         floats: Those that do not.
         part: Those that are part of the first Conv's kernel.
@@ -122,7 +73,7 @@ class Case(NamedTuple):
         share: Of Conv and linear layers on integers.
     """
 
-    make: Callable[[], onnx.ModelProto]
+    graph: str | onnx.ModelProto
     integer: str = ""
     floats: str = ""
     part: str = ""
@@ -130,48 +81,39 @@ class Case(NamedTuple):
     share: float | None = None
 
 
+IN_KERNEL = [op for op in EPILOGUE if op != "PRelu"]
+FLOATS = ("Exp (c)", "Log (c)", "Erf (c)", "Selu (c)", "Softsign (c)", "Max (c, half)", "Min (c, half)")
 EXAMPLES: dict[str, list[Case]] = {
-    "onednn-conv": [Case(two(lambda net, y: net.pair(y)), share=1.0)],
-    "onednn-linear": [Case(linear_layers, share=1.0)],
-    "onednn-residual": [Case(two(partial(residual, q=q)), "Add Relu") for q in (True, False)],
-    "onednn-mul": [Case(two(lambda net, y: net.pair(net.op("Mul", [net.pair(y), net.pair("x")]))), "Mul")],
-    "onednn-concat": [Case(lambda: conv(dst=partial(joined, behind=False)), "Concat", share=1.0)],
-    "onednn-average-pool": [
-        Case(two(alone("GlobalAveragePool")), share=1.0),
-        Case(two(lambda net, y: net.op("GlobalAveragePool", [net.pair(y)])), share=0.5),
+    "onednn-conv": [Case("b = Q (c)", share=1.0)],
+    "onednn-linear": [Case(quantized_net(LINEAR, "1,8,16"), share=1.0)],
+    "onednn-residual": [
+        Case(f"{text} f = Relu (e) b = Q (f)", "Add Relu") for text in ("d = Q (c) e = Add (d, a)", "e = Add (c, a)")
     ],
-    "onednn-moves": [Case(two(pooled), "MaxPool", share=1.0)],
-    "onednn-resize": [Case(two(resized), "Resize", share=1.0)],
+    "onednn-mul": [Case("d = Q (c) e = Mul (d, a) b = Q (e)", "Mul")],
+    "onednn-concat": [Case(JOINED, "Concat", share=1.0)],
+    "onednn-average-pool": [
+        Case("d = Q (c) e = GlobalAveragePool (d) b = Q (e)", share=1.0),
+        Case("d = Q (c) b = GlobalAveragePool (d)", share=0.5),
+    ],
+    "onednn-moves": [Case(POOLED, "MaxPool", share=1.0)],
+    "onednn-resize": [Case(RESIZED, "Resize", share=1.0)],
     "onednn-epilogue": [
-        *(
-            Case(two(lambda net, y, o=op: net.pair(chain(o)(net, y))), part=op, share=1.0)
-            for op in EPILOGUE
-            if op != "PRelu"
-        ),
+        *(Case(f"d = {op} (c) b = Q (d)", part=op, share=1.0) for op in IN_KERNEL),
         *(  # the session takes Relu and Clip out of the way of a Q all the same
-            Case(two(lambda net, y, o=op: net.pair(chain(o)(net, net.pair(y)))), apart=op)
-            for op in EPILOGUE
-            if op not in ("PRelu", "Relu", "Clip")
+            Case(f"d = Q (c) e = {op} (d) b = Q (e)", apart=op) for op in IN_KERNEL if op not in ("Relu", "Clip")
         ),
     ],
     "onednn-deferred-q": [
-        Case(two(lambda net, y: net.pair(silu(net, y))), part="Sigmoid Mul"),
-        Case(two(lambda net, y: net.pair(silu(net, net.pair(y)))), apart="Mul"),
-        Case(two(lambda net, y: net.pair(chain("Relu", "Mul", "Tanh", "Abs")(net, y))), part="Relu Mul Tanh Abs"),
+        Case("d = Sigmoid (c) e = Mul (c, d) b = Q (e)", part="Sigmoid Mul"),
+        Case("d = Q (c) e = Sigmoid (d) f = Mul (d, e) b = Q (f)", apart="Mul"),
+        Case("d = Relu (c) e = Mul (d, half) f = Tanh (e) g = Abs (f) b = Q (g)", part="Relu Mul Tanh Abs"),
     ],
-    "onednn-float-activations": [
-        Case(two(lambda net, y, o=op: net.pair(chain(o)(net, y))), apart=op)
-        for op in ("Exp", "Log", "Erf", "Selu", "Softsign", "Max", "Min")
-    ],
-    "onednn-hard-sigmoid-slow": [Case(two(lambda net, y: net.pair(chain("HardSigmoid")(net, y))), apart="HardSigmoid")],
-    "onednn-float-passes": [Case(transposed, floats="ConvTranspose")],
-    "onednn-float": [Case(two(alone("Softmax", axis=1)), floats="Softmax")],
+    "onednn-float-activations": [Case(f"d = {call} b = Q (d)", apart=call.split()[0]) for call in FLOATS],
+    "onednn-hard-sigmoid-slow": [Case("d = HardSigmoid (c) b = Q (d)", apart="HardSigmoid")],
+    "onednn-float-passes": [Case(quantized_net("a = Q (x) y = ConvTranspose (a, q4_4_3_3)"), floats="ConvTranspose")],
+    "onednn-float": [Case("d = Q (c) e = Softmax <axis = 1> (d) b = Q (e)", floats="Softmax")],
     "onednn-tiles-slow-exponential": [
-        Case(
-            two(lambda net, y: net.pair(silu(net, net.op("Max", [y, net.const(np.float32(-3.4e38))])))),
-            apart="Mul",
-            share=1.0,
-        )
+        Case("d = Max (c, least) e = Sigmoid (d) f = Mul (d, e) b = Q (f)", apart="Mul", share=1.0)
     ],
 }
 
@@ -181,7 +123,7 @@ EXAMPLES: dict[str, list[Case]] = {
     "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
 )
 def test_rule(case: Case) -> None:
-    report = prove(case.make())
+    report = prove(net(case.graph) if isinstance(case.graph, str) else case.graph)
     assert report.runtime == "OpenVINO"
     assert case.share is None or report.integer_share() == case.share
     for operators, is_integer in ((case.integer, True), (case.floats, False)):
@@ -192,29 +134,26 @@ def test_rule(case: Case) -> None:
 
 
 @openvino
-@pytest.mark.parametrize(
-    ("without", "with_q"),
-    [
-        (two(pooled), two(lambda net, y: net.pair(pooled(net, y)))),
-        (lambda: conv(dst=partial(joined, behind=False)), lambda: conv(dst=partial(joined, behind=True))),
-    ],
-)
-def test_rule_moves_keep_grid(without: Callable[[], onnx.ModelProto], with_q: Callable[[], onnx.ModelProto]) -> None:
+@pytest.mark.parametrize("between", [POOLED, JOINED])
+def test_rule_moves_keep_grid(between: str) -> None:
     """A Q behind what moves bytes is a pass of its own."""
-    assert prove(with_q()).overhead.get("Subgraph", 0) > prove(without()).overhead.get("Subgraph", 0)
+    without, with_q = (prove(net(text)) for text in (between, f"{between.replace('b =', 'e =')} b = Q (e)"))
+    assert with_q.overhead.get("Subgraph", 0) > without.overhead.get("Subgraph", 0)
 
 
-def clipped(net: Quantized) -> str:
-    bounds = (net.const(np.int8(-7), dtype=np.int8), net.const(np.int8(7), dtype=np.int8))
-    return net.dq(net.op("Clip", [net.int8_weight(), *bounds]), np.int8)
+UINT8 = quantized_net(f"a = Q (x) [conv] c = Conv <{PADS}> (a, u4_4_3_3, zeros4) y = Q (c)")
+CLIPPED = quantized_net(
+    f"a = Q (x) k = Clip (held, low, high) w = DequantizeLinear (k, step, nought) [conv] y = Conv <{PADS}> (a, w)",
+    held=np.arange(144, dtype=np.int8).reshape(4, 4, 3, 3) % 100,
+    low=np.int8(-7),
+    high=np.int8(7),
+)
 
 
 @openvino
-@pytest.mark.parametrize(
-    ("weight", "words"), [(lambda net: net.dq(net.int8_weight(np.uint8)), "uint8"), (clipped, "Clip")]
-)
-def test_rule_onednn_uint8_weights_float(weight: Callable[[Quantized], str], words: str) -> None:
-    kernel = prove(conv(weight=weight)).by_node["conv"]
+@pytest.mark.parametrize(("model", "words"), [(UINT8, "uint8"), (CLIPPED, "Clip")])
+def test_rule_onednn_uint8_weights_float(model: onnx.ModelProto, words: str) -> None:
+    kernel = prove(model).by_node["conv"]
     assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
     assert words in kernel.reason
 
@@ -230,22 +169,20 @@ def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
     assert reader.handed_out == 0
 
 
+STEM = f"""[stem] a = Conv <{PADS}> (x, w16_3_3_3) b = Relu (a)
+    [depthwise] c = Conv <group = 16, {PADS}> (b, w16_1_3_3) d = Relu (c) [project] e = Conv (d, w8_16_1_1) f = Relu (e) [last] g = Conv <{PADS}> (f, w16_8_3_3) y = Relu (g)"""
+"""A stem as of a mobile net, and a dense Conv behind it."""
+
+
 @openvino
 def test_rule_onednn_float_stem() -> None:
     """OpenVINO runs such a stem on int8: it stays float for accuracy, and the plan says nothing else."""
-    net = Quantized(opset=20)
-    values = net.pair(net.input("x", (1, 3, 16, 16)))
-    for name, (outputs, inputs, size, group) in {
-        "stem": (16, 3, 3, 1), "depthwise": (16, 1, 3, 16), "project": (8, 16, 1, 1),
-    }.items():  # fmt: skip
-        weight = net.dq(net.const(net.rng.integers(-99, 99, (outputs, inputs, size, size)), dtype=np.int8), np.int8)
-        values = net.pair(net.op("Conv", [values, weight], name=name, group=group, pads=[size // 2] * 4))
-    proof = prove(net.finished(values))
-    assert proof.integer_share() == 1.0
-    report = preview(parse(STEM), target="onednn")
-    chosen = {node.node: node for node in report.nodes if node.op_type == "Conv"}
-    assert [name for name, node in chosen.items() if node.kind is Kind.FLOAT] == ["stem", "depthwise", "project"]
-    assert chosen["last"].kind is Kind.INTEGER
+    body = f"""a = Q (x) [stem] b = Conv <{PADS}> (a, q16_3_3_3) c = Q (b)
+        [depthwise] d = Conv <group = 16, {PADS}> (c, q16_1_3_3) e = Q (d) [project] f = Conv (e, q8_16_1_1) y = Q (f)"""
+    assert prove(quantized_net(body, "1,3,16,16")).integer_share() == 1.0
+    chosen = {node.node: node for node in preview(net_of(STEM, "1,3,16,16"), target="onednn").nodes}
+    kinds = {"stem": Kind.FLOAT, "depthwise": Kind.FLOAT, "project": Kind.FLOAT, "last": Kind.INTEGER}
+    assert {name: chosen[name].kind for name in kinds} == kinds
     assert "accuracy" in chosen["stem"].reason
     assert "slower" not in chosen["stem"].reason
 
@@ -265,55 +202,45 @@ def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport
 
 
 @pytest.mark.parametrize(
-    ("epilogue", "said", "parts"),
+    ("between", "said", "parts"),
     [
-        (silu, "conv Mul", "Sigmoid Mul"),  # a node without a name is where its readers are
-        (chain("Clip"), "conv QuantizeLinear", "Clip"),  # a Clip that vanished is where its Quantize is
-        (chain("Mul"), "Mul", "Mul"),  # a Conv without a name is the one that its reader names
+        # a node without a name is where its readers are
+        ("[Sigmoid] d = Sigmoid (c) [Mul] e = Mul (c, d) y = Q (e)", "conv Mul", "Sigmoid Mul"),
+        # a Clip that vanished is where its Quantize is
+        ("[Clip] d = Clip (c) y = Q (d)", "conv y_Q", "Clip"),
+        # a Conv without a name is the one that its reader names
+        ("[Mul] d = Mul (c, half) y = Q (d)", "Mul", "Mul"),
     ],
 )
-def test_what_has_no_name_is_part_of_the_conv(epilogue: Build, said: str, parts: str) -> None:
-    model = conv(epilogue)
-    labels = {n.op_type: n.name for n in model.graph.node}  # the last of each operator
-    kernel = " ".join(labels.get(word, word) for word in said.split())
-    report = told(model, ("Convolution", "u8", kernel))
+def test_what_has_no_name_is_part_of_the_conv(between: str, said: str, parts: str) -> None:
+    report = told(net(between), ("Convolution", "u8", said))
     assert report.by_node["conv"].status is Status.INTEGER
-    assert set(report.by_node["conv"].absorbed) == {labels[op] for op in parts.split()}
-    for op in parts.split():
-        part = report.by_node[labels[op]]
+    assert {*report.by_node["conv"].absorbed} == {*parts.split()}
+    for part in map(report.by_node.__getitem__, parts.split()):
         assert (part.status, part.absorbed_into, part.integer) == (Status.ABSORBED, "conv", True)
 
 
 def test_a_float_conv_says_why() -> None:
-    model = conv(weight=lambda net: net.dq(net.int8_weight(np.uint8)))
-    kernel = told(model, ("Convolution", "f32", "conv")).by_node["conv"]
+    kernel = told(UINT8, ("Convolution", "f32", "conv")).by_node["conv"]
     assert (kernel.status, kernel.cause) == (Status.FLOAT, Cause.WEIGHT_TYPE)
     assert "uint8" in kernel.reason
 
 
 def test_what_executes_no_node_is_overhead() -> None:
-    model = conv()
-    first = next(n.name for n in model.graph.node if n.op_type == "QuantizeLinear")
-    report = told(model, ("Subgraph", "f32", first), ("Reorder", "u8", ""), ("Convolution", "u8", "conv"))
+    report = told(net("y = Q (c)"), ("Subgraph", "f32", "a_Q"), ("Reorder", "u8", ""), ("Convolution", "u8", "conv"))
     assert report.overhead == {"Subgraph": 1, "Reorder": 1}
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def block(epilogue: Callable[[Net, str], str]) -> onnx.ModelProto:
-    """Returns a float net: two Convs, each with an epilogue, a residual Add and Relu, and a head."""
-    net = Net(opset=20)
-    x = net.input("x", [1, 8, 10, 10])
-    y = epilogue(net, net.conv(x, 8, 8, name="first"))
-    z = epilogue(net, net.conv(y, 8, 8, name="second"))
-    z = net.op("Relu", [net.op("Add", [z, y], name="add")], name="relu")
-    net.output(net.gemm(net.op("Flatten", [net.op("GlobalAveragePool", [z])]), 8, 4, name="head"))
-    return net.model()
-
-
-def gated(net: Net, y: str) -> str:
-    return net.op("Mul", [y, net.op("Sigmoid", [y])])
+def block(op: str) -> onnx.ModelProto:
+    """Returns a float net: two Convs, each with an activation, a residual Add and Relu, and a head."""
+    act = "{0}s = Sigmoid ({0}) {0}a = Mul ({0}, {0}s)" if op == "SiLU" else f"{{0}}a = {op} ({{0}})"
+    body = f"""[first] c = Conv <{PADS}> (x, w8_8_3_3, zeros8) {act.format("c")}
+        [second] d = Conv <{PADS}> (ca, w8_8_3_3b, zeros8) {act.format("d")} [add] s = Add (da, ca) [relu] r = Relu (s)
+        p = GlobalAveragePool (r) f = Flatten (p) [head] y = Gemm <transB = 1> (f, w4_8, ones4)"""
+    return net_of(body, "1,8,10,10")
 
 
 def odd_channels() -> onnx.ModelProto:
@@ -336,7 +263,7 @@ def bright(count: int) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel: bool) -> None:
-    made = written(odd_channels(), tmp_path, feeds=bright(4), verify=False, per_channel=per_channel)
+    made = written(odd_channels(), tmp_path, feeds=bright(4), per_channel=per_channel)
     layers = [node for node in made.model.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
     assert len(layers) == 5
     for node in layers:
@@ -360,7 +287,7 @@ def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -
 
 @pytest.mark.parametrize("op", [*(op for op in EPILOGUE if op not in ("Neg", "Sqrt", "PRelu")), "SiLU"])
 def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
-    made = written(block(gated if op == "SiLU" else lambda net, y: net.op(op, [y])), tmp_path, verify=False)
+    made = written(block(op), tmp_path)
     report = verify_patterns(made.model)
     assert report.conforms, str(report)
     want = 2 if op == "SiLU" else 1
@@ -371,7 +298,7 @@ def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
 
 
 def test_weights_are_int8_by_channel_and_symmetric(tmp_path: Path) -> None:
-    made = written(block(lambda net, y: net.op("Relu", [y])), tmp_path, verify=False)
+    made = written(block("Relu"), tmp_path)
     for node in (n for n in made.model.graph.node if n.op_type in ("Conv", "Gemm")):
         weight, scale, zero = (made.constants[v] for v in made.makers[node.input[1]].input)
         assert weight.dtype == np.int8
@@ -385,25 +312,23 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
 ) -> None:
     pretend(with_flags("amx_int8"))
-    float_model = block(gated)
-    report = verify_patterns(written(float_model, tmp_path, verify=False).model)
+    report = verify_patterns(written(block("SiLU"), tmp_path).model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2
     assert all(c.dst == "u8" for c in report.convs)
     monkeypatch.setattr(rules, "_MOST_ELEMENTS", 799)  # the sums have 800
-    large = verify_patterns(written(float_model, tmp_path, verify=False).model)
+    large = verify_patterns(written(block("SiLU"), tmp_path).model)
     assert [c.epilogue for c in large.convs] == [("Sigmoid", "Multiply")] * 2
     monkeypatch.undo()
-    assert "Max" not in written(float_model, tmp_path, verify=False, rewrites=False).operators
-    calm = block(lambda net, y: net.op("Relu", [y]))
-    assert "Max" not in written(calm, tmp_path, verify=False).operators
+    assert "Max" not in written(block("SiLU"), tmp_path, rewrites=False).operators
+    assert "Max" not in written(block("Relu"), tmp_path).operators
 
 
 def strided(pads: str = "0,0,0,0", strides: str = "2,2") -> onnx.ModelProto:
     """Returns a net in which two pointwise Convs with strides alone read a value."""
-    return parse(f"""(float[1,8,10,10] x) => (y, z) <float[8,8,3,3] v, float[8,8,1,1] w, float[8,8,1,1] u> {{
-        [first] c = Conv <{PADS}> (x, v) [relu] r = Relu (c)
-        [one] y = Conv <kernel_shape = [1,1], strides = [2,2], pads = [{pads}]> (r, w)
-        [two] z = Conv <kernel_shape = [1,1], strides = [{strides}], pads = [{pads}]> (r, u) }}""")
+    body = f"""[first] c = Conv <{PADS}> (x, w8_8_3_3) [relu] r = Relu (c)
+        [one] y = Conv <kernel_shape = [1,1], strides = [2,2], pads = [{pads}]> (r, w8_8_1_1)
+        [two] z = Conv <kernel_shape = [1,1], strides = [{strides}], pads = [{pads}]> (r, w8_8_1_1b)"""
+    return net_of(body, "1,8,10,10", "y, z")
 
 
 def test_pointwise_convs_share_a_subsampling_to_the_bit() -> None:
@@ -428,36 +353,29 @@ def test_other_strides_and_padded_convs_stay(model: onnx.ModelProto) -> None:
 @openvino
 def test_rule_onednn_strides_behind_dequantize_float() -> None:
     """OpenVINO moves the strides of pointwise Convs before them, and runs those then in float."""
-
-    def heads(net: Quantized, y: str) -> str:
-        for name in ("one", "two"):
-            weight = net.dq(net.const(net.rng.integers(0, 99, (4, 4, 1, 1)), dtype=np.int8), np.int8)
-            last = net.op("Conv", [y, weight], name=name, strides=[2, 2], kernel_shape=[1, 1])
-            net.output(last)
-        return net.op("Identity", [last])
-
-    def pool(net: Quantized, y: str) -> str:
-        return second(net, net.op("MaxPool", [net.pair(y)], kernel_shape=[1, 1], strides=[2, 2]))
-
-    assert not prove(conv(chain("Relu"), dst=lambda net, y: heads(net, net.pair(y)))).by_node["one"].integer
-    assert prove(conv(chain("Relu"), dst=pool)).integer_share() == 1.0
+    pointwise = "Conv <strides = [2,2], kernel_shape = [1,1]>"
+    heads = f"""{FIRST} d = Relu (c) b = Q (d) [one] y = {pointwise} (b, q4_4_1_1)
+        [two] z = {pointwise} (b, q4_4_1_1b)"""
+    assert not prove(quantized_net(heads, outputs="y, z")).by_node["one"].integer
+    pool = "d = Relu (c) e = Q (d) b = MaxPool <kernel_shape = [1,1], strides = [2,2]> (e)"
+    assert prove(net(pool)).integer_share() == 1.0
 
 
 def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
-    text = f"""(float[1,8,10,10] x) => (y) <float[8,8,3,3] u, float[8,8,1,1] v, float[8] b> {{
-        a = Conv <{PADS}> (x, u, b) r = Relu (a) p = GlobalAveragePool (r) c = Conv (p, v, b) h = HardSigmoid (c)
-        m = Mul (r, h) d = Conv <{PADS}> (r, u, b) s = Sum (m, d) y = Conv <{PADS}> (s, u, b) }}"""
-    made = written(parse(text), tmp_path, verify=False)
+    body = f"""a = Conv <{PADS}> (x, w8_8_3_3, ones8) r = Relu (a) p = GlobalAveragePool (r)
+        c = Conv (p, w8_8_1_1, ones8) h = HardSigmoid (c) m = Mul (r, h) d = Conv <{PADS}> (r, w8_8_3_3, ones8)
+        s = Sum (m, d) y = Conv <{PADS}> (s, w8_8_3_3, ones8)"""
+    made = written(net_of(body, "1,8,10,10"), tmp_path)
     assert "Clip" in made.operators
     assert not {"HardSigmoid", "Sum"} & set(made.operators)
     assert {d.dtype for d in made.report.plan.decisions if d.edge.consumer.startswith(("Mul", "Sum"))} == {"uint8"}
 
 
 def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path: Path) -> None:
-    text = """(float[1,16,10,10] x) => (y) <float[16,16,3,3] w, float[16] s> { c = Conv (x, w)
-        [pool] p = MaxPool <kernel_shape = [2,2]> (c) n = BatchNormalization (p, s, s, s, s) r = Relu (n)
-        y = Conv (r, w) }"""
-    made = written(parse(text, {"s": np.linspace(0.5, 1.5, 16)}), tmp_path, verify=False)
+    body = """c = Conv (x, w16_16_3_3) [pool] p = MaxPool <kernel_shape = [2,2]> (c)
+        n = BatchNormalization (p, some, some, some, some) r = Relu (n) y = Conv (r, w16_16_3_3)"""
+    model = net_of(body, "1,16,10,10", some=np.linspace(0.5, 1.5, 16, dtype=np.float32))
+    made = written(model, tmp_path)
     assert made.before("pool") == [DQ]
 
 
@@ -467,27 +385,19 @@ def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_
 @openvino
 def test_the_default_call_is_proved_on_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenosis_ort.flow.speed._LEAST_TIMING_S", 20.0)  # rounds enough however busy the machine is
-    model = block(gated)
-    out = tmp_path / "out.onnx"
-    report = quantize_static(model, out, models.reader(model, 8), target="onednn")
+    model = block("SiLU")
+    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), target="onednn")
     assert report.fusion.runtime == "OpenVINO"
     assert report.speed is not None
 
 
 @openvino
 def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO does over some files; the call delivers without proof and timing, says so, and asks anew then."""
+    """OpenVINO does over some files; what is asked then is told so, and later it is asked anew."""
     script = tmp_path / "ask.py"
     script.write_text("import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGABRT)\n")
-    model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
-    feeds = models.feeds(model, 4)
     with monkeypatch.context() as patch:
         patch.setattr(other_process, "command", lambda _: [sys.executable, str(script)])
-        with pytest.warns(KenosisWarning, match="OpenVINO .* ended its process, with code -6"):
-            report = quantize_static(model, out, ArrayReader(feeds), target="onednn")
-        assert report.fusion is None
-        assert "without a fusion proof" in report.verdict()
-        with pytest.raises(VerificationError, match="code -6"):
-            prove(model)
-    assert prove(out).kernels
-    run(out, feeds)
+        with pytest.raises(VerificationError, match=r"OpenVINO .* ended its process, with code -6"):
+            prove(UINT8)
+    assert prove(UINT8).kernels
