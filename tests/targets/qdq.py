@@ -26,6 +26,7 @@ from onnx import TensorProto, helper
 from kenosis_ort.graph.load import base_op
 from kenosis_ort.verify import Status, verify_fusion
 from tests import models
+from tests.flow.support import sqnr_db
 from tests.models import Net
 from tests.verify.expect import check_complete
 
@@ -254,16 +255,36 @@ BYTES = "Q and DQ around"
 ISLAND = "float with Q and DQ around"
 
 
+def step(op_type: str, *further: Any, **attributes: Any) -> Step:
+    """An operator of one value; further inputs are names, arrays, or vectors of ints."""
+
+    def made(g: QdqGraph, value: str) -> str:
+        more = [each if isinstance(each, str) else g.const(np.asarray(each)) for each in further]
+        return g.op(op_type, value, *more, **attributes)
+
+    return made
+
+
+def alone(make: Step, *q: float, q_behind: bool = True, shape: Sequence[int | str] = IMAGE) -> Make:
+    """A step of a quantized input, with Q behind it unless told otherwise."""
+
+    def made(g: QdqGraph) -> str:
+        y = make(g, g.act_input(shape))
+        return g.q(y, *q) if q_behind else y
+
+    return made
+
+
 PRODUCERS: dict[str, tuple[Sequence[int], Step]] = {
     "QLinearConv": (IMAGE, lambda g, x: g.conv(x)),
     "QGemm": (LINES, lambda g, x: g.gemm(x)),
     "QLinearMatMul": (LINES, lambda g, x: g.matmul(x)),
     **{f"QLinear{op}": (IMAGE, lambda g, x, op=op: g.op(op, x, g.act_input())) for op in ("Add", "Mul")},
     "QLinearConcat": (IMAGE, lambda g, x: g.op("Concat", x, g.act_input(), axis=1)),
-    "QLinearAveragePool": (IMAGE, lambda g, x: g.op("AveragePool", x, kernel_shape=[2, 2])),
-    "QLinearGlobalAveragePool": (IMAGE, lambda g, x: g.op("GlobalAveragePool", x)),
-    "QLinearSigmoid": (IMAGE, lambda g, x: g.op("Sigmoid", x)),
-    "QLinearLeakyRelu": (IMAGE, lambda g, x: g.op("LeakyRelu", x, alpha=0.1)),
+    "QLinearAveragePool": (IMAGE, step("AveragePool", kernel_shape=[2, 2])),
+    "QLinearGlobalAveragePool": (IMAGE, step("GlobalAveragePool")),
+    "QLinearSigmoid": (IMAGE, step("Sigmoid")),
+    "QLinearLeakyRelu": (IMAGE, step("LeakyRelu", alpha=0.1)),
 }
 """Integer kernels, with the shape of what they read and what makes them between DQ and Q."""
 
@@ -406,19 +427,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = Tru
 
 
 def random_feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
-    """Returns one sample for every graph input: normal float32, booleans, ids 0..7; symbolic axes are 2 long."""
-    rng = np.random.default_rng(seed)
-    feeds: dict[str, Array] = {}
-    for info in model.graph.input:
-        shape = [d.dim_value or 2 for d in info.type.tensor_type.shape.dim]
-        elem_type = info.type.tensor_type.elem_type
-        if elem_type == TensorProto.BOOL:
-            feeds[info.name] = np.asarray(rng.random(shape) < 0.5)
-        elif elem_type == TensorProto.INT64:
-            feeds[info.name] = rng.integers(0, 8, shape)
-        else:
-            feeds[info.name] = np.asarray(rng.standard_normal(shape), np.float32)
-    return feeds
+    """Returns one sample for every graph input; ids are 0..7, symbolic axes 2 long."""
+    symbols = {d.dim_param for info in model.graph.input for d in info.type.tensor_type.shape.dim}
+    return models.feeds(model, 1, seed=seed, dims=dict.fromkeys(symbols, 2), high=8)[0]
 
 
 def _both(model: onnx.ModelProto) -> list[tuple[Array, Array]]:
@@ -429,12 +440,7 @@ def _both(model: onnx.ModelProto) -> list[tuple[Array, Array]]:
 
 def snr_db(model: onnx.ModelProto) -> float:
     """Returns the signal to difference ratio of the optimized against the unoptimized model in dB."""
-    worst = np.inf
-    for actual, reference in _both(model):
-        noise = float(np.sum((actual - reference) ** 2))
-        if noise > 0:
-            worst = min(worst, 10 * float(np.log10(np.sum(reference**2) / noise)))
-    return float(worst)
+    return min(sqnr_db(reference, actual) for actual, reference in _both(model))
 
 
 def largest_difference(model: onnx.ModelProto) -> float:

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from . import qdq
-from .qdq import FLOAT_CONV, PRODUCERS, RELU_STEP, STEP, Case, QdqGraph, Step, build, each_case, op_types, since
+from .qdq import FLOAT_CONV, PRODUCERS, RELU_STEP, STEP, Case, QdqGraph, Step, build, each_case, op_types, since, step
 
 SIX = 6 / 255
 
@@ -30,12 +30,7 @@ def clip_q(g: QdqGraph, value: str, low: float = 0.0, high: float = 6.0, scale: 
     return g.q(g.clip(value, low, high), scale, zero)
 
 
-def op(op_type: str, **attributes: Any) -> Step:
-    return lambda g, v: g.op(op_type, v, **attributes)
-
-
-def relu(g: QdqGraph, value: str) -> str:
-    return g.op("Relu", value)
+relu = step("Relu")
 
 
 def product(g: QdqGraph, x: str, gate: str) -> str:
@@ -43,22 +38,22 @@ def product(g: QdqGraph, x: str, gate: str) -> str:
 
 
 ACTIVATIONS: dict[str, tuple[Step, str]] = {
-    "LeakyRelu": (op("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
-    "Sigmoid": (op("Sigmoid"), "QLinearSigmoid"),
-    "Tanh": (op("Tanh"), "Tanh"),
-    "HardSigmoid": (op("HardSigmoid"), "HardSigmoid"),
-    "HardSwish": (op("HardSwish"), "HardSigmoid Mul"),
-    "Elu": (op("Elu"), "Elu"),
-    "Gelu": (op("Gelu"), "Gelu"),
-    "QuickGelu": (op("QuickGelu", domain=qdq.MS, alpha=1.0), "QuickGelu"),
+    "LeakyRelu": (step("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
+    "Sigmoid": (step("Sigmoid"), "QLinearSigmoid"),
+    "Tanh": (step("Tanh"), "Tanh"),
+    "HardSigmoid": (step("HardSigmoid"), "HardSigmoid"),
+    "HardSwish": (step("HardSwish"), "HardSigmoid Mul"),
+    "Elu": (step("Elu"), "Elu"),
+    "Gelu": (step("Gelu"), "Gelu"),
+    "QuickGelu": (step("QuickGelu", domain=qdq.MS, alpha=1.0), "QuickGelu"),
     "PRelu": (lambda g, v: g.op("PRelu", v, g.const(g.random(16, 1, 1))), "PRelu"),
 }
 """With the kernels that they are between Q and DQ."""
 DEFERRED: list[Step] = [
-    *(step for step, _ in ACTIVATIONS.values()),
+    *(make for make, _ in ACTIVATIONS.values()),
     lambda g, v: product(g, v, g.op("Sigmoid", v)),
     lambda g, v: product(g, v, g.op("HardSigmoid", v, alpha=1 / 6)),
-    *map(op, ("Softplus", "Mish", "Erf", "Selu", "Celu", "Softsign", "ThresholdedRelu")),
+    *map(step, ("Softplus", "Mish", "Erf", "Selu", "Celu", "Softsign", "ThresholdedRelu")),
 ]
 
 
@@ -139,12 +134,12 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     "activation-q-on-both-sides": [
         *(
-            behind_conv(f"QLinearConv {kernels}", lambda g, c, s=step: g.q(s(g, g.q(c))), step=STEP, opset=20)
-            for step, kernels in ACTIVATIONS.values()
+            behind_conv(f"QLinearConv {kernels}", lambda g, c, m=make: g.q(m(g, g.q(c))), step=STEP, opset=20)
+            for make, kernels in ACTIVATIONS.values()
         ),
         behind_conv("QLinearConv QLinearMul QLinearSigmoid", partial(siluish, everywhere=True)),
         behind_conv("Mul QLinearConv Sigmoid", partial(siluish, everywhere=False)),
-        *(behind_conv(FLOAT_CONV, lambda g, c, s=step: g.q(s(g, c)), opset=20) for step in DEFERRED),
+        *(behind_conv(FLOAT_CONV, lambda g, c, m=make: g.q(m(g, c)), opset=20) for make in DEFERRED),
     ],
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,49 +10,60 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto
-from onnxruntime.capi.onnxruntime_pybind11_state import InvalidGraph
 
 from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
-from kenosis_ort.targets.ort_cpu.rules import is_arm
 
 from . import qdq
-from .qdq import BYTES, IMAGE, ISLAND, LINES, RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, op_types, since
+from .qdq import (
+    BYTES,
+    IMAGE,
+    ISLAND,
+    LINES,
+    RELU_STEP,
+    STEP,
+    Case,
+    Make,
+    QdqGraph,
+    Step,
+    alone,
+    build,
+    compute_ops,
+    op_types,
+    since,
+    step,
+)
 
 OUT = 6 / 255  # a step other than the operands'
 STEP16 = 8 / 65535
 POOL: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
 
 
-def unary(g: QdqGraph, op_type: str, *q: float, **attributes: Any) -> str:
+def unary(op_type: str, *q: float, **attributes: Any) -> Make:
     """A function of one quantized value, with Q behind it."""
-    return g.q(g.op(op_type, g.act_input(), **attributes), *q)
+    return alone(step(op_type, **attributes), *q)
 
 
-def bare(g: QdqGraph, op_type: str, **attributes: Any) -> str:
-    return g.op(op_type, g.act_input(), **attributes)
+def bare(op_type: str, **attributes: Any) -> Make:
+    return alone(step(op_type, **attributes), q_behind=False)
 
 
-def binary(g: QdqGraph, op_type: str, other: str, *q: float) -> str:
-    return g.q(g.op(op_type, g.act_input(), other), *q)
+def binary(op_type: str, other: Callable[[QdqGraph], str] = QdqGraph.act_input, *q: float) -> Make:
+    return alone(lambda g, x: g.op(op_type, x, other(g)), *q)
 
 
-def constant(g: QdqGraph, kind: str) -> str:
-    values = np.abs(g.random(16, 1, 1)) + 0.5
-    kinds: dict[str, Callable[[], str]] = {
-        "dq": lambda: g.dq_constant(values),
-        "dq scalar": lambda: g.dq_constant(1.5),
-        "dq int8": lambda: g.dq_constant(values, dtype=np.int8),
-        "float": lambda: g.const(values),
-        "float scalar": lambda: g.const(1.5),
-        "value": g.act_input,
-        "float value": g.input,
-    }
-    return kinds[kind]()
+CONSTANT: dict[str, Callable[[QdqGraph], str]] = {
+    "dq": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5),
+    "dq scalar": lambda g: g.dq_constant(1.5),
+    "dq int8": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5, dtype=np.int8),
+    "float": lambda g: g.const(np.abs(g.random(16, 1, 1)) + 0.5),
+    "float scalar": lambda g: g.const(1.5),
+    "value": QdqGraph.act_input,
+    "float value": QdqGraph.input,
+}
 
 
-def where(g: QdqGraph, branch: str) -> str:
-    other = {"value": g.act_input, "dq": lambda: g.dq_constant(1.0), "float": lambda: g.const(1.0)}[branch]
-    return g.q(g.op("Where", g.input(IMAGE, TensorProto.BOOL), g.act_input(), other()), OUT, 100)
+def where(kind: str) -> Make:
+    return alone(lambda g, x: g.op("Where", g.input(IMAGE, TensorProto.BOOL), x, CONSTANT[kind](g)), OUT, 100)
 
 
 def block(g: QdqGraph, *, q_on_conv: bool = True, q_on_add: bool = True) -> str:
@@ -64,33 +74,33 @@ def block(g: QdqGraph, *, q_on_conv: bool = True, q_on_add: bool = True) -> str:
     return g.relu_q(total) if q_on_add else total
 
 
-def joined(g: QdqGraph, *steps: tuple[float, int] | None, axis: int = 1, out: tuple[float, int] = (STEP, 128)) -> str:
+def joined(*steps: tuple[float, int] | None, axis: int = 1, out: tuple[float, int] = (STEP, 128)) -> Make:
     """A Concat of Convs, each with a Q of these parameters or none."""
-    convs = [g.conv(g.act_input()) for _ in steps]
-    parts = [c if step is None else g.q(c, *step) for c, step in zip(convs, steps, strict=True)]
-    return g.q(g.op("Concat", *parts, axis=axis), *out)
+
+    def made(g: QdqGraph) -> str:
+        convs = [g.conv(g.act_input()) for _ in steps]
+        parts = [c if step is None else g.q(c, *step) for c, step in zip(convs, steps, strict=True)]
+        return g.q(g.op("Concat", *parts, axis=axis), *out)
+
+    return made
 
 
-def joined_with(g: QdqGraph, kind: str) -> str:
-    other = {"dq": g.dq_constant, "float": g.const}[kind](g.random(*IMAGE)) if kind != "input" else g.input()
-    return g.q(g.op("Concat", g.act_input(), other, axis=1))
+def joined_with(other: Callable[[QdqGraph], str]) -> Make:
+    return alone(lambda g, x: g.op("Concat", x, other(g), axis=1))
 
 
-def ones(g: QdqGraph, count: int, size: int) -> list[str]:
-    return [g.const(np.ones(size, np.float32)) for _ in range(count)]
-
-
-NORMS: dict[str, Callable[[QdqGraph, str], str]] = {
-    "LayerNormalization": lambda g, x: g.op("LayerNormalization", x, *ones(g, 2, 12)),
-    "InstanceNormalization": lambda g, x: g.op("InstanceNormalization", x, *ones(g, 2, 16)),
-    "BatchNormalization": lambda g, x: g.op("BatchNormalization", x, *ones(g, 4, 16)),
-    "LRN": lambda g, x: g.op("LRN", x, size=5),
-    "LpNormalization": lambda g, x: g.op("LpNormalization", x, axis=1, p=2),
+ONE = {size: np.ones(size, np.float32) for size in (12, 16)}
+NORMS: dict[str, Step] = {
+    "LayerNormalization": step("LayerNormalization", ONE[12], ONE[12]),
+    "InstanceNormalization": step("InstanceNormalization", ONE[16], ONE[16]),
+    "BatchNormalization": step("BatchNormalization", *[ONE[16]] * 4),
+    "LRN": step("LRN", size=5),
+    "LpNormalization": step("LpNormalization", axis=1, p=2),
 }
-OTHERS: dict[str, Callable[[QdqGraph, str], str]] = {
+OTHERS: dict[str, Step] = {
     "TopK": lambda g, x: g.ops("TopK", x, g.ints(3), count=2, axis=1)[0],
-    "CumSum": lambda g, x: g.op("CumSum", x, g.const(np.array(1, np.int64))),
-    "GridSample": lambda g, x: g.op("GridSample", x, g.const(np.zeros((1, 4, 4, 2), np.float32))),
+    "CumSum": step("CumSum", 1),
+    "GridSample": step("GridSample", np.zeros((1, 4, 4, 2), np.float32)),
 }
 FLOAT_BINARY = ("Sub", "Div", "Pow", "Min", "Max", "Sum", "Mean", "PRelu")
 FLOAT_UNARY = (
@@ -103,39 +113,33 @@ def normed(g: QdqGraph, x: str) -> str:
     return g.relu_q(g.op("Relu", NORMS["BatchNormalization"](g, x)))
 
 
-def recurrent(g: QdqGraph, op_type: str, gates: int, weight: str) -> str:
-    arrays = [g.random(1, gates * 4, 8), g.random(1, gates * 4, 4)]
-    weights = [g.dq_weight(a, axis=None) if weight == "dq" else g.const(a) for a in arrays]
-    return g.q(g.op(op_type, g.act_input((5, 1, 8)), *weights, hidden_size=4))
+def recurrent(op_type: str, gates: int, weight: str) -> Make:
+    def made(g: QdqGraph, x: str) -> str:
+        arrays = [g.random(1, gates * 4, 8), g.random(1, gates * 4, 4)]
+        weights = [g.dq_weight(a, axis=None) if weight == "dq" else g.const(a) for a in arrays]
+        return g.op(op_type, x, *weights, hidden_size=4)
+
+    return alone(made, shape=(5, 1, 8))
 
 
-def reduced(g: QdqGraph, op_type: str, *, as_input: bool) -> str:
-    x = g.act_input()
-    return g.q(g.op(op_type, x, g.ints(2, 3)) if as_input else g.op(op_type, x, axes=[2, 3]))
+def reduced(op_type: str, *, as_input: bool) -> Make:
+    return alone(step(op_type, (2, 3)) if as_input else step(op_type, axes=[2, 3]))
 
 
-def pooled(g: QdqGraph, *q: float, **attributes: Any) -> str:
-    return g.q(g.op("MaxPool", g.act_input(), **POOL, **attributes), *q)
-
-
-def softmax(g: QdqGraph, shape: tuple[int, ...], axis: int, *, q: bool) -> str:
-    y = g.op("Softmax", g.act_input(shape), axis=axis)
-    return g.q(y, 1 / 256, 0) if q else y
+def pooled(*q: float, **attributes: Any) -> Make:
+    return unary("MaxPool", *q, **POOL, **attributes)
 
 
 def wide(g: QdqGraph, *shape: int) -> str:
     return g.q(g.input(shape or IMAGE), STEP16)
 
 
+BOTH = "Add", "Mul"
 WIDE: dict[str, Callable[[QdqGraph], str]] = {
     "Conv": lambda g: g.conv(wide(g)),
-    "Gemm": lambda g: g.gemm(wide(g, *LINES)),
-    "MatMulNBits" if qdq.VERSION >= (1, 32) else "MatMul": lambda g: g.matmul(wide(g, *LINES)),
-    "Add": lambda g: g.op("Add", wide(g), wide(g)),
-    "Mul": lambda g: g.op("Mul", wide(g), wide(g)),
+    **{op: lambda g, o=op: g.op(o, wide(g), wide(g)) for op in BOTH},
     "Concat": lambda g: g.op("Concat", wide(g), wide(g), axis=1),
-    "Sigmoid": lambda g: g.op("Sigmoid", wide(g)),
-    "Softmax": lambda g: g.op("Softmax", wide(g)),
+    **{op: lambda g, o=op: g.op(o, wide(g)) for op in ("Sigmoid", "Softmax")},
     "MaxPool": lambda g: g.op("MaxPool", wide(g), kernel_shape=[2, 2]),
     f"Reshape {BYTES}": lambda g: g.op("Reshape", wide(g), g.ints(-1)),
     f"Transpose {BYTES}": lambda g: g.op("Transpose", wide(g)),
@@ -151,60 +155,49 @@ def looked_up(g: QdqGraph, table: str) -> str:
     return g.q(value) if table == "quantized" else value
 
 
-def pool(g: QdqGraph, x: str) -> str:
-    return g.op("MaxPool", x, **POOL)
-
-
+pool = step("MaxPool", **POOL)
 SOFTMAXES = (((4, 10), -1), ((4, 10), 0), (IMAGE, 1))
 TWO = "QLinearConcat QLinearConv QLinearConv"
 EXAMPLES: dict[str, list[Case]] = {
     "mul-integer": [
         *(
-            Case("QLinearMul", lambda g, s=shape: binary(g, "Mul", g.act_input(s), OUT, 100), OUT)
+            Case("QLinearMul", binary("Mul", partial(QdqGraph.act_input, shape=shape), OUT, 100), OUT)
             for shape in (IMAGE, (1, 16, 1, 1), (12,))
         ),
         # A constant operand stands behind DequantizeLinear, of the type of the activations; no operand is float.
         *(
-            Case(kernel.format(op_type), lambda g, o=op_type, k=kind: binary(g, o, constant(g, k), OUT, 100))
-            for op_type in ("Add", "Mul")
+            Case(kernel.format(op_type), binary(op_type, CONSTANT[kind], OUT, 100))
+            for op_type in BOTH
             for kernel, kinds in (
                 ("QLinear{}", ("dq", "dq scalar")),
                 ("{}", ("dq int8", "float", "float scalar", "float value")),
             )
             for kind in kinds
         ),
-        *(Case(o, lambda g, o=o: g.op(o, g.act_input(), g.act_input())) for o in ("Add", "Mul")),
+        *(Case(o, lambda g, o=o: g.op(o, g.act_input(), g.act_input())) for o in BOTH),
     ],
-    "sub-div-float": [
-        Case(op_type, lambda g, o=op_type, q=q: binary(g, o, g.act_input(), *q))
-        for op_type in FLOAT_BINARY
-        for q in ((), (OUT, 100))
-    ],
-    "unary-float": [
-        Case(op_type, lambda g, o=op_type, q=q: unary(g, o, *q), options={"opset": 20})
-        for op_type in FLOAT_UNARY
-        for q in ((), (OUT, 100))
-    ],
+    "sub-div-float": [Case(o, binary(o, CONSTANT["value"], *q)) for o in FLOAT_BINARY for q in ((), (OUT, 100))],
+    "unary-float": [Case(o, unary(o, *q), options={"opset": 20}) for o in FLOAT_UNARY for q in ((), (OUT, 100))],
     "sigmoid-lut": [
-        Case("QLinearSigmoid", lambda g: unary(g, "Sigmoid", 1 / 256, 0), 1 / 256),
-        Case("Sigmoid", partial(bare, op_type="Sigmoid")),
+        Case("QLinearSigmoid", unary("Sigmoid", 1 / 256, 0), 1 / 256),
+        Case("Sigmoid", bare("Sigmoid")),
     ],
     "leakyrelu-lut": [
-        Case("QLinearLeakyRelu", lambda g: unary(g, "LeakyRelu", OUT, 100, alpha=0.1), OUT),
-        Case("LeakyRelu", partial(bare, op_type="LeakyRelu")),
+        Case("QLinearLeakyRelu", unary("LeakyRelu", OUT, 100, alpha=0.1), OUT),
+        Case("LeakyRelu", bare("LeakyRelu")),
     ],
     "softmax-lut": [
-        *(Case("QLinearSoftmax", partial(softmax, shape=s, axis=a, q=True), 1 / 256) for s, a in SOFTMAXES),
-        *(Case("Softmax", partial(softmax, shape=s, axis=a, q=False)) for s, a in SOFTMAXES),
+        *(Case("QLinearSoftmax", alone(step("Softmax", axis=a), 1 / 256, 0, shape=s), 1 / 256) for s, a in SOFTMAXES),
+        *(Case("Softmax", alone(step("Softmax", axis=a), shape=s, q_behind=False)) for s, a in SOFTMAXES),
     ],
     "where-integer": [
-        *(Case("QLinearWhere", partial(where, branch=branch), OUT) for branch in ("value", "dq")),
-        Case("QLinearWhere", partial(where, branch="float"), OUT, marks=since("1.24")),  # the runtime quantizes it
+        *(Case("QLinearWhere", where(kind), OUT) for kind in ("value", "dq scalar")),
+        Case("QLinearWhere", where("float scalar"), OUT, marks=since("1.24")),  # the runtime quantizes it
     ],
     "relu-clip-alone": [
-        Case("", lambda g: g.relu_q(bare(g, "Relu"))),
+        Case("", lambda g: g.relu_q(g.op("Relu", g.act_input()))),
         Case("", lambda g: g.q(g.clip(g.act_input(), -4.1, 4.1))),
-        Case("Relu", lambda g: unary(g, "Relu")),
+        Case("Relu", unary("Relu")),
         Case("Clip", lambda g: g.q(g.clip(g.act_input(), -1.0, 1.0))),
     ],
     "residual-add": [Case("QLinearAdd QLinearConv QLinearConv", block, RELU_STEP)],
@@ -213,62 +206,56 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Add QLinearConv QLinearConv Relu", partial(block, q_on_add=False)),
     ],
     "concat-shared": [
-        *(Case(TWO, lambda g, a=a: joined(g, (STEP, 128), (STEP, 128), axis=a), STEP) for a in (0, 1, 2, -1)),
-        Case(TWO, lambda g: joined(g, (5 / 255, 128), (3 / 255, 7), out=(OUT, 100)), OUT),
-        Case("QLinearConcat", partial(joined_with, kind="dq")),
-        *(Case("Concat", partial(joined_with, kind=kind)) for kind in ("float", "input")),
-        Case("Concat Conv QLinearConv", lambda g: joined(g, None, (STEP, 128))),
-        Case("Concat Conv Conv", lambda g: joined(g, None, None)),
+        *(Case(TWO, joined((STEP, 128), (STEP, 128), axis=a), STEP) for a in (0, 1, 2, -1)),
+        Case(TWO, joined((5 / 255, 128), (3 / 255, 7), out=(OUT, 100)), OUT),
+        Case("QLinearConcat", joined_with(lambda g: g.dq_constant(g.random(*IMAGE)))),
+        Case("Concat", joined_with(lambda g: g.const(g.random(*IMAGE)))),
+        Case("Concat", joined_with(QdqGraph.input)),
+        Case("Concat Conv QLinearConv", joined(None, (STEP, 128))),
+        Case("Concat Conv Conv", joined(None, None)),
         Case("Concat", lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1)),
     ],
-    "norms-float": [
-        Case(f"{name} {ISLAND}", lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in NORMS.items()
-    ],
+    "norms-float": [Case(f"{name} {ISLAND}", alone(norm)) for name, norm in NORMS.items()],
     "bn-unfolded-float": [
         Case("BatchNormalization Conv", lambda g: normed(g, g.conv(g.act_input()))),
         Case("BatchNormalization QLinearConv", lambda g: normed(g, g.q(g.conv(g.act_input())))),
     ],
     "lstm-float": [
         *(
-            Case(op_type, partial(recurrent, op_type=op_type, gates=gates, weight=weight), weights=count)
+            Case(op_type, recurrent(op_type, gates, weight), weights=count)
             for op_type, gates in (("LSTM", 4), ("GRU", 3))
             for weight, count in (("dq", 2), ("float", 0))
         ),
         Case("Einsum", lambda g: g.q(g.op("Einsum", g.act_input((4, 8)), g.act_input((8, 4)), equation="ij,jk->ik"))),
-        *(Case(f"{name} {ISLAND}", lambda g, m=make: g.q(m(g, g.act_input()))) for name, make in OTHERS.items()),
+        *(Case(f"{name} {ISLAND}", alone(other)) for name, other in OTHERS.items()),
     ],
     "maxpool-opset12": [
-        Case(f"MaxPool {BYTES}", pooled, 0.0, options={"opset": 13}),
-        Case(f"MaxPool {BYTES}", pooled, 0.0, options={"opset": 22}, marks=since("1.28")),
-        Case(f"MaxPool {ISLAND}", lambda g: pooled(g, OUT, 100), options={"opset": 13}),  # other parameters behind it
-        Case(f"MaxPool {ISLAND}", pooled, options={"opset": 11}),  # it takes no bytes there
+        Case(f"MaxPool {BYTES}", pooled(), 0.0, options={"opset": 13}),
+        Case(f"MaxPool {BYTES}", pooled(), 0.0, options={"opset": 22}, marks=since("1.28")),
+        Case(f"MaxPool {ISLAND}", pooled(OUT, 100), options={"opset": 13}),  # other parameters behind it
+        Case(f"MaxPool {ISLAND}", pooled(), options={"opset": 11}),  # it takes no bytes there
         Case(f"MaxPool {ISLAND}", lambda g: g.q(g.ops("MaxPool", g.act_input(), count=2, **POOL)[0])),  # and indices
     ],
     "average-pool": [
         *(
-            Case(
-                "QLinearAveragePool",
-                lambda g, s=scale, h=how: unary(g, "AveragePool", s, 100, kernel_shape=[3, 3], **h),
-                scale,
-            )
+            Case("QLinearAveragePool", unary("AveragePool", scale, 100, kernel_shape=[3, 3], **how), scale)
             for scale in (STEP, OUT)
             for how in ({}, {"pads": [1] * 4}, {"pads": [1] * 4, "count_include_pad": 1})
         ),
-        Case("AveragePool", partial(bare, op_type="AveragePool", **POOL)),
-        Case("AveragePool", partial(bare, op_type="AveragePool", dilations=[2, 2], **POOL), options={"opset": 19}),
+        Case("AveragePool", bare("AveragePool", **POOL)),
+        Case("AveragePool", bare("AveragePool", dilations=[2, 2], **POOL), options={"opset": 19}),
     ],
     "global-average-pool": [
-        Case("QLinearGlobalAveragePool", lambda g, s=scale: unary(g, "GlobalAveragePool", s), scale)
-        for scale in (STEP, RELU_STEP)
+        Case("QLinearGlobalAveragePool", unary("GlobalAveragePool", scale), scale) for scale in (STEP, RELU_STEP)
     ],
     "reduce-mean-float": [
         *(
-            Case(o, partial(reduced, op_type=o, as_input=opset >= 18 or o == "ReduceSum"), options={"opset": opset})
+            Case(o, reduced(o, as_input=opset >= 18 or o == "ReduceSum"), options={"opset": opset})
             for o in ("ReduceMean", "ReduceSum", "ReduceL2")
             for opset in (13, 18)
         ),
-        Case("GlobalMaxPool", lambda g: unary(g, "GlobalMaxPool")),
-        Case("LpPool", lambda g: unary(g, "LpPool", kernel_shape=[2, 2])),
+        Case("GlobalMaxPool", unary("GlobalMaxPool")),
+        Case("LpPool", unary("LpPool", kernel_shape=[2, 2])),
     ],
     "sixteen-bit-float": [
         *(
@@ -335,30 +322,27 @@ def test_behind_a_conv_pools_run_in_its_layout() -> None:
     """Two Transposes in all."""
     ops = between_convs(pool)
     assert [o for o in ops if o.startswith(("QLinear", "Nhwc"))] == ["QLinearConv", "NhwcMaxPool", "QLinearConv"]
-    for found in (ops, between_convs(lambda g, x: g.op("GlobalAveragePool", x))):
+    for found in (ops, between_convs(step("GlobalAveragePool"))):
         assert found.count("Transpose") == 2
 
 
-def in_layout(g: QdqGraph, op_type: str, x: str) -> str:
-    """An operator over a picture."""
-    further: dict[str, Callable[[], list[str]]] = {
-        **dict.fromkeys(("Add", "Mul", "Concat", "Sub", "Div", "Sum", "Max", "Min"), lambda: [x]),
-        "Clip": lambda: [g.const(0.0), g.const(2.0)],
-        "Pow": lambda: [g.const(1.5)],
-        "PRelu": lambda: [g.const(np.full((16, 1, 1), 0.3, np.float32))],
-        "Slice": lambda: [g.ints(0), g.ints(8), g.ints(1)],
-        "Resize": lambda: ["", g.floats(1, 1, 2, 2)],
-        "Pad": lambda: [g.ints(0, 0, 1, 1, 0, 0, 1, 1)],
-        "InstanceNormalization": lambda: ones(g, 2, 16),
-    }
-    attributes: dict[str, dict[str, Any]] = {
-        "Concat": {"axis": 1}, "MaxPool": POOL, "Resize": {"mode": "nearest"}, "QuickGelu": {"domain": qdq.MS},
-        "LRN": {"size": 3}, "AveragePool": {"kernel_shape": [3, 3], "pads": [1] * 4},
-    }  # fmt: skip
-    if op_type == "Split":
-        return g.ops("Split", x, count=2, axis=1, num_outputs=2)[0]
-    y = g.op(op_type, x, *further.get(op_type, list)(), **attributes.get(op_type, {}))
-    return g.op("Max", y) if op_type == "AveragePool" else y
+IN_LAYOUT: dict[str, Step] = {
+    **{op: lambda g, x, o=op: g.op(o, x, x) for op in (*BOTH, "Sub", "Div", "Sum", "Max", "Min")},
+    "Concat": lambda g, x: g.op("Concat", x, x, axis=1),
+    "Clip": step("Clip", np.float32(0), np.float32(2)),
+    "Pow": step("Pow", np.float32(1.5)),
+    "PRelu": step("PRelu", np.full((16, 1, 1), 0.3, np.float32)),
+    "Slice": step("Slice", [0], [8], [1]),
+    "Split": lambda g, x: g.ops("Split", x, count=2, axis=1, num_outputs=2)[0],
+    "Resize": step("Resize", "", np.float32([1, 1, 2, 2]), mode="nearest"),
+    "Pad": step("Pad", [0, 0, 1, 1, 0, 0, 1, 1]),
+    "InstanceNormalization": NORMS["InstanceNormalization"],
+    "MaxPool": pool,
+    "QuickGelu": step("QuickGelu", domain=qdq.MS),
+    "LRN": NORMS["LRN"],
+    "AveragePool": lambda g, x: g.op("Max", g.op("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4)),
+}
+"""Operators over a picture that ask for more than ``Operator (x)``."""
 
 
 @pytest.mark.since("1.31")
@@ -371,14 +355,14 @@ def in_layout(g: QdqGraph, op_type: str, x: str) -> str:
 )
 def test_rule_maxpool_channels_first_slow(op_type: str, fast: bool) -> None:
     """Some hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
-    ops = between_convs(lambda g, x: g.op("MaxPool", g.relu_q(in_layout(g, op_type, x)), **POOL), opset=20)
+    ops = between_convs(lambda g, x: pool(g, g.relu_q(IN_LAYOUT.get(op_type, step(op_type))(g, x))), opset=20)
     assert ("NhwcMaxPool" in ops, "MaxPool" in ops) == (fast or op_type == "MaxPool", not fast)
 
 
 @pytest.mark.parametrize("dilations", [[1, 1], [2, 2]])
 def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_q(dilations: list[int]) -> None:
     """Even with its default value; it must not be quantized, or the attribute be dropped."""
-    model = build(lambda g: unary(g, "AveragePool", **POOL, dilations=dilations), opset=19)
+    model = build(unary("AveragePool", **POOL, dilations=dilations), opset=19)
     with pytest.raises(Exception, match="QLinearAveragePool") as caught:
         qdq.optimized(model)
     assert type(caught.value).__module__.startswith(ort.__name__)
@@ -386,7 +370,7 @@ def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_
 
 # ---- int8 activations on x86-64 -----------------------------------------------------------------------------------
 
-ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (LINES, lambda g, x: g.op("Softmax", x))}
+ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (LINES, step("Softmax"))}
 
 
 @pytest.mark.x86_only
@@ -399,9 +383,9 @@ def test_rule_int8_activation_branch_float(kernel: str) -> None:
         x = g.act_input(shape)
         return [g.q(make(g, x)), g.q(g.op("Neg", x))]
 
-    alone = build(lambda g: g.q(make(g, g.act_input(shape))), act=np.int8)
-    assert compute_ops(alone) == [kernel]
-    assert qdq.largest_difference(alone) <= STEP * 1.01
+    single = build(alone(make, shape=shape), act=np.int8)
+    assert compute_ops(single) == [kernel]
+    assert qdq.largest_difference(single) <= STEP * 1.01
     assert kernel not in compute_ops(build(branch, act=np.int8))
     assert kernel in compute_ops(build(branch, act=np.uint8))
 
@@ -422,7 +406,7 @@ INT8_READERS: dict[str, list[Case]] = {
     "block": [Case("Add Conv QLinearConv", block, options=INT8)],
     "uint8 weights": [Case("QLinearConv", lambda g: g.q(g.conv(g.act_input())), options={**INT8, "weight": np.uint8})],
     # A constant operand is not rewritten; int8 and uint8 values go together.
-    "constant": [Case("Add", lambda g: binary(g, "Add", g.dq_constant(g.random(16, 1, 1))), options=INT8)],
+    "constant": [Case("Add", binary("Add", CONSTANT["dq"]), options=INT8)],
     "mixed": [Case("QLinearAdd", lambda g: g.q(g.op("Add", g.q(g.input(), act=np.int8), g.act_input())))],
 }
 
@@ -452,30 +436,3 @@ def test_rule_int8_branches_behind_barrier() -> None:
     ]  # fmt: skip
     for apart, barrier in ((True, False), (False, True), (False, False)):
         assert {"Conv", "Add"} & set(compute_ops(build(partial(fork, told_apart=apart, barrier=barrier), act=np.int8)))
-
-
-@pytest.mark.parametrize("op_type", ["Conv", pytest.param("MatMul", marks=pytest.mark.since("1.30"))])
-def test_scales_of_float16_make_no_integer_kernel(op_type: str) -> None:
-    """A Cast to float32 in front of Q does. Runtime 1.29 refuses the MatMul; that on Arm refuses both."""
-    shape = IMAGE if op_type == "Conv" else LINES
-
-    def cast(g: QdqGraph) -> str:
-        x = g.q(g.op("Cast", g.input(shape, TensorProto.FLOAT16), to=TensorProto.FLOAT))
-        return g.q(g.conv(x) if op_type == "Conv" else g.matmul(x))
-
-    def half(g: QdqGraph) -> str:
-        scale, zero, low = g.const(np.float16(0.02)), g.const(np.array(128, np.uint8)), g.const(np.array(0, np.int8))
-
-        def pair(x: str) -> str:
-            return g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
-
-        weight = g.const(np.ones((16, 16, 3, 3) if op_type == "Conv" else (32, 16), np.int8))
-        y = g.op(op_type, pair(g.input(shape, TensorProto.FLOAT16)), g.op("DequantizeLinear", weight, scale, low))
-        return g.op("Cast", pair(y), to=TensorProto.FLOAT)
-
-    if is_arm(platform.machine()):
-        with pytest.raises(InvalidGraph, match="INVALID_GRAPH"):  # rule arm-float16-refused
-            compute_ops(build(half, opset=19))
-    else:
-        assert op_type in compute_ops(build(half, opset=19))
-    assert f"QLinear{op_type}" in compute_ops(build(cast, opset=19))

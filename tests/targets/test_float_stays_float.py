@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from .qdq import ANY, VERSION, Case, Make, QdqGraph, Step, build, compute_ops, each_case, since
+from .qdq import ANY, VERSION, Case, Make, QdqGraph, Step, build, compute_ops, each_case, since, step
 
 NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
     "Conv": ("QLinearConv", lambda g: g.conv(g.act_input(), weight="float")),
@@ -22,24 +23,15 @@ NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
 """With what the runtime makes of them."""
 BETWEEN: dict[str, Step] = {
     "": lambda g, v: v,
-    "Relu": lambda g, v: g.op("Relu", v),
+    "Relu": step("Relu"),
     "Clip": lambda g, v: g.clip(v, 0.0, 6.0),
     "Clip, not absorbed": lambda g, v: g.clip(v, -1.0, 1.0),
-    "Slice": lambda g, v: g.op("Slice", v, g.ints(0), g.ints(12), g.ints(1)),
+    "Slice": step("Slice", [0], [12], [1]),
 }
-BARRIERS: list[Step] = [
-    lambda g, v: g.op("Max", v),
-    lambda g, v: g.op("Sum", v),
-    lambda g, v: g.op("LeakyRelu", v, alpha=1.0),
-]
+BARRIERS: list[Step] = [step("Max"), step("Sum"), step("LeakyRelu", alpha=1.0)]
 NO_BARRIERS: list[Step] = [
-    lambda g, v: g.op("Identity", v),
-    lambda g, v: g.op("Dropout", v),
-    lambda g, v: g.op("Cast", v, to=1),
-    lambda g, v: g.op("Mul", v, g.const(1.0)),
-    lambda g, v: g.op("Add", v, g.const(0.0)),
-    lambda g, v: g.op("Reshape", v, g.ints(0, 0, 0, 0)),
-    lambda g, v: g.op("Clip", v, g.const(-3.4e38)),
+    *(step("Identity"), step("Dropout"), step("Cast", to=1), step("Mul", np.float32(1)), step("Add", np.float32(0))),
+    *(step("Reshape", [0, 0, 0, 0]), step("Clip", np.float32(-3.4e38))),
 ]
 
 

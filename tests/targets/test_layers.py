@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.targets.ort_cpu.work import has_direct_kernel
@@ -22,35 +22,37 @@ from tests.planning import parse
 from tests.processor import LARGEST_WEIGHT
 
 from . import qdq
-from .qdq import LINES, RELU_STEP, STEP, Case, QdqGraph, build, compute_ops, each_case, kernels, since, snr_db
+from .qdq import LINES, RELU_STEP, STEP, Case, Make, QdqGraph, alone, build, compute_ops, kernels, since, snr_db, step
 
 BATCH, HEADS = (2, 4, 32), (2, 3, 4, 32)
 RANKS: list[Sequence[int]] = [LINES, BATCH, HEADS]
 
 
-def conv(g: QdqGraph, shape: Sequence[int | str] = (1, 16, 12, 12), *, q: bool = True, **how: Any) -> str:
-    y = g.conv(g.act_input(shape), **how)
-    return g.q(y) if q else y
+def conv(shape: Sequence[int | str] = (1, 16, 12, 12), *, q: bool = True, **how: Any) -> Make:
+    return alone(lambda g, x: g.conv(x, **how), shape=shape, q_behind=q)
 
 
-def gemm(g: QdqGraph, *, q: bool = True, **how: Any) -> str:
-    y = g.gemm(g.act_input(LINES), **how)
-    return g.q(y) if q else y
+def gemm(*, q: bool = True, **how: Any) -> Make:
+    return alone(lambda g, x: g.gemm(x, **how), shape=LINES, q_behind=q)
 
 
-def matmul(g: QdqGraph, shape: Sequence[int | str] = LINES, behind: str = "", **how: Any) -> str:
+def matmul(shape: Sequence[int | str] = LINES, behind: str = "", **how: Any) -> Make:
     """A MatMul and steps behind it: operators, Q, or a Reshape."""
-    y = g.matmul(g.act_input(shape), **how)
-    for step in behind.split():
-        further = [g.ints(-1, 2, 8)] if step == "Reshape" else []
-        y = g.relu_q(y) if step == "Q" else g.op(step, y, *further)
-    return y
+
+    def made(g: QdqGraph, x: str) -> str:
+        y = g.matmul(x, **how)
+        for name in behind.split():
+            further = [g.ints(-1, 2, 8)] if name == "Reshape" else []
+            y = g.relu_q(y) if name == "Q" else g.op(name, y, *further)
+        return y
+
+    return alone(made, shape=shape, q_behind=False)
 
 
-def conv_of_rank(g: QdqGraph, rank: int) -> str:
-    kernel = [3] * (rank - 2)
-    weight = g.dq_weight(g.random(16, 16, *kernel, spread=0.1))
-    return g.q(g.op("Conv", g.act_input((1, 16, *[6] * (rank - 2))), weight, kernel_shape=kernel))
+def conv_of_rank(rank: int) -> Make:
+    weight = (16, 16, *[3] * (rank - 2))
+    shape = (1, 16, *[6] * (rank - 2))
+    return alone(lambda g, x: g.op("Conv", x, g.dq_weight(g.random(*weight, spread=0.1))), shape=shape)
 
 
 def shared(g: QdqGraph, *, bias: bool) -> list[str]:
@@ -67,8 +69,8 @@ def one_bias_scale(g: QdqGraph) -> str:
     return g.q(g.op("Conv", g.act_input(), weight, bias))
 
 
-def affine(g: QdqGraph, op_type: str) -> str:
-    return g.q(g.op(op_type, conv(g, q=False), g.const(g.random(16, 1, 1))))
+def affine(op_type: str) -> Make:
+    return alone(lambda g, x: g.op(op_type, g.conv(x), g.const(g.random(16, 1, 1))))
 
 
 def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
@@ -81,22 +83,27 @@ def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
     return [g.op(op_type, read) for op_type in ops] or y
 
 
-def residual(g: QdqGraph, shape: Sequence[int], *, q: bool) -> str:
-    y = g.matmul(g.act_input(shape))
-    return g.q(g.op("Add", g.q(y) if q else y, g.act_input((*shape[:-1], 16))))
+def residual(shape: Sequence[int], *, q: bool) -> Make:
+    def made(g: QdqGraph, x: str) -> str:
+        y = g.matmul(x)
+        return g.op("Add", g.q(y) if q else y, g.act_input((*shape[:-1], 16)))
+
+    return alone(made, shape=shape)
 
 
-def shaped_bias(g: QdqGraph, shape: Sequence[int], lead: tuple[int, ...], kind: str) -> str:
-    product = g.matmul(g.act_input(shape), axis=None)
-    values = g.random(*lead, 16, spread=50)
-    scale, zero = g.const(np.float32(1e-3)), g.const(np.array(0, np.int32))
-    integers = g.op("DequantizeLinear", g.const(np.rint(values).astype(np.int32)), scale, zero)
-    return g.q(g.op("Add", product, integers if kind == "int32" else g.const(values)))
+def shaped_bias(shape: Sequence[int], lead: tuple[int, ...], kind: str) -> Make:
+    def made(g: QdqGraph, x: str) -> str:
+        values = g.random(*lead, 16, spread=50)
+        scale, zero = g.const(np.float32(1e-3)), g.const(np.array(0, np.int32))
+        integers = g.op("DequantizeLinear", g.const(np.rint(values).astype(np.int32)), scale, zero)
+        return g.op("Add", g.matmul(x, axis=None), integers if kind == "int32" else g.const(values))
+
+    return alone(made, shape=shape)
 
 
-def transposed_weight(g: QdqGraph, axis: int | None) -> str:
-    weight = g.op("Transpose", g.dq_weight(g.random(16, 32), axis=axis))
-    return g.q(g.op("MatMul", g.act_input(LINES), weight))
+def transposed_weight(axis: int | None) -> Make:
+    weight = step("Transpose")
+    return alone(lambda g, x: g.op("MatMul", x, weight(g, g.dq_weight(g.random(16, 32), axis=axis))), shape=LINES)
 
 
 def of_activations(g: QdqGraph, *, turned: bool = False) -> str:
@@ -109,41 +116,40 @@ OPSETS = ((13, ()), (17, ()), (21, ()), (23, since("1.24")))
 EXAMPLES: dict[str, list[Case]] = {
     "conv-integer": [
         *(
-            Case("QLinearConv", partial(conv, axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
+            Case("QLinearConv", conv(axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
             for opset, marks in OPSETS
             for axis, bias in ((0, "int32"), (None, "int32"), (0, "none"), (0, "float"))
         ),
-        *(Case("QLinearConv", partial(conv_of_rank, rank=rank)) for rank in (3, 5)),
-        *(Case("QLinearConv", partial(conv, shape=("N", 16, *size))) for size in ((12, 12), ("H", "W"))),
-        *(Case("QLinearConv", partial(conv, group=group), STEP) for group in (4, 16)),
+        *(Case("QLinearConv", conv_of_rank(rank)) for rank in (3, 5)),
+        *(Case("QLinearConv", conv(("N", 16, *size))) for size in ((12, 12), ("H", "W"))),
+        *(Case("QLinearConv", conv(group=group), STEP) for group in (4, 16)),
         Case("QLinearConv QLinearConv", partial(shared, bias=False)),
-        Case("QLinearConv", conv, options={"weight": np.uint8}),
-        *(Case("QLinearConv", partial(conv, zero_point=zero), STEP) for zero in (5, -1)),
-        Case("QLinearConv", partial(conv, zero_point=-1, axis=None), STEP),
+        Case("QLinearConv", conv(), options={"weight": np.uint8}),
+        *(Case("QLinearConv", conv(zero_point=zero), STEP) for zero in (5, -1)),
+        Case("QLinearConv", conv(zero_point=-1, axis=None), STEP),
         # An int32 bias has to have the product of the scales, or nearly so: then it counts as if it had.
-        *(Case("QLinearConv", partial(conv, bias_factor=factor)) for factor in (1.005, 1.015)),
-        *(
-            Case("Conv", partial(conv, bias_factor=factor), STEP, marks=since("1.27"))  # integer and wrong before
-            for factor in (0.5, 1.03, 1.05, 2.0, 4.0)
+        *(Case("QLinearConv", conv(bias_factor=factor)) for factor in (1.005, 1.015)),
+        *(  # integer and wrong before
+            Case("Conv", conv(bias_factor=factor), STEP, marks=since("1.27")) for factor in (0.5, 1.03, 1.05, 2.0, 4.0)
         ),
         Case("Conv", one_bias_scale, marks=since("1.27")),
         Case("Conv QLinearConv", partial(shared, bias=True), marks=since("1.27")),
     ],
     "conv-needs-output-q": [
-        Case("Conv", partial(conv, q=False)),
-        Case("Conv", lambda g: [g.q(y := conv(g, q=False)), y]),
-        *(Case(f"Conv {op_type}", partial(affine, op_type=op_type)) for op_type in ("Mul", "Add")),
+        Case("Conv", conv(q=False)),
+        Case("Conv", lambda g: [g.q(y := conv(q=False)(g)), y]),
+        *(Case(f"Conv {op_type}", affine(op_type)) for op_type in ("Mul", "Add")),
     ],
     "gemm-integer": [
         *(
-            Case("QGemm", partial(gemm, transposed=transposed, axis=axis, bias=bias), STEP)
+            Case("QGemm", gemm(transposed=transposed, axis=axis, bias=bias), STEP)
             for transposed, axis in ((True, 0), (False, 1), (True, None))
             for bias in ("int32", "float", "none")
         ),
-        Case("QGemm", gemm, options={"weight": np.uint8}),
+        Case("QGemm", gemm(), options={"weight": np.uint8}),
         # alpha or beta other than 1 makes a Gemm with a bias float; without a bias both are fine.
         *(
-            Case(kernel, partial(gemm, q=q, bias=bias, **{name: value}), marks=since("1.28") if name == "alpha" else ())
+            Case(kernel, gemm(q=q, bias=bias, **{name: value}), marks=since("1.28") if name == "alpha" else ())
             for kernel, bias in (("Gemm", "int32"), ("QGemm", "none"))
             for name in ("alpha", "beta")
             for value in (0.5, 2.0)
@@ -151,23 +157,23 @@ EXAMPLES: dict[str, list[Case]] = {
         ),
     ],
     "gemm-float-output": [
-        *(Case("QGemm", partial(gemm, q=False, bias=bias), exact=True) for bias in ("int32", "none")),
-        Case("QGemm Relu", lambda g: g.op("Relu", gemm(g, q=False))),
+        *(Case("QGemm", gemm(q=False, bias=bias), exact=True) for bias in ("int32", "none")),
+        Case("QGemm Relu", alone(lambda g, x: g.op("Relu", g.gemm(x)), shape=LINES, q_behind=False)),
     ],
     "gemm-float-bias-needs-output-q": [
-        Case("Gemm", partial(gemm, q=False, bias="float"), exact=True),
-        Case("QGemm", partial(gemm, bias="float")),
+        Case("Gemm", gemm(q=False, bias="float"), exact=True),
+        Case("QGemm", gemm(bias="float")),
     ],
     "matmul-integer": [
         *(
-            Case("QLinearMatMul", lambda g, s=shape, a=axis: g.q(matmul(g, s, axis=a)), STEP)
+            Case("QLinearMatMul", alone(lambda g, x, a=axis: g.matmul(x, axis=a), shape=shape), STEP)
             for shape in RANKS
             for axis in (1, None)
         ),
-        *(Case("MatMulIntegerToFloat", partial(matmul, shape=shape), exact=True) for shape in RANKS),
+        *(Case("MatMulIntegerToFloat", matmul(shape), exact=True) for shape in RANKS),
         # Behind DQ and Transpose: before 1.31 the form by channel aborted the process that loaded it.
-        Case("FusedMatMul", partial(transposed_weight, axis=0), marks=since("1.31")),
-        Case("QLinearMatMul", partial(transposed_weight, axis=None)),
+        Case("FusedMatMul", transposed_weight(0), marks=since("1.31")),
+        Case("QLinearMatMul", transposed_weight(None)),
         # A float activation and an int8 weight, which a Gemm has to have untransposed.
         *(Case("MatMulNBits", lambda g, a=a: g.matmul(g.input(LINES), axis=a), marks=since("1.25")) for a in (1, None)),
         *(Case("MatMul", lambda g, a=a: g.q(g.matmul(g.input(LINES), axis=a)), marks=since("1.25")) for a in (1, None)),
@@ -180,24 +186,24 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("MatMulIntegerToFloat", partial(of_activations, turned=True)),
     ],
     "matmul-add-float-bias-trap": [
-        Case("Gemm", partial(matmul, bias="float")),
-        *(Case("Gemm Reshape Reshape", partial(matmul, shape=shape, bias="float")) for shape in RANKS[1:]),
+        Case("Gemm", matmul(bias="float")),
+        *(Case("Gemm Reshape Reshape", matmul(shape, bias="float")) for shape in RANKS[1:]),
     ],
     "matmul-residual-float-gemm": [
-        Case("Gemm", partial(residual, shape=LINES, q=False)),
-        Case("QLinearAdd QLinearMatMul", partial(residual, shape=LINES, q=True)),
-        Case("Add MatMulIntegerToFloat", partial(residual, shape=BATCH, q=False)),
+        Case("Gemm", residual(LINES, q=False)),
+        Case("QLinearAdd QLinearMatMul", residual(LINES, q=True)),
+        Case("Add MatMulIntegerToFloat", residual(BATCH, q=False)),
     ],
     # With three axes and a symbolic one, or a bias of further axes, MatMul and Add are not merged.
     "matmul-add-int32-bias": [
         *(
-            Case("Add MatMulIntegerToFloat", lambda g, b=bias: g.q(matmul(g, ("N", 4, 32), bias=b)))
+            Case("Add MatMulIntegerToFloat", alone(lambda g, x, b=bias: g.matmul(x, bias=b), shape=("N", 4, 32)))
             for bias in ("int32", "float")
         ),
-        Case("QGemm", partial(shaped_bias, shape=LINES, lead=(1,), kind="int32")),
-        Case("Gemm", partial(shaped_bias, shape=LINES, lead=(1,), kind="float")),
+        Case("QGemm", shaped_bias(LINES, (1,), "int32")),
+        Case("Gemm", shaped_bias(LINES, (1,), "float")),
         *(
-            Case("Add MatMulIntegerToFloat", partial(shaped_bias, shape=BATCH, lead=lead, kind=kind))
+            Case("Add MatMulIntegerToFloat", shaped_bias(BATCH, lead, kind))
             for lead in ((1,), (1, 1))
             for kind in ("int32", "float")
         ),
@@ -205,14 +211,14 @@ EXAMPLES: dict[str, list[Case]] = {
 }
 
 
-@each_case(EXAMPLES)
+@qdq.each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     case.check()
 
 
 def test_a_conv_is_an_operator_of_the_runtimes_own_and_dequantizes_on_every_run_without_q() -> None:
-    assert [k.domain for k in kernels(build(conv)) if k.op_type == "QLinearConv"] == ["com.microsoft"]
-    without = kernels(build(partial(conv, q=False)))
+    assert [k.domain for k in kernels(build(conv())) if k.op_type == "QLinearConv"] == ["com.microsoft"]
+    without = kernels(build(conv(q=False)))
     assert [k.op_type for k in without].count("DequantizeLinear") == 3  # activation, weight, bias
 
 
@@ -229,7 +235,7 @@ def test_rule_activation_hides_float_output(layer: str, act: str) -> None:
 @pytest.mark.parametrize("q", [True, False])
 def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q: bool) -> None:
     """The result is silently wrong."""
-    wrong, right = (build(partial(gemm, q=q, bias_factor=factor)) for factor in (4.0, 1.0))
+    wrong, right = (build(gemm(q=q, bias_factor=factor)) for factor in (4.0, 1.0))
     assert compute_ops(wrong) == ["QGemm"]
     assert snr_db(wrong) < 20 < 40 < snr_db(right)
 
@@ -238,7 +244,7 @@ def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q: bool) -> None:
 @pytest.mark.parametrize("behind", ["", "Relu", "Sigmoid", "Q", "Relu Q", "Sigmoid Q", "Reshape"])
 def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> None:
     """MatMul + Add of an int32 DQ bias becomes a QGemm, whatever stands behind it and with or without Q."""
-    model = build(partial(matmul, shape=shape, behind=behind, bias="int32"))
+    model = build(matmul(shape, behind, bias="int32"))
     assert set(compute_ops(model)) - {"Reshape", "Relu", "Sigmoid"} == {"QGemm"}
     assert qdq.largest_difference(model) <= RELU_STEP * 1.01
 
@@ -246,7 +252,7 @@ def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> 
 @pytest.mark.parametrize(("behind", "integer"), [("Q", [LINES, BATCH]), ("Relu Q", [LINES]), ("Sigmoid Q", [])])
 def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(behind: str, integer: list[Sequence[int]]) -> None:
     for shape in (LINES, BATCH):
-        found = compute_ops(build(partial(matmul, shape=shape, behind=behind, bias="float")))
+        found = compute_ops(build(matmul(shape, behind, bias="float")))
         assert ("QGemm" in found) is (shape in integer)
 
 
@@ -254,38 +260,33 @@ def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(behind: str, integer:
 
 PLAIN = [(4, 16), (16, 20), (64, 64), (12, 72), (3, 16), (7, 5), (1, 1), (8, 130)]
 """Channels read and written: by fours and more than fifteen, which the direct kernel asks for, and others."""
+SIZES = {"window": (1, 5), "dilations": (1, 2), "strides": (1, 3), "front": (0, 3), "back": (0, 3), "beyond": (0, 12)}
 GROUPED = [(16, 1, 1), (48, 1, 1), (10, 1, 1), (4, 1, 2), (2, 8, 16)]
 
 
-@st.composite
-def convs(draw: st.DrawFn) -> dict[str, Any]:
-    """A Conv of one or two axes, in one of the kernels' classes: plain, depthwise, grouped, of odd channels."""
-    axes = draw(st.sampled_from([1, 2, 2]))
-    window = [draw(st.integers(1, 5)) for _ in range(axes)]
-    dilations = [draw(st.integers(1, 2)) for _ in range(axes)]
-    pads = [draw(st.integers(0, 3)) for _ in range(2 * axes)]
-    size = [draw(st.integers(1, 13)) for _ in range(axes)]
-    for i in range(axes):
-        assume(size[i] + pads[i] + pads[i + axes] >= (window[i] - 1) * dilations[i] + 1)
-    groups, read, written = draw(st.sampled_from([*((1, *plain) for plain in PLAIN), *GROUPED]))
-    return {
-        "axes": axes, "window": window, "dilations": dilations, "pads": pads, "size": size, "groups": groups,
-        "read": read, "written": written, "strides": [draw(st.integers(1, 3)) for _ in range(axes)],
-        "batch": draw(st.integers(1, 2)), "signed": draw(st.booleans()), "per_channel": draw(st.booleans()),
-        "bias": draw(st.booleans()), "seed": draw(st.integers(0, 2**16)),
-        "zero": draw(st.sampled_from([0, 1, 110, 128, 254, 255])),
-        "out_zero": draw(st.sampled_from([0, 77, 128, 255])),
-    }  # fmt: skip
+CONVS = st.integers(1, 2).flatmap(
+    lambda axes: st.fixed_dictionaries({
+        **{name: st.tuples(*[st.integers(low, high)] * axes) for name, (low, high) in SIZES.items()},
+        **{name: st.booleans() for name in ("signed", "per_channel", "bias")},
+        "channels": st.sampled_from([*((1, *plain) for plain in PLAIN), *GROUPED]), "batch": st.integers(1, 2),
+        "seed": st.integers(0, 2**16), "zero": st.sampled_from([0, 1, 110, 128, 254, 255]),
+        "out_zero": st.sampled_from([0, 77, 128, 255]),
+    })
+)  # fmt: skip
+"""Convs of one or two axes, in one of the kernels' classes: plain, depthwise, grouped, of odd channels."""
 
 
 def output(c: dict[str, Any], zero_point: int) -> Any:
     """Runs the Conv with weights that are stored with a zero point."""
     rng = np.random.default_rng(c["seed"])
     kind, shift = (np.int8, 128) if c["signed"] else (np.uint8, 0)
-    outputs, inputs = c["written"] * c["groups"], c["read"] * c["groups"]
-    weights = rng.integers(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (outputs, c["read"], *c["window"])) + zero_point
+    groups, read, written = c["channels"]
+    outputs, inputs = written * groups, read * groups
+    sides = zip(*(c[name] for name in ("window", "dilations", "front", "back", "beyond")), strict=True)
+    size = [max((window - 1) * step + 1 - front - back, 1) + more for window, step, front, back, more in sides]
+    weights = rng.integers(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (outputs, read, *c["window"])) + zero_point
     scales = rng.uniform(1e-4, 1e-2, outputs if c["per_channel"] else 1).astype(np.float32)
-    steps = np.sqrt(c["read"] * np.prod(c["window"])) * float(scales.mean()) * 30
+    steps = np.sqrt(read * np.prod(c["window"])) * float(scales.mean()) * 30
     held = {
         "xs": np.float32(0.04),
         "xz": kind(c["zero"] - shift),
@@ -296,14 +297,14 @@ def output(c: dict[str, Any], zero_point: int) -> Any:
         "yz": kind(c["out_zero"] - shift),
         **({"b": rng.integers(-5000, 5000, outputs).astype(np.int32)} if c["bias"] else {}),
     }
-    how = ", ".join(f"{name} = {c[name]}" for name in ("strides", "pads", "dilations"))
-    data = (rng.integers(0, 256, (c["batch"], inputs, *c["size"])) - shift).astype(kind)
+    how = f"strides = {[*c['strides']]}, pads = {[*c['front'], *c['back']]}, dilations = {[*c['dilations']]}"
+    data = (rng.integers(0, 256, (c["batch"], inputs, *size)) - shift).astype(kind)
     shapes = f"({data.dtype}{[*data.shape]} x) => ({data.dtype}[{','.join('abcd'[: data.ndim])}] y)"
-    node = f"y = QLinearConv <kernel_shape = {c['window']}, group = {c['groups']}, {how}> ({', '.join(['x', *held])})"
+    node = f"y = QLinearConv <group = {groups}, {how}> ({', '.join(['x', *held])})"
     return models.session(parse(f"{shapes} {{ {node} }}", held)).run(None, {"x": data})[0]
 
 
-@given(convs())
+@given(CONVS)
 def test_rule_conv_matrix_product(c: dict[str, Any]) -> None:
     """Both kernels compute the same bits."""
     direct, product = output(c, 0), output(c, -1)

@@ -170,7 +170,8 @@ def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
 
 
 STEM = f"""[stem] a = Conv <{PADS}> (x, w16_3_3_3) b = Relu (a)
-    [depthwise] c = Conv <group = 16, {PADS}> (b, w16_1_3_3) d = Relu (c) [project] e = Conv (d, w8_16_1_1) f = Relu (e) [last] g = Conv <{PADS}> (f, w16_8_3_3) y = Relu (g)"""
+    [depthwise] c = Conv <group = 16, {PADS}> (b, w16_1_3_3) d = Relu (c) [project] e = Conv (d, w8_16_1_1)
+    f = Relu (e) [last] g = Conv <{PADS}> (f, w16_8_3_3) y = Relu (g)"""
 """A stem as of a mobile net, and a dense Conv behind it."""
 
 
@@ -178,7 +179,8 @@ STEM = f"""[stem] a = Conv <{PADS}> (x, w16_3_3_3) b = Relu (a)
 def test_rule_onednn_float_stem() -> None:
     """OpenVINO runs such a stem on int8: it stays float for accuracy, and the plan says nothing else."""
     body = f"""a = Q (x) [stem] b = Conv <{PADS}> (a, q16_3_3_3) c = Q (b)
-        [depthwise] d = Conv <group = 16, {PADS}> (c, q16_1_3_3) e = Q (d) [project] f = Conv (e, q8_16_1_1) y = Q (f)"""
+        [depthwise] d = Conv <group = 16, {PADS}> (c, q16_1_3_3) e = Q (d)
+        [project] f = Conv (e, q8_16_1_1) y = Q (f)"""
     assert prove(quantized_net(body, "1,3,16,16")).integer_share() == 1.0
     chosen = {node.node: node for node in preview(net_of(STEM, "1,3,16,16"), target="onednn").nodes}
     kinds = {"stem": Kind.FLOAT, "depthwise": Kind.FLOAT, "project": Kind.FLOAT, "last": Kind.INTEGER}

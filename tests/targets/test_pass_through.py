@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,114 +10,85 @@ import pytest
 from onnx import TensorProto
 
 from . import qdq
-from .qdq import BYTES, ISLAND, Case, QdqGraph, Step, build, compute_ops, conv_then, each_case, op_types
-
-
-def op(op_type: str, **attributes: Any) -> Step:
-    return lambda g, v: g.op(op_type, v, **attributes)
-
-
-def by_ints(op_type: str, *inputs: tuple[int, ...], **attributes: Any) -> Step:
-    return lambda g, v: g.op(op_type, v, *(g.ints(*each) for each in inputs), **attributes)
-
+from .qdq import BYTES, ISLAND, Case, QdqGraph, Step, alone, build, compute_ops, conv_then, each_case, op_types, step
 
 PADS = (0, 0, 1, 1, 0, 0, 1, 1)
-POOL = op("MaxPool", kernel_shape=[2, 2])
+TWICE = np.float32([1, 1, 2, 2])
+POOL = step("MaxPool", kernel_shape=[2, 2])
 MOVES: dict[str, Step] = {
-    "Reshape": by_ints("Reshape", (1, 16, -1)),
-    "Transpose": op("Transpose", perm=[0, 2, 3, 1]),
-    "Flatten": op("Flatten"),
-    "Slice": by_ints("Slice", (0,), (8,), (1,)),
-    "Gather": by_ints("Gather", (0, 2, 4), axis=1),
-    "GatherElements": lambda g, v: g.op("GatherElements", v, g.const(np.zeros((1, 16, 12, 12), np.int64)), axis=1),
-    "Squeeze": by_ints("Squeeze", (0,)),
-    "Unsqueeze": by_ints("Unsqueeze", (0,)),
-    "Expand": by_ints("Expand", (2, 16, 12, 12)),
-    "Tile": by_ints("Tile", (1, 1, 2, 2)),
-    "DepthToSpace": op("DepthToSpace", blocksize=2),
-    "DepthToSpace CRD": op("DepthToSpace", blocksize=2, mode="CRD"),
+    "Reshape": step("Reshape", (1, 16, -1)),
+    "Transpose": step("Transpose", perm=[0, 2, 3, 1]),
+    "Flatten": step("Flatten"),
+    "Slice": step("Slice", (0,), (8,), (1,)),
+    "Gather": step("Gather", (0, 2, 4), axis=1),
+    "GatherElements": step("GatherElements", np.zeros((1, 16, 12, 12), np.int64), axis=1),
+    "Squeeze": step("Squeeze", (0,)),
+    "Unsqueeze": step("Unsqueeze", (0,)),
+    "Expand": step("Expand", (2, 16, 12, 12)),
+    "Tile": step("Tile", (1, 1, 2, 2)),
+    "DepthToSpace": step("DepthToSpace", blocksize=2),
+    "DepthToSpace CRD": step("DepthToSpace", blocksize=2, mode="CRD"),
 }
 REPAIRED = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "MaxPool")
 NOT_REPAIRED: dict[str, Step] = {
     **{name: move for name, move in MOVES.items() if name not in REPAIRED},
-    "Resize": lambda g, v: g.op("Resize", v, "", g.floats(1, 1, 2, 2), mode="nearest"),
-    "Pad": by_ints("Pad", PADS),
+    "Resize": step("Resize", "", TWICE, mode="nearest"),
+    "Pad": step("Pad", PADS),
     "Split": lambda g, v: g.ops("Split", v, count=2, axis=1)[0],
-    "SpaceToDepth": op("SpaceToDepth", blocksize=2),
-    "Concat": op("Concat", axis=1),
-    "AveragePool": op("AveragePool", kernel_shape=[2, 2]),
-    "GlobalAveragePool": op("GlobalAveragePool"),
-    "ReduceMax": op("ReduceMax", axes=[2, 3]),
+    "SpaceToDepth": step("SpaceToDepth", blocksize=2),
+    "Concat": step("Concat", axis=1),
+    "AveragePool": step("AveragePool", kernel_shape=[2, 2]),
+    "GlobalAveragePool": step("GlobalAveragePool"),
+    "ReduceMax": step("ReduceMax", axes=[2, 3]),
 }
 FLOAT: dict[str, Step] = {
     "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
-    "GatherND": lambda g, v: g.op("GatherND", v, g.const(np.zeros((1, 2), np.int64))),
-    "Trilu": op("Trilu"),
-    "Compress": lambda g, v: g.op("Compress", v, g.const(np.array([True, False, True])), axis=1),
+    "GatherND": step("GatherND", np.zeros((1, 2), np.int64)),
+    "Trilu": step("Trilu"),
+    "Compress": step("Compress", [True, False, True], axis=1),
     "Pad": NOT_REPAIRED["Pad"],
-    "Pad of a value": lambda g, v: g.op("Pad", v, g.ints(*PADS), g.const(0.0)),
-    "Pad by reflection": by_ints("Pad", PADS, mode="reflect"),
-    "Pad by the edge": by_ints("Pad", PADS, mode="edge"),
+    "Pad of a value": step("Pad", PADS, np.float32(0)),
+    "Pad by reflection": step("Pad", PADS, mode="reflect"),
+    "Pad by the edge": step("Pad", PADS, mode="edge"),
 }
 """Float even between equal parameters."""
 
 
-def gather(g: QdqGraph, v: str, rows: str) -> str:
-    indices: dict[str, Callable[[], str]] = {
-        "scalar": lambda: g.const(np.array(3, np.int64)),
-        "vector": lambda: g.ints(0, 2, 4),
-        "input": lambda: g.input((2,), TensorProto.INT64),
-    }
-    return g.op("Gather", v, indices[rows](), axis=1)
-
-
-def reduce(g: QdqGraph, v: str, op_type: str, opset: int) -> str:
-    return g.op(op_type, v, axes=[2, 3]) if opset < 18 else g.op(op_type, v, g.ints(2, 3))
-
-
-def resize(g: QdqGraph, v: str, form: str) -> str:
-    roi = g.floats() if form == "empty roi" else ""
-    sizes = ["", g.ints(1, 16, 24, 24)] if form == "sizes" else [g.floats(1, 1, 2, 2)]
-    return g.op("Resize", v, roi, *sizes, mode="nearest")
-
-
+ROWS: list[Step] = [
+    step("Gather", 3, axis=1),
+    step("Gather", (0, 2, 4), axis=1),
+    lambda g, v: g.op("Gather", v, g.input((2,), TensorProto.INT64), axis=1),
+]
+DOUBLED = (("", TWICE), ("", "", (1, 16, 24, 24)), (np.float32([]), TWICE))
+"""Scales, sizes, and scales with an empty roi."""
 BY_SCALE: dict[str, list[tuple[str, Step, int]]] = {
     "pass-through-same-scale": [(name.split()[0], move, 17) for name, move in MOVES.items()],
-    "gather-same-scale": [("Gather", partial(gather, rows=rows), 17) for rows in ("scalar", "vector", "input")],
+    "gather-same-scale": [("Gather", rows, 17) for rows in ROWS],
     "reducemax-same-scale": [
-        (op_type, partial(reduce, op_type=op_type, opset=opset), opset)
+        (op_type, move, opset)
         for op_type in ("ReduceMax", "ReduceMin")
-        for opset in (13, 18)
+        for move, opset in ((step(op_type, axes=[2, 3]), 13), (step(op_type, (2, 3)), 18))
     ],
     "resize-nearest-same-scale": [
-        ("Resize", partial(resize, form=form), opset) for form in ("scales", "sizes", "empty roi") for opset in (13, 19)
+        ("Resize", step("Resize", *form, mode="nearest"), opset) for form in DOUBLED for opset in (13, 19)
     ],
 }
 """Operators that run on bytes where the parameters are the same in and out, else in float, with the operator set."""
 EXAMPLES: dict[str, list[Case]] = {
     **{
         rule: [
-            Case(
-                f"{name} {kind}",
-                lambda g, m=move, o=other: g.q(m(g, g.act_input()), *o),
-                step,
-                options={"opset": opset},
-            )
+            Case(f"{name} {kind}", alone(move, *other), most, options={"opset": opset})
             for name, move, opset in found
-            for kind, other, step in ((BYTES, (), 0.0), (ISLAND, (6 / 255, 100), None))
+            for kind, other, most in ((BYTES, (), 0.0), (ISLAND, (6 / 255, 100), None))
         ]
         for rule, found in BY_SCALE.items()
     },
     "pad-float": [
-        *(Case(f"{n.split()[0]} {ISLAND}", lambda g, m=m: g.q(m(g, g.act_input()))) for n, m in FLOAT.items()),
-        Case("Pad", lambda g: g.q(g.op("Pad", g.act_input(), g.ints(*PADS), g.dq_constant(0.0)))),
+        *(Case(f"{n.split()[0]} {ISLAND}", alone(m)) for n, m in FLOAT.items()),
+        Case("Pad", alone(lambda g, v: g.op("Pad", v, g.ints(*PADS), g.dq_constant(0.0)))),
     ],
     "resize-linear-float": [
-        Case(
-            f"Resize {ISLAND}",
-            lambda g, m=mode: g.q(g.op("Resize", g.act_input(), "", g.floats(1, 1, 2, 2), mode=m)),
-            marks=qdq.since("1.27"),
-        )
+        Case(f"Resize {ISLAND}", alone(step("Resize", "", TWICE, mode=mode)), marks=qdq.since("1.27"))
         for mode in ("linear", "cubic")
     ],
 }
@@ -147,13 +117,17 @@ def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move: Step
     assert "QLinearConv" not in last
 
 
+SHUFFLE = (
+    step("Reshape", (1, 4, 4, 12, 12)), step("Transpose", perm=[0, 2, 1, 3, 4]), step("Reshape", (1, 16, 12, 12))
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_channel_shuffle_runs_on_bytes_with_pairs_around_each_step_or_in_front_only(everywhere: bool) -> None:
     def make(g: QdqGraph) -> str:
         x = g.q(g.conv(g.act_input()))
-        for step in (by_ints("Reshape", (1, 4, 4, 12, 12)), op("Transpose", perm=[0, 2, 1, 3, 4]),
-                     by_ints("Reshape", (1, 16, 12, 12))):  # fmt: skip
-            x = g.q(step(g, x)) if everywhere else step(g, x)
+        for move in SHUFFLE:
+            x = g.q(move(g, x)) if everywhere else move(g, x)
         return g.q(g.conv(x, bias="none"))
 
     model = build(make)

@@ -71,12 +71,15 @@ def _int16_weight(g: QdqGraph) -> str:
     return g.q(g.op("MatMul", g.q(g.input((4, K))), weight))
 
 
-def _float16_pairs(g: QdqGraph) -> str:
+def _float16_pairs(g: QdqGraph, op: str) -> str:
     scale, zero, low = g.const(np.float16(0.02)), g.const(np.uint8(128)), g.const(np.int8(0))
-    x = g.input((1, 16, 12, 12), TensorProto.FLOAT16)
-    x = g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
-    y = g.op("Conv", x, g.op("DequantizeLinear", g.const(np.ones((16, 16, 3, 3), np.int8)), scale, low))
-    return g.op("DequantizeLinear", g.op("QuantizeLinear", y, scale, zero), scale, zero)
+
+    def pair(x: str) -> str:
+        return g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
+
+    weight = g.const(np.ones((16, 16, 3, 3) if op == "Conv" else (12, 16), np.int8))
+    x = pair(g.input((1, 16, 12, 12), TensorProto.FLOAT16))
+    return pair(g.op(op, x, g.op("DequantizeLinear", weight, scale, low)))
 
 
 def _float16_ends(g: QdqGraph) -> str:
@@ -109,17 +112,14 @@ CASES: dict[str, tuple[str, onnx.ModelProto]] = {
         ],
         "int8-weights": [_model(lambda g, b=block: _matmul(g, TensorProto.INT8, block=b)) for block in (None, BLOCK)],
         "blocked-int8-weights": [_model(lambda g: _matmul(g, TensorProto.INT8, act=np.uint8))],
-        "float16-qdq": [_model(_float16_pairs, out=TensorProto.FLOAT16)],
+        "float16-qdq": [
+            _model(lambda g, o=op: _float16_pairs(g, o), out=TensorProto.FLOAT16) for op in ("Conv", "MatMul")
+        ],
         "float16-inputs": [_model(_float16_ends, out=TensorProto.FLOAT16)],
         "float16-int4-weights": [_model(_float16_int4, out=TensorProto.FLOAT16)],
     }.items()
     for number, model in enumerate(models)
 }  # fmt: skip
-
-
-def _feeds(model: onnx.ModelProto) -> dict[str, Any]:
-    half = {i.name for i in model.graph.input if i.type.tensor_type.elem_type == TensorProto.FLOAT16}
-    return {k: v.astype(np.float16) if k in half else v for k, v in random_feeds(model).items()}
 
 
 @pytest.mark.since("1.31")
@@ -130,11 +130,11 @@ def test_row(case: str) -> None:
     since = SINCE_1_32.get(case) if VERSION >= (1, 32) else None
     if row.runs is Runs.FAILS and since is None:
         with pytest.raises(Exception, match=r"invalid|was false"):
-            run(model, _feeds(model))
+            run(model, random_feeds(model))
         return
     kernels = set(compute_ops(model)) - {"Cast"}
     assert kernels <= set((since or row.kernel).split(", "))
-    fast, plain = run(model, _feeds(model))[0], run(model, _feeds(model), optimize=False)[0]
+    fast, plain = run(model, random_feeds(model))[0], run(model, random_feeds(model), optimize=False)[0]
     noise = float(np.square(fast.astype(np.float64) - plain).sum())
     assert noise < 1e-3 * float(np.square(plain.astype(np.float64)).sum())
 
@@ -159,7 +159,7 @@ def test_float8_activations_do_not_load_or_run_in_float() -> None:
 def test_matmul_n_bits_computes_in_integers() -> None:
     """The kernel takes 8-bit blocks of activations (accuracy level 4): not the float product to the last digits."""
     _, model = CASES["int8-weights/1"]
-    fast, plain = run(model, _feeds(model))[0], run(model, _feeds(model), optimize=False)[0]
+    fast, plain = run(model, random_feeds(model))[0], run(model, random_feeds(model), optimize=False)[0]
     noise = float(np.square(fast - plain).sum() / np.square(plain).sum())
     assert 1e-7 < noise < 1e-3
 
