@@ -93,7 +93,8 @@ def call(tool: str, source: Source, options: dict[str, Any], answer: Any) -> Non
     path, feeds = opened(source)
     from onnxruntime.quantization import CalibrationDataReader
 
-    from kenosis_ort.runtime.session import Cost, Session, counted
+    from kenosis_ort.runtime.counting import Cost, counted
+    from kenosis_ort.runtime.session import Session
 
     if not issubclass(ort.InferenceSession, Session):
         ort.InferenceSession = Session  # stock's sessions count themselves too

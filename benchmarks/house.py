@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kenosis_ort
 from kenosis_ort import Stages, SyntheticReader, quantize_static
 from kenosis_ort.demo import load_digits, model_path
+from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.limits import machine, on, processor_class
-from kenosis_ort.runtime.session import counted
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models, processor
 from tests.golden.plan_text import plan_text

@@ -26,7 +26,8 @@ from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.round_weights import LearnedRounding
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth import SmoothQuant
-from kenosis_ort.runtime import session
+from kenosis_ort.runtime.counting import at_stage
+from kenosis_ort.runtime.session import make_room
 from kenosis_ort.storage.data import Data
 
 
@@ -92,7 +93,7 @@ class Journal:
     def stage(self, name: str) -> Iterator[None]:
         """Times a named stage."""
         start = time.perf_counter()
-        with session.at_stage(name):
+        with at_stage(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -174,7 +175,7 @@ class PassRunner:
             found: Candidate | Skipped = Skipped(f"{held_out} held-out calibration samples are too few")
         else:
             statistics = self._statistics(each, state, later)
-            session.make_room(state.prepared.proto)
+            make_room(state.prepared.proto)
             found = each.apply(state, statistics, context)
         if isinstance(found, Candidate) and each.before_calibration:
             after = found.state  # one that does not list the values that it rescaled is believed nothing

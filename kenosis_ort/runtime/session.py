@@ -1,8 +1,5 @@
 """Sessions of the runtime: the one way in which a model is opened and run, counted.
 
-What a call costs is what it asks of the runtime. `counted` gathers that for all sessions of the process, by the stage
-of the call that `at_stage` names; benchmarks print it and tests hold it below bounds, where a timing would be noise.
-
 A model in memory is not handed to the runtime as bytes where its weights are large: the bytes, the runtime's parsed
 message and its tensors would hold them three times over for a while. They go to a temporary file, from which the
 runtime maps them. What was freed before goes back to the system first.
@@ -17,13 +14,11 @@ import ctypes
 import gc
 import logging
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -36,6 +31,7 @@ from typing_extensions import Self
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.outside import ROOT, refers_outside, weight_bytes, with_weights_on_disk, write_external_data
+from kenosis_ort.runtime.counting import count
 from kenosis_ort.storage.writing import Scratch
 
 Array = npt.NDArray[Any]
@@ -60,75 +56,7 @@ TENSOR_TYPES: Final[Mapping[str, int]] = {
 """Element types by what sessions call tensors of them."""
 
 _log = logging.getLogger(__name__)
-
-
-# ---- what is asked of the runtime -----------------------------------------------------------------------------------
-
-_stage: ContextVar[str] = ContextVar("stage", default="")
 _entries: ContextVar[Mapping[str, str] | None] = ContextVar("entries", default=None)
-_lock = threading.Lock()
-_open: list[Counts] = []
-
-
-@dataclass
-class Cost:
-    """Counts of sessions and runs of the runtime.
-
-    Attributes:
-        sessions: Models loaded.
-        runs: Runs of a model.
-        copied: Bytes of the arrays that the runs returned.
-    """
-
-    sessions: int = 0
-    runs: int = 0
-    copied: int = 0
-
-
-@dataclass
-class Counts:
-    """Counts of sessions and runs in a part of the program, by stage; "" for those outside of all stages."""
-
-    by_stage: dict[str, Cost] = field(default_factory=dict)
-
-    @property
-    def total(self) -> Cost:
-        """All stages together."""
-        costs = self.by_stage.values()
-        return Cost(sum(c.sessions for c in costs), sum(c.runs for c in costs), sum(c.copied for c in costs))
-
-
-@contextmanager
-def counted() -> Iterator[Counts]:
-    """Counts what is asked of the runtime inside; of all threads."""
-    counts = Counts()
-    with _lock:
-        _open.append(counts)
-    try:
-        yield counts
-    finally:
-        with _lock:
-            _open[:] = [each for each in _open if each is not counts]
-
-
-@contextmanager
-def at_stage(name: str) -> Iterator[None]:
-    """Names the stage under which everything inside is counted, but for what a stage inside of it counts."""
-    token = _stage.set(name)
-    try:
-        yield
-    finally:
-        _stage.reset(token)
-
-
-def _count(*, sessions: int = 0, runs: int = 0, copied: int = 0) -> None:
-    stage = _stage.get()
-    with _lock:
-        for counts in _open:
-            cost = counts.by_stage.setdefault(stage, Cost())
-            cost.sessions += sessions
-            cost.runs += runs
-            cost.copied += copied
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
@@ -171,7 +99,7 @@ class Session(ort.InferenceSession, Running):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _count(sessions=1)
+        count(sessions=1)
 
     @cached_property
     def inputs(self) -> frozenset[str]:
@@ -186,8 +114,7 @@ class Session(ort.InferenceSession, Running):  # type: ignore[misc]
     def run(self, output_names: Sequence[str] | None, input_feed: Any, run_options: Any = None) -> list[Any]:
         """Runs the model, as `onnxruntime.InferenceSession.run`."""
         results: list[Any] = super().run(output_names, input_feed, run_options)
-        if _open:
-            _count(runs=1, copied=sum(int(getattr(value, "nbytes", 0)) for value in results))
+        count(runs=1, results=results)
         return results
 
     def answer(self, feed: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Array]:

@@ -11,7 +11,7 @@ from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import Cut
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, same_as_stock, swept
 from tests.downloaded import ZOO

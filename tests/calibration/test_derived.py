@@ -6,7 +6,7 @@ import pytest
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators
 from kenosis_ort.calibration.accumulators import Collector, Function, unions_of
 from kenosis_ort.calibration.histogram import Extremes
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.counting import counted
 from tests.calibration.support import histogram_of, swept
 from tests.planning import parse
 

@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.models import FeedReader, Net
 

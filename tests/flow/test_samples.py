@@ -29,7 +29,7 @@ from kenosis_ort.flow.held_data import Validation
 from kenosis_ort.flow.samples import KeepingReader, find_division
 from kenosis_ort.passes import leave_float
 from kenosis_ort.passes.evaluator import Rows, some_of
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.counting import counted
 from tests import models
 from tests.flow.support import Untouched, quantized, run
 from tests.models import Feed, FeedReader

@@ -160,7 +160,7 @@ BREAKS = (
           "contracts/test_own_target.py"),
     Break("graph/canonical.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
     Break("passes/scale_rows.py", "if _MORE * score.error > best.error:", "if False:", "passes/test_row_scales.py"),
-    Break("passes/correct_biases.py", "self._stacks = False", "self._stacks = True", "passes/test_bias_correction.py"),
+    Break("passes/self_correction.py", "self._stacks = False", "self._stacks = True", "passes/test_bias_correction.py"),
     Break("passes/correct_biases.py", ") and present.size > 1", ")", "passes/test_bias_correction.py"),
     Break("passes/smooth.py", "scaled = weight * factors", "scaled = weight", "passes/test_smooth_quant.py"),
     Break("passes/runner.py", "before, after = found.scores", "after, before = found.scores", "passes/test_runner.py"),

@@ -9,8 +9,9 @@ import pytest
 from kenosis_ort.accuracy.channel_statistics import certain_mean
 from kenosis_ort.passes import correct_biases
 from kenosis_ort.passes.contract import materialize
-from kenosis_ort.passes.correct_biases import FloatMeans, bias_shifts, chosen_feeds, with_biases, with_shifts
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts
+from kenosis_ort.passes.self_correction import FloatMeans
+from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.flow.support import changed
 from tests.models import Feed, Net

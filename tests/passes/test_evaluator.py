@@ -16,7 +16,8 @@ from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
 from kenosis_ort.passes.model_runs import Candidates, Reference
-from kenosis_ort.runtime.session import Here, Running, counted
+from kenosis_ort.runtime.counting import counted
+from kenosis_ort.runtime.session import Here, Running
 from tests import models
 from tests.flow.support import changed, run
 from tests.planning import parse

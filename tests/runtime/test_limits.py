@@ -6,8 +6,8 @@ import onnxruntime
 import pytest
 
 from kenosis_ort.runtime import limits
+from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
-from kenosis_ort.runtime.session import counted
 
 
 @pytest.fixture

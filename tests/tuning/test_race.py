@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.bench.harness import MARGIN, Verdict
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.runtime.session import counted
+from kenosis_ort.runtime.counting import counted
 from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.targets.ort_cpu.work import open_runner, opener
 from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
