@@ -233,11 +233,9 @@ def _write(export: Export, tensor: QuantizedTensor, source: ir.Value, rank: int 
     """Makes a DQ the Quant of a float value."""
     q, node = tensor.quantizer, export.dequantize(tensor)
     if q.axis is not None and rank is None:
-        raise UnsupportedModelError(
-            f"the rank of '{source.name}', which has scales by channel, is unknown",
-            where=tensor.where,
-            fix="have shapes inferred into the model first, with onnx.shape_inference",
-        )
+        what = f"the rank of '{source.name}', which has scales by channel, is unknown"
+        fix = "have shapes inferred into the model first, with onnx.shape_inference"
+        raise UnsupportedModelError(what, where=tensor.where, fix=fix)
     base = (node.outputs[0].name or "").removesuffix("_DequantizeLinear_Output")
     scale = export.store(tensor.along(q.scale, rank or 0).astype(np.float32), f"{base}_quant_scale")
     if _is_bipolar(tensor):

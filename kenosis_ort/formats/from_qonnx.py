@@ -225,11 +225,8 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _dequantize(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) -> None:
     if live.constant(node.inputs[0]) is None:
-        raise UnsupportedModelError(
-            "the integers of a constant are not stored as such",
-            where=tensor.where,
-            fix="fold the constants of the model first",
-        )
+        fix = "fold the constants of the model first"
+        raise UnsupportedModelError("the integers of a constant are not stored as such", where=tensor.where, fix=fix)
     live.replace(node, tensor.real_values())
 
 
@@ -240,11 +237,9 @@ def _bound(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) 
     if q.axis is not None:
         rank = next((rank for rank in map(live.rank, (x, node.outputs[0])) if rank is not None), None)
         if q.axis >= 0 and rank is None:
-            raise UnsupportedModelError(
-                "the rank of a value that is quantized by channel is not known",
-                where=tensor.where,
-                fix="have shapes inferred into the model first, with onnx.shape_inference",
-            )
+            what = "the rank of a value that is quantized by channel is not known"
+            fix = "have shapes inferred into the model first, with onnx.shape_inference"
+            raise UnsupportedModelError(what, where=tensor.where, fix=fix)
         behind = (rank or 0) - 1 - q.axis if q.axis >= 0 else -1 - q.axis
         ends = [end.reshape(-1, *[1] * behind) for end in ends]
     live.replace(node, _clip(node, x, ends, live))

@@ -134,8 +134,6 @@ def _rank(node: ir.Node, live: Edits) -> int:
         rank = live.rank(value)
         if rank is not None and rank > 1:
             return rank
-    raise UnsupportedModelError(
-        "The rank of the data of a channels-last operator is not known.",
-        where=label(node),
-        fix="declare the shapes of the values, as qonnx' InferShapes does, or give kernel_shape",
-    )
+    what = "The rank of the data of a channels-last operator is not known."
+    fix = "declare the shapes of the values, as qonnx' InferShapes does, or give kernel_shape"
+    raise UnsupportedModelError(what, where=label(node), fix=fix)

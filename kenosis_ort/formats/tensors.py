@@ -224,11 +224,9 @@ def _clipped(
     if moved:
         width = width_of(ends[0] - _MOVED, ends[1] - _MOVED, signed=True)
     if width is None:
-        raise UnsupportedModelError(
-            f"a Clip of integers to [{ends[0]}, {ends[1]}] is the range of no number of bits",
-            where=f"node '{clip.name or clip.output[0]}'",
-            fix="signed -(2^(b-1)) .. 2^(b-1)-1, unsigned 0 .. 2^b-1, each perhaps one short for narrow ranges",
-        )
+        what = f"a Clip of integers to [{ends[0]}, {ends[1]}] is the range of no number of bits"
+        fix = "signed -(2^(b-1)) .. 2^(b-1)-1, unsigned 0 .. 2^b-1, each perhaps one short for narrow ranges"
+        raise UnsupportedModelError(what, where=f"node '{clip.name or clip.output[0]}'", fix=fix)
     return (*width, moved)
 
 

@@ -51,11 +51,9 @@ def to_qop(model: onnx.ModelProto, *, clip: bool = False) -> onnx.ModelProto:
     tensors = quantizers_of(model)
     narrow = next((t for t in tensors if t.clip is not None), None)
     if narrow is not None and not clip:
-        raise UnsupportedModelError(
-            f"QOperator format has 8 bits, and '{narrow.real}' has {narrow.quantizer.bits}",
-            where=narrow.where,
-            fix="write format='qop-clip', in which Clips stand behind the operators",
-        )
+        what = f"QOperator format has 8 bits, and '{narrow.real}' has {narrow.quantizer.bits}"
+        fix = "write format='qop-clip', in which Clips stand behind the operators"
+        raise UnsupportedModelError(what, where=narrow.where, fix=fix)
     return _Writer(model, tensors).run()
 
 

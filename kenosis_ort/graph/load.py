@@ -110,11 +110,9 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         source = outside.copy_model(source)
         check_structure(source, name)
         if outside.uses_external_data(source):
-            raise ModelLoadError(
-                "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
-                where=name,
-                fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
-            )
+            what = "The ModelProto refers to external data that was not loaded, and it has no folder to find it in."
+            fix = "Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first."
+            raise ModelLoadError(what, where=name, fix=fix)
         _list_as_defaults(source)
         return LoadedModel(proto=source, path=None, name=name)
     if not isinstance(source, (str, os.PathLike)):
@@ -154,11 +152,9 @@ def check_not_quantized(proto: onnx.ModelProto) -> None:
     for node in proto.graph.node:
         quantizes = node.op_type in _QUANTIZERS and bool(node.input) and node.input[0] not in constants
         if quantizes or node.op_type in INTEGER_KERNELS or node.op_type.startswith("QLinear"):
-            raise AlreadyQuantizedError(
-                f"The model is already quantized: it holds a {node.op_type} node.",
-                where=f"node '{node.name or node.output[0]}'",
-                fix="Quantize the original float model.",
-            )
+            what = f"The model is already quantized: it holds a {node.op_type} node."
+            fix = "Quantize the original float model."
+            raise AlreadyQuantizedError(what, where=f"node '{node.name or node.output[0]}'", fix=fix)
 
 
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
@@ -187,11 +183,8 @@ def parse_model(source: Path | bytes) -> onnx.ModelProto:
             proto = onnx.load_model(source, format="protobuf", load_external_data=False)
     except Exception as error:  # the decoder raises classes of its own
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelLoadError(
-            f"The file is not a complete ONNX model ({reason}).",
-            where=where,
-            fix="The file is truncated or of another format: export or download it again.",
-        ) from error
+        fix = "The file is truncated or of another format: export or download it again."
+        raise ModelLoadError(f"The file is not a complete ONNX model ({reason}).", where=where, fix=fix) from error
     check_structure(proto, where)
     return proto
 
@@ -208,11 +201,9 @@ def _head(path: Path) -> bytes:
             raise ModelLoadError("The model path is a folder.", where=where, fix=fix)
         size = regular(path).stat().st_size
         if size > PROTOBUF_LIMIT:
-            raise ModelLoadError(
-                f"The file holds {size / 2**30:.1f} GiB; an ONNX file cannot be larger than 2 GiB.",
-                where=where,
-                fix="Save the model with external data (onnx.save_model(..., save_as_external_data=True)).",
-            )
+            what = f"The file holds {size / 2**30:.1f} GiB; an ONNX file cannot be larger than 2 GiB."
+            fix = "Save the model with external data (onnx.save_model(..., save_as_external_data=True))."
+            raise ModelLoadError(what, where=where, fix=fix)
         if size == 0:
             raise ModelLoadError("The model file is empty.", where=where, fix="Export or download the model again.")
         with path.open("rb") as file:

@@ -96,11 +96,9 @@ def _convert_graph(graph: onnx.GraphProto, context: AdapterContext, before: int,
             else:
                 _check_relabel(node, before, target)
         except NoEquivalentError as error:
-            raise UnsupportedModelError(
-                f"{node.op_type} has no equivalent in operator set {target} (the model uses {before}): {error}.",
-                where=f"node '{node.name}'",
-                fix=f"Export the model with operator set {target}, or replace the node.",
-            ) from error
+            what = f"{node.op_type} has no equivalent in operator set {target} (the model uses {before}): {error}."
+            fix = f"Export the model with operator set {target}, or replace the node."
+            raise UnsupportedModelError(what, where=f"node '{node.name}'", fix=fix) from error
         if adapters and (context.before or context.after):
             grown = True
             nodes += [*context.before, node, *context.after]
@@ -169,11 +167,9 @@ def _convert_ancient(model: onnx.ModelProto) -> None:
     try:
         converted = onnx.version_converter.convert_version(model, _OLDEST)
     except Exception as error:  # the binding lets any C++ exception through
-        raise UnsupportedModelError(
-            f"ONNX cannot convert the model from operator set {before} to {_OLDEST}: {str(error).splitlines()[0]}.",
-            where=f"graph '{model.graph.name}'",
-            fix="Export the model again with operator set 13 or later.",
-        ) from error
+        what = f"ONNX cannot convert the model from operator set {before} to {_OLDEST}: {str(error).splitlines()[0]}."
+        fix = "Export the model again with operator set 13 or later."
+        raise UnsupportedModelError(what, where=f"graph '{model.graph.name}'", fix=fix) from error
     detach_initializers(converted, keep=listed)
     model.CopyFrom(converted)
     name_nodes(model)

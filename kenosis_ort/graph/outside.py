@@ -488,28 +488,19 @@ def _opened(path: Path, where: str) -> BinaryIO:
             raise ModelLoadError(f"External data '{path.name}' are not a regular file.", where=where, fix=_COPY)
         return path.open("rb")
     except FileNotFoundError:
-        raise ModelLoadError(
-            f"The external data file '{path.name}' does not exist.",
-            where=where,
-            fix=f"Put it beside the model, in '{path.parent}'.",
-        ) from None
+        fix = f"Put it beside the model, in '{path.parent}'."
+        raise ModelLoadError(f"The external data file '{path.name}' does not exist.", where=where, fix=fix) from None
     except OSError as error:
-        raise ModelLoadError(
-            f"The external data file '{path.name}' cannot be read: {error.strerror}.",
-            where=where,
-            fix="Check its permissions.",
-        ) from error
+        what = f"The external data file '{path.name}' cannot be read: {error.strerror}."
+        raise ModelLoadError(what, where=where, fix="Check its permissions.") from error
 
 
 def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
     expected = tensor_bytes(tensor)
     length = next(known for known in (span.length, expected, size - span.offset) if known is not None)
     if expected is not None and length != expected:
-        raise ModelLoadError(
-            f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}.",
-            where=where,
-            fix=_EXPORT,
-        )
+        what = f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}."
+        raise ModelLoadError(what, where=where, fix=_EXPORT)
     if length < 0 or span.offset + length > size:
         raise ModelLoadError(
             f"The external data end at byte {span.offset + length}, the file '{span.location}' has only {size} bytes.",

@@ -272,11 +272,8 @@ def write_model(
         try:
             why = swap_in(temporary, final)
         except OSError as error:
-            raise OutputError(
-                f"The model could not be moved into place: {error.strerror or error}.",
-                where=str(destination),
-                fix="Choose another output path.",
-            ) from error
+            what = f"The model could not be moved into place: {error.strerror or error}."
+            raise OutputError(what, where=str(destination), fix="Choose another output path.") from error
     if why is not None:
         warn(why)
     _log.debug("wrote %s%s", final, " with external data" if external else "")
@@ -325,19 +322,13 @@ def check_destination(destination: Path) -> None:
     if not is_possible(final):
         raise OutputError("The output path is too long.", where=str(destination), fix="Choose another output path.")
     if final.is_dir():
-        raise OutputError(
-            "The output path is a folder.",
-            where=str(destination),
-            fix=f"Give a file name, for example '{final / 'model.onnx'}'.",
-        )
+        fix = f"Give a file name, for example '{final / 'model.onnx'}'."
+        raise OutputError("The output path is a folder.", where=str(destination), fix=fix)
     if not final.parent.is_dir():
         raise OutputError("The output folder does not exist.", where=str(final.parent), fix="Create it first.")
     if not os.access(final.parent, os.W_OK):
-        raise OutputError(
-            "The output folder is not writable.",
-            where=str(final.parent),
-            fix="Choose another output folder or change its permissions.",
-        )
+        fix = "Choose another output folder or change its permissions."
+        raise OutputError("The output folder is not writable.", where=str(final.parent), fix=fix)
     if final.exists() and not final.is_file():
         raise OutputError("The output path is not a regular file.", where=str(destination), fix="Give a file name.")
     if final.exists() and not os.access(final, os.W_OK):

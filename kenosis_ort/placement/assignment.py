@@ -62,11 +62,8 @@ def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str
     if primary is not None:
         for name in primary:
             if name not in names:
-                raise OptionError(
-                    f"primary_inputs names '{name}', which is no input of the model.{did_you_mean(name, names)}",
-                    where="primary_inputs",
-                    fix=f"inputs are {names}",
-                )
+                what = f"primary_inputs names '{name}', which is no input of the model.{did_you_mean(name, names)}"
+                raise OptionError(what, where="primary_inputs", fix=f"inputs are {names}")
         return {n: "not among the caller's primary_inputs" for n in names if n not in primary}
     found = {n: f"'{n}' is named like a secondary input" for n in names if _SECONDARY_NAME.search(n)}
     ranks = [view.rank(v) or 0 for v in view.inputs if str(v.name) not in found]

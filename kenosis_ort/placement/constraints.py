@@ -87,11 +87,9 @@ class Overrides:
         """
         entry = self._first(name)
         if entry.get("symmetric") or np.any(np.asarray(entry.get("zero_point", 0))):
-            raise OptionError(
-                f"the entry of '{name}' asks for another zero point than 0: {why}",
-                where="TensorQuantOverrides",
-                fix="leave out 'symmetric' and 'zero_point' of that tensor",
-            )
+            what = f"the entry of '{name}' asks for another zero point than 0: {why}"
+            fix = "leave out 'symmetric' and 'zero_point' of that tensor"
+            raise OptionError(what, where="TensorQuantOverrides", fix=fix)
 
     def axis(self, name: str) -> int | None:
         """The channel axis that the caller gives a weight."""

@@ -195,11 +195,8 @@ def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[st
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(_is_scale(scale) for scale in found.values()):
-        raise ModelLoadError(
-            "its scales of the cache are no positive numbers by name",
-            where=f"{where}, metadata {_KEY}",
-            fix="make the file anew with kv_cache='int8'",
-        )
+        what = "its scales of the cache are no positive numbers by name"
+        raise ModelLoadError(what, where=f"{where}, metadata {_KEY}", fix="make the file anew with kv_cache='int8'")
     return {name: float(scale) for name, scale in found.items()}
 
 

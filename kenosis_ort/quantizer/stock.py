@@ -39,11 +39,8 @@ def check_installed(extra_options: Mapping[str, Any]) -> None:
     """
     newer = [k for k, needed in _NEWER_OPTIONS.items() if extra_options.get(k) and not hasattr(quant_utils, needed)]
     if newer:
-        raise OptionError(
-            f"extra_options['{newer[0]}'] needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed",
-            where=newer[0],
-            fix="upgrade onnxruntime, or remove it",
-        )
+        what = f"extra_options['{newer[0]}'] needs onnxruntime 1.27 or later; {onnxruntime.__version__} is installed"
+        raise OptionError(what, where=newer[0], fix="upgrade onnxruntime, or remove it")
 
 
 def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type: Any) -> list[dict[str, Any]]:
@@ -62,11 +59,8 @@ def read_override(name: str, given: Any, proto: onnx.ModelProto, activation_type
     except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
         valid, why = False, f"{type(error).__name__}: {error}"
     if not valid:
-        raise OptionError(
-            f"TensorQuantOverrides: {why}",
-            where=f"tensor '{name}'",
-            fix="a list with one dictionary, or one for each channel, as stock ONNX Runtime documents it",
-        )
+        fix = "a list with one dictionary, or one for each channel, as stock ONNX Runtime documents it"
+        raise OptionError(f"TensorQuantOverrides: {why}", where=f"tensor '{name}'", fix=fix)
     return entries
 
 
