@@ -29,7 +29,7 @@ from kenosis_ort.graph.live import Attribute, optional, required
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.shapes import infer_shapes, value_types
+from kenosis_ort.graph.shapes import infer_shapes, rank_in, value_types
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
 
@@ -215,7 +215,8 @@ def to_qonnx(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in export.tensors:
         if tensor.quantize is not None:
             source = required(export.makers[tensor.quantize.output[0]], 0)
-            _write(export, tensor, source, _rank(tensor, types))
+            ranks = (rank_in(types, name) for name in (tensor.real, str(tensor.dequantize.output[0])))
+            _write(export, tensor, source, next((rank for rank in ranks if rank is not None), None))
         elif tensor.constant is not None:
             real = tensor.real_values()
             base = tensor.integers.removesuffix("_quantized")
@@ -254,11 +255,3 @@ def _is_bipolar(tensor: QuantizedTensor) -> bool:
         return False
     array = array_in(tensor.constant)
     return bool(array.size) and bool((np.abs(array.astype(np.int64)) == 1).all())
-
-
-def _rank(tensor: QuantizedTensor, types: dict[str, onnx.TypeProto]) -> int | None:
-    for name in (tensor.real, str(tensor.dequantize.output[0])):
-        kind = types.get(name)
-        if kind is not None and kind.tensor_type.HasField("shape"):
-            return len(kind.tensor_type.shape.dim)
-    return None

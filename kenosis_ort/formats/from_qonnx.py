@@ -29,6 +29,7 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
 from kenosis_ort.graph import qdq
 from kenosis_ort.graph.live import required
+from kenosis_ort.graph.shapes import rank_in
 from kenosis_ort.graph.view import ir
 
 _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
@@ -158,8 +159,7 @@ class Reader(tensors.Edits):
 
     def _quantize(self, x: ir.Value, node: ir.Node, grid: qonnx_nodes.QuantGrid) -> ir.Value:
         """Adds Q, Clip where it is needed, and DQ; returns what that writes."""
-        known = self._type(node)
-        rank = len(known.tensor_type.shape.dim) if known is not None and known.tensor_type.HasField("shape") else None
+        rank = rank_in(self._types, required(node, 0).name or "")
         scale, zero_point, axis = self._per_axis(node, grid, rank=rank)
         container = _CONTAINERS[grid.signed]
         self._check_zero_point(node, zero_point, container)

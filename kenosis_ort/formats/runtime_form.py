@@ -119,17 +119,10 @@ class _Layers:
         data = required(node, 0).producer()
         data = data if data is not None and is_dequantize(data) else None
         step = None if data is None else self.live.array(data.inputs[1])
-        return integer_bias.IntegerLayer(
-            integers=integers,
-            axis=axis,
-            centred=centred,
-            zero=zero,
-            scale=spread,
-            factor=np.full(channels, node.attributes.get_float("alpha", 1.0) if node.op_type == "Gemm" else 1.0),
-            bias=bias,
-            data_scale=float(step.reshape(-1)[0]) if step is not None and step.size == 1 else None,
-            data_reach=255 if data is None else self._reach(data),
-        )
+        data_scale = float(step.reshape(-1)[0]) if step is not None and step.size == 1 else None
+        factor = np.full(channels, node.attributes.get_float("alpha", 1.0) if node.op_type == "Gemm" else 1.0)
+        reach = 255 if data is None else self._reach(data)
+        return integer_bias.IntegerLayer(integers, axis, centred, zero, spread, factor, bias, data_scale, reach)
 
     def _reach(self, dequantize: ir.Node) -> int:
         """The largest distance of an activation's integers from their zero point."""
@@ -214,9 +207,8 @@ class _Layers:
         if node.op_type not in _AFFINE or node.domain not in MAIN_DOMAINS:
             return None
         if node.op_type != "BatchNormalization":
-            found = self._operand(
-                node, value, content, spatial=content.integers.ndim - 2 if layer.op_type == "Conv" else 0
-            )
+            spatial = content.integers.ndim - 2 if layer.op_type == "Conv" else 0
+            found = self._operand(node, value, content, spatial=spatial)
         elif layer.op_type == "MatMul" and self.live.rank(value) != 2:
             return None
         else:
@@ -322,11 +314,9 @@ class _Layers:
     def _set_integer_bias(self, node: ir.Node, whole: npt.NDArray[np.int64], scale: npt.NDArray[np.float32]) -> None:
         base = node.name
         scale = scale.reshape(()) if scale.size == 1 else scale.reshape(-1)
-        inputs = [
-            self.live.store(whole.astype(np.int32), f"{base}_bias_quantized"),
-            self.live.store(scale, f"{base}_bias_scale"),
-            self.live.store(np.zeros(scale.shape, np.int32), f"{base}_bias_zero_point"),
-        ]
+        zeros = np.zeros(scale.shape, np.int32)
+        parts = (("quantized", whole.astype(np.int32)), ("scale", scale), ("zero_point", zeros))
+        inputs = [self.live.store(array, f"{base}_bias_{part}") for part, array in parts]
         self._dequantize(node, 2, inputs, 0 if scale.ndim else None)
 
     def _dequantize(self, node: ir.Node, position: int, inputs: Sequence[ir.Value], axis: int | None) -> None:

@@ -13,7 +13,7 @@ Source: Pappalardo et al., "QONNX", 2022, equations 1 to 4 and section IV; `qonn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from onnx import TensorProto
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import drop_unread
-from kenosis_ort.graph.live import Attribute, Attributes, LiveGraph
+from kenosis_ort.graph.live import Attribute, Attributes, Inputs, LiveGraph
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import INTEGERS, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.view import ir
@@ -315,7 +315,7 @@ class Edits(LiveGraph):
         self,
         node: ir.Node,
         operator: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Inputs,
         base: str | None,
         *,
         behind: bool = False,
@@ -358,13 +358,7 @@ class Edits(LiveGraph):
                 self.remove(node)
 
     def put(
-        self,
-        node: ir.Node,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: Attributes | None = None,
-        *,
-        domain: str = "",
+        self, node: ir.Node, operator: str, inputs: Inputs, attributes: Attributes | None = None, *, domain: str = ""
     ) -> None:
         """Makes a node another one that writes the same value; without ``attributes`` it keeps those that it has."""
         own = dict(node.attributes)

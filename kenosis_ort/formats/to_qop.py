@@ -23,7 +23,7 @@ from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor
 from kenosis_ort.graph.constants import drop_stale_value_info
 from kenosis_ort.graph.live import Attribute, further_outputs, optional, required
 from kenosis_ort.graph.qdq import on_grid
-from kenosis_ort.graph.shapes import has_rank, value_types
+from kenosis_ort.graph.shapes import rank_in, value_types
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
@@ -290,9 +290,9 @@ class _Writer(Edits):
     def _add_bias(self, node: ir.Node) -> bool:
         """Makes a MatMul of matrices and the Add behind it one QGemm, where the operand is a bias; tells whether."""
         data, weight = self.activation(node.inputs[0]), self._weight(node, node.inputs[1])
-        if data is None or weight is None or weight.constant is None or self._rank(node.inputs[0]) != 2:
+        if data is None or weight is None or weight.constant is None or not self.is_private(node.outputs[0]):
             return False
-        if not self.is_private(node.outputs[0]):
+        if rank_in(self.types, required(node, 0).name or "") != 2:
             return False
         (add,) = self.readers(node.outputs[0])
         if add.op_type != "Add" or add.domain not in MAIN_DOMAINS:
@@ -310,11 +310,6 @@ class _Writer(Edits):
         self.put(node, "QGemm", [*data.ends, *weight.ends, bias, *ends], attributes, domain=MICROSOFT)
         self._take_place(node, *(add.outputs[0], [add]) if behind is None else (behind[0].value, [add, *behind[1]]))
         return True
-
-    def _rank(self, value: ir.Value | None) -> int | None:
-        kind = None if value is None else self.types.get(value.name or "")
-        info = None if kind is None else onnx.ValueInfoProto(name="", type=kind)
-        return len(kind.tensor_type.shape.dim) if kind is not None and has_rank(info) else None
 
 
 _ROWS: Final = {row.op_type: (name, row) for name, row in OPERATORS.items()}

@@ -22,6 +22,8 @@ from kenosis_ort.graph.walk import reserve_name
 
 Attribute = int | float | str | Sequence[int]
 Attributes = Mapping[str, Attribute]
+Inputs = Sequence[ir.Value | None]
+Outputs = ir.Value | Sequence[ir.Value] | None
 
 
 class LiveGraph(GraphView):
@@ -211,13 +213,7 @@ class LiveGraph(GraphView):
         self._is_written = False
 
     def rewrite(
-        self,
-        node: ir.Node,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: Attributes | None = None,
-        *,
-        domain: str = "",
+        self, node: ir.Node, operator: str, inputs: Inputs, attributes: Attributes | None = None, *, domain: str = ""
     ) -> None:
         """Makes a node another operator that reads ``inputs`` and writes the same value."""
         for position in range(len(node.inputs)):
@@ -247,9 +243,9 @@ class LiveGraph(GraphView):
         self,
         node: ir.Node,
         operator: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Inputs,
         *,
-        output: ir.Value | Sequence[ir.Value] | None = None,
+        output: Outputs = None,
         base: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
@@ -287,9 +283,9 @@ class LiveGraph(GraphView):
         self,
         node: ir.Node,
         operator: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Inputs,
         *,
-        output: ir.Value | Sequence[ir.Value] | None = None,
+        output: Outputs = None,
         base: str = "",
         **attributes: Attribute,
     ) -> ir.Value:
@@ -300,13 +296,7 @@ class LiveGraph(GraphView):
         return new.outputs[0]
 
     def _new(
-        self,
-        node: ir.Node,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        output: ir.Value | Sequence[ir.Value] | None,
-        attributes: Attributes,
-        base: str = "",
+        self, node: ir.Node, operator: str, inputs: Inputs, output: Outputs, attributes: Attributes, base: str = ""
     ) -> ir.Node:
         """A new node, called after another one or by a name of its own."""
         written = [output] if isinstance(output, ir.Value) else list(output or ())

@@ -139,30 +139,25 @@ def _set_input(node: onnx.NodeProto, position: int, value: str) -> None:
     node.input[position] = value
 
 
-def _ints_to_input(node: onnx.NodeProto, context: AdapterContext, attribute: str, position: int) -> None:
-    taken = _take(node, attribute)
-    if taken is not None:
-        _set_input(node, position, context.constant(np.array(taken.ints, dtype=np.int64), attribute))
+def _to_inputs(*attributes: str) -> Adapter:
+    """Makes attributes the inputs behind the first one.
 
+    Slice 10, Pad 11, Split, Squeeze, Unsqueeze and ReduceSum 13, the other reductions 18.
+    """
 
-def _axes_to_input(node: onnx.NodeProto, context: AdapterContext) -> None:
-    """Squeeze, Unsqueeze and ReduceSum 13, the other reductions 18: axes became an input."""
-    _ints_to_input(node, context, "axes", 1)
+    def change(node: onnx.NodeProto, context: AdapterContext) -> None:
+        for position, name in enumerate(attributes, start=1):
+            taken = _take(node, name)
+            if taken is not None:
+                _set_input(node, position, context.constant(np.array(taken.ints, dtype=np.int64), name))
 
-
-def _split_to_input(node: onnx.NodeProto, context: AdapterContext) -> None:
-    _ints_to_input(node, context, "split", 1)
+    return change
 
 
 def _split_count(node: onnx.NodeProto, _context: AdapterContext) -> None:
     """Split 18: without sizes the number of outputs is required."""
     if len(node.input) < 2 or not node.input[1]:
         _set(node, "num_outputs", len(node.output))
-
-
-def _slice(node: onnx.NodeProto, context: AdapterContext) -> None:
-    for position, name in enumerate(("starts", "ends", "axes"), start=1):
-        _ints_to_input(node, context, name, position)
 
 
 def _top_k(node: onnx.NodeProto, context: AdapterContext) -> None:
@@ -173,7 +168,7 @@ def _top_k(node: onnx.NodeProto, context: AdapterContext) -> None:
 
 
 def _pad(node: onnx.NodeProto, context: AdapterContext) -> None:
-    _ints_to_input(node, context, "pads", 1)
+    _to_inputs("pads")(node, context)
     value = _take(node, "value")
     if value is not None and value.f:
         _set_input(node, 2, context.constant(np.array(value.f, dtype=context.dtype(node.input[0])), "value"))
@@ -275,14 +270,13 @@ def _resize(node: onnx.NodeProto, context: AdapterContext) -> None:
         return
     _set(node, "nearest_mode", "ceil" if shrinks and not grows else "floor")
     if scales is not None and grows and shrinks:
-        context.add_behind_output(
-            "Resize",
-            ["", context.constant(np.minimum(scales, 1), "scales_down")],
-            "shrink",
-            mode="nearest",
-            coordinate_transformation_mode="asymmetric",
-            nearest_mode="ceil",
-        )
+        inputs = ["", context.constant(np.minimum(scales, 1), "scales_down")]
+        given: dict[str, Any] = {
+            "mode": "nearest",
+            "coordinate_transformation_mode": "asymmetric",
+            "nearest_mode": "ceil",
+        }
+        context.add_behind_output("Resize", inputs, "shrink", **given)
         name = context.constant(np.maximum(scales, 1), "scales_up")
     _set_input(node, 2, name)
 
@@ -325,6 +319,7 @@ def _group_norm(node: onnx.NodeProto, context: AdapterContext) -> None:
         node.input[position] = context.constant(np.repeat(stored, channels // groups), ("", "scale", "bias")[position])
 
 
+_axes_to_input = _to_inputs("axes")
 _REDUCTIONS_18 = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 
 ADAPTERS: Mapping[str, tuple[tuple[int, Adapter], ...]] = {
@@ -334,21 +329,17 @@ ADAPTERS: Mapping[str, tuple[tuple[int, Adapter], ...]] = {
     "Dropout": ((12, _dropout),),
     "GridSample": ((20, _grid_sample),),
     "GroupNormalization": ((21, _group_norm),),
-    "Hardmax": ((13, _softmax),),
-    "LogSoftmax": ((13, _softmax),),
     "Pad": ((11, _pad),),
-    "ReduceSum": ((13, _axes_to_input),),
     "Resize": ((11, _resize),),
     "RoiAlign": ((16, _roi_align),),
     "Scan": ((9, _scan),),
     "Scatter": ((11, _scatter),),
-    "Slice": ((10, _slice),),
-    "Softmax": ((13, _softmax),),
-    "Split": ((13, _split_to_input), (18, _split_count)),
-    "Squeeze": ((13, _axes_to_input),),
+    "Slice": ((10, _to_inputs("starts", "ends", "axes")),),
+    "Split": ((13, _to_inputs("split")), (18, _split_count)),
     "TopK": ((10, _top_k),),
-    "Unsqueeze": ((13, _axes_to_input),),
     "Upsample": ((10, _upsample),),
+    **dict.fromkeys(("Hardmax", "LogSoftmax", "Softmax"), ((13, _softmax),)),
+    **dict.fromkeys(("ReduceSum", "Squeeze", "Unsqueeze"), ((13, _axes_to_input),)),
     **{f"Reduce{name}": ((18, _axes_to_input),) for name in _REDUCTIONS_18},
 }
 """For each operator the versions at which its form changed, in rising order, with the adapter for it."""

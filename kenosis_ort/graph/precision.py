@@ -139,11 +139,8 @@ class _Conversion:
             _NotConvertibleError: It has to keep its type.
         """
         source = self._source
-        inner = (
-            *islice(walk.all_graphs(source.graph), 1, None),
-            *walk.all_graphs_of_functions(source),
-            *source.functions,
-        )
+        bodies = islice(walk.all_graphs(source.graph), 1, None)
+        inner = (*bodies, *walk.all_graphs_of_functions(source), *source.functions)
         for node in (node for owner in inner for node in owner.node):
             if self._is_bound(node):
                 raise _NotConvertibleError(f"'{node.name or node.op_type}' in a body or function needs the type")

@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,12 @@ def has_rank(value: onnx.ValueInfoProto | None) -> bool:
     if kind != "tensor_type":
         return kind is not None
     return bool(value.type.tensor_type.elem_type) and value.type.tensor_type.HasField("shape")
+
+
+def rank_in(types: Mapping[str, onnx.TypeProto], name: str) -> int | None:
+    """The rank of a value by the types of `value_types`, None if it is not known."""
+    kind = types.get(name)
+    return None if kind is None or not kind.tensor_type.HasField("shape") else len(kind.tensor_type.shape.dim)
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:

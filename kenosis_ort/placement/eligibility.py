@@ -95,11 +95,6 @@ def _of_output(node: ir.Node, widths: Widths) -> int:
     return widths.of(name, weights=False)
 
 
-def unmet(view: GraphView, node: ir.Node, requirement: Requirement) -> str | None:
-    """Reason why a node misses a requirement, None if it meets it."""
-    return _PREDICATES[requirement](view, node)
-
-
 def _constant_weight(view: GraphView, node: ir.Node) -> str | None:
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or not view.is_constant(weight):
@@ -309,7 +304,7 @@ def _unmet(
 ) -> tuple[str, str] | None:
     """The rule and reason by which no integer kernel fits a node, or what the caller says about its tensors."""
     for requirement in rule.requires:
-        reason = unmet(view, node, requirement)
+        reason = _PREDICATES[requirement](view, node)
         if reason is not None:
             matmul = node.op_type == "MatMul" and requirement is Requirement.CONSTANT_WEIGHT
             return (_ATTENTION if matmul and _ATTENTION in dict(target.facts) else rule.id), reason

@@ -295,6 +295,10 @@ class _Placement:
         by_value: dict[str, list[Decision]] = {}
         for d in decisions:
             by_value.setdefault(d.edge.value, []).append(d)
+        a, domain = self.assignment, self.assignment.domain
+        placed = targets.Placed(
+            self.view, domain.integer, domain.float_output, a.absorbed, a.biased, a.requested, a.quantized, by_value
+        )
         return PlacementPlan(
             target=self.target.name,
             decisions=decisions,
@@ -302,7 +306,7 @@ class _Placement:
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if groups.members(s.value) == [s.value]),
             grids=grid_limits(self.assignment, self.own_grids, groups),
-            barriers=self.target.hooks.barriers(self._placed(by_value)),
+            barriers=self.target.hooks.barriers(placed),
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),
             largest_pair=self.target.types.largest_weight_pair,
@@ -315,19 +319,6 @@ class _Placement:
         if not (names and self.options.activation_symmetric):
             return ()
         return (f"ActivationSymmetric is not kept for {names}: kernels of {self.target.name} write zero point 0 there",)
-
-    def _placed(self, decisions: Mapping[str, list[Decision]]) -> targets.Placed:
-        assigned = self.assignment
-        return targets.Placed(
-            view=self.view,
-            integer=assigned.domain.integer,
-            float_output=assigned.domain.float_output,
-            absorbed=assigned.absorbed,
-            biased=assigned.biased,
-            requested=assigned.requested,
-            quantized=assigned.quantized,
-            decisions=decisions,
-        )
 
     def _splits(self, decisions: Mapping[str, list[Decision]]) -> dict[str, bool]:
         """The quantized values with several readers, where the runtime wants one each.

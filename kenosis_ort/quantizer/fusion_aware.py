@@ -118,18 +118,9 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self.weights = dict(weights or {})
         if self.plan:  # its shapes are inferred: stock would write it to disk, infer them again, and read it back
             add_infer_metadata(model)
-        super().__init__(
-            model,
-            per_channel,
-            reduce_range,
-            weight_qType,
-            activation_qType,
-            None if self.plan else tensors_range,
-            nodes_to_quantize,
-            nodes_to_exclude,
-            op_types_to_quantize,
-            dict(extra_options or {}),
-        )
+        types, ranges = (weight_qType, activation_qType), None if self.plan else tensors_range
+        lists = nodes_to_quantize, nodes_to_exclude, op_types_to_quantize
+        super().__init__(model, per_channel, reduce_range, *types, ranges, *lists, dict(extra_options or {}))
         self.tensors_range = tensors_range
         self._placed: tuple[Pairs, Constants] | None = None
 

@@ -26,13 +26,7 @@ from kenosis_ort.rewrite.gemm_forms import (
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.rule import RewriteResult, Rule
 
-PREPARATION: Final[tuple[Rule, ...]] = (
-    drop_identity,
-    fold_constants,
-    inline_branch,
-    fold_gemm_factors,
-    fold_batch_norm,
-)
+PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS: Final[tuple[Rule, ...]] = (

@@ -11,7 +11,7 @@ flow, no graph output, no value that the caller names. Only then may the inner n
 pattern stays in its place, under its name and with the name of its output, and becomes the new operator.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import HasOperator
-from kenosis_ort.graph.live import Attributes, LiveGraph, optional
+from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, optional
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of
 
@@ -261,7 +261,7 @@ class Editor(LiveGraph):
         self,
         node: ir.Node,
         operator: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Inputs,
         attributes: Attributes | None = None,
         *,
         inner: Iterable[ir.Node] = (),
