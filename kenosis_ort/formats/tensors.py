@@ -297,10 +297,6 @@ class Edits(LiveGraph):
         drop_unread(model.graph)
         return model
 
-    def is_read(self, value: ir.Value) -> bool:
-        """Whether anything needs a value."""
-        return bool(self.readers(value)) or self.is_pinned(value)
-
     def bounds(self, clip: ir.Node | None, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Constant ends of a Clip of integers, those of the type where it has none or there is no Clip."""
         limits = np.iinfo(dtype)
@@ -354,7 +350,8 @@ class Edits(LiveGraph):
     def remove_unread(self, may_go: Callable[[ir.Node], bool]) -> None:
         """Removes nodes that ``may_go`` and whose output nothing reads."""
         for node in reversed(list(self.graph)):
-            if may_go(node) and not self.is_read(node.outputs[0]):
+            value = node.outputs[0]
+            if may_go(node) and not self.readers(value) and not self.is_pinned(value):
                 self.remove(node)
 
     def put(

@@ -21,7 +21,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -261,25 +260,18 @@ def _drop_unsound(proto: onnx.ModelProto) -> None:
     drop_initializers(proto.graph, [at for at, tensor in stored if tensor.name in unread and unsound(tensor)])
 
 
-@dataclass(frozen=True)
-class Canonical:
-    """What was respelled.
-
-    Attributes:
-        notes: Sentences for the report.
-        nodes: For each node of the main graph that called a function, the names of the nodes that do its work.
-    """
-
-    notes: tuple[str, ...]
-    nodes: dict[str, tuple[str, ...]]
-
-
-def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ()) -> Canonical:
+def make_canonical(
+    model: onnx.ModelProto, *, keep_values: Collection[str] = ()
+) -> tuple[list[str], dict[str, tuple[str, ...]]]:
     """Respells a model, in place.
 
     Args:
         model: The model, its nodes named.
         keep_values: Values that must keep existing under their names.
+
+    Returns:
+        Sentences for the report; for each node of the main graph that called a function, the names of the nodes that
+        do its work.
     """
     functions = len(model.functions)
     import_operator_sets(model)
@@ -298,7 +290,7 @@ def make_canonical(model: onnx.ModelProto, *, keep_values: Collection[str] = ())
     }
     made = {name: node.name for node in model.graph.node for name in node.output if name}
     nodes = {call: tuple(made[name] for name in outputs if name in made) for call, outputs in inlined.items()}
-    return Canonical(tuple(note for note, count in counts.items() if count), nodes)
+    return [note for note, count in counts.items() if count], nodes
 
 
 def import_operator_sets(model: onnx.ModelProto) -> None:

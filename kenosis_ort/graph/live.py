@@ -306,10 +306,6 @@ class LiveGraph(GraphView):
         self._is_written = False
         return ir.Node("", operator, inputs, made, outputs=written, name=name)
 
-    def is_new(self, node: ir.Node) -> bool:
-        """Whether the node was made since `begin`."""
-        return node not in self._own
-
     def _release(self, value: ir.Value | None) -> None:
         """Notes that a constant may have lost its last reader."""
         if value is not None and value.is_initializer():

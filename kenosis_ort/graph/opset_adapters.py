@@ -6,6 +6,7 @@ nodes before and after. Source of each change: the version history of the ONNX o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,6 @@ class AdapterContext:
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
-        self._types: Mapping[str, onnx.TypeProto] | None = None
-        self._names: set[str] | None = None
         self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._owner = model.graph
         self._node = onnx.NodeProto()
@@ -45,14 +44,20 @@ class AdapterContext:
 
     def enter(self, owner: onnx.GraphProto, node: onnx.NodeProto) -> None:
         """Turns to another node."""
-        if self._names is None:
-            self._names = all_names(self._model)
         self._owner, self._node = owner, node
         self.before, self.after = [], []
 
+    @cached_property
+    def _names(self) -> set[str]:
+        return all_names(self._model)
+
+    @cached_property
+    def _types(self) -> Mapping[str, onnx.TypeProto]:
+        return value_types(self._model)
+
     def fresh(self, base: str) -> str:
         """A value or node name that nothing in the model has yet."""
-        return reserve_name(base, set() if self._names is None else self._names)
+        return reserve_name(base, self._names)
 
     def constant(self, array: Array, suffix: str) -> str:
         """Stores a constant in the node's graph and returns its name; equal constants of the main graph are shared."""
@@ -67,15 +72,10 @@ class AdapterContext:
 
     def stored(self, value: str) -> Array | None:
         """The content of an initializer of the node's graph, None for any other value."""
-        for tensor in self._owner.initializer:
-            if tensor.name == value:
-                return array_in(tensor)
-        return None
+        return next((array_in(tensor) for tensor in self._owner.initializer if tensor.name == value), None)
 
     def type_of(self, value: str) -> onnx.TypeProto.Tensor | None:
         """Element type and shape of a tensor as far as ONNX infers them."""
-        if self._types is None:
-            self._types = value_types(self._model)
         found = self._types.get(value)
         return found.tensor_type if found is not None and found.HasField("tensor_type") else None
 
@@ -119,12 +119,10 @@ Adapter = Callable[[onnx.NodeProto, AdapterContext], None]
 
 def _take(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
     """Removes an attribute and returns it, None if the node has none of that name."""
-    for attribute in node.attribute:
+    for at, attribute in enumerate(node.attribute):
         if attribute.name == name:
-            copy = onnx.AttributeProto()
-            copy.CopyFrom(attribute)
-            node.attribute.remove(attribute)
-            return copy
+            taken: onnx.AttributeProto = node.attribute.pop(at)
+            return taken
     return None
 
 

@@ -24,7 +24,6 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, Final
 
@@ -402,11 +401,8 @@ def external_files(model_path: Path) -> list[Path]:
     return [path for path in (model_path.parent / location for location in sorted(locations)) if os.path.isfile(path)]
 
 
-@dataclass(frozen=True)
-class _Span:
-    location: str
-    offset: int
-    length: int | None
+_Span = tuple[str, int, int | None]
+"""Where a model file says that a tensor lies: location, offset, and length where it says one."""
 
 
 def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool = False) -> None:
@@ -429,17 +425,16 @@ def read_external_data(proto: onnx.ModelProto, model_path: Path, *, lazily: bool
         files: dict[str, tuple[BinaryIO, int]] = {}
         for tensor in tensors:
             where = f"tensor '{tensor.name}' of {model_path}"
-            span = _span(tensor, where)
-            if span.location not in files:
-                path = _allowed_path(span.location, model_path, where)
-                file = stack.enter_context(_opened(path, where))
-                files[span.location] = file, os.fstat(file.fileno()).st_size
-            file, size = files[span.location]
+            span = location, offset, _ = _span(tensor, where)
+            if location not in files:
+                file = stack.enter_context(_opened(_allowed_path(location, model_path, where), where))
+                files[location] = file, os.fstat(file.fileno()).st_size
+            file, size = files[location]
             length = _checked_length(tensor, span, size, where)
             if to_disk and length >= _LEFT_OUTSIDE and tensor.name in of_the_graph:
-                refer(tensor, os.path.realpath(file.name), span.offset, length)
+                refer(tensor, os.path.realpath(file.name), offset, length)
                 continue
-            file.seek(span.offset)
+            file.seek(offset)
             data = file.read(length)
             if len(data) != length:
                 raise ModelLoadError(f"Only {len(data)} of {length} bytes could be read.", where=where, fix=_COPY)
@@ -462,7 +457,7 @@ def _span(tensor: onnx.TensorProto, where: str) -> _Span:
     location = entries.get("location", "")
     if not location or "\x00" in location:
         raise ModelLoadError("The external data entry names no file.", where=where, fix=_EXPORT)
-    return _Span(location, offset, length)
+    return location, offset, length
 
 
 def _allowed_path(location: str, model_path: Path, where: str) -> Path:
@@ -496,17 +491,16 @@ def _opened(path: Path, where: str) -> BinaryIO:
 
 
 def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
+    location, offset, said = span
     expected = tensor_bytes(tensor)
-    length = next(known for known in (span.length, expected, size - span.offset) if known is not None)
+    length = next(known for known in (said, expected, size - offset) if known is not None)
     if expected is not None and length != expected:
         what = f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}."
         raise ModelLoadError(what, where=where, fix=_EXPORT)
-    if length < 0 or span.offset + length > size:
-        raise ModelLoadError(
-            f"The external data end at byte {span.offset + length}, the file '{span.location}' has only {size} bytes.",
-            where=where,
-            fix="The data file is truncated or belongs to another model: copy it again.",
-        )
+    if length < 0 or offset + length > size:
+        what = f"The external data end at byte {offset + length}, the file '{location}' has only {size} bytes."
+        fix = "The data file is truncated or belongs to another model: copy it again."
+        raise ModelLoadError(what, where=where, fix=fix)
     return length
 
 

@@ -157,8 +157,8 @@ class GraphView:
 
     def captured_by(self, node: ir.Node) -> list[ir.Value]:
         """The main-graph values that the bodies of a node read."""
-        read = (value for body in _bodies_in(node) for inner in body for value in inner.inputs)
-        return list(dict.fromkeys(value for value in read if value is not None and _belongs_to(value, self.graph)))
+        read = (value for body in _bodies_in(node) for inner in body for value in inner.inputs if value is not None)
+        return [value for value in dict.fromkeys(read) if (value.producer() or value).graph is self.graph]
 
     def is_captured(self, value: ir.Value) -> bool:
         """Whether a body of control flow reads the value."""
@@ -294,13 +294,6 @@ def _bodies(attribute: ir.Attr) -> list[ir.Graph]:
     if attribute.type == ir.AttributeType.GRAPHS:
         return list(attribute.as_graphs())
     return []
-
-
-def _belongs_to(value: ir.Value, graph: ir.Graph) -> bool:
-    producer = value.producer()
-    if producer is not None:
-        return producer.graph is graph
-    return value.graph is graph
 
 
 @contextmanager

@@ -74,10 +74,6 @@ class Absorption:
         """The node whose kernel may take a node in."""
         return self.by_activation.get(str(node.name))
 
-    def is_shortcut(self, node: ir.Node, value: ir.Value) -> bool:
-        """Whether a node that is taken in adds a value from outside its kernel."""
-        return self.shortcuts.get(str(node.name)) is value
-
     def _follow(self, producer: ir.Node) -> None:
         """Takes in what stands behind a node, as far as its kernel goes."""
         value = producer.outputs[0]

@@ -203,7 +203,7 @@ class Domain:
 
         def is_integer(reader: Consumer, value: ir.Value) -> bool:
             inside = reader.index != CAPTURED
-            if inside and self.absorption.is_shortcut(reader.node, value):
+            if inside and self.absorption.shortcuts.get(str(reader.node.name)) is value:
                 return True
             taken = inside and self.absorption.partner(reader.node) is not None
             through = taken or self.classes[str(reader.node.name)].role is Role.PASS_THROUGH

@@ -16,7 +16,7 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import DEQUANT_OUTPUT_SUFFIX, add_infer_metadata
 
 from kenosis_ort.graph.constants import replace_nodes
-from kenosis_ort.graph.walk import all_graphs, captured_names, reserve_name
+from kenosis_ort.graph.walk import all_graphs, all_nodes, captured_names, reserve_name
 from kenosis_ort.options import Stages
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.pairs import Pairs, QdqEditor
@@ -217,13 +217,8 @@ def name_made_values(quantized: onnx.ModelProto, original: onnx.ModelProto) -> N
         base = name.removesuffix(DEQUANT_OUTPUT_SUFFIX)
         if base != name and base not in known:
             new[name] = node.output[0] = reserve_name(f"{base}{_SUFFIX}", taken)
-    if not new:
-        return
-    for graph in all_graphs(quantized.graph):
-        for node in graph.node:
-            for index, name in enumerate(node.input):
-                if name in new:
-                    node.input[index] = new[name]
+    for node in all_nodes(quantized, functions=False) if new else ():
+        node.input[:] = [new.get(name, name) for name in node.input]
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:

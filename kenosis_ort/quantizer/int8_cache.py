@@ -72,12 +72,8 @@ def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:
     graph = model.graph
     taken = all_names(model)
     constants = [numpy_helper.from_array(np.int8(0), reserve_name("kv_cache_zero_point", taken))]
-    makers = {name: node for node in graph.node for name in node.output}
-    grown = {
-        cache.present: cache
-        for cache in caches
-        if cache.past and cache.present in makers and _grows(makers[cache.present], cache.past)
-    }
+    joined = {name: node.input for node in graph.node if node.op_type == "Concat" for name in node.output}
+    grown = {c.present: c for c in caches if c.past and c.present and c.past in joined.get(c.present, ())}
     real = {c.past: reserve_name(f"{c.past}_dequantized", taken) for c in caches if c.past}
     raw = {c.present: reserve_name(f"{c.present}_float", taken) for c in caches if c.present and c.present not in grown}
     integers = {name: reserve_name(f"{name}_int8", taken) for cache in caches for name in cache.names}
@@ -202,10 +198,6 @@ def cache_scales(model: onnx.ModelProto, where: str = "the model") -> Mapping[st
 
 def _is_scale(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST
-
-
-def _grows(node: onnx.NodeProto, past: str) -> bool:
-    return node.op_type == "Concat" and past in node.input
 
 
 def _rename_inside(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:

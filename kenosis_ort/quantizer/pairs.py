@@ -130,15 +130,10 @@ def listed(name: str, array: Array, elem_type: int | None = None) -> onnx.Tensor
 
 @dataclass(frozen=True)
 class GridNames:
-    """Names of the initializers that hold scale and zero point, and the scale."""
+    """Names of the initializers that hold scale and zero point, and the scale itself."""
 
-    scale_name: str
-    zero_point_name: str
+    names: tuple[str, str]
     scale: float
-
-    @property
-    def names(self) -> tuple[str, str]:
-        return self.scale_name, self.zero_point_name
 
 
 class Pairs:
@@ -210,7 +205,7 @@ class Pairs:
 
     def _add_grid(self, base: str, params: QuantizationParams) -> GridNames:
         zero_point, scale = self.editor.fresh(f"{base}_zero_point"), self.editor.fresh(f"{base}_scale")
-        grid = GridNames(scale, zero_point, float(np.asarray(params["scale"]).item()))
+        grid = GridNames((scale, zero_point), float(np.asarray(params["scale"]).item()))
         for tensor in _tensors(grid, params):
             self.editor.add_constant(tensor)
         return grid
@@ -403,8 +398,8 @@ class Pairs:
 
 def _tensors(grid: GridNames, params: QuantizationParams) -> tuple[onnx.TensorProto, onnx.TensorProto]:
     """The initializers of a zero point and a scale."""
-    zero_point = listed(grid.zero_point_name, np.asarray(params["zero_point"]), params["quant_type"])
-    return zero_point, listed(grid.scale_name, np.asarray(params["scale"], np.float32))
+    zero_point = listed(grid.names[1], np.asarray(params["zero_point"]), params["quant_type"])
+    return zero_point, listed(grid.names[0], np.asarray(params["scale"], np.float32))
 
 
 def _limits_by_root(limits: Sequence[RangeLimit], quantized: Mapping[str, Decision]) -> dict[str, RangeLimit]:

@@ -9,14 +9,13 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnxruntime.quantization import quant_utils
-from onnxruntime.quantization.calibrate import CalibrationDataReader, CalibrationMethod
-from onnxruntime.quantization.quant_utils import (
-    QuantFormat,
-    QuantType,
-    load_model_with_shape_infer,
-    update_opset_version,
-)
-from onnxruntime.quantization.quantize import StaticQuantConfig, check_static_quant_arguments
+from onnxruntime.quantization.calibrate import CalibrationDataReader as CalibrationDataReader
+from onnxruntime.quantization.calibrate import CalibrationMethod as CalibrationMethod
+from onnxruntime.quantization.quant_utils import QuantFormat as QuantFormat
+from onnxruntime.quantization.quant_utils import QuantType as QuantType
+from onnxruntime.quantization.quant_utils import load_model_with_shape_infer, update_opset_version
+from onnxruntime.quantization.quantize import StaticQuantConfig as StaticQuantConfig
+from onnxruntime.quantization.quantize import check_static_quant_arguments as check_static_quant_arguments
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper
 
@@ -139,19 +138,3 @@ def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the installed version of a function takes; older ones take fewer."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
-
-
-__all__ = [
-    "QUANTIZABLE_OPS",
-    "CalibrationDataReader",
-    "CalibrationMethod",
-    "QuantFormat",
-    "QuantType",
-    "StaticQuantConfig",
-    "check_installed",
-    "check_static_quant_arguments",
-    "four_bit_types",
-    "read_override",
-    "stock_model",
-    "stock_tensors",
-]

@@ -168,43 +168,25 @@ def hard_swish_to_product(editor: Editor, node: ir.Node) -> None:
     product with something that comes from the value itself, weights that are not constant or belong to a node that is
     not named, types other than float32.
     """
-    swish = _swish(editor, node)
-    if swish is None:
-        return
-    editor.require_float32(swish.x)
-    for layer, weights in _layers_behind(editor, swish.last):
-        scaled = (weights.astype(np.float64) * swish.slope).astype(np.float32)
+    inner: tuple[ir.Node, ...] = ()
+    x, last, slope, shift = operand(node, 0), node, 1 / 6, 0.5
+    if node.op_type == "HardSigmoid":
+        gate = node.outputs[0]
+        products = editor.readers_of(gate, "Mul")
+        slope, shift = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
+        is_gated = editor.is_private(gate) and bool(products) and other_operand(products[0], gate) is x
+        if not is_gated or slope <= 0:
+            return
+        last, inner = products[0], (node,)
+    editor.require_float32(x)
+    for layer, weights in _layers_behind(editor, last):
+        scaled = (weights.astype(np.float64) * slope).astype(np.float32)
         editor.store_array(layer, 1, scaled, f"{operand(layer, 1).name}_scaled")
-    last = swish.last
-    numbers = (("shift", swish.shift / swish.slope), ("low", 0.0), ("high", 1 / swish.slope))
-    shift, low, high = (editor.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
-    moved = editor.insert_before(last, "Add", [swish.x, shift])
+    numbers = (("shift", shift / slope), ("low", 0.0), ("high", 1 / slope))
+    moved_by, low, high = (editor.add_constant(np.float32(number), f"{last.name}_{what}") for what, number in numbers)
+    moved = editor.insert_before(last, "Add", [x, moved_by])
     clipped = editor.insert_before(last, "Clip", [moved, low, high])
-    editor.become(last, "Mul", [swish.x, clipped], inner=swish.inner)
-
-
-class _Swish(NamedTuple):
-    """``x * HardSigmoid(x; slope, shift)``, which ``last`` computes."""
-
-    x: ir.Value
-    slope: float
-    shift: float
-    inner: tuple[ir.Node, ...]
-    last: ir.Node
-
-
-def _swish(editor: Editor, node: ir.Node) -> _Swish | None:
-    """The activation that a node is, or is the gate of; None for another gate."""
-    x = operand(node, 0)
-    if node.op_type == "HardSwish":
-        return _Swish(x, 1 / 6, 0.5, (), node)
-    gate = node.outputs[0]
-    products = editor.readers_of(gate, "Mul")
-    slope, shift = node.attributes.get_float("alpha", 0.2), node.attributes.get_float("beta", 0.5)
-    is_gated = editor.is_private(gate) and bool(products) and other_operand(products[0], gate) is x
-    if not is_gated or slope <= 0:
-        return None
-    return _Swish(x, slope, shift, (node,), products[0])
+    editor.become(last, "Mul", [x, clipped], inner=inner)
 
 
 def _layers_behind(editor: Editor, swish: ir.Node) -> list[tuple[ir.Node, npt.NDArray[np.generic]]]:

@@ -90,9 +90,9 @@ def prepare(
         notes.append(f"{naming.unnamed} nodes without a name were named after their first output.")
     if naming.duplicates:
         notes.append(f"{len(naming.duplicates)} names were shared by several nodes; all but the first got a suffix.")
-    canonical = make_canonical(model, keep_values=keep_values)
-    notes += canonical.notes
-    nodes.update(canonical.nodes)
+    respelled, inlined = make_canonical(model, keep_values=keep_values)
+    notes += respelled
+    nodes.update(inlined)
 
     # Constants as initializers.
     detached = detach_initializers(model, keep=keep_inputs)

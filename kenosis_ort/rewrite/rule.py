@@ -131,7 +131,7 @@ class Rule:
         else:
             candidates = editor.find(*self.operators)
             for node in reversed(candidates) if self.backwards else candidates:
-                if editor.may_change(node) and not editor.is_gone(node):
+                if editor.may_change(node) and node.graph is editor.graph:  # else it went into another one
                     try:
                         self.change(editor, node)
                     except NotCollapsibleError as reason:
@@ -190,10 +190,6 @@ class Editor(LiveGraph):
         """Whether the caller lets the node change."""
         return self._named is None or node.name in self._named
 
-    def is_gone(self, node: ir.Node) -> bool:
-        """Whether the node went into another one."""
-        return node.graph is not self.graph
-
     def producer(self, value: ir.Value | None, *operators: str) -> ir.Node | None:
         """The node that computes the value, if it is one of these operators."""
         node = None if value is None else value.producer()
@@ -233,8 +229,8 @@ class Editor(LiveGraph):
 
     def require_no_growth(self, value: ir.Value, constants: Iterable[ir.Value | None]) -> None:
         """Raises where a constant operand may give the result more dimensions than ``value`` has."""
-        tensors = [self.constant(operand) for operand in constants]
-        most = max((len(tensor.dims) for tensor in tensors if tensor is not None), default=0)
+        tensors = filter(None, map(self.constant, constants))
+        most = max((len(tensor.dims) for tensor in tensors), default=0)
         rank = self.rank(value)
         if most and (rank is None or rank < most):
             raise NotCollapsibleError(f"a constant has more dimensions than '{value.name}' is known to have")
@@ -289,7 +285,7 @@ class Editor(LiveGraph):
         while waiting:
             value = waiting.pop()
             node = None if value is None else value.producer()
-            if node is None or node.graph is not self.graph or self.is_new(node):
+            if node is None or node.graph is not self.graph or node not in self._own:
                 continue
             if any(output.uses() or self.is_pinned(output) for output in node.outputs if output.name):
                 continue
@@ -306,10 +302,10 @@ class Editor(LiveGraph):
         """Ends a rule and returns its result, see `Rule` for the two texts."""
         self.settle()
         notes = [*self.notes, *([f"{self.done} {did}."] if self.done else [])]
-        refused = {name: reason for name, reason in self._refused.items() if name not in self.merged}
+        refused = [f"'{name}': {reason}" for name, reason in self._refused.items() if name not in self.merged]
         if refused:
-            shown = "; ".join(f"'{name}': {reason}" for name, reason in list(refused.items())[:_SHOWN])
-            notes.append(f"{len(refused)} {stays} ({shown}{'; ...' if len(refused) > _SHOWN else ''}).")
+            more = ["..."] if len(refused) > _SHOWN else []
+            notes.append(f"{len(refused)} {stays} ({'; '.join(refused[:_SHOWN] + more)}).")
         return RewriteResult(notes=tuple(notes), merged={gone: self._survivor(by) for gone, by in self.merged.items()})
 
     def _survivor(self, name: str) -> str:
@@ -321,9 +317,8 @@ class Editor(LiveGraph):
 
 def other_operand(node: ir.Node, value: ir.Value | None) -> ir.Value | None:
     """The operand of a two-operand node that is not ``value``, None unless exactly one of them is."""
-    if len(node.inputs) != 2 or (node.inputs[0] is value) == (node.inputs[1] is value):
-        return None
-    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+    others = [read for read in node.inputs if read is not value]
+    return others[0] if len(node.inputs) == 2 and len(others) == 1 else None
 
 
 def operand(node: ir.Node, position: int) -> ir.Value:
