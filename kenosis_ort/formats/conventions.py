@@ -117,7 +117,8 @@ class Export(Edits):
 def _spell_windows(model: onnx.ModelProto) -> None:
     """Writes the attributes of convolutions and pools that have defaults, in place."""
     shapes = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    known = {name: shapes[node.input[0]] for node in model.graph.node for name in node.output if _reads(node, shapes)}
+    quantizers = [n for n in model.graph.node if n.op_type in ("Quant", "QuantizeLinear", "Clip")]
+    known = {name: shapes[n.input[0]] for n in quantizers if n.input[0] in shapes for name in n.output}
     for node in model.graph.node:
         if node.op_type not in _WINDOWED or node.domain not in MAIN_DOMAINS:
             continue
@@ -129,10 +130,6 @@ def _spell_windows(model: onnx.ModelProto) -> None:
         for name, value in _defaults(node, size):
             if attribute(node, name) is None:
                 node.attribute.append(helper.make_attribute(name, value))
-
-
-def _reads(node: onnx.NodeProto, shapes: dict[str, list[int]]) -> bool:
-    return bool(node.input) and node.input[0] in shapes and node.op_type in ("Quant", "QuantizeLinear", "Clip")
 
 
 def _defaults(node: onnx.NodeProto, size: list[int]) -> Iterator[tuple[str, Any]]:

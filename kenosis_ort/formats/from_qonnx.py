@@ -216,18 +216,14 @@ def to_float(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in tensors.quantizers_of(model):
         node = live.makers[tensor.dequantize.output[0]]
         if tensor.constant is not None:
-            _dequantize(tensor, node, live)
+            if live.constant(node.inputs[0]) is None:
+                what, fix = "the integers of a constant are not stored as such", "fold the constants of the model first"
+                raise UnsupportedModelError(what, where=tensor.where, fix=fix)
+            live.replace(node, tensor.real_values())
         elif tensor.quantize is not None:
             _bound(tensor, node, live)
     live.remove_unread(lambda node: node.op_type in ("QuantizeLinear", "Clip"))  # of integers nothing reads
     return live.finish()
-
-
-def _dequantize(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) -> None:
-    if live.constant(node.inputs[0]) is None:
-        fix = "fold the constants of the model first"
-        raise UnsupportedModelError("the integers of a constant are not stored as such", where=tensor.where, fix=fix)
-    live.replace(node, tensor.real_values())
 
 
 def _bound(tensor: tensors.QuantizedTensor, node: ir.Node, live: tensors.Edits) -> None:

@@ -327,20 +327,15 @@ def inline_functions(model: onnx.ModelProto) -> dict[str, tuple[str, ...]]:
         for entry in function.opset_import:
             if entry.domain in walk.MAIN_DOMAINS:
                 entry.version = walk.opset_of(model)
-    _say_defaults(outline)
+    defaults = {(f.domain, f.name): f.attribute_proto for f in model.functions if f.attribute_proto}
+    for node in walk.all_nodes(outline) if defaults else ():  # the inliner forgets them
+        given = {attribute.name for attribute in node.attribute}
+        node.attribute.extend(a for a in defaults.get((node.domain, node.op_type), ()) if a.name not in given)
     inlined = onnx.inliner.inline_local_functions(outline)
     done = _done_by([(call.name, set(call.output)) for call in calls], model, inlined.graph.node)
     replace_nodes(model.graph, list(inlined.graph.node))
     del model.functions[:]
     return done
-
-
-def _say_defaults(model: onnx.ModelProto) -> None:
-    """Gives calls of the model's functions the attributes that they leave to defaults: the inliner forgets them."""
-    defaults = {(f.domain, f.name): f.attribute_proto for f in model.functions if f.attribute_proto}
-    for node in walk.all_nodes(model) if defaults else ():
-        given = {attribute.name for attribute in node.attribute}
-        node.attribute.extend(a for a in defaults.get((node.domain, node.op_type), ()) if a.name not in given)
 
 
 def _done_by(

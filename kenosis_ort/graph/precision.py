@@ -55,7 +55,8 @@ def compute_in_float32(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, 
     if not any(_mentions(model)):
         return None, None
     types = _element_types(model)
-    converted = frozenset(_types_of_layers(model, types))
+    read = {types.get(name, 0) for node in walk.all_nodes(model) if node.op_type in _LAYERS for name in node.input[:2]}
+    converted = read.intersection(_OTHERS)  # in which layers compute
     if not converted:
         return None, None
     names = ", ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in converted))
@@ -68,8 +69,9 @@ def compute_in_float32(model: onnx.ModelProto) -> tuple[onnx.ModelProto | None, 
 
 def _mentions(model: onnx.ModelProto) -> Iterator[bool]:
     """Yields for tensors, declared values and attributes whether they are of another floating type."""
-    for tensor in _stored(model):
-        yield tensor.data_type in _OTHERS
+    for graph in (*walk.all_graphs(model.graph), *walk.all_graphs_of_functions(model)):
+        yield from (tensor.data_type in _OTHERS for tensor in graph.initializer)
+        yield from (sparse.values.data_type in _OTHERS for sparse in graph.sparse_initializer)
     for graph in walk.all_graphs(model.graph):
         for value in (*graph.input, *graph.output):
             yield any(t.elem_type in _OTHERS for t in _tensor_types(value.type))
@@ -77,12 +79,6 @@ def _mentions(model: onnx.ModelProto) -> Iterator[bool]:
         for attribute in node.attribute:
             yield attribute.name in _TYPE_ATTRIBUTES and attribute.i in _OTHERS
             yield attribute.HasField("t") and attribute.t.data_type in _OTHERS
-
-
-def _stored(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in (*walk.all_graphs(model.graph), *walk.all_graphs_of_functions(model)):
-        yield from graph.initializer
-        yield from (sparse.values for sparse in graph.sparse_initializer)
 
 
 def _tensor_types(kind: onnx.TypeProto) -> Iterator[onnx.TypeProto.Tensor | onnx.TypeProto.SparseTensor]:
@@ -110,12 +106,6 @@ def _element_types(model: onnx.ModelProto) -> dict[str, int]:
     return found
 
 
-def _types_of_layers(model: onnx.ModelProto, types: Mapping[str, int]) -> set[int]:
-    """The other floating types in which a layer computes."""
-    read = {types.get(name, 0) for node in walk.all_nodes(model) if node.op_type in _LAYERS for name in node.input[:2]}
-    return read.intersection(_OTHERS)
-
-
 class _Conversion:
     """One model on its way to float32.
 
@@ -125,7 +115,7 @@ class _Conversion:
         types: Element types by value name.
     """
 
-    def __init__(self, model: onnx.ModelProto, converted: frozenset[int], types: Mapping[str, int]) -> None:
+    def __init__(self, model: onnx.ModelProto, converted: set[int], types: Mapping[str, int]) -> None:
         self._source = model
         self._converted = converted
         self._types = dict(types)

@@ -119,13 +119,10 @@ class GraphView:
             self._by_name = {node.name: node for node in self.nodes if node.name}
         return self._by_name.get(name)
 
-    def opset(self, domain: str = "") -> int:
-        """The imported version of an operator set, 0 if it is not imported."""
+    def opset(self) -> int:
+        """The imported version of the main operator set, 0 if it is not imported."""
         imports = self.graph.opset_imports
-        version = imports.get(domain)
-        if version is None and domain == "":
-            version = imports.get("ai.onnx")
-        return int(version or 0)
+        return int(imports.get("", imports.get("ai.onnx", 0)))
 
     def readers(self, value: ir.Value | None) -> list[ir.Node]:
         """The main graph's nodes that read a value, each as often as it does."""
@@ -135,14 +132,11 @@ class GraphView:
         """The main-graph consumers of a value (graph outputs are not among them), owners of bodies once each."""
         found = dict[Consumer, None]()
         for node, index in value.uses():
-            consumer = Consumer(node, index) if node.graph is self.graph else Consumer(self._owner(node), CAPTURED)
-            found[consumer] = None
+            if node.graph is not self.graph:
+                assert isinstance(node.graph, ir.Graph)
+                node, index = self._owners[node.graph], CAPTURED
+            found[Consumer(node, index)] = None
         return list(found)
-
-    def _owner(self, inner: ir.Node) -> ir.Node:
-        """The main graph's node in whose bodies a node stands."""
-        assert isinstance(inner.graph, ir.Graph)
-        return self._owners[inner.graph]
 
     def sole_consumer(self, value: ir.Value) -> Consumer | None:
         """The only consumer, or None if there are several, none, a captured one, or a graph output."""
@@ -233,8 +227,8 @@ class GraphView:
         dims = self.dims(value)
         if dims is None:
             return None
-        known = tuple(1 if size is None and index == 0 else size for index, size in enumerate(dims))
-        return None if any(size is None for size in known) else tuple(size for size in known if size is not None)
+        known = [1 if size is None and index == 0 else size for index, size in enumerate(dims)]
+        return None if None in known else tuple(size for size in known if size is not None)
 
     def is_row_bias(self, matmul: ir.Node, bias: ir.Value) -> bool:
         """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""

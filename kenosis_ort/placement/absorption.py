@@ -248,12 +248,8 @@ SOFTMAX_DEPTH = 16.0
 
 def saturation_limits(view: GraphView, values: Iterable[ir.Value]) -> tuple[RangeLimit, ...]:
     """Bounds beyond which no consumer sees a difference, of each value all of whose consumers saturate."""
-    found = []
-    for value in values:
-        bounds = _bounds_of(view, value)
-        if bounds is not None and bounds != (None, None):
-            found.append(RangeLimit(str(value.name), *bounds))
-    return tuple(found)
+    known = ((value, _bounds_of(view, value)) for value in values)
+    return tuple(RangeLimit(str(v.name), *bounds) for v, bounds in known if bounds and bounds != (None, None))
 
 
 def _bounds_of(view: GraphView, value: ir.Value) -> Bounds | None:

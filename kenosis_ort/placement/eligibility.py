@@ -169,23 +169,23 @@ def _whole_pool(view: GraphView, node: ir.Node) -> str | None:
     return None
 
 
+def _constants(view: GraphView, node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None and view.is_constant(value)]
+
+
 def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
-    for value in node.inputs:
-        if value is not None and view.is_constant(value) and view.content(value).size != 1:
-            return f"its constant operand '{value.name}' holds several values, which one scale would blur"
-    return None
+    several = [v.name for v in _constants(view, node) if view.content(v).size != 1]
+    return f"its constant operand '{several[0]}' holds several values, which one scale would blur" if several else None
 
 
 def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
-    for value in node.inputs:
-        if value is not None and view.is_constant(value) and exact_grid(view.content(value)) is None:
-            return f"its constant operand '{value.name}' holds several values, which 8 bits would blur"
-    return None
+    several = [v.name for v in _constants(view, node) if exact_grid(view.content(v)) is None]
+    return f"its constant operand '{several[0]}' holds several values, which 8 bits would blur" if several else None
 
 
 def _no_constant(view: GraphView, node: ir.Node) -> str | None:
-    found = next((v for v in node.inputs if v is not None and view.is_constant(v)), None)
-    return None if found is None else f"its operand '{found.name}' is constant"
+    found = [v.name for v in _constants(view, node)]
+    return f"its operand '{found[0]}' is constant" if found else None
 
 
 def _clip_at_zero(view: GraphView, node: ir.Node) -> str | None:

@@ -134,7 +134,8 @@ def _layers(graph: GraphView, types: Mapping[str, onnx.TypeProto]) -> Iterator[L
         options, (data, weight) = node.attributes, node.inputs[:2]
         if options.get_float("alpha", 1.0) != 1.0 or options.get_int("transA", 0) != 0 or data is None:
             continue
-        if not _is_float_matrix(types.get(data.name or "")) or graph.constant(data) is not None:
+        kind = types.get(data.name or "", onnx.TypeProto()).tensor_type
+        if kind.elem_type != onnx.TensorProto.FLOAT or len(kind.shape.dim) < 2 or graph.constant(data) is not None:
             continue
         matrix, constant = _constant(graph, weight), graph.constant(weight)
         if constant is None or matrix is None or matrix.ndim != 2 or min(matrix.shape) < _LEAST:
@@ -178,13 +179,6 @@ def _row(array: Float32 | None, width: int) -> Float32 | None:
     if array is None or array.ndim > 2 or array.size not in (1, width) or (array.ndim == 2 and array.shape[0] != 1):
         return None
     return np.ascontiguousarray(np.broadcast_to(array.reshape(-1), (width,)))
-
-
-def _is_float_matrix(kind: onnx.TypeProto | None) -> bool:
-    if kind is None or kind.WhichOneof("value") != "tensor_type":
-        return False
-    tensor = kind.tensor_type
-    return tensor.elem_type == onnx.TensorProto.FLOAT and len(tensor.shape.dim) >= 2
 
 
 _MIN_OPSET = 11  # DynamicQuantizeLinear

@@ -107,7 +107,8 @@ def stock_model(
         "tensor_quant_overrides": extra_options.get("TensorQuantOverrides"),
         "block_size": extra_options.get("BlockSize", 0),
     }
-    return update_opset_version(inferred, weight_type, **_known(update_opset_version, later))
+    parameters = inspect.signature(update_opset_version).parameters  # older ones take fewer
+    return update_opset_version(inferred, weight_type, **{k: value for k, value in later.items() if k in parameters})
 
 
 @contextlib.contextmanager
@@ -132,9 +133,3 @@ def four_bit_types() -> Iterator[None]:
     finally:
         for table, entries in zip(tables, before, strict=True):
             table.update(entries)
-
-
-def _known(function: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the installed version of a function takes; older ones take fewer."""
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in parameters}

@@ -280,19 +280,15 @@ def drop_identity(editor: Editor, node: ir.Node) -> None:
     Left alone: an Identity between a graph input or a constant and a graph output, values that a body of control
     flow or the caller names, a Dropout whose mask is used or whose training mode is not constantly false.
     """
-    copies = _keeps_type(editor, node) if node.op_type == "Cast" else _copies(editor, node)
-    if copies and _bypass(editor, node):
+    if _copies(editor, node) and _bypass(editor, node):
         editor.done += 1
-
-
-def _keeps_type(editor: Editor, cast: ir.Node) -> bool:
-    known = editor.element_type(cast.inputs[0])
-    return known is not None and known == cast.attributes.get_int("to", 0)
 
 
 def _copies(editor: Editor, node: ir.Node) -> bool:
     if node.op_type == "Identity":
         return True
+    if node.op_type == "Cast":
+        return editor.element_type(node.inputs[0]) == node.attributes.get_int("to", 0)
     if node.op_type in _ALONE:
         return len(node.inputs) == 1
     if further_outputs(node):
