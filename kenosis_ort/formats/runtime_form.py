@@ -34,6 +34,7 @@ from kenosis_ort.graph.live import further_outputs, optional, required
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.rewrite.channel_affine import affine_step
 from kenosis_ort.targets.model import DataTypes
 
 _AFFINE: Final = frozenset({"Add", "BatchNormalization", "Div", "Mul", "Sub"})
@@ -239,13 +240,9 @@ class _Layers:
         rank = self.live.rank(value)
         if constant.ndim > (rank if rank is not None else 1):
             return None
-        one, none = np.ones(layer.channels), np.zeros(layer.channels)
-        if node.op_type in ("Add", "Sub"):
-            return one, (numbers if node.op_type == "Add" else -numbers)
         if node.op_type == "Div" and not numbers.all():
             return None
-        factor: integer_bias.Double = numbers if node.op_type == "Mul" else one / numbers
-        return factor, none
+        return affine_step(node.op_type, np.ones(layer.channels), np.zeros(layer.channels), numbers, swapped=False)
 
     def _bias(self, node: ir.Node, channels: int) -> integer_bias.Double | None:
         """Bias of a layer by channel, None where it is not one number a channel."""

@@ -339,14 +339,6 @@ def content_bytes(tensor: onnx.TensorProto) -> int:
     return int(tensor.ByteSize()) if known is None else known  # ByteSize serializes: not for what may be large
 
 
-def content_of(tensor: onnx.TensorProto) -> Iterator[bytes]:
-    """Yields a tensor's content as `raw_bytes` has it, that of one on disk some bytes at a time."""
-    if is_outside(tensor):
-        yield from pieces_of(tensor)
-    else:
-        yield raw_bytes(tensor)
-
-
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:
     """A tensor's content in the layout of ``raw_data``, little-endian.
 
@@ -528,8 +520,7 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
             copy_fields(tensor, copy, skip=_CONTENT)
             copy.data_location = onnx.TensorProto.EXTERNAL
             offset = data.tell()
-            for piece in content_of(tensor):
-                data.write(piece)
+            data.writelines(pieces_of(tensor) if is_outside(tensor) else (raw_bytes(tensor),))
             entries = {"location": data_path.name, "offset": str(offset), "length": str(data.tell() - offset)}
             for key, value in entries.items():
                 copy.external_data.add(key=key, value=value)

@@ -301,8 +301,7 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
             path.write_bytes(write_external_data(proto, data_file(path)).SerializeToString())
         else:
             with path.open("wb") as file:
-                for piece in (content,) if content is not None else serialized(proto):
-                    file.write(piece)
+                file.writelines((content,) if content is not None else serialized(proto))
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(
