@@ -8,6 +8,7 @@ as a `CalibrationDataReader` does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +149,19 @@ class Net:
         """The graph as it stands: a body of a node in another net, whose values it may read."""
         return helper.make_graph(self.nodes, name, self.inputs, self.outputs, self.initializers)
 
-    def of(self, *outputs: str) -> onnx.ModelProto:
+    def of(self, *outputs: str, graph_name: str = "net") -> onnx.ModelProto:
         """The finished model with these outputs; one that is written already is also needed inside if read there."""
         for name in outputs:
             self.output(name)
-        return self.model()
+        return self.model(graph_name)
 
     def model(self, graph_name: str = "net", *, ir_version: int = IR_VERSION) -> onnx.ModelProto:
         """Returns the finished, checked model."""
-        graph = self.graph(graph_name)
-        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(d, 1) for d in sorted(self.domains)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="kenosis-ort-tests")
+        opsets = [
+            helper.make_opsetid(d, v) for d, v in {"": self.opset, **dict.fromkeys(sorted(self.domains), 1)}.items()
+        ]
+        settings = {"opset_imports": opsets, "ir_version": ir_version, "producer_name": "kenosis-ort-tests"}
+        model = helper.make_model(self.graph(graph_name), **settings)
         if not all(o.type.tensor_type.HasField("shape") for o in self.outputs):
             model = onnx.shape_inference.infer_shapes(model)  # fills the outputs' shapes
             del model.graph.value_info[:]
@@ -264,13 +267,8 @@ def conv_relu_chain(n: int, *, channels: int = 4, size: int = 8, seed: int = 0, 
     net = Net(opset=opset, seed=seed)
     y = net.input("x", [1, channels, size, size])
     for i in range(n):
-        y = (
-            net.conv(y, channels, channels, k=1, name=f"conv{i}")
-            if i % 2 == 0
-            else net.op("Relu", [y], name=f"relu{i}")
-        )
-    net.output(y, [1, channels, size, size])
-    return net.model("conv_relu_chain")
+        y = net.op("Relu", [y], name=f"relu{i}") if i % 2 else net.conv(y, channels, channels, k=1, name=f"conv{i}")
+    return net.of(y, graph_name="conv_relu_chain")
 
 
 def with_free_batch(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -292,63 +290,50 @@ def residual_block(*, channels: int = 8, size: int = 8, seed: int = 0, opset: in
     y = net.conv(y, channels, channels, name="conv2")
     y = net.op("Relu", [net.op("Add", [y, skip], name="add")], name="relu2")
     y = net.op("Flatten", [net.op("GlobalAveragePool", [y], name="pool")], name="flatten")
-    net.output(net.gemm(y, channels, 5, name="head"), [1, 5])
-    return net.model("residual_block")
+    return net.of(net.gemm(y, channels, 5, name="head"), graph_name="residual_block")
 
 
-def mobile_block(
-    *, channels: int = 8, expand: int = 4, size: int = 8, seed: int = 0, relu6: bool = True
-) -> onnx.ModelProto:
+def mobile_block(*, channels: int = 8, size: int = 8) -> onnx.ModelProto:
     """MobileNetV2's inverted residual: 1x1, depthwise 3x3, 1x1, Add; ReLU6 as Clip."""
-    net = Net(seed=seed)
-    wide = channels * expand
+    net, wide = Net(), 4 * channels
 
     def act(value: str, name: str) -> str:
-        if not relu6:
-            return net.op("Relu", [value], name=name)
         return net.op("Clip", [value, net.const(0.0, f"{name}_min"), net.const(6.0, f"{name}_max")], name=name)
 
-    x = act(net.conv(net.input("x", [1, 3, size, size]), 3, channels, stride=1, name="stem"), "stem_act")
+    x = act(net.conv(net.input("x", [1, 3, size, size]), 3, channels, name="stem"), "stem_act")
     y = act(net.conv(x, channels, wide, k=1, name="expand"), "expand_act")
     y = act(net.conv(y, wide, wide, groups=wide, name="depthwise"), "depthwise_act")
     y = net.op("Add", [net.conv(y, wide, channels, k=1, name="project"), x], name="add")
     y = net.op("Flatten", [net.op("GlobalAveragePool", [y], name="pool")], name="flatten")
-    net.output(net.gemm(y, channels, 5, name="head"), [1, 5])
-    return net.model("mobile_block")
+    return net.of(net.gemm(y, channels, 5, name="head"), graph_name="mobile_block")
 
 
-def silu_net(*, channels: int = 8, size: int = 8, blocks: int = 2, seed: int = 0) -> onnx.ModelProto:
+def silu_net() -> onnx.ModelProto:
     """Convs, each followed by x * Sigmoid(x): every Conv output has two consumers."""
-    net = Net(seed=seed)
-    y, c = net.input("x", [1, 3, size, size]), 3
-    for i in range(blocks):
-        y = net.conv(y, c, channels, name=f"conv{i}")
+    net = Net()
+    y = net.input("x", [1, 3, 8, 8])
+    for i, c in enumerate((3, 8)):
+        y = net.conv(y, c, 8, name=f"conv{i}")
         y = net.op("Mul", [y, net.op("Sigmoid", [y], name=f"sigmoid{i}")], name=f"mul{i}")
-        c = channels
-    net.output(net.conv(y, c, 4, k=1, name="head"), [1, 4, size, size])
-    return net.model("silu_net")
+    return net.of(net.conv(y, 8, 4, k=1, name="head"), graph_name="silu_net")
 
 
-def bn_net(*, channels: int = 8, size: int = 8, seed: int = 0, opset: int = OPSET) -> onnx.ModelProto:
+def bn_net(*, channels: int = 8) -> onnx.ModelProto:
     """Conv without bias, BatchNormalization, Relu, twice."""
-    net = Net(seed=seed, opset=opset)
-    y, c = net.input("x", [1, 3, size, size]), 3
-    for i in range(2):
+    net = Net()
+    y = net.input("x", [1, 3, 8, 8])
+    for i, c in enumerate((3, channels)):
         y = net.batch_norm(net.conv(y, c, channels, bias=False, name=f"conv{i}"), channels, name=f"bn{i}")
         y = net.op("Relu", [y], name=f"relu{i}")
-        c = channels
-    net.output(y, [1, channels, size, size])
-    return net.model("bn_net")
+    return net.of(y, graph_name="bn_net")
 
 
-def two_input_detector(*, size: int = 16, classes: int = 3, seed: int = 0) -> onnx.ModelProto:
+def two_input_detector() -> onnx.ModelProto:
     """An image and a ``scale_factor``; boxes in pixels and scores in 0..1 end in one output Concat."""
-    net = Net(seed=seed)
-    image = net.input("image", [1, 3, size, size])
-    scale = net.input("scale_factor", [1, 2])
+    net, cells = Net(), 64
+    image, scale = net.input("image", [1, 3, 16, 16]), net.input("scale_factor", [1, 2])
     y = net.op("Relu", [net.conv(image, 3, 8, stride=2, name="stem")], name="stem_relu")
     y = net.op("Relu", [net.conv(y, 8, 8, name="body")], name="body_relu")
-    cells = (size // 2) ** 2
 
     def flat(value: str, c: int, name: str) -> str:
         value = net.op("Reshape", [value, net.const([1, c, cells], f"{name}_shape")], name=f"{name}_reshape")
@@ -359,117 +344,93 @@ def two_input_detector(*, size: int = 16, classes: int = 3, seed: int = 0) -> on
     four = net.op("Concat", [scale, scale], name="scale_twice", axis=1)
     four = net.op("Unsqueeze", [four, net.const([1], "scale_axis")], name="scale_unsqueeze")
     boxes = net.op("Div", [boxes, four], name="box_rescale")
-    scores = flat(
-        net.op("Sigmoid", [net.conv(y, 8, classes, k=1, name="score_head")], name="score_sigmoid"), classes, "score"
-    )
-    net.output(net.op("Concat", [boxes, scores], name="detections", axis=2), [1, cells, 4 + classes])
-    return net.model("two_input_detector")
+    scores = net.op("Sigmoid", [net.conv(y, 8, 3, k=1, name="score_head")], name="score_sigmoid")
+    detections = net.op("Concat", [boxes, flat(scores, 3, "score")], name="detections", axis=2)
+    return net.of(detections, graph_name="two_input_detector")
 
 
 def mlp(
     *, n_in: int = 16, hidden: int = 32, n_out: int = 4, layers: int = 3, seed: int = 0, gemm: bool = True
 ) -> onnx.ModelProto:
     """Linear layers with Relu between them, as Gemm or as MatMul + Add, with a symbolic batch."""
-    net = Net(seed=seed)
-    y, n = net.input("x", ["batch", n_in]), n_in
-    for i in range(layers):
-        last = i == layers - 1
-        m = n_out if last else hidden
+    net, sizes = Net(seed=seed), [n_in, *[hidden] * (layers - 1), n_out]
+    y = net.input("x", ["batch", n_in])
+    for i, (n, m) in enumerate(pairwise(sizes)):
+        y = net.op("Relu", [y], name=f"relu{i - 1}") if i else y
         y = net.gemm(y, n, m, name=f"fc{i}") if gemm else net.linear(y, n, m, name=f"fc{i}")
-        if not last:
-            y = net.op("Relu", [y], name=f"relu{i}")
-        n = m
-    net.output(y, ["batch", n_out])
-    return net.model("mlp")
+    return net.of(y, graph_name="mlp")
 
 
-def transformer_block(
-    *, tokens: int = 6, width: int = 16, heads: int = 2, seed: int = 0, causal: bool = True
-) -> onnx.ModelProto:
+def transformer_block(*, tokens: int = 6, width: int = 16) -> onnx.ModelProto:
     """Embedding rows in, attention with an additive mask (-1e9 above the diagonal), LayerNorm, Gelu MLP.
 
     Inputs: ``ids`` int64 [1, tokens] and ``mask`` float [1, 1, tokens, tokens] (0 keep, 1 hide), times -1e9.
     """
-    net = Net(seed=seed)
+    net, heads = Net(), 2
     ids = net.input("ids", [1, tokens], TensorProto.INT64)
     mask = net.input("mask", [1, 1, tokens, tokens])
     x = net.op("Gather", [net.weight((50, width), scale=1.0, name="embedding"), ids], name="embed")
-    depth = width // heads
 
     def norm(value: str, name: str) -> str:
         gamma, beta = net.const(np.ones(width), f"{name}_gamma"), net.const(np.zeros(width), f"{name}_beta")
         return net.op("LayerNormalization", [value, gamma, beta], name=name, axis=-1)
 
     def split(value: str, name: str, perm: list[int]) -> str:
-        value = net.op(
-            "Reshape", [value, net.const([1, tokens, heads, depth], f"{name}_shape")], name=f"{name}_reshape"
-        )
+        value = net.linear(value, width, width, name=name)
+        value = by("Reshape", value, [1, tokens, heads, width // heads], f"{name}_shape", f"{name}_reshape")
         return net.op("Transpose", [value], name=f"{name}_transpose", perm=perm)
 
+    def by(op_type: str, value: str, constant: Any, held: str, name: str) -> str:
+        return net.op(op_type, [value, net.const(constant, held)], name=name)
+
     h = norm(x, "norm1")
-    q = split(net.linear(h, width, width, name="q"), "q", [0, 2, 1, 3])
-    k = split(net.linear(h, width, width, name="k"), "k", [0, 2, 3, 1])
-    v = split(net.linear(h, width, width, name="v"), "v", [0, 2, 1, 3])
-    scores = net.op(
-        "Div", [net.op("MatMul", [q, k], name="qk"), net.const(float(depth) ** 0.5, "root")], name="qk_scaled"
-    )
-    hide = net.op("Mul", [mask, net.const(-1e9, "minus_large")], name="hide")
-    if causal:
-        above = np.triu(np.full((1, 1, tokens, tokens), -1e9, np.float32), 1)
-        hide = net.op("Add", [hide, net.const(above, "causal")], name="hide_future")
+    q, k, v = (split(h, *to) for to in (("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3])))
+    scores = by("Div", net.op("MatMul", [q, k], name="qk"), (width / heads) ** 0.5, "root", "qk_scaled")
+    hide = by("Mul", mask, -1e9, "minus_large", "hide")
+    above = np.triu(np.full((1, 1, tokens, tokens), -1e9, np.float32), 1)
+    hide = by("Add", hide, above, "causal", "hide_future")
     p = net.op("Softmax", [net.op("Add", [scores, hide], name="masked")], name="softmax", axis=-1)
     y = net.op("Transpose", [net.op("MatMul", [p, v], name="pv")], name="merge_transpose", perm=[0, 2, 1, 3])
-    y = net.op("Reshape", [y, net.const([1, tokens, width], "merge_shape")], name="merge")
+    y = by("Reshape", y, [1, tokens, width], "merge_shape", "merge")
     x = net.op("Add", [x, net.linear(y, width, width, name="proj")], name="skip1")
     h = net.linear(norm(x, "norm2"), width, 4 * width, name="up")
-    erf = net.op("Erf", [net.op("Div", [h, net.const(2.0**0.5, "sqrt2")], name="gelu_div")], name="gelu_erf")
-    gate = net.op("Add", [erf, net.const(1.0, "one")], name="gelu_add")
-    h = net.op("Mul", [net.op("Mul", [h, gate], name="gelu_mul"), net.const(0.5, "half")], name="gelu_half")
-    net.output(net.op("Add", [x, net.linear(h, 4 * width, width, name="down")], name="skip2"), [1, tokens, width])
-    return net.model("transformer_block")
+    erf = net.op("Erf", [by("Div", h, 2.0**0.5, "sqrt2", "gelu_div")], name="gelu_erf")
+    gate = by("Add", erf, 1.0, "one", "gelu_add")
+    h = by("Mul", net.op("Mul", [h, gate], name="gelu_mul"), 0.5, "half", "gelu_half")
+    skip = net.op("Add", [x, net.linear(h, 4 * width, width, name="down")], name="skip2")
+    return net.of(skip, graph_name="transformer_block")
 
 
-def net_with_if(*, channels: int = 4, size: int = 6, seed: int = 0, capture_conv: bool = True) -> onnx.ModelProto:
+def net_with_if(*, capture_conv: bool = True) -> onnx.ModelProto:
     """Conv, Relu, and an If whose branches capture an outer value.
 
     Args:
-        channels: Channels.
-        size: Height and width.
-        seed: Seed.
         capture_conv: The branches capture the Conv's output, which a Relu also reads (folding that Relu into the
             Conv would rename what the body captures); otherwise they capture the Relu's.
     """
-    net = Net(seed=seed)
-    x = net.input("x", [1, 3, size, size])
-    flag = net.input("flag", [], TensorProto.BOOL)
-    c = net.conv(x, 3, channels, name="conv0", out="conv0_out")
+    net = Net()
+    x, flag = net.input("x", [1, 3, 6, 6]), net.input("flag", [], TensorProto.BOOL)
+    c = net.conv(x, 3, 4, name="conv0", out="conv0_out")
     r = net.op("Relu", [c], name="relu0", out="relu0_out")
-    captured = c if capture_conv else r
-    shape = [1, channels, size, size]
 
     def branch(name: str, op: str) -> onnx.GraphProto:
-        node = helper.make_node(op, [captured], [f"{name}_out"], name=f"{name}_{op.lower()}")
-        return helper.make_graph(
-            [node], name, [], [helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, shape)]
-        )
+        node = helper.make_node(op, [c if capture_conv else r], [f"{name}_out"], name=f"{name}_{op.lower()}")
+        out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, [1, 4, 6, 6])
+        return helper.make_graph([node], name, [], [out])
 
     y = net.op("If", [flag], name="if", then_branch=branch("then", "Tanh"), else_branch=branch("else", "Neg"))
     y = net.op("Add", [y, r], name="add")
-    net.output(net.conv(y, channels, channels, name="conv1"), shape)
-    return net.model("net_with_if")
+    return net.of(net.conv(y, 4, 4, name="conv1"), graph_name="net_with_if")
 
 
-def concat_net(*, size: int = 8, seed: int = 0) -> onnx.ModelProto:
+def concat_net() -> onnx.ModelProto:
     """SqueezeNet's fire: 1x1 Conv + Relu, then 1x1 and 3x3 Conv + Relu into a Concat, MaxPool, Conv."""
-    net = Net(seed=seed)
-    x = net.input("x", [1, 3, size, size])
-    s = net.op("Relu", [net.conv(x, 3, 4, k=1, name="squeeze")], name="squeeze_relu")
-    a = net.op("Relu", [net.conv(s, 4, 8, k=1, name="expand1")], name="expand1_relu")
-    b = net.op("Relu", [net.conv(s, 4, 8, k=3, name="expand3")], name="expand3_relu")
+    net = Net()
+    s = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 4, k=1, name="squeeze")], name="squeeze_relu")
+    a, b = (net.op("Relu", [net.conv(s, 4, 8, k=k, name=f"expand{k}")], name=f"expand{k}_relu") for k in (1, 3))
     y = net.op("Concat", [a, b], name="concat", axis=1)
     y = net.op("MaxPool", [y], name="pool", kernel_shape=[2, 2], strides=[2, 2])
-    net.output(net.conv(y, 16, 4, k=1, name="head"), [1, 4, size // 2, size // 2])
-    return net.model("concat_net")
+    return net.of(net.conv(y, 16, 4, k=1, name="head"), graph_name="concat_net")
 
 
 def narrow_digits() -> onnx.ModelProto:
