@@ -15,22 +15,20 @@ from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes.equalize_layers import equalize
 from tests import models, planning
-from tests.models import Net
 
 
 def net_of(opset):
-    net = Net(opset=opset)
-    y = net.conv(net.input("x", ["n", 3, 9, 7]), 3, 5, name="a")
-    z = net.op("Reshape", [net.op("Relu", [y], out="r"), [0, 5, 63]])
-    net.output(net.gemm(net.op("Flatten", [net.linear(z, 63, 6, name="m", bias=False)]), 30, 4, name="g"))
-    return planning.prepared(net.model(), min_opset=opset)
+    text = """(float[n,3,9,7] x) => (g) <float[5,3,3,3] v, float[5] b, float[63,6] w, float[4,30] u, float[4] d> {
+        a = Conv <pads = [1, 1, 1, 1]> (x, v, b) r = Relu (a) z = Reshape (r, shape) m = MatMul (z, w)
+        f = Flatten (m) g = Gemm <transB = 1> (f, u, d) }"""
+    return planning.prepared(planning.parse(text, {"shape": np.array([0, 5, 63])}, opset=opset), min_opset=opset)
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18])
 def test_equal_to_numpy(opset):
     model = net_of(opset)
     feeds = models.feeds(model, 3, dims={"n": 2})
-    axes = {"a_out": 1, "r": 1, "m_out": -1, "g_out": -1}
+    axes = {"a": 1, "r": 1, "m": -1, "g": -1}
     found = found_by.channel_statistics(model, feeds, axes, threads=1)
     with ObservedModel(model, SessionSettings(threads=1)) as observed:
         session = observed.session([*axes])
@@ -66,19 +64,16 @@ def test_what_is_wrong_is_said():
     assert found_by.channel_statistics(model, [], []) == {}
 
 
-def trained_net(act="Relu"):
+def trained_net(act="Relu (normed)"):
     """A net whose BatchNormalization holds the true mean and variance of what it normalizes."""
-    net = Net(seed=2)
-    x = net.input("x", ["n", 6, 12, 12])
-    y = net.conv(x, 6, 8, k=1, name="a", bias=False)
-    weight = models.numpy_helper.to_array(next(t for t in net.initializers if t.name == "a_w"))[:, :, 0, 0]
-    gamma, beta = net.rng.uniform(0.2, 2.0, 8), net.rng.normal(0, 1, 8)
-    params = [net.const(v) for v in (gamma, beta, np.zeros(8), (weight.astype(np.float64) ** 2).sum(1))]
-    y = net.op("BatchNormalization", [y, *params], name="bn", out="normed")
-    inputs = [y, net.const(np.float32(0)), net.const(np.float32(1.5))] if act == "Clip" else [y]
-    y = net.op(act, inputs, out="active")
-    net.output(net.conv(y, 8, 5, k=1, name="b"))
-    return net.model()
+    rng = np.random.default_rng(2)
+    weight = rng.normal(0, 0.5, (8, 6, 1, 1)).astype(np.float32)
+    known = {"v": weight, "variance": (weight.astype(np.float64) ** 2).sum((1, 2, 3)), "mean": np.zeros(8)}
+    known |= {name: np.geomspace(1e-3, 2.0, 8) for name in ("gamma", "beta")} | {"zero": 0, "most": 1.5}
+    text = f"""(float[n,6,12,12] x) => (y) <float[8,6,1,1] v, float[8] gamma, float[8] beta, float[8] mean,
+        float[8] variance, float zero, float most, float[5,8,1,1] w> {{
+        a = Conv (x, v) normed = BatchNormalization (a, gamma, beta, mean, variance) b = {act} y = Conv (b, w) }}"""
+    return planning.parse(text, known)
 
 
 def test_batch_norm_knows_its_output():
@@ -92,10 +87,11 @@ def test_batch_norm_knows_its_output():
 
 
 def test_equalization_through_a_clip_by_what_batch_norm_says():
-    source = trained_net("Clip")
+    source = trained_net("Clip (normed, zero, most)")
     known = found_by.batch_norm_statistics(source)
-    for pair in equalize(planning.prepared(source), peaks=known).pairs:
-        assert np.all(pair.scales[known["normed"].high >= 1.5] == 1.0)
+    (pair,) = equalize(planning.prepared(source), peaks=known).pairs
+    clips = known["normed"].high >= 1.5
+    assert (clips.sum(), set(pair.scales[clips]), pair.scales[~clips].max() > 2) == (2, {1.0}, True)
 
 
 ACTIVATIONS = {
@@ -120,16 +116,12 @@ def behind_v(graph: LiveGraph) -> found_by.Activation:
     return found_by.activation_behind(graph, graph.nodes[0].outputs[0])
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_bounds(name: str) -> None:
-    line, bounds = ACTIVATIONS[name]
-    graph = LiveGraph(net(line))
-    assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds
-
-
-def test_bounds_of_an_old_clip() -> None:
-    node = ir.node("Clip", [ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
-    assert found_by.clip_bounds(LiveGraph(net("z = Relu (v)")), [node]) == (-1.0, 6.0)
+def test_bounds() -> None:
+    for line, bounds in ACTIVATIONS.values():
+        graph = LiveGraph(net(line))
+        assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds, line
+    old = ir.node("Clip", [ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
+    assert found_by.clip_bounds(LiveGraph(net("z = Relu (v)")), [old]) == (-1.0, 6.0)
 
 
 @given(st.sampled_from([n for n, (_, bounds) in ACTIVATIONS.items() if bounds]), st.integers(0, 99))
