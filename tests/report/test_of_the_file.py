@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards
 from tests import models
-from tests.flow.support import sqnr_db
+from tests.flow.support import run, sqnr_db
 from tests.models import Feed, Net
+from tests.planning import parse
 from tests.quantizer.random_nets import nets
 
 _QUANTIZED = {
@@ -88,50 +89,47 @@ def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, 
 
     The report pools some of the samples, so that its figure is between that of the best and of the worst of them.
     """
-    before, after = models.session(model), models.session(out)
-    names = [output.name for output in before.get_outputs()]
-    pairs = [(before.run(None, feed), after.run(names, feed)) for feed in feeds]
+    names = [output.name for output in model.graph.output]
     for output in report.outputs:
-        at = names.index(output.name)
         with np.errstate(all="ignore"):
-            signals = [sqnr_db(reference[at], found[at]) for reference, found in pairs]
+            at = names.index(output.name)
+            signals = [sqnr_db(a[at], b[at]) for a, b in zip(run(model, feeds), run(out, feeds), strict=True)]
         if np.isfinite(signals).all():
             assert min(signals) - 0.05 <= output.sqnr_db <= max(signals) + 0.05
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+def checked(model: onnx.ModelProto, folder: Path | str, form: str, samples: int, **options: Any) -> None:
+    """Quantizes in a form, and compares the report, read again, with the file."""
+    out, made_up = Path(folder, "out.onnx"), form.startswith(("made up", "weight-only"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = None if made_up else models.reader(model, samples)
+        report = quantize_static(model, out, reader, **{"evidence": "none", **FORMS[form], **options})
+    check(QuantizationReport.from_json(report.to_json()), model, out)
+    if not made_up and report.outputs:
+        check_signal(report, model, out, models.feeds(model, samples))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     if form == "defect":
         monkeypatch.setattr("kenosis_ort.flow.builder.emit", lambda *_: [][0])
     for seed in range(1 if form.startswith(("made up", "promise")) else 2):
-        model, out = net(seed), tmp_path / f"{seed}.onnx"
-        reader = None if form.startswith(("made up", "weight-only")) else models.reader(model, 12)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = quantize_static(model, out, reader, **{"evidence": "none", **FORMS[form]})
-        check(QuantizationReport.from_json(report.to_json()), model, out)
+        checked(net(seed), tmp_path, form, 12)
 
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(nets(), st.sampled_from([form for form in FORMS if form != "defect"]), st.booleans())
 def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, forced: bool) -> None:
     """25 nets in the ordinary run, 200 by ``--hypothesis-profile=nightly``."""
-    made_up = form.startswith(("made up", "weight-only"))
-    options = {"evidence": "none", **FORMS[form], **({"per_channel": False} if forced else {})}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = Path(folder) / "out.onnx"
-        report = quantize_static(model, out, None if made_up else models.reader(model, 8), **options)
-        check(QuantizationReport.from_json(report.to_json()), model, out)
-        if not made_up:
-            check_signal(report, model, out, models.feeds(model, 8))
+    with tempfile.TemporaryDirectory() as folder:
+        checked(model, folder, form, 8, **({"per_channel": False} if forced else {}))
 
 
 def test_ranges_that_leave_nothing_to_quantize(tmp_path: Path) -> None:
     """The ranges that a pass chooses put the bias beyond what its scale holds: the file is float, and said to be."""
-    rng, made = np.random.default_rng(0), Net.over([1, 3, 8, 8])
-    operands = ["x", rng.normal(0, 1e-7, (4, 3, 1, 1)), rng.uniform(-1e38, 1e38, 4)]
-    model, out = made.of(made.op("Conv", operands, name="conv")), tmp_path / "out.onnx"
+    weights = {"w": models.normal((4, 3, 1, 1), magnitude=1e-7), "b": models.normal((4,), magnitude=1e38)}
+    model, out = parse("(float[1,3,8,8] x) => (y) { [conv] y = Conv (x, w, b) }", weights), tmp_path / "out.onnx"
     with pytest.warns(UserWarning, match="float model as it came"):
         report = quantize_static(model, out, models.reader(model, 16))
     assert report.is_float
@@ -145,8 +143,7 @@ def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path: Path) 
 
 
 def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
-    made = Net.over([2, 64])
-    model = made.of(made.op("MatMul", ["x", made.rng.normal(0, 1, (64, 32))], name="fc"))
+    model = parse("(float[2,64] x) => (y) <float[64,32] w> { [fc] y = MatMul (x, w) }")
     report = quantize_static(model, tmp_path / "out.onnx", None, recipe="weight-only-4")
     assert 5 < report.outputs[0].sqnr_db < 60
     assert report.samples_compared == "made-up samples"
@@ -154,8 +151,8 @@ def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
 
 
 def test_a_float_net_is_not_judged_by_the_samples_that_were_made_up(tmp_path: Path) -> None:
-    made = Net.over([1, 3, 8, 8])
-    model, out = made.of(made.conv("x", 3, 4, bias=False, name="conv")), tmp_path / "out.onnx"
+    model = parse("(float[1,3,8,8] x) => (y) <float[4,3,3,3] w> { [conv] y = Conv (x, w) }")
+    out = tmp_path / "out.onnx"
     with pytest.warns(UserWarning, match="float model"):
         report = quantize_static(model, out, None, recipe="data-free", extra_options={"MinimumRealRange": 1e4})
     assert report.is_float
