@@ -1,7 +1,5 @@
 """Marks for what the installed runtime decides."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

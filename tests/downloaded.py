@@ -1,7 +1,5 @@
 """Nets that are downloaded, no part of the repository: tests of them run where ``KENOSIS_NETS`` names their folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

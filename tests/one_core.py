@@ -1,7 +1,5 @@
 """Sessions of one thread where nobody asks for more: others would only spin where another test could run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnxruntime as ort

@@ -3,8 +3,6 @@
 Races then end after the fewest rounds there are, and what they decide does not depend on the machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial

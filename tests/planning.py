@@ -11,8 +11,6 @@ Functions of the model may follow. Preparation names the nodes ``Conv_c`` and ``
 names one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

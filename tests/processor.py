@@ -1,7 +1,5 @@
 """The processors of the tests: that at hand where it is asked, and those that a test means, each for `on`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Errors and warnings: one printable line, and defects of our own told apart from mistakes."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import warnings

@@ -1,7 +1,5 @@
 """`fuse`: attention as one operator in a float model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

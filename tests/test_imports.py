@@ -1,7 +1,5 @@
 """What an import loads: in a process of its own, and beside a torch that must not be touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Recipes: TOML in and out, checked; a file loses nothing, and the call of a report makes the same bytes."""
 
-from __future__ import annotations
-
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder with nets of digits and data, and the command run in it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """inspect, explain, verify, compare, calibrate and merge, bench, targets, doctor, completion: what each says."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

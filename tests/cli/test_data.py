@@ -1,7 +1,5 @@
 """From --data to a reader: arrays or images, told by what is there, and what a function of the caller's may return."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

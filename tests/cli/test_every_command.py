@@ -1,7 +1,5 @@
 """What holds for all commands: help with an example, JSON alone on stdout, quiet, colours where they are wanted."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Whatever goes wrong: one line with the fix, exit code 2, nothing written, nothing left behind, nothing on stdout."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """From arguments to the API's keywords, and from the API's words to the shell's."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

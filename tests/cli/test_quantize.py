@@ -1,7 +1,5 @@
 """``kenosis-ort quantize``: what it writes, prints and returns; held-out data and metrics of the caller's."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m kenosis_ort SCRIPT ARGS``: an existing script, unchanged, with ours in stock's place."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

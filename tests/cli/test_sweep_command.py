@@ -1,7 +1,5 @@
 """A sweep over models: one call each, the table, and nothing done twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

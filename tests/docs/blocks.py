@@ -1,7 +1,5 @@
 """The code blocks of Markdown pages, and how each is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

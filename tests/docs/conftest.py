@@ -1,7 +1,5 @@
 """The files that the pages speak about."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import shutil

@@ -1,7 +1,5 @@
 """Every code block of the documentation and the README runs as it stands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The site as a whole: it builds, its generated parts hold what the code holds, its pictures are used and small."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The example scripts as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The CIFAR10Net walk-through: its data, its net, its trainers and its table."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re

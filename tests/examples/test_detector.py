@@ -1,7 +1,5 @@
 """The detector: its measures are right, its file computes what the net computes, and it runs from end to end."""
 
-from __future__ import annotations
-
 import re
 from types import ModuleType
 

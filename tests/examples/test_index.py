@@ -1,7 +1,5 @@
 """The index of the examples and the README name what exists: scripts, options, keywords."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

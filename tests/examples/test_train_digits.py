@@ -1,7 +1,5 @@
 """The shipped net and images are what they are said to be; what trained the net has true derivatives and learns."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The page of the example in headless Chromium; skipped where there is no browser or no onnxruntime-web."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A plan as a few lines of text, one a node and one a quantized value, so that a changed placement shows in a diff."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Run it after a change of placement that is meant, read the diff, and commit the files with the change.
 """
 
-from __future__ import annotations
-
 from kenosis_ort import preview
 from kenosis_ort.runtime.limits import on
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS

@@ -1,7 +1,5 @@
 """A part of what `benchmarks/house.py` freezes: plans and structures of files, on any processor."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

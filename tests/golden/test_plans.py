@@ -3,8 +3,6 @@
 After a change of placement that is meant: ``python -m tests.golden.regenerate``, then read the diff.
 """
 
-from __future__ import annotations
-
 import difflib
 from functools import cache
 

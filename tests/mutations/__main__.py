@@ -6,8 +6,6 @@ works on a copy of the tree and prints a table, a line a break, of all or of tho
 where one is not noticed. Tests that do not end in time have noticed nothing: what hangs has to fail by itself.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

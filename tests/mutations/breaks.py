@@ -1,7 +1,5 @@
 """Small breaks of the package, each with the tests that must notice it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The table of breaks follows the package, and only a test that fails has caught one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Comparison of two models node for node and initializer for initializer."""
 
-from __future__ import annotations
-
 import onnx
 
 

@@ -4,8 +4,6 @@ Each graph reads its operator behind a Conv (so that pass-through operators see 
 directly behind a graph input. `GRAPHS` maps names to builders, `OPTIONS` names to arguments of the quantizer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """One regression test for each known defect of onnxruntime.quantization 1.31: what stock does is said of each."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import tracemalloc

@@ -1,7 +1,5 @@
 """The drop-in proof: with an empty plan, and with all stages off, the result is stock ONNX Runtime's."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import tempfile

@@ -1,7 +1,5 @@
 """Small reports to test with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kenosis_ort import report as parts

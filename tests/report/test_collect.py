@@ -1,7 +1,5 @@
 """What is gathered from the models agrees with the models."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

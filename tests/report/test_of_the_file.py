@@ -1,7 +1,5 @@
 """Every claim of a report is true of the file that was written, whatever form or fallback it holds."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report is pure data that round-trips JSON, and tells one honest outcome in text, whatever the names hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The package's types as a user's type checker sees them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

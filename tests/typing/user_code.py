@@ -1,7 +1,5 @@
 """Code as users write it; type-checked, never run. ``reveal_type``-like checks are assignments with annotations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

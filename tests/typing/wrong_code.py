@@ -1,7 +1,5 @@
 """Calls that a type checker must refuse: each line marked with the code of the error, and an unused mark is one too."""
 
-from __future__ import annotations
-
 from kenosis_ort import ArrayReader, Stages, quantize_static
 
 READER = ArrayReader("data.npz")

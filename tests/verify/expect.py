@@ -1,7 +1,5 @@
 """Short forms for what the tests assert about a fusion report."""
 
-from __future__ import annotations
-
 import onnx
 
 from kenosis_ort.graph.walk import known_as

@@ -1,7 +1,5 @@
 """What the proof says of each node: integer and float kernels, what they take in, and what is quantized at load."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Paths, bytes, external data, custom operators, models that the runtime refuses; and whose runtime is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The mapping does not depend on how nodes and values are called."""
 
-from __future__ import annotations
-
 import onnx
 import onnx.parser
 import pytest

@@ -1,7 +1,5 @@
 """Comparison of outputs, and checks of scales and zero points."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """Every clause of oneDNN's quantized Convolution patterns, kept and broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A large model is proved in pieces; the proof is that of the whole."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clipped products: which files have them, and the simulation against the runtime's kernels, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each cause of a float node, proved on the installed runtime by a graph that shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

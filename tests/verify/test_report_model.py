@@ -1,7 +1,5 @@
 """The report is plain data: JSON round trip, counts, shares, short text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

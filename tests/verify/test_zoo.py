@@ -1,7 +1,5 @@
 """Real nets quantized by stock: every node has its entry, no heavy kernel is left over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

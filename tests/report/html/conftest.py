@@ -1,7 +1,5 @@
 """The mark of tests that open a browser."""
 
-from __future__ import annotations
-
 import pytest
 
 

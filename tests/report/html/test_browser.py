@@ -1,7 +1,5 @@
 """The page in a real browser, headless; skipped where there is none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page as a document: well formed, one file, safe against names, readable by everyone."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The picture: repeated stretches are what they say, nothing overlaps, edges lead down, and every node is placed."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 
