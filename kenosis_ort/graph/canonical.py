@@ -463,21 +463,18 @@ def _order(graph: onnx.GraphProto) -> list[int] | None:
     reads = [{makers[name] for name in walk.read_names(node) if name in makers} for node in graph.node]
     if all(at > maker for at, found in enumerate(reads) for maker in found):
         return None
-    readers: list[list[int]] = [[] for _ in reads]
-    for at, found in enumerate(reads):
-        for maker in found:
-            readers[maker].append(at)
-    waiting = [len(found) for found in reads]
-    ready = [at for at, count in enumerate(waiting) if not count]
-    order = []
-    while ready:
-        at = heapq.heappop(ready)
-        order.append(at)
-        for reader in readers[at]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, reader)
-    return order if len(order) == len(reads) else None
+    sorter = TopologicalSorter(dict(enumerate(reads)))
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    order, ready = list[int](), sorted(sorter.get_ready())
+    while ready:  # of those that may come next, the one that came first
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+        for at in sorter.get_ready():
+            heapq.heappush(ready, at)
+    return order
 
 
 def drop_unread_outputs(model: onnx.ModelProto, keep_values: Collection[str] = ()) -> int:

@@ -116,8 +116,7 @@ def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:
     read = dict.fromkeys(name for node in body.node for name in read_names(node))
     read.update(dict.fromkeys(value.name for value in body.output if value.name))
     own = {name for node in body.node for name in node.output}
-    own.update(value.name for value in body.input)
-    own.update(tensor.name for tensor in body.initializer)
+    own.update(value.name for value in (*body.input, *body.initializer))
     own.update(tensor.values.name for tensor in body.sparse_initializer)
     return tuple(name for name in read if name not in own)
 

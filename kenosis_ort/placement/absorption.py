@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
-from kenosis_ort.targets.model import NodeClass, Role, Target
+from kenosis_ort.targets.model import NodeClass, Role
 
 Bounds = tuple[float | None, float | None]
 
@@ -38,9 +38,7 @@ class Absorption:
     """What kernels take in.
 
     Args:
-        view: The prepared model.
-        target: The runtime's table.
-        constraints: The caller's wishes.
+        constraints: The caller's wishes about a model on a target.
         classes: What each node could become.
 
     Attributes:
@@ -51,22 +49,21 @@ class Absorption:
         refused: Activation name to the reason why it cannot vanish.
     """
 
-    def __init__(
-        self, view: GraphView, target: Target, constraints: Constraints, classes: Mapping[str, NodeClass]
-    ) -> None:
-        self.view, self.target, self.constraints, self.classes = view, target, constraints, classes
+    def __init__(self, constraints: Constraints, classes: Mapping[str, NodeClass]) -> None:
+        self.constraints, self.classes = constraints, classes
+        self.view, self.target = constraints.view, constraints.target
         self.by_producer: dict[str, ir.Node] = {}
         self.by_activation: dict[str, ir.Node] = {}
         self.limits: dict[str, RangeLimit] = {}
         self.shortcuts: dict[str, ir.Value] = {}
-        for node in view.nodes:
+        for node in self.view.nodes:
             role = classes[str(node.name)].role
-            produces = role in _PRODUCERS and not (target.whole and role is Role.CONCAT)
+            produces = role in _PRODUCERS and not (self.target.whole and role is Role.CONCAT)
             if produces and str(node.name) not in self.by_activation:
                 self._follow(node)
         self.refused: dict[str, str] = {
             str(node.name): self._why_not(node)
-            for node in view.nodes
+            for node in self.view.nodes
             if classes[str(node.name)].role is Role.ACTIVATION and str(node.name) not in self.by_activation
         }
 

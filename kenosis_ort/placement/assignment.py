@@ -155,21 +155,21 @@ class Assignment:
             protects = options.protect_inputs and not target.whole
             self.protected: dict[str, str] = protect(view, options.primary_inputs) if protects else {}
             self.constraints: Constraints = constrain(view, target, options)
-            self.by_rules = classify(view, target, self.constraints, self.protected)
+            self.by_rules = classify(self.constraints, self.protected)
         else:
             self.protected, self.constraints = base.protected, replace(base.constraints, options=options)
             left = [node for node in view.nodes if str(node.name) in options.keep_float]
-            self.by_rules = {**base.by_rules, **classify(view, target, self.constraints, self.protected, left)}
+            self.by_rules = {**base.by_rules, **classify(self.constraints, self.protected, left)}
         named = {name: c for name, c in self.by_rules.items() if name in self.constraints.requested}
         self.classes: dict[str, NodeClass] = {**target.hooks.reclass(view, self.by_rules), **named}
         # What kernels take in, and which nodes run in integer then.
-        self.absorption = Absorption(view, target, self.constraints, self.classes)
+        self.absorption = Absorption(self.constraints, self.classes)
         self._class_activations()
-        self.domain = Domain(view, target, self.constraints, self.classes, self.absorption)
+        self.domain = Domain(self.classes, self.absorption)
         again = dict(target.hooks.reclass_integers(view, self.classes, self.domain.integer))
         if again != self.classes:
             self.classes = again
-            self.domain = Domain(view, target, self.constraints, again, self.absorption)
+            self.domain = Domain(again, self.absorption)
         # What carries Q and DQ.
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
@@ -237,7 +237,7 @@ class Assignment:
     def bias_follows(self, node: ir.Node) -> bool:
         """Whether the bias of a node becomes int32 where its data is quantized."""
         axis = self.natural_axis(node)
-        own = None if axis is None else self.constraints.weight_axis(self.view, node, axis)
+        own = None if axis is None else self.constraints.weight_axis(node, axis)
         return self.options.quantize_bias and axis is not None and own in (None, axis)
 
     def _is_apart(self, c: NodeClass) -> bool:

@@ -136,6 +136,8 @@ class Constraints:
     """What the caller's words say about a model.
 
     Attributes:
+        view: The prepared model.
+        target: The runtime's table.
         options: The words.
         overrides: Types and parameters of single tensors.
         requested: Names of nodes that are quantized whatever the target says, with the option that says so.
@@ -146,6 +148,8 @@ class Constraints:
         torn: Names of operators that move bytes between values of different parameters of the caller's own.
     """
 
+    view: GraphView
+    target: Target
     options: PlacementOptions
     overrides: Overrides
     requested: Mapping[str, str]
@@ -158,19 +162,19 @@ class Constraints:
         """The value of the caller's own parameters that a value would have to share, None if there is none."""
         return value if value in self.values else self.providers.get(value)
 
-    def constrained(self, view: GraphView) -> set[str]:
+    def constrained(self) -> set[str]:
         """The nodes whose weights and neighbours stay as they are: they touch tensors of the caller's own."""
-        ends = {str(n.name): {str(v.name) for v in (*n.inputs, *n.outputs) if v is not None} for n in view.nodes}
+        ends = {str(n.name): {str(v.name) for v in (*n.inputs, *n.outputs) if v is not None} for n in self.view.nodes}
         touching = {name for name, values in ends.items() if any(v in self.overrides for v in values)}
         return touching | set(self.requested)
 
-    def weights_only(self, view: GraphView, node: ir.Node) -> str | None:
+    def weights_only(self, node: ir.Node) -> str | None:
         """Reason why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
 
         Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.rules`.
         """
         weight = node.inputs[1] if node.op_type in LINEAR and len(node.inputs) > 1 else None
-        if weight is None or not view.is_constant(weight) or view.rank(weight) != 2:
+        if weight is None or not self.view.is_constant(weight) or self.view.rank(weight) != 2:
             return None
         if self.options.block_size:
             return f"weights in blocks of {self.options.block_size} have kernels with float data only"
@@ -178,25 +182,24 @@ class Constraints:
             return "4-bit weights have kernels with float data only"
         return None
 
-    def clashing_types(self, view: GraphView, node: ir.Node) -> str | None:
+    def clashing_types(self, node: ir.Node) -> str | None:
         """Reason why an integer kernel cannot run on the types that the caller gives the tensors around a node."""
         if not self.overrides:
             return None
         name, expected = str(node.name), self.options.activation_type
         if name in self.torn:
             return "TensorQuantOverrides gives what it reads and what it writes different parameters"
-        types = [(v, self.overrides.type_read(v, name)) for v in _activations(view, node.inputs)]
-        types += [(v, self.overrides.type_of(v)) for v in _activations(view, node.outputs)]
+        types = [(v, self.overrides.type_read(v, name)) for v in _activations(self.view, node.inputs)]
+        types += [(v, self.overrides.type_of(v)) for v in _activations(self.view, node.outputs)]
         if self.options.mixes_types and len({kind for _, kind in types}) == 1:
             return None
         odd = next((value for value, kind in types if kind != expected), None)
         return None if odd is None else f"TensorQuantOverrides gives '{odd}' a type that the other tensors do not have"
 
-    def without_kernel(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> str | None:
+    def without_kernel(self, node: ir.Node, natural_axis: int | None) -> str | None:
         """Reason why a node that is quantized as the caller says runs in float, None if it may run in integer.
 
         Args:
-            view: The model.
             node: A node that reads and writes integers.
             natural_axis: The axis of output channels of its weight; None without weights.
         """
@@ -210,17 +213,17 @@ class Constraints:
             return None
         if self.overrides.weight_type(str(weight.name)) not in options.kernel_weights:
             return "the runtime has no integer kernels for weights of the type that the caller asks for"
-        axis = self.weight_axis(view, node, natural_axis)
+        axis = self.weight_axis(node, natural_axis)
         if axis is not None and axis != natural_axis:
             return f"the runtime has no integer kernel for weights by channel of axis {axis}, which the caller asks for"
         return None
 
-    def weight_axis(self, view: GraphView, node: ir.Node, natural_axis: int | None) -> int | None:
+    def weight_axis(self, node: ir.Node, natural_axis: int | None) -> int | None:
         """The axis of a weight's scales, None for one scale."""
         weight = node.inputs[1]
-        if weight is None or not view.is_constant(weight):
+        if weight is None or not self.view.is_constant(weight):
             return None
-        name, rank = str(weight.name), view.rank(weight) or 1
+        name, rank = str(weight.name), self.view.rank(weight) or 1
         if name in self.overrides:
             axis = self.overrides.axis(name)
         elif not self.options.per_channel or node.op_type in self.options.per_tensor or self._is_ambiguous(node):
@@ -256,7 +259,7 @@ def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Con
     values = frozenset(_overridden(view, options, overrides))
     free = {str(v.name) for node in view.nodes if node.op_type in options.float_outputs for v in node.outputs if v.name}
     providers, torn = _shared(view, target, overrides, values)
-    return Constraints(options, overrides, requested, values, frozenset(free - values), providers, torn)
+    return Constraints(view, target, options, overrides, requested, values, frozenset(free - values), providers, torn)
 
 
 def _shared(

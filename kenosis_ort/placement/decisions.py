@@ -211,7 +211,7 @@ class Decider:
             into = "requantization" if node.op_type in assigned.target.clamps else "kernel"
             return Kind.ABSORBED, c.rule, f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
         if assigned.is_integer(node):
-            missing = self.constraints.without_kernel(self.view, node, assigned.natural_axis(node))
+            missing = self.constraints.without_kernel(node, assigned.natural_axis(node))
             if missing is not None:
                 return Kind.FLOAT, "caller-types", missing
             return (Kind.PASS_THROUGH if c.role is Role.PASS_THROUGH else Kind.INTEGER), c.rule, c.reason
@@ -280,7 +280,7 @@ class Decider:
         if weight not in self._axes:
             readers = (c.node for c in self.view.consumers(weight) if c.index == 1)
             axes = {
-                self.constraints.weight_axis(self.view, reader, self.assignment.natural_axis(reader))
+                self.constraints.weight_axis(reader, self.assignment.natural_axis(reader))
                 for reader in readers
                 if self.assignment.carries(reader) or self.classes[str(reader.name)].rule == WEIGHTS_ONLY
             }

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.placement.absorption import Absorption
-from kenosis_ort.placement.constraints import Constraints
-from kenosis_ort.targets.model import NodeClass, Role, Target
+from kenosis_ort.targets.model import NodeClass, Role
 
 _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
 """Products of a value with a function of it; spelled out as such, stock quantizes what they read."""
@@ -24,9 +23,6 @@ class Domain:
     """Which nodes run in integer.
 
     Args:
-        view: The prepared model.
-        target: The runtime's table.
-        constraints: The caller's words.
         classes: What each node could become.
         absorption: Which activations vanish.
 
@@ -38,27 +34,20 @@ class Domain:
         refused: Names of anchors that the caller's words leave float, with the reason.
     """
 
-    def __init__(
-        self,
-        view: GraphView,
-        target: Target,
-        constraints: Constraints,
-        classes: Mapping[str, NodeClass],
-        absorption: Absorption,
-    ) -> None:
-        self.view, self.target, self.constraints = view, target, constraints
-        self.classes, self.absorption, self.options = classes, absorption, constraints.options
+    def __init__(self, classes: Mapping[str, NodeClass], absorption: Absorption) -> None:
+        self.classes, self.absorption, self.constraints = classes, absorption, absorption.constraints
+        self.view, self.target, self.options = absorption.view, absorption.target, self.constraints.options
         self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
         self.float_output: set[str] = set()
         self.heads: dict[str, bool] = {}
         self.between: set[str] = set()
         self.refused: dict[str, str] = {}
-        if target.whole:
+        if self.target.whole:
             self.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
             return
         anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
         self.heads = self._heads(anchors)
-        requested = constraints.requested
+        requested = self.constraints.requested
         anchors -= {name for name, stays_float in self.heads.items() if stays_float and name not in requested}
         self.integer = self._settled(anchors, anchors)
         for name in self._without_output_q():
@@ -66,7 +55,7 @@ class Domain:
                 self.float_output.add(name)
             else:
                 self.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
-        if self.refused or constraints.free:
+        if self.refused or self.constraints.free:
             readers, anchors = anchors, anchors - self.refused.keys()
             self.integer = self._settled(anchors, readers)
         self.between = self._between(self._available(anchors), anchors)

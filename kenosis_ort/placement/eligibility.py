@@ -19,7 +19,7 @@ from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role, Target
+from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role
 
 BYTE = 8
 _PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
@@ -215,37 +215,27 @@ WEIGHTS_ONLY = "caller-weights-only"
 
 
 def classify(
-    view: GraphView,
-    target: Target,
-    constraints: Constraints,
-    protected: Mapping[str, str],
-    nodes: Sequence[ir.Node] | None = None,
+    constraints: Constraints, protected: Mapping[str, str], nodes: Sequence[ir.Node] | None = None
 ) -> dict[str, NodeClass]:
     """Class of every main-graph node, by node name.
 
     Args:
-        view: The prepared model.
-        target: The runtime's table.
         constraints: The caller's wishes.
         protected: Node name to reason for nodes that must stay float.
         nodes: Those to class; None for all.
     """
     classes = {}
-    for node in view.nodes if nodes is None else nodes:
-        rules = target.rules_of(node.op_type) or (None,)
-        found = [_by_rule(view, target, constraints, protected, node, rule) for rule in rules]
+    for node in constraints.view.nodes if nodes is None else nodes:
+        rules = constraints.target.rules_of(node.op_type) or (None,)
+        found = [_by_rule(constraints, protected, node, rule) for rule in rules]
         classes[str(node.name)] = next((c for c in found if c.role not in (Role.FLOAT, Role.ISLAND)), found[0])
     return classes
 
 
 def _by_rule(
-    view: GraphView,
-    target: Target,
-    constraints: Constraints,
-    protected: Mapping[str, str],
-    node: ir.Node,
-    rule: FusionRule | None,
+    constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule | None
 ) -> NodeClass:
+    view, target = constraints.view, constraints.target
     data = tuple(v for v in node.inputs if v is not None and view.is_float32(v) and not view.is_constant(v))
     if rule is None or (node.domain not in MAIN_DOMAINS and rule.role is not Role.ISLAND):
         named = not node.domain or node.op_type.startswith(f"{node.domain}.")
@@ -253,15 +243,14 @@ def _by_rule(
         return NodeClass(node, Role.FLOAT, "unsupported-op", reason, data)
     # A cheap float operator stays transparent for the integer domain around it, whoever keeps it float.
     cheap = Role.FLOAT if rule.role in (Role.ANCHOR, Role.FLOAT) else Role.ISLAND
-    wish = _stays_float(view, constraints, protected, node, rule)
+    wish = _stays_float(constraints, protected, node, rule)
     if wish is not None:
         return NodeClass(node, cheap, *wish, data)
     if rule.role in (Role.ISLAND, Role.FLOAT):
         return NodeClass(node, rule.role, rule.id, rule.why, data)
     # What the integer kernel would read as quantized data.
-    read = (
-        node.inputs if rule.data_inputs is None else [node.inputs[i] for i in rule.data_inputs if i < len(node.inputs)]
-    )
+    positions = range(len(node.inputs)) if rule.data_inputs is None else rule.data_inputs
+    read = [node.inputs[i] for i in positions if i < len(node.inputs)]
     data = tuple(v for v in read if v is not None and not (rule.role is Role.BINARY and view.is_constant(v)))
     if not data or not all(view.is_float32(v) for v in (*data, *node.outputs[:1])):
         return NodeClass(node, Role.FLOAT, "not-float32", "its data is not known to be float32", data)
@@ -270,14 +259,14 @@ def _by_rule(
     if view.opset() < rule.min_opset:
         reason = f"needs opset {rule.min_opset}, the model has {view.opset()}"
         return NodeClass(node, cheap, rule.id, reason, data)
-    failed = _unmet(view, target, constraints, node, rule)
+    failed = _unmet(constraints, node, rule)
     if failed is not None:
         return NodeClass(node, cheap, *failed, data)
     return NodeClass(node, rule.role, rule.id, rule.why, data)
 
 
 def _stays_float(
-    view: GraphView, constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
+    constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule
 ) -> tuple[str, str] | None:
     """The rule and reason by which the caller, protection or verification keeps a node float.
 
@@ -285,31 +274,29 @@ def _stays_float(
     session dies of it (rule pass-through-into-body-dies).
     """
     name, options = str(node.name), constraints.options
-    read_by_body = any(c.index == CAPTURED for value in node.outputs for c in view.consumers(value))
+    read_by_body = any(c.index == CAPTURED for value in node.outputs for c in constraints.view.consumers(value))
     if rule.role is Role.PASS_THROUGH and read_by_body:
         return None
     wish = closed(options, node)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
     if wish is not None and (name in options.nodes_to_exclude or not vanishes):
         return wish
-    if name in constraints.requested or constraints.weights_only(view, node) is not None:
+    if name in constraints.requested or constraints.weights_only(node) is not None:
         return None
     if name in protected:
         return "protected-input", protected[name]
     return ("verified-float", options.keep_float[name]) if name in options.keep_float else None
 
 
-def _unmet(
-    view: GraphView, target: Target, constraints: Constraints, node: ir.Node, rule: FusionRule
-) -> tuple[str, str] | None:
+def _unmet(constraints: Constraints, node: ir.Node, rule: FusionRule) -> tuple[str, str] | None:
     """The rule and reason by which no integer kernel fits a node, or what the caller says about its tensors."""
     for requirement in rule.requires:
-        reason = _PREDICATES[requirement](view, node)
+        reason = _PREDICATES[requirement](constraints.view, node)
         if reason is not None:
             matmul = node.op_type == "MatMul" and requirement is Requirement.CONSTANT_WEIGHT
-            return (_ATTENTION if matmul and _ATTENTION in dict(target.facts) else rule.id), reason
-    clash = constraints.clashing_types(view, node)
+            return (_ATTENTION if matmul and _ATTENTION in dict(constraints.target.facts) else rule.id), reason
+    clash = constraints.clashing_types(node)
     if clash is not None:
         return "caller-tensor-types", clash
-    weights_only = constraints.weights_only(view, node) if rule.role is Role.ANCHOR else None
+    weights_only = constraints.weights_only(node) if rule.role is Role.ANCHOR else None
     return None if weights_only is None else (WEIGHTS_ONLY, weights_only)

@@ -215,10 +215,10 @@ class Planner:
     ) -> None:
         self.view, self.target, self.options, self._finish = view, target, options, finish
         self._plans: dict[tuple[_Placement, bool, frozenset[tuple[str, str]]], PlacementPlan] = {}
-        self._base = _Placement(view, target, options)
+        self._base = _Placement(Assignment(view, target, options))
         self._placements = {tuple(options.keep_float.items()): self._base}
         self.saturations = self._base.saturations
-        self.constrained: set[str] = self._base.assignment.constraints.constrained(view)
+        self.constrained: set[str] = self._base.assignment.constraints.constrained()
 
     def integer_candidates(self) -> set[str]:
         """The nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
@@ -251,7 +251,7 @@ class Planner:
         if key not in self._placements:
             options = replace(self.options, keep_float=dict(keep_float))
             known = None if self.options.keep_float else self._base.assignment
-            self._placements[key] = _Placement(self.view, self.target, options, known)
+            self._placements[key] = _Placement(Assignment(self.view, self.target, options, known))
         return self._placements[key]
 
 
@@ -259,23 +259,18 @@ class _Placement:
     """One model with some nodes left float, as far as it does not depend on ranges.
 
     Args:
-        view: The prepared model.
-        target: The runtime's table.
-        options: The caller's wishes.
-        base: The assignment of the same, but with no node left float; None for none.
+        assignment: What each node is.
     """
 
-    def __init__(
-        self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
-    ) -> None:
-        self.view, self.target, self.options = view, target, options
-        self.assignment = Assignment(view, target, options, base)
+    def __init__(self, assignment: Assignment) -> None:
+        self.view, self.target, self.options = assignment.view, assignment.target, assignment.options
+        self.assignment = assignment
         quantized, limits = self.assignment.quantized, self.assignment.absorption.limits
         self.own_grids = find_own_grids(self.assignment)
         self.limits = tuple(limit for name, limit in limits.items() if name in quantized)
-        narrowed = saturation_limits(view, quantized.values())
+        narrowed = saturation_limits(self.view, quantized.values())
         few = filter(None, map(self._clipping_little, narrowed))
-        self.saturations = tuple(few) if target.clips_slowly else narrowed
+        self.saturations = tuple(few) if self.target.clips_slowly else narrowed
         self.spared = tuple(limit.value for limit in narrowed if limit not in self.saturations)
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:

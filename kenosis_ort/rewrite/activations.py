@@ -40,7 +40,7 @@ class Expression:
         self._editor = editor
         self._variables = {variable: power for variable, power in ((x, (1, 0)), (f, (0, 1))) if variable is not None}
         self._known: dict[ir.Value, Polynomial | None] = {}
-        self.nodes: dict[int, ir.Node] = {}
+        self.nodes: list[ir.Node] = []
         self.constants: set[ir.Value] = set()
 
     def of(self, value: ir.Value | None) -> Polynomial | None:
@@ -62,7 +62,7 @@ class Expression:
         node = self._editor.producer(value, *ARITHMETIC)
         if node is None or len(self.nodes) >= _MOST_NODES:
             return None
-        self.nodes[id(node)] = node
+        self.nodes.append(node)
         operands = [self.of(read) for read in node.inputs]
         known = [each for each in operands if each is not None]
         return None if len(known) < len(operands) else _APPLY[node.op_type](*known)
@@ -169,9 +169,7 @@ def collapse_gelu(editor: Editor, bend: ir.Node) -> None:
         return
     x, argument = found
     last, result = _result(editor, bend, x)
-    nodes = {**argument.nodes, **result.nodes, id(bend): bend}
-    nodes.pop(id(last), None)
-    inner = list(nodes.values())
+    inner = [node for node in dict.fromkeys((*argument.nodes, *result.nodes, bend)) if node is not last]
     editor.require_float32(x)
     editor.require_closed(inner, last)
     editor.require_no_growth(x, argument.constants | result.constants)
@@ -302,7 +300,7 @@ def _gates(editor: Editor, clip: ir.Node, x: ir.Value, high: float) -> list[_Gat
     constants = frozenset(argument.constants)
     found = []
     if math.isclose(high, 1.0, rel_tol=_TOLERANCE):
-        found.append(_Gate(x, alpha, beta, False, clip, tuple(argument.nodes.values()), constants))
+        found.append(_Gate(x, alpha, beta, False, clip, tuple(argument.nodes), constants))
     value = clip.outputs[0]
     for _ in range(_HARD_SWISH_STEPS):
         readers = editor.readers_of(value, *ARITHMETIC)
@@ -313,9 +311,8 @@ def _gates(editor: Editor, clip: ir.Node, x: ir.Value, high: float) -> list[_Gat
         polynomial = behind.of(value)
         times_x = same(polynomial, _polynomial({(1, 1): 1.0 / high}))
         if times_x or same(polynomial, _polynomial({(0, 1): 1.0 / high})):
-            nodes = {**argument.nodes, **behind.nodes, id(clip): clip}
-            nodes.pop(id(readers[0]))
-            inner = tuple(nodes.values())
+            nodes = dict.fromkeys((*argument.nodes, *behind.nodes, clip))
+            inner = tuple(node for node in nodes if node is not readers[0])
             found.append(_Gate(x, alpha, beta, times_x, readers[0], inner, constants | behind.constants))
     return found
 

@@ -8,6 +8,7 @@ layer of queries, keys and values [B, S, 3 * N * H] is transposed whole and then
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -45,29 +46,15 @@ class Masks:
             found: The attention.
             split: Queries [B, S, N, H] and keys [B, T, M, H] to ask for these, where they stay.
         """
-        editor, scores = self._editor, found.scores
-        rank, dims = _rank(editor, found), None
-        parts = [self._float(term, found) for term in scores.masks]
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = self._once(found, "Add", [mask, part], (mask, part))
+        editor, scores, rank = self._editor, found.scores, found.rank
+        dims: tuple[int | str | None, ...] | None = None
+        mask = reduce(partial(self._once, found, "Add"), [self._float(term, found) for term in scores.masks])
         if len(scores.masks) == 1:
             value = scores.masks[0].value
             stored = editor.constant(value)
             dims = editor.symbols(value) if stored is None else tuple(stored.dims)
-        if found.rank == 3 and rank == 3:
-            axes = self.constant(np.array([1], np.int64), "axes")
-            mask = self._once(found, "Unsqueeze", [mask, axes], (mask, "heads"))
-        return self._expanded(found, mask, dims, split)
-
-    def _expanded(
-        self,
-        found: FoundAttention,
-        mask: ir.Value,
-        dims: tuple[int | str | None, ...] | None,
-        split: tuple[ir.Value, ir.Value] | None,
-    ) -> ir.Value:
-        editor, scores, rank = self._editor, found.scores, found.rank
+        if rank == 3 and _rank(editor, found) == 3:
+            mask = self._once(found, "Unsqueeze", mask, self.constant(np.array([1], np.int64), "axes"))
         asked = [(scores.q, rank - 2), (scores.k, scores.key_axis(rank))] if split is None else [(x, 1) for x in split]
         shapes = [(editor.symbols(value), axis) for value, axis in asked]
         wanted = tuple(None if shape is None else shape[axis] for shape, axis in shapes)
@@ -94,7 +81,7 @@ class Masks:
         zero = self.constant(np.float32(0.0), "zero")
         masked = self.constant(filler, "masked")
         choices = [zero, masked] if term.keep_if else [masked, zero]
-        return self._once(found, "Where", [term.value, *choices], (term.value, term.keep_if, float(filler)))
+        return self._once(found, "Where", term.value, *choices)
 
     def _by_window(self, term: MaskTerm, mask: ir.Value, found: FoundAttention) -> ir.Value:
         """A mask [1, W, 1, S, T] as one of the whole batch, [pictures * W, 1, S, T]."""
@@ -120,9 +107,9 @@ class Masks:
             return mask
         masked = self.constant(_MASKED, "masked")
         if not found.guarded:
-            return self._once(found, "Max", [mask, masked], (mask, "max"))
-        least = self._once(found, "Equal", [mask, self.constant(_LEAST, "least")], (mask, "least"))
-        return self._once(found, "Where", [least, masked, mask], (mask, "finite"))
+            return self._once(found, "Max", mask, masked)
+        least = self._once(found, "Equal", mask, self.constant(_LEAST, "least"))
+        return self._once(found, "Where", least, masked, mask)
 
     def constant(self, array: npt.NDArray[np.generic] | np.generic, what: str) -> ir.Value:
         array = np.asarray(array)
@@ -131,8 +118,8 @@ class Masks:
             self._made[key] = self._editor.add_constant(array, f"attention_{what}")
         return self._made[key]
 
-    def _once(self, found: FoundAttention, op_type: str, inputs: list[ir.Value], key: tuple[object, ...]) -> ir.Value:
-        key = (op_type, *key)
+    def _once(self, found: FoundAttention, op_type: str, *inputs: ir.Value) -> ir.Value:
+        key = (op_type, *inputs)
         if key not in self._made:
             self._made[key] = self._editor.insert_before(found.last, op_type, inputs)
         return self._made[key]
@@ -401,10 +388,8 @@ class _Writer:
             parts = [editor.insert_before(reader, "Shape", [value], start=a, end=b) for value, a, b in asked]
         else:
             q, k = flat.split
-            batch, s, t = (
-                editor.insert_before(reader, "Shape", [value], start=axis, end=axis + 1)
-                for value, axis in ((q, 0), (q, 1), (k, 1))
-            )
+            sizes = ((q, 0), (q, 1), (k, 1))
+            batch, s, t = (editor.insert_before(reader, "Shape", [v], start=at, end=at + 1) for v, at in sizes)
             parts = [batch, self._masks.constant(np.array([flat.heads], np.int64), "heads"), s, t]
         editor.rewrite(reader, "Concat", parts, {"axis": 0})
 

@@ -187,13 +187,8 @@ def _windowed(editor: Editor, join: ir.Node, depth: int) -> Scores | None:
         windows, tail = masked[1], inside[2:]
         counted = inside[1] == windows or (isinstance(windows, int) and not isinstance(inside[1], int))
         fits = windows and masked == (1, windows, 1, *inside[3:]) and counted
-        if (
-            not fits
-            or not all(isinstance(size, int) for size in tail)
-            or whole[1:] != tail
-            or before is None
-            or before[1:] != tail
-        ):
+        is_cut = before is not None and before[1:] == whole[1:] == tail and all(isinstance(size, int) for size in tail)
+        if not (fits and is_cut):
             continue
         found = _scores(editor, operand(cut, 0), depth + 1)
         if found is not None:

@@ -61,8 +61,37 @@ def collapse_layer_norm(editor: Editor, root: ir.Node) -> None:
     stays behind the operator.
     """
     norm = norm_around(editor, root)
-    if norm is not None and (norm.centred or editor.opset() >= RMS_NORM_OPSET):
-        _collapse(editor, norm)
+    if norm is None or not (norm.centred or editor.opset() >= RMS_NORM_OPSET):
+        return
+    count = len(norm.axes)
+    if norm.axes != tuple(range(-count, 0)):
+        raise NotCollapsibleError("it is not over the last dimensions")
+    editor.require_float32(norm.x)
+    rank, dims = editor.rank(norm.x), editor.dims(norm.x)
+    shape = () if dims is None else dims[-count:]
+    sizes = tuple(size for size in shape if size)
+    if rank is None or len(sizes) < count:
+        raise NotCollapsibleError(f"the last dimensions of '{norm.x.name}' are not known")
+    if math.prod(sizes) == 1:  # which runtimes before 1.24 do not run
+        raise NotCollapsibleError("it is over a single element")
+    constants = [value for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for value in node.inputs]
+    editor.require_no_growth(norm.x, constants)
+    editor.require_closed(norm.inner, norm.last)
+
+    inner, last = list(norm.inner), norm.last
+    scale, shift = np.ones(sizes, np.float32), None
+    if (scaled := _affine(editor, last, "Mul", rank, sizes)) is not None:
+        inner.append(last)
+        last, scale = scaled
+    if norm.centred and (shifted := _affine(editor, last, "Add", rank, sizes)) is not None:
+        inner.append(last)
+        last, shift = shifted
+    operator = "LayerNormalization" if norm.centred else "RMSNormalization"
+    attributes = {"axis": -count, "epsilon": norm.epsilon}
+    editor.become(last, operator, [norm.x], attributes, inner=inner)
+    for position, array in ((1, scale), (2, shift)):
+        if array is not None:
+            editor.store_array(last, position, array, f"{last.name}_{'scale' if position == 1 else 'bias'}")
 
 
 # -- the pattern --------------------------------------------------------------------------------------------------
@@ -131,41 +160,6 @@ def mean_axes(editor: Editor, mean: ir.Node) -> tuple[int, ...] | None:
     if not axes or not mean.attributes.get_int("keepdims", 1) or (rank is None and max(axes) >= 0):
         return None
     return tuple(sorted(axis if axis < 0 else axis - (rank or 0) for axis in axes))
-
-
-# -- the edit -----------------------------------------------------------------------------------------------------
-
-
-def _collapse(editor: Editor, norm: Norm) -> None:
-    count = len(norm.axes)
-    if norm.axes != tuple(range(-count, 0)):
-        raise NotCollapsibleError("it is not over the last dimensions")
-    editor.require_float32(norm.x)
-    rank, dims = editor.rank(norm.x), editor.dims(norm.x)
-    shape = () if dims is None else dims[-count:]
-    sizes = tuple(size for size in shape if size)
-    if rank is None or len(sizes) < count:
-        raise NotCollapsibleError(f"the last dimensions of '{norm.x.name}' are not known")
-    if math.prod(sizes) == 1:  # which runtimes before 1.24 do not run
-        raise NotCollapsibleError("it is over a single element")
-    constants = [value for node in norm.inner if node.op_type in ("Add", "Pow", "Div") for value in node.inputs]
-    editor.require_no_growth(norm.x, constants)
-    editor.require_closed(norm.inner, norm.last)
-
-    inner, last = list(norm.inner), norm.last
-    scale, shift = np.ones(sizes, np.float32), None
-    if (scaled := _affine(editor, last, "Mul", rank, sizes)) is not None:
-        inner.append(last)
-        last, scale = scaled
-    if norm.centred and (shifted := _affine(editor, last, "Add", rank, sizes)) is not None:
-        inner.append(last)
-        last, shift = shifted
-    operator = "LayerNormalization" if norm.centred else "RMSNormalization"
-    attributes = {"axis": -count, "epsilon": norm.epsilon}
-    editor.become(last, operator, [norm.x], attributes, inner=inner)
-    for position, array in ((1, scale), (2, shift)):
-        if array is not None:
-            editor.store_array(last, position, array, f"{last.name}_{'scale' if position == 1 else 'bias'}")
 
 
 def _affine(

@@ -118,7 +118,7 @@ def test_a_rule_decides_about_its_operator(target: Target, rule: FusionRule) -> 
     constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", statement)}
     view = GraphView(parse(text, constants, checked=False))
     constraints = constrain(view, target, PlacementOptions())
-    (found,) = eligibility.classify(view, target, constraints, {}).values()
+    (found,) = eligibility.classify(constraints, {}).values()
     assert (found.role, found.rule, found.reason) == (rule.role, rule.id, rule.why)
 
 

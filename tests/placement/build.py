@@ -32,7 +32,7 @@ def classes_of(
 ) -> dict[str, NodeClass]:
     """Returns the class of each node."""
     view = view_of(model, weights)
-    return classify(view, ORT_CPU, constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
+    return classify(constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
 
 
 def nodes_of(plan: PlacementPlan, kind: Kind) -> list[str]:

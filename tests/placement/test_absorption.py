@@ -24,7 +24,7 @@ from tests.planning import parse
 def absorption(text: str, weights: dict[str, Any] | None = None, **options: Any) -> Absorption:
     view = view_of(text, weights)
     wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
-    return Absorption(view, ORT_CPU, wishes, classify(view, ORT_CPU, wishes, {}))
+    return Absorption(wishes, classify(wishes, {}))
 
 
 def conv_then(behind: str, outputs: str = "y") -> str:
