@@ -19,12 +19,11 @@ from onnxruntime.quantization import QuantType
 
 from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
 from kenosis_ort import preview
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from tests import models
-from tests.models import Net
-from tests.planning import parse
-from tests.targets.files import DQ, Q, Written
+from tests.targets.files import DQ, Q, Written, net_of
 
 PYTHON = os.environ.get("KENOSIS_ARM_PYTHON", "")
 there = pytest.mark.skipif(not PYTHON, reason="KENOSIS_ARM_PYTHON names no Python on Arm")
@@ -33,24 +32,22 @@ there = pytest.mark.skipif(not PYTHON, reason="KENOSIS_ARM_PYTHON names no Pytho
 written = partial(Written, target="arm")
 
 
-def branches() -> onnx.ModelProto:
-    """A value that two Convs and an Add read."""
-    net = Net.over([1, 3, 8, 8])
-    x = net.op("Relu", [net.conv("x", 3, 8, name="stem")])
-    y = net.op("Add", [net.conv(x, 8, 8, name="a"), net.conv(x, 8, 8, name="b")])
-    return net.of(net.conv(net.op("Add", [y, x]), 8, 4, name="last"))
-
-
-NORM_IN_PARTS = """(float[2,16] x) => (y) <float[16,32] w, float[32] gain, float[32] shift, float tiny, float[32,4] v> {
-    a = MatMul (x, w) m = ReduceMean <axes = [-1]> (a) d = Sub (a, m) q = Mul (d, d) s = ReduceMean <axes = [-1]> (q)
-    t = Add (s, tiny) r = Sqrt (t) n = Div (d, r) g = Mul (n, gain) b = Add (g, shift) y = MatMul (b, v) }"""
+PADS = "pads = [1,1,1,1]"
+BRANCHES = net_of(
+    f"""[stem] c = Conv <{PADS}> (x, w8_3_3_3) r = Relu (c) [a] d = Conv <{PADS}> (r, w8_8_3_3)
+    [b] e = Conv <{PADS}> (r, w8_8_3_3b) f = Add (d, e) g = Add (f, r) [last] y = Conv <{PADS}> (g, w4_8_3_3)""",
+    "1,3,8,8",
+)
+"""A value that two Convs and an Add read."""
+NORM_IN_PARTS = """a = MatMul (x, w16_32) m = ReduceMean (a, last) d = Sub (a, m) q = Mul (d, d)
+    s = ReduceMean (q, last) t = Add (s, tiny) r = Sqrt (t) n = Div (d, r) g = Mul (n, gain) b = Add (g, gain) y = MatMul (b, w32_4)"""
 
 
 @pytest.mark.parametrize(
     ("model", "options", "kind"),
     [
-        (branches(), {}, "int8"),
-        (branches(), {"weight_type": QuantType.QUInt8}, "uint8"),
+        (BRANCHES, {}, "int8"),
+        (BRANCHES, {"weight_type": QuantType.QUInt8}, "uint8"),
         # The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm.
         (models.transformer_block(), {}, "int8"),
     ],
@@ -62,11 +59,11 @@ def test_activations_are_int8_unless_weights_are_uint8(
 
 
 def test_a_value_has_one_pair_for_all_readers() -> None:
-    assert preview(branches(), target="arm").splits == {}
+    assert preview(BRANCHES, target="arm").splits == {}
 
 
 def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
-    model = branches()
+    model = copy_model(BRANCHES)
     for tensor in model.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
     for value in (*model.graph.input, *model.graph.output):
@@ -83,15 +80,16 @@ def test_elsewhere_it_is_neither_proved_nor_timed() -> None:
 
 
 def test_rule_arm_norm_stays_in_parts() -> None:
-    model = parse(NORM_IN_PARTS, {"tiny": 1e-5, "gain": np.linspace(0.5, 1.5, 32)})
+    gain = np.linspace(0.5, 1.5, 32, dtype=np.float32)
+    model = net_of(NORM_IN_PARTS, "2,16", gain=gain, tiny=np.float32(1e-5), last=np.array([-1]))
     for target, is_one in (("arm", False), ("ort-cpu", True)):
         assert ("LayerNormalization" in {n.op_type for n in preview(model, target=target).nodes}) is is_one
 
 
 @there
 def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
-    path = written(branches(), tmp_path).path
-    save_feeds(path, models.feeds(branches(), 1))
+    path = written(BRANCHES, tmp_path).path
+    save_feeds(path, models.feeds(BRANCHES, 1))
     kernels = prove_there(PYTHON, [path])[str(path)]["kernels"]
     assert [name for name in ("stem", "a", "b", "last") if not kernels[name][2]] == []
 

@@ -27,6 +27,7 @@ from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
+from tests.flow.support import run
 from tests.models import Net
 from tests.targets.files import Written
 
@@ -65,6 +66,13 @@ def test_rule_web_relu_as_table(activation: str, tmp_path: Path) -> None:
         found = kernels(prove(made.path), "LeakyRelu")
         assert {status for status, _ in found} == {Status.INTEGER}
         assert all("QLinearLeakyRelu" in kernel for _, kernel in found)
+    meant = copy_model(made.model)  # computes the same
+    for n in meant.graph.node:
+        if n.op_type == "LeakyRelu":
+            n.op_type = "Relu"
+            del n.attribute[:]
+    feeds = models.feeds(made.source, 4)
+    np.testing.assert_array_equal(*(run(model, feeds) for model in (made.model, meant)))
 
 
 test_rule_web_clip_as_table = test_rule_web_relu_as_table
@@ -113,23 +121,6 @@ def test_rule_web_depthwise_float() -> None:
 
 def test_rule_web_attention_refused() -> None:
     assert "fuse_attention" not in (get_target("ort-web").float_forms or ())
-
-
-# -- spelling ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activation", ["Relu", "Clip"])
-def test_the_file_computes_what_was_planned(activation: str, tmp_path: Path) -> None:
-    model = chain(activation)
-    made = written(model, tmp_path)
-    meant = copy_model(made.model)
-    for n in meant.graph.node:
-        if n.op_type == "LeakyRelu":
-            n.op_type = "Relu"
-            del n.attribute[:]
-    one, other = (models.session(m, optimize=False) for m in (made.model, meant))
-    for feed in models.feeds(model, 4):
-        np.testing.assert_array_equal(one.run(None, feed)[0], other.run(None, feed)[0])
 
 
 def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
@@ -200,8 +191,9 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @there
-def test_it_computes_what_stock_does(tmp_path: Path) -> None:
-    path, feed = written(chain(), tmp_path).path, models.feeds(chain(), 1)[0]
+@pytest.mark.parametrize("apart", [True, False])
+def test_it_computes_what_stock_does_and_reads_external_data(tmp_path: Path, apart: bool) -> None:
+    path, feed = written(chain(), tmp_path, use_external_data_format=apart).path, models.feeds(chain(), 1)[0]
     runner, before = ort_web.WebRunner(path), ort_web.clock()
     (got,) = runner.run(None, feed)
     (want,) = ort.InferenceSession(path).run(None, feed)
@@ -220,25 +212,11 @@ def test_the_proof_names_what_is_float(tmp_path: Path) -> None:
 
 
 @there
-def test_external_data_is_read(tmp_path: Path) -> None:
-    model = chain()
-    onnx.save(model, tmp_path / "split.onnx", save_as_external_data=True, size_threshold=0, location="weights.bin")
-    feed = models.feeds(model, 1)[0]
-    (got,) = ort_web.WebRunner(str(tmp_path / "split.onnx")).run(None, feed)
-    (want,) = ort.InferenceSession(tmp_path / "split.onnx").run(None, feed)
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
-
-
-@there
-def test_a_model_that_it_refuses() -> None:
-    with pytest.raises(VerificationError, match="refuses"):
-        ort_web.WebRunner(b"no model")
-
-
-@there
-def test_a_process_that_ended_is_told_of_and_started_again() -> None:
+def test_a_process_that_ended_is_told_of_and_started_again_and_refuses_what_is_no_model() -> None:
     runner = ort_web.WebRunner(chain().SerializeToString())
     ort_web.node(1).child._process.kill()
     with pytest.raises(VerificationError, match="ended"):
         runner.run(None, models.feeds(chain(), 1)[0])
     assert ort_web.node(1).child.runs
+    with pytest.raises(VerificationError, match="refuses"):
+        ort_web.WebRunner(b"no model")

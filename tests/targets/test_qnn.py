@@ -158,11 +158,6 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
     assert (65535 - zero_point) * scale >= 65535 / 65536 * 0.9999
 
 
-def test_relus_of_equal_bounds_before_a_concat_vanish() -> None:
-    plan = preview(models.ALL["concat_net"](), target="qnn")
-    assert all(n.kind is Kind.ABSORBED for n in plan.nodes if n.op_type == "Relu")
-
-
 @pytest.mark.parametrize(
     ("body", "kind"),
     [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -15,69 +15,69 @@ from onnxruntime.quantization import QuantFormat
 from kenosis_ort import OptionError
 from tests import models
 from tests.planning import parse
-from tests.targets.files import DQ, Q, Written
+from tests.targets.files import DQ, Q, Written, net_of
 
 written = partial(Written, target="tensorrt")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A net over a picture of three channels, and what stands around its nodes in the file.
+SAME = "Conv <pads = [1,1,1,1]>"
+CONV = f"c = {SAME} (x, w8_3_3_3)"
+
+
+def net(body: str, outputs: str = "y") -> onnx.ModelProto:
+    """A Conv of a picture to ``c``, nodes from there to ``z``, and a Softmax of that."""
+    some = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+    return net_of(f"{CONV} {body} y = Softmax (z)", "1,3,8,8", outputs, some=some)
+
+
+class Case(NamedTuple):
+    """A net, and what stands around its nodes in the file.
 
     Attributes:
-        body: What follows ``c = Conv (x, w)``, a Softmax of ``z`` but for the output.
+        body: Its nodes.
         before: The operators before a node's inputs, apart by spaces, by the node.
         behind: The operators that read a node, likewise.
         decibels: The least that the file is worth.
-        weights: Contents of constants.
         outputs: Of the net.
         options: Of the call.
     """
 
     body: str
-    before: dict[str, str] = field(default_factory=dict)
-    behind: dict[str, str] = field(default_factory=dict)
+    before: Mapping[str, str] = {}
+    behind: Mapping[str, str] = {}
     decibels: float = 0.0
-    weights: dict[str, Any] = field(default_factory=dict)
     outputs: str = "y"
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def net(self) -> onnx.ModelProto:
-        weights = "float[8,3,3,3] w, float[8,3,3,3] w2, float[8,8,3,3] v, float[4,16,1,1] wide, float[8,4,2,2] up"
-        more = "float[4,3,2,2] g, float[64,16] m, float[16] b, float[16,5] n, float[8] one"
-        head = f"net (float[1,3,8,8] x) => ({self.outputs}) <{weights}, {more}>"
-        return parse(f"{head} {{ {CONV} {self.body} y = Softmax (z) }}", self.weights)
+    options: Mapping[str, Any] = {}
 
 
-CONV = "c = Conv <pads = [1,1,1,1]> (x, w)"
-NEXT = "z = Conv <pads = [1,1,1,1]> ({}, v)"
+NEXT = f"z = {SAME} ({{}}, w8_8_3_3)"
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
 ACTIVATIONS = ("Relu", "LeakyRelu", "Sigmoid", "HardSwish", "Tanh", "Softplus")
 EXAMPLES: dict[str, list[Case]] = {
     "trt-weighted-inputs": [
         Case(
-            "u = ConvTranspose <strides = [2,2]> (c, up) p = MaxPool <kernel_shape = [4,4], strides = [4,4]> (u) "
-            "f = Flatten (p) d = Gemm (f, m, b) z = MatMul (d, n)",
+            "u = ConvTranspose <strides = [2,2]> (c, w8_4_2_2) p = MaxPool <kernel_shape = [4,4], strides = [4,4]> (u) "
+            "f = Flatten (p) d = Gemm (f, w64_16, zeros16) z = MatMul (d, w16_5)",
             {"Conv_c": f"{DQ} {DQ}", "ConvTranspose_u": f"{DQ} {DQ}", "Gemm_d": f"{DQ} {DQ}", "MatMul_z": f"{DQ} {DQ}"},
             decibels=15,
         )
     ],
     "trt-add-all-int8": [
         Case(
-            f"d = Conv <pads = [1,1,1,1]> (x, w2) p = {POOL} (c) q = {POOL} (d) j = {op} (p, q) {NEXT.format('j')}",
+            f"d = {SAME} (x, w8_3_3_3b) p = {POOL} (c) q = {POOL} (d) j = {op} (p, q) {NEXT.format('j')}",
             {f"{op}_j": f"{DQ} {DQ}"},
             {f"{op}_j": Q},
         )
         for op in ("Add", "Mul")
     ],
     "trt-pool-int8": [
-        Case(f"r = Relu (c) p = {op} (r) z = Conv <pads = [1,1,1,1]> (p, v)", {f"{name}_p": DQ}, {f"{name}_p": Q})
+        Case(f"r = Relu (c) p = {op} (r) z = {SAME} (p, w8_8_3_3)", {f"{name}_p": DQ}, {f"{name}_p": Q})
         for name, op in (("AveragePool", "AveragePool <kernel_shape = [2,2]>"), ("GlobalAveragePool",) * 2)
     ],
     "trt-concat-int8": [
         Case(
-            "d = Conv <pads = [1,1,1,1]> (x, w2) r = Relu (c) s = Relu (d) j = Concat <axis = 1> (r, s) "
-            "z = Conv (j, wide)",
+            f"d = {SAME} (x, w8_3_3_3b) r = Relu (c) s = Relu (d) j = Concat <axis = 1> (r, s) "
+            "z = Conv (j, w4_16_1_1)",
             {"Concat_j": f"{DQ} {DQ}"},
             {"Concat_j": Q},
         )
@@ -85,7 +85,7 @@ EXAMPLES: dict[str, list[Case]] = {
     "trt-fused-activations": [
         *(
             Case(
-                f"a = {op} (c) d = Conv <pads = [1,1,1,1]> (a, v) e = {op} (d) {NEXT.format('e')}",
+                f"a = {op} (c) d = {SAME} (a, w8_8_3_3) e = {op} (d) {NEXT.format('e')}",
                 behind={"Conv_c": op, "Conv_d": op},
                 decibels=15,
                 options={"rewrites": False},
@@ -99,9 +99,8 @@ EXAMPLES: dict[str, list[Case]] = {
             options={"rewrites": False},
         ),
         Case(  # an output between them, so that it cannot be folded
-            f"n1 = BatchNormalization (c, one, one, one, one) a = Relu (n1) {NEXT.format('a')}",
+            f"n1 = BatchNormalization (c, some, some, some, some) a = Relu (n1) {NEXT.format('a')}",
             behind={"Conv_c": "BatchNormalization"},
-            weights={"one": np.linspace(0.5, 1.5, 8, dtype=np.float32)},
             outputs="y, c",
         ),
     ],
@@ -112,7 +111,7 @@ EXAMPLES: dict[str, list[Case]] = {
     "trt-no-output-q": [Case(f"r = Relu (c) {NEXT.format('r')}", behind={"Conv_z": "Softmax"})],
     "trt-shortcut-alone": [
         Case(
-            "r = Relu (c) d = Conv <pads = [1,1,1,1]> (r, v) e = Relu (d) s = Conv <pads = [1,1,1,1]> (e, v) "
+            f"r = Relu (c) d = {SAME} (r, w8_8_3_3) e = Relu (d) s = {SAME} (e, w8_8_3_3) "
             f"a = Add (s, r) q = Relu (a) {NEXT.format('q')}",
             {"Add_a": f"Conv {DQ}"},
             {"Conv_s": "Add", "Add_a": "Relu", "Relu_q": Q},
@@ -126,7 +125,7 @@ EXAMPLES: dict[str, list[Case]] = {
     "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
 )
 def test_rule(case: Case, tmp_path: Path) -> None:
-    made = written(case.net(), tmp_path, **case.options)
+    made = written(net(case.body, case.outputs), tmp_path, **case.options)
     for name, operators in case.before.items():
         assert made.before(name)[: len(operators.split())] == operators.split(), name
     for name, operators in case.behind.items():
@@ -137,7 +136,7 @@ def test_rule(case: Case, tmp_path: Path) -> None:
 def test_rule_trt_commuting(tmp_path: Path) -> None:
     """One grid before and behind what moves data."""
     body = f"r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,1,3,2]> (p) {NEXT.format('t')}"
-    made = written(Case(body).net(), tmp_path)
+    made = written(net(body), tmp_path)
     for name in ("MaxPool_p", "Transpose_t"):
         (behind,) = [n for n in made.model.graph.node if n.op_type == Q and n.input[0] in made.nodes[name].output]
         assert list(behind.input[1:]) == list(made.makers[made.nodes[name].input[0]].input[1:])
@@ -145,20 +144,9 @@ def test_rule_trt_commuting(tmp_path: Path) -> None:
     assert len(scales) == 2  # the input's and one for all behind the Conv
 
 
-def test_rule_trt_int8_zero_point_0(tmp_path: Path) -> None:
-    made = written(models.mobile_block(), tmp_path)
-    points = [made.constants[n.input[2]] for n in made.model.graph.node if n.op_type in (Q, DQ)]
-    assert points
-    assert all(p.dtype == np.int8 and not p.any() for p in points)
-    weights = [made.constants[n.input[0]] for n in made.model.graph.node if n.input[0] in made.constants]
-    assert min(int(w.min()) for w in weights) >= -127
-    with pytest.raises(OptionError, match="ActivationSymmetric is False"):
-        written(models.mobile_block(), tmp_path, extra_options={"ActivationSymmetric": False})
-
-
 def test_rule_trt_weights_by_channel(tmp_path: Path) -> None:
     up, grouped = "ConvTranspose <strides = [2,2]>", "ConvTranspose <group = 2, strides = [2,2]>"
-    made = written(Case(f"u = {up} (c, up) z = {grouped} (u, g)").net(), tmp_path)
+    made = written(net(f"u = {up} (c, w8_4_2_2) z = {grouped} (u, w4_3_2_2)"), tmp_path)
     for name, axis, count in (("Conv_c", 0, 8), ("ConvTranspose_u", 1, 4), ("ConvTranspose_z", 1, 3)):
         dq = made.makers[made.nodes[name].input[1]]
         assert next((a.i for a in dq.attribute if a.name == "axis"), None) == axis
@@ -171,27 +159,36 @@ def test_an_output_that_the_caller_wants_in_int8_has_q(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -> None:
-    head = "(float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w>"
+    head = "(float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w8_3_3_3>"
     made = written(parse(f"{head} {{ {CONV} a = Add (c, other) y = Softmax (a) }}"), tmp_path)
     assert made.before("Conv_c")[0] == DQ
     assert made.before("Add_a") == ["Conv", ""]
 
 
-def test_rule_trt_float_bias(tmp_path: Path) -> None:
-    made = written(models.residual_block(), tmp_path)
-    biases = [n.input[2] for n in made.model.graph.node if n.op_type in ("Conv", "Gemm") and len(n.input) > 2]
-    assert biases
-    assert all(made.constants[b].dtype == np.float32 for b in biases)
-
-
-def test_rule_trt_no_integer_operators(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="does not read files in format 'qop'"):
-        written(models.conv_relu_chain(2), tmp_path, quant_format=QuantFormat.QOperator)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quant_format": QuantFormat.QOperator}, "does not read files in format 'qop'"),
+        ({"extra_options": {"ActivationSymmetric": False}}, "ActivationSymmetric is False"),
+    ],
+)
+def test_rule_trt_no_integer_operators(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        written(models.conv_relu_chain(2), tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", models.ALL)
 def test_rule_trt_standard_operators(tmp_path: Path, name: str) -> None:
+    """Whatever the net: activations and weights are int8 of zero point 0, biases float, operators those of ONNX."""
     made = written(models.ALL[name](), tmp_path)
     assert {n.domain for n in made.model.graph.node} <= {"", "ai.onnx"}
     assert not [n for n in made.model.graph.node if n.op_type.startswith("QLinear") or n.op_type.endswith("Integer")]
     assert made.report.plan.integer_nodes()
+    pairs = [n for n in made.model.graph.node if n.op_type in (Q, DQ)]
+    assert all(made.constants[n.input[2]].dtype == np.int8 and not made.constants[n.input[2]].any() for n in pairs)
+    assert min(int(made.constants[n.input[0]].min()) for n in pairs if n.input[0] in made.constants) >= -127
+    biases = [n.input[2] for n in made.model.graph.node if n.op_type in ("Conv", "Gemm") and len(n.input) > 2]
+    assert all(made.constants[b].dtype == np.float32 for b in biases)
+
+
+test_rule_trt_int8_zero_point_0 = test_rule_trt_float_bias = test_rule_trt_standard_operators
