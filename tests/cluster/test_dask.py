@@ -62,15 +62,46 @@ def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, who
             same(other)
 
 
-def test_a_worker_killed_in_the_middle_of_a_shard(client: Any, whole: str, tmp_path: Path) -> None:
-    told, seen, deadly = list[ShardDone](), list[int](), Shards(Deadly(tmp_path, 3), SHARDS)
-    cluster = Cluster(client, on_shard=told.append)
-    made = calibrate(MODEL, deadly, executor=cluster, progress=lambda done, _: seen.append(done))
-    assert (tmp_path / "3.died").exists()
+def killed(client: Any) -> None:
+    """Every worker, and with them what was sent to them."""
+    for pid in client.run(os.getpid).values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def stopped(client: Any) -> None:
+    """One worker stands still for a while."""
+    pid = next(iter(client.run(os.getpid).values()))
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def forgotten(client: Any) -> None:
+    """The scheduler forgets every task and every result, as one that restarts; here someone else cancels them."""
+    keys = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
+    assert keys
+    client.cancel([distributed.Future(key, client=client) for key in keys], force=True)
+
+
+@pytest.mark.parametrize("trouble", [killed, stopped, forgotten, None])
+def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(
+    trouble: Any, client: Any, processes: Any, whole: str, tmp_path: Path
+) -> None:
+    """Or a shard kills the worker that reads it, the first time."""
+    told, seen = list[ShardDone](), list[int]()
+
+    def on_shard(entry: ShardDone) -> None:
+        told.append(entry)
+        if entry.done == 1 and trouble is not None:
+            with distributed.Client(processes, set_as_default=False) as other:
+                trouble(other)
+
+    shards = Shards(Deadly(tmp_path, 3) if trouble is None else shards_of.slow, SHARDS)
+    cluster = Cluster(client, on_shard=on_shard)
+    made = calibrate(MODEL, shards, executor=cluster, progress=lambda done, _: seen.append(done))
     assert made.to_json() == whole
+    assert (tmp_path / "3.died").exists() is (trouble is None)
     assert [entry.name for entry in told] == [f"shard {n}" for n in range(SHARDS)]
-    assert told[-1].done == told[-1].total == SHARDS
-    assert told[-1].left_s == 0
+    assert (told[-1].done, told[-1].total, told[-1].left_s) == (SHARDS, SHARDS, 0)
     assert all(entry.worker.startswith("tcp://") and entry.samples == EACH for entry in told)
     assert seen == [EACH * n for n in range(SHARDS + 1)]
 
@@ -122,53 +153,6 @@ def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder
     with in_threads(1) as client:
         calibrate(MODEL, Shards(shards_of.huge, 2), executor=client)
     assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
-
-
-def test_every_worker_killed_from_outside(client: Any, whole: str) -> None:
-    """Even what was scattered is gone then."""
-
-    def kill() -> None:
-        time.sleep(0.7)
-        for pid in client.run(os.getpid).values():
-            os.kill(pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=client)
-    killer.join()
-    assert made.to_json() == whole
-
-
-def test_what_a_scheduler_forgets_is_sent_once_more(client: Any, processes: Any, whole: str) -> None:
-    """As one that restarts forgets every task and every result; here someone else cancels them all."""
-    forgotten: list[str] = []
-
-    def forget(told: ShardDone) -> None:
-        if told.done == 1:
-            with distributed.Client(processes, set_as_default=False) as other:
-                keys = other.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
-                other.cancel([distributed.Future(key, client=other) for key in keys], force=True)
-                forgotten.extend(keys)
-
-    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=forget))
-    assert forgotten
-    assert made.to_json() == whole
-
-
-def test_a_worker_that_stands_still_for_a_while(client: Any, whole: str) -> None:
-    pid = next(iter(client.run(os.getpid).values()))
-
-    told: list[ShardDone] = []
-
-    def stop(entry: ShardDone) -> None:
-        told.append(entry)
-        if entry.done == 1:
-            os.kill(pid, signal.SIGSTOP)
-            threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
-
-    made = calibrate(MODEL, Shards(shards_of.slow, SHARDS), executor=Cluster(client, on_shard=stop))
-    assert made.to_json() == whole
-    assert [entry.samples for entry in told] == [EACH] * SHARDS
 
 
 def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_path: Path) -> None:

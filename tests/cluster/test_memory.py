@@ -44,37 +44,37 @@ def cropping() -> onnx.ModelProto:
         {"to": [8, 8], "axes": [2, 3]})  # fmt: skip
 
 
-def test_data_larger_than_the_memory_of_a_worker(small: Any) -> None:
-    model = cropping()
-    before = small.run(os.getpid)
-    there = calibrate(model, Shards(wide, 20), executor=small, keep_samples=False)
-    assert small.run(os.getpid) == before, "no worker died"
+def cropped(small: Any) -> None:
+    """Samples of a calibration."""
+    there = calibrate(cropping(), Shards(wide, 20), executor=small, keep_samples=False)
     assert there.samples == 80
-    assert there.to_json() == calibrate(model, Shards(wide, 20), keep_samples=False).to_json()
+    assert there.to_json() == calibrate(cropping(), Shards(wide, 20), keep_samples=False).to_json()
 
 
-def test_samples_of_passes_larger_than_the_memory_of_a_worker(small: Any) -> None:
-    before = small.run(os.getpid)
+def run_by_passes(small: Any) -> None:
+    """Samples of passes."""
     feeds = [feed for number in range(20) for feed in wide(number)]
     with ClusterExecutor(Cluster(small)) as executor, executor.open(cropping()) as there, HERE.open(cropping()) as here:
         for found, expected in zip(there.runs(feeds), here.runs(feeds), strict=True):
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
-    assert small.run(os.getpid) == before, "no worker died"
 
 
-def test_results_larger_than_the_memory_of_a_worker_are_spilled(small: Any) -> None:
-    """Four of 16 MB are under way at a time, and Dask spills from 70 % of the limit on."""
-    before = small.run(os.getpid)
-    spilled = 0
+def spilled(small: Any) -> None:
+    """Results: four of 16 MB are under way at a time, and Dask spills from 70 % of the limit on."""
     with ClusterExecutor(Cluster(small)) as executor:
         found = executor.map(shards_of.much, range(18))
         deadline = time.monotonic() + 30
-        while not spilled and time.monotonic() < deadline:
+        while not any(small.run(lambda dask_worker: len(dask_worker.data.slow)).values()):
+            assert time.monotonic() < deadline
             time.sleep(0.05)
-            spilled = sum(small.run(lambda dask_worker: len(dask_worker.data.slow)).values())
-        assert spilled
         assert [array[0] for array in found] == list(range(18))
-    assert small.run(os.getpid) == before, "no worker died"
+
+
+@pytest.mark.parametrize("work", [cropped, run_by_passes, spilled])
+def test_what_is_larger_than_the_memory_of_a_worker_kills_none(work: Any, small: Any) -> None:
+    before = small.run(os.getpid)
+    work(small)
+    assert small.run(os.getpid) == before
 
 
 def test_workers_that_are_paused_for_want_of_memory_end_the_call(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,9 @@ def test_shards_make_the_table_of_one_reader(tmp_path: Path) -> None:
     written = calibrate(MODEL, tmp_path / "whole.json", FeedReader(ALL))
     texts = {table.to_json() for table in (merged, written, whole)}
     assert texts == {(tmp_path / "whole.json").read_text()}
+    for name, source in (("a", FeedReader(ALL)), ("b", Shards(feeds, SHARDS))):  # which serve as a reader
+        quantize_static(MODEL, tmp_path / name, source, promise=False)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -59,13 +62,6 @@ def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign: i
     far = HistogramBuilder()
     far.add(beside[:0], Extremes(-700.0, 700.0, 2))
     assert few.finish().merge(far.finish()) == many.finish()
-
-
-def test_shards_serve_as_a_reader(tmp_path: Path) -> None:
-    a, b = tmp_path / "a.onnx", tmp_path / "b.onnx"
-    quantize_static(MODEL, a, FeedReader(ALL), promise=False)
-    quantize_static(MODEL, b, Shards(feeds, SHARDS), promise=False)
-    assert a.read_bytes() == b.read_bytes()
 
 
 @pytest.mark.parametrize(("source", "what"), [

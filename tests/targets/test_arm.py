@@ -40,7 +40,8 @@ BRANCHES = net_of(
 )
 """A value that two Convs and an Add read."""
 NORM_IN_PARTS = """a = MatMul (x, w16_32) m = ReduceMean (a, last) d = Sub (a, m) q = Mul (d, d)
-    s = ReduceMean (q, last) t = Add (s, tiny) r = Sqrt (t) n = Div (d, r) g = Mul (n, gain) b = Add (g, gain) y = MatMul (b, w32_4)"""
+    s = ReduceMean (q, last) t = Add (s, tiny) r = Sqrt (t) n = Div (d, r) g = Mul (n, gain)
+    b = Add (g, gain) y = MatMul (b, w32_4)"""
 
 
 @pytest.mark.parametrize(
