@@ -125,6 +125,8 @@ def test_overrides_of_tensors_survive() -> None:
     ("[recipe]\n[options.stages]\nbiass = false", "Did you mean 'bias'"),
     ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
     ("[recipe]\n[options]\nthreads = true", "threads=True"),
+    ("[recipe]\n[options]\ntarget = 5", "target=5"),
+    ("[recipe]\n[options]\ntune_budget_s = 1", "It was removed"),
     ("options = 3\n[recipe]\n", "is no table"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
