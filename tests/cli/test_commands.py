@@ -4,13 +4,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kenosis_ort import CalibrationTable
 from kenosis_ort.bench import doctor
 from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.demo import load_digits
 from kenosis_ort.demo import measurements as measured
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
@@ -178,20 +176,5 @@ def test_the_demonstration(demonstration: measured.Demonstration, kept_models: P
     assert list(found["models"]) == [measured.FLOAT, measured.STOCK_DEFAULT, measured.STOCK_BEST, measured.OURS]
     assert found["models"][measured.FLOAT]["proof"] is None
     ours = found["models"][measured.OURS]
-    assert (ours["accuracy"] > 0.97, ours["proof"][:6], found["batch"], found["rounds"]) == (
-        True,
-        "7 of 7",
-        BATCH,
-        ROUNDS,
-    )
-
-
-def test_a_demonstration_of_a_model_and_itself(made: Path) -> None:
-    digits = load_digits()
-    models = dict.fromkeys((measured.FLOAT, "copy"), made / "float.onnx")
-    quality = measured.measure_quality(models, digits)
-    assert quality["copy"] == quality[measured.FLOAT]
-    assert quality["copy"].sqnr_db == np.inf
-    rounds: list[tuple[int, int | None]] = []
-    speed = measured.measure_speed(models, digits, batch=1, rounds=2, on_round=lambda *done: rounds.append(done))
-    assert (speed[measured.FLOAT].ratio, speed["copy"].microseconds > 0, rounds) == (1, True, [(1, 2), (2, 2)])
+    assert ours["accuracy"] > 0.97
+    assert (ours["proof"][:6], found["batch"], found["rounds"]) == ("7 of 7", BATCH, ROUNDS)

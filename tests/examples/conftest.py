@@ -1,6 +1,6 @@
 """The example scripts as modules."""
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,23 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def load_example() -> Iterator[Callable[[str], ModuleType]]:
-    """Loads ``examples/<name>.py`` under a name that no installed package can shadow; its siblings as it finds them."""
-    loaded: list[str] = []
+    """Loads ``examples/<name>.py``, which finds its siblings: the folder goes before installed packages."""
     sys.path.insert(0, str(ROOT / "examples"))  # as Python does for a script
-
-    def load(name: str) -> ModuleType:
-        key = f"kenosis_example_{name}"
-        if key not in sys.modules:
-            spec = importlib.util.spec_from_file_location(key, ROOT / "examples" / f"{name}.py")
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[key] = module
-            loaded.append(key)
-            spec.loader.exec_module(module)
-        return sys.modules[key]
-
-    yield load
+    yield importlib.import_module
     sys.path.remove(str(ROOT / "examples"))
-    for key in loaded:
-        del sys.modules[key]

@@ -16,19 +16,15 @@ def main() -> None:
 
     The plans for other targets than the default are those before calibration, in a folder each.
     """
-    FOLDER.mkdir(exist_ok=True)
     for stale in set(FOLDER.glob("*.txt")) - {FOLDER / f"{name}.txt" for name in models.ALL}:
         stale.unlink()
-    for name in models.ALL:
-        (FOLDER / f"{name}.txt").write_text(plan_text(quantized(name).plan), encoding="utf-8")
     for target in TARGETS:
-        if target == DEFAULT_TARGET:
-            continue
-        (FOLDER / target).mkdir(exist_ok=True)
+        folder = FOLDER if target == DEFAULT_TARGET else FOLDER / target
+        folder.mkdir(exist_ok=True)
         for name, build in models.ALL.items():
             with on(USUAL):
-                text = plan_text(preview(build(), target=target))
-            (FOLDER / target / f"{name}.txt").write_text(text, encoding="utf-8")
+                plan = quantized(name).plan if folder == FOLDER else preview(build(), target=target)
+            (folder / f"{name}.txt").write_text(plan_text(plan), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,16 +27,14 @@ HEAVY = ("Conv", "Gemm", "MatMul")
 def test_stock_quantized_net(net: str, signed: bool, tmp_path: Path) -> None:
     if not (ZOO / net).exists():
         pytest.skip("the zoo is not here")
-    source = onnx.load(ZOO / net)
-    path = tmp_path / "quantized.onnx"
-    constants = {t.name for t in source.graph.initializer}
-    shapes = {i.name: [d.dim_value or 32 for d in i.type.tensor_type.shape.dim] for i in source.graph.input}
-    rng = np.random.default_rng(0)
-    feed = {name: rng.random(shape).astype(np.float32) for name, shape in shapes.items() if name not in constants}
-    kind = QuantType.QInt8 if signed else QuantType.QUInt8
-    quantize_static(
-        source, path, FeedReader([feed]), activation_type=kind, weight_type=QuantType.QInt8, per_channel=True
-    )
+    source, path = onnx.load(ZOO / net), tmp_path / "quantized.onnx"
+    inputs = {i.name: i.type.tensor_type.shape.dim for i in source.graph.input}
+    shapes = {
+        n: [d.dim_value or 32 for d in inputs[n]] for n in inputs.keys() - {t.name for t in source.graph.initializer}
+    }
+    feed = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
+    types = {"activation_type": QuantType.QInt8 if signed else QuantType.QUInt8, "weight_type": QuantType.QInt8}
+    quantize_static(source, path, FeedReader([feed]), per_channel=True, **types)
     found = verify_fusion(path)
     check_complete(onnx.load(path), found)
     heavy = [k for k in found.kernels if k.op_type in HEAVY]
