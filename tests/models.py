@@ -39,14 +39,9 @@ class Net:
     """
 
     def __init__(
-        self,
-        *,
-        opset: int = OPSET,
-        seed: int | np.random.Generator = 0,
-        tag: str = "",
-        suffix: str = "_out",
-        stored: bool = True,
-    ) -> None:
+        self, *, opset: int = OPSET, seed: int | np.random.Generator = 0, tag: str = "", suffix: str = "_out",
+        stored: bool = True
+    ) -> None:  # fmt: skip
         self.opset, self.tag, self.suffix, self.stored = opset, tag, suffix, stored
         self.rng = np.random.default_rng(seed)
         self.nodes: list[onnx.NodeProto] = []
@@ -459,15 +454,8 @@ def narrow_digits() -> onnx.ModelProto:
 
 
 ALL = {
-    "conv_relu_chain": lambda: conv_relu_chain(8),
-    "residual_block": residual_block,
-    "mobile_block": mobile_block,
-    "silu_net": silu_net,
-    "bn_net": bn_net,
-    "two_input_detector": two_input_detector,
-    "mlp": mlp,
-    "mlp_matmul": lambda: mlp(gemm=False),
-    "transformer_block": transformer_block,
-    "net_with_if": net_with_if,
+    "conv_relu_chain": lambda: conv_relu_chain(8), "residual_block": residual_block, "mobile_block": mobile_block,
+    "silu_net": silu_net, "bn_net": bn_net, "two_input_detector": two_input_detector, "mlp": mlp,
+    "mlp_matmul": lambda: mlp(gemm=False), "transformer_block": transformer_block, "net_with_if": net_with_if,
     "concat_net": concat_net,
-}
+}  # fmt: skip

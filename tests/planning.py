@@ -43,15 +43,9 @@ Range = tuple[float, float]
 
 
 def parse(
-    text: str,
-    weights: Mapping[str, Any] | None = None,
-    *,
-    opset: int = 17,
-    ir_version: int = 10,
-    seed: int = 0,
-    domains: Sequence[str] = ("com.microsoft",),
-    checked: bool = True,
-) -> onnx.ModelProto:
+    text: str, weights: Mapping[str, Any] | None = None, *, opset: int = 17, ir_version: int = 10, seed: int = 0,
+    domains: Sequence[str] = ("com.microsoft",), checked: bool = True,
+) -> onnx.ModelProto:  # fmt: skip
     """Returns the model of an ONNX text graph.
 
     Args:
@@ -111,14 +105,9 @@ def prepared(model: onnx.ModelProto, *, min_opset: int = 13) -> onnx.ModelProto:
 
 
 def plan_of(
-    model: onnx.ModelProto | str,
-    *,
-    weights: Mapping[str, Any] | None = None,
-    ranges: Mapping[str, Range] | None = None,
-    target: Target = ORT_CPU,
-    min_opset: int = 13,
-    **options: Any,
-) -> PlacementPlan:
+    model: onnx.ModelProto | str, *, weights: Mapping[str, Any] | None = None,
+    ranges: Mapping[str, Range] | None = None, target: Target = ORT_CPU, min_opset: int = 13, **options: Any
+) -> PlacementPlan:  # fmt: skip
     """Returns the plan of a model, or of an ONNX text.
 
     Args:
@@ -145,17 +134,11 @@ class Outcome:
 
 
 def quantize(
-    model: onnx.ModelProto | str,
-    *,
-    weights: Mapping[str, Any] | None = None,
-    feeds: Sequence[Feed] | None = None,
-    stages: Stages | None = None,
-    reduce_range: bool = False,
-    weight_type: QuantType = QuantType.QInt8,
+    model: onnx.ModelProto | str, *, weights: Mapping[str, Any] | None = None, feeds: Sequence[Feed] | None = None,
+    stages: Stages | None = None, reduce_range: bool = False, weight_type: QuantType = QuantType.QInt8,
     extra_options: Mapping[str, Any] | None = None,
-    revise: Callable[[PlacementPlan, GraphView], PlacementPlan] = lambda plan, _: plan,
-    **options: Any,
-) -> Outcome:
+    revise: Callable[[PlacementPlan, GraphView], PlacementPlan] = lambda plan, _: plan, **options: Any
+) -> Outcome:  # fmt: skip
     """Plans, calibrates with seeded data, plans again and quantizes; nothing is verified or repaired.
 
     Args:
@@ -181,19 +164,10 @@ def quantize(
     plan = Planner(view, ORT_CPU, wishes).plan({name: table.range_of(name) for name in table.tensors})
     plan = revise(plan, view)
     quantizer = FusionAwareQDQQuantizer(
-        copy_model(proto),
-        wishes.per_channel,
-        reduce_range,
-        weight_type,
-        wishes.activation_type,
-        table.to_tensors_data(),
-        [],
-        list(wishes.nodes_to_exclude),
-        list(QUANTIZABLE_OPS),
-        extra_options,
-        plan=plan,
+        copy_model(proto), wishes.per_channel, reduce_range, weight_type, wishes.activation_type,
+        table.to_tensors_data(), [], list(wishes.nodes_to_exclude), list(QUANTIZABLE_OPS), extra_options, plan=plan,
         stages=stages,
-    )
+    )  # fmt: skip
     quantized = quantizer.quantize_model()
     quantizer.model.topological_sort()
     return Outcome(proto, plan, table, quantized, samples)

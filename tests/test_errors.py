@@ -17,14 +17,9 @@ from tests import models
 
 
 @pytest.mark.parametrize(("text", "shown"), [
-    ("plain 'name' [x]", "plain 'name' [x]"),
-    ("Größe, 数, 😀", "Größe, 数, 😀"),
-    ("\x1b[2J", "\\x1b[2J"),
-    ("a\u202eb\u2066", "a\\u202eb\\u2066"),
-    ("tab\tbell\a\x7f\x9b", "tab\\tbell\\x07\\x7f\\x9b"),
-    ("two\nlines", "two\nlines"),
-    ("\ud800", "\\ud800"),
-    ("\u2028", "\\u2028"),
+    ("plain 'name' [x]", "plain 'name' [x]"), ("Größe, 数, 😀", "Größe, 数, 😀"), ("\x1b[2J", "\\x1b[2J"),
+    ("a\u202eb\u2066", "a\\u202eb\\u2066"), ("tab\tbell\a\x7f\x9b", "tab\\tbell\\x07\\x7f\\x9b"),
+    ("two\nlines", "two\nlines"), ("\ud800", "\\ud800"), ("\u2028", "\\u2028"),
 ])  # fmt: skip
 def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
     assert printable(text) == shown

@@ -22,19 +22,12 @@ shares = st.floats(0, 1)
 recipes = st.builds(
     Recipe,
     name=st.text(st.characters(codec="utf-8"), max_size=20),
-    ranges=st.sampled_from(["auto", "minmax", "percentile", "entropy"]),
-    equalize=st.booleans(),
-    bias_correction=st.booleans(),
-    rounding=st.sampled_from(["nearest", "learned"]),
-    smooth=st.sampled_from(["auto", "off"]) | shares,
-    row_scales=st.booleans(),
-    mixed_precision=st.booleans(),
-    accuracy_budget=shares,
-    max_float_share=shares,
-    samples=st.integers(0, 1000),
-    synthetic=st.integers(0, 1000),
+    ranges=st.sampled_from(["auto", "minmax", "percentile", "entropy"]), equalize=st.booleans(),
+    bias_correction=st.booleans(), rounding=st.sampled_from(["nearest", "learned"]),
+    smooth=st.sampled_from(["auto", "off"]) | shares, row_scales=st.booleans(), mixed_precision=st.booleans(),
+    accuracy_budget=shares, max_float_share=shares, samples=st.integers(0, 1000), synthetic=st.integers(0, 1000),
     weight_only=st.sampled_from([0, 4, 8]),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,28 +54,14 @@ def test_unknown_names(tmp_path: Path) -> None:
 
 types = st.sampled_from([QuantType.QInt8, QuantType.QUInt8, QuantType.QInt16, QuantType.QUInt16, QuantType.QInt4])
 names = st.lists(st.text("abc/_.", min_size=1, max_size=6), min_size=1, max_size=3).map(tuple)
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "activation_type": types,
-        "weight_type": types,
-        "per_channel": st.booleans(),
-        "reduce_range": st.booleans(),
-        "calibrate_method": st.sampled_from(CalibrationMethod),
-        "nodes_to_exclude": names,
-        "op_types_to_quantize": names,
-        "primary_inputs": names,
-        "rewrites": st.booleans() | names,
-        "stages": st.builds(Stages, bias=st.booleans(), placement=st.booleans()),
-        "verify": st.booleans(),
-        "promise": st.booleans(),
-        "tune": st.sampled_from(["off", "model"]),
-        "threads": st.integers(0, 9),
-        "sequence_lengths": st.lists(st.integers(1, 999)).map(tuple),
-        "target": st.just("ort-cpu"),
-        "extra_options": st.fixed_dictionaries({}, optional={"ActivationSymmetric": st.booleans()}),
-    },
-)
+options = st.fixed_dictionaries({}, optional={
+    "activation_type": types, "weight_type": types, "per_channel": st.booleans(), "reduce_range": st.booleans(),
+    "calibrate_method": st.sampled_from(CalibrationMethod), "nodes_to_exclude": names, "op_types_to_quantize": names,
+    "primary_inputs": names, "rewrites": st.booleans() | names, "verify": st.booleans(), "promise": st.booleans(),
+    "stages": st.builds(Stages, bias=st.booleans(), placement=st.booleans()), "tune": st.sampled_from(["off", "model"]),
+    "threads": st.integers(0, 9), "sequence_lengths": st.lists(st.integers(1, 999)).map(tuple),
+    "target": st.just("ort-cpu"), "extra_options": st.sampled_from([{}, {"ActivationSymmetric": True}]),
+})  # fmt: skip
 
 
 @given(recipes, options)

@@ -21,12 +21,9 @@ def rows(*values: tuple[float, ...]) -> np.ndarray:
 TRUTH = rows((0, 0, 0, 10, 10), (1, 20, 20, 30, 30))
 
 
-def test_overlap_is_of_equal_class_only(script: ModuleType):
+def test_measures_of_perfect_duplicate_missing_and_wrong_detections(script: ModuleType):
     found = rows((0, 0, 0, 10, 5, 0.9), (1, 0, 0, 10, 10, 0.8))
-    np.testing.assert_allclose(script.overlap(found, TRUTH), [[0.5, 0], [0, 0]])
-
-
-def test_measures_of_perfect_duplicate_and_missing_detections(script: ModuleType):
+    np.testing.assert_allclose(script.overlap(found, TRUTH), [[0.5, 0], [0, 0]])  # of equal class only
     perfect = np.column_stack([TRUTH, [0.9, 0.8]]).astype(np.float32)
     assert script.mean_average_precision([perfect], [TRUTH]) == pytest.approx(2 / 3)  # the third class is not there
     assert script.f1([perfect], [TRUTH]) == 1
@@ -35,11 +32,8 @@ def test_measures_of_perfect_duplicate_and_missing_detections(script: ModuleType
     assert script.f1([doubled], [TRUTH]) == pytest.approx(4 / 5)
     assert script.f1([perfect[:0]], [TRUTH]) == 0
     assert script.hits(perfect, TRUTH[:0]).tolist() == [False, False]
-
-
-def test_average_precision_counts_a_wrong_answer_above_a_right_one(script: ModuleType):
-    found = [rows((0, 20, 20, 30, 30, 0.9), (0, 0, 0, 10, 10, 0.5))]
-    assert script.mean_average_precision(found, [TRUTH[:1]]) == pytest.approx(0.5 / 3)
+    wrong_first = rows((0, 20, 20, 30, 30, 0.9), (0, 0, 0, 10, 10, 0.5))
+    assert script.mean_average_precision([wrong_first], [TRUTH[:1]]) == pytest.approx(0.5 / 3)
 
 
 def test_targets_decode_to_the_shapes(load_example, script: ModuleType):

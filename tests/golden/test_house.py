@@ -10,15 +10,11 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CASES = [
-    ("conv_relu_chain", "ort-cpu", "none"),
-    ("two_input_detector", "ort-cpu", "plain"),
-    ("transformer_block", "ort-cpu", "plain"),
-    ("external", "ort-cpu", "plain"),
-    ("decoder", "ort-cpu", "weight-only-8"),
-    ("mobile_block", "qnn", "plain"),
-    ("net_with_if", "onednn", "plain"),
+    ("conv_relu_chain", "ort-cpu", "none"), ("two_input_detector", "ort-cpu", "plain"),
+    ("transformer_block", "ort-cpu", "plain"), ("external", "ort-cpu", "plain"),
+    ("decoder", "ort-cpu", "weight-only-8"), ("mobile_block", "qnn", "plain"), ("net_with_if", "onednn", "plain"),
     ("silu_net", "tensorrt", "plain"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import replace
 from enum import Enum
@@ -63,8 +64,10 @@ def test_parts_may_be_left_out_and_missing() -> None:
 
 @given(st.floats(allow_nan=False), numbers, numbers, st.booleans())
 def test_any_number_survives_json(db: float, first: float | None, second: float | None, kept: bool) -> None:
-    original = report(outputs=(parts.OutputQuality("logits", db),))
-    assert QuantizationReport.from_json(original.to_json()).outputs[0].sqnr_db == db
+    text = report(outputs=[parts.OutputQuality(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
+    assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
+    assert [o["sqnr_db"] for o in json.loads(text)["outputs"]][1:] == ["inf", "nan"]
+    assert QuantizationReport.from_json(text).outputs[0].sqnr_db == db
     for part in (
         parts.PassOutcome("p", kept, first, second),
         parts.SpeedSummary((parts.SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
@@ -72,20 +75,9 @@ def test_any_number_survives_json(db: float, first: float | None, second: float 
         assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
 
 
-def test_json_is_strict_json() -> None:
-    text = report(outputs=[parts.OutputQuality(each, float(each)) for each in ("inf", "nan")]).to_json()
-    assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
-    assert [o["sqnr_db"] for o in json.loads(text)["outputs"]] == ["inf", "nan"]
-
-
 @pytest.mark.parametrize(("value", "plain"), [
-    (Shade.DARK, "DARK"),
-    (Path("a/b"), "a/b"),
-    ({"k": (1, Shade.DARK)}, {"k": [1, "DARK"]}),
-    ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}),
-    (float("inf"), "inf"),
-    (None, None),
-    (True, True),
+    (Shade.DARK, "DARK"), (Path("a/b"), "a/b"), ({"k": (1, Shade.DARK)}, {"k": [1, "DARK"]}),
+    ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}), (float("inf"), "inf"), (None, None), (True, True),
     (len, "builtin_function_or_method"),
 ])  # fmt: skip
 def test_option_values_become_plain_data(value: object, plain: object) -> None:
@@ -149,6 +141,8 @@ def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
     assert "host default" not in text
     assert "host default" in text_of(report(), full=True)
     assert not lacking(text_of(report(fusion=None)), "without a fusion proof", "(not asked)")
+    for after, said in ((500, "2.00x smaller"), (1220, "1.22x larger"), (1000, "the same size")):
+        assert f"({said})" in text_of(report(size_before=1000, size_after=after))
 
 
 def test_text_tells_passes_forms_and_trust() -> None:
@@ -161,11 +155,6 @@ def test_text_tells_passes_forms_and_trust() -> None:
     full = text_of(full_report(), full=True)
     assert lacking(full, "the float model", "\x1b") == ["\x1b"]
     assert all(line == line.rstrip() for line in full.splitlines())
-
-
-@pytest.mark.parametrize(("after", "said"), [(500, "2.00x smaller"), (1220, "1.22x larger"), (1000, "the same size")])
-def test_a_size_that_grows_is_called_larger(after: int, said: str) -> None:
-    assert f"({said})" in text_of(replace(report(), size_before=1000, size_after=after))
 
 
 def float_kernel(node: str, op_type: str, reason: str):
@@ -266,13 +255,10 @@ def test_text_json_and_page_hold_the_layers() -> None:
 # -- explanations: every remedy is of a rule, reason or cause that exists, and says what would change a node
 
 
-def test_every_rule_and_reason_with_a_remedy_exists() -> None:
+def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_those_without_any() -> None:
     folders = [Path(parts.__file__).parents[1] / name for name in ("placement", "targets", "flow")]
     sources = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
     assert not lacking(sources, *(f'"{rule}"' for rule in reasons._BY_RULE), *reasons._BY_REASON)
-
-
-def test_causes_of_the_runtime_have_remedies_but_for_those_without_any():
     hopeless = {Cause.NONE, Cause.PROTECTED, Cause.UNSUPPORTED_OP, Cause.UNSUPPORTED_ATTRIBUTE, Cause.UNKNOWN}
     assert set(reasons._BY_CAUSE) == {cause.value for cause in set(Cause) - hopeless}
 

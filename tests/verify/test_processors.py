@@ -39,14 +39,10 @@ LINES = """(float[1,5,40] x) => (y) <float[16,5,5] a, float[6,16,3] b> {
 
 
 NETS: dict[str, Callable[[], onnx.ModelProto]] = {
-    "residual": models.residual_block,
-    "pictures": lambda: parse(PICTURES, {"bias": np.linspace(-1, 1, 8)}),
-    "lines": lambda: parse(LINES),
-    "chain": lambda: models.conv_relu_chain(3),
-    "mlp": models.mlp,
-    "matmul": lambda: models.mlp(gemm=False),
-    "concat": models.concat_net,
-}
+    "residual": models.residual_block, "pictures": lambda: parse(PICTURES, {"bias": np.linspace(-1, 1, 8)}),
+    "lines": lambda: parse(LINES), "chain": lambda: models.conv_relu_chain(3), "mlp": models.mlp,
+    "matmul": lambda: models.mlp(gemm=False), "concat": models.concat_net,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", [QuantFormat.QDQ, QuantFormat.QOperator], ids=lambda f: f.name)

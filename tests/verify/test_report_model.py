@@ -10,25 +10,17 @@ from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status
 
 kernels = st.builds(
     KernelReport,
-    node=st.text(min_size=1, max_size=8),
-    op_type=st.sampled_from(["Conv", "Gemm", "Relu", "Shape"]),
-    kernel=st.sampled_from(["", "Conv", "com.microsoft.QLinearConv"]),
-    integer=st.booleans(),
-    absorbed=st.lists(st.text(max_size=4), max_size=2).map(tuple),
-    absorbed_into=st.none() | st.text(max_size=4),
-    reason=st.text(max_size=8),
-    status=st.sampled_from(Status),
-    cause=st.sampled_from(Cause),
-    graph=st.sampled_from(["", "If.then_branch"]),
-    silently_quantized=st.booleans(),
-    weights_per_run=st.booleans(),
-)
+    node=st.text(min_size=1, max_size=8), op_type=st.sampled_from(["Conv", "Gemm", "Relu", "Shape"]),
+    kernel=st.sampled_from(["", "Conv", "com.microsoft.QLinearConv"]), integer=st.booleans(),
+    absorbed=st.lists(st.text(max_size=4), max_size=2).map(tuple), absorbed_into=st.none() | st.text(max_size=4),
+    reason=st.text(max_size=8), status=st.sampled_from(Status), cause=st.sampled_from(Cause),
+    graph=st.sampled_from(["", "If.then_branch"]), silently_quantized=st.booleans(), weights_per_run=st.booleans(),
+)  # fmt: skip
 reports = st.builds(
     FusionReport,
-    kernels=st.lists(kernels, max_size=12).map(tuple),
-    runtime_version=st.just("1.2.3"),
+    kernels=st.lists(kernels, max_size=12).map(tuple), runtime_version=st.just("1.2.3"),
     overhead=st.dictionaries(st.sampled_from(["Transpose", "QuantizeLinear"]), st.integers(1, 9)),
-)
+)  # fmt: skip
 
 
 @given(reports)

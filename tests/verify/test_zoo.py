@@ -13,12 +13,9 @@ from tests.models import FeedReader
 from tests.verify.expect import check_complete
 
 NETS = {
-    "cifar_resnet20.onnx": 20,
-    "mlperf_ic_resnet8.onnx": 10,
-    "mlperf_kws_dscnn.onnx": 10,
-    "squeezenet1.1.onnx": 26,
+    "cifar_resnet20.onnx": 20, "mlperf_ic_resnet8.onnx": 10, "mlperf_kws_dscnn.onnx": 10, "squeezenet1.1.onnx": 26,
     "superres_espcn_x3.onnx": 4,
-}
+}  # fmt: skip
 HEAVY = ("Conv", "Gemm", "MatMul")
 
 
