@@ -118,12 +118,10 @@ class Function:
         """The gate of float32 values, float32 of the same shape."""
         one = np.float32(1.0)
         with np.errstate(over="ignore", invalid="ignore"):  # infinite values are told by what comes of them
-            found: Array = (
-                np.clip(np.float32(self.slope) * values + np.float32(self.offset), np.float32(0.0), one)
-                if self.slope
-                else one / (one + np.exp(-values))
-            )
-        return found
+            if self.slope:
+                values = np.float32(self.slope) * values + np.float32(self.offset)
+                return np.asarray(np.clip(values, np.float32(0.0), one))
+            return np.asarray(one / (one + np.exp(-values)))
 
     def of(self, seen: Extremes) -> Extremes:
         """The least and largest value over the interval that the input spans."""
@@ -310,15 +308,9 @@ class Accumulator:
     def statistics(self) -> TensorStatistics:
         """The statistics so far."""
         low, high = (self._low, self._high) if self._count else (0.0, 0.0)
-        return TensorStatistics(
-            low,
-            high,
-            self._count,
-            self._dtype,
-            histogram=None if self._builder is None else self._builder.finish(),
-            averaged=None if self._average is None else self._average.range,
-            channels=self._channels,
-        )
+        histogram = None if self._builder is None else self._builder.finish()
+        averaged = None if self._average is None else self._average.range
+        return TensorStatistics(low, high, self._count, self._dtype, histogram, averaged, channels=self._channels)
 
 
 class Collector:
@@ -359,8 +351,8 @@ class Collector:
         gated = {key: f.gate(some) for key, f in gates.items()}
         finite = True
         for made, f in functions.items():
-            of_function = f.of(seen)
-            values = some * gated[f.gate_key] if f.times_input else gated[f.gate_key]
+            of_function, values = f.of(seen), gated[f.gate_key]
+            values = some * values if f.times_input else values
             values = np.clip(values, of_function.low, of_function.high)  # they are rounded apart
             finite &= self._tensors[made].take(of_function, values)
         if seen_as is not None:

@@ -1,6 +1,5 @@
 """The sweep: one run of the float model over a reader, statistics of observed tensors, memory flat in the samples."""
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,15 +121,12 @@ class Sweep(Closing):
         self._inputs = sources.input_specs(proto)
         proto = in_order(proto)
         groups = _classify(proto, points.tensors)
-        settings = part_session.SessionSettings(
-            providers=tuple(points.providers),
-            custom_op_libraries=tuple(points.custom_op_libraries),
-            threads=points.threads,
-            optimize=not config.bit_exact,
-        )
+        providers, libraries = tuple(points.providers), tuple(points.custom_op_libraries)
+        settings = part_session.SessionSettings(providers, libraries, points.threads, optimize=not config.bit_exact)
         self._model = part_session.ObservedModel(proto, settings)
         try:
-            types = _types(self._model, proto, groups)
+            types = part_session.element_types(proto)  # the runtime says those of tensors without an annotation
+            types.update(self._model.ask_types([name for names in groups for name in names if name not in types]))
             computed, fed, constant = (_observable(names, types) for names in groups)
             # Values that follow from others: none where all elements count, or ranges are to be stock's.
             functions: accumulators.Functions = {}
@@ -166,10 +162,7 @@ class Sweep(Closing):
             part: As for `collect`, of what is read from now on.
             cut: A digest from which on no sample is kept, where others are known to come before.
         """
-        self.samples = 0
-        self.data_digest = 0
-        self.part_samples = 0
-        self.part_digest = 0
+        self.samples = self.data_digest = self.part_samples = self.part_digest = 0
         self._cuts = dict(part)
         self._others = self._fresh()
         self._chosen = self._fresh() if self._cuts else None
@@ -272,9 +265,7 @@ class Sweep(Closing):
             number, chosen = origins[place]
             collector = self._collectors[0 if chosen else -1]
             if broken := self._adder.add(arrays, collector.add):
-                given = {
-                    name: as_array(value) for name, value in feeds[place].items()
-                }  # more telling than what follows
+                given = {name: as_array(value) for name, value in feeds[place].items()}  # tells more than what follows
                 bad = [name for name, a in given.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]
                 raise _non_finite(bad or broken, number)
 
@@ -363,12 +354,12 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
     graph = proto.graph
     initializers = {t.name for t in graph.initializer}
     inputs = {v.name for v in graph.input} - initializers
-    outputs = dict.fromkeys(itertools.chain.from_iterable(node.output for node in graph.node))
+    outputs = dict.fromkeys(name for node in graph.node for name in node.output if name)
+    known = dict.fromkeys([*outputs, *inputs, *initializers])
     for name in wanted:
-        if not name or (name not in initializers and name not in inputs and name not in outputs):
+        if name not in known:
             raise CalibrationError(
-                "A tensor to observe is not in the model's main graph."
-                f"{did_you_mean(name, [*outputs, *inputs, *initializers])}",
+                f"A tensor to observe is not in the model's main graph.{did_you_mean(name, known)}",
                 where=f"tensor '{name}'",
                 fix="Name a node's output, an input or an initializer.",
             )
@@ -377,16 +368,6 @@ def _classify(proto: onnx.ModelProto, tensors: Sequence[str]) -> tuple[list[str]
         [name for name in wanted if name in inputs],
         [name for name in wanted if name in initializers],
     )
-
-
-def _types(
-    model: part_session.ObservedModel, proto: onnx.ModelProto, groups: Sequence[Sequence[str]]
-) -> dict[str, int]:
-    """Element types by value name; the runtime says those of observed tensors without an annotation."""
-    known = part_session.element_types(proto)
-    unknown = [name for names in groups for name in names if name not in known]
-    known.update(model.ask_types(unknown))
-    return known
 
 
 def _observable(names: Sequence[str], types: Mapping[str, int]) -> dict[str, str]:

@@ -10,6 +10,7 @@ iteration, fed with the states that it wrote before.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -182,15 +183,12 @@ def body_feeds(
 
     def fed() -> Iterator[Feed]:
         session, source = _returning(outer, wanted, custom_op_libraries)
-        inner = None
+        inner = cache(lambda: open_session(body.model, custom_op_libraries=custom_op_libraries))
         for feed in feeds():
             values = dict(zip(source, session.run(list(source), dict(feed)), strict=True)) if source else {}
             values.update({name: feed[name] for name in wanted if name in feed})
             values.update({name: stored for name, stored in constants.items() if name not in values})
-            if owner.op_type != "If" and inner is None:
-                inner = open_session(body.model, custom_op_libraries=custom_op_libraries)
-            captured = {name: values[name] for name in body.captured}
-            yield from runs(owner, body, values, captured, inner)
+            yield from runs(owner, body, values, {name: values[name] for name in body.captured}, inner)
 
     constants = {t.name: array_in(t) for t in outer.graph.initializer if t.name in wanted}
     return fed
@@ -222,17 +220,16 @@ def _returning(
     return open_session(outer, custom_op_libraries=libraries, further=source), source
 
 
-def _branch(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, _: ort.InferenceSession | None
-) -> Iterator[Feed]:
+Opener = Callable[[], ort.InferenceSession]
+"""Returns the one session of a body."""
+
+
+def _branch(owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, _: Opener) -> Iterator[Feed]:
     if bool(np.asarray(values[owner.input[0]]).reshape(-1)[0]) == (body.place.attribute == "then_branch"):
         yield captured
 
 
-def _iterations(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, session: ort.InferenceSession | None
-) -> Iterator[Feed]:
-    assert session is not None
+def _iterations(owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, opened: Opener) -> Iterator[Feed]:
     names = _inputs(body)
     most = int(np.asarray(values[owner.input[0]]).reshape(-1)[0]) if owner.input[0] else None
     going = bool(np.asarray(values[owner.input[1]]).reshape(-1)[0]) if owner.input[1:2] and owner.input[1] else True
@@ -243,15 +240,12 @@ def _iterations(
         given = (np.array(number, np.int64), np.array(going), *states)
         feed = {**captured, **dict(zip(names, given, strict=True))}
         yield feed
-        condition, *states = _run(session, outputs, feed)
+        condition, *states = _run(opened(), outputs, feed)
         going = bool(np.asarray(condition).reshape(-1)[0])
         number += 1
 
 
-def _slices(
-    owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, session: ort.InferenceSession | None
-) -> Iterator[Feed]:
-    assert session is not None
+def _slices(owner: onnx.NodeProto, body: Body, values: Feed, captured: Feed, opened: Opener) -> Iterator[Feed]:
     names, count = _inputs(body), attribute_int(owner, "num_scan_inputs", 1)
     given = [values[name] for name in owner.input]
     states, scanned = given[: len(given) - count], given[len(given) - count :]
@@ -263,7 +257,7 @@ def _slices(
         parts = [np.take(array, i, axis) for array, i, axis in zip(scanned, at, axes, strict=True)]
         feed = {**captured, **dict(zip(names, (*states, *parts), strict=True))}
         yield feed
-        states = _run(session, outputs, feed)
+        states = _run(opened(), outputs, feed)
 
 
 def _inputs(body: Body) -> list[str]:

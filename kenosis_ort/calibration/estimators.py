@@ -162,16 +162,12 @@ def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Doubl
     right = left + np.where(coarse[starts], _MERGED, 1) * histogram.width
     # A histogram of a part of the elements may have missed the extremes: each stands for one element.
     share = min(histogram.total / max(statistics.count, histogram.total), 1.0)
-    if statistics.low < left[0]:
-        left, right, mass = _prepend(left, statistics.low), _prepend(right, statistics.low), _prepend(mass, share)
-    if statistics.high > right[-1]:
-        left, right = np.append(left, statistics.high), np.append(right, statistics.high)
-        mass = np.append(mass, share)
-    return np.clip(left, statistics.low, statistics.high), np.clip(right, statistics.low, statistics.high), mass
-
-
-def _prepend(array: Doubles, value: float) -> Doubles:
-    return np.concatenate(([value], array))
+    low, high = statistics.low, statistics.high
+    if low < left[0]:
+        left, right, mass = np.insert(left, 0, low), np.insert(right, 0, low), np.insert(mass, 0, share)
+    if high > right[-1]:
+        left, right, mass = np.append(left, high), np.append(right, high), np.append(mass, share)
+    return np.clip(left, low, high), np.clip(right, low, high), mass
 
 
 def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
@@ -298,9 +294,8 @@ def _method(text: str) -> tuple[str, _Method]:
     name, colon, number = text.partition(":")
     method = _METHODS.get(name)
     if method is None or (colon and (method.bounds is None or not re.fullmatch("[0-9.]+", number))):
-        hint = did_you_mean(name, _METHODS)
         raise OptionError(
-            f"Unknown range estimator {text!r}.{hint}",
+            f"Unknown range estimator {text!r}.{did_you_mean(name, _METHODS)}",
             fix=f"Use one of {', '.join(_METHODS)}; percentile and lp take a number: 'percentile:99.99', 'lp:2.4'.",
         )
     if colon and method.bounds is not None:

@@ -16,6 +16,7 @@ from kenosis_ort.errors import CalibrationError, KenosisError, did_you_mean
 
 Array = npt.NDArray[Any]
 Feed = Mapping[str, Any]
+Shape = tuple["int | str | None", ...]
 
 
 class Known(str, Enum):
@@ -79,7 +80,7 @@ class InputSpec:
 
     name: str
     dtype: np.dtype[Any] | None
-    shape: tuple[int | str | None, ...] | None
+    shape: Shape | None
 
     def describe(self) -> str:
         """Type and shape as text."""
@@ -118,18 +119,22 @@ def input_specs(proto: onnx.ModelProto) -> tuple[tuple[InputSpec, ...], tuple[In
     return tuple(s for s in specs if s.name not in defaults), tuple(s for s in specs if s.name in defaults)
 
 
+def declared_shape(tensor: onnx.TypeProto.Tensor) -> Shape:
+    """The sizes of a type, None or a name where one is free, for which some exporters write -1."""
+    dims = tensor.shape.dim
+    return tuple(d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else d.dim_param or None for d in dims)
+
+
+def fits(wanted: Shape, got: tuple[int, ...]) -> bool:
+    """Whether a shape is one that was declared."""
+    return len(wanted) == len(got) and all(not isinstance(w, int) or w == g for w, g in zip(wanted, got, strict=True))
+
+
 def _spec(value: onnx.ValueInfoProto) -> InputSpec:
     tensor = value.type.tensor_type
     if not value.type.HasField("tensor_type") or tensor.elem_type in _NO_NUMBERS:
         return InputSpec(value.name, None, None)
-    shape: tuple[int | str | None, ...] | None = None
-    if tensor.HasField("shape"):
-        # Some exporters write -1 for a free dimension.
-        fixed = [d.HasField("dim_value") and d.dim_value >= 0 for d in tensor.shape.dim]
-        shape = tuple(
-            d.dim_value if is_fixed else d.dim_param or None
-            for d, is_fixed in zip(tensor.shape.dim, fixed, strict=True)
-        )
+    shape = declared_shape(tensor) if tensor.HasField("shape") else None
     return InputSpec(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)), shape)
 
 
@@ -282,7 +287,7 @@ def _check_value(spec: InputSpec, value: Any, sample: int) -> Any:
             where=where,
             fix=f"Convert it with .astype(numpy.{expected}).",
         )
-    if spec.shape is not None and not _fits(spec.shape, array.shape):
+    if spec.shape is not None and not fits(spec.shape, array.shape):
         raise CalibrationError(
             f"The calibration data has the wrong shape: expected {spec.describe()}, got {array.dtype} of shape "
             f"{array.shape}.",
@@ -305,13 +310,17 @@ def _as_array(value: Any, where: str) -> Array:
         ) from error
 
 
+_OF_LISTS = (("int", "float"), ("bool", "float"), ("int", "bool"))
+"""Kinds that numbers without a type of their own may have, and that they become."""
+
+
 def _cast(array: Array, expected: np.dtype[Any], *, typed: bool) -> Array | None:
     """The array in the model's type; None where that would change what it says."""
     if array.dtype == expected:
         return array
-    if array.size == 0 and not typed:
-        return array.astype(expected)
     source, wanted = _kind(array.dtype), _kind(expected)
+    if not typed and (array.size == 0 or (source, wanted) in _OF_LISTS):
+        return array.astype(expected)
     if source == wanted == "float":
         with np.errstate(over="ignore"):
             out = array.astype(expected)
@@ -320,10 +329,6 @@ def _cast(array: Array, expected: np.dtype[Any], *, typed: bool) -> Array | None
         limits = np.iinfo(expected)
         fits = source == "bool" or (int(array.min(initial=0)) >= limits.min and int(array.max(initial=0)) <= limits.max)
         return array.astype(expected) if fits else None
-    if not typed and wanted == "float" and source in ("int", "bool"):
-        return array.astype(expected)
-    if not typed and wanted == "bool" and source == "int":
-        return array.astype(expected)
     return None
 
 
@@ -335,11 +340,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
     return "bool" if dtype.kind == "b" else dtype.name
 
 
-def _fits(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> bool:
-    return len(wanted) == len(got) and all(not isinstance(w, int) or w == g for w, g in zip(wanted, got, strict=True))
-
-
-def _shape_fix(wanted: tuple[int | str | None, ...], got: tuple[int, ...]) -> str:
+def _shape_fix(wanted: Shape, got: tuple[int, ...]) -> str:
     if len(got) + 1 == len(wanted):
         return "Add the batch axis, e.g. array[None]."
     if len(got) == 4 == len(wanted) and isinstance(wanted[1], int) and got[3] == wanted[1]:

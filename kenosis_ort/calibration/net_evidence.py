@@ -20,7 +20,7 @@ import onnx
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.part_session import initializer_arrays, outputs_of
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance
+from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance, is_live
 from kenosis_ort.graph.constants import BOUNDS, Is, having
 from kenosis_ort.graph.walk import attribute_float
 
@@ -106,7 +106,6 @@ def _bound(node: onnx.NodeProto, found: Mapping[str, Range], constants: Mapping[
 # ---- BatchNormalizations ---------------------------------------------------------------------------------------------
 
 
-_LIVE = 1e-3  # least stored deviation, as a share of the median
 _EXCITED = 0.02  # least measured deviation, as a share of the stored one
 _MOST_DEVIATIONS = 16.0
 _KEEPING = frozenset({"Relu", "Clip", "LeakyRelu", "MaxPool", "Identity", "Dropout"})
@@ -161,18 +160,13 @@ def _fit(node: onnx.NodeProto, arrays: Mapping[str, Any], seen: ChannelMoments) 
     epsilon = attribute_float(node, "epsilon", 1e-5)
     stored = np.sqrt(np.maximum(variance0, 0.0) + epsilon)
     mean, spread = seen.mean, seen.deviation
-    live = stored > _LIVE * np.median(stored)
-    excited = live & (spread > _EXCITED * stored)
+    excited = is_live(stored) & (spread > _EXCITED * stored)
     scale = np.maximum(spread, 1e-30)
     ends = [np.clip((end - mean) / scale, -_MOST_DEVIATIONS, _MOST_DEVIATIONS) for end in (seen.low, seen.high)]
     normalized = np.stack([np.where(gamma > 0, gamma * e, gamma * f) for e, f in (ends, ends[::-1])]) + beta
     used = normalized[:, excited] if excited.any() else beta[None, :].repeat(2, axis=0)
-    return BatchNormFit(
-        node.name,
-        node.output[0],
-        distance(mean, spread, mean0, stored, live),
-        (float(used[0].min()), float(used[1].max())),
-    )
+    misfit = distance((mean, spread), (mean0, stored))
+    return BatchNormFit(node.name, node.output[0], misfit, (float(used[0].min()), float(used[1].max())))
 
 
 def predicted_ranges(

@@ -189,11 +189,8 @@ class ObservedModel(Closing):
 
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
-        if any(
-            outside.content_bytes(t) >= outside.MIN_EXTERNAL_BYTES
-            for t in proto.graph.initializer
-            if not outside.is_outside(t)
-        ):
+        inside = (t for t in proto.graph.initializer if not outside.is_outside(t))
+        if any(outside.content_bytes(t) >= outside.MIN_EXTERNAL_BYTES for t in inside):
             folder = self._folder()
             self._file = None if self._is_mapped else folder / "model.onnx"
             write = outside.with_weights_on_disk if self._is_mapped else outside.write_external_data
@@ -279,6 +276,8 @@ class ObservedModel(Closing):
         Raises:
             CalibrationError: As `segment`.
         """
+        if not any_order:
+            return self.segment(part, outputs, values, alone=alone), {}
         path = self._folder() / "optimized.onnx"
         try:
             plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
@@ -322,18 +321,17 @@ class ObservedModel(Closing):
             _, self._constant_nodes = constant_values(self._skeleton)
         wanted = set().union(*(read_names(node) for node in nodes[part.start : part.end]))
         found = []
-        for at in range(part.start - 1, -1, -1) if self._constant_nodes else ():
-            if at in self._constant_nodes and wanted.intersection(nodes[at].output):
+        for at in sorted((at for at in self._constant_nodes if at < part.start), reverse=True):
+            if wanted.intersection(nodes[at].output):
                 found.append(nodes[at])
                 wanted.update(read_names(nodes[at]))
         return found[::-1]
 
     def _create(self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None) -> Session:
         content = model.SerializeToString()
-        source: str | bytes = content
         if self._file is not None:
             self._file.write_bytes(content)
-            source = str(self._file)
+        source = content if self._file is None else str(self._file)
         return self._opened(source, arena=arena, optimize=self._settings.optimize, written_to=written_to)
 
     def _opened(self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None) -> Session:
@@ -347,11 +345,9 @@ class ObservedModel(Closing):
                 sessions.map_weights(self._skeleton, options)  # a part computes as the whole does
             if written_to is not None:
                 sessions.write_optimized(options, written_to, _EXTERNAL_FROM)
+            libraries = settings.custom_op_libraries
             return sessions.open_session(
-                source,
-                options=options,
-                custom_op_libraries=settings.custom_op_libraries,
-                providers=settings.providers,
+                source, options=options, custom_op_libraries=libraries, providers=settings.providers
             )
         except Exception as error:  # the runtime's exceptions have no common base below Exception
             raise CalibrationError(

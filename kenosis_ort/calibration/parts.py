@@ -94,25 +94,17 @@ def cut(
     """
     nodes, wanted = proto.graph.node, set(observed)
     end = 1 + max((i for i, node in enumerate(nodes) if wanted.intersection(node.output)), default=len(nodes) - 1)
-    reads, last_use = _uses(proto, end)
-    walls = _walls(proto, nodes[:end], last_use, types, weights) if weights else frozenset()
-    bounds = _bounds(nodes[:end], wanted, sizes, budget, last_use, types, walls)
-    return [_segment(nodes, reads, bound, wanted, last_use) for bound in bounds]
+    cutting = _Cutting(proto, wanted, end)
+    walls = cutting.walls(types, weights) if weights else frozenset()
+    return [cutting.segment(*bounds) for bounds in itertools.pairwise(cutting.bounds(sizes, budget, types, walls))]
 
 
 def cut_behind(proto: onnx.ModelProto, values: Collection[str]) -> list[Segment]:
     """Cuts the graph behind each node that computes one of some values; the last part ends with the last of them."""
     nodes, wanted = proto.graph.node, set(values)
-    reads, last_use = _uses(proto, len(nodes))
+    cutting = _Cutting(proto, wanted, len(nodes))
     ends = [at + 1 for at, node in enumerate(nodes) if wanted.intersection(node.output)]
-    return [_segment(nodes, reads, bounds, wanted, last_use) for bounds in itertools.pairwise([0, *ends])]
-
-
-def _uses(proto: onnx.ModelProto, end: int) -> tuple[list[set[str]], dict[str, int]]:
-    """What each node reads beside constants, and the last of the first ``end`` nodes that reads a value."""
-    constants, _ = constant_values(proto)
-    reads = [set(read_names(node)) - constants for node in proto.graph.node]
-    return reads, {name: at for at, names in enumerate(reads[:end]) for name in names}
+    return [cutting.segment(*bounds) for bounds in itertools.pairwise([0, *ends])]
 
 
 def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
@@ -123,87 +115,79 @@ def from_the_first_node(proto: onnx.ModelProto, part: Segment) -> Segment:
     return Segment(0, part.end, inputs, part.observed, passed_on=())
 
 
-def _bounds(
-    nodes: Sequence[onnx.NodeProto],
-    wanted: set[str],
-    sizes: Sizes,
-    budget: int,
-    last_use: Mapping[str, int],
-    types: Mapping[str, int],
-    walls: Collection[int],
-) -> list[tuple[int, int]]:
-    bounds: list[tuple[int, int]] = []
-    start, live_bytes, count = 0, 0, 0
-    untyped_until = 0  # no cut before this node: a value without a type is alive
-    for index, node in enumerate(nodes):
-        here = [sizes.get(name, 0) for name in node.output if name in wanted]
-        full = (live_bytes and live_bytes + sum(here) > budget) or count + len(here) > MOST_TENSORS
-        if index in walls or (full and count and index >= untyped_until):
-            bounds.append((start, index))
-            start, live_bytes, count = index, 0, 0
-        live_bytes += sum(here)
-        count += len(here)
-        for name in node.output:
-            if not types.get(name):
-                untyped_until = max(untyped_until, last_use.get(name, 0) + 1)
-    bounds.append((start, len(nodes)))
-    return bounds
+class _Cutting:
+    """The first nodes of a graph, to be cut.
 
-
-def _walls(
-    proto: onnx.ModelProto,
-    nodes: Sequence[onnx.NodeProto],
-    last_use: Mapping[str, int],
-    types: Mapping[str, int],
-    most: int,
-) -> frozenset[int]:
-    """The nodes that a part begins with so that none has more bytes of weights, where that is possible.
-
-    Of the places in the second half of a part the last one is taken across which the fewest values go.
+    Args:
+        proto: The model.
+        wanted: Tensors to observe.
+        end: Number of the nodes.
     """
-    sizes = {tensor.name: content_bytes(tensor) for tensor in proto.graph.initializer}
-    crossing, unfit = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)  # changes from node to node
-    for index, node in enumerate(nodes):
-        for name in node.output:
-            for place, change in ((index + 1, 1), (last_use.get(name, index) + 1, -1)):
-                crossing[place] += change
-                unfit[place] += 0 if types.get(name) else change
-    crossing, unfit = list(itertools.accumulate(crossing)), list(itertools.accumulate(unfit))  # alive before each node
-    walls: set[int] = set()
-    start, live_bytes = 0, 0
-    behind = [0]  # bytes of weights of the part in front of each node
-    for index, node in enumerate(nodes):
-        own = sum(sizes.get(name, 0) for name in set(read_names(node)))
-        if live_bytes and live_bytes + own > most:
-            fit = [p for p in range(start + 1, index + 1) if not unfit[p] and 2 * behind[p - start] >= most]
-            if fit:
-                wall = min(fit, key=lambda place: (crossing[place], -place))
-                walls.add(wall)
-                live_bytes -= behind[wall - start]
-                behind = [bytes_ - behind[wall - start] for bytes_ in behind[wall - start :]]
-                start = wall
-        live_bytes += own
-        behind.append(live_bytes)
-    return frozenset(walls)
 
+    def __init__(self, proto: onnx.ModelProto, wanted: set[str], end: int) -> None:
+        constants, _ = constant_values(proto)
+        self._nodes, self._wanted = proto.graph.node[:end], wanted
+        self._initializers = proto.graph.initializer
+        self._reads = [set(read_names(node)) - constants for node in self._nodes]
+        self._last_use = {name: at for at, names in enumerate(self._reads) for name in names}
 
-def _segment(
-    nodes: Sequence[onnx.NodeProto],
-    reads: Sequence[set[str]],
-    bounds: tuple[int, int],
-    wanted: set[str],
-    last_use: Mapping[str, int],
-) -> Segment:
-    start, stop = bounds
-    made = dict.fromkeys(name for node in nodes[start:stop] for name in node.output if name)
-    needed = set().union(*reads[start:stop]) - made.keys()
-    return Segment(
-        start,
-        stop,
-        inputs=tuple(sorted(needed)),
-        observed=tuple(name for name in made if name in wanted),
-        passed_on=tuple(name for name in made if last_use.get(name, -1) >= stop),
-    )
+    def bounds(self, sizes: Sizes, budget: int, types: Mapping[str, int], walls: Collection[int]) -> list[int]:
+        """The nodes that a part begins with, and the end; arguments as for `cut`."""
+        found = [0]
+        live_bytes, count = 0, 0
+        untyped_until = 0  # no cut before this node: a value without a type is alive
+        for index, node in enumerate(self._nodes):
+            here = [sizes.get(name, 0) for name in node.output if name in self._wanted]
+            full = (live_bytes and live_bytes + sum(here) > budget) or count + len(here) > MOST_TENSORS
+            if index in walls or (full and count and index >= untyped_until):
+                found.append(index)
+                live_bytes, count = 0, 0
+            live_bytes += sum(here)
+            count += len(here)
+            untyped = [self._last_use.get(name, 0) + 1 for name in node.output if not types.get(name)]
+            untyped_until = max([untyped_until, *untyped])
+        return [*found, len(self._nodes)]
+
+    def walls(self, types: Mapping[str, int], most: int) -> frozenset[int]:
+        """The nodes that a part begins with so that none has more bytes of weights, where that is possible.
+
+        Of the places in the second half of a part the last one is taken across which the fewest values go.
+        """
+        sizes = {tensor.name: content_bytes(tensor) for tensor in self._initializers}
+        crossing, unfit = ([0] * (len(self._nodes) + 2) for _ in range(2))  # changes from node to node
+        for index, node in enumerate(self._nodes):
+            for name in node.output:
+                for place, change in ((index + 1, 1), (self._last_use.get(name, index) + 1, -1)):
+                    crossing[place] += change
+                    unfit[place] += 0 if types.get(name) else change
+        crossing, unfit = (list(itertools.accumulate(changes)) for changes in (crossing, unfit))  # alive before each
+        walls: set[int] = set()
+        start, live_bytes = 0, 0
+        behind = [0]  # bytes of weights of the part in front of each node
+        for index, node in enumerate(self._nodes):
+            own = sum(sizes.get(name, 0) for name in set(read_names(node)))
+            if live_bytes and live_bytes + own > most:
+                fit = [p for p in range(start + 1, index + 1) if not unfit[p] and 2 * behind[p - start] >= most]
+                if fit:
+                    wall = min(fit, key=lambda place: (crossing[place], -place))
+                    walls.add(wall)
+                    live_bytes -= behind[wall - start]
+                    behind = [bytes_ - behind[wall - start] for bytes_ in behind[wall - start :]]
+                    start = wall
+            live_bytes += own
+            behind.append(live_bytes)
+        return frozenset(walls)
+
+    def segment(self, start: int, end: int) -> Segment:
+        """The part from one node up to, and without, another."""
+        made = dict.fromkeys(name for node in self._nodes[start:end] for name in node.output if name)
+        return Segment(
+            start,
+            end,
+            inputs=tuple(sorted(set().union(*self._reads[start:end]) - made.keys())),
+            observed=tuple(name for name in made if name in self._wanted),
+            passed_on=tuple(name for name in made if self._last_use.get(name, -1) >= end),
+        )
 
 
 @dataclass
@@ -244,13 +228,9 @@ class StagedModel:
         budget: int,
         any_order: Collection[str] = (),
     ) -> None:
-        self._any_order = frozenset(any_order)
+        self._model, self._proto, self._computed, self._types = model, proto, computed, types
+        self._budget, self._any_order = budget, frozenset(any_order)
         self._sizes: Sizes = {}
-        self._model = model
-        self._proto = proto
-        self._computed = computed
-        self._types = types
-        self._budget = budget
         self.is_heavy = weight_bytes(proto) > _MOST_WEIGHTS
         self._stages: list[_Stage] = []
         self._planned_bytes = -1
@@ -303,10 +283,7 @@ class StagedModel:
         if stage.session is None:
             alone = self.is_heavy or len(self._stages) == 1
             asked, free = (stage.part, stage.outputs, values), self._free(stage.part)
-            if free:
-                stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
-            else:
-                stage.session = self._model.segment(*asked, alone=alone)
+            stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
         inputs = {name: values[name] for name in stage.session.inputs if name in values}
         blocks = stage.in_blocks
         names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
@@ -328,8 +305,7 @@ class StagedModel:
             return
         self._planned_bytes = size
         sizes = estimate_bytes(self._proto, feed, set(self._computed))
-        unsized = [name for name in self._computed if name not in sizes]
-        if unsized:
+        if unsized := [name for name in self._computed if name not in sizes]:
             sizes.update(self._measure(unsized, feed, sample))
         self._sizes = sizes
         if self.is_heavy or sum(sizes.values()) > self._budget or len(sizes) > MOST_TENSORS:
@@ -344,10 +320,8 @@ class StagedModel:
             return
         if len(parts) > 1:
             _log.info("%d tensors of %d bytes are observed in %d parts", len(sizes), sum(sizes.values()), len(parts))
-        self._stages = []
-        for index, part in enumerate(parts):
-            later = {name for rest in parts[index + 1 :] for name in rest.inputs}
-            self._stages.append(_Stage(part, frozenset(name for name in part.inputs if name not in later)))
+        last = {name: part for part in parts for name in part.inputs}
+        self._stages = [_Stage(p, frozenset(name for name in p.inputs if last[name] is p)) for p in parts]
 
     def _measure(self, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, int]:
         """The sizes in bytes of tensors, by a run that returns nothing else."""

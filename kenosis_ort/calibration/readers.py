@@ -310,7 +310,7 @@ class Shards(StreamReader):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise OptionError(f"count={count!r} is no number of shards", where="count", fix="give 1 or more")
         self._source = source
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._first = 0  # of those that these are some of
         self.count = count
         self.inputs: frozenset[str] | None = None
@@ -342,7 +342,7 @@ class Shards(StreamReader):
 
     def some(self, numbers: Sequence[int]) -> Shards:
         """Some of the parts, one behind the other, as shards of their own; messages call them what they did."""
-        some = Shards([self.part(number) for number in numbers], batch_size=self._batch_size)
+        some = Shards([self.part(number) for number in numbers], batch_size=self.batch_size)
         some._first, some.inputs = self._first + numbers[0], self.inputs
         return some
 
@@ -357,14 +357,9 @@ class Shards(StreamReader):
         Raises:
             CalibrationError: It cannot be read; the message names it.
         """
-        left: set[str] = {*self.left_aside}
-        yield from opened(self.part(number), self.name(number), self._batch_size, self.inputs, left)
+        left = {*self.left_aside}
+        yield from opened(self.part(number), self.name(number), self.batch_size, self.inputs, left)
         self.left_aside = tuple(sorted(left))
-
-    @property
-    def batch_size(self) -> int:
-        """Samples a feed, where there is a leading axis of samples."""
-        return self._batch_size
 
     def _stream(self) -> Iterator[Feed]:
         return (feed for number in range(self.count) for feed in self.opened(number))

@@ -83,9 +83,8 @@ class CalibrationConfig:
         name = getattr(self.method, "name", self.method)
         lowered = name.lower() if isinstance(name, str) else name
         if lowered not in METHODS:
-            hint = did_you_mean(str(lowered), METHODS)
             raise OptionError(
-                f"Unknown calibration method {name!r}.{hint}",
+                f"Unknown calibration method {name!r}.{did_you_mean(str(lowered), METHODS)}",
                 where="calibrate_method",
                 fix=f"Use one of {', '.join(METHODS)}.",
             )
@@ -313,19 +312,10 @@ class TensorStatistics:
         averaged = None
         if self.averaged is not None and other.averaged is not None:
             a, b = weights[0] / sum(weights), weights[1] / sum(weights)
-            averaged = (
-                a * self.averaged[0] + b * other.averaged[0],
-                a * self.averaged[1] + b * other.averaged[1],
-            )
-        return replace(
-            self,
-            low=low,
-            high=high,
-            count=self.count + other.count,
-            histogram=histogram,
-            averaged=averaged,
-            channels=channels,
-        )
+            least, most = (a * one + b * two for one, two in zip(self.averaged, other.averaged, strict=True))
+            averaged = least, most
+        count = self.count + other.count
+        return replace(self, low=low, high=high, count=count, histogram=histogram, averaged=averaged, channels=channels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,15 +358,9 @@ class Rescaling:
                 return None
             return _in_proportion(known[0], statistics.low, low), _in_proportion(known[1], statistics.high, high)
 
-        return TensorStatistics(
-            low,
-            high,
-            statistics.count,
-            statistics.dtype,
-            averaged=like(statistics.averaged),
-            fixed=like(statistics.fixed),
-            channels=replace(seen, low=ends[0], high=ends[1]),
-        )
+        averaged, fixed = like(statistics.averaged), like(statistics.fixed)
+        channels = replace(seen, low=ends[0], high=ends[1])
+        return TensorStatistics(low, high, statistics.count, statistics.dtype, None, averaged, fixed, channels)
 
 
 def _in_proportion(known: float, before: float, now: float) -> float:

@@ -225,7 +225,7 @@ def assess(
     for name in whole.tensors:
         at = depth.get(name, 0.0)
         synthetic, natural = ([table.range_of(name) for table in tables] for tables in (made_up, real))
-        used, spread, source = _range(synthetic, natural, at, evidence.ranges.get(name), (len(made_up), whole.samples))
+        used, spread, source = _range(synthetic, natural, at, evidence.ranges.get(name), whole.samples)
         measured = whole.range_of(name)
         limited = _limit(used, measured, bounds.get(name))
         if limited != used and source is RangeSource.EXTENDED:
@@ -233,26 +233,11 @@ def assess(
         trusts[name] = TensorAssessment(source, at, measured, limited, spread)
     needed = real_samples_needed(real)
     misfits = evidence.misfits
-    verdict, causes, supply = verdict_on(
-        trusts,
-        provenance.known,
-        misfits,
-        silent=evidence.silent,
-        natural=provenance.natural,
-        real=len(real),
-        needed=needed,
-    )
-    trust = CalibrationTrust(
-        verdict=verdict,
-        causes=causes,
-        supply=supply,
-        inputs=provenance.inputs,
-        tensors=trusts,
-        samples=sum(table.samples for table in made_up),
-        real_samples=sum(table.samples for table in real),
-        real_needed=needed,
-        misfit=float(np.median(list(misfits.values()))) if misfits else None,
-    )
+    how: dict[str, Any] = {"silent": evidence.silent, "natural": provenance.natural, "real": len(real)}
+    verdict = verdict_on(trusts, provenance.known, misfits, needed=needed, **how)
+    samples, of_real = (sum(table.samples for table in tables) for tables in (made_up, real))
+    misfit = float(np.median(list(misfits.values()))) if misfits else None
+    trust = CalibrationTrust(*verdict, provenance.inputs, trusts, samples, of_real, needed, misfit)
     return whole.with_ranges({name: t.used for name, t in trusts.items()}), trust
 
 
@@ -280,12 +265,12 @@ def real_samples_needed(real: Sequence[CalibrationTable]) -> int | None:
 
 
 def _range(
-    made_up: Sequence[Range], real: Sequence[Range], depth: float, predicted: Range | None, counts: tuple[int, int]
+    made_up: Sequence[Range], real: Sequence[Range], depth: float, predicted: Range | None, samples: int
 ) -> tuple[Range, float, RangeSource]:
     growth = extend(made_up or real, depth)
     if real:
         low, high = min(r[0] for r in real), max(r[1] for r in real)
-        return growth_between((low, high), growth, len(real), counts[1]), growth.spread, RangeSource.REAL
+        return growth_between((low, high), growth, len(real), samples), growth.spread, RangeSource.REAL
     if predicted is not None and growth.measured[0] != growth.measured[1]:
         low, high = growth.measured
         reach = _MOST_CHANGE * (high - low)
@@ -363,10 +348,8 @@ def growth_between(real: Range, made_up: Growth, real_samples: int, samples: int
     low, high = real
     width = made_up.measured[1] - made_up.measured[0]
     reach = _GUMBEL * made_up.spread * width * math.log(max(samples / max(real_samples, 1), 1.0))
-    return (
-        max(min(low, made_up.extended[0]), low - reach),
-        min(max(high, made_up.extended[1]), high + reach),
-    )
+    least, most = made_up.extended
+    return max(min(low, least), low - reach), min(max(high, most), high + reach)
 
 
 # ---- collection ------------------------------------------------------------------------------------------------------

@@ -13,17 +13,17 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.calibration.feeds import Known
+from kenosis_ort.calibration.feeds import Known, Shape, declared_shape
 from kenosis_ort.calibration.synthetic.drawing import Draws
 from kenosis_ort.calibration.synthetic.stem import Consumers
 
 Array = npt.NDArray[Any]
-Shape = tuple["int | str | None", ...]
 
 _INTEGERS = frozenset({TensorProto.INT64, TensorProto.INT32})
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _COLOURS = (1, 3, 4)
 _STATE_NAMES = ("h", "c", "h0", "c0", "hx", "cx", "hn", "cn")
+_SOUNDS = ("audio", "wave", "waveform", "wav", "speech", "pcm", "samples", "input_values")
 _LONG = 2000  # steps from which on an axis of a matrix is taken for time rather than features
 
 
@@ -171,11 +171,7 @@ def _info(value: onnx.ValueInfoProto, consumers: Consumers) -> InputInfo:
         reason = f"it is of the type {kind.removesuffix('_type').replace('_', ' ')}"
         return InputInfo(value.name, 0, (), None, reason=reason)
     tensor = value.type.tensor_type
-    # Some exporters write -1 for a free dimension.
-    shape: Shape = tuple(
-        d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else (d.dim_param or None) for d in tensor.shape.dim
-    )
-    info = InputInfo(value.name, tensor.elem_type, shape, None)
+    info = InputInfo(value.name, tensor.elem_type, declared_shape(tensor), None)
     if tensor.elem_type == TensorProto.STRING:
         return replace(info, reason="it takes text")
     if not tensor.HasField("shape"):
@@ -236,15 +232,11 @@ def _named(name: str, element_type: int, shape: Shape) -> InputKind | None:
 
 
 def _float_kind(name: str, shape: Shape, consumers: Consumers) -> InputKind | None:
-    if (
-        _has_word(name, "audio", "wave", "waveform", "wav", "speech", "pcm", "samples", "input_values")
-        and len(shape) < 4
-    ):
+    if len(shape) < 4 and _has_word(name, *_SOUNDS):
         return InputKind.AUDIO
     if len(shape) == 2:
-        if isinstance(shape[1], int):
-            return InputKind.AUDIO if shape[1] >= _LONG and consumers.features(name) is None else InputKind.FEATURES
-        return InputKind.AUDIO if consumers.features(name) is None else InputKind.FEATURES
+        is_long = not isinstance(shape[1], int) or shape[1] >= _LONG
+        return InputKind.AUDIO if is_long and consumers.features(name) is None else InputKind.FEATURES
     if len(shape) == 3:
         is_wave = shape[1] == 1 and not (isinstance(shape[2], int) and shape[2] < _LONG)
         return InputKind.AUDIO if is_wave else InputKind.SERIES
@@ -266,12 +258,10 @@ def _is_image(shape: Shape, channels: int | None, last: bool) -> bool:
 def _is_channels_last(shape: Shape, channels: int | None) -> bool:
     if len(shape) == 3:
         return shape[2] in (1, 3) and shape[0] not in (1, 3)
-    if len(shape) != 4:
+    if len(shape) != 4 or shape[3] not in _COLOURS or shape[1] in _COLOURS:
         return False
-    if shape[3] in _COLOURS and shape[1] not in _COLOURS:
-        # A dynamic axis 1 may still be that of the colours.
-        return not (channels is not None and not isinstance(shape[1], int) and shape[3] not in (channels, 3))
-    return False
+    # A dynamic axis 1 may still be that of the colours.
+    return channels is None or isinstance(shape[1], int) or shape[3] in (channels, 3)
 
 
 def _is_narrow(sides: Shape) -> bool:

@@ -252,13 +252,11 @@ _SYLLABLE: Final = (1200, 5000)  # steps
 def _audio(info: InputInfo, shape: Shape, around: Surroundings) -> Maker:
     if info.name in around.ranges:
         return audio_maker(info, shape, *around.ranges[info.name], Known.GIVEN)
+    top, known = (_PCM, Known.GRAPH) if info.element_type == TensorProto.INT16 else (1.0, Known.CONVENTION)
     if around.real:
         found = (float(np.abs(feed[info.name].astype(np.float64)).max(initial=0.0)) for feed in around.real)
-        top = max(found) or 1.0
-        return audio_maker(info, shape, -top, top, Known.REAL)
-    if info.element_type == TensorProto.INT16:
-        return audio_maker(info, shape, -_PCM, _PCM, Known.GRAPH)
-    return audio_maker(info, shape, -1.0, 1.0, Known.CONVENTION)
+        top, known = max(found) or 1.0, Known.REAL
+    return audio_maker(info, shape, -top, top, known)
 
 
 def audio_maker(info: InputInfo, shape: Shape, low: float, high: float, known: Known) -> Maker:
@@ -339,12 +337,11 @@ def _features(info: InputInfo, shape: Shape, around: Surroundings) -> Maker:
     elif around.real and len(shape) > 1:
         mean, spread, known = *_moments_of(around.real, info.name, axis), Known.REAL
     elif len(shape) > 1:
-        found = fit_moments(
-            Stem(around.proto, info.name), shape, axis, lambda i: noise_field(Draws(0, i, "fit"), shape), info.dtype
-        )
+        stem = Stem(around.proto, info.name)
+        found = fit_moments(stem, shape, axis, lambda i: noise_field(Draws(0, i, "fit"), shape), info.dtype)
         if found is not None:
-            mean, spread = found.mean, found.spread
-            known = Known.STATISTICS if found.misfit <= _FITS else Known.GUESS
+            mean, spread, misfit = found
+            known = Known.STATISTICS if misfit <= _FITS else Known.GUESS
 
     def values(sample: SyntheticSample) -> Array:
         noise = noise_field(sample.draws(info.name, sample.step), shape)

@@ -29,10 +29,6 @@ from kenosis_ort.graph.constants import LAYERS
 
 _log = logging.getLogger(__name__)
 
-_MOST_LAYERS = 24
-_LEAST_CLASSES = 10
-_LEAST_SPREAD = 1e-6
-
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -174,9 +170,8 @@ def shows_writing(proto: onnx.ModelProto, maker: ImageMaker, settings: SessionSe
     excited = float(np.exp(np.mean(np.log(layers)))) if layers.size else 1.0
     answered = float(answers.max(initial=0.0))
     _log.info("writing excites the last layers %.2f times as much as photographs, answers %.2f", excited, answered)
-    return (
-        excited >= (_EXCITED_BY_LINES if is_line(*maker.info.sides(maker.shape)) else _EXCITED) or answered >= _ANSWERS
-    )
+    enough = _EXCITED_BY_LINES if is_line(*maker.info.sides(maker.shape)) else _EXCITED
+    return excited >= enough or answered >= _ANSWERS
 
 
 def _excitement(

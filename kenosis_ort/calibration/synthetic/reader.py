@@ -21,7 +21,7 @@ from kenosis_ort.calibration.readers import IndexedReader
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, shows_writing
-from kenosis_ort.calibration.synthetic.shapes import find_shapes, shapes_of
+from kenosis_ort.calibration.synthetic.shapes import Shapes, find_shapes, shapes_of
 from kenosis_ort.calibration.synthetic.ways import given_way
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
@@ -99,21 +99,19 @@ class SyntheticReader(IndexedReader):
         given = shapes_of(self._real[0], self._infos) if self._real else {}
         given.update({name: tuple(int(d) for d in shape) for name, shape in (input_shapes or {}).items()})
         links = {name: out for name, out in find_links(proto, self._infos).items() if name not in ranges}
-        self._loop: StateLoop | None = None
         self._at: tuple[int, int] | None = None  # sequence and step that the loop stands in front of
 
-        def make(shapes: dict[str, tuple[int, ...]]) -> dict[str, Maker]:
+        def make(shapes: Shapes) -> dict[str, Maker]:
             return make_makers(Surroundings(proto, self._infos, shapes, ranges, pixels, links, self._real, settings))
 
-        def first_feed(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+        def first_feed(shapes: Shapes) -> Feed:
             return {name: maker.make(SyntheticSample(seed, 0)) for name, maker in make(shapes).items()}
 
         self._makers = make(find_shapes(proto, self._infos, given, first_feed, settings))
         for name, maker in self._makers.items():
             if isinstance(maker, ImageMaker) and len(self._makers) == 1 and shows_writing(proto, maker, settings):
                 self._makers = {name: maker.with_writing()}
-        if links:
-            self._loop = StateLoop(proto, links, settings)
+        self._loop = StateLoop(proto, links, settings) if links else None
         for text in self.assumptions:
             _log.info("synthetic data: %s", text)
 
@@ -304,14 +302,11 @@ def find_links(proto: onnx.ModelProto, infos: Sequence[InputInfo]) -> dict[str, 
     links = {name: output for output, name in state_pairs(proto).items() if name in states}
     for name, info in states.items():
         fitting = [v.name for v in proto.graph.output if v.name not in links.values() and _fits(info, v)]
-        waiting = [other for other in states.values() if other.name not in links and _are_alike(other, info)]
+        kind = (len(info.shape), info.element_type)
+        waiting = [o for o in states.values() if o.name not in links and (len(o.shape), o.element_type) == kind]
         if name not in links and fitting and len(fitting) >= len(waiting):
             links[name] = fitting[0]
     return links
-
-
-def _are_alike(one: InputInfo, other: InputInfo) -> bool:
-    return len(one.shape) == len(other.shape) and one.element_type == other.element_type
 
 
 def _fits(info: InputInfo, value: onnx.ValueInfoProto) -> bool:
@@ -328,6 +323,5 @@ def _cut(array: Array, shape: tuple[int, ...]) -> Array:
     """The last steps of an array that has grown along an axis."""
     if array.ndim != len(shape):
         return array.reshape(shape)
-    return np.ascontiguousarray(
-        array[tuple(slice(max(a - b, 0), None) for a, b in zip(array.shape, shape, strict=True))]
-    )
+    last = tuple(slice(max(a - b, 0), None) for a, b in zip(array.shape, shape, strict=True))
+    return np.ascontiguousarray(array[last])

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.feeds import fits
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind
 from kenosis_ort.calibration.synthetic.stem import Consumers
@@ -19,25 +20,19 @@ _STEPS = 32
 _AUDIO_STEPS = 16_000
 _ARRAY_BYTES = 2**31
 
-Hints = Mapping[str, int]
+Hints = Mapping[tuple[str, int], int]
 Shapes = dict[str, tuple[int, ...]]
 
 
 def resolve_shapes(
-    infos: Sequence[InputInfo],
-    given: Mapping[str, tuple[int, ...]],
-    *,
-    channels: Hints,
-    features: Hints,
-    size: int | None = None,
-) -> dict[str, tuple[int, ...]]:
+    infos: Sequence[InputInfo], given: Mapping[str, tuple[int, ...]], hints: Hints, size: int | None = None
+) -> Shapes:
     """A fixed shape of every input; sizes of one name are the same everywhere, ``a + b`` is their sum.
 
     Args:
         infos: The inputs.
         given: Shapes that the caller gave.
-        channels: Number of channels by input name, where a Conv tells.
-        features: Size of the last axis by input name, where a matrix tells.
+        hints: Sizes by input name and axis that the model's operators tell.
         size: For dynamic axes other than the batch, channels and states; None chooses by kind.
 
     Raises:
@@ -53,15 +48,11 @@ def resolve_shapes(
     for info in infos:
         for axis, dim in enumerate(info.shape):
             if isinstance(dim, str) and "+" not in dim:
-                symbols.setdefault(dim, _default_size(info, axis, size, channels, features))
-    out: dict[str, tuple[int, ...]] = {}
+                symbols.setdefault(dim, _default_size(info, axis, size, hints))
+    out: Shapes = {}
     for info in infos:
         sizes = [
-            dim
-            if isinstance(dim, int)
-            else _symbol(dim, symbols)
-            if isinstance(dim, str) and _symbol(dim, symbols)
-            else _default_size(info, axis, size, channels, features)
+            dim if isinstance(dim, int) else _symbol(dim or "", symbols) or _default_size(info, axis, size, hints)
             for axis, dim in enumerate(info.shape)
         ]
         out[info.name] = given.get(info.name, tuple(sizes))
@@ -86,10 +77,7 @@ def _symbol(name: str, symbols: Mapping[str, int]) -> int:
 
 
 def _check_given(info: InputInfo, wanted: tuple[int, ...]) -> None:
-    fits = len(wanted) == len(info.shape) and all(
-        not isinstance(d, int) or d == w for d, w in zip(info.shape, wanted, strict=True)
-    )
-    if not fits:
+    if not fits(info.shape, wanted):
         raise CalibrationError(
             f"The shape {wanted} does not fit the model's input ({info.describe()}).",
             where=f"input '{info.name}'",
@@ -97,20 +85,26 @@ def _check_given(info: InputInfo, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _default_size(info: InputInfo, axis: int, size: int | None, channels: Hints, features: Hints) -> int:
-    if axis == 0:
+def _default_size(info: InputInfo, axis: int, size: int | None, hints: Hints) -> int:
+    if axis == 0 or info.kind is InputKind.STATE:
         return 1
+    if (info.name, axis) in hints or size is not None:
+        return hints.get((info.name, axis), size or 0)
     if info.kind is InputKind.IMAGE:
-        channel = len(info.shape) - 1 if info.channels_last else len(info.shape) - 3
-        return channels.get(info.name, 3) if axis == channel else size or _IMAGE_SIDE
-    if info.kind is InputKind.STATE:
-        return 1
-    last = axis == len(info.shape) - 1
-    if last and info.name in features:
-        return features[info.name]
-    if size is not None:
-        return size
-    return _AUDIO_STEPS if info.kind is InputKind.AUDIO and last else _STEPS
+        return _IMAGE_SIDE
+    return _AUDIO_STEPS if info.kind is InputKind.AUDIO and axis == len(info.shape) - 1 else _STEPS
+
+
+def _hints(consumers: Consumers, infos: Sequence[InputInfo]) -> Hints:
+    """The channels of images, which a Conv tells, and the last axis of others where a matrix tells it."""
+    found: dict[tuple[str, int], int] = {}
+    for info in infos:
+        last = len(info.shape) - 1
+        if info.kind is InputKind.IMAGE:
+            found[info.name, last if info.channels_last else last - 2] = consumers.conv_channels(info.name) or 3
+        elif (features := consumers.features(info.name)) is not None:
+            found[info.name, last] = features
+    return found
 
 
 _PEAKS = 24  # tensors looked at
@@ -140,16 +134,10 @@ def find_shapes(
     Raises:
         CalibrationError: It runs with no size, or a given shape contradicts the model's.
     """
-    consumers = Consumers(proto)
-    channels = {i.name: c for i in infos if (c := consumers.conv_channels(i.name)) is not None}
-    features = {i.name: f for i in infos if (f := consumers.features(i.name)) is not None}
-
-    def shapes_for(size: int | None) -> Shapes:
-        return resolve_shapes(infos, given, channels=channels, features=features, size=size)
-
+    hints = _hints(Consumers(proto), infos)
     free = [i for i in infos if i.name not in given and has_free_axes(i)]
     if not free:
-        return shapes_for(None)
+        return resolve_shapes(infos, given, hints)
     blocks = any(i.kind is InputKind.AUDIO for i in free)
     outputs = [value.name for value in proto.graph.output]
     watched = [*outputs, *(_layers(proto, set(outputs)) if blocks else ())]
@@ -161,7 +149,7 @@ def find_shapes(
     audio = any(info.kind is InputKind.AUDIO for info in infos)
     for size in (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES)):
         try:
-            shapes = shapes_for(size)
+            shapes = resolve_shapes(infos, given, hints, size)
             values = run(session, watched, dict(feed(shapes)), 0)
         except CalibrationError as error:
             first_error = first_error or error
@@ -171,8 +159,7 @@ def find_shapes(
         found.append((shapes, size, max((_peak(value) for value in values), default=0.0)))
     if found:
         least = min(peak for _, _, peak in found)
-        usual = [(size, shapes) for shapes, size, peak in found if peak <= _ODD * least]
-        return max(usual, key=lambda entry: entry[0])[1]
+        return max((entry for entry in found if entry[2] <= _ODD * least), key=lambda entry: entry[1])[0]
     raise CalibrationError(
         f"No size of the dynamic inputs was found with which the model runs ({first_error}).",
         where=", ".join(f"input '{info.name}' ({info.describe()})" for info in free),

@@ -35,21 +35,6 @@ _DEAD = 1e-3  # channels whose stored deviation is below that share of the media
 _STEPS = 64.0
 
 
-@dataclass(frozen=True)
-class ValueMoments:
-    """Mean and deviation of an input's values, broadcasting to its shape without the first axis.
-
-    Attributes:
-        mean: Means.
-        spread: Standard deviations.
-        misfit: What remains between measured and stored statistics, see `misfit`.
-    """
-
-    mean: Doubles
-    spread: Doubles
-    misfit: float
-
-
 class ChannelMoments:
     """Mean, deviation and extremes by channel over samples."""
 
@@ -78,29 +63,29 @@ class ChannelMoments:
         return np.asarray(np.sqrt(np.maximum(self._squares / self.count - self.mean * self.mean, 0.0)))
 
 
-def misfit(point: StemPoint, responses: list[Doubles]) -> float:
-    """How far the statistics at a BatchNormalization are from the stored ones, see `distance`."""
-    assert point.mean is not None
-    assert point.deviation is not None
-    values = np.concatenate(responses, axis=1)
-    live = point.deviation > _DEAD * np.median(point.deviation)
-    return distance(values.mean(axis=1), values.std(axis=1), point.mean, point.deviation, live)
+Moments = tuple[Doubles, Doubles]
+"""Mean and standard deviation."""
 
 
-def distance(
-    mean: Doubles, spread: Doubles, stored_mean: Doubles, stored: Doubles, live: npt.NDArray[np.bool_]
-) -> float:
-    """The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``.
+def is_live(deviation: Doubles) -> npt.NDArray[np.bool_]:
+    """Which channels say something, by their stored deviation."""
+    return np.asarray(deviation > _DEAD * np.median(deviation))
 
-    0 for equal statistics, 0.5 for half or double the deviation.
+
+def distance(seen: Moments, stored: Moments) -> float:
+    """How far statistics by channel are from stored ones.
+
+    The median over the live channels of ``ln(s / s0)**2 + ((m - m0) / s0)**2``: 0 for equal statistics, 0.5 for half or
+    double the deviation.
     """
-    cost = np.log(np.maximum(spread, 1e-12) / stored) ** 2 + ((mean - stored_mean) / stored) ** 2
+    (mean, spread), (stored_mean, deviation), live = seen, stored, is_live(stored[1])
+    cost = np.log(np.maximum(spread, 1e-12) / deviation) ** 2 + ((mean - stored_mean) / deviation) ** 2
     return float(np.median(cost[live])) if live.any() else np.inf
 
 
 def fit_moments(
     stem: Stem, shape: tuple[int, ...], axis: int, sample: Callable[[int], Doubles], dtype: npt.DTypeLike
-) -> ValueMoments | None:
+) -> tuple[Doubles, Doubles, float] | None:
     """Fits mean and deviation of each group along an axis.
 
     Args:
@@ -111,13 +96,13 @@ def fit_moments(
         dtype: Of the input.
 
     Returns:
-        Mean and deviation; None where there are too many groups, or nothing arrives.
+        Mean and deviation, which broadcast to the shape without the first axis, and what remains between measured and
+        stored statistics (`distance`); None where there are too many groups, or nothing arrives.
     """
     point, groups = stem.point, shape[axis]
-    if point is None or point.mean is None or point.deviation is None or groups > MOST_GROUPS:
+    if point is None or point.stored is None or groups > MOST_GROUPS:
         return None
-    target, spread = point.mean, point.deviation
-    live = spread > _DEAD * np.median(spread)
+    (target, spread), live = point.stored, is_live(point.stored[1])
     base = stem.respond([np.zeros(shape, dtype)])[0].mean(axis=1)
     constant, variance = np.empty((len(target), groups)), np.empty((len(target), groups))
     noise = _noise(shape, axis)
@@ -136,13 +121,13 @@ def fit_moments(
     if not np.isfinite(deviations).all() or not deviations.any():
         return None
     trials = [sample(i) for i in range(_TRIALS)]
-    measured = np.concatenate(stem.respond((mean + deviations * t).astype(dtype) for t in trials), axis=1).std(axis=1)
+    _, measured = stem.moments((mean + deviations * t).astype(dtype) for t in trials)
     deviations = deviations * np.exp(np.median(np.log(spread[live] / np.maximum(measured[live], 1e-12))))
     # Rounded, so that the last bits of the runtime's sums, which depend on the processor, do not matter.
-    unit = _power_of_two(float(np.median(deviations))) / _STEPS
+    unit = float(2.0 ** np.round(np.log2(max(float(np.median(deviations)), 1e-30)))) / _STEPS
     mean, deviations = np.rint(mean / unit) * unit, np.maximum(np.rint(deviations / unit), 1.0) * unit
-    rest = misfit(point, stem.respond((mean + deviations * t).astype(dtype) for t in trials))
-    return ValueMoments(mean, deviations, rest)
+    fitted = stem.moments((mean + deviations * t).astype(dtype) for t in trials)
+    return mean, deviations, distance(fitted, point.stored)
 
 
 def _noise(shape: tuple[int, ...], axis: int) -> Doubles:
@@ -172,10 +157,6 @@ def _positive_solution(matrix: Doubles) -> Doubles:
     return x
 
 
-def _power_of_two(value: float) -> float:
-    return float(2.0 ** np.round(np.log2(max(value, 1e-30))))
-
-
 _PASSING = having(Is.MOVE) | {"Cast", "Slice", "Clip", "Pad", "Concat", "Split", "Resize"}
 _SCALING = frozenset({"Sub", "Div", "Mul", "Add"})
 _EMBEDDINGS = {"EmbedLayerNormalization": {0: 2, 1: 4}}  # index of the indices: index of their table
@@ -197,11 +178,8 @@ class Consumers:
         self.constants: dict[str, onnx.TensorProto] = {t.name: t for t in graph.initializer}
         self._of: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
         functions = {(f.domain, f.name) for f in proto.functions}
-        self._foreign = {
-            node.domain
-            for node in graph.node
-            if node.domain not in _STANDARD and (node.domain, node.op_type) not in functions
-        }
+        foreign = (n.domain for n in graph.node if (n.domain, n.op_type) not in functions)
+        self._foreign = {*foreign} - _STANDARD
         for node in graph.node:
             constant = constant_value(node) if node.op_type == "Constant" and node.output else None
             if constant is not None:
@@ -216,11 +194,9 @@ class Consumers:
     def array(self, name: str) -> npt.NDArray[np.float64] | None:
         """The values of a constant of numbers, None for anything else."""
         tensor = self.constants.get(name)
-        if (
-            tensor is None
-            or tensor.data_type == tensor.STRING
-            or (tensor.data_location == tensor.EXTERNAL and not is_outside(tensor))
-        ):
+        if tensor is None or tensor.data_type == tensor.STRING:
+            return None
+        if tensor.data_location == tensor.EXTERNAL and not is_outside(tensor):
             return None
         return array_in(tensor).astype(np.float64)
 
@@ -265,9 +241,8 @@ class Consumers:
     def features(self, name: str) -> int | None:
         """The number of rows of the first matrix that the value's last axis is multiplied with."""
         for node, index in self.reached(name, _SCALING | {"BatchNormalization", "LayerNormalization"}):
-            if index != 0 or node.op_type not in ("MatMul", "Gemm") or len(node.input) < 2:
-                continue
-            weight = self.constants.get(node.input[1])
+            is_product = index == 0 and node.op_type in ("MatMul", "Gemm") and len(node.input) > 1
+            weight = self.constants.get(node.input[1]) if is_product else None
             if weight is not None and len(weight.dims) == 2:
                 return int(weight.dims[1 if attribute_int(node, "transB", 0) else 0])
         return None
@@ -310,15 +285,13 @@ class StemPoint:
     Attributes:
         tensor: Its name.
         axis: Of the channels.
-        mean: Running mean of each channel; None without BatchNormalization.
-        deviation: Running standard deviation of each channel; None without.
+        stored: Running mean and standard deviation of each channel; None without BatchNormalization.
         bias: Size of each channel's bias; zeros where there is none.
     """
 
     tensor: str
     axis: int
-    mean: Doubles | None
-    deviation: Doubles | None
+    stored: Moments | None
     bias: Doubles
 
 
@@ -350,6 +323,11 @@ class Stem:
             out.append(moved.reshape(moved.shape[0], -1))
         return out
 
+    def moments(self, arrays: Iterable[npt.NDArray[np.generic]]) -> Moments:
+        """Mean and deviation by channel over all of the inputs."""
+        values = np.concatenate(self.respond(arrays), axis=1)
+        return values.mean(axis=1), values.std(axis=1)
+
 
 def _find(proto: onnx.ModelProto, name: str, consumers: Consumers) -> tuple[StemPoint | None, list[onnx.NodeProto]]:
     linear, heavy = {name}, set[str]()
@@ -361,8 +339,8 @@ def _find(proto: onnx.ModelProto, name: str, consumers: Consumers) -> tuple[Stem
         if node.op_type == "BatchNormalization" and node.input[0] in heavy:
             mean, variance = consumers.array(node.input[3]), consumers.array(node.input[4])
             if mean is not None and variance is not None:
-                zero = np.zeros_like(mean)
-                return StemPoint(node.input[0], 1, mean, np.sqrt(np.maximum(variance, 1e-12)), zero), nodes
+                stored = mean, np.sqrt(np.maximum(variance, 1e-12))
+                return StemPoint(node.input[0], 1, stored, np.zeros_like(mean)), nodes
         if node.op_type not in _LINEAR or not all(not i or i in linear or i in consumers.constants for i in node.input):
             continue
         linear.update(node.output)
@@ -386,7 +364,7 @@ def _biased(node: onnx.NodeProto, consumers: Consumers) -> StemPoint | None:
     if weight is None:
         return None
     channels = int(weight.dims[0] if node.op_type == "Conv" else weight.dims[-1])
-    return StemPoint(output, axis, None, None, np.zeros(channels) if bias is None else np.abs(bias.reshape(-1)))
+    return StemPoint(output, axis, None, np.zeros(channels) if bias is None else np.abs(bias.reshape(-1)))
 
 
 def _cut(proto: onnx.ModelProto, name: str, tensor: str, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:

@@ -30,7 +30,7 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.synthetic.drawing import Doubles
 from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, SyntheticSample
 from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing
-from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, misfit
+from kenosis_ort.calibration.synthetic.stem import Consumers, Stem, StemPoint, distance
 from kenosis_ort.errors import CalibrationError
 
 _log = logging.getLogger(__name__)
@@ -106,9 +106,7 @@ _MOST_COST = 16.0
 _TYPICAL_BIAS, _BIAS_SCATTER = 0.7, 0.9  # of a folded bias in deviations of the output: median, and scatter of its log
 _TYPICAL_MEAN, _MEAN_SCATTER = 1.5, 0.5  # of the output's mean, the same
 _BYTES_FROM = 10.0  # constants above are for pixels of 0 to 255
-_TELLING_BIAS = (
-    0.06  # median over all layers, in deviations of their outputs: 0.4 to 1 where a normalization was folded
-)
+_TELLING_BIAS = 0.06  # median over all layers, in deviations of outputs: 0.4 to 1 where a normalization was folded
 _CONFIDENCE = (0.15, 0.97)  # of a classifier in its likeliest class, on inputs of the right size
 _OUTLOOK_TRIALS = 3
 _METADATA = re.compile(r"(?:^|[._])(?:image_)?(mean|std|scale)(?:_values?)?$", re.IGNORECASE)
@@ -137,27 +135,16 @@ def choose_ways(
     if stated is not None:
         return ((stated,), Known.GRAPH)
     try:
-        return _measured(proto, info, trial, settings)
+        stem = Stem(proto, info.name)
+        if stem.point is None:
+            return ((_USUAL,), Known.GUESS)
+        choice = _selected(stem, stem.point, trial)
+        if choice[1] is Known.CONVENTION and len(input_specs(proto)[0]) == 1:
+            choice = _confirmed(Outlook(proto, info.name, settings), choice, trial)
+        return choice
     except CalibrationError as error:
         _log.info("no range of pixels is known: %s", error)
         return ((_USUAL,), Known.GUESS)
-
-
-def _measured(
-    proto: onnx.ModelProto,
-    info: InputInfo,
-    trial: Callable[[Preprocessing, int], Array],
-    settings: SessionSettings,
-) -> Choice:
-    """Preprocessing of the pixels found by running the model, or its first layers."""
-    stem = Stem(proto, info.name)
-    if stem.point is None:
-        return ((_USUAL,), Known.GUESS)
-    choice = _selected(stem, stem.point, trial)
-    alone = len(input_specs(proto)[0]) == 1
-    if choice[1] is not Known.CONVENTION or not alone:
-        return choice
-    return _confirmed(Outlook(proto, info.name, settings), choice, trial)
 
 
 def _confirmed(outlook: Outlook, choice: Choice, trial: Callable[[Preprocessing, int], Array]) -> Choice:
@@ -179,26 +166,21 @@ def _confirmed(outlook: Outlook, choice: Choice, trial: Callable[[Preprocessing,
 def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int], Array]) -> Choice:
     costs: list[float] = []
     for way in WAYS:
-        responses = stem.respond(trial(way, index) for index in range(_TRIALS))
-        cost = misfit(point, responses) if point.mean is not None else _bias_cost(point, responses)
+        seen = stem.moments(trial(way, index) for index in range(_TRIALS))
+        cost = _bias_cost(point, seen) if point.stored is None else distance(seen, point.stored)
         costs.append(np.inf if np.isnan(cost) else cost)  # of weights that hold NaN, or overflow
     best = min(costs)
-    if point.mean is not None:
-        ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= _CLEARLY * best)
-        if best <= _FITS:
-            return (ways, Known.STATISTICS)
-        return (ways, Known.GUESS)
-    ways = tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= best + _ALIKE)
-    if best <= _PLAUSIBLE:
-        return (ways, Known.CONVENTION)
-    return (ways, Known.GUESS)
+    if point.stored is None:
+        limit, known = best + _ALIKE, Known.CONVENTION if best <= _PLAUSIBLE else Known.GUESS
+    else:
+        limit, known = _CLEARLY * best, Known.STATISTICS if best <= _FITS else Known.GUESS
+    return tuple(w for w, c in zip(WAYS, costs, strict=True) if c <= limit), known
 
 
-def _bias_cost(point: StemPoint, responses: list[Doubles]) -> float:
-    values = np.concatenate(responses, axis=1)
-    spread = np.maximum(values.std(axis=1), 1e-12)
+def _bias_cost(point: StemPoint, seen: tuple[Doubles, Doubles]) -> float:
+    spread = np.maximum(seen[1], 1e-12)
     bias = float(np.median(point.bias) / np.median(spread))
-    mean = float(np.median(np.abs(values.mean(axis=1)) / spread))
+    mean = float(np.median(np.abs(seen[0]) / spread))
     size = (np.log(max(bias, 1e-9) / _TYPICAL_BIAS) / _BIAS_SCATTER) ** 2
     offset = (max(np.log(max(mean, 1e-9) / _TYPICAL_MEAN), 0.0) / _MEAN_SCATTER) ** 2
     return float(min(size, _MOST_COST) + min(offset, _MOST_COST))
@@ -208,15 +190,11 @@ def _from_graph(consumers: Consumers, name: str) -> Preprocessing | None:
     """The range of pixels that the graph's leading arithmetic is made for, None if there is none."""
     for operator, index, constant in consumers.normalization(name):
         largest = float(np.abs(constant).max())
-        if operator == "Mul":
-            small = 1 / 400 < largest < 1 / 40
-        elif operator == "Div" and index == 1:
+        if operator == "Div" and index == 1:
             return None
-        else:
-            small = largest > _BYTES_FROM
-        if largest in (0.0, 1.0):
-            continue
-        return Preprocessing(0.0, 255.0 if small else 1.0, name="0 to 255" if small else "0 to 1")
+        if largest not in (0.0, 1.0):
+            of_bytes = 1 / 400 < largest < 1 / 40 if operator == "Mul" else largest > _BYTES_FROM
+            return WAYS[4] if of_bytes else WAYS[0]
     return None
 
 
@@ -282,8 +260,8 @@ class Outlook:
         """
         ratios: list[float] = []
         confidences: list[float] = []
+        names = [*self._biases, self._output]
         for index, array in enumerate(arrays):
-            names = [*self._biases, self._output]
             *layers, answer = run(self._session, names, {self._name: array}, index)
             for bias, layer in zip(self._biases.values(), layers, strict=True):
                 spread = layer.std(axis=tuple(a for a in range(layer.ndim) if a != 1), dtype=np.float64)
