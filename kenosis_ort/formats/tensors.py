@@ -66,17 +66,6 @@ class QuantizationSpec:
         """Least and largest integer."""
         return integer_bounds(self.bits, signed=self.signed, narrow=self.narrow)
 
-    @property
-    def elem_type(self) -> int:
-        """The smallest ONNX element type of whole bytes that holds the integers."""
-        width = next(w for w in (8, 16, 32) if w >= self.bits)
-        return int(getattr(TensorProto, f"{'' if self.signed else 'U'}INT{width}"))
-
-    @property
-    def datatype(self) -> str:
-        """The name under which QONNX' tools know the data type, as ``INT4``."""
-        return f"{'' if self.signed else 'U'}INT{self.bits}"
-
     def same_as(self, other: QuantizationSpec) -> bool:
         """Whether two quantize alike to the bit."""
         plain = ("axis", "signed", "narrow", "bits", "rounding")

@@ -214,9 +214,8 @@ def _head(path: Path) -> bytes:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ModelLoadError(
-            f"The model file cannot be read: {reason}.", where=where, fix="Check its permissions."
-        ) from error
+        fix = "Check its permissions."
+        raise ModelLoadError(f"The model file cannot be read: {reason}.", where=where, fix=fix) from error
 
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")

@@ -54,10 +54,6 @@ PLAIN: Final = frozenset(
     }
 )  # fmt: skip
 """Data types that numpy has."""
-_CONTENT: Final = (
-    *("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"),
-    *("external_data", "data_location"),
-)
 
 _open: ContextVar[_Store | None] = ContextVar("weights on disk", default=None)
 
@@ -83,7 +79,7 @@ def refer(tensor: TensorProto, path: str, offset: int, length: int) -> None:
         offset: Of the first byte.
         length: Bytes.
     """
-    for name in _CONTENT:
+    for name in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "external_data"):
         tensor.ClearField(name)
     tensor.data_location = TensorProto.EXTERNAL
     entries = {"location": os.path.relpath(path, ROOT), "offset": offset, "length": length, "checksum": _TOKEN}
@@ -235,9 +231,11 @@ class _Store:
 
 
 def _hollow(tensor: TensorProto) -> TensorProto:
-    """A tensor without its content: name, type, shape and what is said about it."""
-    hollow = TensorProto()
-    copy_fields(tensor, hollow, skip=_CONTENT)
+    """A tensor without its content, of which no copy is made: name, type, shape and what is said about it."""
+    hollow = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    hollow.metadata_props.extend(tensor.metadata_props)
+    if tensor.HasField("doc_string"):
+        hollow.doc_string = tensor.doc_string
     return hollow
 
 
@@ -441,9 +439,8 @@ def _span(tensor: onnx.TensorProto, where: str) -> _Span:
         offset = int(entries.get("offset", "0") or 0)
         length = int(entries["length"]) if entries.get("length") else None
     except ValueError as error:
-        raise ModelLoadError(
-            f"The external data entry has a malformed offset or length ({error}).", where=where, fix=_EXPORT
-        ) from error
+        what = f"The external data entry has a malformed offset or length ({error})."
+        raise ModelLoadError(what, where=where, fix=_EXPORT) from error
     if offset < 0 or (length is not None and length < 0):
         raise ModelLoadError("The external data entry has a negative offset or length.", where=where, fix=_EXPORT)
     location = entries.get("location", "")
@@ -463,9 +460,8 @@ def _allowed_path(location: str, model_path: Path, where: str) -> Path:
     target = Path(os.path.realpath(candidate))
     folders = {Path(os.path.realpath(model_path.parent)), Path(os.path.realpath(model_path)).parent}
     if not any(target.is_relative_to(folder) for folder in folders):
-        raise ModelLoadError(
-            f"External data at '{location}' lead outside the model's folder by a link.", where=where, fix=fix
-        )
+        what = f"External data at '{location}' lead outside the model's folder by a link."
+        raise ModelLoadError(what, where=where, fix=fix)
     return target
 
 
@@ -517,7 +513,7 @@ def write_external_data(proto: onnx.ModelProto, data_path: Path) -> onnx.ModelPr
                 continue
             data.write(b"\0" * (-data.tell() % _ALIGNMENT))
             copy = shell.graph.initializer.add()
-            copy_fields(tensor, copy, skip=_CONTENT)
+            copy.CopyFrom(_hollow(tensor))
             copy.data_location = onnx.TensorProto.EXTERNAL
             offset = data.tell()
             data.writelines(pieces_of(tensor) if is_outside(tensor) else (raw_bytes(tensor),))

@@ -304,9 +304,8 @@ def store_model(proto: onnx.ModelProto, path: Path, *, external_data: bool, cont
                 file.writelines((content,) if content is not None else serialized(proto))
     except (OSError, EncodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise OutputError(
-            f"The model could not be written: {reason}.", where=str(path.parent), fix="Free space, or shorten the name."
-        ) from error
+        fix = "Free space, or shorten the name."
+        raise OutputError(f"The model could not be written: {reason}.", where=str(path.parent), fix=fix) from error
     return external
 
 
@@ -331,6 +330,5 @@ def check_destination(destination: Path) -> None:
     if final.exists() and not final.is_file():
         raise OutputError("The output path is not a regular file.", where=str(destination), fix="Give a file name.")
     if final.exists() and not os.access(final, os.W_OK):
-        raise OutputError(
-            "The output file is write-protected.", where=str(destination), fix="Choose another output path."
-        )
+        fix = "Choose another output path."
+        raise OutputError("The output file is write-protected.", where=str(destination), fix=fix)

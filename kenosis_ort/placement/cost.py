@@ -122,7 +122,6 @@ class NodeCost:
         node: Its name.
         op_type: Its operator.
         kind: What the plan makes of it.
-        macs: Multiply-accumulates.
         float_us: In float.
         integer_us: On its integer kernel; None where there is none.
         planned_us: As planned, without the borders beside it.
@@ -131,7 +130,6 @@ class NodeCost:
     node: str
     op_type: str
     kind: Kind
-    macs: int
     float_us: float
     integer_us: float | None
     planned_us: float
@@ -172,18 +170,6 @@ class CostEstimate:
     def speed(self) -> float:
         """Estimated speed as planned relative to float."""
         return self.float_us / self.planned_us
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of all nodes."""
-        return sum(cost.macs for cost in self.nodes)
-
-    @property
-    def float_share(self) -> float:
-        """Share of the multiply-accumulates that stay in float, 0..1."""
-        if not self.macs:
-            return 0.0
-        return sum(cost.macs for cost in self.nodes if cost.kind is Kind.FLOAT) / self.macs
 
 
 def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEstimate:
@@ -309,7 +295,7 @@ class _Net:
             # A float activation behind an integer kernel cannot be one with it.
             alone = any(self.kind(producer) in _INTEGER for producer in self._producers(node))
             planned = self.costs.float_us(work, self.cold) if alone else in_float
-        return NodeCost(str(node.name), node.op_type, kind, work.macs, in_float, in_integer, planned)
+        return NodeCost(str(node.name), node.op_type, kind, in_float, in_integer, planned)
 
     def kind(self, node: ir.Node) -> Kind:
         """What the plan makes of a node."""

@@ -214,9 +214,8 @@ class Pairs:
         ranges = self.quantizer.tensors_range
         assert ranges is not None
         if value not in ranges:
-            raise UnsupportedModelError(
-                "no calibrated range", where=f"tensor '{value}'", fix="observe it when calibrating, or give its range"
-            )
+            fix = "observe it when calibrating, or give its range"
+            raise UnsupportedModelError("no calibrated range", where=f"tensor '{value}'", fix=fix)
         seen = self._own_grids.get(value) or ranges[value].range_value
         low, high = (np.float32(np.asarray(x).reshape(-1)[0]) for x in seen)
         return TensorData(lowest=low, highest=high)

@@ -137,9 +137,8 @@ class Constants:
                 largest_pair=self.plan.largest_pair,
             )
         except ValueError as error:
-            raise UnsupportedModelError(
-                str(error), where=f"initializer '{init.name}'", fix="repair the model: the float weights are broken"
-            ) from error
+            fix = "repair the model: the float weights are broken"
+            raise UnsupportedModelError(str(error), where=f"initializer '{init.name}'", fix=fix) from error
         self._scales[init.name], self._widened[init.name] = q.scale, partial(grids.stored_scale, q.needed)
         zero_point = np.full(q.scale.shape, decisions[0].zero_point, np.int8)
         self._place(init.name, q.values, q.scale, zero_point, axis, decisions, floats=self._floats)
