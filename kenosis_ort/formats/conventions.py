@@ -241,7 +241,7 @@ def _write(export: Export, tensor: QuantizedTensor, source: ir.Value, rank: int 
         return
     zero_point = export.store(tensor.along(q.zero_point, rank or 0).astype(np.float32), f"{base}_quant_zero_point")
     bits = export.store(np.float32(q.bits), f"{base}_quant_bits")
-    given: dict[str, Attribute] = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": q.rounding}
+    given: dict[str, Attribute] = {"signed": int(q.signed), "narrow": int(q.narrow), "rounding_mode": "ROUND"}
     export.put(node, "Quant", [source, scale, zero_point, bits], given, domain=DOMAIN)
 
 

@@ -50,7 +50,6 @@ class QuantizationSpec:
         signed: Integers may be negative.
         narrow: The range is one short at its end away from zero: -7..7 for -8..7, 0..14 for 0..15.
         bits: Width of the integers, 2 to 32.
-        rounding: How a real is rounded, by QONNX' names; the canonical form knows ``ROUND`` (half to even) alone.
     """
 
     scale: npt.NDArray[np.float32]
@@ -59,7 +58,6 @@ class QuantizationSpec:
     signed: bool
     narrow: bool
     bits: int
-    rounding: str = "ROUND"
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -68,7 +66,7 @@ class QuantizationSpec:
 
     def same_as(self, other: QuantizationSpec) -> bool:
         """Whether two quantize alike to the bit."""
-        plain = ("axis", "signed", "narrow", "bits", "rounding")
+        plain = ("axis", "signed", "narrow", "bits")
         same = all(getattr(self, name) == getattr(other, name) for name in plain)
         return same and all(np.array_equal(getattr(self, a), getattr(other, a)) for a in ("scale", "zero_point"))
 
