@@ -154,11 +154,7 @@ class _Flight:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        pieces: Iterator[Any],
-        send: Callable[[Any, str, bool], Any],
-        name: Callable[[Any], str],
+        self, cluster: Cluster, pieces: Iterator[Any], send: Callable[[Any, str, bool], Any], name: Callable[[Any], str]
     ) -> None:
         self._cluster, self._client = cluster, cluster.client
         self._pieces, self._send, self._name = pieces, send, name

@@ -27,7 +27,7 @@ _RUNNING = ("integer", "float")
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(Data):
     """One layer of the delivered model.
 
     Attributes:
@@ -45,10 +45,6 @@ class LayerTime:
     path: str = ""
     estimated_us: float | None = None
     measured_us: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `LayerTime(**data)` reads it."""
-        return asdict(self)
 
 
 def layer_times(
@@ -83,10 +79,7 @@ def kernels_in_words(layers: Iterable[LayerTime]) -> str:
     layers = tuple(layers)
     paths = Counter(layer.path for layer in layers if layer.path)
     parts = [f"{count} on the {path} kernel" for path, count in paths.most_common()]
-    for how, times in (
-        ("estimated", [x.estimated_us for x in layers]),
-        ("measured", [x.measured_us for x in layers]),
-    ):
+    for how, times in (("estimated", [x.estimated_us for x in layers]), ("measured", [x.measured_us for x in layers])):
         known = [us for us in times if us is not None]
         parts += [f"{how} {sum(known):,.0f} us a run"] if known else []
     return f"{'Convs: ' if paths else ''}{', '.join(parts)}"

@@ -39,10 +39,7 @@ _USUAL: Final[Mapping[str, Any]] = {
 
 _renderer: Final = deferred(
     __name__,
-    {
-        "kenosis_ort.report.text": "render_report to_text",
-        "kenosis_ort.report.html.page": "render_html render_notebook",
-    },
+    {"kenosis_ort.report.text": "render_report to_text", "kenosis_ort.report.html.page": "render_html render_notebook"},
 )
 """Renderers by name: they know the report, which finds them when it is asked for a form of its own."""
 _STAYS: Final = "ttentions stay as products and Softmax"
@@ -221,12 +218,10 @@ class QuantizationReport:
         return f"<QuantizationReport {self.model_output!r}: {self.verdict()} {sizes}, {self.total_seconds:.2f} s>"
 
     def __str__(self) -> str:
-        text: str = _renderer("to_text")(_renderer("render_report")(self))
-        return text
+        return str(_renderer("to_text")(_renderer("render_report")(self)))
 
     def _repr_html_(self) -> str:
-        fragment: str = _renderer("render_notebook")(self)
-        return fragment
+        return str(_renderer("render_notebook")(self))
 
     def to_html(self, *, evidence: ReportEvidence | None = None) -> str:
         """The report as one HTML page that needs no network and no other file.
@@ -234,8 +229,7 @@ class QuantizationReport:
         Args:
             evidence: Takes the place of `evidence` of the report.
         """
-        page: str = _renderer("render_html")(self, evidence=evidence)
-        return page
+        return str(_renderer("render_html")(self, evidence=evidence))
 
     def recipe_file(self) -> RecipeFile:
         """Recipe file that makes the same model again from the same data: the recipe, and the options of this call.

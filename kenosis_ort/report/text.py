@@ -120,11 +120,7 @@ def render_report(report: QuantizationReport, *, full: bool = False) -> Renderab
 
 
 def render_fusion(
-    fusion: FusionReport,
-    *,
-    plan: PlacementPlan | None = None,
-    losses: Sequence[ClippingLoss] = (),
-    full: bool = False,
+    fusion: FusionReport, *, plan: PlacementPlan | None = None, losses: Sequence[ClippingLoss] = (), full: bool = False
 ) -> RenderableType:
     """A fusion proof for a rich console; compared with the plan if there is one."""
     broken = any(not k.integer for k in fusion.heavy()) if plan is None else bool(fusion.avoidable(plan))
@@ -220,27 +216,19 @@ def _fusion_tables(
 def _kernel_table(fusion: FusionReport) -> Table:
     """One row per (source operator, kernel): how many, integer or float, what they absorbed."""
     op_types = {k.node: k.op_type for k in fusion.kernels}
-    rows: dict[tuple[str, str, bool], Counter[str]] = {}
-    counts: Counter[tuple[str, str, bool]] = Counter()
+    groups: dict[tuple[str, str, bool], list[KernelReport]] = {}
     for k in fusion.kernels:
-        if k.status not in ("integer", "float"):
-            continue
-        key = (k.op_type, k.kernel, k.integer)
-        counts[key] += 1
-        rows.setdefault(key, Counter()).update(op_types.get(node, node) for node in k.absorbed)
-    order = sorted(counts, key=lambda key: (key[0] not in _HEAVY, not key[2], -counts[key], key))
-    cells = (
-        (
-            op_type,
-            str(counts[op_type, kernel, integer]),
-            kernel,
-            Text("integer", style="green") if integer else Text("float", style="yellow"),
-            ", ".join(f"{count} {kind}" for kind, count in _by_count(rows[op_type, kernel, integer])),
-        )
-        for op_type, kernel, integer in order
-    )
+        if k.status in ("integer", "float"):
+            groups.setdefault((k.op_type, k.kernel, k.integer), []).append(k)
+    rows = []
+    for key in sorted(groups, key=lambda key: (key[0] not in _HEAVY, not key[2], -len(groups[key]), key)):
+        op_type, kernel, integer = key
+        taken_in = Counter(op_types.get(node, node) for k in groups[key] for node in k.absorbed)
+        data = Text("integer", style="green") if integer else Text("float", style="yellow")
+        absorbed = ", ".join(f"{count} {kind}" for kind, count in _by_count(taken_in))
+        rows.append((op_type, str(len(groups[key])), kernel, data, absorbed))
     title = "Kernels in the runtime's optimized graph"
-    return make_table("operator", ">count", "kernel", "data", "absorbed", rows=cells, title=title)
+    return make_table("operator", ">count", "kernel", "data", "absorbed", rows=rows, title=title)
 
 
 def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
@@ -250,18 +238,15 @@ def _float_groups(floats: Sequence[KernelReport], planned: set[str]) -> Renderab
         groups.setdefault((k.node in planned, k.reason), []).append(k)
     heavy = {key: any(k.op_type in _HEAVY for k in kernels) for key, kernels in groups.items()}
     ranked = sorted(groups.items(), key=lambda group: (not group[0][0], not heavy[group[0]], -len(group[1])))
-    rows = []
-    for (broken, reason), kernels in ranked[:MAX_FLOAT_ROWS]:
-        rows.append((_why(reason, broken), listed(kernels)))
     hidden = sum(len(kernels) for _, kernels in ranked[MAX_FLOAT_ROWS:])
-    table = _float_table(rows)
+    table = _float_table([(_why(*key), listed(kernels)) for key, kernels in ranked[:MAX_FLOAT_ROWS]])
     return Group(table, Text(f"and {_count(hidden, 'node')} more", style="dim")) if hidden else table
 
 
 def _float_nodes(floats: Sequence[KernelReport], planned: set[str]) -> RenderableType:
     """The float nodes, one row each."""
     ranked = sorted(floats, key=lambda k: (k.node not in planned, k.op_type not in _HEAVY))
-    return _float_table([(_why(k.reason, k.node in planned), f"{k.op_type}: {k.node}") for k in ranked])
+    return _float_table([(_why(k.node in planned, k.reason), f"{k.op_type}: {k.node}") for k in ranked])
 
 
 def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
@@ -270,7 +255,7 @@ def _float_table(rows: Sequence[tuple[Text, str]]) -> Table:
     return table
 
 
-def _why(reason: str, broken: bool) -> Text:
+def _why(broken: bool, reason: str) -> Text:
     return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
 
 

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from kenosis_ort.targets.model import DataTypes, FusionRule, Hooks, Requirement, Role, Target, TimedRuntime
 
 DEFAULT_TARGET: Final = "ort-cpu"
-_NAMES: Final = {
-    "kenosis_ort.targets.model": "DataTypes FusionRule Hooks Requirement Role Target TimedRuntime",
-}
+_NAMES: Final = {"kenosis_ort.targets.model": "DataTypes FusionRule Hooks Requirement Role Target TimedRuntime"}
 
 __all__ = [
     "DEFAULT_TARGET",

@@ -31,9 +31,7 @@ ARM: Final[Target] = replace(
     ORT_CPU,
     name="arm",
     types=DataTypes(
-        activation=TensorProto.INT8,
-        weight=TensorProto.INT8,
-        why="Arm kernels take int8 activations and weights",
+        activation=TensorProto.INT8, weight=TensorProto.INT8, why="Arm kernels take int8 activations and weights"
     ),
     own_forms=(),
     float_forms=tuple(f.__name__ for f in FLOAT_FORMS if f not in OPTIONAL_FORMS and f.__name__ not in _INEXACT),

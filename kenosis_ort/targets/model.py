@@ -237,18 +237,6 @@ def _second(_: object, second: T, *__: object) -> T:
     return second
 
 
-def _always(*_: object) -> bool:
-    return True
-
-
-def _nothing(*_: object) -> None:
-    """Does nothing."""
-
-
-def _none(*_: object) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Hooks:
     """What a target does that a table cannot say; by default nothing is changed, asked or timed.
@@ -281,10 +269,10 @@ class Hooks:
     data_types: Callable[[DataTypes], DataTypes] = _first
     reclass: Callable[[GraphView, Mapping[str, NodeClass]], Mapping[str, NodeClass]] = _second
     reclass_integers: Callable[[GraphView, Mapping[str, NodeClass], Collection[str]], Mapping[str, NodeClass]] = _second
-    writes_float: Callable[[GraphView, ir.Node, PlacementOptions], bool] = _always
+    writes_float: Callable[[GraphView, ir.Node, PlacementOptions], bool] = lambda *_: True
     refine: Callable[[PlacementPlan, GraphView, Collection[str], CostTable], PlacementPlan] = _first
-    spell: Callable[[onnx.ModelProto, PlacementPlan], None] = _nothing
-    barriers: Callable[[Placed], tuple[str, ...]] = _none
+    spell: Callable[[onnx.ModelProto, PlacementPlan], None] = lambda *_: None
+    barriers: Callable[[Placed], tuple[str, ...]] = lambda _: ()
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,11 @@ def leave_prefix_float(
         classes: By node name.
         reason: Why, in one sentence, for the plan.
     """
-    stems = [
-        node for node in view.nodes if classes[str(node.name)].role is Role.ANCHOR and _is_stem(view, node, classes)
-    ]
+    stems = [n for n in view.nodes if classes[str(n.name)].role is Role.ANCHOR and _is_stem(view, n, classes)]
     for longest in (3, 2):  # Convs; fewer where nothing else would be left to run in integer
         out = dict(classes)
         for member in (m for stem in stems for m in _block(view, stem, classes, longest)):
-            out[str(member.name)] = replace(
-                out[str(member.name)],
-                role=Role.FLOAT,
-                rule=_RULE,
-                reason=reason,
-            )
+            out[str(member.name)] = replace(out[str(member.name)], role=Role.FLOAT, rule=_RULE, reason=reason)
         if any(c.role is Role.ANCHOR for c in out.values()):
             return out
     return dict(classes)

@@ -83,10 +83,7 @@ TENSORRT: Final = Target(
         ("trt-int8-zero-point-0", "activations and weights are int8 with zero point 0 ([1], quantization scheme; [4])"),
         ("trt-weights-by-channel", "weights have a scale a channel, axis 0, ConvTranspose axis 1 ([1], granularity)"),
         ("trt-no-output-q", f"the outputs of weighted operators are not quantized for their own sake ({_PLACEMENT})"),
-        (
-            "trt-shortcut-alone",
-            "of a residual Add the shortcut alone is quantized: Conv, Add and Relu are one ([2])",
-        ),
+        ("trt-shortcut-alone", "of a residual Add the shortcut alone is quantized: Conv, Add and Relu are one ([2])"),
         ("trt-float-bias", "biases are float: no DQ of an int32 bias ([1], supported inputs of Dequantize)"),
         ("trt-no-integer-operators", "QLinear and Integer operators are not read ([4])"),
         ("trt-standard-operators", "operators of com.microsoft are not read ([4])"),

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -345,58 +345,57 @@ class _Moments:
             yield layer
 
 
+@dataclass
 class _Rounder:
     """Chooses the integers of one layer after the other.
 
     Attributes:
+        moments: Of what layers read.
+        bits: Of a weight, but for those of `sensitive`.
+        block: Rows of a block.
+        symmetric: Zero points stand in the middle.
+        excluded: Names of nodes that stay float.
+        progress: Called with (layers done, layers in all).
         done: What was chosen, by node.
         sizes: Weights, by node.
         sensitive: Nodes that get 8 bits.
     """
 
-    def __init__(
-        self,
-        moments: _Moments,
-        bits: int,
-        block: int,
-        symmetric: bool,
-        excluded: Collection[str],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._progress = progress
-        self._moments, self._bits, self._block, self._symmetric = moments, bits, block, symmetric
-        self._excluded = excluded
-        self._chosen: dict[str, int] = {}
-        self._spool = Spool()
-        self.done: dict[str, BlockLayer] = {}
-        self.sizes: dict[str, int] = {}
-        self.sensitive: frozenset[str] = frozenset()
+    moments: _Moments
+    bits: int
+    block: int
+    symmetric: bool
+    excluded: Collection[str]
+    progress: Callable[[int, int], None] | None
+    done: dict[str, BlockLayer] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    sensitive: frozenset[str] = frozenset()
+    _chosen: dict[str, int] = field(default_factory=dict)
+    _spool: Spool = field(default_factory=Spool)
 
     def __call__(self, layer: LinearLayer) -> tuple[blocks.UInt8, blocks.BlockGrid] | None:
         """Integers and grid of a layer, None where it is to stay float."""
         name = layer.name
-        if name in self._excluded:
+        if name in self.excluded:
             return None
-        bits = 8 if name in self.sensitive else self._bits
+        bits = 8 if name in self.sensitive else self.bits
         if name in self._chosen and self.done[name].bits == bits:
             return self.known(name)
-        moments, matrix = self._moments.of(name), layer.matrix
-        found, grid, moments = self._rounded(name, matrix, bits, moments)
+        matrix = layer.matrix
+        found, grid, moments = self._rounded(name, matrix, bits, self.moments.of(name))
         error_db = 10.0 * np.log10(max(blocks.relative_error(matrix, found, grid, moments), 1e-30))
         self.done[name] = BlockLayer(name, bits, float(error_db), moments is not None)
         self._chosen[name], self.sizes[name] = len(self._spool), found.size
         self._spool.append({"integers": found, **vars(grid)})
-        if self._progress is not None and name not in self.sensitive:
-            callers_own(self._progress)(*layer.place)
+        if self.progress is not None and name not in self.sensitive:
+            callers_own(self.progress)(*layer.place)
         return found, grid
 
     def error(self, matrix: npt.NDArray[np.floating[Any]], moments: blocks.Float64) -> float:
         """The relative error of a layer's output with its matrix rounded to follow some moments."""
-        block = blocks.block_of(len(matrix), self._block)
+        real, block = matrix.astype(np.float64), blocks.block_of(len(matrix), self.block)
         try:
-            found, grid = blocks.round_in_blocks(
-                matrix.astype(np.float64), self._bits, block, moments, symmetric=self._symmetric
-            )
+            found, grid = blocks.round_in_blocks(real, self.bits, block, moments, symmetric=self.symmetric)
         except np.linalg.LinAlgError:
             return math.inf
         return blocks.relative_error(matrix, found, grid, moments)
@@ -405,15 +404,15 @@ class _Rounder:
         self, name: str, matrix: npt.NDArray[np.float32], bits: int, moments: blocks.Float64 | None
     ) -> tuple[blocks.UInt8, blocks.BlockGrid, blocks.Float64 | None]:
         """Integers, grid, and the moments that were followed."""
-        block = blocks.block_of(len(matrix), self._block)
+        block = blocks.block_of(len(matrix), self.block)
         if moments is not None:
             try:
                 real = matrix.astype(np.float64)
-                found, grid = blocks.round_in_blocks(real, bits, block, moments, symmetric=self._symmetric)
+                found, grid = blocks.round_in_blocks(real, bits, block, moments, symmetric=self.symmetric)
                 return found.astype(np.uint8), grid, moments
             except np.linalg.LinAlgError as error:
                 _log.info("'%s' is rounded to nearest: %s", name, error)
-        return *blocks.nearest(matrix, bits, block, symmetric=self._symmetric), None
+        return *blocks.nearest(matrix, bits, block, symmetric=self.symmetric), None
 
     def known(self, name: str) -> tuple[blocks.UInt8, blocks.BlockGrid]:
         """The integers and grid that were chosen for a layer."""
@@ -492,8 +491,8 @@ def quantize_weights(
     """
     check_model(model_input)
     output = absolute(check_path("model_output", model_output))
-    if not isinstance(model_input, onnx.ModelProto):
-        _check_apart(Path(model_input), output)
+    if not isinstance(model_input, onnx.ModelProto) and Path(model_input).resolve() != output.resolve():
+        check_apart([("the output", output)], [("the float model", Path(model_input))])
     _check_options(bits, block_size, accuracy_level)
     symmetric, embeddings = flag("symmetric", symmetric), flag("embeddings", embeddings)
     protect_sensitive = flag("protect_sensitive", protect_sensitive)
@@ -502,7 +501,7 @@ def quantize_weights(
     loaded = load_model(model_input, custom_op_libraries=libraries, lazily=True)
     feeds = _feeds(loaded.proto, calibration_data_reader)
     fit, held_out = split_feeds(feeds)
-    before = _bytes_of(loaded.proto)
+    before = loaded.proto.ByteSize() + sum(length_of(t) for t in loaded.proto.graph.initializer if is_outside(t))
     with room_is_needed(), weights_on_disk(loaded.proto):
         made = weights_in_blocks(
             loaded.proto,
@@ -529,18 +528,8 @@ def quantize_weights(
     return WeightReport(made.layers, before, written, compared, tuple(notes))
 
 
-def _bytes_of(model: onnx.ModelProto) -> int:
-    on_disk = sum(length_of(tensor) for tensor in model.graph.initializer if is_outside(tensor))
-    return int(model.ByteSize()) + on_disk
-
-
 def _loads(path: Path, custom_op_libraries: Sequence[str]) -> None:
     open_session(path, custom_op_libraries=custom_op_libraries)
-
-
-def _check_apart(source: Path, output: Path) -> None:
-    if source.resolve() != output.resolve():
-        check_apart([("the output", output)], [("the float model", source)])
 
 
 def _check_options(bits: Any, block_size: Any, accuracy_level: Any) -> None:

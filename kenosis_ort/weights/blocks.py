@@ -420,18 +420,16 @@ def with_block_weights(
         choose: Called for each layer, in graph order; for layers that share a matrix once.
         accuracy_level: Of the kernel: 4 multiplies in 8 bits, 0 and 1 in float.
     """
-    made: dict[tuple[str, bool], _Stored | None] = {}
+    made: dict[tuple[str, bool], tuple[tuple[ir.Value, ...], dict[str, int]] | None] = {}
 
     def make(layer: LinearLayer, graph: LiveGraph) -> bool:
         if layer.weight not in made:
             chosen = choose(layer)
-            made[layer.weight] = None if chosen is None else _store(*chosen, layer.constant.name, graph)
+            made[layer.weight] = None if chosen is None else _store(*chosen, accuracy_level, layer.constant.name, graph)
         stored = made[layer.weight]
         if stored is None:
             return False
-        inputs, (rows, columns) = [layer.node.inputs[0], *stored.values], stored.shape
-        attributes = {"K": rows, "N": columns, "accuracy_level": accuracy_level}
-        attributes |= {"bits": stored.bits, "block_size": stored.block}
+        inputs, attributes = [layer.node.inputs[0], *stored[0]], stored[1]
         if layer.bias is None:
             become(graph, layer, "MatMulNBits", inputs, attributes)
             return True
@@ -452,21 +450,17 @@ def with_block_weights(
     return exchange_layers(proto, make)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    values: tuple[ir.Value, ...]
-    bits: int
-    block: int
-    shape: tuple[int, int]
-
-
-def _store(integers: Float64 | UInt8, grid: BlockGrid, base: str, graph: LiveGraph) -> _Stored:
+def _store(
+    integers: Float64 | UInt8, grid: BlockGrid, accuracy_level: int, base: str, graph: LiveGraph
+) -> tuple[tuple[ir.Value, ...], dict[str, int]]:
+    """What ``MatMulNBits`` reads beside its data, and its attributes."""
     packed, scales, zeros = pack(integers, grid)
     arrays: dict[str, npt.NDArray[np.generic]] = {"packed": packed, "scales": scales}
     if (grid.zero != (grid.top + 1) // 2).any():  # which the kernel supposes where none are given
         arrays["zero_points"] = zeros
     values = tuple(graph.add_constant(array, f"{base}_{what}") for what, array in arrays.items())
-    return _Stored(values, grid.bits, grid.block, (integers.shape[0], integers.shape[1]))
+    attributes = {"K": integers.shape[0], "N": integers.shape[1], "accuracy_level": accuracy_level}
+    return values, {**attributes, "bits": grid.bits, "block_size": grid.block}
 
 
 def with_block_embeddings(

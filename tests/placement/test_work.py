@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.ort_cpu.work import _CLASSES, conv_work, linear_work, work_of
+from kenosis_ort.targets.ort_cpu.work import CLASSES, conv_work, linear_work, work_of
 from kenosis_ort.targets.profile import Work
 from tests.placement.build import view_of
 
@@ -102,7 +102,7 @@ def test_every_class_has_a_cost():
         "conv-grouped-odd", "conv-transpose", "linear", "linear-one", "matmul", "recurrent", "nothing", "other",
         "max-pool", "average-pool", "global-pool", "softmax", "quantize", "dequantize", "channels-last", "blocked",
     }  # fmt: skip
-    assert {*_CLASSES.values(), *others} == kernels.keys()
+    assert {*CLASSES.values(), *others} == kernels.keys()
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])

@@ -131,11 +131,7 @@ _PROTECTED_RULES: Final = frozenset(
 )
 
 
-_BY_KIND: Final[Mapping[Kind, Region]] = {
-    Kind.INTEGER: "integer",
-    Kind.PASS_THROUGH: "moves",
-    Kind.ABSORBED: "fused",
-}
+_BY_KIND: Final[Mapping[Kind, Region]] = {Kind.INTEGER: "integer", Kind.PASS_THROUGH: "moves", Kind.ABSORBED: "fused"}
 
 
 def region_of(decision: NodeDecision | None, kernel: KernelReport | None) -> Region:

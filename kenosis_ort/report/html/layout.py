@@ -7,10 +7,9 @@ Transactions on Systems, Man and Cybernetics 11 (1981): layers by longest path, 
 order by barycenters. Long edges get no bends, so that the work stays proportional to the size of the graph.
 """
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -40,8 +39,8 @@ class Layered:
 
     layers: list[list[int]]
     layer_of: list[int]
-    above: list[list[int]]
-    below: list[list[int]]
+    above: Mapping[int, list[int]]
+    below: Mapping[int, list[int]]
     chains: list[list[int]]
     faint: list[bool]
 
@@ -55,25 +54,19 @@ def layered(count: int, edges: Sequence[Edge]) -> Layered:
     """
     forward = [(a, b) for a, b in edges if a < b]
     layer_of = _longest_paths(count, forward)
-    above: list[list[int]] = [[] for _ in range(count)]
-    below: list[list[int]] = [[] for _ in range(count)]
+    above, below = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     chains: list[list[int]] = []
     readers = Counter(a for a, _ in edges)
     faint = [readers[a] > MAX_READERS and layer_of[b] - layer_of[a] > 1 for a, b in edges]
     for (a, b), is_faint in zip(edges, faint, strict=True):
-        chain = [a]
+        chain = [a, b]
         if a < b and not is_faint and layer_of[b] - layer_of[a] <= MAX_SPAN:
-            for layer in range(layer_of[a] + 1, layer_of[b]):
-                chain.append(len(layer_of))
-                layer_of.append(layer)
-                above.append([])
-                below.append([])
-            chain.append(b)
-            for upper, lower in itertools.pairwise(chain):
+            bends = range(layer_of[a] + 1, layer_of[b])
+            chain[1:1] = range(len(layer_of), len(layer_of) + len(bends))
+            layer_of += bends
+            for upper, lower in pairwise(chain):
                 below[upper].append(lower)
                 above[lower].append(upper)
-        else:
-            chain.append(b)
         chains.append(chain)
     layers: list[list[int]] = [[] for _ in range(max(layer_of, default=-1) + 1)]
     for index, layer in enumerate(layer_of):
@@ -87,14 +80,13 @@ def _longest_paths(count: int, edges: Sequence[Edge]) -> list[int]:
     """Layer of each node: below all of its producers; a node without producers is right above its reader."""
     layer = [0] * count
     by_source: list[list[int]] = [[] for _ in range(count)]
-    hangs = [False] * count
+    free = [True] * count
     for a, b in edges:
         by_source[a].append(b)
-        hangs[b] = True
+        free[b] = False
     for a in range(count):
         for b in by_source[a]:
             layer[b] = max(layer[b], layer[a] + 1)
-    free = [not hanging for hanging in hangs]
     for a in range(count):
         for b in by_source[a]:
             free[b] = free[b] or (free[a] and len(by_source[a]) == 1)
@@ -175,32 +167,24 @@ def layout_of(count: int, edges: Sequence[Edge]) -> GraphLayout:
     if count == 0:
         return GraphLayout((), (), (), 0.0, 0.0)
     graph = layered(count, edges)
-    x = _across(graph, count)
+    widths = [NODE_WIDTH if n < count else _BEND_WIDTH for n in range(len(graph.layer_of))]
+    x = _across(graph, count, widths)
     columns = _columns(graph, x)
-    points, column_of, lefts, rights = _place(graph, x, count, columns)
-    routes = tuple(
-        _route(chain, points, column_of, lefts, rights, lane % _LANES) for lane, chain in enumerate(graph.chains)
-    )
-    width = rights[-1] + _GUTTER / 2
+    points, sides = _place(graph, x, widths, columns)
+    routes = tuple(_route(chain, points, sides, lane % _LANES) for lane, chain in enumerate(graph.chains))
+    width = max(right for _, right in sides) + _GUTTER / 2
     height = max(y for _, y in points[:count]) + NODE_HEIGHT / 2
     return GraphLayout(tuple(points[:count]), routes, tuple(graph.faint), width, height)
 
 
-def _width_of(index: int, count: int) -> float:
-    return NODE_WIDTH if index < count else _BEND_WIDTH
-
-
-def _across(graph: Layered, count: int) -> list[float]:
+def _across(graph: Layered, count: int, widths: Sequence[float]) -> list[float]:
     """The x of nodes and bends: near their producers and readers, without overlap."""
     x = [0.0] * len(graph.layer_of)
-    gaps = [
-        [(_width_of(a, count) + _width_of(b, count)) / 2 + _GAP for a, b in pairwise(nodes)] for nodes in graph.layers
-    ]
+    gaps = [[(widths[a] + widths[b]) / 2 + _GAP for a, b in pairwise(nodes)] for nodes in graph.layers]
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         last = sweep >= _SWEEPS - 2
-        order = range(len(graph.layers)) if down else reversed(range(len(graph.layers)))
-        for number in order:
+        for number in range(len(graph.layers))[:: 1 if down else -1]:
             nodes = graph.layers[number]
             wishes = []
             firm = [_FIRM if n < count else 1.0 for n in nodes]
@@ -271,35 +255,27 @@ def crossing(spans: Iterable[Sequence[int]], count: int) -> list[int]:
 
 
 def _place(
-    graph: Layered, x: Sequence[float], count: int, starts: Sequence[int]
-) -> tuple[list[Point], list[int], list[float], list[float]]:
-    """Points, columns of nodes and bends, and the left and right edge of each column."""
+    graph: Layered, x: Sequence[float], widths: Sequence[float], starts: Sequence[int]
+) -> tuple[list[Point], list[tuple[float, float]]]:
+    """Points of nodes and bends, and the left and right edge of the column that each stands in."""
     points: list[Point] = [(0.0, 0.0)] * len(graph.layer_of)
-    column_of = [0] * len(graph.layer_of)
-    lefts, rights = [], []
-    ends = [*starts[1:], len(graph.layers)]
-    edge = _GUTTER / 2
-    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    sides = points.copy()
+    left = _GUTTER / 2
+    for start, end in pairwise([*starts, len(graph.layers)]):
         members = [n for layer in graph.layers[start:end] for n in layer]
-        low = min(x[n] - _width_of(n, count) / 2 for n in members)
-        high = max(x[n] + _width_of(n, count) / 2 for n in members)
+        low = min(x[n] - widths[n] / 2 for n in members)
+        high = max(x[n] + widths[n] / 2 for n in members)
+        right = left + high - low
         for n in members:
             row = graph.layer_of[n] - start
-            points[n] = (x[n] - low + edge, _RAIL * 2 + row * ROW + NODE_HEIGHT / 2)
-            column_of[n] = number
-        lefts.append(edge)
-        rights.append(edge + high - low)
-        edge = rights[-1] + _GUTTER
-    return points, column_of, lefts, rights
+            points[n] = (x[n] - low + left, _RAIL * 2 + row * ROW + NODE_HEIGHT / 2)
+            sides[n] = (left, right)
+        left = right + _GUTTER
+    return points, sides
 
 
 def _route(
-    chain: Sequence[int],
-    points: Sequence[Point],
-    column_of: Sequence[int],
-    lefts: Sequence[float],
-    rights: Sequence[float],
-    lane: int,
+    chain: Sequence[int], points: Sequence[Point], sides: Sequence[tuple[float, float]], lane: int
 ) -> tuple[Point, ...]:
     """The points of one edge; between columns, and where it has no bends, it runs in the gutters."""
     half = NODE_HEIGHT / 2
@@ -308,14 +284,14 @@ def _route(
     route: list[Point] = [(first[0], first[1] + half)]
     for a, b in pairwise(chain):
         (xa, ya), (xb, yb) = points[a], points[b]
-        if column_of[a] != column_of[b]:
-            out, back = rights[column_of[a]] + _GUTTER / 2 + shift, lefts[column_of[b]] - _GUTTER / 2 + shift
+        if sides[a] != sides[b]:
+            out, back = sides[a][1] + _GUTTER / 2 + shift, sides[b][0] - _GUTTER / 2 + shift
             top = _RAIL / 2 - shift / 3
             route += [(xa, ya + half + 14), (out, ya + half + 14), (out, top)]
             route += [(back, top)] if abs(out - back) > 1 else []
             route += [(back, yb - half - 16), (xb, yb - half - 16)]
         elif len(chain) == 2 and abs(yb - ya) > ROW * 1.5:
-            side = lefts[column_of[a]] - _GUTTER / 4 + shift
+            side = sides[a][0] - _GUTTER / 4 + shift
             route += [(xa, ya + half + 14), (side, ya + half + 14), (side, yb - half - 16), (xb, yb - half - 16)]
         if b != chain[-1]:
             route.append((xb, yb))

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kenosis_ort.plan import Decision
 from kenosis_ort.report.evidence import (
     GraphSketch,
-    LayerTime,
     ReportEvidence,
     SketchNode,
     TensorProfile,
@@ -25,7 +24,7 @@ from kenosis_ort.report.evidence import (
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, crossing, layout_of
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.targets.proof import KernelReport
+from kenosis_ort.storage.data import finite
 
 _SHORTEST: Final = 4  # nodes of a block
 _LONGEST: Final = 400
@@ -86,8 +85,7 @@ def find_blocks(operators: Sequence[str], crossing: Sequence[int] | None = None)
 
 def _runs(same: npt.NDArray[np.bool_], shortest: int) -> list[tuple[int, int]]:
     """Start and length of the stretches of True that are long enough."""
-    padded = np.concatenate(([False], same, [False])).astype(np.int8)
-    change = np.diff(padded)
+    change = np.diff(np.concatenate(([False], same, [False])).astype(np.int8))
     starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
     long = ends - starts >= shortest
     return list(zip(starts[long].tolist(), (ends - starts)[long].tolist(), strict=True))
@@ -126,13 +124,16 @@ class NodeFacts:
 def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
     """The facts about every node: of the graph where there is one, else of the plan and the proof."""
     kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
+    named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
     decisions = report.plan.by_node
     remedies = {e.node: e.remedy for e in explain_plan(report.plan)}
-    sketch = evidence.graph.nodes if evidence.graph is not None else _from_names(report, kernels)
+    from_names = (SketchNode(name, op_type, (), ()) for name, op_type in named.items())
+    sketch = from_names if evidence.graph is None else evidence.graph.nodes
     times = evidence.times
     before, after = ({}, {}) if times is None else (by_key(taken, "node") for taken in (times.before, times.after))
     signal = evidence.signal_by_node
-    layers = {layer.node: layer for layer in report.layers}
+    paths = {layer.node: layer.path for layer in report.layers}
+    estimated = {x.node: x.estimated_us / 1e3 for x in report.layers if x.estimated_us is not None}
     facts = []
     for node in sketch:
         decision, kernel = decisions.get(node.name), kernels.get(node.name)
@@ -153,20 +154,11 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
                 sqnr_db=signal.get(node.name),
                 before_ms=before.get(node.name),
                 after_ms=after.get(node.name),
-                path=layers[node.name].path if node.name in layers else "",
-                estimated_ms=_estimated_ms(layers.get(node.name)),
+                path=paths.get(node.name, ""),
+                estimated_ms=estimated.get(node.name),
             )
         )
     return tuple(facts)
-
-
-def _from_names(report: QuantizationReport, kernels: Mapping[str, KernelReport]) -> tuple[SketchNode, ...]:
-    named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
-    return tuple(SketchNode(name, op_type, (), ()) for name, op_type in named.items())
-
-
-def _estimated_ms(layer: LayerTime | None) -> float | None:
-    return None if layer is None or layer.estimated_us is None else layer.estimated_us / 1e3
 
 
 def picture_data(
@@ -196,8 +188,9 @@ def picture_data(
     regions += [fact.region for fact in facts] + ["terminal"] * len(graph.outputs)
     order = list(REGIONS)
     views = [_node_view(items)]
-    blocks = _useful_blocks(graph, items)
-    if blocks:
+    blocks = find_blocks([node.op_type for node in graph.nodes], items.crossing())
+    covered = sum(block.length for block in blocks)
+    if covered >= _LEAST_COVER * len(graph.nodes) and len(graph.nodes) >= _BLOCKS_FROM // 3:
         views.append(_block_view(items, blocks, regions))
     return {
         "texts": list(texts),
@@ -222,14 +215,7 @@ def _node(
         *(fact.weight, ", ".join(fact.absorbed), fact.remedy),
     )
     edges = [
-        [
-            add(d.edge.value),
-            add(d.how.value),
-            add(d.rule),
-            add(d.reason),
-            tensors.get(d.edge.value, -1),
-        ]
-        for d in reads
+        [add(d.edge.value), add(d.how.value), add(d.rule), add(d.reason), tensors.get(d.edge.value, -1)] for d in reads
     ]
     return [
         *(add(text) for text in texts),
@@ -264,13 +250,7 @@ def heights(counts: Sequence[int]) -> str:
 
 def _short(number: float | None) -> float | str | None:
     """A number with five digits; infinite ones by name, since JSON has none."""
-    if number is None:
-        return None
-    if math.isnan(number):
-        return "nan"
-    if math.isinf(number):
-        return "inf" if number > 0 else "-inf"
-    return float(f"{number:.5g}")
+    return None if number is None else finite(float(f"{number:.5g}"))
 
 
 # ---- graph --------------------------------------------------------------------------------------------------------
@@ -305,12 +285,6 @@ def _node_view(items: _Items) -> dict[str, Any]:
     layout = layout_of(items.count, items.edges)
     placed = [[0, index, *_pixels(centre)] for index, centre in enumerate(layout.centres)]
     return _view("All nodes", layout, placed, items.edges)
-
-
-def _useful_blocks(graph: GraphSketch, items: _Items) -> tuple[RepeatedNodes, ...]:
-    blocks = find_blocks([node.op_type for node in graph.nodes], items.crossing())
-    covered = sum(block.length for block in blocks)
-    return blocks if covered >= _LEAST_COVER * len(graph.nodes) and len(graph.nodes) >= _BLOCKS_FROM // 3 else ()
 
 
 def _block_view(items: _Items, blocks: Sequence[RepeatedNodes], regions: Sequence[Region]) -> dict[str, Any]:

@@ -57,16 +57,12 @@ def range_plot(evidence: ReportEvidence) -> Plot | None:
     cut = f"{clipped} of the chosen ranges cut" if clipped != 1 else "One of the chosen ranges cuts"
     cut = cut if clipped else "None of the chosen ranges cuts"
     return {
-        "ticks": [_tick(y(value), f"{value:g}".replace("-", "−")) for value in _decades(min(ends), max(ends))],
+        "ticks": [{"at": y(v), "label": f"{v:g}".replace("-", "−")} for v in _decades(min(ends), max(ends))],
         "bars": bars,
         "thickness": round(max(0.8, min(12.0, step * 0.62)), 1),
         "summary": f"{len(tensors)} activations in the order they were observed. {cut} more than 1 % off what was "
         "seen.",
     }
-
-
-def _tick(at: float, label: str) -> Plot:
-    return {"at": at, "label": label}
 
 
 def range_title(tensor: TensorProfile) -> str:
@@ -114,7 +110,7 @@ def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> Plot | 
     def y(db: float) -> float:
         return TOP + INNER * (high - min(max(db, low), high)) / (high - low)
 
-    step = (WIDTH - LEFT - RIGHT) / max(len(layers), 1)
+    step = (WIDTH - LEFT - RIGHT) / len(layers)
     marks = []
     for index, layer in enumerate(layers):
         node = numbers.get(layer.node, -1)
@@ -124,7 +120,7 @@ def signal_plot(evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> Plot | 
         marks.append({"x": x, "y": at, "node": node, "region": region, "title": title})
     worst = min(layers, key=lambda layer: layer.sqnr_db)
     return {
-        "ticks": [_tick(round(y(db), 1), f"{db:g} dB") for db in range(int(low), int(high) + 1, 10)],
+        "ticks": [{"at": round(y(db), 1), "label": f"{db:g} dB"} for db in range(int(low), int(high) + 1, 10)],
         "marks": marks,
         "line": " ".join(f"{mark['x']},{mark['y']}" for mark in marks),
         "radius": max(1.5, min(4.0, step / 2.6)),
@@ -174,9 +170,7 @@ def _histogram(tensor: TensorProfile, noise: float | None) -> Plot:
             height = (BARS_HEIGHT - 2) * max(math.log1p(count) / top, 0.03)
             x, y = index * width, BARS_HEIGHT - height
             parts.append(f"M{x:.1f} {BARS_HEIGHT}V{y:.1f}h{max(width - 0.8, 0.5):.1f}V{BARS_HEIGHT}z")
-    low, high = (
-        BARS_WIDTH * (end - bars.low) / (bars.high - bars.low) for end in tensor.chosen or (math.nan, math.nan)
-    )
+    ends = [BARS_WIDTH * (end - bars.low) / (bars.high - bars.low) for end in tensor.chosen or ()]
     label = {"weight": "rounding", "activation": "signal"}[tensor.kind]
     facts = [f"{label} {decibels(noise)}"] if noise is not None else []
     facts += [f"{tensor.scales} scales"] if tensor.scales > 1 else []
@@ -184,8 +178,8 @@ def _histogram(tensor: TensorProfile, noise: float | None) -> Plot:
         "name": tensor.name,
         "caption": ", ".join([*facts, tensor.precision or "not quantized"]),
         "path": "".join(parts),
-        "low": None if tensor.chosen is None else low,
-        "high": None if tensor.chosen is None else high,
+        "low": ends[0] if ends else None,
+        "high": ends[1] if ends else None,
         "ends": (number(bars.low), number(bars.high)),
         "summary": range_title(tensor),
     }
@@ -202,7 +196,7 @@ def time_plot(times: OpTimes | None) -> Plot | None:
     kernels: dict[str, dict[str, None]] = {}
     for entry in times.after:
         kernels.setdefault(entry.op_type, {})[entry.kernel] = None
-    names = sorted({*before, *after}, key=lambda op: -max(before[op], after[op]))
+    names = sorted({**before, **after}, key=lambda op: -max(before[op], after[op]))
     shown, rest = names[:_OPERATORS], names[_OPERATORS:]
     sums = [(op, before[op], after[op], ", ".join(kernels.get(op, ()))) for op in shown]
     if rest:

@@ -87,12 +87,13 @@ class _Reading:
     def result(self) -> ConvPattern:
         """The pattern that the Conv is an instance of, or what it breaks."""
         conv = self._conv
+        inputs, why = list(conv.proto.input), ""
         if conv.op_type != "Conv":
             why = f"{conv.proto.op_type} holds its conversions inside; the pattern is made of nodes of their own"
+        elif len(inputs) < 2 or not conv.proto.output:
+            why = "it has no weights"
+        if why:
             return ConvPattern(conv.label, conv.graph, broken=(BrokenClause(Clause.CONVOLUTION, why),))
-        inputs = list(conv.proto.input)
-        if len(inputs) < 2 or not conv.proto.output:
-            return ConvPattern(conv.label, conv.graph, broken=(BrokenClause(Clause.CONVOLUTION, "it has no weights"),))
         src = self._source(inputs[0])
         weights = self._weights(inputs[1])
         bias = self._bias(inputs[2]) if len(inputs) > 2 and inputs[2] else ""

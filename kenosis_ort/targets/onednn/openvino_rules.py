@@ -27,11 +27,7 @@ _MOST_ELEMENTS: Final = 3 << 17
 """Of a sum that is written as float32: 1.5 MB. Beyond it a pass of its own was slower than the kernel."""
 
 
-@rule(
-    "Conv",
-    did="activations with an exponential are held apart from the kernel before them",
-    whole=True,
-)
+@rule("Conv", did="activations with an exponential are held apart from the kernel before them", whole=True)
 def hold_apart(editor: Editor) -> None:
     """Max with the least number between a Conv and an activation with an exponential.
 

@@ -89,13 +89,11 @@ class Mapping:
                 self._claim(self._source.nodes[kernel.token], kernel)
 
     def _claim_by_value(self) -> None:
-        nchwc = [k for k in self._kernels.nodes if k.nchwc_value is not None]
-        for kernel in nchwc:
-            value = kernel.nchwc_value or ""
-            node = self._source_of(value, kernel)
-            if node is not None:
+        for kernel in self._kernels.nodes:
+            node = self._source_of(kernel.nchwc_value, kernel) if kernel.nchwc_value else None
+            if kernel.nchwc_value and node is not None:
                 self._claim(node, kernel)
-                self._fused_values[value] = node
+                self._fused_values[kernel.nchwc_value] = node
         for kernel in self._kernels.nodes:
             if id(kernel) in self._owner or kernel.op_type in LAYOUT_OPS:
                 continue
@@ -212,9 +210,7 @@ class Mapping:
         return None
 
     def _own_values(self, node: SourceNode) -> Iterator[str]:
-        for value in node.proto.output:
-            if value:
-                yield value
+        yield from filter(None, node.proto.output)
         for value in node.proto.output:
             for reader in self._source.consumers.get(value, []):
                 if reader.op_type == Q:

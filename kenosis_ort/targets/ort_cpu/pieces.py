@@ -103,16 +103,12 @@ class KernelGraph:
         first = next((v for v in proto.input if v), "")
         reads_quantized = first in self._quantized
         is_integer = proto.op_type in _INTEGER_OPS or proto.op_type.startswith("QLinear") or reads_quantized
-        if proto.op_type in QDQ_OPS:
-            is_integer = False
+        is_integer = is_integer and proto.op_type not in QDQ_OPS
         node = KernelNode(proto, token_of(proto.name), _nchwc_value(proto), is_integer)
         self.nodes.append(node)
-        for value in proto.input:
-            if value:
-                self.consumers.setdefault(value, []).append(node)
-        for value in proto.output:
-            if value:
-                self.producer[value] = node
+        for value in filter(None, proto.input):
+            self.consumers.setdefault(value, []).append(node)
+        self.producer.update(dict.fromkeys(filter(None, proto.output), node))
         if self._makes_quantized(proto, reads_quantized):
             self._quantized.update(v for v in proto.output if v)
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.targets.ort_cpu.work import SHIFTED, conv_work, linear_work, pool_work, softmax_work
+from kenosis_ort.targets.ort_cpu.work import CLASSES, SHIFTED, conv_work, linear_work, pool_work, softmax_work
 from kenosis_ort.targets.profile import Form, Probe, Work
 
 _LARGE: Final = 56  # size of pictures that only pools behind a stem read
@@ -38,12 +38,14 @@ class _Net:
         self.outputs: list[str] = []
         self.asked: dict[str, Work] = {}
 
-    def op(self, kind: str, *inputs: str, work: Work | None = None, domain: str = "", **attributes: Any) -> str:
-        """Adds a node; returns its output, which is its name too. One with work is asked about."""
+    def op(
+        self, kind: str, *inputs: str, work: Work | None = None, elements: int = 0, domain: str = "", **attributes: Any
+    ) -> str:
+        """Adds a node; returns its output, which is its name too. One with work or elements is asked about."""
         name = f"{kind}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], name=name, domain=domain, **attributes))
-        if work is not None:
-            self.asked[name] = work
+        if work is not None or elements:
+            self.asked[name] = work or Work(CLASSES.get(kind, "other"), elements=elements)
         return name
 
     def constant(self, values: Any, dtype: Any = np.float32) -> str:
@@ -208,24 +210,25 @@ def _between_convs(form: Form) -> Probe:
         net.end(net.between(net.op("MaxPool", first(), work=pool, **_POOL)), channels)
         if size > _LARGE:
             continue
-        both = net.op("Concat", first(), first(), axis=1, work=Work("concat", elements=2 * count))
-        net.end(net.between(both), 2 * channels)
+        net.end(net.between(net.op("Concat", first(), first(), axis=1, elements=2 * count)), 2 * channels)
         scales = net.constant([1, 1, 2, 2])
-        twice = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-        wide = net.op("Resize", first(), "", scales, work=Work("resize", elements=4 * count), **twice)
-        net.end(net.between(wide), channels)
+        twice: dict[str, Any] = {
+            "mode": "nearest",
+            "coordinate_transformation_mode": "asymmetric",
+            "nearest_mode": "floor",
+        }
+        net.end(net.between(net.op("Resize", first(), "", scales, elements=4 * count, **twice)), channels)
         one = net.op("GlobalAveragePool", first(), work=Work("global-pool", elements=count))
         net.end(net.between(one), channels)
         if form == "float":
             net.end(net.op("AveragePool", first(), work=replace(pool, shape_class="average-pool"), **_POOL), channels)
             continue
         x = first()
-        for kind, name in (("Add", "add"), ("Mul", "mul")):
-            net.end(net.between(net.op(kind, x, first(), work=Work(name, elements=count))), channels)
-        for kind, name in (("Sigmoid", "sigmoid"), ("LeakyRelu", "leaky-relu")):
-            net.end(net.between(net.op(kind, first(), work=Work(name, elements=count))), channels)
-        moved = net.op("Transpose", x, perm=[0, 2, 3, 1], work=Work("transpose", elements=count))
-        net.outputs.append(net.between(moved))
+        for kind in ("Add", "Mul"):
+            net.end(net.between(net.op(kind, x, first(), elements=count)), channels)
+        for kind in ("Sigmoid", "LeakyRelu"):
+            net.end(net.between(net.op(kind, first(), elements=count)), channels)
+        net.outputs.append(net.between(net.op("Transpose", x, perm=[0, 2, 3, 1], elements=count)))
     return net.probe()
 
 
@@ -234,13 +237,12 @@ def _plain() -> Probe:
     net = _Net("float")
     for channels, size in ((16, 7), (16, 14), (64, 28), (64, 56)):
         x, count = net.op("Neg", net.data(1, channels, size, size)), channels * size * size
-        for kind, name in (("Relu", "clip"), ("LeakyRelu", "leaky-relu"), ("Sigmoid", "sigmoid"),
-                           ("HardSwish", "hard-sigmoid")):  # fmt: skip
-            net.outputs.append(net.op(kind, x, work=Work(name, elements=count)))
+        for kind in ("Relu", "LeakyRelu", "Sigmoid", "HardSwish"):
+            net.outputs.append(net.op(kind, x, elements=count))
         other = net.op("Neg", net.data(1, channels, size, size))
-        for kind, name in (("Add", "add"), ("Mul", "mul")):
-            net.outputs.append(net.op(kind, x, other, work=Work(name, elements=count)))
-        net.outputs.append(net.op("Transpose", x, perm=[0, 2, 3, 1], work=Work("transpose", elements=count)))
+        for kind in ("Add", "Mul"):
+            net.outputs.append(net.op(kind, x, other, elements=count))
+        net.outputs.append(net.op("Transpose", x, perm=[0, 2, 3, 1], elements=count))
         net.outputs.append(net.op("Reshape", net.op("Abs", x), net.constant([1, -1], np.int64), work=Work("nothing")))
         moved = Work("transpose", elements=count, reads=count)
         if size % 2 == 0:
@@ -256,17 +258,17 @@ def _plain() -> Probe:
         pool = replace(pool, shape_class="average-pool")
         net.outputs.append(net.op("AveragePool", narrow, work=pool, **_POOL))
         ones = [net.constant(np.ones(channels)) for _ in range(4)]
-        net.outputs.append(net.op("BatchNormalization", x, *ones, work=Work("batch-norm", elements=count)))
+        net.outputs.append(net.op("BatchNormalization", x, *ones, elements=count))
     for shape in ((1, 16, 64), (1, 128, 256), (1, 197, 192), (1, 197, 768)):
         x, count = net.op("Neg", net.data(*shape)), math.prod(shape)
         scale, shift = net.constant(np.ones(shape[-1])), net.constant(np.zeros(shape[-1]))
         net.outputs.append(net.op("Softmax", x, axis=-1, work=softmax_work(shape, -1)))
-        net.outputs.append(net.op("LayerNormalization", x, scale, shift, axis=-1, work=Work("norm", elements=count)))
+        net.outputs.append(net.op("LayerNormalization", x, scale, shift, axis=-1, elements=count))
         y = net.op("Neg", net.data(*shape))
-        made = net.op("SkipLayerNormalization", y, net.op("Abs", y), scale, shift, domain="com.microsoft",
-                      work=Work("skip-norm", elements=count))  # fmt: skip
-        net.outputs += [made, net.op("Gelu", x, domain="com.microsoft", work=Work("erf", elements=count))]
-        net.outputs.append(net.op("Sin", x, work=Work("other", elements=count)))
+        both = (y, net.op("Abs", y), scale, shift)
+        net.outputs.append(net.op("SkipLayerNormalization", *both, domain="com.microsoft", elements=count))
+        net.outputs.append(net.op("Gelu", x, domain="com.microsoft", elements=count))
+        net.outputs.append(net.op("Sin", x, elements=count))
     for heads, tokens, depth in ((4, 32, 32), (4, 128, 64), (3, 197, 64), (12, 128, 64), (8, 64, 16)):
         x, y = (net.op(kind, net.data(1, heads, tokens, depth)) for kind in ("Neg", "Abs"))
         macs = heads * tokens * tokens * depth

@@ -54,12 +54,11 @@ def why_float(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None, 
     needed = _SINCE.get(node.op_type, 0)
     if graph.opset < needed:
         return f"{node.op_type} takes quantized data from opset {needed} on, the model is of {graph.opset}", Cause.OPSET
-    checks: list[Callable[[SourceNode, SourceGraph], Why | None]] = [_inputs]
-    if node.op_type in HEAVY:
-        checks += [_attributes, _bias]
-    checks += [_output, _scales, _signed]
-    if node.op_type == "Resize":
-        checks.insert(0, _resize)
+    mode = node.attribute("mode", "nearest") if node.op_type == "Resize" else "nearest"
+    if mode != "nearest":
+        return f"mode is {mode}; only nearest runs on integers", Cause.UNSUPPORTED_ATTRIBUTE
+    of_heavy = [_attributes, _bias] if node.op_type in HEAVY else []
+    checks: list[Callable[[SourceNode, SourceGraph], Why | None]] = [_inputs, *of_heavy, _output, _scales, _signed]
     for check in checks:
         found = check(node, graph)
         if found is not None:
@@ -153,13 +152,6 @@ def _bias(node: SourceNode, graph: SourceGraph) -> Why | None:
     return None
 
 
-def _resize(node: SourceNode, _: SourceGraph) -> Why | None:
-    mode = node.attribute("mode", "nearest")
-    if mode != "nearest":
-        return f"mode is {mode}; only nearest runs on integers", Cause.UNSUPPORTED_ATTRIBUTE
-    return None
-
-
 # ---- outputs ------------------------------------------------------------------------------------------------------
 
 
@@ -244,10 +236,7 @@ def _not_redundant(clamp: SourceNode, q: QuantParams, graph: SourceGraph, what: 
     scale, zero = float(q.scale.ravel()[0]), int(q.zero_point.ravel()[0])
     if clamp.op_type == "Relu":
         if zero != low:
-            return (
-                f"{what} is not absorbable: the zero point of its Q is {zero}, not {low}",
-                Cause.ACTIVATION,
-            )
+            return (f"{what} is not absorbable: the zero point of its Q is {zero}, not {low}", Cause.ACTIVATION)
         return None
     bounds = clip_bounds(clamp, graph)
     if bounds is None:

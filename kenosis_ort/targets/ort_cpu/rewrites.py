@@ -284,12 +284,8 @@ def _collect(editor: Editor, conv: ir.Node, count: int) -> _Channels:
             elif node not in visited:
                 visited.add(node)
                 stack += _visit(editor, found, node)
-    for node in (
-        *found.rows.values(),
-        *found.columns.values(),
-        *found.depthwise.values(),
-        *(o[0] for o in found.operands),
-    ):
+    convs = (*found.rows.values(), *found.columns.values(), *found.depthwise.values())
+    for node in (*convs, *(node for node, _, _ in found.operands)):
         if not editor.may_change(node):
             found.refuse(f"'{node.name}' carries its channels and is not to change")
     return found
@@ -364,12 +360,10 @@ def _treats_channels_alike(editor: Editor, node: ir.Node) -> bool:
 
 def _pad(editor: Editor, found: _Channels) -> None:
     extra = _padded(found.count) - found.count
-    for conv in found.rows.values():
+    for conv in (*found.rows.values(), *found.depthwise.values()):
         _repeat(editor, conv, 1, 0, extra)
         _repeat(editor, conv, 2, 0, extra)
     for conv in found.depthwise.values():
-        _repeat(editor, conv, 1, 0, extra)
-        _repeat(editor, conv, 2, 0, extra)
         editor.set_attribute(conv, "group", found.count + extra)
     for conv in found.columns.values():
         weights = editor.array(operand(conv, 1))

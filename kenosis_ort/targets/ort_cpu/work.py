@@ -138,7 +138,7 @@ _NEAR: Final = 1 << 17
 """Weights of a matrix that the processor's near cache still holds at the next run."""
 
 _NOTHING: Final = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout", "Shape", "Constant"})
-_CLASSES: Final = {
+CLASSES: Final = {
     "Add": "add", "Sub": "add", "Sum": "add", "Max": "add", "Min": "add", "Mean": "add",
     "Mul": "mul", "Div": "mul", "PRelu": "mul", "Abs": "mul", "Neg": "mul", "Sqrt": "mul", "Reciprocal": "mul",
     "Exp": "mul", "Floor": "mul", "Ceil": "mul", "Round": "mul", "Cast": "mul",
@@ -186,7 +186,7 @@ def work_of(view: GraphView, node: ir.Node) -> Work | None:
         return Work("transpose", elements=elements, reads=elements)
     if node.op_type == "DepthToSpace":
         return Work("transpose", elements=elements, pieces=elements)
-    return Work(_CLASSES.get(node.op_type, "other"), elements=elements)
+    return Work(CLASSES.get(node.op_type, "other"), elements=elements)
 
 
 def conv_work(

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenosis_ort.report.evidence import OpTime, OpTimes
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
 from kenosis_ort.report.html.picture import find_blocks
+from kenosis_ort.report.html.plots import time_plot
 
 
 @st.composite
@@ -85,3 +87,10 @@ def test_blocks_repeat_and_do_not_overlap(operators):
         assert operators[block.start : end] == operators[first : first + block.length]
         assert 1 <= block.number <= block.repeats
     assert end <= len(operators)
+
+
+def test_operators_of_equal_time_keep_their_order_in_every_process():
+    names = [f"Op{i}" for i in range(9)]
+    plot = time_plot(OpTimes(tuple(OpTime(name, name, name, 1.0) for name in names), ()))
+    assert plot is not None
+    assert [row["op_type"] for row in plot["rows"]] == names
