@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,6 @@ from kenosis_ort.placement.cost import cheapest_in_float
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import Target, TimedRuntime, get_target, ort_web
-from kenosis_ort.targets.model import Runner
 from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models
@@ -157,22 +155,17 @@ def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path
 
 
 @pytest.mark.parametrize(("groups", "timed"), [(1, True), (48, False)])
-def test_with_the_runtime_a_net_on_the_edge_is_timed(groups: int, timed: bool, tmp_path: Path) -> None:
+def test_with_the_runtime_a_net_on_the_edge_is_timed(
+    groups: int, timed: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """By the table 1.01x of float, and far below; it is off by up to 1.3x."""
-    opened: list[object] = []
-
-    def open_runner(source: str | bytes, *, threads: int, custom_op_libraries: Sequence[str]) -> Runner:
-        opened.append(source)
-        return open_session(source)
-
-    target = timed_by(TimedRuntime(open_runner))
+    opener = Mock(side_effect=lambda source, **_: open_session(source))
     model = chain(width=48, size=56, last=False, k=1 if groups == 1 else 3, groups=groups)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), target=target, recipe="plain")
+    settled = {"target": timed_by(TimedRuntime(opener)), "recipe": "plain"}
+    report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 2), **settled)
     assert any("it is timed" in note for note in report.notes) is timed
-    assert any("not timed" in str(warning.message) for warning in told) is not timed
-    assert bool(opened) is timed
+    assert any("not timed" in str(warning.message) for warning in recwarn) is not timed
+    assert opener.called is timed
 
 
 # -- the runtime -------------------------------------------------------------------------------------------------------
