@@ -109,10 +109,10 @@ def change_field(model: onnx.ModelProto, dice: Random) -> str | None:
         if isinstance(value, Message):
             how = _change_message(message, field, found, dice)
         elif isinstance(value, (str, bytes, int, float)):
-            how = "cleared" if dice.random() < 0.2 else "set"
-            message.ClearField(field) if how == "cleared" else setattr(
-                message, field, _odd(model, message, field, value, dice)
-            )
+            how = "set"
+            message.ClearField(field)
+            if dice.random() < 0.8:
+                setattr(message, field, _odd(model, message, field, value, dice))
         else:
             how = _change_list(model, message, field, dice)
         return f"{kind}.{field} {how}"
@@ -121,17 +121,14 @@ def change_field(model: onnx.ModelProto, dice: Random) -> str | None:
 
 def _change_message(message: Message, field: str, found: Mapping[str, list[Message]], dice: Random) -> str:
     value = getattr(message, field)
-    others = found.get(value.DESCRIPTOR.name, [])
+    others = [other for other in found.get(value.DESCRIPTOR.name, []) if other.ByteSize() < _LARGEST]
     how = dice.choice(["cleared", "made", "taken from elsewhere"]) if others else "made"
     if how == "cleared":
         message.ClearField(field)
     elif how == "made":
         value.SetInParent()
     else:
-        content = dice.choice(others).SerializeToString()
-        if len(content) < _LARGEST:
-            value.Clear()
-            value.MergeFromString(content)
+        value.CopyFrom(copy.deepcopy(dice.choice(others)))
     return how
 
 

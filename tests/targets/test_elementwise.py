@@ -14,24 +14,7 @@ from onnx import TensorProto
 from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
 
 from . import qdq
-from .qdq import (
-    BYTES,
-    IMAGE,
-    ISLAND,
-    LINES,
-    RELU_STEP,
-    STEP,
-    Case,
-    Make,
-    QdqGraph,
-    Step,
-    alone,
-    build,
-    compute_ops,
-    op_types,
-    since,
-    step,
-)
+from .qdq import BYTES, IMAGE, ISLAND, STEP, Case, Make, QdqGraph, alone, build, step
 
 OUT = 6 / 255  # a step other than the operands'
 STEP16 = 8 / 65535
@@ -90,14 +73,14 @@ def joined_with(other: Callable[[QdqGraph], str]) -> Make:
 
 
 ONE = {size: np.ones(size, np.float32) for size in (12, 16)}
-NORMS: dict[str, Step] = {
+NORMS: dict[str, qdq.Step] = {
     "LayerNormalization": step("LayerNormalization", ONE[12], ONE[12]),
     "InstanceNormalization": step("InstanceNormalization", ONE[16], ONE[16]),
     "BatchNormalization": step("BatchNormalization", *[ONE[16]] * 4),
     "LRN": step("LRN", size=5),
     "LpNormalization": step("LpNormalization", axis=1, p=2),
 }
-OTHERS: dict[str, Step] = {
+OTHERS: dict[str, qdq.Step] = {
     "TopK": lambda g, x: g.ops("TopK", x, g.ints(3), count=2, axis=1)[0],
     "CumSum": step("CumSum", 1),
     "GridSample": step("GridSample", np.zeros((1, 4, 4, 2), np.float32)),
@@ -122,12 +105,7 @@ def recurrent(op_type: str, gates: int, weight: str) -> Make:
     return alone(made, shape=(5, 1, 8))
 
 
-def reduced(op_type: str, *, as_input: bool) -> Make:
-    return alone(step(op_type, (2, 3)) if as_input else step(op_type, axes=[2, 3]))
-
-
-def pooled(*q: float, **attributes: Any) -> Make:
-    return unary("MaxPool", *q, **POOL, **attributes)
+pooled = partial(unary, "MaxPool", **POOL)
 
 
 def wide(g: QdqGraph, *shape: int) -> str:
@@ -192,7 +170,7 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     "where-integer": [
         *(Case("QLinearWhere", where(kind), OUT) for kind in ("value", "dq scalar")),
-        Case("QLinearWhere", where("float scalar"), OUT, marks=since("1.24")),  # the runtime quantizes it
+        Case("QLinearWhere", where("float scalar"), OUT, marks=qdq.since("1.24")),  # the runtime quantizes it
     ],
     "relu-clip-alone": [
         Case("", lambda g: g.relu_q(g.op("Relu", g.act_input()))),
@@ -200,7 +178,7 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Relu", unary("Relu")),
         Case("Clip", lambda g: g.q(g.clip(g.act_input(), -1.0, 1.0))),
     ],
-    "residual-add": [Case("QLinearAdd QLinearConv QLinearConv", block, RELU_STEP)],
+    "residual-add": [Case("QLinearAdd QLinearConv QLinearConv", block, qdq.RELU_STEP)],
     "residual-needs-q-on-conv": [
         Case("FusedConv QLinearConv", partial(block, q_on_conv=False)),  # which swallows the Add
         Case("Add QLinearConv QLinearConv Relu", partial(block, q_on_add=False)),
@@ -231,7 +209,7 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     "maxpool-opset12": [
         Case(f"MaxPool {BYTES}", pooled(), 0.0, options={"opset": 13}),
-        Case(f"MaxPool {BYTES}", pooled(), 0.0, options={"opset": 22}, marks=since("1.28")),
+        Case(f"MaxPool {BYTES}", pooled(), 0.0, options={"opset": 22}, marks=qdq.since("1.28")),
         Case(f"MaxPool {ISLAND}", pooled(OUT, 100), options={"opset": 13}),  # other parameters behind it
         Case(f"MaxPool {ISLAND}", pooled(), options={"opset": 11}),  # it takes no bytes there
         Case(f"MaxPool {ISLAND}", lambda g: g.q(g.ops("MaxPool", g.act_input(), count=2, **POOL)[0])),  # and indices
@@ -246,14 +224,12 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("AveragePool", bare("AveragePool", dilations=[2, 2], **POOL), options={"opset": 19}),
     ],
     "global-average-pool": [
-        Case("QLinearGlobalAveragePool", unary("GlobalAveragePool", scale), scale) for scale in (STEP, RELU_STEP)
+        Case("QLinearGlobalAveragePool", unary("GlobalAveragePool", scale), scale) for scale in (STEP, qdq.RELU_STEP)
     ],
     "reduce-mean-float": [
-        *(
-            Case(o, reduced(o, as_input=opset >= 18 or o == "ReduceSum"), options={"opset": opset})
-            for o in ("ReduceMean", "ReduceSum", "ReduceL2")
-            for opset in (13, 18)
-        ),
+        *(Case(o, unary(o, axes=[2, 3]), options={"opset": 13}) for o in ("ReduceMean", "ReduceL2")),
+        *(Case(o, alone(step(o, (2, 3))), options={"opset": 18}) for o in ("ReduceMean", "ReduceL2", "ReduceSum")),
+        Case("ReduceSum", alone(step("ReduceSum", (2, 3))), options={"opset": 13}),
         Case("GlobalMaxPool", unary("GlobalMaxPool")),
         Case("LpPool", unary("LpPool", kernel_shape=[2, 2])),
     ],
@@ -297,12 +273,12 @@ def test_rule(case: Case) -> None:
 def test_two_pairs_in_a_row_collapse() -> None:
     """The second step alone does not requantize."""
     model = build(lambda g: g.q(g.q(g.input()), OUT, 100))
-    assert op_types(model) == ["QuantizeLinear", "DequantizeLinear"]
+    assert qdq.op_types(model) == ["QuantizeLinear", "DequantizeLinear"]
     assert qdq.largest_difference(model) > OUT / 10
 
 
 def test_a_residual_block_has_one_dequantization() -> None:
-    assert op_types(build(block)).count("DequantizeLinear") == 1
+    assert qdq.op_types(build(block)).count("DequantizeLinear") == 1
 
 
 # ---- pools ------------------------------------------------------------------------------------------------------
@@ -315,7 +291,7 @@ def between_convs(make: Callable[[QdqGraph, str], str], opset: int = 17) -> list
         x = g.relu_q(g.op("Relu", g.conv(g.act_input())))
         return g.q(g.conv(g.relu_q(make(g, x)), kernel=1))
 
-    return op_types(build(graph, opset=opset))
+    return qdq.op_types(build(graph, opset=opset))
 
 
 def test_behind_a_conv_pools_run_in_its_layout() -> None:
@@ -326,7 +302,7 @@ def test_behind_a_conv_pools_run_in_its_layout() -> None:
         assert found.count("Transpose") == 2
 
 
-IN_LAYOUT: dict[str, Step] = {
+IN_LAYOUT: dict[str, qdq.Step] = {
     **{op: lambda g, x, o=op: g.op(o, x, x) for op in (*BOTH, "Sub", "Div", "Sum", "Max", "Min")},
     "Concat": lambda g, x: g.op("Concat", x, x, axis=1),
     "Clip": step("Clip", np.float32(0), np.float32(2)),
@@ -370,7 +346,7 @@ def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_
 
 # ---- int8 activations on x86-64 -----------------------------------------------------------------------------------
 
-ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (LINES, step("Softmax"))}
+ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (qdq.LINES, step("Softmax"))}
 
 
 @pytest.mark.x86_only
@@ -384,10 +360,10 @@ def test_rule_int8_activation_branch_float(kernel: str) -> None:
         return [g.q(make(g, x)), g.q(g.op("Neg", x))]
 
     single = build(alone(make, shape=shape), act=np.int8)
-    assert compute_ops(single) == [kernel]
+    assert qdq.compute_ops(single) == [kernel]
     assert qdq.largest_difference(single) <= STEP * 1.01
-    assert kernel not in compute_ops(build(branch, act=np.int8))
-    assert kernel in compute_ops(build(branch, act=np.uint8))
+    assert kernel not in qdq.compute_ops(build(branch, act=np.int8))
+    assert kernel in qdq.compute_ops(build(branch, act=np.uint8))
 
 
 def forked(g: QdqGraph, *, tapped: bool) -> list[str]:
@@ -431,8 +407,10 @@ def test_rule_int8_branches_behind_barrier() -> None:
             outputs.append(g.q(g.op("Add", pair, g.act_input())))
         return outputs
 
-    assert compute_ops(build(partial(fork, told_apart=True, barrier=True), act=np.int8)) == [
+    assert qdq.compute_ops(build(partial(fork, told_apart=True, barrier=True), act=np.int8)) == [
         "Max", *["QLinearAdd"] * 3, "QLinearConv"
     ]  # fmt: skip
     for apart, barrier in ((True, False), (False, True), (False, False)):
-        assert {"Conv", "Add"} & set(compute_ops(build(partial(fork, told_apart=apart, barrier=barrier), act=np.int8)))
+        assert {"Conv", "Add"} & set(
+            qdq.compute_ops(build(partial(fork, told_apart=apart, barrier=barrier), act=np.int8))
+        )
