@@ -66,6 +66,12 @@ def defect(call: Call, error: Exception) -> Exception:
             open_session(call.loaded.path or call.loaded.proto, custom_op_libraries=call.request.custom_op_libraries)
         except errors.VerificationError as refusal:  # the float model loads unoptimized alone
             return errors.ModelLoadError(refusal.what, where=call.loaded.name, fix=refusal.fix)
+        if (why := call.request.stock_reason) is not None:
+            return errors.VerificationError(
+                f"{error.what}; ONNX Runtime's own quantizer made it: {why}",
+                where=call.loaded.name,
+                fix="leave out the option that asks for it, or update onnxruntime",
+            )
     return errors.InternalError(
         f"quantize_static({call.loaded.name}, {call.request.output_name}) failed: {reason_of(error)}",
         where=errors.place_of(error),

@@ -104,6 +104,7 @@ ATTENTION = """net (float[B,S,32] x, bool again) => (float[B,S,32] y)
         else_branch = linear () => (float[B,S,32] b) { c = MatMul (x, wv)\n b = Relu (c) }> }"""
 
 
+@pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has Attention
 @pytest.mark.parametrize("swapped", [False, True])
 def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path: Path, swapped: bool) -> None:
     text = ATTENTION.replace("then_", "_").replace("else_", "then_").replace(" _", " else_") if swapped else ATTENTION

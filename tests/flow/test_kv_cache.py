@@ -184,7 +184,7 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
     assert got.shape[2] == 4
 
 
-@pytest.mark.parametrize("opset", [17, 23])
+@pytest.mark.parametrize("opset", [17, pytest.param(23, marks=pytest.mark.since("1.24"))])
 def test_the_runtime_loads_what_moves_a_cache_about(opset: int) -> None:
     """Keys that are repeated for groups are behind an Unsqueeze, through which the session's optimizer moves DQ."""
     text = """net (float[1,2,P,8] past, float[1,2,T,8] k, float[1,2,T,8] q)

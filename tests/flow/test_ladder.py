@@ -15,7 +15,7 @@ import pytest
 
 from kenosis_ort import KenosisWarning, QuantizationReport, Stages
 from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.errors import InternalError
+from kenosis_ort.errors import InternalError, VerificationError
 from kenosis_ort.flow import preparation
 from kenosis_ort.flow.finish import worthless
 from kenosis_ort.flow.samples import rows_of
@@ -103,6 +103,17 @@ def test_a_step_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Monke
     assert any("Traceback" in (r.exc_text or "") for r in caplog.records)
     assert made.report.plan.integer_nodes()
     assert made.db() > 30
+
+
+def test_what_the_runtime_refuses_of_stocks_placement_is_no_defect(tmp_path: Path) -> None:
+    def refuse(model: Any, **_: Any) -> FusionReport:
+        raise VerificationError("the runtime does not load the model")
+
+    target = get_target("ort-cpu")
+    target = replace(target, hooks=replace(target.hooks, prove=refuse))
+    for stages, kind in ((Stages(placement=False), VerificationError), (Stages(), InternalError)):
+        with pytest.raises(kind, match="does not load the model"):
+            quantized(models.residual_block(), tmp_path / "out.onnx", target=target, stages=stages)
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, form: str, change: Any) -> None:
