@@ -180,8 +180,7 @@ def fit(works: Sequence[Work], times: Sequence[float]) -> KernelCost:
                 solution[i] = max(0.0, solution[i] + (aim[i] - gram[i] @ solution) / gram[i, i])
         if np.allclose(solution, before, rtol=1e-5, atol=1e-9):
             break
-    values = [_rounded(float(value)) for value in solution / scale]
-    return KernelCost(*values)
+    return KernelCost(*(_rounded(float(value)) for value in solution / scale))
 
 
 def _rounded(value: float) -> float:

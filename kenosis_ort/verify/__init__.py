@@ -83,7 +83,8 @@ def verify_fusion(
     """
     source = read_source(model)
     made = made_for(source.proto)
-    asked = _asked(made) if target is None else get_target(target)
+    given = target if target is not None else _provable(made or DEFAULT_TARGET) or DEFAULT_TARGET
+    asked = get_target(given)
     if asked.hooks.prove is None:
         provers = sorted(name for name, known in TARGETS.items() if known.hooks.prove is not None)
         raise OptionError(
@@ -92,24 +93,19 @@ def verify_fusion(
             fix=f"one of {provers}; the file itself can be compared with the float model by kenosis_ort.compare",
         )
     if made not in (None, asked.name):
+        fix = "nothing, if it runs there in the end; else quantize for the runtime that it runs on (target)."
+        fix = f"target='{made}'." if _provable(str(made)) else fix
         warn_caller(
             f"{source.name} was made for target '{made}', and the runtime of '{asked.name}' is asked, which may want "
-            f"Q and DQ elsewhere. Fix: {_fix(str(made))}"
+            f"Q and DQ elsewhere. Fix: {fix}"
         )
     return asked.hooks.prove(model, plan=plan, custom_op_libraries=custom_op_libraries, threads=threads)
 
 
-def _asked(made: str | None) -> Target:
-    """The target to ask about a file where the caller names none."""
-    known = TARGETS.get(made or DEFAULT_TARGET)
-    return get_target(DEFAULT_TARGET) if known is None or known.hooks.prove is None else known
-
-
-def _fix(made: str) -> str:
-    known = TARGETS.get(made)
-    if known is not None and known.hooks.prove is not None:
-        return f"target='{made}'."
-    return "nothing, if it runs there in the end; else quantize for the runtime that it runs on (target)."
+def _provable(name: str) -> Target | None:
+    """The target of a name, if there is one whose runtime can be asked here."""
+    known = TARGETS.get(name)
+    return None if known is None or known.hooks.prove is None else known
 
 
 @last_gate

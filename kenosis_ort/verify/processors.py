@@ -163,7 +163,8 @@ class ClippingSimulation:
         wanted = [name for node in part.nodes for name in node.output if name in part.needed]
         given = {name: known[name] for name in sorted(part.reads) if name in known}
         if at not in self._sessions:
-            typed = [helper.make_tensor_value_info(n, _element_type(v), None) for n, v in given.items()]
+            kinds = {n: helper.np_dtype_to_tensor_dtype(np.asarray(v).dtype) for n, v in given.items()}
+            typed = [helper.make_tensor_value_info(n, kind, None) for n, kind in kinds.items()]
             tensors = [self._tensors[name] for name in sorted(part.reads) if name in self._tensors]
             graph = helper.make_graph(part.nodes, "part", typed, [onnx.ValueInfoProto(name=n) for n in wanted], tensors)
             opsets, version = self._model.opset_import, self._model.ir_version
@@ -203,10 +204,6 @@ def _optimized(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> onnx.
         write_optimized(options, folder / "model.onnx", 1 << 40)
         open_session(source.proto, options=options, folder=source.folder, name=source.name)
         return onnx.load(folder / "model.onnx")
-
-
-def _element_type(value: Any) -> int:
-    return int(helper.np_dtype_to_tensor_dtype(np.asarray(value).dtype))
 
 
 # ---- the arithmetic of layers ---------------------------------------------------------------------------------------

@@ -181,11 +181,9 @@ def weights_in_blocks(
     prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
     moments = _Moments(prepared.proto, feeds, custom_op_libraries)
     rounder = _Rounder(moments, bits, block_size, symmetric, excluded, progress)
-    weighed = blocks.Weighed(prepared.proto, {})
+    model = prepared.proto
     if feeds and bits < 8:
-        weighed = blocks.weigh_channels(prepared.proto, moments.of, rounder.error, excluded)
-        moments.factors = weighed.factors
-    model = weighed.model
+        model, moments.factors = blocks.weigh_channels(model, moments.of, rounder.error, excluded)
     made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
@@ -202,8 +200,8 @@ def weights_in_blocks(
     if made is None or not done:
         raise _nothing()
     notes = list(prepared.notes)
-    if weighed.factors:
-        notes.append(f"Channels that matter are scaled in front of {len(weighed.factors)} layers (AWQ).")
+    if moments.factors:
+        notes.append(f"Channels that matter are scaled in front of {len(moments.factors)} layers (AWQ).")
     if rounder.sensitive:
         notes.append(f"{len(rounder.sensitive)} layers that cost most for their bytes have 8 bits.")
     if looked_up and embedding_bits > bits:
@@ -274,7 +272,13 @@ def _prepared(
         custom_op_libraries=libraries,
     )
     excluded = set(nodes_to_exclude)
-    _check_names(excluded, prepared.proto, prepared.nodes)
+    known = {node.name for node in prepared.proto.graph.node} | prepared.nodes.keys()
+    for name in sorted(excluded - known):
+        raise OptionError(
+            f"the model has no node '{name}'.{did_you_mean(name, known)}",
+            where="nodes_to_exclude",
+            fix="use node names as in the model",
+        )
     return prepared, excluded | {now for name in excluded for now in prepared.nodes.get(name, ())}
 
 
@@ -283,16 +287,6 @@ def _nothing() -> NothingToQuantizeError:
         "no linear layer with constant weights of 16 rows and columns, and no embedding",
         fix="quantize_static quantizes convolutions",
     )
-
-
-def _check_names(excluded: set[str], model: onnx.ModelProto, now: Mapping[str, Any]) -> None:
-    known = {node.name for node in model.graph.node} | now.keys()
-    for name in sorted(excluded - known):
-        raise OptionError(
-            f"the model has no node '{name}'.{did_you_mean(name, known)}",
-            where="nodes_to_exclude",
-            fix="use node names as in the model",
-        )
 
 
 def _sensitive(

@@ -231,44 +231,34 @@ Error = Callable[[npt.NDArray[np.floating[Any]], Float64], float]
 """Relative error of a layer's output, by its matrix (K, N) and the moments (K, K) of what it reads, after rounding."""
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """A model whose channels are scaled in front of some layers.
-
-    Attributes:
-        model: A copy; equal to the original in float but for rounding. The original where nothing was scaled.
-        factors: What each channel was divided by, by layer that reads it.
-    """
-
-    model: onnx.ModelProto
-    factors: dict[str, Float64]
-
-
-def weigh_channels(model: onnx.ModelProto, moments: Moments, error: Error, excluded: Collection[str]) -> Weighed:
-    """The model with scaled channels where that lowers the error of rounded layers.
+def weigh_channels(
+    model: onnx.ModelProto, moments: Moments, error: Error, excluded: Collection[str]
+) -> tuple[onnx.ModelProto, dict[str, Float64]]:
+    """The model with scaled channels where that lowers the error of rounded layers, and by layer what they are.
 
     Args:
         model: Prepared float model, shapes inferred. Not changed.
         moments: Returns second moments of what a layer reads, (K, K), by its name; None where there are none.
         error: Rounds a layer, and returns what that costs.
         excluded: Names of nodes that stay float.
+
+    Returns:
+        A copy, equal to the model in float but for rounding, or the model itself where nothing was scaled; and what
+        each channel was divided by, by layer that reads it.
     """
     graph = LiveGraph(model, copied=True)
     found: dict[str, Float64] = {}
     for group in find_groups(graph):
         names = {layer.name for layer in group.layers}
-        if not group.folds or names & set(excluded) or _shares(graph, group):
+        # A matrix that others read too would have to be stored twice.
+        shared = any(len(graph.readers(layer.weight)) > 1 for layer in group.layers)
+        if not group.folds or names & set(excluded) or shared:
             continue
         factors = _factors(graph, group, moments, error)
         if factors is not None:
             scale_channels(graph, group, factors)
             found.update(dict.fromkeys(names, factors))
-    return Weighed(graph.write() if found else model, found)
-
-
-def _shares(graph: GraphView, group: SmoothGroup) -> bool:
-    """Whether others read a matrix too, which would have to be stored twice."""
-    return any(len(graph.readers(layer.weight)) > 1 for layer in group.layers)
+    return graph.write() if found else model, found
 
 
 def _factors(graph: GraphView, group: SmoothGroup, moments: Moments, error: Error) -> Float64 | None:
