@@ -29,16 +29,15 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what holds on x86-64 only elsewhere, and what is younger than the installed runtime."""
+    """Skips what holds on x86-64 only elsewhere, and what is younger or older than the installed runtime."""
+    installed = _version(ort.__version__)
     for item in items:
         if item.get_closest_marker("x86_only") and not X86:
             item.add_marker(pytest.mark.skip(reason="a rule of the x86-64 kernels"))
-        since = item.get_closest_marker("since")
-        if since is not None and _version(ort.__version__) < _version(since.args[0]):
-            item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime {since.args[0]} and later"))
-        until = item.get_closest_marker("until")
-        if until is not None and _version(ort.__version__) >= _version(until.args[0]):
-            item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime before {until.args[0]}"))
+        for name, is_other in (("since", installed.__lt__), ("until", installed.__ge__)):
+            mark = item.get_closest_marker(name)
+            if mark is not None and is_other(_version(mark.args[0])):
+                item.add_marker(pytest.mark.skip(reason=f"a rule of onnxruntime {name} {mark.args[0]}"))
 
 
 def pytest_collection_finish() -> None:
@@ -49,6 +48,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marks."""
+    config.addinivalue_line("markers", "browser: opens a headless Chromium; skipped where there is none")
     config.addinivalue_line("markers", "x86_only: the rule holds on x86-64 only")
     config.addinivalue_line("markers", "real_clock: races are timed by the machine's clock; elsewhere see tests.pace")
     config.addinivalue_line("markers", "since(version): the rule holds from this version of the runtime on")

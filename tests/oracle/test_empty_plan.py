@@ -127,7 +127,7 @@ END_TO_END = "u8s8 u8s8_per_channel s8s8_symmetric keep_removable dedicated_pair
 @pytest.mark.parametrize("options", END_TO_END.split())
 def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
     arguments = {**deepcopy(OPTIONS[options]), "op_types_to_quantize": list(OP_TYPES), "nodes_to_quantize": []}
-    opset, problems = arguments.pop("opset"), {}
+    opset, problems, stock, ours = arguments.pop("opset"), {}, tmp_path / "stock.onnx", tmp_path / "ours.onnx"
     for name in list(GRAPHS)[:: 2 if options == "u8s8" else 6]:
         model = _load(name, opset)
         nodes = {n.name for n in model.graph.node}
@@ -135,26 +135,20 @@ def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
             continue
         arguments["nodes_to_exclude"] = [n for n in OPTIONS[options]["nodes_to_exclude"] if n in nodes]
         try:
-            stock_quantize_static(model, str(tmp_path / "stock.onnx"), FeedReader(corpus.feeds(model)), **arguments)
-            want = onnx.load(str(tmp_path / "stock.onnx"))
+            stock_quantize_static(model, str(stock), FeedReader(corpus.feeds(model)), **arguments)
+            want = onnx.load(stock)
         except (ValueError, RuntimeError, AssertionError, TypeError, ort_errors.Fail):
             continue  # where stock has no answer there is nothing to be equal to
         if not _loads(want):
             continue
+        feeds, model = FeedReader(corpus.feeds(model)), _load(name, opset)  # stock made its weights file references
         try:
-            report = quantize_static(
-                _load(name, opset),  # stock turns the weights of its caller's model into file references
-                str(tmp_path / "ours.onnx"),
-                FeedReader(corpus.feeds(model)),
-                stages=Stages.none(),
-                verify=False,
-                **arguments,
-            )
+            report = quantize_static(model, ours, feeds, stages=Stages.none(), verify=False, **arguments)
         except KenosisError as error:
             problems[name] = [f"ours raises {error}"]
             continue
         if not report.is_float:
-            problems[name] = differences(want, onnx.load(str(tmp_path / "ours.onnx")))
+            problems[name] = differences(want, onnx.load(ours))
         elif any(n.op_type == "QuantizeLinear" for n in want.graph.node):
             problems[name] = ["ours finds nothing to quantize"]
     assert not any(problems.values()), problems
