@@ -27,26 +27,19 @@ def plan(*integer: str) -> PlacementPlan:
 
 
 def report(**changes: Any) -> QuantizationReport:
+    proof = fusion(
+        kernel("stem", absorbed=("stem_relu",)),
+        kernel("stem_relu", op_type="Relu", kernel="", integer=False, status="absorbed"),
+        kernel("head", integer=False, kernel="Conv", status="float", reason="no Q on its output"),
+    )
     values: dict[str, Any] = {
-        "model_input": "in.onnx",
-        "model_output": "out.onnx",
-        "target": "ort-cpu",
-        "options": {"per_channel": parts.OptionChoice(True, "host default")},
-        "plan": plan("stem", "head"),
-        "fusion": fusion(
-            kernel("stem", absorbed=("stem_relu",)),
-            kernel("stem_relu", op_type="Relu", kernel="", integer=False, status="absorbed"),
-            kernel("head", integer=False, kernel="Conv", status="float", reason="no Q on its output"),
-        ),
-        "calibration": parts.CalibrationSummary("minmax", 8, 5, 0.25),
-        "notes": ("opset raised from 9 to 13",),
-        "warnings": ("one [odd] thing",),
-        "size_before": 4_000_000,
-        "size_after": 1_000_000,
-        "seconds": {"calibrate": 0.25, "quantize": 0.5},
-        "outputs": (parts.OutputQuality("logits", 31.25),),
+        "model_input": "in.onnx", "model_output": "out.onnx", "target": "ort-cpu", "fusion": proof,
+        "options": {"per_channel": parts.OptionChoice(True, "host default")}, "plan": plan("stem", "head"),
+        "calibration": parts.CalibrationSummary("minmax", 8, 5, 0.25), "notes": ("opset raised from 9 to 13",),
+        "warnings": ("one [odd] thing",), "size_before": 4_000_000, "size_after": 1_000_000,
+        "seconds": {"calibrate": 0.25, "quantize": 0.5}, "outputs": (parts.OutputQuality("logits", 31.25),),
         "versions": {"onnxruntime": "1.2.3"},
-    }
+    }  # fmt: skip
     return QuantizationReport(**{**values, **changes})
 
 

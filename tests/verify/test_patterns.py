@@ -137,12 +137,10 @@ def float16_weight(net: Quantized) -> str:
 def in_type(to: int, epilogue: Callable[[Quantized, str], str] = lambda net, y: y) -> onnx.ModelProto:
     """A Conv that computes in a type, with a TypeCast to float32 before its Quantize."""
     return conv(
-        epilogue,
-        src=lambda net, x: cast(net, net.pair(x), to),
+        epilogue, src=lambda net, x: cast(net, net.pair(x), to), bias=None,
         weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8), to),
-        bias=None,
         dst=lambda net, y: net.pair(cast(net, y, TensorProto.FLOAT)),
-    )
+    )  # fmt: skip
 
 
 def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
@@ -168,20 +166,13 @@ BROKEN: list[tuple[onnx.ModelProto, Clause | list[Clause]]] = [
     (conv(lambda net, y: bias_add(net, FOUR(net, y)), bias=None), Clause.EPILOGUE),
     (conv(dst=lambda net, y: net.pair(y, np.uint16)), Clause.DST_TYPE),
     (conv(dst=lambda net, y: cast(net, y, TensorProto.DOUBLE)), Clause.DST_TYPE),
-    (
-        conv(
-            lambda net, y: FOUR(net, FOUR(net, y)),
-            src=lambda net, x: net.pair(x, np.int16),
-            weight=lambda net: net.weight((4, 4, 3, 3)),
-            bias=int32_bias,
-            dst=lambda net, y: net.pair(y, np.int16),
-        ),
-        [Clause.SRC_TYPE, Clause.WEIGHTS_CONVERSION, Clause.BIAS_CONVERSION, Clause.EPILOGUE, Clause.DST_TYPE],
-    ),
+    (conv(lambda net, y: FOUR(net, FOUR(net, y)), src=lambda net, x: net.pair(x, np.int16), bias=int32_bias,
+          weight=lambda net: net.weight((4, 4, 3, 3)), dst=lambda net, y: net.pair(y, np.int16)),
+     [Clause.SRC_TYPE, Clause.WEIGHTS_CONVERSION, Clause.BIAS_CONVERSION, Clause.EPILOGUE, Clause.DST_TYPE]),
     (in_type(TensorProto.FLOAT16), Clause.DST_CONVERSION),
     (of_other_form(op_type="QLinearConv"), Clause.CONVOLUTION),
     (of_other_form(inputs=1), Clause.CONVOLUTION),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "clause"), BROKEN)
@@ -197,14 +188,10 @@ def test_types_that_the_text_has():
     assert (quantized.matches, quantized.weights) == (True, "f32")
     other = read(in_type(TensorProto.BFLOAT16, lambda net, y: bias_add(net, y, cast=TensorProto.BFLOAT16)))
     assert (other.matches, other.dst, other.epilogue) == (True, "u8", ("BiasAdd",))
-    casts = read(
-        conv(
-            src=lambda net, x: cast(net, net.pair(x)),
-            weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8)),
-            bias=lambda net: cast(net, float_bias(net)),
-            dst=lambda net, y: y,
-        )
-    )
+    casts = read(conv(
+        src=lambda net, x: cast(net, net.pair(x)), weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8)),
+        bias=lambda net: cast(net, float_bias(net)), dst=lambda net, y: y,
+    ))  # fmt: skip
     assert casts.matches
     assert (casts.src, casts.weights, casts.bias, casts.dst) == ("u8", "s8", "f32", "bf16")
 
