@@ -64,12 +64,8 @@ def prove() -> float:
 def readers(model: onnx.ModelProto) -> list[CalibrationDataReader]:
     arrays = {"x": np.zeros((4, 3, 8, 8), np.float32)}
     length: int = len(ko.ArrayReader(arrays, batch_size=2))
-    return [
-        ko.ArrayReader(arrays),
-        ko.ArrayReader([arrays]),
-        ko.ArrayReader("d.npz"),
-        ko.SyntheticReader(model, samples=length),
-    ]
+    made: list[CalibrationDataReader] = [ko.ArrayReader(arrays), ko.ArrayReader([arrays]), ko.ArrayReader("d.npz")]
+    return [*made, ko.SyntheticReader(model, samples=length)]
 
 
 def errors() -> str | None:

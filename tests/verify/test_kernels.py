@@ -23,7 +23,9 @@ def of(make: Make) -> FusionReport:
 
 # ---- float kernels ------------------------------------------------------------------------------------------------
 
-IMAGE = "float[1,16,12,12] x"
+INPUTS = (
+    "float[1,16,12,12] x, float[4,8,16] k, float[2,8] u, float[2,16] i, float[2,4,8] l, float[2,4,8] z, float[N,8] j"
+)
 CONV = "Conv <pads = [1,1,1,1]>"
 KNOWN: dict[str, Any] = {
     **{name: np.float32(v) for name, v in (("two", 2), ("twice", 2), ("half", 0.5), ("third", 0.3), ("one", 1))},
@@ -33,64 +35,44 @@ KNOWN: dict[str, Any] = {
     "rest": np.array([2, 4]),
     "s": np.linspace(0.5, 1.5, 16, dtype=np.float32),
 }
-FLOAT: dict[str, tuple[str, str, str]] = {
+FLOAT: dict[str, tuple[str, str]] = {
     "a Conv takes in all that is behind it": (
-        f"({IMAGE}) => (y)",
         f"c = {CONV} (x, w, b) n = BatchNormalization (c, s, s, s, s) a = Add (n, add) y = Clip (a, zero, six)",
-        f"c: {NCHWC}, n: in c, a: in c, y: in c",
-    ),
+        f"c: {NCHWC}, n: in c, a: in c, y: in c"),
     "a sum goes to the Conv that adds it": (
-        f"({IMAGE}) => (y)",
         f"c = {CONV} (x, w, b) d = {CONV} (x, v, b) a = Add (c, d) y = Relu (a)",
-        f"c: {NCHWC}, d: {NCHWC}, a: in ([cd]), y: in \\1",
-    ),
+        f"c: {NCHWC}, d: {NCHWC}, a: in ([cd]), y: in \\1"),
     "a norm that is written in arithmetic": (
-        "(float[4,8,16] x) => (y)",
-        ("m = ReduceMean <axes = [-1]> (x) d = Sub (x, m) p = Pow (d, two) q = ReduceMean <axes = [-1]> (p) a = Add "
-        "(q, tiny) r = Sqrt (a) n = Div (d, r) f = Mul (n, b) y = Add (f, s)"),
-        r"(\w: in f, ){7}f: LayerNormalization, y: in f",
-    ),
+        ("m = ReduceMean <axes = [-1]> (k) d = Sub (k, m) p = Pow (d, two) q = ReduceMean <axes = [-1]> (p) a = Add "
+         "(q, tiny) r = Sqrt (a) n = Div (d, r) f = Mul (n, b) y = Add (f, s)"),
+        r"(\w: in f, ){7}f: LayerNormalization, y: in f"),
     "a Gelu that is, behind a bias": (
-        "(float[4,8,16] x) => (y)",
-        ("p = MatMul (x, square) g = Add (p, b) d = Div (g, root) e = Erf (d) o = Add (e, one) m = Mul (g, o) "
-        "y = Mul (m, half)"),
-        rf"p: Gemm, g: in p, (\w: in y, ){{4}}y: {CUSTOM}Gelu",
-    ),
+        ("p = MatMul (k, square) g = Add (p, b) d = Div (g, root) e = Erf (d) o = Add (e, one) m = Mul (g, o) "
+         "y = Mul (m, half)"),
+        rf"p: Gemm, g: in p, (\w: in y, ){{4}}y: {CUSTOM}Gelu"),
     "an operator that is a function keeps all kernels of its body": (
-        "(float[2,8] x) => (y)", "h = HardSwish (x) y = HardSwish (h)", r"h: HardSigmoid \+ Mul, y: HardSigmoid \+ Mul"
-    ),
-    "a Pad goes into its Conv": (
-        f"({IMAGE}) => (y)", f"p = Pad (x, pads) y = {CONV} (p, w, b)", f"p: in y, y: {NCHWC}"
-    ),
+        "h = HardSwish (u) y = HardSwish (h)", r"h: HardSigmoid \+ Mul, y: HardSigmoid \+ Mul"),
+    "a Pad goes into its Conv": (f"p = Pad (x, pads) y = {CONV} (p, w, b)", f"p: in y, y: {NCHWC}"),
     "identical nodes are computed once": (
-        "(float[2,8] x) => (y)", "e = Exp (x) f = Exp (x) a = Abs (f) y = Add (e, a)",
-        "(e: Exp, f: as e|e: as f, f: Exp), a: Abs, y: Add",
-    ),
+        "e = Exp (u) f = Exp (u) a = Abs (f) y = Add (e, a)", "(e: Exp, f: as e|e: as f, f: Exp), a: Abs, y: Add"),
     "and chains of them, with constants of other names": (
-        "(float[2,8] x) => (y)",
-        "e = Exp (x) f = Div (e, two) g = Exp (x) h = Div (g, twice) a = Abs (h) y = Sub (f, a)",
-        "(e: Exp, f: Div, g: as e, h: as f|e: as g, f: as h, g: Exp, h: Div), a: Abs, y: Sub",
-    ),
+        "e = Exp (u) f = Div (e, two) g = Exp (u) h = Div (g, twice) a = Abs (h) y = Sub (f, a)",
+        "(e: Exp, f: Div, g: as e, h: as f|e: as g, f: as h, g: Exp, h: Div), a: Abs, y: Sub"),
     "a product takes in factors and a Transpose": (
-        "(float[2,4,8] x, float[2,4,8] z) => (y)",
-        "m = Mul (x, half) t = Transpose <perm = [0,2,1]> (z) p = MatMul (m, t) y = Mul (p, third)",
-        f"m: in p, t: removed, p: {CUSTOM}FusedMatMul, y: in p",
-    ),
+        "m = Mul (l, half) t = Transpose <perm = [0,2,1]> (z) p = MatMul (m, t) y = Mul (p, third)",
+        f"m: in p, t: removed, p: {CUSTOM}FusedMatMul, y: in p"),
     "what is constant is computed at load": (
-        "(float[2,16] x) => (y)", "m = Mul (s, two) n = Neg (m) y = Sub (x, n)", "m: once, n: once, y: Sub"
-    ),
+        "m = Mul (s, two) n = Neg (m) y = Sub (i, n)", "m: once, n: once, y: Sub"),
     "arithmetic on shapes is not float": (
-        "(float[n,8] x) => (float[n,2,4] y)",
-        "s1 = Shape (x) g = Gather (s1, first) c = Concat <axis = 0> (g, rest) e = Exp (x) y = Reshape (e, c)",
-        "s1: other, g: other, c: other, e: Exp, y: Reshape",
-    ),
+        "a = Shape (j) g = Gather (a, first) c = Concat <axis = 0> (g, rest) e = Exp (j) y = Reshape (e, c)",
+        "a: other, g: other, c: other, e: Exp, y: Reshape"),
 }  # fmt: skip
 WEIGHTS = "float[16,16,3,3] w, float[16,16,3,3] v, float[16] b, float[1,16,1,1] add, float[16,16] square"
 
 
-def named(text: str, **options: Any) -> onnx.ModelProto:
-    """The model of a text, its nodes named after what they write."""
-    model = parse(text, KNOWN, **options)
+def named(body: str) -> onnx.ModelProto:
+    """The model of some nodes, which are named after what they write."""
+    model = parse(f"({INPUTS}) => (y) <{WEIGHTS}> {{ {body} }}", KNOWN)
     for node in model.graph.node:
         node.name = node.output[0]
     return model
@@ -106,15 +88,15 @@ def told(kernel: KernelReport) -> str:
 
 @pytest.mark.parametrize("name", FLOAT)
 def test_float_kernels(name: str) -> None:
-    head, body, expected = FLOAT[name]
-    found = report(named(f"{head} <{WEIGHTS}> {{ {body} }}"))
+    body, expected = FLOAT[name]
+    found = report(named(body))
     said = ", ".join(f"{k.node}: {told(k)}" for k in found.kernels)
     assert re.fullmatch(expected, said), said
 
 
 def test_a_residual_chain_without_layout_changes_in_between() -> None:
     body = f"c = {CONV} (x, w, b) d = Relu (c) e = {CONV} (d, v, b) f = Add (e, d) g = Relu (f) y = {CONV} (g, w, b)"
-    found = report(named(f"({IMAGE}) => (y) <{WEIGHTS}> {{ {body} }}"))
+    found = report(named(body))
     assert all(k.kernel == NCHWC for k in found.kernels)
     assert found.counts() == {"integer": 0, "float": 3, "absorbed": 3, "removed": 0, "other": 0}
     assert found.overhead == {"com.microsoft.nchwc.ReorderInput": 1, "com.microsoft.nchwc.ReorderOutput": 1}
