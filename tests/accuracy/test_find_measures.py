@@ -49,8 +49,7 @@ CASES: list[tuple[str, Sequence[str], Sequence[Any], Any]] = [
     ("relative", ["Gemm"], LANDMARKS, None),
     ("relative", ["Gemm"], [a + np.eye(10)[0] * 50 for a in normal(1, 10)], None),  # always the same
     ("relative", ["Gemm"], normal(1, 10), np.zeros((1, 10))),  # a reconstruction
-    ("relative", ["LayerNormalization"], normal(1, 10), None),
-    ("relative", ["Tanh"], normal(1, 10), None),
+    ("relative", ["LayerNormalization"], normal(1, 10), None), ("relative", ["Tanh"], normal(1, 10), None),
     ("relative", [], normal(1, 10), None),  # nothing is known of what makes it
     ("mask", ["Sigmoid"], [sigmoid(a) for a in normal(1, 1, 16, 16, count=4, scale=20.0)], None),
     ("mask", ["Conv", "Sigmoid"], [sigmoid(a) for a in normal(1, 16, 16, count=4, scale=20.0)], None),
@@ -72,7 +71,7 @@ CASES: list[tuple[str, Sequence[str], Sequence[Any], Any]] = [
     ("relative", ["Gemm"], [np.full((1, 10), np.nan, np.float32), *normal(1, 10)], None),
     ("", ["Gemm"], [np.ones((1, 10), np.float32)] * 3, None),  # constant
     ("", ["Softmax"], [], None),
-]
+]  # fmt: skip
 
 
 def _case(case: tuple[str, Sequence[str], Sequence[Any], Any]) -> str:

@@ -36,35 +36,24 @@ TEXTS = {
     **{op.lower(): f"y = {op} (x)" for op in ("Relu", "Sigmoid", "LeakyRelu", "Tanh", "Erf", "HardSwish")},
     "softmax": "y = Softmax <axis = 1> (x)",
     "softmax_last": "f = Flatten (x) y = Softmax <axis = -1> (f)",
-    "clip_0_6": "y = Clip (x, zero, six)",
-    "clip_half": "y = Clip (x, low, half)",
-    "clip_open": "y = Clip (x, zero)",
+    "clip_0_6": "y = Clip (x, zero, six)", "clip_half": "y = Clip (x, low, half)", "clip_open": "y = Clip (x, zero)",
     "max_pool": f"y = MaxPool <{POOL}> (x)",
     "average_pool": f"y = AveragePool <{POOL}, pads = [0, 0, 1, 1]> (x)",
-    "global_average_pool": "y = GlobalAveragePool (x)",
-    "flatten": "y = Flatten (x)",
-    "transpose": "y = Transpose <perm = [0, 2, 3, 1]> (x)",
-    "reshape": "y = Reshape (x, flat)",
-    "squeeze": "y = Squeeze (x, i0)",
-    "unsqueeze": "y = Unsqueeze (x, i0)",
-    "slice": "y = Slice (x, i1, i4, i2)",
-    "pad": "y = Pad (x, pads, quarter)",
-    "pad_no_value": "y = Pad (x, pads)",
-    "pad_reflect": 'y = Pad <mode = "reflect"> (x, pads)',
-    "resize": 'y = Resize <mode = "nearest"> (x, , scales)',
+    "global_average_pool": "y = GlobalAveragePool (x)", "flatten": "y = Flatten (x)",
+    "transpose": "y = Transpose <perm = [0, 2, 3, 1]> (x)", "reshape": "y = Reshape (x, flat)",
+    "squeeze": "y = Squeeze (x, i0)", "unsqueeze": "y = Unsqueeze (x, i0)", "slice": "y = Slice (x, i1, i4, i2)",
+    "pad": "y = Pad (x, pads, quarter)", "pad_no_value": "y = Pad (x, pads)",
+    "pad_reflect": 'y = Pad <mode = "reflect"> (x, pads)', "resize": 'y = Resize <mode = "nearest"> (x, , scales)',
     "resize_linear": 'y = Resize <mode = "linear"> (x, , scales)',
     "gather": "y = Gather <axis = 1> (x, ends)",
     "gather_table": "<float[7,3] table> i = ArgMax <axis = 1> (x) y = Gather (table, i)",
     "gather_elements": "f = Flatten (x) y = GatherElements <axis = 1> (f, row)",
-    "cum_sum": "y = CumSum (x, one)",
-    "arg_max": "int64[1,1,6,6] y: y = ArgMax <axis = 1> (x)",
+    "cum_sum": "y = CumSum (x, one)", "arg_max": "int64[1,1,6,6] y: y = ArgMax <axis = 1> (x)",
     "concat": "r = Relu (x) y = Concat <axis = 1> (x, r)",
     "concat_convs": f"<float[4,4,3,3] v, float[4,4,1,1] w> a = {CONV3} (x, v) b = Conv (x, w)"
     " y = Concat <axis = 1> (a, b)",
-    "add": "r = Relu (x) y = Add (x, r)",
-    "add_constant": "<float[1,4,1,1] w> y = Add (x, w)",
-    "mul": "s = Sigmoid (x) y = Mul (x, s)",
-    "mul_scalar": "y = Mul (x, eighth)",
+    "add": "r = Relu (x) y = Add (x, r)", "add_constant": "<float[1,4,1,1] w> y = Add (x, w)",
+    "mul": "s = Sigmoid (x) y = Mul (x, s)", "mul_scalar": "y = Mul (x, eighth)",
     "where": "n = Neg (x) y = Where (even, x, n)",
     "where_constants": "g = Greater (x, zero) y = Where (g, x, minus)",
     "conv_no_bias": f"<float[3,4,3,3] w> y = {CONV3} (x, w)",
@@ -85,8 +74,7 @@ TEXTS = {
     "instance_normalization": "y = InstanceNormalization (x, ones4, zeros4)",
     "layer_normalization": "y = LayerNormalization <axis = -1> (x, ones6, zeros6)",
     "layer_normalization_no_bias": "y = LayerNormalization <axis = -1> (x, ones6)",
-    "reduce_mean": "y = ReduceMean <axes = [2, 3]> (x)",
-    "identity": "y = Identity (x)",
+    "reduce_mean": "y = ReduceMean <axes = [2, 3]> (x)", "identity": "y = Identity (x)",
     "shared_weight": "<float[4,4,1,1] w> a = Conv (x, w) s = Mul (x, five) b = Conv (s, w)"
     " y = Concat <axis = 1> (a, b)",
     "shared_bias": "<float[4,4,1,1] w, float[4] c> a = Conv (x, w, c) s = Mul (x, five) b = Conv (s, w, c)"
@@ -98,7 +86,7 @@ TEXTS = {
     "top_k": "float[1,4,6,3] y, int64[1,4,6,3] i: y, i = TopK <axis = -1> (x, i3)",
     "with_loop": f"float[1,2,6,6] y: <float[2,4,1,1] w> c = Loop <body = around (int64 i, bool go, {SHAPE} carried)"
     f" => (bool go_on, {SHAPE} next) {{ next = Add (carried, x) go_on = Identity (go) }}> (two, , x) y = Conv (c, w)",
-}
+}  # fmt: skip
 """Nodes from the value ``x`` to ``y``, behind weights; outputs other than one ``y`` of floats stand in front."""
 ALONE = {
     "embed_layer_norm": """(int32[1,5] ids, int32[1,5] segments) => (float[1,5,4] y)
@@ -156,9 +144,7 @@ _PLAIN: Options = {
     "opset": models.OPSET,
 }  # fmt: skip
 _GIVEN: dict[str, Options] = {
-    "u8s8": {},
-    "u8s8_per_channel": {"per_channel": True},
-    "s8s8": {"activation_type": _S8},
+    "u8s8": {}, "u8s8_per_channel": {"per_channel": True}, "s8s8": {"activation_type": _S8},
     "s8s8_symmetric": {"activation_type": _S8, "per_channel": True, "extra_options": {"ActivationSymmetric": True}},
     "u8u8_weight_asymmetric": {"weight_type": QuantType.QUInt8, "extra_options": {"WeightSymmetric": False}},
     "reduce_range": {"per_channel": True, "reduce_range": True},

@@ -24,17 +24,15 @@ _QUANTIZED = {
     *("MatMulNBits", "GatherBlockQuantized", "DynamicQuantizeMatMul"),
 }
 FORMS: dict[str, dict[str, Any]] = {
-    "plain": {"recipe": "plain", "promise": False},
-    "fast": {"recipe": "fast", "promise": False},
-    "promise": {"recipe": "fast"},
-    "qop": {"recipe": "fast", "promise": False, "format": "qop"},
+    "plain": {"recipe": "plain", "promise": False}, "fast": {"recipe": "fast", "promise": False},
+    "promise": {"recipe": "fast"}, "qop": {"recipe": "fast", "promise": False, "format": "qop"},
     "weight-only": {"recipe": "weight-only-4"},
     "excluded": {"recipe": "fast", "promise": False, "op_types_to_quantize": ["Softmax"]},
     "worthless": {"recipe": "fast", "extra_options": {"MinimumRealRange": 1e4}},
     "made up": {"recipe": "data-free", "promise": False},
     "made up and worthless": {"recipe": "data-free", "extra_options": {"MinimumRealRange": 1e4}, "promise": False},
     "defect": {"recipe": "fast", "on_failure": "float"},
-}
+}  # fmt: skip
 
 
 def net(seed: int) -> onnx.ModelProto:
