@@ -183,13 +183,8 @@ class _Mover:
         self.live.read(node, position, self._moved[value])
 
 
-_CONTAINERS: Final = {
-    TensorProto.INT32: TensorProto.INT32,
-    **{
-        kind: TensorProto.INT8 if signed else TensorProto.UINT8
-        for kind, (signed, bits) in INTEGERS.items()
-        if bits <= 8
-    },
+_CONTAINERS: Final = {TensorProto.INT32: TensorProto.INT32} | {
+    kind: TensorProto.INT8 if signed else TensorProto.UINT8 for kind, (signed, bits) in INTEGERS.items() if bits <= 8
 }
 """The element types that are read, and the one of whole bytes that each takes in the canonical form."""
 
@@ -294,10 +289,8 @@ class _Reader:
         if is_quantize(node):
             value = node.outputs[0]
             written = self.live.hand_over(value, f"{value.name}_wide")
-            bounds = [
-                self.live.store(np.asarray(end, dtype), f"{written.name}_bound")
-                for end in integer_bounds(bits, signed=signed)
-            ]
+            ends = integer_bounds(bits, signed=signed)
+            bounds = [self.live.store(np.asarray(end, dtype), f"{written.name}_bound") for end in ends]
             self.live.add(node, "Clip", [value, *bounds], written.name, behind=True, output=written)
             return
         source = required(node, 0)

@@ -220,16 +220,11 @@ def _head(path: Path) -> bytes:
 
 _TOKEN: Final = re.compile(r"kv#(\d+)#")
 # Source operator that a kernel executes, where the names differ by more than a prefix.
+_MATMULS: Final = ("FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul")
 _BASE: Final = {
-    "QGemm": "Gemm",
-    "FusedGemm": "Gemm",
-    "FusedConv": "Conv",
-    "ConvInteger": "Conv",
-    "FusedMatMul": "MatMul",
-    "MatMulInteger": "MatMul",
-    "MatMulIntegerToFloat": "MatMul",
-    "MatMulNBits": "MatMul",
-    "DynamicQuantizeMatMul": "MatMul",
+    **dict.fromkeys(("QGemm", "FusedGemm"), "Gemm"),
+    **dict.fromkeys(("FusedConv", "ConvInteger"), "Conv"),
+    **dict.fromkeys(_MATMULS, "MatMul"),
     "NhwcMaxPool": "MaxPool",
     "QAttention": "Attention",
     "DynamicQuantizeLSTM": "LSTM",

@@ -25,6 +25,7 @@ of an odd number of channels, which most of its kernels fill up to an even one f
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,13 +92,9 @@ ANNOTATION: Final = "finn_datatype"
 
 
 INTEGERS: Final[Mapping[int, tuple[bool, int]]] = {
-    TensorProto.INT4: (True, 4),
-    TensorProto.UINT4: (False, 4),
-    TensorProto.INT8: (True, 8),
-    TensorProto.UINT8: (False, 8),
-    TensorProto.INT16: (True, 16),
-    TensorProto.UINT16: (False, 16),
-    **({TensorProto.INT2: (True, 2), TensorProto.UINT2: (False, 2)} if hasattr(TensorProto, "INT2") else {}),
+    kind: (not found[1], int(found[2]))
+    for name, kind in TensorProto.DataType.items()
+    if (found := re.fullmatch(r"(U?)INT(2|4|8|16)", name))  # older versions of ONNX have none of 2 bits
 }
 """The element types of quantized weights and activations: whether integers may be negative, and their bits."""
 

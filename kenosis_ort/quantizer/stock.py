@@ -114,13 +114,9 @@ def stock_model(
 @contextlib.contextmanager
 def four_bit_types() -> Iterator[None]:
     """Gives runtimes before 1.24 the 4-bit types that they look for in a module which newer onnx does not have."""
-    tables = (
-        quant_utils.ONNX_TYPE_TO_NP_TYPE,
-        quant_utils.ONNX_INT_TYPE_RANGE,
-        quant_utils.ONNX_INT_TYPE_SYMMETRIC_RANGE,
-        quant_utils.ONNX_INT_TYPE_REDUCED_RANGE,
-    )
-    types, *ranges = tables
+    types = quant_utils.ONNX_TYPE_TO_NP_TYPE
+    ranges = [getattr(quant_utils, f"ONNX_INT_TYPE_{which}RANGE") for which in ("", "SYMMETRIC_", "REDUCED_")]
+    tables = (types, *ranges)
     before = [dict(table) for table in tables]
     for elem_type, dtype in ((onnx.TensorProto.INT4, np.int8), (onnx.TensorProto.UINT4, np.uint8)):
         if types.get(elem_type, dtype) is None:
