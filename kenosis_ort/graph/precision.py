@@ -301,13 +301,8 @@ class _Conversion:
 
 def _type_parameters(function: onnx.FunctionProto) -> frozenset[str]:
     """The attributes of a function that name types, because a node of its body hands them to one that does."""
-    handed = {
-        attribute.ref_attr_name
-        for node in function.node
-        for attribute in node.attribute
-        if attribute.ref_attr_name and attribute.name in _TYPE_ATTRIBUTES
-    }
-    return _TYPE_ATTRIBUTES | handed
+    given = (attribute for node in function.node for attribute in node.attribute if attribute.name in _TYPE_ATTRIBUTES)
+    return _TYPE_ATTRIBUTES | {attribute.ref_attr_name for attribute in given if attribute.ref_attr_name}
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:

@@ -81,9 +81,8 @@ def exact_grid(values: npt.NDArray[np.generic]) -> ExactGrid | None:
         if max(whole[-1], 0.0) - min(whole[0], 0.0) > _LEVELS:
             return None
         if np.abs(scaled - whole).max() <= _TOLERANCE * count:
-            return ExactGrid(
-                largest / count, int(min(whole[0], 0.0)), np.rint(numbers * (count / largest)).astype(np.int64)
-            )
+            multiples = np.rint(numbers * (count / largest)).astype(np.int64)
+            return ExactGrid(largest / count, int(min(whole[0], 0.0)), multiples)
     return None
 
 

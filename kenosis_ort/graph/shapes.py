@@ -191,12 +191,9 @@ def _infer_runtime(
     except VerificationError as error:
         _log.info("the runtime could not infer shapes: %s", error.what)
         return []
-    return [
-        # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
-        onnx.helper.make_tensor_value_info(value.name, TENSOR_TYPES[value.type], list(value.shape) or None)
-        for value in found
-        if value.type in TENSOR_TYPES
-    ]
+    # An empty shape stands for a scalar and for an unknown rank alike: it says nothing.
+    tensors = [(value.name, TENSOR_TYPES[value.type], value.shape) for value in found if value.type in TENSOR_TYPES]
+    return [onnx.helper.make_tensor_value_info(name, kind, list(shape) or None) for name, kind, shape in tensors]
 
 
 @cache
@@ -256,10 +253,6 @@ def _complete_outputs(model: onnx.ModelProto, inferred: onnx.ModelProto | None) 
 
 
 def _missing(model: onnx.ModelProto, known: dict[str, onnx.ValueInfoProto]) -> list[str]:
-    declared = {value.name for value in model.graph.output}
-    return [
-        name
-        for node in model.graph.node
-        for name in node.output
-        if name and name not in declared and not has_rank(known.get(name))
-    ]
+    declared = {value.name for value in model.graph.output} | {""}
+    made = (name for node in model.graph.node for name in node.output if name not in declared)
+    return [name for name in made if not has_rank(known.get(name))]

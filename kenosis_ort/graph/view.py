@@ -234,11 +234,11 @@ class GraphView:
         """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
         columns = self.dims(matmul.inputs[1])
         dims, rank = self.dims(bias), self.rank(matmul.outputs[0])
-        if not columns or not dims or rank is None or rank < 2:
+        if not columns or not dims or rank is None or rank < 2 or not self.is_constant(bias):
             return False
-        if not self.is_constant(bias) or not self.is_float32(bias):
-            return False
-        return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
+        return (
+            self.is_float32(bias) and dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
+        )
 
 
 @dataclass(frozen=True)

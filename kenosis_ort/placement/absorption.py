@@ -61,11 +61,9 @@ class Absorption:
             produces = role in _PRODUCERS and not (self.target.whole and role is Role.CONCAT)
             if produces and str(node.name) not in self.by_activation:
                 self._follow(node)
-        self.refused: dict[str, str] = {
-            str(node.name): self._why_not(node)
-            for node in self.view.nodes
-            if classes[str(node.name)].role is Role.ACTIVATION and str(node.name) not in self.by_activation
-        }
+        activations = [node for node in self.view.nodes if classes[str(node.name)].role is Role.ACTIVATION]
+        left = [node for node in activations if str(node.name) not in self.by_activation]
+        self.refused: dict[str, str] = {str(node.name): self._why_not(node) for node in left}
 
     def partner(self, node: ir.Node) -> ir.Node | None:
         """The node whose kernel may take a node in."""

@@ -270,11 +270,9 @@ class Assignment:
     def _find_requested(self) -> dict[str, str]:
         """The nodes that are quantized because the caller insists, with the option that says so."""
         gone = self.domain.integer | self.absorbed | self.biased.keys()
-        return {
-            name: why
-            for name, why in self.constraints.requested.items()
-            if name not in gone and self.classes[name].rule != WEIGHTS_ONLY and self.data(self.classes[name].node)
-        }
+        left = {name: why for name, why in self.constraints.requested.items() if name not in gone}
+        classes = {name: self.classes[name] for name in left}
+        return {n: why for n, why in left.items() if classes[n].rule != WEIGHTS_ONLY and self.data(classes[n].node)}
 
     def _find_quantized(self) -> dict[str, ir.Value]:
         found: list[ir.Value | None] = []

@@ -279,11 +279,8 @@ class Decider:
         assert weight is not None
         if weight not in self._axes:
             readers = (c.node for c in self.view.consumers(weight) if c.index == 1)
-            axes = {
-                self.constraints.weight_axis(reader, self.assignment.natural_axis(reader))
-                for reader in readers
-                if self.assignment.carries(reader) or self.classes[str(reader.name)].rule == WEIGHTS_ONLY
-            }
+            known = [r for r in readers if self.assignment.carries(r) or self.classes[str(r.name)].rule == WEIGHTS_ONLY]
+            axes = {self.constraints.weight_axis(node, self.assignment.natural_axis(node)) for node in known}
             self._axes[weight] = axes.pop() if len(axes) == 1 else None
         return self._axes[weight]
 

@@ -75,11 +75,8 @@ class Domain:
         demanded = self._demanded(readers, available)
         if not mixed:
             self._write_float(anchors, demanded)
-        return anchors | {
-            name
-            for name, c in self.classes.items()
-            if c.role in _LIGHT and self._ready(c, available) and any(id(v) in demanded for v in c.node.outputs)
-        }
+        light = {name: c for name, c in self.classes.items() if c.role in _LIGHT and self._ready(c, available)}
+        return anchors | {name for name, c in light.items() if any(id(v) in demanded for v in c.node.outputs)}
 
     def _write_float(self, anchors: set[str], read: set[int]) -> None:
         """Notes the anchors that may write float and whose output is not among values that integer kernels read."""
@@ -112,10 +109,8 @@ class Domain:
         for name in sorted(self.integer - self.float_output) if self.constraints.free else ():
             activation = self.absorption.by_producer.get(name)
             value = (self.classes[name].node if activation is None else activation).outputs[0]
-            read = any(
-                (str(c.node.name) in self.integer or c.node.op_type in _GATES) and c.index != CAPTURED
-                for c in self.view.consumers(value)
-            )
+            readers = [c.node for c in self.view.consumers(value) if c.index != CAPTURED]
+            read = any(str(node.name) in self.integer or node.op_type in _GATES for node in readers)
             if self.classes[name].role is Role.ANCHOR and str(value.name) in self.constraints.free and not read:
                 found.append(name)
         return found

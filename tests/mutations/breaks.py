@@ -108,7 +108,7 @@ BREAKS = (
     Break("cli/flags.py", "            return name if text == \"True\" else f\"--no-{name.removeprefix('--')}\"",
           "            return name", "cli/test_options.py"),
     Break("storage/data.py", "    if isinstance(value, float) and not math.isfinite(value):", "    if False:", "cli"),
-    Break("runtime/session.py", "        _count(sessions=1)\n", "", "runtime flow/test_cost.py"),
+    Break("runtime/session.py", "        count(sessions=1)\n", "", "runtime flow/test_cost.py"),
     Break("api.py", "    if eval_reader is not None and eval_reader is calibration_data_reader:", "    if False:",
           "flow/test_samples.py"),
     Break("api.py", "per_channel=c.per_channel or UNSET,", "per_channel=c.per_channel,", "flow/test_signature.py"),
