@@ -39,9 +39,6 @@ class Deadly:
         self.folder, self.number, self.always = folder, number, always
 
     def __call__(self, number: int) -> Any:
-        return self.read(number)
-
-    def read(self, number: int) -> Any:
         for at, feed in enumerate(feeds(number)):
             mark = self.folder / f"{number}.died"
             if number == self.number and at == 1 and (self.always or not mark.exists()):

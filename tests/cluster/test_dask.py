@@ -16,22 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenosis_ort import (
-    ArgumentTypeError,
-    CalibrationError,
-    Cluster,
-    ClusterError,
-    KenosisWarning,
-    OptionError,
-    ShardDone,
-    Shards,
-    calibrate,
-    quantize_static,
-)
+from kenosis_ort import Cluster, ShardDone, Shards, calibrate, quantize_static
 from kenosis_ort.cluster import client as cluster_client
 from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import connected
 from kenosis_ort.cluster.worker import versions
+from kenosis_ort.errors import ArgumentTypeError, CalibrationError, ClusterError, KenosisWarning, OptionError
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
 from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, Deadly, feeds
 from tests.models import FeedReader
@@ -254,9 +244,8 @@ def test_a_closed_client_and_an_asynchronous_one(processes: Any, tmp_path: Path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError, match="bad_shards"):
         Cluster(client, bad_shards="maybe")  # type: ignore[arg-type]
-    loose = object.__new__(distributed.Client)
     with pytest.raises((ArgumentTypeError, AttributeError)):
-        Cluster(loose)
+        Cluster(object.__new__(distributed.Client))
 
 
 def test_addresses(client: Any) -> None:

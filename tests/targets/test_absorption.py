@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
+
+from tests.models import Net
 
 from . import qdq
 from .qdq import FLOAT_CONV, PRODUCERS, RELU_STEP, STEP, Case, QdqGraph, Step, build, each_case, op_types, since, step
@@ -70,14 +72,12 @@ def two(g: QdqGraph, c: str, *, of: str) -> list[str]:
     return [g.relu_q(relu(g, c) if of == "conv" else r), other]
 
 
-def body(name: str, value: str) -> onnx.GraphProto:
-    out = helper.make_tensor_value_info(f"{name}_out", TensorProto.FLOAT, None)
-    return helper.make_graph([helper.make_node("Neg", [value], [out.name], name=f"{name}_neg")], name, [], [out])
-
-
 def chosen(g: QdqGraph, value: str) -> str:
     """An If both of whose bodies read a value."""
-    return g.op("If", g.input((), TensorProto.BOOL), then_branch=body("t", value), else_branch=body("e", value))
+    bodies = {f"{name}_branch": Net(tag=name) for name in ("then", "else")}
+    for body in bodies.values():
+        body.output(body.op("Neg", [value]))
+    return g.op("If", g.input((), TensorProto.BOOL), **{name: body.graph() for name, body in bodies.items()})
 
 
 def captured(g: QdqGraph, c: str, *, what: str) -> list[str]:

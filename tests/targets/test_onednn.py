@@ -24,7 +24,6 @@ from kenosis_ort.targets.onednn.openvino_rules import EPILOGUE, share_subsamplin
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run
-from tests.planning import parse
 from tests.processor import Pretend, with_flags
 from tests.targets.files import DQ, Written, net_of, quantized_net
 
@@ -247,14 +246,13 @@ def block(op: str) -> onnx.ModelProto:
 
 def odd_channels() -> onnx.ModelProto:
     """Returns a float net of weights of one sign, dense Convs of 3 and 5 channels and a grouped one of 3 a group."""
-    draws, weights = np.random.default_rng(0), {}
-    for name, shape in (("d", (5, 3, 3, 3)), ("w", (24, 5, 3, 3)), ("g", (24, 3, 3, 3)), ("p", (16, 24, 1, 1))):
-        weights[name] = draws.uniform(0.8, 1.0, shape).astype(np.float32) / np.float32(np.prod(shape[1:]))
-    text = f"""(float[1,3,12,12] x) => (y) <float[16,4] h, float[4] bias> {{
-        [dense] a = Conv <{PADS}> (x, d) b = Relu (a) [wider] c = Conv <{PADS}> (b, w) e = Relu (c)
+    draws = np.random.default_rng(0)
+    shapes = {"d": (5, 3, 3, 3), "w": (24, 5, 3, 3), "g": (24, 3, 3, 3), "p": (16, 24, 1, 1)}
+    weights = {name: np.float32(draws.uniform(0.8, 1.0, shape) / np.prod(shape[1:])) for name, shape in shapes.items()}
+    body = f"""[dense] a = Conv <{PADS}> (x, d) b = Relu (a) [wider] c = Conv <{PADS}> (b, w) e = Relu (c)
         [grouped] i = Conv <group = 8, {PADS}> (e, g) j = Relu (i) [pointwise] k = Conv (j, p) l = Relu (k)
-        m = GlobalAveragePool (l) n = Flatten (m) [head] y = Gemm (n, h, bias) }}"""
-    return parse(text, weights, opset=20)
+        m = GlobalAveragePool (l) n = Flatten (m) [head] y = Gemm (n, w16_4, ones4)"""
+    return net_of(body, "1,3,12,12", **weights)
 
 
 def bright(count: int) -> list[dict[str, np.ndarray]]:

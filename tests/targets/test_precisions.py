@@ -48,9 +48,11 @@ def _pair(g: QdqGraph, value: str, elem_type: int) -> str:
     return g.op("DequantizeLinear", g.op("QuantizeLinear", value, scale, zero), scale, zero)
 
 
-def _matmul(g: QdqGraph, elem_type: int, *, act: Any = None, block: int | None = BLOCK, op: str = "MatMul") -> str:
-    x = g.input((4, K))
-    y = g.op(op, g.q(x, act=act) if act else x, _weight(g, elem_type, block=block))
+def _matmul(g: QdqGraph, elem_type: int, *, act: Any = None, block: int | None = BLOCK, op: str = "MatMul",
+            x: int = TensorProto.FLOAT) -> str:  # fmt: skip
+    value = g.input((4, K), x)
+    weight = _weight(g, elem_type, block=block, scale=np.float16 if x == TensorProto.FLOAT16 else np.float32)
+    y = g.op(op, g.q(value, act=act) if act else value, weight)
     return g.q(y, act=act) if act else y
 
 
@@ -62,13 +64,8 @@ def _conv_int4_weight(g: QdqGraph, act: Any) -> str:
     return g.q(y, act=act) if act else y
 
 
-def _int4_conv(g: QdqGraph) -> str:
-    return _pair(g, g.conv(_pair(g, g.input(), TensorProto.UINT4)), TensorProto.UINT4)
-
-
 def _int16_weight(g: QdqGraph) -> str:
-    weight = g.op("DequantizeLinear", g.const(np.ones((K, N), np.int16)), g.const(np.float32(0.01)))
-    return g.q(g.op("MatMul", g.q(g.input((4, K))), weight))
+    return g.op("DequantizeLinear", g.const(np.ones((K, N), np.int16)), g.const(np.float32(0.01)))
 
 
 def _float16_pairs(g: QdqGraph, op: str) -> str:
@@ -87,11 +84,6 @@ def _float16_ends(g: QdqGraph) -> str:
     return g.op("Cast", g.q(g.conv(g.q(x))), to=TensorProto.FLOAT16)
 
 
-def _float16_int4(g: QdqGraph) -> str:
-    weight = _weight(g, TensorProto.INT4, block=BLOCK, scale=np.float16)
-    return g.op("MatMul", g.input((4, K), TensorProto.FLOAT16), weight)
-
-
 CASES: dict[str, tuple[str, onnx.ModelProto]] = {
     f"{key}/{number}": (key, model)
     for key, models in {
@@ -100,8 +92,10 @@ CASES: dict[str, tuple[str, onnx.ModelProto]] = {
             _model(lambda g: g.q(g.gemm(g.q(g.input((4, 32))))), act=np.int16),
             _model(lambda g: g.q(g.matmul(g.q(g.input((4, 32))))), act=np.uint16),
         ],
-        "int16-weights": [_model(_int16_weight)],
-        "int4-activations": [_model(_int4_conv)],
+        "int16-weights": [_model(lambda g: g.q(g.op("MatMul", g.q(g.input((4, K))), _int16_weight(g))))],
+        "int4-activations": [
+            _model(lambda g: _pair(g, g.conv(_pair(g, g.input(), TensorProto.UINT4)), TensorProto.UINT4))
+        ],
         "int4-weights-int8-activations": [
             _model(lambda g, b=block: _matmul(g, TensorProto.INT4, act=np.uint8, block=b)) for block in (None, BLOCK)
         ],
@@ -116,7 +110,9 @@ CASES: dict[str, tuple[str, onnx.ModelProto]] = {
             _model(lambda g, o=op: _float16_pairs(g, o), out=TensorProto.FLOAT16) for op in ("Conv", "MatMul")
         ],
         "float16-inputs": [_model(_float16_ends, out=TensorProto.FLOAT16)],
-        "float16-int4-weights": [_model(_float16_int4, out=TensorProto.FLOAT16)],
+        "float16-int4-weights": [
+            _model(lambda g: _matmul(g, TensorProto.INT4, x=TensorProto.FLOAT16), out=TensorProto.FLOAT16)
+        ],
     }.items()
     for number, model in enumerate(models)
 }  # fmt: skip
