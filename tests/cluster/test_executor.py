@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,26 +55,19 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_passes_make_the_bytes_of_one_process_on_two_workers(
-    client: Any, here: bytes, works: list[str], tmp_path: Path
+@pytest.mark.parametrize("workers", [2, 1, 5])
+def test_passes_make_the_bytes_of_one_process(
+    workers: int, client: Any, here: bytes, works: list[str], tmp_path: Path
 ) -> None:
-    assert quantized(tmp_path / "a.onnx", executor=client) == here
+    """On two worker processes, or on threads."""
+    with nullcontext(client) if workers == 2 else in_threads(workers) as executor:
+        assert quantized(tmp_path / "a.onnx", executor=executor) == here
+        end = time.monotonic() + 20  # the scheduler is told that results are let go of, not asked
+        while executor.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
+            assert time.monotonic() < end, "what was sent is let go of"
+            time.sleep(0.05)
     assert works.count("_round_layer") > 1
     assert works.count("ran") > 10
-    end = time.monotonic() + 20  # the scheduler is told that results are let go of, not asked
-    while (
-        left := client.run_on_scheduler(lambda dask_scheduler: [*map(str, dask_scheduler.tasks)])
-    ) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left, "what was sent is let go of"
-
-
-@pytest.mark.parametrize("workers", [1, 5])
-def test_passes_make_the_bytes_of_one_process_on_few_and_many(
-    workers: int, here: bytes, works: list[str], tmp_path: Path
-) -> None:
-    with in_threads(workers) as client:
-        assert quantized(tmp_path / "a.onnx", executor=client) == here
     assert {"ran", "_round_layer", "swept"} == set(works)
 
 

@@ -65,13 +65,6 @@ def siluish(g: QdqGraph, c: str, *, everywhere: bool) -> str:
     return g.q(product(g, q, g.q(gate, 1 / 255, 0) if everywhere else gate))
 
 
-def two(g: QdqGraph, c: str, *, of: str) -> list[str]:
-    """Two readers of a Conv, of its Relu, or Q nodes of it or of its Relu."""
-    r = c if of in ("conv", "q of conv") else relu(g, c)
-    other = g.op("Neg", g.relu_q(r) if of.startswith("q of") else r)
-    return [g.relu_q(relu(g, c) if of == "conv" else r), other]
-
-
 def chosen(g: QdqGraph, value: str) -> str:
     """An If both of whose bodies read a value."""
     bodies = {f"{name}_branch": Net(tag=name) for name in ("then", "else")}
@@ -80,20 +73,25 @@ def chosen(g: QdqGraph, value: str) -> str:
     return g.op("If", g.input((), TensorProto.BOOL), **{name: body.graph() for name, body in bodies.items()})
 
 
-def captured(g: QdqGraph, c: str, *, what: str) -> list[str]:
-    r = relu(g, c)
-    q = g.relu_q(r)
-    return [q, chosen(g, {"conv": c, "relu": r, "dq": q}[what])]
+def also(of: str, reader: Step) -> Callable[[QdqGraph, str], list[str]]:
+    """A Relu and Q, and a second reader of the Conv, of the Relu, or behind DQ."""
+
+    def made(g: QdqGraph, c: str) -> list[str]:
+        r = relu(g, c)
+        q = g.relu_q(r)
+        return [q, reader(g, {"conv": c, "relu": r, "dq": q}[of])]
+
+    return made
 
 
-def shape_read(g: QdqGraph, dims: tuple[int | str, ...], of: str) -> list[str]:
-    c = g.conv(g.act_input(dims))
-    r = relu(g, c)
-    q = g.relu_q(r)
-    return [q, g.op("Cast", g.op("Shape", {"conv": c, "relu": r, "dq": q}[of]), to=TensorProto.FLOAT)]
+def shape(g: QdqGraph, value: str) -> str:
+    return g.op("Cast", g.op("Shape", value), to=TensorProto.FLOAT)
 
 
-DYNAMIC, STATIC = ("N", 16, "H", "W"), (1, 16, 12, 12)
+def of_any_size(kernels: str, make: Callable[[QdqGraph, str], list[str]]) -> Case:
+    return Case(kernels, lambda g: make(g, g.conv(g.act_input(("N", 16, "H", "W")))))
+
+
 EXAMPLES: dict[str, list[Case]] = {
     "absorb-relu": [
         *(Case(k, lambda g, k=k: g.relu_q(relu(g, qdq.produced(g, k))), RELU_STEP) for k in PRODUCERS),
@@ -116,16 +114,17 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     "absorb-clip-needs-scalar-params": [behind_conv(FLOAT_CONV, lambda g, c: g.q(g.clip(c, 0.0, 6.0), SIX, 0, rank=1))],
     "absorb-needs-single-consumer": [
-        *(behind_conv(FLOAT_CONV, partial(two, of=of)) for of in ("conv", "relu", "q of relu")),
+        *(behind_conv(FLOAT_CONV, also(of, step("Neg"))) for of in ("conv", "relu")),
+        behind_conv(FLOAT_CONV, also("relu", lambda g, v: g.op("Neg", g.relu_q(v)))),
         behind_conv(FLOAT_CONV, lambda g, c: [g.q(c), g.op("Neg", g.q(c))]),
         # Shape of a static value is folded; of a dynamic one it is a second consumer; behind DQ it is harmless.
-        *(Case("QLinearConv", lambda g, of=of: shape_read(g, STATIC, of)) for of in ("conv", "relu")),
-        *(Case(FLOAT_CONV, lambda g, of=of: shape_read(g, DYNAMIC, of)) for of in ("conv", "relu")),
-        Case("Cast QLinearConv Shape", lambda g: shape_read(g, DYNAMIC, "dq")),
+        *(behind_conv("QLinearConv", also(of, shape)) for of in ("conv", "relu")),
+        *(of_any_size(FLOAT_CONV, also(of, shape)) for of in ("conv", "relu")),
+        of_any_size("Cast QLinearConv Shape", also("dq", shape)),
     ],
     "subgraph-capture-counts-as-consumer": [
-        *(behind_conv(FLOAT_CONV, partial(captured, what=what)) for what in ("conv", "relu")),
-        behind_conv("If QLinearConv", partial(captured, what="dq")),
+        *(behind_conv(FLOAT_CONV, also(of, chosen)) for of in ("conv", "relu")),
+        behind_conv("If QLinearConv", also("dq", chosen)),
     ],
     "no-absorb-symmetric": [
         behind_conv(FLOAT_CONV, lambda g, c: g.q(relu(g, c), STEP, 0), act=np.int8),

@@ -69,10 +69,6 @@ def one_bias_scale(g: QdqGraph) -> str:
     return g.q(g.op("Conv", g.act_input(), weight, bias))
 
 
-def affine(op_type: str) -> Make:
-    return alone(lambda g, x: g.op(op_type, g.conv(x), g.const(g.random(16, 1, 1))))
-
-
 def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
     """A layer, Relu or Clip, and behind it one or two float nodes, a Q before one, or the graph's output."""
     x = g.act_input(LINES)
@@ -138,7 +134,10 @@ EXAMPLES: dict[str, list[Case]] = {
     "conv-needs-output-q": [
         Case("Conv", conv(q=False)),
         Case("Conv", lambda g: [g.q(y := conv(q=False)(g)), y]),
-        *(Case(f"Conv {op_type}", affine(op_type)) for op_type in ("Mul", "Add")),
+        *(
+            Case(f"Conv {op}", alone(lambda g, x, o=op: g.op(o, g.conv(x), g.const(g.random(16, 1, 1)))))
+            for op in ("Mul", "Add")
+        ),
     ],
     "gemm-integer": [
         *(
