@@ -20,7 +20,7 @@ from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.limits import Machine
-from kenosis_ort.targets import TARGETS, Target, get_target
+from kenosis_ort.targets import TARGETS, Target
 from kenosis_ort.targets.model import FusionRule
 from kenosis_ort.targets.model import Role as TargetRole
 from tests import models
@@ -80,13 +80,6 @@ def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None
     assert set(target.clamps) <= set(target.absorbs)
     assert TargetRole.ANCHOR not in {roles.get(o) for o in target.absorbs}
     assert {roles.get(o) for o in target.float_output} <= {TargetRole.ANCHOR}
-
-
-@each_target
-def test_targets_are_found_by_name_and_wrong_names_are_errors(target: Target) -> None:
-    assert get_target(target.name) is target
-    with pytest.raises(OptionError, match=f"Did you mean '{target.name}'"):
-        get_target(f"{target.name}x")
 
 
 POOL = "kernel_shape = [2,2]"
@@ -229,15 +222,3 @@ def test_a_runtime_that_ends_is_told_and_a_proof_that_breaks_is_a_defect(target:
         assert report.fusion is None
         assert "without a fusion proof" in report.verdict()
     assert out.exists() is told
-
-
-@each_target
-def test_the_proof_agrees_with_the_plan(target: Target, tmp_path: Path) -> None:
-    if target.hooks.prove is None:
-        pytest.skip(target.unasked)
-    for name in ("residual_block", "silu_net", "mlp"):
-        model, out = models.ALL[name](), tmp_path / f"{name}.onnx"
-        report = quantize_static(model, out, models.reader(model, 4), target=target, recipe="plain", promise=False)
-        assert report.fusion is not None
-        assert report.fusion.avoidable(report.plan) == ()
-        assert {k.node for k in report.fusion.kernels} == {n.node for n in report.plan.nodes}

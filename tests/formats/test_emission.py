@@ -87,21 +87,21 @@ def test_eight_bits_as_operators_are_the_default_s_results(tmp_path: Path) -> No
     plain, operated = (written(tmp_path, format=f, promise=False) for f in ("qdq", "qop"))
     check_same(plain, operated, models.feeds(net(), 3))
     assert operators(operated)["QLinearConv"] == 3
+    proof = verify_fusion(tmp_path / "out.onnx")
+    assert "4 of 4 Conv/Gemm/MatMul on integer kernels" in str(proof)
+    assert (proof.integer_share(), proof.silently_quantized()) == (1.0, ())
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"weight_bits": 0}, "weight_bits=0.*from 2 to 8"),
-        ({"activation_bits": 300, "format": "qonnx"}, "activation_bits=300.*from 2 to 8"),
-        ({"format": "onnxq"}, "format='onnxq'"),
-        ({"activation_bits": 4}, "format='qdq' has activations of 8 bits.*qcdq"),
-        ({"activation_bits": 4, "quant_format": "QOperator"}, "format='qop' has activations of 8 bits"),
-        ({"format": "qcdq", "quant_format": "QOperator"}, "contradicts"),
-        ({"weight_bits": 4, "extra_options": {"WeightSymmetric": False}}, "WeightSymmetric.*contradicts"),
-        ({"recipe": Recipe(activation_bits=3)}, "asks for 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "text"), [
+    ({"weight_bits": 0}, "weight_bits=0.*from 2 to 8"),
+    ({"activation_bits": 300, "format": "qonnx"}, "activation_bits=300.*from 2 to 8"),
+    ({"format": "onnxq"}, "format='onnxq'"),
+    ({"activation_bits": 4}, "format='qdq' has activations of 8 bits.*qcdq"),
+    ({"activation_bits": 4, "quant_format": "QOperator"}, "format='qop' has activations of 8 bits"),
+    ({"format": "qcdq", "quant_format": "QOperator"}, "contradicts"),
+    ({"weight_bits": 4, "extra_options": {"WeightSymmetric": False}}, "WeightSymmetric.*contradicts"),
+    ({"recipe": Recipe(activation_bits=3)}, "asks for 3"),
+])  # fmt: skip
 def test_what_cannot_be_said_is_refused_before_a_sample_is_read(
     tmp_path: Path, options: dict[str, Any], text: str
 ) -> None:
@@ -116,14 +116,6 @@ def test_bits_of_recipes_are_checked() -> None:
             Recipe(bits=wrong)  # type: ignore[arg-type]
     recipe = Recipe(weight_bits=4, bits={"conv": {"weights": 8}})
     assert Recipe.from_toml(recipe.to_toml()) == recipe
-
-
-def test_the_proof_counts_operators_of_integers_as_what_they_are(tmp_path: Path) -> None:
-    written(tmp_path, format="qop", promise=False, tune="off")
-    proof = verify_fusion(tmp_path / "out.onnx")
-    assert "4 of 4 Conv/Gemm/MatMul on integer kernels" in str(proof)
-    assert proof.integer_share() == 1.0
-    assert not proof.silently_quantized()
 
 
 def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,9 @@ def truncated(net: Net, x: str, *parameters: float, rounding_mode: str = "FLOOR"
 
 
 @given(
-    bits=st.integers(2, 8),
-    signed=st.booleans(),
-    narrow=st.booleans(),
-    by_channel=st.booleans(),
-    shift=st.floats(0, 1),
-    constant=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    bits=st.integers(2, 8), signed=st.booleans(), narrow=st.booleans(), by_channel=st.booleans(), shift=st.floats(0, 1),
+    constant=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_a_quantizer_is_read_to_the_bit(bits, signed, narrow, by_channel, shift, constant, seed):
     rng = np.random.default_rng(seed)
     scale = rng.uniform(0.01, 0.5, size=(3, 1, 1) if by_channel else ()).astype(np.float32)

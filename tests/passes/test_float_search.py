@@ -99,31 +99,19 @@ class Sums(float_search.SensitivityProbe):
 
 
 @given(st.lists(st.floats(0, 10), max_size=20), st.sampled_from([0.01, 0.1, 0.3]))
-def test_halving_round_by_round_finds_what_halving_set_by_set_does(costs: list[float], cutoff: float) -> None:
-    probe = Sums(costs)
-    found: list[tuple[int, float, bool]] = []
-    measured: set[frozenset[int]] = set()
-    floor = cutoff * sum(costs)
-
-    def divide(part: list[int], expected: float) -> None:
-        error = expected
-        if len(part) == 1 or expected <= 4 * floor:
-            measured.add(frozenset(part))
-            error = probe.error(frozenset(part))
-        if len(part) == 1 or error <= floor:
-            found.extend((i, error / len(part), len(part) == 1) for i in part)
-            return
-        middle = len(part) // 2
-        divide(part[:middle], error * middle / len(part))
-        divide(part[middle:], error * (len(part) - middle) / len(part))
-
-    if costs:
-        divide(list(range(len(costs))), float(sum(costs)))
-    expected = sorted(found, key=lambda entry: -entry[1])
-    probe.rounds.clear()
+def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_together(costs: list[float], cutoff: float):
+    probe, floor = Sums(costs), cutoff * sum(costs)
     units = float_search.tensor_sensitivity(probe, cutoff=cutoff)
-    assert [(*unit.gates, unit.error, unit.exact) for unit in units] == expected
-    assert set().union(*probe.rounds) == measured | {probe.gated.everything}
+    assert sorted(i for unit in units for i in unit.gates) == list(range(len(costs)))
+    assert [unit.error for unit in units] == sorted((unit.error for unit in units), reverse=True)
+    asked = set().union(*probe.rounds)
+    for unit in units:
+        (at,) = unit.gates
+        shared = min((on for on in asked if at in on), key=len)  # what it was measured with
+        assert unit.exact == (len(shared) == 1)
+        assert unit.error == pytest.approx(sum(costs[i] for i in shared) / len(shared))
+        assert unit.exact or unit.error * len(shared) <= floor * (1 + 1e-9)
+        assert unit.exact or len(shared) == len(costs) or unit.error <= 4 * floor
     assert len(probe.rounds) <= 7  # the whole, and the depth of halving 20
 
 

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kenosis_ort import RECIPES, OptionError, QuantizationReport, Recipe
 from kenosis_ort.flow.call import Call
@@ -173,14 +171,7 @@ def known() -> Iterator[None]:
     runner._order[:] = before
 
 
-seen = st.builds(
-    Seen, strength=st.floats(0, 2), count=st.integers(0, 99), mode=st.sampled_from(["soft", "hard"]),
-    limit=st.just("none") | st.floats(-9, 9), on=st.booleans(),
-)  # fmt: skip
-
-
-@given(each=seen)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("each", [Seen(), Seen(0.1, 0, "hard", -1e-9, False), Seen(2, 99, "soft", 3.0)])
 def test_a_recipe_file_holds_its_settings(known: None, each: Seen) -> None:
     recipe = Recipe("mine", equalize=False, passes=(each,))
     assert Recipe.from_toml(recipe.to_toml()) == recipe

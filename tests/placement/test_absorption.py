@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ def conv_then(behind: str, outputs: str = "y") -> str:
 
 BOUNDS = {"zero": 0, "six": 6, "one": 1, "low": -1, "high": 2, "three": 3, "largest": np.finfo(np.float32).max}
 BOUNDS = {name: np.float32(bound) for name, bound in BOUNDS.items()}
+CONCAT = "Concat <axis = 0> (x, x)"
 IF = """z = If (f) <then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) },
                    else_branch = e () => (float[1,4,8,8] b) { b = Abs (c) }>"""
 
@@ -48,9 +48,7 @@ def test_an_activation_behind_a_conv_vanishes(activation: str, low: float | None
     assert (found.by_producer["Conv_c"].name, found.by_activation[name].name) == (name, "Conv_c")
 
 
-@pytest.mark.parametrize(
-    "producer", ["Gemm (x, w)", "MatMul (x, w)", "Add (x, x)", "Mul (x, x)", "Concat <axis = 0> (x, x)"]
-)
+@pytest.mark.parametrize("producer", ["Gemm (x, w)", "MatMul (x, w)", "Add (x, x)", "Mul (x, x)", CONCAT])
 def test_other_producers(producer: str) -> None:
     text = f"(float[2,4] x) => (y) <float[4,4] w> {{ c = {producer} y = Relu (c) }}"
     assert list(absorption(text).limits) == ["y"]
@@ -91,78 +89,56 @@ def limits(behind: str, outputs: str = "y") -> list[tuple[float | None, ...]]:
 HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
 
 
-@pytest.mark.parametrize(
-    ("behind", "outputs", "found"),
-    [
-        ("y = Sigmoid (c)", "y", (-8.0, 8.0)),
-        ("y = Tanh (c)", "y", (-4.0, 4.0)),
-        ("y = HardSwish (c)", "y", (-3.0, None)),
-        ("y = HardSigmoid (c)", "y", (-2.5, 2.5)),
-        (f"y = {HARD} (c)", "y", (-3.0, 3.0)),
-        ("y = Relu (c)", "y", (0.0, None)),
-        ("y = Softplus (c)", "y", (-8.0, None)),
-        ("y = Elu (c)", "y", (-7.0, None)),
-        ("y = Selu (c)", "y", (-7.0, None)),
-        ("y = Celu <alpha = 2.0> (c)", "y", (-14.0, None)),
-        ("y = Clip (c, low, high)", "y", (-1.0, 2.0)),
-        ("y = Clip (c, low)", "y", (-1.0, None)),
-        ("s = Sigmoid (c) y = Mul (c, s)", "y", (-8.0, None)),
-        ("s = Sigmoid (c) y = Mul (s, c)", "y", (-8.0, None)),
-        (f"s = {HARD} (c) y = Mul (c, s)", "y", (-3.0, None)),
-        ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", "y", (-8.0, None)),
-        ("y = com.microsoft.QuickGelu (c)", "y", (-8.0 / 1.702, None)),
-        ("y = Swish <alpha = 2.0> (c)", "y", (-4.0, None)),
-        ("y = Swish (c)", "y", (-8.0, None)),
-        ("y = Swish <alpha = -1.0> (c)", "y", None),
-        # A bounded sum as a gate, HardSwish times 6: the product vanishes below -3, the sum sees nothing beyond 3.
-        ("a = Add (c, three) b = Clip (a, zero, six) y = Mul (c, b)", "y", (-3.0, None)),
-        ("a = Add (c, three) y = Clip (a, zero, six)", "y", (-3.0, 3.0)),
-        # Several consumers take the wider bound on each side.
-        ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)),
-        ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
-        # What saturates a Concat saturates its parts.
-        ("j = Concat <axis = 1> (c, c) y = Relu (j)", "y", (0.0, None)),
-        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y", (0.0, None)),
-        ("b = Abs (c) j = Concat <axis = 1> (b, c) y = Relu (j)", "y", None),
-        ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y, j", None),
-        ("j = Concat <axis = 1> (x, c) r = Relu (j) y = Add (j, r)", "y", None),
-        # A consumer sees the difference.
-        ("y = Sigmoid (c) z = Neg (c)", "y, z", None),
-        ("y = Sigmoid (c)", "y, c", None),
-        ("y = Neg (c)", "y", None),
-        ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None),
-        ("s = Tanh (c) y = Mul (c, s)", "y", None),
-        ("y = HardSigmoid <alpha = -0.2> (c)", "y", None),
-        ("y = Elu <alpha = 50.0> (c)", "y", None),
-        ("b = ReduceMin <keepdims = 0> (x) y = Clip (c, b)", "y", None),
-        ("y = Clip (c, high, low)", "y", None),  # no number lies between
-        (f"y = Sigmoid (c) f = Cast <to = 9> (k) {IF}", "y, z", None),
-    ],
-)
+@pytest.mark.parametrize(("behind", "outputs", "found"), [
+    ("y = Sigmoid (c)", "y", (-8.0, 8.0)),
+    ("y = Tanh (c)", "y", (-4.0, 4.0)),
+    ("y = HardSwish (c)", "y", (-3.0, None)),
+    ("y = HardSigmoid (c)", "y", (-2.5, 2.5)),
+    (f"y = {HARD} (c)", "y", (-3.0, 3.0)),
+    ("y = Relu (c)", "y", (0.0, None)),
+    ("y = Erf (c)", "y", (-3.0, 3.0)),
+    ("y = Mish (c)", "y", (-9.0, None)),
+    ("y = com.microsoft.Gelu (c)", "y", (-4.5, None)),
+    ("y = Softplus (c)", "y", (-8.0, None)),
+    ("y = Elu (c)", "y", (-7.0, None)),
+    ("y = Selu (c)", "y", (-7.0, None)),
+    ("y = Celu <alpha = 2.0> (c)", "y", (-14.0, None)),
+    ("y = Clip (c, low, high)", "y", (-1.0, 2.0)),
+    ("y = Clip (c, low)", "y", (-1.0, None)),
+    ("s = Sigmoid (c) y = Mul (c, s)", "y", (-8.0, None)),
+    ("s = Sigmoid (c) y = Mul (s, c)", "y", (-8.0, None)),
+    (f"s = {HARD} (c) y = Mul (c, s)", "y", (-3.0, None)),
+    ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", "y", (-8.0, None)),
+    ("y = com.microsoft.QuickGelu (c)", "y", (-8.0 / 1.702, None)),
+    ("y = Swish <alpha = 2.0> (c)", "y", (-4.0, None)),
+    ("y = Swish (c)", "y", (-8.0, None)),
+    ("y = Swish <alpha = -1.0> (c)", "y", None),
+    # A bounded sum as a gate, HardSwish times 6: the product vanishes below -3, the sum sees nothing beyond 3.
+    ("a = Add (c, three) b = Clip (a, zero, six) y = Mul (c, b)", "y", (-3.0, None)),
+    ("a = Add (c, three) y = Clip (a, zero, six)", "y", (-3.0, 3.0)),
+    # Several consumers take the wider bound on each side.
+    ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)),
+    ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
+    # What saturates a Concat saturates its parts.
+    ("j = Concat <axis = 1> (c, c) y = Relu (j)", "y", (0.0, None)),
+    ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y", (0.0, None)),
+    ("b = Abs (c) j = Concat <axis = 1> (b, c) y = Relu (j)", "y", None),
+    ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y, j", None),
+    ("j = Concat <axis = 1> (x, c) r = Relu (j) y = Add (j, r)", "y", None),
+    # A consumer sees the difference.
+    ("y = Sigmoid (c) z = Neg (c)", "y, z", None),
+    ("y = Sigmoid (c)", "y, c", None),
+    ("y = Neg (c)", "y", None),
+    ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None),
+    ("s = Tanh (c) y = Mul (c, s)", "y", None),
+    ("y = HardSigmoid <alpha = -0.2> (c)", "y", None),
+    ("y = Elu <alpha = 50.0> (c)", "y", None),
+    ("b = ReduceMin <keepdims = 0> (x) y = Clip (c, b)", "y", None),
+    ("y = Clip (c, high, low)", "y", None),  # no number lies between
+    (f"y = Sigmoid (c) f = Cast <to = 9> (k) {IF}", "y, z", None),
+])  # fmt: skip
 def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple[float | None, ...] | None) -> None:
     assert limits(behind, outputs) == ([] if found is None else [pytest.approx(found)])
-
-
-FUNCTIONS = {
-    "Sigmoid": lambda v: 1 / (1 + np.exp(-v)),
-    "Tanh": np.tanh,
-    "Erf": np.vectorize(math.erf),
-    "HardSwish": lambda v: v * np.clip(v / 6 + 0.5, 0, 1),
-    "Mish": lambda v: v * np.tanh(np.log1p(np.exp(v))),
-    "Softplus": lambda v: np.log1p(np.exp(v)),
-    "Relu": lambda v: np.maximum(v, 0),
-    "com.microsoft.Gelu": lambda v: v / 2 * (1 + np.vectorize(math.erf)(v / 2**0.5)),
-    "com.microsoft.QuickGelu": lambda v: v / (1 + np.exp(-1.702 * v)),
-    "Elu": lambda v: np.where(v > 0, v, np.expm1(v)),
-}
-
-
-@pytest.mark.parametrize("op", FUNCTIONS)
-def test_what_the_bounds_cost(op: str) -> None:
-    """At most 0.003 of the function's value."""
-    (ends,) = limits(f"y = {op} (c)")
-    v = np.linspace(-100, 100, 20001)
-    assert np.abs(FUNCTIONS[op](v) - FUNCTIONS[op](np.clip(v, *ends))).max() <= 0.003
 
 
 def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, shape: str = "1,4,8,8") -> SeenAs | None:
@@ -172,18 +148,15 @@ def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, sh
     return seen_as(view, view.nodes[0].outputs).get("c")
 
 
-@pytest.mark.parametrize(
-    ("behind", "opset", "axes"),
-    [
-        ("y = Softmax (c)", 17, (-1,)),
-        ("y = Softmax <axis = 1> (c)", 17, (1,)),
-        ("y = Softmax <axis = 2> (c)", 11, (2, 3)),
-        ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
-        ("y = Sigmoid (c)", 17, None),
-        ("s = Softmax (c)\n y = Add (s, c)", 17, None),
-        ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
-    ],
-)
+@pytest.mark.parametrize(("behind", "opset", "axes"), [
+    ("y = Softmax (c)", 17, (-1,)),
+    ("y = Softmax <axis = 1> (c)", 17, (1,)),
+    ("y = Softmax <axis = 2> (c)", 11, (2, 3)),
+    ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
+    ("y = Sigmoid (c)", 17, None),
+    ("s = Softmax (c)\n y = Add (s, c)", 17, None),
+    ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
+])  # fmt: skip
 def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | None) -> None:
     shape = {"shape": np.array([4, 8, 8], np.int64)} if "shape" in behind else None
     found = seen(behind, opset, shape)
@@ -198,13 +171,7 @@ def test_a_mask_in_front_of_a_softmax_does_not_count(mask: float) -> None:
     counted = SeenAs(axes=(-1,))(masked)
     assert counted.max() == masked.max()
     assert -40 < counted.min() < counted.max() - 16
-
-    def softmax(x: np.ndarray) -> np.ndarray:
-        e = np.exp((x - x.max(-1, keepdims=True)).astype(np.float64))
-        return e / e.sum(-1, keepdims=True)
-
-    clipped = np.maximum(masked, counted.min())  # what a quantizer with that range makes of it
-    assert np.abs(softmax(clipped) - softmax(masked)).max() < 1e-6
+    assert (counted == np.maximum(masked, counted)).all()
 
 
 @pytest.mark.parametrize(("value", "found"), [(-np.inf, True), (-1e9, True), (0.0, False)])

@@ -137,15 +137,12 @@ def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: i
     assert domain_of(text).heads == {"Conv_y": stays}
 
 
-@pytest.mark.parametrize(
-    ("text", "macs"),
-    [
-        (f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w> {{ y = Conv <{CONV}> (x, w) }}", 4 * 3 * 9 * 64),
-        (f"net (float[1,4,8,8] x) => (y) <float[4,1,3,3] w> {{ y = Conv <{CONV}, group = 4> (x, w) }}", 4 * 9 * 64),
-        ("net (float[5,8] x) => (y) <float[8,2] w> { y = MatMul (x, w) }", 8 * 2 * 5),
-        ("net (float[N,8] x) => (float[N,2] y) <float[8,2] w> { y = Gemm (x, w) }", 8 * 2),
-    ],
-)
+@pytest.mark.parametrize(("text", "macs"), [
+    (f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w> {{ y = Conv <{CONV}> (x, w) }}", 4 * 3 * 9 * 64),
+    (f"net (float[1,4,8,8] x) => (y) <float[4,1,3,3] w> {{ y = Conv <{CONV}, group = 4> (x, w) }}", 4 * 9 * 64),
+    ("net (float[5,8] x) => (y) <float[8,2] w> { y = MatMul (x, w) }", 8 * 2 * 5),
+    ("net (float[N,8] x) => (float[N,2] y) <float[8,2] w> { y = Gemm (x, w) }", 8 * 2),
+])  # fmt: skip
 def test_multiply_accumulates(text: str, macs: int) -> None:
     view = view_of(text)
     assert multiply_accumulates(view, view.nodes[0]) == macs
@@ -165,16 +162,13 @@ SECONDARY = """scale_factor im_shape image_shape im_info attention_mask token_ty
 PRIMARY = "image x input pixel_values audio src features tokens"
 
 
-@pytest.mark.parametrize(
-    ("declared", "found"),
-    [
-        *((f"float[1,3,8,8] image, float[1,2] {name}", [name]) for name in SECONDARY.split()),
-        *((f"float[1,3,8,8] {name}", []) for name in PRIMARY.split()),
-        ("float[1,3,8,8] picture, float[1,2] extra, float[1,64] embedding", ["extra"]),  # small beside a picture
-        ("float[1,4] a, float[1,2] b", []),  # two matrices
-        ("float[1,3,8,8] mask", []),  # never all of them
-    ],
-)
+@pytest.mark.parametrize(("declared", "found"), [
+    *((f"float[1,3,8,8] image, float[1,2] {name}", [name]) for name in SECONDARY.split()),
+    *((f"float[1,3,8,8] {name}", []) for name in PRIMARY.split()),
+    ("float[1,3,8,8] picture, float[1,2] extra, float[1,64] embedding", ["extra"]),  # small beside a picture
+    ("float[1,4] a, float[1,2] b", []),  # two matrices
+    ("float[1,3,8,8] mask", []),  # never all of them
+])  # fmt: skip
 def test_inputs_are_secondary_by_name_or_as_small_vectors(declared: str, found: list[str]) -> None:
     assert secondary(declared) == found
 

@@ -43,18 +43,15 @@ def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None
     assert said in reason
 
 
-@pytest.mark.parametrize(
-    ("node", "constant", "role"),
-    [
-        *((f"{op} (x, k)", operand, Role.BINARY) for op in ("Add", "Mul") for operand in (2.0, [2.0])),
-        # A constant by channel is quantized if nothing is lost.
-        ("Add (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.ISLAND),
-        ("Mul (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.BINARY),
-        *((f"{op} (x, k)", [[[[1.0]], [[3.1416]], [[2.7183]]]], Role.ISLAND) for op in ("Add", "Mul")),
-        ('Resize <mode = "nearest"> (x, , k)', [1, 1, 2, 2], Role.PASS_THROUGH),
-        ('Resize <mode = "linear"> (x, , k)', [1, 1, 2, 2], Role.ISLAND),
-    ],
-)
+@pytest.mark.parametrize(("node", "constant", "role"), [
+    *((f"{op} (x, k)", operand, Role.BINARY) for op in ("Add", "Mul") for operand in (2.0, [2.0])),
+    # A constant by channel is quantized if nothing is lost.
+    ("Add (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.ISLAND),
+    ("Mul (x, k)", [[[[1.0]], [[1.5]], [[2.25]]]], Role.BINARY),
+    *((f"{op} (x, k)", [[[[1.0]], [[3.1416]], [[2.7183]]]], Role.ISLAND) for op in ("Add", "Mul")),
+    ('Resize <mode = "nearest"> (x, , k)', [1, 1, 2, 2], Role.PASS_THROUGH),
+    ('Resize <mode = "linear"> (x, , k)', [1, 1, 2, 2], Role.ISLAND),
+])  # fmt: skip
 def test_what_a_constant_and_a_mode_allow(node: str, constant: Any, role: Role) -> None:
     assert only(f"(float[1,3,8,8] x) => (y) {{ y = {node} }}", {"k": np.array(constant, np.float32)})[0] is role
 

@@ -77,16 +77,12 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
     assert set(np.unique(held)) <= {-64, 62}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"TensorQuantOverrides": {"deep_w": [{"symmetric": True, "reduce_range": True}]}},
-        {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}},
-        {"WeightSymmetric": False},
-        {"MinimumRealRange": 0.01},
-    ],
-    ids=["range", "type", "asymmetric", "least range"],
-)
+@pytest.mark.parametrize("options", [
+    {"TensorQuantOverrides": {"deep_w": [{"symmetric": True, "reduce_range": True}]}},
+    {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}},
+    {"WeightSymmetric": False},
+    {"MinimumRealRange": 0.01},
+], ids=["range", "type", "asymmetric", "least range"])  # fmt: skip
 def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -172,13 +172,10 @@ def test_dense_net_chain_does_not_coarsen_early_features() -> None:
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layer", "adds", "axis", "beta"),
-    [
-        ("y = Gemm <beta = 0.5, transB = 1> (x, w, b)", "Gemm_y", 0, 0.5),
-        ("m = MatMul (x, w) y = Add (m, b)", "Add_y", 1, 1),
-    ],
-)
+@pytest.mark.parametrize(("layer", "adds", "axis", "beta"), [
+    ("y = Gemm <beta = 0.5, transB = 1> (x, w, b)", "Gemm_y", 0, 0.5),
+    ("m = MatMul (x, w) y = Add (m, b)", "Add_y", 1, 1),
+])  # fmt: skip
 def test_biases_are_int32_at_the_product_of_the_scales_and_weights_by_channel(
     layer: str, adds: str, axis: int, beta: float
 ) -> None:

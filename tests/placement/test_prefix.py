@@ -79,22 +79,18 @@ def test_a_target_may_switch_it_off() -> None:
 # ---- pools on bytes, which are fast where an integer Conv made the layout channels-last ---------------------------
 
 
-@pytest.mark.parametrize(
-    ("between", "fast"),
-    [
-        (f"p = {POOL} (c)", True),
-        (f"r = Relu (c) p = {POOL} (r)", True),
-        (f"s = Sigmoid (c) m = Mul (c, s) p = {POOL} (m)", True),
-        (f"h = HardSwish (c) p = {POOL} (h)", True),
-        (f"d = Conv <{CONV}> (c, f) a = Concat <axis = 1> (c, d) b = Slice (a, o, e, n) p = {POOL} (b)", True),
-        (f"q = {POOL} (c) p = {POOL} (q)", True),
-        (f"l = LRN <size = 3> (c) p = {POOL} (l)", False),
-        (f"l = InstanceNormalization (c, one, one) p = {POOL} (l)", False),
-        (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {POOL} (l)", False),
-        (f"i = {POOL} (x) p = Add (c, i)", False),  # a pool of the input
-    ],
-    ids=["conv", "relu", "silu", "island", "concat", "pool", "lrn", "norm", "average pool", "input"],
-)
+@pytest.mark.parametrize(("between", "fast"), [
+    (f"p = {POOL} (c)", True),
+    (f"r = Relu (c) p = {POOL} (r)", True),
+    (f"s = Sigmoid (c) m = Mul (c, s) p = {POOL} (m)", True),
+    (f"h = HardSwish (c) p = {POOL} (h)", True),
+    (f"d = Conv <{CONV}> (c, f) a = Concat <axis = 1> (c, d) b = Slice (a, o, e, n) p = {POOL} (b)", True),
+    (f"q = {POOL} (c) p = {POOL} (q)", True),
+    (f"l = LRN <size = 3> (c) p = {POOL} (l)", False),
+    (f"l = InstanceNormalization (c, one, one) p = {POOL} (l)", False),
+    (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {POOL} (l)", False),
+    (f"i = {POOL} (x) p = Add (c, i)", False),  # a pool of the input
+], ids=["conv", "relu", "silu", "island", "concat", "pool", "lrn", "norm", "average pool", "input"])  # fmt: skip
 def test_behind_an_integer_conv_a_pool_moves_bytes(between: str, fast: bool) -> None:
     """One that stays float is held back from the Q behind it, or the session would hoist that above the pool."""
     weights = {"o": [0], "e": [8], "n": [1]} if "Slice" in between else None

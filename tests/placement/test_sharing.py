@@ -32,24 +32,21 @@ def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> Non
         assert groups.root(name) == roots[name], "the provider's root keeps providing"
 
 
-@pytest.mark.parametrize(
-    ("own", "limit", "shared", "elsewhere", "said"),
-    [
-        # Read elsewhere, a value must not lose resolution; ranges are widened to hold 0 before they are compared.
-        ((0.0, 1.0), None, (0.0, 1.4), True, None),
-        ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
-        ((0.0, 1.0), None, (0.0, 100.0), False, None),
-        ((2.0, 3.0), None, (0.0, 4.0), True, None),
-        ((-1.0, 0.0), None, (-1.0, 1.0), True, "'v' is read elsewhere"),
-        # An absorbed activation must stay absorbed.
-        ((0.0, 4.0), (0.0, None), (-1.0, 4.0), False, "below 0.0"),
-        ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
-        ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
-        ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
-        # Before calibration everything may be shared, so that every value that may need its own range is observed.
-        (None, (0.0, None), None, True, None),
-    ],
-)
+@pytest.mark.parametrize(("own", "limit", "shared", "elsewhere", "said"), [
+    # Read elsewhere, a value must not lose resolution; ranges are widened to hold 0 before they are compared.
+    ((0.0, 1.0), None, (0.0, 1.4), True, None),
+    ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
+    ((0.0, 1.0), None, (0.0, 100.0), False, None),
+    ((2.0, 3.0), None, (0.0, 4.0), True, None),
+    ((-1.0, 0.0), None, (-1.0, 1.0), True, "'v' is read elsewhere"),
+    # An absorbed activation must stay absorbed.
+    ((0.0, 4.0), (0.0, None), (-1.0, 4.0), False, "below 0.0"),
+    ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
+    ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
+    ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
+    # Before calibration everything may be shared, so that every value that may need its own range is observed.
+    (None, (0.0, None), None, True, None),
+])  # fmt: skip
 def test_what_a_value_may_share(own: Any, limit: Any, shared: Any, elsewhere: bool, said: str | None) -> None:
     limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
     groups = ScaleGroups({} if own is None else {"v": own, "out": shared}, limits, 1.5)

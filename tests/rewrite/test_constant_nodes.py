@@ -109,18 +109,6 @@ def test_a_node_that_the_runtime_refuses_stops_nothing():
     assert ops(rewritten(fold_constants, proto).proto) == ["Gather", "If"]
 
 
-def test_all_preparation_rewrites_together():
-    text = """(float[2,3] x) => (float[2,4] y)
-    <float[4,3] w, float[4] d, float[4] g, float[4] b, float[4] m, float[4] v>
-    { i = Identity(w) t = Transpose(i) h = Gemm<beta = 0.5>(x, t, d) e = Dropout(h)
-    n = BatchNormalization(e, g, b, m, v) y = Identity(n) }"""
-    proto = parse(text, {"v": [0.5, 1, 2, 3]})
-    prepared = static(proto).proto
-    assert ops(prepared) == ["Gemm"]
-    assert_same(proto, prepared, {"x": X})
-    assert all(t.data_type == TensorProto.FLOAT for t in prepared.graph.initializer)
-
-
 BRANCH_X = {"x": normal((2, 1, 4))}
 EXP, NEG = branch("e", "ey = Exp(r)"), branch("d", "dy = Neg(r)")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kenosis_ort.rewrite import drop_identity, fuse_attention
+from kenosis_ort.rewrite import fuse_attention
 from tests.graph.build import run
 from tests.models import Net, normal
 from tests.rewrite.forms import check, ops, parse, rewritten
@@ -177,12 +177,6 @@ def test_layers_that_share_a_mask_expand_it_once():
     kinds = ops(check(fuse_attention, g.of(y), normal((2, 2, 3, 4))).proto)
     assert (kinds.count("Attention"), kinds.count("Max")) == (2, 1)
     assert kinds.count("Expand") <= 2
-
-
-def test_an_idle_cast_does_not_hide_the_attention():
-    g = Heads.over([1, 2, 3, 4])
-    p = g.op("Cast", [g.op("Softmax", [g.scores()], axis=-1)], to=onnx.TensorProto.FLOAT)
-    assert "Cast" not in ops(rewritten(drop_identity, g.of(g.op("MatMul", [p, "x"]))).proto)
 
 
 @given(b=st.integers(1, 2), s=st.integers(1, 4), groups=st.integers(1, 2), each=st.integers(2, 3), h=st.integers(1, 4))

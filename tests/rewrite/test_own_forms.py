@@ -59,13 +59,6 @@ def test_the_new_window_is_the_smallest(kernel, pads, new_kernel, new_pads):
     assert (attributes.get("kernel_shape"), attributes.get("pads")) == (new_kernel, new_pads)
 
 
-def test_values_and_batch_are_kept():
-    prepared = rewritten(space_to_depth_stem, stem((3, 3), (8, 8)), keep_values=["x", "stem"])
-    assert ops(prepared.proto) == ["SpaceToDepth", "Conv"]
-    (inner,) = prepared.proto.graph.value_info
-    assert [d.dim_param or d.dim_value for d in inner.type.tensor_type.shape.dim] == ["N", 12, 4, 4]
-
-
 @given(
     kernel=st.tuples(st.integers(1, 5), st.integers(2, 5)), strides=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     pads=st.tuples(*[st.integers(0, 3)] * 4), dilation=st.integers(1, 2), channels=st.sampled_from([1, 2, 3, 5, 6, 7]),
