@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization import quantize_static as stock
 
-from kenosis_ort import Stages, quantize_static, verify_fusion
+from kenosis_ort import Stages, quantize_static
 from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import configured, open_session
@@ -59,20 +58,6 @@ def test_without_stages_it_is_stock(target: Target, tmp_path: Path) -> None:
     stock(source, theirs, models.reader(model, 4))
     quantize_static(source, ours, models.reader(model, 4), target=target, stages=Stages.none())
     assert differences(onnx.load(theirs), onnx.load(ours)) == []
-
-
-@pytest.mark.filterwarnings("ignore:.* not run on integers on target")
-@each_target
-def test_without_its_runtime_a_file_is_made_and_neither_proved_nor_timed(target: Target, tmp_path: Path) -> None:
-    hooks = replace(target.hooks, prove=None, time=None, why_unasked="it is not installed")
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    report = quantize_static(model, out, models.reader(model, 4), target=replace(target, hooks=hooks), tune="off")
-    assert out.exists()
-    assert report.fusion is None
-    assert "not proved: it is not installed" in report.verdict()
-    assert "Not timed: it is not installed." in report.notes
-    with pytest.raises(OptionError, match="it is not installed, so that it cannot be asked"):
-        verify_fusion(out, target=replace(target, hooks=hooks))
 
 
 UINT8 = {"quant_type": QuantType.QUInt8}

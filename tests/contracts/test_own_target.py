@@ -113,17 +113,14 @@ def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
     assert read["p"].reason == "the shortcut that the kernel of 'main' adds"
 
 
-def test_a_concat_computes_no_activation() -> None:
-    net = text("d = Conv (x, v) j = Concat <axis = 1> (c, d) [act] a = HardSwish (j)", "a, t")
-    assert preview(net, target=OWN).by_node["act"].kind is Kind.FLOAT
-
-
-def test_a_value_with_parameters_of_the_callers_own_ends_an_epilogue() -> None:
-    model = chain("HardSwish")
-    said = {"c0_out": [{"rmin": -4.0, "rmax": 4.0}]}
+@pytest.mark.parametrize(("model", "said"), [
+    (text("d = Conv (x, v) j = Concat <axis = 1> (c, d) [act] a = HardSwish (j)", "a, t"), {}),
+    (text("[act] a = HardSwish (c)", "a, u"), {"c": [{"rmin": -4.0, "rmax": 4.0}]}),
+], ids=["a concat computes none", "the caller's own range"])  # fmt: skip
+def test_what_ends_before_an_activation(model: onnx.ModelProto, said: dict[str, Any]) -> None:
     plan = preview(model, target=OWN, extra_options={"TensorQuantOverrides": said}, rewrites=False)
-    assert [n.kind for n in plan.nodes if n.op_type == "HardSwish"] != [Kind.ABSORBED]
-    assert any(d.edge.value == "c0_out" and d.dtype for d in plan.decisions)
+    assert plan.by_node["act"].kind is not Kind.ABSORBED
+    assert {d.edge.value for d in plan.decisions if d.dtype} >= {*said}
 
 
 def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:

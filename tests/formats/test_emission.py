@@ -110,14 +110,6 @@ def test_what_cannot_be_said_is_refused_before_a_sample_is_read(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bits_of_recipes_are_checked() -> None:
-    for wrong in ({"conv": {"weights": 1}}, {"conv": {"weight": 4}}, {"conv": 4}):
-        with pytest.raises(OptionError):
-            Recipe(bits=wrong)  # type: ignore[arg-type]
-    recipe = Recipe(weight_bits=4, bits={"conv": {"weights": 8}})
-    assert Recipe.from_toml(recipe.to_toml()) == recipe
-
-
 def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model: onnx.ModelProto) -> onnx.ModelProto:
         made = to_qonnx(model)

@@ -8,7 +8,6 @@ from collections import Counter
 
 import numpy as np
 import onnx
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +23,6 @@ from tests.contracts.test_formats import grids
 from tests.flow.support import changed
 from tests.formats.qonnx import run
 from tests.formats.test_model import model_of
-from tests.formats.test_to_qop import CONV_NET
 from tests.quantizer.random_nets import nets
 
 ANY = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -85,17 +83,3 @@ def test_weights_of_one_step_are_bipolar() -> None:
     made = to_qonnx(model)
     assert [n.op_type for n in made.graph.node] == ["Quant", "BipolarQuant", "Conv"]
     np.testing.assert_allclose(run(spell_out(made), feed)[0], run(model, feed)[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_quant_says_the_bits_of_its_value(bits: int) -> None:
-    made = to_qonnx(canonical(CONV_NET, bits).quantized)
-    constants = {t.name: onnx.numpy_helper.to_array(t) for t in made.graph.initializer}
-    widths = Counter(float(constants[n.input[3]]) for n in made.graph.node if n.op_type == "Quant")
-    assert set(widths) == {8.0, float(bits)}
-    weights = [n for n in made.graph.node if n.op_type == "Quant" and n.input[0] in constants]
-    assert len(weights) == 3
-    for node in weights:
-        assert constants[node.input[1]].shape == (8, 1, 1, 1)
-        assert attribute(node, "narrow").i == attribute(node, "signed").i == 1
-        assert constants[node.input[0]].dtype == np.float32

@@ -1,7 +1,6 @@
 """QONNX is read to the bit; what is refused stands in tests/contracts/test_formats.py."""
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,8 @@ from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.interop import read_model
 from tests.formats.qonnx import DOMAIN, Net, conv_net, draw, execute, run, same
+
+FOUR = numpy_helper.from_array(np.float32(4))
 
 
 def truncated(net: Net, x: str, *parameters: float, rounding_mode: str = "FLOOR") -> str:
@@ -41,10 +42,13 @@ def test_a_quantizer_is_read_to_the_bit(bits, signed, narrow, by_channel, shift,
 
 
 @pytest.mark.parametrize("domain", ["onnx.brevitas", "finn.custom_op.general"])
-def test_earlier_domains_are_read_alike(domain):
-    found = read_model(conv_net(domain=domain))
-    assert found.format == "qonnx"
-    assert {node.domain for node in found.canonical.graph.node} == {""}
+def test_earlier_domains_are_read_alike_and_initializers_that_are_listed_as_inputs_are_constants(domain):
+    model = conv_net(domain=domain)
+    listed = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer]
+    model.graph.input.extend(listed)
+    found = read_model(model)
+    assert (found.format, {node.domain for node in found.canonical.graph.node}) == ("qonnx", {""})
+    assert [v.name for v in found.canonical.graph.input] == ["x"]
     same(found.canonical, found.reference)
 
 
@@ -57,37 +61,17 @@ def test_what_is_spelled_out_computes_what_numpy_does(rounding_mode):
     same(spell_out(model), model)
 
 
-def any_rounding(rounding_mode: str) -> onnx.ModelProto:
+@pytest.mark.parametrize("build", [
+    lambda net: net.op("Add", ["x", net.quant(draw(), 0.3, rounding_mode="CEIL")]),
+    lambda net: net.op("Add", ["x", net.quant(draw(), 0.3, rounding_mode="FLOOR")]),
+    lambda net: net.op("Add", ["x", net.quant([[[1000.0]], [[-1.5]], [[0.0]]], 0.001, bits=32)]),
+    lambda net: net.op("Mul", [y := net.quant("x", [0.25], [1.0], [4.0], signed=0), net.op("Relu", [y])]),
+    lambda net: net.quant("x", net.op("Abs", [np.array([[[-0.5]], [[0.1]], [[0.2]]])]),
+                          net.op("Constant", [], value_float=0.0), net.op("Constant", [], value=FOUR)),
+], ids=["rounded up", "rounded down", "a bias of many bits", "one element, several readers", "nodes"])  # fmt: skip
+def test_spellings_of_parameters_and_constants_are_read_to_the_bit(build):
     net = Net()
-    return net.of(net.op("Add", ["x", net.quant(draw(), 0.3, rounding_mode=rounding_mode)]))
-
-
-def bias_of_many_bits() -> onnx.ModelProto:
-    net = Net()
-    return net.of(net.op("Add", ["x", net.quant([[[1000.0]], [[-1.5]], [[0.0]]], 0.001, bits=32)]))
-
-
-def several_readers_and_scales_of_one_element() -> onnx.ModelProto:
-    net = Net()
-    y = net.quant("x", [0.25], [1.0], [4.0], signed=0)
-    return net.of(net.op("Add", [net.op("Relu", [y]), net.op("Mul", [y, y])]))
-
-
-def constants_that_are_nodes() -> onnx.ModelProto:
-    net = Net()
-    scale = net.op("Abs", [np.array([[[-0.5]], [[0.1]], [[0.2]]])])
-    zero = helper.make_node("Constant", [], ["zero"], value_float=0.0)
-    bits = helper.make_node("Constant", [], ["bits"], value=numpy_helper.from_array(np.float32(4)))
-    net.nodes += [zero, bits]
-    return net.of(net.quant("x", scale, "zero", "bits"))
-
-
-@pytest.mark.parametrize(
-    "model",
-    [any_rounding("CEIL"), any_rounding("FLOOR"), bias_of_many_bits(), several_readers_and_scales_of_one_element(),
-     constants_that_are_nodes()],
-)  # fmt: skip
-def test_spellings_of_parameters_and_constants_are_read_to_the_bit(model):
+    model = net.of(build(net))
     same(read_model(model).canonical, model)
 
 
@@ -110,13 +94,6 @@ def test_trunc_behind_a_pool_is_read(to_bits, quantizers):
     found = read_model(model).canonical
     same(found, model)
     assert len(quantizers_of(found)) == quantizers
-
-
-def test_initializers_that_are_listed_as_inputs_are_constants():
-    model = conv_net()
-    listed = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer]
-    model.graph.input.extend(listed)
-    assert [v.name for v in read_model(model).canonical.graph.input] == ["x"]
 
 
 def test_channels_last_operators_stand_between_transposes():

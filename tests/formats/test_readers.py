@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,13 @@ def net(nodes: str, outputs: str = "y", opset: int = 17, **constants: Any) -> An
     """A model of ``x`` with these nodes; scales and zero points of `GRIDS` unless others are given."""
     used = {name: array for name, array in {**GRIDS, **constants}.items() if name in nodes}
     return parse(f"net (float[2,3,6,6] x) => ({outputs}) {{ {nodes} }}", used, opset=opset, checked=False)
+
+
+def read(model: onnx.ModelProto, x: Any = None) -> onnx.ModelProto:
+    """The canonical model, which computes the same to the bit."""
+    found = read_model(model).canonical
+    same(found, model, x)
+    return found
 
 
 # ---- quantized operators --------------------------------------------------------------------------------------------
@@ -67,8 +75,7 @@ def test_an_operator_of_integers_is_its_float_one_between_dq_and_q(op_type):
 
 def test_a_pool_of_integers_that_feeds_others_stands_between_dq_and_q():
     model = net(f"{PAIR}\n p = MaxPool <kernel_shape = [2, 2]> (q)\n y = DequantizeLinear (p, s, z)", "y, d")
-    found = read_model(model).canonical
-    same(found, model)
+    found = read(model)
     assert [t.quantize is not None for t in quantizers_of(found)] == [True] * 3
 
 
@@ -89,8 +96,7 @@ def test_weights_of_qcdq_become_integers_in_range(stored, by_channel, bits, seed
         f"wd = DequantizeLinear {axis} (wc, ws, wz)\n y = Conv (x, wd)",
         w=w, ws=scale, wz=np.zeros(np.shape(scale), np.int8), lo=np.int8(-most), hi=np.int8(most),
     )  # fmt: skip
-    found = read_model(model).canonical
-    same(found, model)
+    found = read(model)
     (tensor,) = quantizers_of(found)
     assert tensor.constant is not None
     assert tensor.quantizer.bits == bits
@@ -107,9 +113,8 @@ def test_several_dq_of_one_q_are_one():
         y = Mul (a, b)""",
         z=np.uint8(7), lo=np.uint8(0), hi=np.uint8(15),
     )  # fmt: skip
-    found = read_model(model).canonical
+    found = read(model)
     assert [n.op_type for n in found.graph.node] == ["QuantizeLinear", "Clip", "DequantizeLinear", "Mul"]
-    same(found, model)
 
 
 def test_zero_points_left_out_and_scales_of_one_element_are_spelled_out():
@@ -117,10 +122,9 @@ def test_zero_points_left_out_and_scales_of_one_element_are_spelled_out():
         "q = QuantizeLinear (x, s)\n d = DequantizeLinear (q, s)\n wd = DequantizeLinear (w, s)\n y = Add (d, wd)",
         opset=13, s=np.array([0.05], np.float32), w=np.ones((3, 1, 1), np.int8),
     )  # fmt: skip
-    found = read_model(model).canonical
+    found = read(model)
     assert all(len(n.input) == 3 for n in found.graph.node if n.op_type != "Add")
     assert all(t.quantizer.scale.ndim == 0 for t in quantizers_of(found))
-    same(found, model)
 
 
 def test_integers_of_four_bits_get_eight_and_a_clip():
@@ -129,8 +133,7 @@ def test_integers_of_four_bits_get_eight_and_a_clip():
         f"{PAIR}\n wd = DequantizeLinear (w, s)\n y = Add (d, wd)",
         opset=21, s=np.float32(0.2), z=np.asarray(3, unsigned), w=np.asarray([-8, 0, 7], four).reshape(3, 1, 1),
     )  # fmt: skip
-    found = read_model(model).canonical
-    same(found, model)
+    found = read(model)
     kinds = {(t.elem_type, t.quantizer.bits) for t in quantizers_of(found)}
     assert kinds == {(TensorProto.UINT8, 4), (TensorProto.INT8, 4)}
 
@@ -149,9 +152,8 @@ def test_layout_operators_behind_a_weight_are_performed_on_its_integers(layout, 
         w=rng.integers(-8, 8, (3, 3, 3, 4)).astype(np.int8), ws=rng.uniform(0.1, 0.2, 4).astype(np.float32),
         wz=np.zeros(4, np.int8), to=np.array([-1, 4]), axes=np.array([0]),
     )  # fmt: skip
-    found = read_model(model).canonical
+    found = read(model)
     assert layout.split()[0] not in operators(found)
-    same(found, model)
 
 
 def test_a_layout_that_mixes_channels_stays():
@@ -160,17 +162,15 @@ def test_a_layout_that_mixes_channels_stays():
         "wd = DequantizeLinear <axis = 0> (w, ws, wz)\n v = Reshape (wd, to)\n y = Add (x, v)",
         w=np.arange(6, dtype=np.int8).reshape(2, 3), ws=scales, wz=np.zeros(2, np.int8), to=np.array([6]),
     )  # fmt: skip
-    found = read_model(model).canonical
+    found = read(model)
     assert operators(found)["Reshape"] == 1
-    same(found, model)
 
 
 def test_unsigned_integers_around_128_are_signed_ones_around_zero():
     model = net("q = QuantizeLinear (x, s, z)\n y = DequantizeLinear (q, s, z)", z=np.uint8(128))
-    found = read_model(model).canonical
+    found = read(model, draw() * 4)
     (tensor,) = quantizers_of(found)
     assert (tensor.quantizer.signed, int(tensor.quantizer.zero_point)) == (True, 0)
-    same(found, model, draw() * 4)
 
 
 @pytest.mark.parametrize(("behind", "weight"), [("y = Add (d, wd)", "uint8"), ("y = MatMul (d, wd)", "int8")])

@@ -1,5 +1,6 @@
 """Weights rounded so that a layer's outputs are closest, on the grid that they have."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,16 @@ def test_groups_are_rounded_together_as_each_alone(groups, rows, columns, paired
         assert np.array_equal(found[decides], nearest[decides])
     errors = [np.einsum("grc,gcd,grd->", each, moments, each) for each in (found - targets, nearest - targets)]
     assert errors[0] <= errors[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("way", [rounding.pass_on, partial(rounding.descend, sweeps=4)])
+def test_a_grid_that_is_moved_and_stretched_takes_its_weights_along(way: Any) -> None:
+    inputs, targets = models.normal((2, 24, 8)), models.normal((2, 8, 5), 1, 40).astype(np.float64)
+    hessian, nearest = inputs.transpose(0, 2, 1) @ inputs.astype(np.float64), np.clip(np.rint(targets), -127, 127)
+    fixed, zero, scale = np.zeros(targets.shape, bool), np.full((2, 8, 5), 9.0), np.full((2, 8, 5), 0.5)
+    plain = way(targets, nearest, fixed, hessian, Grid(-127, 127))
+    moved = way(0.5 * targets, nearest + 9, fixed, hessian, Grid(-118, 136, scale, zero))
+    np.testing.assert_array_equal(moved, plain + 9)
 
 
 def test_a_conv_of_no_groups_is_no_layer() -> None:

@@ -53,6 +53,7 @@ def test_products_and_free_sizes(text: str, expected: Work | None):
 ])  # fmt: skip
 def test_classes_of_convolutions(arguments: dict, name: str):
     assert conv_work(pixels=49, **arguments).shape_class == name
+    assert name in get_target("ort-cpu").costs.kernels
 
 
 @given(
@@ -96,13 +97,8 @@ def test_a_recurrent_layer():
 
 
 def test_every_class_has_a_cost():
-    kernels = get_target("ort-cpu").costs.kernels
-    others = {
-        "conv-pointwise", "conv-dense", "conv-few-channels", "conv-depthwise", "conv-depthwise-odd", "conv-grouped",
-        "conv-grouped-odd", "conv-transpose", "linear", "linear-one", "matmul", "recurrent", "nothing", "other",
-        "max-pool", "average-pool", "global-pool", "softmax", "quantize", "dequantize", "channels-last", "blocked",
-    }  # fmt: skip
-    assert {*CLASSES.values(), *others} == kernels.keys()
+    borders = {"nothing", "other", "quantize", "dequantize", "channels-last", "blocked"}
+    assert {*CLASSES.values(), *borders} < get_target("ort-cpu").costs.kernels.keys()
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from kenosis_ort import rewrite
-from tests.graph.build import ready
-from tests.models import Net, normal, session
+from tests.models import Net, normal
 from tests.rewrite.forms import RTOL, check, parse, refused, rewritten
 from tests.targets.qdq import kernels
 
@@ -161,18 +160,6 @@ def test_norms_that_have_an_operator_are_left_to_it(opset, centred):
     refused(rewrite.spell_norm, scaled(opset, centred, square="mul", inverse="reciprocal"), None)
 
 
-@pytest.mark.parametrize("inverse", ["div", "reciprocal"])
-def test_a_residual_in_front_of_a_norm_in_arithmetic_is_added_by_sum(inverse):
-    """Before operator set 17; the runtime makes a norm of it at load, and joins that with the sum."""
-    g = Net.over((2, 3, SIZE), opset=13)
-    x = g.op("Add", [g.op("Relu", ["x"]), g.op("Neg", ["x"])])
-    proto = g.of(norm(g, x, inverse=inverse, scale=np.ones(SIZE), shift=np.zeros(SIZE)))
-    assert JOINED in compute(ready(proto, rewrites=[rewrite.spell_norm]).proto)
-    found = compute(ready(proto, rewrites=[rewrite.spell_norm, rewrite.residual_to_sum]).proto)
-    assert JOINED not in found
-    assert {"Sum", LAYER} <= set(found)
-
-
 # ---- sums: residuals in front of norms, the runtime's joined norms taken apart, Sum as Adds --------------------------
 
 
@@ -256,14 +243,6 @@ def test_the_operator_for_rms_norms_is_written_where_there_is_one():
 
 def test_a_layer_norm_needs_its_operator_set():
     refused(rewrite.split_skip_norm, joined(opset=16), "needs operator set 17")
-
-
-@pytest.mark.parametrize("op", [JOINED, SIMPLE])
-def test_the_runtime_does_not_join_them_again(op):
-    result = ready(joined(op), rewrites=[rewrite.split_skip_norm, rewrite.residual_to_sum]).proto
-    expected = "LayerNormalization" if op == JOINED else "SimplifiedLayerNormalization"
-    assert compute(result)[-2:] == ["Sum", expected]
-    session(result)
 
 
 SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
