@@ -13,7 +13,8 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import ir
-from kenosis_ort.passes.equalize_layers import equalize
+from kenosis_ort.passes import equalize_layers
+from kenosis_ort.passes.links import find_links
 from tests import models, planning
 
 
@@ -88,10 +89,14 @@ def test_batch_norm_knows_its_output():
 
 def test_equalization_through_a_clip_by_what_batch_norm_says():
     source = trained_net("Clip (normed, zero, most)")
-    known = found_by.batch_norm_statistics(source)
-    (pair,) = equalize(planning.prepared(source), peaks=known).pairs
+    model, known = planning.prepared(source), found_by.batch_norm_statistics(source)
+    (pair,) = equalize_layers.equalize(model, peaks=known).pairs
     clips = known["normed"].high >= 1.5
     assert (clips.sum(), set(pair.scales[clips]), pair.scales[~clips].max() > 2) == (2, {1.0}, True)
+    (link,) = find_links(LiveGraph(model))
+    least, most = equalize_layers._limits(link, known["normed"])
+    assert {*least[clips], *most[clips]} == {1.0}, "what is clipped stays as it is"
+    assert np.all((most * known["normed"].high)[~clips] <= 1.5), "what is not stays so"
 
 
 ACTIVATIONS = {
