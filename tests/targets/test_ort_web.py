@@ -27,7 +27,7 @@ from kenosis_ort.targets.proof import Status
 from tests import models
 from tests.flow.support import run
 from tests.models import Net
-from tests.targets.files import Written
+from tests.targets.files import Written, net_of
 
 there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
 Array = npt.NDArray[Any]
@@ -101,10 +101,9 @@ def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path: Path) 
 
 
 def test_rule_web_depthwise_float() -> None:
-    net = Net()
-    x = net.op("Relu", [net.conv(net.input("x", [1, 64, 28, 28]), 64, 256, k=1, name="expand")])
-    x = net.op("Relu", [net.conv(x, 256, 256, groups=256, name="depthwise")])
-    model = onnx.shape_inference.infer_shapes(net.of(net.conv(x, 256, 64, k=1, name="project")))
+    body = """[expand] a = Conv (x, w256_64_1_1) b = Relu (a) [depthwise] c = Conv <group = 256, pads = [1,1,1,1]>
+        (b, w256_1_3_3) d = Relu (c) [project] y = Conv (d, w64_256_1_1)"""
+    model = onnx.shape_inference.infer_shapes(net_of(body, "1,64,28,28"))
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
     slower = cheapest_in_float(GraphView(model), plan, get_target("ort-web").costs, ())
@@ -116,21 +115,14 @@ def test_rule_web_attention_refused() -> None:
     assert "fuse_attention" not in (get_target("ort-web").float_forms or ())
 
 
-def test_a_clip_stays_where_its_scale_reaches_further(tmp_path: Path) -> None:
-    model = chain("Clip")
-    plan = preview(model, target="ort-web")
-    clip = next(n for n in model.graph.node if n.op_type == "Clip")
-    for scale, stays in ((6 / 255, False), (8 / 255, True)):
-        changed = copy_model(model)
-        changed.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(scale), "s"))
-        changed.graph.initializer.append(onnx.numpy_helper.from_array(np.uint8(0), "z"))
-        for n in changed.graph.node:
-            if clip.output[0] in n.input:
-                n.op_type, n.input[:] = "QuantizeLinear", [clip.output[0], "s", "z"]
-                del n.attribute[:]
-        spell_relus(changed, plan)
-        found = next(n for n in changed.graph.node if n.name == clip.name)
-        assert (found.op_type == "Clip") is stays
+@pytest.mark.parametrize(("scale", "stays"), [(6 / 255, False), (8 / 255, True)])
+def test_a_clip_stays_where_its_scale_reaches_further(scale: float, stays: bool) -> None:
+    front = "c = Conv <pads = [1,1,1,1]> (x, w6_6_3_3) [clip] p = Clip (c, zero, six)"
+    pair = "q = QuantizeLinear (p, step, point) y = DequantizeLinear (q, step, point)"
+    plan = preview(net_of(f"{front} y = Conv (p, w6_6_3_3)", six=np.float32(6)), target="ort-web")
+    model = net_of(f"{front} {pair}", six=np.float32(6), step=np.float32(scale), point=np.uint8(0))
+    spell_relus(model, plan)
+    assert next(n.op_type == "Clip" for n in model.graph.node if n.name == "clip") is stays
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
