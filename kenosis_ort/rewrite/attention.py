@@ -179,11 +179,6 @@ class Heads:
         q_joined, k_joined, v_joined = (self._joined(part, last) for part in (q, k, v))
         return FlatHeads(q_joined, k_joined, v_joined, q.heads, k.heads, v.width, (q.value, k.value), joins[0])
 
-    def unfold(self, attention: ir.Node, flat: FlatHeads) -> None:
-        """Makes the Transpose behind an attention of flat heads the Reshape that is all that is left of it."""
-        shape = self._editor.add_constant(np.array([0, 0, flat.heads, flat.width], np.int64), f"{attention.name}_heads")
-        self._editor.rewrite(flat.join, "Reshape", [flat.join.inputs[0], shape])
-
     def _before_split(self, value: ir.Value, perm: tuple[int, ...] | None) -> _Split | None:
         """Value before the Transpose that splits heads."""
         editor = self._editor
@@ -368,7 +363,8 @@ class _Writer:
             self._guard(last)
         if flat is not None:
             editor.forget_shape(last.outputs[0])
-            self._heads.unfold(last, flat)
+            shape = editor.add_constant(np.array([0, 0, flat.heads, flat.width], np.int64), f"{last.name}_heads")
+            editor.rewrite(flat.join, "Reshape", [flat.join.inputs[0], shape])  # all that is left of the Transpose
         editor.drop_unread([*before, scores.q, scores.k, found.v], last.name)
 
     def _unrepeated(self, found: FoundAttention) -> tuple[ir.Value, ir.Value]:

@@ -174,14 +174,11 @@ class _Layers:
                 shape = self.editor.add_constant(known, f"{product.name}_shape")
             else:
                 width = self.editor.add_constant(np.array([columns], np.int64), f"{product.name}_columns")
-                shape = self.editor.insert_before(product, "Concat", [self._leading_of(product, x), width], axis=0)
+                if x not in self._leading:
+                    self._leading[x] = self.editor.insert_before(product, "Shape", [x], end=-1)
+                shape = self.editor.insert_before(product, "Concat", [self._leading[x], width], axis=0)
             self._shapes[x, columns] = shape
         return self._shapes[x, columns]
-
-    def _leading_of(self, product: ir.Node, x: ir.Value) -> ir.Value:
-        if x not in self._leading:
-            self._leading[x] = self.editor.insert_before(product, "Shape", [x], end=-1)
-        return self._leading[x]
 
 
 _RANK = 3
