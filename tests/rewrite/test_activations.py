@@ -184,7 +184,8 @@ def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, 
     (lambda g: [g.op("Mul", [g.op("Relu", ["x"]), clip_gate(g, "x")])], "Relu HardSigmoid Mul"),
     (lambda g: [gate := clip_gate(g, "x"), g.op("Mul", ["x", gate])], "HardSigmoid Mul"),
     (lambda g: [g.op("Mul", [g.op("HardSigmoid", ["x"], alpha=1 / 6), "x"])], "HardSwish"),
-], ids=["x is scaled itself", "a scale within", "gate of another value", "gate needed elsewhere", "node"])  # fmt: skip
+    (lambda g: [g.op("Neg", [g.op("Neg", [g.op("Neg", [clip_gate(g, "x")])])])], "HardSigmoid Neg"),
+], ids=["x is scaled", "a scale within", "gate of another", "gate needed elsewhere", "node", "behind"])  # fmt: skip
 def test_what_a_gate_becomes(build, expected):
     g = Net.over([2, 3])
     check(rewrite.collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
