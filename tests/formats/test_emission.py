@@ -132,6 +132,12 @@ def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:
     assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}
 
 
+@pytest.mark.parametrize("wrong", [{"conv": {"weights": 1}}, {"conv": {"weight": 4}}, {"conv": 4}])
+def test_bits_of_recipes_are_checked(wrong: Any) -> None:
+    with pytest.raises(OptionError):
+        Recipe(bits=wrong)
+
+
 def test_bits_of_no_node_are_told(tmp_path: Path) -> None:
     recipe = replace(RECIPES["plain"], bits={"secondd": {"weights": 4}})
     with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'secondd', which is no node.*'second'"):
