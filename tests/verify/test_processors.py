@@ -147,6 +147,7 @@ def test_a_weight_that_is_an_output_too(tmp_path: Path) -> None:
     assert tensor.name in {loss.output for loss in losses}
 
 
+@pytest.mark.since("1.24")  # before, the runtime has no ConvInteger of int8 weights
 def test_without_samples_or_of_a_form_that_is_not_simulated(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="no samples"):
         clipping_loss(by_stock(models.mlp(), tmp_path), [])
