@@ -33,7 +33,7 @@ def test_the_constructor_is_stocks() -> None:
 def test_unprepared_models_are_as_good_as_by_stock(activation: QuantType, tmp_path: Path) -> None:
     """Taken together: whose rounding errors cancel better in one small net is chance."""
     gained = []
-    for model in (net(seed=seed) for net in NETS for seed in range(2)):
+    for model in (net() for net in NETS):
         feeds = models.feeds(model, 6)
         data = ranges(model, feeds, tmp_path)
         stock, ours = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kenosis_ort import KenosisWarning, QuantizationReport, Recipe, quantize_sta
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.timed_feeds import scenarios
 from kenosis_ort.report import SpeedCandidate, SpeedSummary
+from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus
 from tests import models
@@ -76,6 +79,17 @@ def test_small_nets_are_decided_by_the_cost_table(tmp_path, monkeypatch, estimat
     report = quantized(models.conv_relu_chain(2), tmp_path / "out.onnx", promise=True)
     assert report.is_float is is_float
     assert (report.speed.basis, report.speed.float_milliseconds) == (basis, None)
+
+
+@pytest.mark.parametrize(("costs", "said"), [(True, r"estimated at 0\.\d\dx of the float model's"), (False, "nothing")])
+@pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
+def test_the_cost_table_is_asked_where_there_is_one(tmp_path, monkeypatch, costs, said):
+    """A net so small that Q and DQ cost more than all else, by any profile."""
+    monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
+    target = get_target("ort-cpu") if costs else replace(get_target("ort-cpu"), costs=None)
+    report = quantized(models.mobile_block(), tmp_path / "out.onnx", promise=True, tune="model", target=target)
+    assert re.search(said, report.speed.candidates[0].reason)
+    assert report.is_float
 
 
 # ---- by the machine's clock -----------------------------------------------------------------------------------
