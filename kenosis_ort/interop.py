@@ -31,7 +31,7 @@ from kenosis_ort.graph.constants import constants_to_initializers, detach_initia
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model, external_files
-from kenosis_ort.graph.qdq import store_exactly
+from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes

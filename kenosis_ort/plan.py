@@ -141,7 +141,7 @@ class PlacementPlan:
             clips many. The few that are farthest are cut off.
         largest_pair: What two neighbouring int8 weights of one sign may sum to where kernels of uint8 data read them,
             see `kenosis_ort.graph.qdq`; None where it does not matter.
-        even_channels: As for `kenosis_ort.graph.qdq.pair_orders`.
+        even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
         notes: What the target did to the plan as a whole, in sentences.
     """
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph import qdq
+from kenosis_ort.graph import product_pairs, qdq
 from kenosis_ort.graph.outside import array_in
 
 Float64 = npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ class ValueGrid:
     elem_type: int
     stored: TensorProto | None = None
     bounds: tuple[int, int] | None = None
-    order: qdq.PairOrder | None = None
+    order: product_pairs.PairOrder | None = None
 
     @cached_property
     def bits(self) -> int:
@@ -62,9 +62,9 @@ class ValueGrid:
         integers = array_in(self.stored)
         row = self.order.row_axes()[0] if self.order.rows else None
         if row is None:
-            return not qdq.can_clip(integers, self.order).any()
+            return not product_pairs.can_clip(integers, self.order).any()
         parts = np.array_split(integers, max(1, min(integers.shape[row], integers.size // _BLOCK)), axis=row)
-        return not any(qdq.can_clip(part, self.order).any() for part in parts)
+        return not any(product_pairs.can_clip(part, self.order).any() for part in parts)
 
     @cached_property
     def range(self) -> tuple[float, float]:
@@ -164,7 +164,7 @@ class GridReader:
         flat = scale.astype(np.float64).ravel()
         zeros = np.zeros(flat.size, np.int64) if zero is None else zero.astype(np.int64).ravel()
         stored = self.constants.get(node.input[0]) if node.op_type == qdq.DQ else None
-        order = None if consumer is None or stored is None else qdq.pair_order(consumer, tuple(stored.dims))
+        order = None if consumer is None or stored is None else product_pairs.pair_order(consumer, tuple(stored.dims))
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
         return ValueGrid(flat, zeros, axis, elem_type, stored, self._bounds(node), order)
 

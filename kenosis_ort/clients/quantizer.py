@@ -24,9 +24,9 @@ from kenosis_ort.flow.fit import fitted
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.resolve import resolve
 from kenosis_ort.flow.speed import float_regions
-from kenosis_ort.graph.canonical import check_structure
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.outside import array_in, copy_model
+from kenosis_ort.graph.structure import check_structure
 from kenosis_ort.option_types import EXTRA_OPTION_CHECKS
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build

@@ -22,7 +22,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
-from kenosis_ort.graph.qdq import store_exactly
+from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build, Overlay, materialize

@@ -21,10 +21,10 @@ import onnx
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import part_names
-from kenosis_ort.graph.canonical import check_depth, check_structure
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
 from kenosis_ort.graph.save import store_model
+from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.runtime.limits import check_runtime_loads
 from kenosis_ort.runtime.session import MAPPED_FROM

@@ -30,7 +30,8 @@ import onnx
 import onnx.numpy_helper
 
 from kenosis_ort.graph.outside import array_in, put_outside
-from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, on_grid, pair_order
+from kenosis_ort.graph.product_pairs import LARGEST_PAIR, PairOrder, can_clip, pair_order
+from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.correct_biases import BiasCorrection, corrected

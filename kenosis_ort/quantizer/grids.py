@@ -28,7 +28,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.qdq import PairOrder, integer_bounds, on_grid, pair_sums
+from kenosis_ort.graph.product_pairs import PairOrder, pair_sums
+from kenosis_ort.graph.qdq import integer_bounds, on_grid
 from kenosis_ort.plan import RangeLimit
 
 _SMALLEST: Final = float(np.finfo(np.float32).tiny)

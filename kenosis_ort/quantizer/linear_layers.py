@@ -22,7 +22,7 @@ import onnx
 from kenosis_ort.graph.constants import drop_stale_value_info
 from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.qdq import LARGEST_PAIR, ROWS_DOWN
+from kenosis_ort.graph.product_pairs import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of

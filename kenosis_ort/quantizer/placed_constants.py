@@ -20,7 +20,8 @@ from onnxruntime.quantization.quant_utils import (
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, brought_in, put_outside
-from kenosis_ort.graph.qdq import DQ, PairOrder, Q, annotate, exact_grid, integer_bounds, on_grid, pair_orders
+from kenosis_ort.graph.product_pairs import PairOrder, pair_orders
+from kenosis_ort.graph.qdq import DQ, Q, annotate, exact_grid, integer_bounds, on_grid
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.quantizer import grids
 from kenosis_ort.quantizer.pairs import Array, Pairs, QdqEditor, listed

@@ -7,14 +7,7 @@ from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, 
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
-from kenosis_ort.rewrite.clips import (
-    average_pool_to_conv,
-    collapse_clip,
-    hard_sigmoid_to_clip,
-    hard_swish_to_product,
-    lrn_to_pool,
-    pool_from_mean,
-)
+from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
 from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
 from kenosis_ort.rewrite.gemm_forms import (
     fold_gemm_factors,
@@ -24,6 +17,7 @@ from kenosis_ort.rewrite.gemm_forms import (
     sum_to_add,
 )
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
+from kenosis_ort.rewrite.pools import average_pool_to_conv, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.rule import RewriteResult, Rule
 
 PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.qdq import LARGEST_ACTIVATION
+from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
@@ -147,7 +147,7 @@ class DataTypes:
             value gets a Q and DQ of its own.
         largest_pair: What the sum of two products of uint8 and int8 may be on every machine that its files may run on;
             None where it does not matter.
-        even_channels: As for `kenosis_ort.graph.qdq.pair_orders`.
+        even_channels: As for `kenosis_ort.graph.product_pairs.pair_orders`.
         why: The reason in one sentence, for the report.
     """
 

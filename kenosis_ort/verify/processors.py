@@ -21,7 +21,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from kenosis_ort.errors import CalibrationError, UnsupportedModelError, last_gate
-from kenosis_ort.graph import qdq
+from kenosis_ort.graph import product_pairs
 from kenosis_ort.graph.load import read_source
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.walk import attribute_float, attribute_int, read_names
@@ -133,17 +133,17 @@ class ClippingSimulation:
             needed |= part.reads
         return parts
 
-    def _order(self, node: onnx.NodeProto) -> qdq.PairOrder | None:
+    def _order(self, node: onnx.NodeProto) -> product_pairs.PairOrder | None:
         """Order in which a layer that can clip reads its weights, None for other nodes."""
-        at = qdq.stored_weights(node)
+        at = product_pairs.stored_weights(node)
         tensor = None if at is None or at >= len(node.input) else self._tensors.get(node.input[at])
-        zero_point = self._tensors.get(qdq.data_zero_point(node))
+        zero_point = self._tensors.get(product_pairs.data_zero_point(node))
         if tensor is None or tensor.data_type != TensorProto.INT8:
             return None
         if zero_point is not None and zero_point.data_type == TensorProto.INT8:
             return None
-        order = qdq.pair_order(node, tuple(tensor.dims))
-        if order is None or not qdq.can_clip(array_in(tensor), order).any():
+        order = product_pairs.pair_order(node, tuple(tensor.dims))
+        if order is None or not product_pairs.can_clip(array_in(tensor), order).any():
             return None
         if node.op_type not in _OPERATORS or order.rows != 1:
             raise UnsupportedModelError(
@@ -186,7 +186,7 @@ class _Part:
 
     nodes: Sequence[onnx.NodeProto]
     layer: onnx.NodeProto | None = None
-    order: qdq.PairOrder | None = None
+    order: product_pairs.PairOrder | None = None
     needed: frozenset[str] = frozenset()
 
     @property
@@ -227,7 +227,7 @@ def _sums(data: Array, zero: int, stored: Array, zeros: Array, *, clips: bool) -
     data, stored = np.pad(data, odd), np.pad(stored, odd)
     first, second = data[:, ::2].astype(np.int32), data[:, 1::2].astype(np.int32)
     for row, weights in enumerate(stored.reshape(len(stored), -1, 2).astype(np.int32)):
-        pairs = np.flatnonzero(np.abs(weights.sum(axis=1)) > qdq.LARGEST_PAIR)
+        pairs = np.flatnonzero(np.abs(weights.sum(axis=1)) > product_pairs.LARGEST_PAIR)
         if pairs.size:
             product = first[:, pairs] * weights[pairs, 0] + second[:, pairs] * weights[pairs, 1]
             sums[:, row] += (np.clip(product, _INT16.min, _INT16.max) - product).sum(axis=1)
@@ -247,7 +247,7 @@ class _Call:
 
     node: onnx.NodeProto
     values: Sequence[Any]
-    order: qdq.PairOrder
+    order: product_pairs.PairOrder
     clips: bool
 
     def inputs(self, count: int) -> Sequence[Any]:

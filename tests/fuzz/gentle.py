@@ -11,7 +11,7 @@ import onnx
 import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.canonical import unsound
+from kenosis_ort.graph.structure import unsound
 from tests.fuzz.structure import Mutation, nest_node, rename_value
 
 Shape = tuple["int | str | None", ...]

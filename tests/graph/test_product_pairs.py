@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx.parser import parse_node
 
-from kenosis_ort.graph.qdq import PairOrder, can_clip, exact_grid, pair_order, pair_orders, pair_sums
+from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_orders, pair_sums
+from kenosis_ort.graph.qdq import exact_grid
 from tests.graph.build import net
 from tests.models import session
 from tests.processor import SATURATES

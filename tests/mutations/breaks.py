@@ -21,8 +21,9 @@ class Break(NamedTuple):
 
 # fmt: off
 BREAKS = (
-    Break("graph/qdq.py", "((0, *range(2, rank), 1), 1)", "(tuple(range(rank)), 1)", "graph/test_product_pairs.py"),
-    Break("graph/qdq.py", "sums) > LARGEST_PAIR", "sums) > 2 * LARGEST_PAIR", "graph/test_product_pairs.py"),
+    Break("graph/product_pairs.py", "((0, *range(2, rank), 1), 1)", "(tuple(range(rank)), 1)",
+          "graph/test_product_pairs.py"),
+    Break("graph/product_pairs.py", "sums) > LARGEST_PAIR", "sums) > 2 * LARGEST_PAIR", "graph/test_product_pairs.py"),
     Break("quantizer/grids.py", "low, high = min(low, 0.0), max(", "low, high = low, max(", "quantizer/test_grids.py"),
     Break("quantizer/grids.py", "is not None and zero_point < qmax:", "is None:", "quantizer/test_grids.py"),
     Break("graph/qdq.py", "np.clip(np.rint(np.asarray(", "np.clip(np.trunc(np.asarray(", "quantizer/test_grids.py"),
@@ -51,7 +52,7 @@ BREAKS = (
     Break("graph/live.py", "not pinned and self.readers(old) == [node]", "not pinned", "contracts/test_rewrites.py"),
     Break("graph/live.py", "| self._body_names", "| set()", "graph/test_live.py"),
     Break("graph/live.py", "value.type = value.shape = None", "pass", "graph/test_live.py"),
-    Break("graph/canonical.py", 'or not proto.HasField("ir_version")', "or not proto.ir_version", "graph/test_load.py"),
+    Break("graph/structure.py", 'or not proto.HasField("ir_version")', "or not proto.ir_version", "graph/test_load.py"),
     Break("rewrite/activations.py", "if gate.inputs[0] is x:", "if gate.inputs:", "rewrite contracts/test_rewrites.py"),
     Break("weights/blocks.py", "scale, zero, 0, self.top)", "scale, zero, 0, self.top + 1)", "weights/test_blocks.py"),
     Break("bench/harness.py", "if low > 0 and middle > margin:", "if middle > margin:", "bench"),
@@ -157,7 +158,7 @@ BREAKS = (
     Break("demo/measurements.py", "values.argmax(1) == digits.", "values.argmax(1) != digits.", "cli/test_commands.py"),
     Break("placement/absorption.py", "        self.shortcuts[str(node.name)] = others[0]", "        pass",
           "contracts/test_own_target.py"),
-    Break("graph/canonical.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
+    Break("graph/structure.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
     Break("passes/scale_rows.py", "if _MORE * score.error > best.error:", "if False:", "passes/test_row_scales.py"),
     Break("passes/self_correction.py", "self._stacks = False", "self._stacks = True", "passes/test_bias_correction.py"),
     Break("passes/correct_biases.py", ") and present.size > 1", ")", "passes/test_bias_correction.py"),

@@ -16,7 +16,7 @@ from onnxruntime.quantization import QuantFormat, QuantType
 
 import kenosis_ort
 from kenosis_ort import Recipe, convert
-from kenosis_ort.graph.qdq import LARGEST_PAIR, PairOrder, can_clip, pair_order
+from kenosis_ort.graph.product_pairs import LARGEST_PAIR, PairOrder, can_clip, pair_order
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.quantizer.grids import quantize_weight
 from kenosis_ort.quantizer.linear_layers import dynamic

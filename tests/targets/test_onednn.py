@@ -14,7 +14,8 @@ import pytest
 from kenosis_ort import preview, quantize_static, verify_patterns
 from kenosis_ort.errors import OptionError, VerificationError
 from kenosis_ort.graph.load import tag
-from kenosis_ort.graph.qdq import SourceGraph, can_clip, pair_orders
+from kenosis_ort.graph.product_pairs import can_clip, pair_orders
+from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import other_process
 from kenosis_ort.targets.onednn import openvino_proof as runtime

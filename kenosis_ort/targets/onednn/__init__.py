@@ -9,7 +9,7 @@ from typing import Final
 
 from onnx import TensorProto
 
-from kenosis_ort.graph.qdq import INT16_SUM
+from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn import openvino_rules as rules
 from kenosis_ort.targets.onednn.conformance import conform

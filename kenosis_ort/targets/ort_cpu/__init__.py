@@ -8,7 +8,7 @@ optimized graphs, which `pieces` cuts and indexes, `mapping` maps to nodes of th
 
 from typing import Final
 
-from kenosis_ort.graph.qdq import INT16_SUM
+from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.targets.model import DataTypes, Hooks, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu.barriers import find_barriers, leave_slow_pools_float, writes_float
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove

@@ -9,7 +9,7 @@ from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.live import further_outputs, optional
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.rewrite.clips import Axis, window_attributes, window_axes
+from kenosis_ort.rewrite.pools import Axis, window_attributes, window_axes
 from kenosis_ort.rewrite.rule import PADDED, Editor, NotCollapsibleError, operand, rule
 
 _LARGEST_WINDOW = 25
