@@ -66,8 +66,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.targets.proof import PatternReport as PatternReport
     from kenosis_ort.verify import verify_fusion as verify_fusion
     from kenosis_ort.verify import verify_patterns as verify_patterns
-    from kenosis_ort.weights.block_model import WeightReport as WeightReport
-    from kenosis_ort.weights.block_model import quantize_weights as quantize_weights
+    from kenosis_ort.weights.quantize import WeightReport as WeightReport
+    from kenosis_ort.weights.quantize import quantize_weights as quantize_weights
 
 __version__ = "0.1.0"
 
@@ -98,7 +98,7 @@ _NAMES: Final = {
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport PatternReport",
     "kenosis_ort.verify": "verify_fusion verify_patterns",
-    "kenosis_ort.weights.block_model": "WeightReport quantize_weights",
+    "kenosis_ort.weights.quantize": "WeightReport quantize_weights",
 }
 _HOMES: Final = tuple(name for names in _NAMES.values() for name in names.split())
 

@@ -28,9 +28,10 @@ from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
+from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.load import LoadedModel, load_model
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
-from kenosis_ort.graph.outside import copy_model, external_files
+from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from kenosis_ort.calibration.feeds import Feed, InputSpec, check_feed
 from kenosis_ort.errors import CalibrationError, ModelLoadError, OptionError
-from kenosis_ort.graph.outside import external_files, uses_external_data
+from kenosis_ort.graph.external_data import external_files, uses_external_data
 from kenosis_ort.runtime.session import TENSOR_TYPES, openable
 from kenosis_ort.storage.writing import regular
 

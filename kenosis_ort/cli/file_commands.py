@@ -16,7 +16,7 @@ from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.option_types import value_of
-from kenosis_ort.weights.block_model import quantize_weights
+from kenosis_ort.weights.quantize import quantize_weights
 
 
 def convert(arguments: argparse.Namespace, screen: Screen) -> None:

@@ -32,7 +32,7 @@ from kenosis_ort.cluster import Cluster
 from kenosis_ort.cluster.client import answering, connected
 from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
-from kenosis_ort.graph.outside import external_files
+from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text
 from kenosis_ort.report.text import format_bytes, make_table
 from kenosis_ort.storage.data import to_data

@@ -19,6 +19,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
 from kenosis_ort.graph import load, outside, save
+from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
@@ -180,7 +181,7 @@ def check_files(
     if cache is not None:
         (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
     if model is not None:
-        data = outside.external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
+        data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
         if in_place and same_file(model, output):
             data = [file for file in data if not same_file(file, save.data_file(output))]
             check_apart(outputs[1:], [(MODEL, model)])

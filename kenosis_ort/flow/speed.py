@@ -124,7 +124,7 @@ class _Forms:
         return dynamic(self._builder.prepared.proto, reduce_range=reduced, largest_pair=pair)
 
     def _weight_only(self) -> onnx.ModelProto | None:
-        from kenosis_ort.weights.blocks import weight_only
+        from kenosis_ort.weights.kernels import weight_only
 
         return weight_only(self._builder.prepared.proto)
 

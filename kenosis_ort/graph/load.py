@@ -19,7 +19,7 @@ from typing import Final
 import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
-from kenosis_ort.graph import outside
+from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.bodies import part_names
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
@@ -109,7 +109,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         check_depth(source, name)
         source = outside.copy_model(source)
         check_structure(source, name)
-        if outside.uses_external_data(source):
+        if external_data.uses_external_data(source):
             what = "The ModelProto refers to external data that was not loaded, and it has no folder to find it in."
             fix = "Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first."
             raise ModelLoadError(what, where=name, fix=fix)
@@ -121,8 +121,8 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         )
     path = Path(source)
     proto = parse_model(path)
-    is_split = outside.uses_external_data(proto)
-    outside.read_external_data(proto, path, lazily=lazily)
+    is_split = external_data.uses_external_data(proto)
+    external_data.read_external_data(proto, path, lazily=lazily)
     _list_as_defaults(proto)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
@@ -314,7 +314,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
-    return LoadedSource(proto, folder if outside.uses_external_data(proto) else None, name)
+    return LoadedSource(proto, folder if external_data.uses_external_data(proto) else None, name)
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def tagged_file(
     if change is not None:
         change(tagged.proto)
     if source.folder is not None:
-        outside.read_external_data(tagged.proto, source.folder / "model.onnx")
+        external_data.read_external_data(tagged.proto, source.folder / "model.onnx")
     with Scratch("verify") as folder:
         store_model(tagged.proto, folder / "model.onnx", external_data=False)
         yield source, tagged, folder / "model.onnx"

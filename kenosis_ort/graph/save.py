@@ -24,7 +24,8 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from kenosis_ort.errors import OutputError, warn_caller
-from kenosis_ort.graph.outside import external_files, serialized, weight_bytes, write_external_data
+from kenosis_ort.graph.external_data import external_files
+from kenosis_ort.graph.outside import serialized, weight_bytes, write_external_data
 from kenosis_ort.graph.walk import all_tensors
 from kenosis_ort.storage.writing import Scratch, is_possible, lock_folder, remove_leftovers, sha256_of
 

@@ -1,126 +1,36 @@
-"""Weights of 4 or 8 bits in blocks, everything else float: for models that wait for their weights, as decoders do.
-
-Which layers get 8 bits: those whose own rounding costs the outputs most for the bytes that it saves.
-
-Each layer alone is put on its grid and the outputs are compared on a few samples; such errors nearly add up. The
-value projections of a Llama with grouped queries hold 4 % of its weights and make 14 % of the error. Without samples,
-or where that is too much to run, a layer is measured by the error of its own weights or outputs.
-"""
+"""Weights of 4 or 8 bits in blocks, everything else float: for models that wait for their weights, as decoders do."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.error import find_uses, output_error
-from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
-from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
-from kenosis_ort.checks import flag, several, whole
-from kenosis_ort.checks import path as check_path
-from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean, last_gate
-from kenosis_ort.graph.bodies import state_pairs
+from kenosis_ort.errors import NothingToQuantizeError, OptionError, callers_own, did_you_mean
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
-from kenosis_ort.graph.save import write_model
 from kenosis_ort.graph.view import GraphView, PreparedModel
-from kenosis_ort.option_types import check_model
-from kenosis_ort.passes.evaluator import split_feeds
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
 from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.runtime.limits import runtime_limits
-from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool
-from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed
-from kenosis_ort.weights import blocks
-
-SENSITIVITY_FEEDS: Final = 4
-MOST_BYTES: Final = 2**34
-"""Float weights times layers, beyond which a model for each layer takes too long."""
-_EMBEDDING_COST: Final = 10**0.1  # 1 dB
-_EXTRA: Final = 0.1  # of the bytes of all layers
-_WORTH: Final = 1.5  # times what a byte saves on average
-_MUCH_WORSE: Final = 4.0  # times the middle layer's error: 6 dB
+from kenosis_ort.weights import blocks, kernels
+from kenosis_ort.weights.sensitivity import MOST_BYTES, SENSITIVITY_FEEDS, much_worse, output_errors, worth_their_bytes
 
 Feed = Mapping[str, Any]
-
-
-def output_errors(
-    model: onnx.ModelProto,
-    alone: Callable[[str], onnx.ModelProto | None],
-    layers: Iterable[str],
-    feeds: Sequence[Feed],
-    *,
-    custom_op_libraries: Sequence[str] = (),
-) -> dict[str, float]:
-    """The error of the outputs with each layer alone on its grid, relative to the signal.
-
-    States that are fed back are left out where there are other outputs: their effect shows there.
-
-    Args:
-        model: The float model.
-        alone: Returns it with one layer rounded.
-        layers: Names of nodes.
-        feeds: A few samples.
-        custom_op_libraries: Libraries with custom operators to register.
-    """
-    states = state_pairs(model)
-
-    def run(candidate: onnx.ModelProto) -> list[dict[str, Any]]:
-        with open_session(candidate, custom_op_libraries=custom_op_libraries) as runner:
-            return [dict(runner.answer(feed)) for feed in feeds]
-
-    reference = run(model)
-    uses = find_uses(reference)
-    measured = {n: use for n, use in uses.items() if n not in states.keys() | set(states.values())} or uses
-    found = {}
-    for name in layers:
-        made = alone(name)
-        found[name] = 0.0 if made is None else float(output_error(run(made), reference, uses=measured))
-    return found
-
-
-def worth_their_bytes(errors: Mapping[str, float], sizes: Mapping[str, int]) -> frozenset[str]:
-    """The layers that get 8 bits: the dearest by byte, a tenth of all bytes at most.
-
-    Args:
-        errors: Of the outputs, by layer.
-        sizes: Weights of a layer.
-    """
-    left = _EXTRA * sum(sizes.values())
-    average = sum(errors.values()) / max(sum(sizes.values()), 1)
-    chosen = set()
-    for name in sorted(errors, key=lambda name: (-errors[name] / sizes[name], name)):
-        if errors[name] / sizes[name] > _WORTH * average and sizes[name] <= left:
-            chosen.add(name)
-            left -= sizes[name]
-    return frozenset(chosen)
-
-
-def much_worse(errors_db: Mapping[str, float]) -> frozenset[str]:
-    """The layers whose error is far above the middle one's."""
-    if len(errors_db) < 3:
-        return frozenset()
-    powers: blocks.Float64 = 10 ** (np.array(list(errors_db.values())) / 10)
-    return frozenset(n for n, power in zip(errors_db, powers, strict=True) if power > _MUCH_WORSE * np.median(powers))
-
-
 _log = logging.getLogger(__name__)
 
 BLOCK: Final = 32
+_EMBEDDING_COST: Final = 10**0.1  # 1 dB
 _WIDEST: Final = 8192  # rows of a matrix; its moments take 8 bytes times the square
 _MOMENT_BYTES: Final = 2**29  # of moments gathered in one pass
 
@@ -168,7 +78,7 @@ def weights_in_blocks(
     embeddings: bool = True,
     protect_sensitive: bool = True,
     nodes_to_exclude: Collection[str] = (),
-    accuracy_level: int = blocks.INT8_PRODUCTS,
+    accuracy_level: int = kernels.INT8_PRODUCTS,
     custom_op_libraries: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
@@ -184,18 +94,18 @@ def weights_in_blocks(
     model = prepared.proto
     if feeds and bits < 8:
         model, moments.factors = blocks.weigh_channels(model, moments.of, rounder.error, excluded)
-    made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
+    made = kernels.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     if made is not None and protect_sensitive and bits < 8:
         rounder.sensitive = _sensitive(model, rounder, feeds, custom_op_libraries)
         if rounder.sensitive:
-            made = blocks.with_block_weights(model, rounder, accuracy_level=accuracy_level)
+            made = kernels.with_block_weights(model, rounder, accuracy_level=accuracy_level)
     looked_up: tuple[str, ...] = ()
     embedding_bits = bits
     if embeddings:
         linear = made or model
         if protect_sensitive and bits < 8:
             embedding_bits = _embedding_bits(model, linear, bits, block_size, excluded, feeds, custom_op_libraries)
-        made, looked_up = blocks.with_block_embeddings(linear, embedding_bits, block_size, excluded)
+        made, looked_up = kernels.with_block_embeddings(linear, embedding_bits, block_size, excluded)
     done = [*rounder.done.values(), *(BlockLayer(name, embedding_bits, float("nan"), False) for name in looked_up)]
     if made is None or not done:
         raise _nothing()
@@ -233,7 +143,7 @@ def _embedding_bits(
         return 8
 
     def embedded(name: str) -> onnx.ModelProto:
-        return blocks.with_block_embeddings(linear, int(name), block, excluded)[0]
+        return kernels.with_block_embeddings(linear, int(name), block, excluded)[0]
 
     some = feeds[:SENSITIVITY_FEEDS]
     errors = output_errors(model, embedded, (str(bits), "8"), some, custom_op_libraries=libraries)
@@ -250,7 +160,7 @@ def nodes_in_blocks(
         OptionError: A name is that of no node.
     """
     prepared, excluded = _prepared(model, nodes_to_exclude, custom_op_libraries)
-    found = {*linear_layers(prepared.proto), *blocks.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
+    found = {*linear_layers(prepared.proto), *kernels.embeddings_for_blocks(prepared.proto, BLOCK)} - excluded
     if not found:
         raise _nothing()
     return prepared.proto, frozenset(found)
@@ -298,7 +208,7 @@ def _sensitive(
         return much_worse(own)
 
     def alone(name: str) -> onnx.ModelProto | None:
-        return blocks.with_block_weights(model, lambda layer: rounder.known(name) if layer.name == name else None)
+        return kernels.with_block_weights(model, lambda layer: rounder.known(name) if layer.name == name else None)
 
     errors = output_errors(model, alone, own, feeds[:SENSITIVITY_FEEDS], custom_op_libraries=libraries)
     return worth_their_bytes(errors, rounder.sizes)
@@ -412,139 +322,3 @@ class _Rounder:
         """The integers and grid that were chosen for a layer."""
         stored = self._spool[self._chosen[name]]
         return stored.pop("integers"), blocks.BlockGrid(**stored)
-
-
-BITS: Final = (4, 8)
-BLOCKS: Final = (16, 32, 64, 128, 256)
-_LEVELS: Final = (0, 1, 4)
-_MOST_FEEDS: Final = 128
-_MOST_BYTES: Final = 2**28  # of feeds kept
-
-
-@dataclass(frozen=True)
-class WeightReport:
-    """Report of the quantized weights.
-
-    Attributes:
-        layers: Linear layers, then embeddings, in graph order.
-        bytes_before: Size of the float model.
-        bytes_after: Size of the file.
-        outputs: Comparison with the float model, on samples that rounding did not see; empty without samples.
-        notes: What was done to the float model before, and what else is to be known, in sentences.
-    """
-
-    layers: tuple[BlockLayer, ...]
-    bytes_before: int
-    bytes_after: int
-    outputs: tuple[OutputComparison, ...]
-    notes: tuple[str, ...]
-
-
-@last_gate
-def quantize_weights(
-    model_input: str | os.PathLike[str] | onnx.ModelProto,
-    model_output: str | os.PathLike[str],
-    calibration_data_reader: Any = None,
-    *,
-    bits: int = 4,
-    block_size: int = 32,
-    symmetric: bool = False,
-    embeddings: bool = True,
-    protect_sensitive: bool = True,
-    nodes_to_exclude: Sequence[str] = (),
-    accuracy_level: int = blocks.INT8_PRODUCTS,
-    custom_op_libraries: Sequence[str] = (),
-    progress: Callable[[int, int], None] | None = None,
-) -> WeightReport:
-    """Quantizes the weights of linear layers, MatMul and Gemm, and of embeddings, in blocks; activations stay float.
-
-    With samples the weights are rounded so that the outputs of their layer change least (GPTQ, then coordinate descent,
-    on grids that protect what matters, behind channels scaled for it, AWQ), without to nearest.
-
-    Args:
-        model_input: The float model; not changed.
-        model_output: The file to write.
-        calibration_data_reader: Samples, as for `quantize_static`; at most 128 are used.
-        bits: 4 or 8.
-        block_size: Weights that share a scale: 16, 32, 64, 128 or 256.
-        symmetric: Without zero points.
-        embeddings: Quantize look-ups of rows as well, to 8 bits where fewer cost the outputs more than 1 dB and where
-            there are no samples (with `protect_sensitive`).
-        protect_sensitive: 8 bits for the layers that cost the outputs most for their bytes, at most a tenth more bytes
-            in all; without samples for those that lose much more (6 dB) than the others do.
-        nodes_to_exclude: Names of nodes that stay float.
-        accuracy_level: Of the kernel: 4 multiplies in 8 bits and is fastest; 0 and 1 multiply in float32.
-        custom_op_libraries: Libraries with custom operators to register; none is loaded unasked.
-        progress: Called with (linear layers done, linear layers in all).
-
-    Returns:
-        Layers, sizes, and the comparison with the float model.
-
-    Raises:
-        KenosisError: One of its subclasses; nothing was written.
-    """
-    check_model(model_input)
-    output = absolute(check_path("model_output", model_output))
-    if not isinstance(model_input, onnx.ModelProto) and Path(model_input).resolve() != output.resolve():
-        check_apart([("the output", output)], [("the float model", Path(model_input))])
-    _check_options(bits, block_size, accuracy_level)
-    symmetric, embeddings = flag("symmetric", symmetric), flag("embeddings", embeddings)
-    protect_sensitive = flag("protect_sensitive", protect_sensitive)
-    excluded = set(several("nodes_to_exclude", nodes_to_exclude))
-    libraries = tuple(several("custom_op_libraries", custom_op_libraries))
-    loaded = load_model(model_input, custom_op_libraries=libraries, lazily=True)
-    feeds = _feeds(loaded.proto, calibration_data_reader)
-    fit, held_out = split_feeds(feeds)
-    before = loaded.proto.ByteSize() + sum(length_of(t) for t in loaded.proto.graph.initializer if is_outside(t))
-    with room_is_needed(), weights_on_disk(loaded.proto):
-        made = weights_in_blocks(
-            loaded.proto,
-            fit or feeds,
-            bits=bits,
-            block_size=block_size,
-            symmetric=symmetric,
-            embeddings=embeddings,
-            protect_sensitive=protect_sensitive,
-            nodes_to_exclude=excluded,
-            accuracy_level=accuracy_level,
-            custom_op_libraries=libraries,
-            progress=progress,
-        )
-        model = made.model
-        # before the output is there, which may take the place of the float model that lies on disk
-        compared = (
-            compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
-        )
-        written = write_model(model, output, external_data=loaded.is_split, check=lambda path: _loads(path, libraries))
-    notes = list(made.notes)
-    if feeds and not held_out:
-        notes.append(f"{len(feeds)} samples leave none to compare by that rounding did not see.")
-    return WeightReport(made.layers, before, written, compared, tuple(notes))
-
-
-def _loads(path: Path, custom_op_libraries: Sequence[str]) -> None:
-    open_session(path, custom_op_libraries=custom_op_libraries)
-
-
-def _check_options(bits: Any, block_size: Any, accuracy_level: Any) -> None:
-    for name, value, among in (
-        ("bits", bits, BITS), ("block_size", block_size, BLOCKS), ("accuracy_level", accuracy_level, _LEVELS),
-    ):  # fmt: skip
-        if whole(name, value) not in among:
-            listed = ", ".join(map(str, among))
-            raise OptionError(f"{name} must be one of {listed}, not {value}", where=name, fix=f"pass one of {listed}")
-
-
-def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
-    """Checked samples, few enough to be held in memory."""
-    if reader is None:
-        return []
-    required, optional = input_specs(model)
-    samples: list[dict[str, Any]] = []
-    size = 0
-    for sample, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_FEEDS)):
-        samples.append(check_feed(feed, required, optional, sample))
-        size += sum(int(getattr(value, "nbytes", 0)) for value in samples[-1].values())
-        if size > _MOST_BYTES:
-            break
-    return samples

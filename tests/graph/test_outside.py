@@ -11,7 +11,7 @@ import pytest
 import kenosis_ort
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph import outside
+from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.runtime.session import open_session
 from tests import models
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(not outside.IS_POSSIBLE, reason="files have no c
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are treated as large ones."""
-    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0)
-    monkeypatch.setattr(outside, "_LEFT_OUTSIDE", 512)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_LEFT_OUTSIDE", 512)
     monkeypatch.setattr(outside, "_LEAST", 256)
 
 
@@ -111,7 +111,7 @@ def by_recipe(recipe: str) -> Callable[[Path, Path], Any]:
 def test_files_and_reports_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, build, call):
     path, reports = split(build(), tmp_path), []
     for name, limit in (("disk", 0), ("memory", 2**40)):
-        monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", limit)
+        monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", limit)
         reports.append(call(path, tmp_path / f"{name}.onnx"))
         assert not [text for text in getattr(reports[-1], "warnings", ()) if "bug" in text]
     assert parts(tmp_path / "disk.onnx") == parts(tmp_path / "memory.onnx")
@@ -137,18 +137,18 @@ def test_all_modules_read_tensors_wherever_they_lie() -> None:
 
 def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monkeypatch):
     path, reader = split(decoder(), tmp_path), kenosis_ort.ArrayReader
-    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 2**40)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 2**40)
     held = kenosis_ort.calibrate(path, reader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
-    monkeypatch.setattr(outside, "_IN_MEMORY_UP_TO", 0)
+    monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
     loaded: list[bool] = []
-    read_external_data = outside.read_external_data
+    read_external_data = external_data.read_external_data
 
     def told(proto: onnx.ModelProto, *arguments: Any, **options: Any) -> None:
         read_external_data(proto, *arguments, **options)
         loaded.append(outside.refers_outside(proto))
 
-    monkeypatch.setattr(outside, "read_external_data", told)
+    monkeypatch.setattr(external_data, "read_external_data", told)
     assert kenosis_ort.calibrate(path, reader(feeds(3))).to_json() == held
     assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3)), resume=True).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes
