@@ -5,7 +5,6 @@ tried, then the float model as it came is delivered. A planner, an emitter or a 
 or the float model if the caller wants that.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,7 +142,6 @@ def deliver_float(
     return call.report(plan=plan, fusion=None, calibration=calibration, float_because=why)
 
 
-_log = logging.getLogger(__name__)
 _EFFECTS: Final[Mapping[str, str]] = {
     "AddQDQPairToWeight": "weights stay float in the file, behind Q and DQ, and become integers when it is loaded",
     "BlockSize": "weights have a scale a block; linear layers read float data, for which their kernels are made",
