@@ -277,7 +277,8 @@ class Accumulator:
         Returns:
             False if a value is NaN or infinite; the accumulator is of no further use then.
         """
-        if self._builder is not None and seen.count and seen.is_finite:
+        finite = math.isfinite(seen.low) and math.isfinite(seen.high)
+        if self._builder is not None and seen.count and finite:
             self._builder.add(some, seen)
         if seen.low <= self._low:  # of two zeros the later one, whatever its sign
             self._low = seen.low
@@ -286,7 +287,7 @@ class Accumulator:
         self._count += seen.count
         if self._average is not None:
             self._average.add(seen)
-        return seen.is_finite
+        return finite or not seen.count
 
     def _follow_channels(self, array: Array) -> Extremes | None:
         """Takes the range of each channel into account; returns what follows for the array, None without channels."""

@@ -57,11 +57,6 @@ class Extremes:
     high: float = -math.inf
     count: int = 0
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all elements are finite."""
-        return self.count == 0 or (math.isfinite(self.low) and math.isfinite(self.high))
-
 
 def extremes(array: npt.NDArray[np.floating]) -> Extremes:
     """The extremes of an array, in one pass over memory."""

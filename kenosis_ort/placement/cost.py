@@ -277,7 +277,7 @@ class _Net:
     def __init__(self, view: GraphView, plan: PlacementPlan, costs: CostTable) -> None:
         self.view, self.plan, self.costs = view, plan, costs
         self.works = {str(node.name): costs.work(view, node) for node in view.nodes}
-        self.cold = costs.cold(work for work in self.works.values() if work is not None)
+        self.cold = costs.cold([work for work in self.works.values() if work is not None])
         self._fused: dict[str, bool] = {}  # by node, in the order of the graph
         self._shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
 

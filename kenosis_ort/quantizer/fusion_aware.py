@@ -35,11 +35,10 @@ def sort_nodes_as_stock(graph: onnx.GraphProto) -> None:
     """
     nodes = list(graph.node)
     waiting: dict[str, list[int]] = {}
-    missing = []
+    reads = [(*filter(None, node.input), *captured_names(node)) for node in nodes]
+    missing = list(map(len, reads))
     order: list[int] = []
-    for position, node in enumerate(nodes):
-        names = [*(name for name in node.input if name), *captured_names(node)]
-        missing.append(len(names))
+    for position, names in enumerate(reads):
         if not names:
             order.append(position)
         for name in names:
