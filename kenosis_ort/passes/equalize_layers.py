@@ -26,7 +26,7 @@ equalization, 38.4 without). So it is evaluated on the whole net.
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -51,49 +51,23 @@ _CLIP_WORTH = 0.8  # and by 20 % through a Clip, as the net is then the same on 
 
 
 @dataclass(frozen=True)
-class EqualizedPair:
-    """Factors between two equalized layers.
-
-    Attributes:
-        first: Name of the node whose output channels were scaled.
-        second: Name of the node whose input channels were scaled back.
-        scales: Factors of the first layer's output channels, float64 (channels,).
-        absorbed: What was taken off each channel and moved into the second layer's bias, zeros for none.
-        gain_db: Predicted fall of the quantization noise in the second layer's outputs.
-        rescaled: What became of the values between the layers.
-    """
-
-    first: str
-    second: str
-    scales: Float64
-    absorbed: Float64
-    gain_db: float
-    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Equalized:
     """The equalized model.
 
     Attributes:
         model: A copy (the model given, without pairs), of the same nodes and names; only weights and biases differ.
         notes: Sentences for the report.
-        pairs: What was done, in graph order.
+        pairs: What became of the values between two layers, for each pair in graph order.
     """
 
     model: onnx.ModelProto
     notes: tuple[str, ...]
-    pairs: tuple[EqualizedPair, ...]
+    pairs: tuple[Mapping[str, Rescaling], ...]
 
     @property
     def rescaled(self) -> dict[str, Rescaling]:
         """Rescaling of the values whose channels were scaled, by name."""
-        return {value: how for pair in self.pairs for value, how in pair.rescaled.items()}
-
-
-def scaled_by_equalization(graph: GraphView, *, nodes: Collection[str] | None = None) -> dict[str, int]:
-    """All values whose channels `equalize` may scale, with the axis of their channels."""
-    return {value: axis for link in find_links(graph, nodes=nodes) for value, axis in link.axes.items()}
+        return {value: how for pair in self.pairs for value, how in pair.items()}
 
 
 def values_for_equalization(graph: GraphView, *, nodes: Collection[str] | None = None) -> dict[str, int]:
@@ -135,7 +109,7 @@ def equalize(
             pairs.append(pair)
     notes = []
     if pairs:
-        absorbed = sum(bool(pair.absorbed.any()) for pair in pairs)
+        absorbed = sum(any(np.any(how.shift) for how in pair.values()) for pair in pairs)
         more = f" {absorbed} of them had biases that moved on to the second layer." if absorbed else ""
         notes.append(f"The channels between {len(pairs)} pairs of layers were equalized.{more}")
     return Equalized(graph.write() if pairs else model, tuple(notes), tuple(pairs))
@@ -143,7 +117,7 @@ def equalize(
 
 def _equalize_link(
     link: Link, graph: LiveGraph, peaks: Mapping[str, ChannelStatistics], per_channel: bool
-) -> EqualizedPair | None:
+) -> dict[str, Rescaling] | None:
     observed = _statistics(link, peaks)
     if observed is None and link.has_clip:
         return None
@@ -166,10 +140,8 @@ def _equalize_link(
     if best == start and not absorbed.any():
         return None
     _apply(link, graph, first, second, factors)
-    gain = 10.0 * math.log10(start / best) if best > 0.0 else 0.0
-    names = link.first.name, link.second.name
-    _log.debug("'%s' to '%s': factors %.3g..%.3g, %.1f dB", *names, factors.min(), factors.max(), gain)
-    return EqualizedPair(*names, factors, absorbed, gain, _rescaled(link, factors, absorbed))
+    _log.debug("'%s' to '%s': noise %.3g for %.3g", link.first.name, link.second.name, best, start)
+    return _rescaled(link, factors, absorbed)
 
 
 def _rescaled(link: Link, factors: Float64, absorbed: Float64) -> dict[str, Rescaling]:
@@ -327,7 +299,7 @@ class Equalization(WeightPass):
         return values_for_equalization(state.prepared.graph, nodes=set(context.nodes))
 
     def scaled(self, graph: GraphView, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        return scaled_by_equalization(graph, nodes=nodes)
+        return {value: axis for link in find_links(graph, nodes=nodes) for value, axis in link.axes.items()}
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         peaks, model = {**statistics, **context.known}, state.prepared.proto

@@ -16,7 +16,7 @@ candidates. On a ViT, a BERT and a BART with outlier channels of 20 and 50 times
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -24,7 +24,6 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
 from kenosis_ort.calibration.statistics import Rescaling
-from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import GraphView, ir
@@ -56,20 +55,16 @@ class SmoothedValue:
     Attributes:
         value: Name of the value whose channels were divided.
         layers: Names of the linear layers that read it.
-        into: Names of the nodes that took the division, or of the inserted Mul.
         alpha: The exponent.
-        factors: What each channel was divided by, float64 (channels,).
         gain_db: Predicted fall of the quantization noise in the layers' outputs.
         rescaled: What became of the values that were divided.
     """
 
     value: str
     layers: tuple[str, ...]
-    into: tuple[str, ...]
     alpha: float
-    factors: Float64
     gain_db: float
-    rescaled: Mapping[str, Rescaling] = field(default_factory=dict)
+    rescaled: Mapping[str, Rescaling]
 
 
 @dataclass(frozen=True)
@@ -110,14 +105,6 @@ def values_for_smoothing(
     return {group.name: -1 for group in _wanted(graph, nodes, insert)}
 
 
-def scaled_by_smoothing(
-    graph: GraphView, *, nodes: Collection[str] | None = None, insert: bool | None = None
-) -> dict[str, int]:
-    """All values whose channels `smooth` may scale, with the axis of their channels (the last)."""
-    groups = _wanted(graph, nodes, insert)
-    return {value: -1 for group in groups for value in (group.name, *group.scaled(graph))}
-
-
 def smooth(
     model: onnx.ModelProto,
     *,
@@ -140,10 +127,8 @@ def smooth(
             normalizations, where it halves the predicted noise. It costs 2 to 4 % of a small transformer's time.
         per_channel: Whether weights have one scale an output channel.
 
-    Raises:
-        OptionError: ``alpha`` is not between 0 and 1.
     """
-    alphas = _candidates(alpha)
+    alphas = _ALPHAS if alpha == "auto" else (float(alpha),)
     graph = LiveGraph(model, copied=True)
     done: list[SmoothedValue] = []
     inserted = 0
@@ -161,33 +146,19 @@ def smooth(
             continue
         scale_channels(graph, group, factors)
         rescaled = {value: Rescaling(-1, 1.0 / factors) for value in group.scaled(graph)}
-        if group.folds:
-            into = tuple(dict.fromkeys(fold.node.name or "" for fold in group.folds))
-        else:
-            mul = _insert_mul(graph, group, factors)
-            inserted, into = inserted + 1, (mul.name or "",)
-            rescaled[mul.outputs[0].name or ""] = Rescaling(-1, 1.0 / factors, source=group.name)
+        if not group.folds:
+            divided = _insert_mul(graph, group, factors)
+            inserted += 1
+            rescaled[divided.name or ""] = Rescaling(-1, 1.0 / factors, source=group.name)
         gain = 10 * math.log10(max(before, 1e-300) / max(after, 1e-300))
         names = tuple(layer.name for layer in group.layers)
-        done.append(SmoothedValue(group.name, names, into, chosen, factors, gain, rescaled))
+        done.append(SmoothedValue(group.name, names, chosen, gain, rescaled))
     if not done:
         return Smoothed(model, (), ())
     result = graph.write()
     if inserted:
         infer_shapes(result, thorough=False)
     return Smoothed(result, _notes(done, inserted), tuple(done), inserted)
-
-
-def _candidates(alpha: float | str) -> Sequence[float]:
-    if alpha == "auto":
-        return _ALPHAS
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0.0 <= alpha <= 1.0:
-        raise OptionError(
-            f"SmoothQuantAlpha={alpha!r} must be a number between 0 and 1, or 'auto'.",
-            where="extra_options",
-            fix="0.5 suits most nets; larger where activations are harder to quantize than weights",
-        )
-    return (float(alpha),)
 
 
 def _wanted(graph: GraphView, nodes: Collection[str] | None, insert: bool | None) -> Iterable[SmoothGroup]:
@@ -247,8 +218,8 @@ def _noise(statistics: ChannelStatistics, weights: Sequence[Float64], factors: F
     return total
 
 
-def _insert_mul(graph: LiveGraph, group: SmoothGroup, factors: Float64) -> ir.Node:
-    """Puts a Mul that divides the value behind it, read by the group's layers in its place; returns it."""
+def _insert_mul(graph: LiveGraph, group: SmoothGroup, factors: Float64) -> ir.Value:
+    """Puts a Mul that divides the value behind it; returns the product, which the group's layers read instead."""
     output = ir.Value(name=graph.fresh_name(f"{group.name}_smooth"))
     name, maker = graph.fresh_name(f"{group.name}_Smooth"), group.value.producer()
     if maker is None:
@@ -260,7 +231,7 @@ def _insert_mul(graph: LiveGraph, group: SmoothGroup, factors: Float64) -> ir.No
     graph.store_array(mul, 1, (1.0 / factors).astype(np.float32), f"{group.name}_smooth_factors")
     for layer in group.layers:
         graph.read(layer.node, 0, output)
-    return mul
+    return output
 
 
 def _notes(done: Sequence[SmoothedValue], inserted: int) -> tuple[str, ...]:
@@ -300,19 +271,18 @@ class SmoothQuant(contract.WeightPass):
         return {value: axis for value, axis in found.items() if value not in state.rescaled}
 
     def scaled(self, graph: GraphView, *, nodes: Collection[str], insert: bool) -> Mapping[str, int]:
-        return scaled_by_smoothing(graph, nodes=nodes, insert=insert or None)
+        groups = _wanted(graph, nodes, insert or None)
+        return {value: -1 for group in groups for value in (group.name, *group.scaled(graph))}
 
     def apply(
         self, state: contract.State, statistics: contract.Statistics, context: contract.Context
     ) -> contract.Candidate | contract.Skipped:
         insert = self._inserts(context)
-        found = self._smoothed(state, statistics, context, insert=insert)
+        found, changed = self._smoothed(state, statistics, context, insert=insert)
         if not found.layers:
             return contract.Skipped("nothing to gain by prediction")
-        changed = state.with_weights(found.model, found.notes, found.rescaled)
         if found.inserted and insert is None:
-            folded = self._smoothed(state, statistics, context, insert=False)
-            without = state.with_weights(folded.model, folded.notes, folded.rescaled)
+            folded, without = self._smoothed(state, statistics, context, insert=False)
             errors = [context.score(each).error for each in (changed, without)]
             if not errors[0] < _WORTH_MUCH * errors[1]:
                 if not folded.layers:
@@ -328,8 +298,8 @@ class SmoothQuant(contract.WeightPass):
 
     def _smoothed(
         self, state: contract.State, statistics: contract.Statistics, context: contract.Context, *, insert: bool | None
-    ) -> Smoothed:
-        return smooth(
+    ) -> tuple[Smoothed, contract.State]:
+        found = smooth(
             state.prepared.proto,
             peaks=statistics,
             alpha="auto" if self.smooth == "off" else self.smooth,
@@ -337,3 +307,4 @@ class SmoothQuant(contract.WeightPass):
             insert=insert,
             per_channel=context.per_channel,
         )
+        return found, state.with_weights(found.model, found.notes, found.rescaled)

@@ -21,8 +21,8 @@ from kenosis_ort.flow.calibrate import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import Candidate, Context, Skipped, State, Statistics, changed_weights, runner
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.equalize_layers import Equalization, equalize, scaled_by_equalization, values_for_equalization
-from kenosis_ort.passes.smooth import scaled_by_smoothing, smooth, values_for_smoothing
+from kenosis_ort.passes.equalize_layers import Equalization, equalize, values_for_equalization
+from kenosis_ort.passes.smooth import SmoothQuant, smooth, values_for_smoothing
 from tests import models, planning
 from tests.flow.support import initializers, quality, quantized
 from tests.flow.test_tables import FEEDS, MODEL, depthwise, run, transformer
@@ -41,8 +41,8 @@ def pooled() -> tuple[onnx.ModelProto, list[models.Feed]]:
     return model, models.feeds(model, 30, seed=1)
 
 
-EQUALIZE = equalize, values_for_equalization, scaled_by_equalization
-SMOOTH = smooth, values_for_smoothing, scaled_by_smoothing
+EQUALIZE = equalize, values_for_equalization, Equalization()
+SMOOTH = smooth, values_for_smoothing, SmoothQuant()
 
 
 @pytest.mark.parametrize(("net", "rule", "how"), [
@@ -50,11 +50,13 @@ SMOOTH = smooth, values_for_smoothing, scaled_by_smoothing
     *((transformer, SMOOTH, {"insert": insert}) for insert in (False, True)),
 ])  # fmt: skip
 def test_ranges_that_follow_are_those_that_a_sweep_finds(net: Any, rule: Any, how: dict[str, bool]) -> None:
-    (model, feeds), (change, values, scaled) = net(), rule
+    (model, feeds), (change, values, each) = net(), rule
     model = planning.prepared(model)
     found = change(model, peaks=channel_statistics(model, feeds, values(LiveGraph(model), **how)), **how)
     before, asked = ([name for node in m.graph.node for name in node.output] for m in (model, found.model))
-    table = collect(model, feeds, Points(before, channels=scaled(LiveGraph(model), **how), threads=1))
+    nodes, insert = {node.name for node in model.graph.node}, how.get("insert", False)
+    channels = each.scaled(LiveGraph(model), nodes=nodes, insert=insert)
+    table = collect(model, feeds, Points(before, channels=channels, threads=1))
     nets = RewrittenNet(model, model, before), RewrittenNet(found.model, found.model, asked)
     carried = following_table(table, *nets, found.rescaled, lambda *_: pytest.fail("all ranges follow"), None)
     seen = collect(found.model, feeds, Points(asked, threads=1))
