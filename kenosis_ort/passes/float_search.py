@@ -15,17 +15,14 @@ nobody says better: its multiply-accumulates, and a little for cheap operators.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import onnx
 
-from kenosis_ort.accuracy.error import Outputs, find_uses, output_error
 from kenosis_ort.accuracy.metric import OutputError
-from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.passes.gates import GatedModel, GateKind
+from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.plan import Kind, PlacementPlan
 
 _SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
@@ -55,70 +52,47 @@ class TensorSensitivity:
     exact: bool = True
 
 
-class SensitivityProbe:
-    """Measures sets of gates on a few feeds; the same set is measured once.
+Errors = Callable[[Sequence[frozenset[int]]], Sequence[float]]
+"""Errors at the outputs with the gates of each set on, all others off."""
+
+
+def errors_of(gated: GatedModel, feeds: Sequence[Mapping[str, Any]], error: OutputError) -> Errors:
+    """The measure of sets of gates.
 
     Args:
         gated: The gated model.
         feeds: Calibration feeds; a handful is enough to rank.
-        error: The error at the outputs; None measures each output by its kind.
-
-    Raises:
-        CalibrationError: There are no feeds.
+        error: The error at the outputs.
     """
-
-    def __init__(
-        self, gated: GatedModel, feeds: Sequence[Mapping[str, Any]], *, error: OutputError | None = None
-    ) -> None:
-        if not feeds:
-            raise CalibrationError("no calibration feed to measure sensitivity on", fix="give at least one feed")
-        self.gated = gated
-        self.feeds = tuple(feeds)
-        self.reference: list[Outputs] = [*next(iter(gated.outputs(self.feeds, [()])))]
-        self._error = error or partial(output_error, uses=find_uses(self.reference))
-        self._known: dict[frozenset[int], float] = {frozenset(): 0.0}
-
-    @property
-    def runs(self) -> int:
-        """Sets measured so far."""
-        return len(self._known) - 1
-
-    def error(self, on: frozenset[int]) -> float:
-        """The output error with these gates on, all others off."""
-        return self.errors([on])[0]
-
-    def errors(self, sets: Sequence[frozenset[int]]) -> list[float]:
-        """`error` of several sets, which may be measured beside each other."""
-        new = [on for on in dict.fromkeys(sets) if on not in self._known]
-        for on, outputs in zip(new, self.gated.outputs(self.feeds, new), strict=True):
-            self._known[on] = float(self._error(outputs, self.reference))
-        return [self._known[on] for on in sets]
+    (reference,) = gated.outputs(feeds, [()])
+    return lambda sets: [float(error(outputs, reference)) for outputs in gated.outputs(feeds, sets)]
 
 
 def tensor_sensitivity(
-    probe: SensitivityProbe, *, on: frozenset[int] | None = None, cutoff: float = 0.0
+    gates: Sequence[Gate], errors: Errors, *, on: frozenset[int], cutoff: float
 ) -> tuple[TensorSensitivity, ...]:
-    """Measures tensors one by one, or the worst of them by halving sets.
+    """Measures the worst tensors by halving sets.
 
     Args:
-        probe: The gated model with its feeds.
-        on: Gates to look at; None for all.
-        cutoff: Sets that cost at most this share of the whole error are not taken apart; 0 measures every tensor.
+        gates: Of the gated model.
+        errors: Measures sets of them.
+        on: Gates to look at.
+        cutoff: Sets that cost at most this share of the whole error are not taken apart.
 
     Returns:
         One entry per group of gates, the worst first.
     """
-    units = _units(probe.gated, probe.gated.everything if on is None else on)
-    if cutoff <= 0:
-        errors = probe.errors([unit.gates for unit in units])
-        return _ranked([replace(unit, error=error) for unit, error in zip(units, errors, strict=True)])
-    whole = probe.error(_together(units))
+    units, known = _units(gates, on), dict[frozenset[int], float]()
+    if not units:
+        return ()
+    known[on] = whole = errors([on])[0]
     floor = cutoff * whole
     found: dict[frozenset[int], TensorSensitivity] = {}
-    parts = [(units, whole)] if units else []  # with the error that is expected of all of them together
+    parts = [(units, whole)]  # with the error that is expected of all of them together
     while parts:  # what a round asks for may be measured at the same time; sets that surely cost a lot are not
         asked = [_together(part) for part, expected in parts if len(part) == 1 or expected <= _SURELY * floor]
-        known = dict(zip(asked, probe.errors(asked), strict=True))
+        asked = [gates for gates in asked if gates not in known]
+        known |= zip(asked, errors(asked), strict=True)
         smaller = []
         for part, expected in parts:
             count, error = len(part), known.get(_together(part), expected)
@@ -128,29 +102,24 @@ def tensor_sensitivity(
                 halves = part[: count // 2], part[count // 2 :]
                 smaller += [(half, error * len(half) / count) for half in halves]
         parts = smaller
-    return _ranked([found[unit.gates] for unit in units])
+    return tuple(sorted((found[unit.gates] for unit in units), key=lambda t: -t.error))
 
 
 def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:
     return frozenset().union(*(unit.gates for unit in units))
 
 
-def _ranked(found: Sequence[TensorSensitivity]) -> tuple[TensorSensitivity, ...]:
-    return tuple(sorted(found, key=lambda t: -t.error))
-
-
-def _units(gated: GatedModel, on: frozenset[int]) -> list[TensorSensitivity]:
+def _units(gates: Sequence[Gate], on: frozenset[int]) -> list[TensorSensitivity]:
     """The groups of gates that are measured together, in graph order."""
-    groups: dict[str, list[int]] = {}
-    for gate in gated.gates:
+    groups: dict[str, list[Gate]] = {}
+    for gate in gates:
         if gate.index in on:
-            groups.setdefault(gate.group, []).append(gate.index)
+            groups.setdefault(gate.group, []).append(gate)
     units = []
     for members in groups.values():
-        gates = [gated.gates[i] for i in members]
-        first = next((g for g in gates if g.kind is not GateKind.BIAS), gates[0])
-        consumers = tuple(dict.fromkeys(name for g in gates for name in g.consumers))
-        units.append(TensorSensitivity(first.value, first.kind, frozenset(members), consumers, 0.0))
+        first = next((g for g in members if g.kind is not GateKind.BIAS), members[0])
+        consumers = tuple(dict.fromkeys(name for g in members for name in g.consumers))
+        units.append(TensorSensitivity(first.value, first.kind, frozenset(g.index for g in members), consumers, 0.0))
     return units
 
 
@@ -241,8 +210,6 @@ class Board:
         plan: The plan that the search begins with.
         gated: The gated model of that plan.
         replan: Plans anew with further nodes left float.
-        cost: Price of leaving a node float, by name; missing ones are free.
-        work: Multiply-accumulates by name.
     """
 
     def __init__(
@@ -251,13 +218,10 @@ class Board:
         plan: PlacementPlan,
         gated: GatedModel,
         replan: Replan,
-        *,
-        cost: Mapping[str, float],
-        work: Mapping[str, float],
     ) -> None:
         self.gated = gated
-        self.work = work
-        self.cost = cost
+        self.work = multiply_accumulates(model)
+        self.cost = default_cost(model)
         self._replan = replan
         self._kinds = {n.node: n.kind for n in plan.nodes}
         self._producers = {name: node for node in model.graph.node for name in node.output}
@@ -272,7 +236,7 @@ class Board:
         left = {n.node for n in plan.nodes if n.kind is Kind.FLOAT and n.node in self._integer_before}
         return FloatSet(
             keep_float=dict(keep_float),
-            on=self.gated.on_in(plan) & self.gated.everything,
+            on=self.gated.on_in(plan),
             floats=frozenset(left),
             price=sum(self.cost.get(name, 0.0) for name in left),
             share=float_share(self.work, left),

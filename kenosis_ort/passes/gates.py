@@ -13,19 +13,17 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.outside import array_in, copy_model
-from kenosis_ort.graph.walk import all_names, attribute_float, opset_of, reserve_name
+from kenosis_ort.graph.walk import all_names, attribute_float, reserve_name
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.runtime.session import HERE, Array, Closing, Executor
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 _BARRIERS = 4  # nodes between a float value and its Q that the float model does not have
-_SPLIT_BY_INPUT = 13  # operator set from which Split takes the lengths as an input
 
 
 class GateKind(str, Enum):
@@ -90,11 +88,6 @@ class GatedModel(Closing):
         """Removes the temporary file, if there is one."""
         self._runner.close()
 
-    @property
-    def everything(self) -> frozenset[int]:
-        """All gates."""
-        return frozenset(range(len(self.gates)))
-
     def on_in(self, plan: PlacementPlan) -> frozenset[int]:
         """The gates that a plan quantizes, of those that there are.
 
@@ -116,34 +109,23 @@ class GatedModel(Closing):
             )
         )
 
-    def run(self, feed: Mapping[str, Any], on: Collection[int]) -> dict[str, Array]:
-        """Runs one feed.
-
-        Args:
-            feed: Values by input name.
-            on: Indices of the gates that quantize; the others hand on the float value.
-
-        Returns:
-            The graph's outputs by name.
-
-        Raises:
-            VerificationError: The runtime refuses the feed.
-        """
-        return next(iter(self.outputs([feed], [on])))[0]
-
     def outputs(
         self, feeds: Sequence[Mapping[str, Any]], sets: Iterable[Collection[int]]
     ) -> Iterator[list[dict[str, Array]]]:
-        """Yields `run`'s results for all feeds, for one set of gates after the other."""
-        fed = ({**feed, self._input: self._switches(on)} for on in sets for feed in feeds)
+        """Yields the graph's outputs by name for all feeds, for one set of gates after the other.
+
+        Args:
+            feeds: Values by input name.
+            sets: Indices of the gates that quantize; the others hand on the float value.
+
+        Raises:
+            VerificationError: The runtime refuses a feed.
+        """
+        every = range(len(self.gates))
+        fed = ({**feed, self._input: np.isin(every, [*on])} for on in sets for feed in feeds)
         results = self._runner.runs(fed, self.output_names)
         while chunk := list(itertools.islice(results, len(feeds))):
             yield chunk
-
-    def _switches(self, on: Collection[int]) -> npt.NDArray[np.bool_]:
-        gates = np.zeros(len(self.gates), np.bool_)
-        gates[list(on)] = True
-        return gates
 
 
 def gated_model(
@@ -316,12 +298,9 @@ class _Build:
         count = len(self.gates)
         graph.input.append(helper.make_tensor_value_info(self.input, TensorProto.BOOL, [count]))
         name = reserve_name(f"{self.input}_split", self._taken)
-        split = helper.make_node("Split", [self.input], self._switches, name=name, axis=0)
-        if opset_of(self.model) < _SPLIT_BY_INPUT:
-            split.attribute.append(helper.make_attribute("split", [1] * count))
-        else:
-            split.input.append(reserve_name(f"{self.input}_lengths", self._taken))
-            graph.initializer.append(numpy_helper.from_array(np.ones(count, np.int64), split.input[1]))
+        lengths = reserve_name(f"{self.input}_lengths", self._taken)
+        split = helper.make_node("Split", [self.input, lengths], self._switches, name=name, axis=0)
+        graph.initializer.append(numpy_helper.from_array(np.ones(count, np.int64), lengths))
         holder = onnx.GraphProto()
         holder.node.extend([split, *nodes])
         del graph.node[:]

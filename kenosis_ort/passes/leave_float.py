@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 import onnx
 
 from kenosis_ort.accuracy.metric import Budget, OutputError
-from kenosis_ort.errors import CalibrationError, UnsupportedModelError
+from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.passes import float_search
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
 from kenosis_ort.passes.float_search import FloatSet
@@ -47,8 +47,6 @@ class MixedPlacement:
         budget: The budget.
         float_share: Share of the multiply-accumulates that the search moved to float, 0..1.
         reachable: Where the budget does not hold: what would be needed, or what is the best there is.
-        builds: Number of models built.
-        sets: Number of sets of tensors measured.
     """
 
     left_float: tuple[str, ...]
@@ -58,8 +56,6 @@ class MixedPlacement:
     budget: Budget
     float_share: float
     reachable: str | None = None
-    builds: int = 0
-    sets: int = 0
 
     @property
     def met(self) -> bool:
@@ -73,12 +69,11 @@ def search_mixed_precision(
     *,
     feeds: Sequence[Mapping[str, Any]],
     loss: Loss,
-    error: OutputError | None = None,
-    budget: Budget | None = None,
-    cost: Mapping[str, float] | None = None,
-    max_float_share: float = 0.05,
-    replan: float_search.Replan | None = None,
-    keep_float: Mapping[str, str] | None = None,
+    error: OutputError,
+    budget: Budget,
+    max_float_share: float,
+    replan: float_search.Replan,
+    keep_float: Mapping[str, str],
     custom_op_libraries: Sequence[str] = (),
     executor: Executor = HERE,
 ) -> MixedPlacement:
@@ -89,48 +84,37 @@ def search_mixed_precision(
         build: Quantizes with given nodes left float. It has to see to it that they are float in the runtime's graph.
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
         loss: What the budget is about, measured on samples apart from ``feeds``.
-        error: The error at the outputs, for the ranking; None measures each output by its kind.
-        budget: What may be lost; half a percent by default.
-        cost: Price of a node in float, by name; multiply-accumulates by default.
+        error: The error at the outputs, for the ranking.
+        budget: What may be lost.
         max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
-        replan: As ``build`` but without quantizing; much faster. None uses ``build``.
+        replan: As ``build`` but without quantizing; much faster.
         keep_float: Nodes to leave float from the start.
         custom_op_libraries: Libraries with custom operators to register.
         executor: Runs the model whose tensors are ranked.
 
     Raises:
-        CalibrationError: There are no feeds.
-        OptionError: The budget is no number, or the caller's metric is at fault.
+        OptionError: The caller's metric is at fault.
         VerificationError: The runtime refuses a model.
     """
-    if not feeds:
-        raise CalibrationError(
-            "mixed precision needs calibration feeds to rank tensors on", fix="give at least two calibration samples"
-        )
-    start = dict(keep_float or {})
-    quantized, plan = build(start)
-    trials = _Trials(build, loss, budget or Budget())
-    first = trials.add(FloatSet(start, frozenset(), frozenset(), 0.0, 0.0), quantized)
+    quantized, plan = build(keep_float)
+    trials = _Trials(build, loss, budget)
+    first = trials.add(FloatSet(keep_float, frozenset(), frozenset(), 0.0, 0.0), quantized)
     if trials.hold(first):
         return trials.result(first, {})
     # Rank the tensors on the gated model.
-    price = dict(cost) if cost is not None else float_search.default_cost(float_model)
     with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
         del quantized
-        probe = float_search.SensitivityProbe(gated, feeds, error=error)
-        units = float_search.tensor_sensitivity(probe, on=gated.on_in(plan), cutoff=_CUTOFF)
-        work = float_search.multiply_accumulates(float_model)
-        board = float_search.Board(
-            float_model, plan, gated, replan or (lambda keep: build(keep)[1]), cost=price, work=work
-        )
+        errors = float_search.errors_of(gated, feeds, error)
+        units = float_search.tensor_sensitivity(gated.gates, errors, on=gated.on_in(plan), cutoff=_CUTOFF)
+        board = float_search.Board(float_model, plan, gated, replan)
         # Bisect the path of moves; beyond the limit only to say what would be needed.
-        path = float_search.greedy_path(board, units, board.state(start), limit=max_float_share)
+        path = float_search.greedy_path(board, units, board.state(keep_float), limit=max_float_share)
         best = trials.cheapest(path)
         if best is not None:
-            return trials.result(best, price, sets=probe.runs)
+            return trials.result(best, board.cost)
         best = max(trials.made, key=lambda t: (-t.loss, -t.price))
         beyond = trials.cheapest(float_search.greedy_path(board, units, path[-1], limit=1.0))
-    return trials.result(best, price, reachable=trials.reachable(best, beyond, max_float_share), sets=probe.runs)
+    return trials.result(best, board.cost, trials.reachable(best, beyond, max_float_share))
 
 
 class _Trials:
@@ -183,9 +167,7 @@ class _Trials:
         top = min(self.made, key=lambda t: t.loss)
         return f"{text}; the least found is {top.loss:.3g} with {100 * top.share:.3g} % in float"
 
-    def result(
-        self, best: FloatSet, price: Mapping[str, float], *, reachable: str | None = None, sets: int = 0
-    ) -> MixedPlacement:
+    def result(self, best: FloatSet, price: Mapping[str, float], reachable: str | None = None) -> MixedPlacement:
         found = MixedPlacement(
             left_float=tuple(sorted(best.floats, key=lambda name: (-price.get(name, 0.0), name))),
             keep_float=best.keep_float,
@@ -194,8 +176,6 @@ class _Trials:
             budget=self._budget,
             float_share=best.share,
             reachable=reachable,
-            builds=len(self.made),
-            sets=sets,
         )
         _log.info(
             "loss %.3g, before %.3g; left float: %s",

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from kenosis_ort.passes.gates import GatedModel
 from tests.flow.support import run
 
 
@@ -23,3 +24,8 @@ def noise(model: onnx.ModelProto, other: onnx.ModelProto, feeds: Sequence[Any]) 
 def array(tensors: Iterable[onnx.TensorProto], name: str) -> np.ndarray:
     """Content of a constant."""
     return numpy_helper.to_array(next(t for t in tensors if t.name == name))
+
+
+def everything(gated: GatedModel) -> frozenset[int]:
+    """All gates."""
+    return frozenset(range(len(gated.gates)))
