@@ -48,7 +48,6 @@ def bias_shifts(
     *,
     nodes: Collection[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
-    threads: int = 0,
     float_means: FloatMeans | None = None,
 ) -> dict[str, Float64]:
     """Correction of the mean of each output channel.
@@ -59,7 +58,6 @@ def bias_shifts(
         feeds: Samples. Of many, some are used: `chosen_feeds`.
         nodes: Names of the layers to correct (the integer ones), None for all.
         custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of the runtime, 0 for its own choice.
         float_means: Knows, and keeps, means of the float model from one call to the next.
 
     Returns:
@@ -73,10 +71,9 @@ def bias_shifts(
     feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
     if not targets or not feeds:
         return {}
-    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
-    means = float_means or FloatMeans()
-    found = shifts_in_one_run(model, quantized, feeds, targets, means, **options)
-    return _layer_by_layer(graph, quantized, feeds, targets, means, options) if found is None else found
+    means, libraries = float_means or FloatMeans(), tuple(custom_op_libraries)
+    found = shifts_in_one_run(model, quantized, feeds, targets, means, libraries)
+    return _layer_by_layer(graph, quantized, feeds, targets, means, libraries) if found is None else found
 
 
 def _layer_by_layer(
@@ -85,17 +82,16 @@ def _layer_by_layer(
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
     float_means: FloatMeans,
-    options: Mapping[str, Any],
+    libraries: tuple[str, ...],
 ) -> dict[str, Float64]:
     """The shifts with a run of each part of the model for each sample; what is alive between parts is held."""
-    threads, libraries = options["threads"], tuple(options["custom_op_libraries"])
     axes = {t.activation.output: t.axis for t in targets}
-    statistics = float_means.one_by_one(graph.proto, feeds, axes, **options)
+    statistics = float_means.one_by_one(graph.proto, feeds, axes, libraries)
     by_value = {t.quantized: t for t in targets if t.activation.output in statistics}
     shifts: dict[str, Float64] = {}
     alive: list[dict[str, Any]] = [dict(feed) for feed in feeds]
     parts = cut_behind(quantized, list(by_value))
-    with ObservedModel(quantized, SessionSettings((), libraries, threads)) as observed:
+    with ObservedModel(quantized, SessionSettings((), libraries)) as observed:
         for at, part in enumerate(parts):
             # Run the part on all samples, and let go of what no later one reads.
             later = {name for rest in parts[at + 1 :] for name in rest.inputs}
@@ -109,7 +105,7 @@ def _layer_by_layer(
             # Shift the layers' outputs that it ends with, which the next part reads.
             for name in part.observed:
                 target, arrays = by_value[name], [known[name] for known in alive]
-                response = Response(graph, target.activation, arrays[0].ndim, target.axis, threads)
+                response = Response(graph, target.activation, arrays[0].ndim, target.axis, 0)
                 shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
                 shifts[target.layer] = shift
                 for known, array in zip(alive, arrays, strict=True):

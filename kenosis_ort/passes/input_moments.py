@@ -113,7 +113,6 @@ def gather_moments(
     feeds: Sequence[Feed],
     *,
     custom_op_libraries: Sequence[str] = (),
-    threads: int = 0,
 ) -> dict[str, Float64]:
     """Runs the float model and returns the moments of each layer's input by layer name, where samples suffice.
 
@@ -124,7 +123,6 @@ def gather_moments(
         layers: Whose inputs; computed by nodes of the main graph or fed.
         feeds: A few samples.
         custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of the runtime, 0 for its own choice.
 
     Raises:
         CalibrationError: The model fails on a sample.
@@ -134,7 +132,7 @@ def gather_moments(
     for layer in layers:
         readers.setdefault(layer.data, []).append(moments[layer.name])
     made = dict.fromkeys(name for node in model.graph.node for name in node.output if name in readers)
-    settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries), threads=threads)
+    settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries))
 
     def take(arrays: Mapping[str, Array]) -> None:
         for name, array in arrays.items():

@@ -246,7 +246,6 @@ def learn_rounding(
     *,
     nodes: Collection[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
-    threads: int = 0,
     executor: Executor = HERE,
 ) -> Rounded:
     """Moves the weights of integer layers to better points of their grid.
@@ -257,7 +256,6 @@ def learn_rounding(
         feeds: Samples; 16 to 64 are enough.
         nodes: Names of the layers to round, None for all.
         custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of the runtime, 0 for its own choice.
         executor: Rounds the layers, whose moments are gathered here.
 
     Returns:
@@ -277,7 +275,7 @@ def learn_rounding(
     gains: dict[str, float] = {}
     overlay: dict[str, dict[str, onnx.TensorProto]] = {}
     for group in _batches(todo):
-        moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries, threads=threads)
+        moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries)
         known = [layer for layer in group if layer.name in moments]
         pieces = ((e.weights, graph.content(e.weight), grids[e.name], moments.pop(e.name)) for e in known)
         for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):

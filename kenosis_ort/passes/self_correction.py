@@ -65,9 +65,7 @@ def shifts_in_one_run(
     feeds: Sequence[Feed],
     targets: Sequence[Corrected],
     float_means: FloatMeans,
-    *,
-    custom_op_libraries: Sequence[str] = (),
-    threads: int = 0,
+    libraries: Sequence[str],
 ) -> dict[str, Float64] | None:
     """The shifts of all layers, None where the samples cannot be run in one batch.
 
@@ -77,8 +75,7 @@ def shifts_in_one_run(
         feeds: Samples or batches of them.
         targets: The layers.
         float_means: Knows, and keeps, means of the float model from one call to the next.
-        custom_op_libraries: Shared libraries of custom operators to register.
-        threads: Threads of the runtime, 0 for its own choice.
+        libraries: Shared libraries of custom operators to register.
 
     Returns:
         Shifts in the units of the output, float64 (channels,), by layer name.
@@ -87,15 +84,15 @@ def shifts_in_one_run(
     values = [target.activation.value for target in targets]
     if stacked is None or _ALIVE * max(estimate_bytes(model, stacked, values).values(), default=0) > _MOST_BYTES:
         return None
-    options: Mapping[str, Any] = {"custom_op_libraries": custom_op_libraries, "threads": threads}
     try:
-        expected = float_means.of(model, feeds, targets, **options)
+        expected = float_means.of(model, feeds, targets, libraries)
         if expected is None:
             return None
         constants = {t.name: t for t in model.graph.initializer}
         made = _Made(quantized, {target.quantized for target in targets}, renamed=True)
         outputs = [made.corrected(t, wanted, constants) for t, wanted in zip(targets, expected, strict=True)]
-        found = open_session(made.finished(outputs), **options).answer(stacked, outputs).values()
+        session = open_session(made.finished(outputs), threads=0, custom_op_libraries=libraries)
+        found = session.answer(stacked, outputs).values()
     except VerificationError as error:
         _log.info("biases are corrected layer by layer: %s", error)
         return None
@@ -127,13 +124,13 @@ class FloatMeans:
         self._stacks = True
 
     def one_by_one(
-        self, model: onnx.ModelProto, feeds: Sequence[Feed], axes: Mapping[str, int], **options: Any
+        self, model: onnx.ModelProto, feeds: Sequence[Feed], axes: Mapping[str, int], libraries: Sequence[str]
     ) -> Mapping[str, ChannelStatistics]:
         """Statistics of values by channel, as `channel_statistics` returns them, of samples run one by one."""
         self._begin(model, feeds)
         missing = {value: axis for value, axis in axes.items() if value not in self._statistics}
         if missing:
-            self._statistics |= channel_statistics(model, feeds, missing, **options)
+            self._statistics |= channel_statistics(model, feeds, missing, custom_op_libraries=libraries)
         return self._statistics
 
     def _begin(self, model: onnx.ModelProto, feeds: Sequence[Feed]) -> None:
@@ -143,7 +140,7 @@ class FloatMeans:
             self._stacks = True
 
     def of(
-        self, model: onnx.ModelProto, feeds: Sequence[Feed], targets: Sequence[Corrected], **options: Any
+        self, model: onnx.ModelProto, feeds: Sequence[Feed], targets: Sequence[Corrected], libraries: Sequence[str]
     ) -> list[Means] | None:
         """The means behind each activation, float32, of its rank with axes of rows and channels.
 
@@ -159,7 +156,7 @@ class FloatMeans:
             made = _Made(model, {value for value, _ in missing})
             outputs = [made.means(value, target) for (value, _), target in missing.items()]
             self._stacks = False  # also where the runtime refuses
-            runner = open_session(made.finished(outputs), **options)
+            runner = open_session(made.finished(outputs), threads=0, custom_op_libraries=libraries)
             last = list(runner.answer(feeds[-1], outputs).values())
             if len(feeds) > 1:
                 # Of one axis are the bytes of a picture too, of which the last one is no picture.

@@ -53,7 +53,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
     model = chain(act)
     bad, feeds, held_out = damaged(model, *LAYERS), models.feeds(model, 16, seed=2), models.feeds(model, 16, seed=3)
     with counted() as counts:
-        shifts = bias_shifts(model, bad, feeds, threads=1)
+        shifts = bias_shifts(model, bad, feeds)
     # the float model on each sample, and on two stacked; the quantized one on all
     assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
     assert list(shifts) == [*LAYERS, "last"]
@@ -61,7 +61,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
     assert noise(model, good, held_out) < noise(model, bad, held_out) / 4
     assert np.abs(means(good, held_out) - means(model, held_out)).max() < 0.05 * np.abs(means(model, held_out)).max()
     monkeypatch.setattr(correct_biases, "shifts_in_one_run", lambda *_, **__: None)
-    one_by_one = bias_shifts(model, bad, feeds, threads=1)
+    one_by_one = bias_shifts(model, bad, feeds)
     assert shifts.keys() == one_by_one.keys()
     for layer, shift in one_by_one.items():
         np.testing.assert_allclose(shifts[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
@@ -89,10 +89,10 @@ def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
     bad, feeds = damaged(model, "b"), models.feeds(model, 6)
     known = FloatMeans()
     with counted() as counts:
-        shifts = bias_shifts(model, bad, feeds, nodes={"b"}, threads=1, float_means=known)
+        shifts = bias_shifts(model, bad, feeds, nodes={"b"}, float_means=known)
     assert counts.total.runs > 2 * len(feeds)
     with counted() as counts:
-        np.testing.assert_equal(bias_shifts(model, bad, feeds, nodes={"b"}, threads=1, float_means=known), shifts)
+        np.testing.assert_equal(bias_shifts(model, bad, feeds, nodes={"b"}, float_means=known), shifts)
     assert (counts.total.sessions, counts.total.runs) == (1, len(feeds)), "of the quantized model alone"
     off = means(model, feeds) - means(bad, feeds)
     np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
@@ -104,8 +104,8 @@ def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
     model = planning.prepared(planning.parse(text))
     bad = damaged(model, "m")
     feeds = [{"x": np.abs(f["x"])} for f in models.feeds(model, 8, dims={"n": 4})]
-    assert set(bias_shifts(model, bad, feeds, threads=1)) == {"m", "g"}
-    shifts = bias_shifts(model, bad, feeds, nodes={"m"}, threads=1)
+    assert set(bias_shifts(model, bad, feeds)) == {"m", "g"}
+    shifts = bias_shifts(model, bad, feeds, nodes={"m"})
     assert set(shifts) == {"m"}
     assert noise(model, corrected(bad, shifts), feeds) < noise(model, bad, feeds) / 4
 

@@ -58,7 +58,7 @@ def dequantized(model: onnx.ModelProto, outcome: planning.Outcome) -> onnx.Model
 
 
 def learned(outcome: planning.Outcome, feeds: list[Feed], **options: Any) -> Any:
-    return learn_rounding(outcome.model, outcome.quantized, feeds, **{"threads": 1, **options})
+    return learn_rounding(outcome.model, outcome.quantized, feeds, **options)
 
 
 @pytest.mark.parametrize(("kind", "options"), [
