@@ -2,7 +2,7 @@
 
 Source: Nagel, van Baalen, Blankevoort, Welling, "Data-Free Quantization Through Weight Equalization and Bias
 Correction", ICCV 2019, section 4.1 and 4.1.3. A layer's output channel ``c`` is multiplied by ``t[c]`` and the input
-channel of the layer behind it divided by ``t[c]``, see `links`.
+channel of the layer behind it divided by ``t[c]``, see `layers`.
 
 What is different here:
 
@@ -37,8 +37,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
-from kenosis_ort.passes.layers import Float64, Layer, weights_of
-from kenosis_ort.passes.links import LARGEST_FACTOR, Link, LinkNoise, find_links
+from kenosis_ort.passes.layers import LARGEST_FACTOR, Float64, Layer, Link, LinkNoise, find_links, weights_of
 
 _log = logging.getLogger(__name__)
 

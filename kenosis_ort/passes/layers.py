@@ -1,6 +1,14 @@
-"""Layers with weights (Conv, ConvTranspose, Gemm, MatMul) as passes see them.
+"""Layers with weights (Conv, ConvTranspose, Gemm, MatMul) as passes see them, and pairs of them that share scales.
 
 Weights are output channel, input channel, kernel tap.
+
+Only positively homogeneous operators lie between the layers of a pair. If every operator between two layers maps
+``t * x`` to ``t * y`` for each channel by itself and each ``t > 0``, then output channel ``c`` of the first layer may
+be multiplied by ``t[c]`` and input channel ``c`` of the second be divided by it, and the net computes what it did.
+Relu, LeakyRelu, PRelu and pooling are such operators; Clip is one as long as no channel gets to a bound other than 0 on
+one side of the change only.
+
+`LinkNoise` predicts how noisy the second layer will be once its input and its weights are quantized.
 """
 
 from __future__ import annotations
@@ -13,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.live import optional
+from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
+from kenosis_ort.graph.constants import LAYERS, Is, having, what
+from kenosis_ort.graph.live import further_outputs, optional
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
@@ -164,3 +173,241 @@ def layers(graph: GraphView, nodes: Collection[str] | None = None) -> Iterator[L
 def weights_of(graph: GraphView, layer: Layer) -> Float64:
     """Canonical weights of a layer as they are now."""
     return layer.canonical(graph.content(layer.weight))
+
+
+Bounds = tuple[float, float]
+
+_HOMOGENEOUS = having(Is.POOL) | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of layers between which scales can move.
+
+    Attributes:
+        first: The layer that writes the channels.
+        second: The layer that reads them.
+        path: The nodes between them, in order.
+        offset: The constant that an Add behind a MatMul puts on its output channels, None without one.
+        bounds: Bounds of the Clips between them; infinite without.
+        clipped: Output of the last Clip, "" without one.
+        repeat: Input channels of the second layer that stem from one channel (behind a Flatten), else 1.
+    """
+
+    first: Layer
+    second: Layer
+    path: tuple[ir.Node, ...]
+    offset: ir.Value | None
+    bounds: Bounds
+    clipped: str
+    repeat: int
+
+    @property
+    def value(self) -> str:
+        """The value that the second layer reads."""
+        return self.second.data
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """All values between the layers whose channels are scaled."""
+        return tuple(node.outputs[0].name or "" for node in (self.first.node, *self.path))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis of the channels of each of `values`."""
+        axis, found = self.first.channel_axis, {self.values[0]: self.first.channel_axis}
+        for node, value in zip(self.path, self.values[1:], strict=True):
+            axis = -1 if node.op_type in ("Flatten", "Reshape") else axis
+            found[value] = axis
+        return found
+
+    @property
+    def has_clip(self) -> bool:
+        """Whether a bound other than 0 stands between the layers."""
+        return any(math.isfinite(b) and b != 0.0 for b in self.bounds)
+
+    @property
+    def is_relu(self) -> bool:
+        """Whether nothing but one Relu or Clip from 0 stands between the layers."""
+        acts = [n for n in self.path if n.op_type not in ("Identity", "Dropout")]
+        return (
+            len(acts) == 1
+            and acts[0].op_type in ("Relu", "Clip")
+            and (acts[0].op_type == "Relu" or self.bounds[0] == 0.0)
+        )
+
+
+def find_links(graph: GraphView, *, nodes: Collection[str] | None = None) -> tuple[Link, ...]:
+    """Every link of the main graph.
+
+    Values between the layers have one reader each, are no outputs, and no body of control flow reads them; the
+    weights and biases concerned are read once.
+
+    Args:
+        graph: The model, shapes inferred; values that it keeps are left alone.
+        nodes: Names of the layers to look at, None for all.
+    """
+    known = {layer.name: layer for layer in layers(graph)}
+    found = []
+    for layer in known.values():
+        if (nodes is None or layer.name in nodes) and _is_free(graph, layer):
+            link = _follow(layer, known, graph)
+            if link is not None and (nodes is None or link.second.name in nodes) and _is_free(graph, link.second):
+                found.append(link)
+    return tuple(found)
+
+
+def _is_free(graph: GraphView, layer: Layer) -> bool:
+    return graph.is_read_once(layer.weight) and (layer.bias is None or graph.is_read_once(layer.bias))
+
+
+def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | None:
+    """The link from a layer to the next one; None where something on the way forbids it."""
+    value, offset, clipped, path = first.output, None, "", list[ir.Node]()
+    low, high, repeat, is_flat = -math.inf, math.inf, 1, not first.is_convolution  # flat: channels are the last axis
+    while graph.is_private(value):
+        (node,) = graph.readers(value)
+        if node.domain not in MAIN_DOMAINS:
+            return None
+        second = known.get(node.name or "")
+        if second is not None:
+            fits = node.inputs[0] is value and second.is_convolution != is_flat
+            fits = fits and second.channels_in == first.channels_out * repeat
+            return Link(first, second, tuple(path), offset, (low, high), clipped, repeat) if fits else None
+        if further_outputs(node):
+            return None
+        if node.op_type == "Add" and first.operator == "MatMul" and not path:
+            offset = _row_offset(node, value, first, graph)
+            if offset is None:
+                return None
+        elif node.op_type not in _HOMOGENEOUS or node.inputs[0] is not value or (is_flat and Is.POOL in what(node)):
+            return None  # a pool never leaves the last axis alone
+        elif node.op_type == "Clip":
+            bounds = _bounds(node, graph)
+            if bounds is None:
+                return None
+            low, high, clipped = max(low, bounds[0]), min(high, bounds[1]), node.outputs[0].name or ""
+        elif node.op_type == "PRelu" and graph.constant(node.inputs[1]) is None:
+            return None
+        elif node.op_type in ("Flatten", "Reshape"):
+            repeat, is_flat = 0 if is_flat else _flattened(node, first.channels_out, graph), True
+            if not repeat:
+                return None
+        path.append(node)
+        value = node.outputs[0]
+    return None
+
+
+def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: GraphView) -> ir.Value | None:
+    """The constant that an Add puts on the last axis, None if it is another kind of Add."""
+    other = next((operand for operand in node.inputs if operand is not value), None)
+    tensor = graph.constant(other)
+    fits = tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT
+    if other is None or tensor is None or not fits or not graph.is_read_once(other):
+        return None
+    return other if list(tensor.dims)[-1:] == [first.channels_out] == [math.prod(tensor.dims)] else None
+
+
+def _bounds(node: ir.Node, graph: GraphView) -> Bounds | None:
+    ends = []
+    for position, name, default in ((1, "min", -math.inf), (2, "max", math.inf)):
+        given = optional(node, position)
+        if given is None:
+            ends.append(node.attributes.get_float(name, default))
+        elif graph.constant(given) is None:
+            return None
+        else:
+            ends.append(float(graph.content(given).reshape(-1)[0]))
+    low, high = (b if abs(b) < 3.4e38 else math.copysign(math.inf, b) for b in ends)
+    return (low, high) if low <= 0.0 <= high and low < high else None
+
+
+def _flattened(node: ir.Node, channels: int, graph: GraphView) -> int:
+    """Number of features of a flattened value that stem from one channel, 0 if it is not flattened like that."""
+    before, after = graph.dims(node.inputs[0]) or (), graph.dims(node.outputs[0]) or ()
+    if len(before) < 3 or len(after) != 2 or before[1] != channels:
+        return 0
+    if node.op_type == "Flatten" and node.attributes.get_int("axis", 1) != 1:
+        return 0
+    sizes = [size for size in before[2:] if size is not None]
+    spread = math.prod(sizes) if len(sizes) == len(before) - 2 else 0
+    return spread if spread and after[1] == channels * spread else 0
+
+
+_LEVELS = 127  # largest integer of a weight
+HEADROOM = 1.25
+"""By how much unseen data may exceed the range seen before a grown channel becomes the largest."""
+LARGEST_FACTOR = 64.0
+"""Largest ratio between the factors of two channels; channels more dead than that stay near dead."""
+
+
+class LinkNoise:
+    """Predicted noise to signal ratio of the second layer's outputs, added up over its output channels.
+
+    Args:
+        link: The two layers.
+        observed: Statistics of what the second layer reads, by channel of the first.
+        second: Canonical weights of the second layer.
+        per_channel: Whether weights get a scale by output channel.
+    """
+
+    def __init__(self, link: Link, observed: ChannelStatistics, second: Float64, per_channel: bool) -> None:
+        layer = link.second
+        self._repeat, self._layer, self._per_channel = link.repeat, layer, per_channel
+        self._low, self._high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
+        self._power = np.repeat(observed.second_moment, link.repeat)
+        squares = (second**2).sum(axis=2)
+        signal = (squares * layer.by_group(self._power)).sum(axis=1)
+        floor = max(float(signal.max(initial=0.0)) * 1e-6, float(np.finfo(np.float64).tiny))
+        self._importance = 1.0 / np.maximum(signal, floor)
+        self._columns = _by_input(layer, squares * self._importance[:, None], np.add)
+        self._largest = np.abs(second).max(axis=2)
+        rows = np.maximum(self._largest.max(axis=1, keepdims=True), float(np.finfo(np.float64).tiny))
+        relative = self._largest / (rows if per_channel else rows.max())
+        self._relative = _fold(_by_input(layer, relative, np.maximum), link.repeat, np.maximum)
+        self._range = np.maximum(self._high - self._low, 0.0)
+
+    def factors(self, a: float, b: float) -> Float64:
+        """Factors ``D^-a * r^b`` that leave the largest channel as it is; dead channels keep theirs.
+
+        Args:
+            a: Exponent of the activation's range.
+            b: Exponent of the largest relative weight that reads the channel.
+        """
+        top = float(self._range.max(initial=0.0))
+        if top <= 0.0:
+            return np.ones_like(self._range)
+        seen = np.maximum(self._range, top / LARGEST_FACTOR)
+        seen = np.where(seen < top / HEADROOM, seen * HEADROOM, np.maximum(seen, top / HEADROOM))
+        column = np.maximum(self._relative, 1.0 / LARGEST_FACTOR)
+        raw = (seen / top) ** -a * column**b
+        scaled = raw * top / float((raw * np.minimum(seen, top)).max())
+        return np.asarray(np.where(self._range > 0.0, scaled, 1.0))
+
+    @np.errstate(over="ignore")  # a net whose values grow without end is left alone: no noise is below infinity
+    def of(self, factors: Float64) -> float:
+        """The predicted noise for factors, infinity where it overflows."""
+        inputs = np.repeat(factors, self._repeat)
+        step = (float((self._high * factors).max()) - float((self._low * factors).min())) / 255.0
+        rounding = step**2 / 12.0 * float((self._columns / inputs**2).sum())
+        groups = self._layer.groups
+        by_group = self._largest.reshape(groups, -1, self._largest.shape[1])  # no copy of the factors by output channel
+        largest = (by_group / inputs.reshape(groups, 1, -1)).max(axis=2).reshape(-1)
+        if not self._per_channel:
+            largest = np.full_like(largest, largest.max())
+        power = (self._power * inputs**2).reshape(groups, -1).sum(axis=1) * self._layer.taps
+        power = np.repeat(power, largest.size // groups)
+        weights = float(((largest / _LEVELS) ** 2 / 12.0 * power * self._importance).sum())
+        return rounding + weights
+
+
+def _by_input(layer: Layer, per_weight: Float64, join: np.ufunc) -> Float64:
+    """Joins (output channels, input channels of the group) over output channels; returns (input channels,)."""
+    grouped = per_weight.reshape(layer.groups, -1, per_weight.shape[1])
+    joined: Float64 = join.reduce(grouped, axis=1).reshape(-1)
+    return joined
+
+
+def _fold(per_input: Float64, repeat: int, join: np.ufunc) -> Float64:
+    folded: Float64 = join.reduce(per_input.reshape(-1, repeat), axis=1)
+    return folded

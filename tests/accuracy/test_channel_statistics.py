@@ -14,7 +14,7 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes import equalize_layers
-from kenosis_ort.passes.links import find_links
+from kenosis_ort.passes.layers import find_links
 from tests import models, planning
 
 

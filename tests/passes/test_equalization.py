@@ -14,7 +14,7 @@ from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.equalize_layers import Equalized, equalize, values_for_equalization
-from kenosis_ort.passes.links import LinkNoise, find_links
+from kenosis_ort.passes.layers import LinkNoise, find_links
 from tests import models, planning
 from tests.flow.support import changed, run
 from tests.models import Feed, Net
