@@ -17,6 +17,7 @@ from _zoo import OneShotReader, choose, load_zoo, ort_best, quiet_folder
 
 import kenosis_ort
 from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.model_runs import Reference
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
             told = kenosis_ort.quantize_static(entry.path, str(ours), reader, promise=False).measure
             model = onnx.load(entry.path)
             feeds = [feed for feed, _ in zip(entry.evals, range(arguments.samples), strict=False)]
-            evaluator = Evaluator(model, feeds)
+            evaluator = Evaluator(Reference(model), feeds, graph=model.graph)
             found, other = evaluator.measured(onnx.load(str(ours))), _stock(entry, stock, evaluator)
             if told is None or found is None:
                 print(f"{name:24} nothing to measure")

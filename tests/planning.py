@@ -165,8 +165,8 @@ def quantize(
     plan = revise(plan, view)
     quantizer = FusionAwareQDQQuantizer(
         copy_model(proto), wishes.per_channel, reduce_range, weight_type, wishes.activation_type,
-        table.to_tensors_data(), [], list(wishes.nodes_to_exclude), list(QUANTIZABLE_OPS), extra_options, plan=plan,
-        stages=stages,
+        table.to_tensors_data(), [], list(wishes.nodes_to_exclude), list(QUANTIZABLE_OPS), dict(extra_options or {}),
+        plan=plan, stages=stages,
     )  # fmt: skip
     quantized = quantizer.quantize_model()
     quantizer.model.topological_sort()

@@ -166,7 +166,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
             nodes_to_quantize,
             nodes_to_exclude,
             op_types_to_quantize,
-            extra_options,
+            dict(extra_options or {}),
             stages=Stages.none(),
         )
         self._known = {} if tensors_range is None else _finite_ranges(tensors_range)

@@ -59,7 +59,7 @@ def emit(
             list(request.nodes_to_quantize),
             list(request.nodes_to_exclude),
             list(request.op_types),
-            request.extra_options,
+            dict(request.extra_options),
             plan=plan or None,
             stages=request.stages,
             weights=weights,

@@ -121,10 +121,9 @@ class Evaluator:
     """Runs candidates on held-out samples and compares them with the float model.
 
     Args:
-        original: The reference: the float model as it came, or what runs it.
+        original: Runs the float model as it came, the reference.
         feeds: The held-out samples that candidates are compared on. Those of a reader know their number there.
-        graph: The float model's graph, which decides the kinds of outputs; None for that of an `original` that
-            is a model in memory, and for no decision otherwise.
+        graph: The float model's graph, which decides the kinds of outputs.
         metric: The caller's own measure; None for one that suits the outputs.
         validation: The caller's held-out data, all of it, on which losses are measured; None measures them on `feeds`.
         custom_op_libraries: Libraries with custom operators to register.
@@ -133,10 +132,10 @@ class Evaluator:
 
     def __init__(
         self,
-        original: Reference | Model,
+        original: Reference,
         feeds: Sequence[Feed],
         *,
-        graph: onnx.GraphProto | None = None,
+        graph: onnx.GraphProto,
         metric: CheckedMetric | None = None,
         validation: Sequence[Feed] | None = None,
         custom_op_libraries: Sequence[str] = (),
@@ -146,19 +145,15 @@ class Evaluator:
         self._metric = metric
         self._validation = validation
         self._candidates = Candidates(custom_op_libraries, executor)
-        if not isinstance(original, Reference):
-            self._float = Reference(original, custom_op_libraries=custom_op_libraries)
-        else:
-            self._float = original
+        self._float = original
         self.reference = self._float.outputs(self.feeds)
         random = self._float.random(self.feeds[0]) if self.feeds else frozenset()
         uses = find_uses(self.reference)
         compared = [name for name in (self.reference[0] if self.feeds else ()) if name not in random]
         self._uses = {n: uses[n] for n in compared if n in uses}
         self.output_error: OutputError = partial(output_error, uses=self._uses)
-        own = original.graph if isinstance(original, onnx.ModelProto) else onnx.GraphProto()
         seen = [{name: outputs[name] for name in compared} for outputs in self.reference]
-        self._find_measures = partial(find_measures, own if graph is None else graph, seen, self.feeds)
+        self._find_measures = partial(find_measures, graph, seen, self.feeds)
 
     @property
     def measure(self) -> str:
@@ -174,14 +169,6 @@ class Evaluator:
         return self.feeds[::2], rest
 
     # ---- is it better? ----------------------------------------------------------------------------------------------
-
-    def error(self, candidate: onnx.ModelProto) -> float:
-        """The relative error of a candidate's outputs: 0 for the float model's, larger for worse ones.
-
-        Raises:
-            CalibrationError: The candidate fails on a sample.
-        """
-        return self.output_error(self.outputs(candidate), self.reference)
 
     def score(self, candidate: onnx.ModelProto) -> Score:
         """Error of a candidate, its error without each sample, and the metric's score.

@@ -226,19 +226,6 @@ _WIDEST = 8192  # columns of a layer; its moments take 8 bytes times the square
 _MOST_BYTES = 2**29  # of moments gathered in one pass
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """Weights on the quantizer's grid.
-
-    Attributes:
-        overlay: The weights by layer.
-        gains: How far each rounded layer's own error fell, dB, by name, in graph order.
-    """
-
-    overlay: Overlay
-    gains: Mapping[str, float]
-
-
 def learn_rounding(
     model: onnx.ModelProto,
     quantized: onnx.ModelProto,
@@ -247,7 +234,7 @@ def learn_rounding(
     nodes: Collection[str] | None = None,
     custom_op_libraries: Sequence[str] = (),
     executor: Executor = HERE,
-) -> Rounded:
+) -> Overlay:
     """Moves the weights of integer layers to better points of their grid.
 
     Args:
@@ -272,25 +259,24 @@ def learn_rounding(
         for layer in layers(graph, nodes)
         if layer.name in grids and graph.is_read_once(layer.weight) and _width(layer) <= _WIDEST
     ]
-    gains: dict[str, float] = {}
     overlay: dict[str, dict[str, onnx.TensorProto]] = {}
     for group in _batches(todo):
         moments = gather_moments(model, group, feeds, custom_op_libraries=custom_op_libraries)
         known = [layer for layer in group if layer.name in moments]
         pieces = ((e.weights, graph.content(e.weight), grids[e.name], moments.pop(e.name)) for e in known)
-        for layer, (weights, gains[layer.name]) in zip(known, executor.map(_round_layer, pieces), strict=True):
+        for layer, weights in zip(known, executor.map(_round_layer, pieces), strict=True):
             name = layer.weight.name or ""
             tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(weights), name)
             overlay[layer.name] = {name: put_outside(tensor)}
-    return Rounded(overlay, gains)
+    return overlay
 
 
 _Unrounded = tuple[Weights, npt.NDArray[np.generic], WeightGrid, Float64]
 """A layer, its weights as stored, the grid to round to, and the moments of its input."""
 
 
-def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
-    """The rounded weights of a layer as they are stored, and the gain in dB."""
+def _round_layer(given: _Unrounded) -> npt.NDArray[np.float32]:
+    """The rounded weights of a layer as they are stored."""
     layer, weights, grid, moments = given
     real, nearest = layer.canonical(weights), layer.canonical(grid.integers)
     per_row = np.broadcast_to(grid.scale, (layer.channels_out,)).astype(np.float64)
@@ -304,12 +290,9 @@ def _round_layer(given: _Unrounded) -> tuple[npt.NDArray[np.float32], float]:
     diagonal += noise + _DAMPING * diagonal.mean(axis=1, keepdims=True) + np.finfo(np.float64).tiny
     result = _round(targets, start, moments, Grid(-top, top, neighbour=_neighbours(layer, grid)))
     before, after = (_error(found - targets, moments, weight) for found in (start, result))
-    if after >= before:
-        result, after = start, before
-    canonical = _from_rows(result, layer, transposed)
-    gain = 10.0 * np.log10(before / after) if after > 0.0 else 0.0
-    _log.debug("'%s': %.1f dB less error", layer.name, gain)
-    return layer.stored(canonical * per_row[:, None, None]), float(gain)
+    _log.debug("'%s': error %.3g for %.3g", layer.name, after, before)
+    canonical = _from_rows(result if after < before else start, layer, transposed)
+    return layer.stored(canonical * per_row[:, None, None])
 
 
 def _neighbours(layer: Weights, grid: WeightGrid) -> npt.NDArray[np.intp] | None:
@@ -400,5 +383,5 @@ class LearnedRounding(Pass):
             custom_op_libraries=context.custom_op_libraries,
             executor=context.executor,
         )
-        changed = context.with_corrections(state, rounded.overlay)
+        changed = context.with_corrections(state, rounded)
         return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)

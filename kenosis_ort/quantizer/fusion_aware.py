@@ -5,7 +5,7 @@ plan decides each edge, and what it decides is placed in time linear in the numb
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -88,8 +88,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
 
     Args:
         model: Prepared model; changed in place, so pass a private copy.
-        per_channel, reduce_range, weight_qType, activation_qType, tensors_range, nodes_to_quantize,
-            nodes_to_exclude, op_types_to_quantize, extra_options: As ``QDQQuantizer``.
+        per_channel, reduce_range, weight_qType, activation_qType, tensors_range: As ``QDQQuantizer``.
+        further: Its parameters from ``nodes_to_quantize`` on.
         plan: What to place where; None or an empty plan leaves everything to stock.
         stages: Which Kenosis stages act on the arithmetic.
         weights: Content of initializers that the model only names, so that weights which become integers are never
@@ -104,10 +104,7 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         weight_qType: Any,  # noqa: N803 - stock's name
         activation_qType: Any,  # noqa: N803 - stock's name
         tensors_range: TensorsData | None,
-        nodes_to_quantize: Sequence[str],
-        nodes_to_exclude: Sequence[str],
-        op_types_to_quantize: Sequence[str],
-        extra_options: Mapping[str, Any] | None = None,
+        *further: Any,
         plan: PlacementPlan | None = None,
         stages: Stages | None = None,
         weights: Mapping[str, onnx.TensorProto] | None = None,
@@ -117,9 +114,8 @@ class FusionAwareQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
         self.weights = dict(weights or {})
         if self.plan:  # its shapes are inferred: stock would write it to disk, infer them again, and read it back
             add_infer_metadata(model)
-        types, ranges = (weight_qType, activation_qType), None if self.plan else tensors_range
-        lists = nodes_to_quantize, nodes_to_exclude, op_types_to_quantize
-        super().__init__(model, per_channel, reduce_range, *types, ranges, *lists, dict(extra_options or {}))
+        ranges = None if self.plan else tensors_range
+        super().__init__(model, per_channel, reduce_range, weight_qType, activation_qType, ranges, *further)
         self.tensors_range = tensors_range
         self._placed: tuple[Pairs, Constants] | None = None
 

@@ -7,7 +7,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.gates import GatedModel
+from kenosis_ort.passes.model_runs import Reference
 from tests.flow.support import run
 
 
@@ -29,3 +31,8 @@ def array(tensors: Iterable[onnx.TensorProto], name: str) -> np.ndarray:
 def everything(gated: GatedModel) -> frozenset[int]:
     """All gates."""
     return frozenset(range(len(gated.gates)))
+
+
+def evaluator_of(model: onnx.ModelProto, feeds: Sequence[Any], **options: Any) -> Evaluator:
+    """The evaluator of candidates against a model."""
+    return Evaluator(Reference(model), feeds, graph=model.graph, **options)

@@ -20,6 +20,7 @@ from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
 from tests import models
 from tests.flow.support import changed, run
+from tests.passes.support import evaluator_of
 from tests.planning import parse
 
 ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
@@ -86,10 +87,10 @@ def scaled(by: float) -> onnx.ModelProto:
 
 def test_score_without_each_sample() -> None:
     feeds = models.feeds(scaled(1.0), 3)
-    evaluator = Evaluator(scaled(1.0), feeds)
-    rest = [Evaluator(scaled(1.0), feeds[:at] + feeds[at + 1 :]).error(scaled(1.1)) for at in range(3)]
+    evaluator = evaluator_of(scaled(1.0), feeds)
+    rest = [evaluator_of(scaled(1.0), feeds[:at] + feeds[at + 1 :]).score(scaled(1.1)).error for at in range(3)]
     assert evaluator.score(scaled(1.1)).without == pytest.approx(rest)
-    assert evaluator.error(scaled(1.0)) == 0.0
+    assert evaluator.score(scaled(1.0)).error == 0.0
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(6, 6), (20, 16), (1, 1)])
@@ -98,7 +99,7 @@ def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: i
     model = models.with_free_batch(models.residual_block())
     feeds = models.feeds(model, 2, dims={"n": rows})
     other = changed(model, stem_w=1.01)
-    whole, apart = Evaluator(model, feeds).score(other), Evaluator(model, [Rows(f) for f in feeds]).score(other)
+    whole, apart = evaluator_of(model, feeds).score(other), evaluator_of(model, [Rows(f) for f in feeds]).score(other)
     assert (len(whole.without), len(apart.without)) == (2, 2 * parts)
     assert apart.error == pytest.approx(whole.error)
     assert (whole.without == apart.without) == (rows == 1)
@@ -111,7 +112,7 @@ def classifier(noise: float = 0.0) -> onnx.ModelProto:
 
 
 def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
-    evaluator = Evaluator(classifier(), models.feeds(classifier(), 64))
+    evaluator = evaluator_of(classifier(), models.feeds(classifier(), 64))
     found, same = evaluator.measured(classifier(1.0)), evaluator.measured(classifier())
     assert found.measure.startswith("top-1 agreement")
     assert (found.samples, found.counted, found.float_value) == (64, 64, 1.0)
@@ -131,7 +132,7 @@ def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest
         return float(np.mean([o["y"].argmax() == labels[i] for o, i in zip(outputs, indices, strict=True)]))
 
     def evaluator() -> Evaluator:
-        return Evaluator(classifier(), validation[::10], metric=check_metric(metric), validation=validation)
+        return evaluator_of(classifier(), validation[::10], metric=check_metric(metric), validation=validation)
 
     found = evaluator().measured(worse)
     assert (found.measure, found.samples, found.float_value) == ("metric 'metric'", 40, 1.0)

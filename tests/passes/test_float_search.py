@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.passes import float_search
-from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind, PlacementPlan
@@ -24,7 +23,7 @@ from kenosis_ort.targets.proof import Status
 from kenosis_ort.verify import verify_fusion
 from tests import models, planning
 from tests.flow.support import changed
-from tests.passes.support import everything
+from tests.passes.support import evaluator_of, everything
 
 BAD = 3
 
@@ -130,7 +129,7 @@ class Shop:
     def search(self, *, metric: Metric | None = None, build: Any = None, limit: float = 0.005, **options: Any) -> Any:
         self.built.clear()
         metric = metric or (lambda o, r: 1.0 - noise(o, r))
-        evaluator = Evaluator(self.model, self.feeds[2:], metric=check_metric(metric))
+        evaluator = evaluator_of(self.model, self.feeds[2:], metric=check_metric(metric))
         replan = lambda keep_float: planning.plan_of(self.model, keep_float=keep_float)  # noqa: E731
         usual = {"replan": replan, "max_float_share": 0.5, "error": noise, "budget": Budget(), "keep_float": {}}
         return search_mixed_precision(

@@ -31,7 +31,7 @@ MODEL = models.residual_block()
 def editor_of(model: onnx.ModelProto, **weights: onnx.TensorProto) -> QdqEditor:
     types = (QuantType.QInt8, QuantType.QUInt8)
     quantizer = FusionAwareQDQQuantizer(
-        copy_model(model), False, False, *types, None, [], [], [], stages=Stages.none(), weights=weights
+        copy_model(model), False, False, *types, None, [], [], [], {}, stages=Stages.none(), weights=weights
     )
     return QdqEditor(quantizer)
 

@@ -235,6 +235,8 @@ def test_a_missing_range_and_broken_weights_are_errors_that_name_them() -> None:
     for model, given, named in ((done.model, without, "'relu0_out'"), (broken, ranges, "'fc1_w'")):
         table = TensorsData(CalibrationMethod.MinMax, {name: tuple(ends) for name, ends in given.items()})
         types = QuantType.QInt8, QuantType.QUInt8
-        quantizer = FusionAwareQDQQuantizer(copy_model(model), True, False, *types, table, [], [], [], plan=done.plan)
+        quantizer = FusionAwareQDQQuantizer(
+            copy_model(model), True, False, *types, table, [], [], [], {}, plan=done.plan
+        )
         with pytest.raises(UnsupportedModelError, match=named):
             quantizer.quantize_model()
