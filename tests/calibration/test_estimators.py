@@ -94,22 +94,6 @@ def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> No
     assert min(others) > 0.998 * found
 
 
-@given(activations(), st.sampled_from([0.25, 4.0, 1024.0]), methods)
-def test_ranges_scale_with_the_data(data: Floats, factor: float, method: str) -> None:
-    small, large = estimate(statistics_of(data), method), estimate(statistics_of(data * np.float32(factor)), method)
-    np.testing.assert_allclose(np.array(small) * factor, large, rtol=1e-6, atol=1e-9 * factor)
-
-
-def test_outliers_are_left_out() -> None:
-    rng = np.random.default_rng(0)
-    data = np.append(rng.standard_normal(1_000_000), [300.0]).astype(np.float32)
-    statistics = statistics_of(data)
-    assert estimate(statistics, "minmax")[1] == 300.0
-    assert estimate(statistics, "percentile:99.999")[1] < 6.0
-    assert estimate(statistics, "mse")[1] < 200.0
-    assert estimate(statistics, "mse")[1] <= estimate(statistics, "lp:3")[1] <= 300.0
-
-
 def test_what_a_percentile_leaves_in() -> None:
     data = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for percentile in (99.0, 99.9, 99.99):
@@ -170,9 +154,14 @@ def test_a_table_without_histograms() -> None:
 # ---- distributions --------------------------------------------------------------------------------------------------
 
 
-@given(activations(), st.floats(0.2, 1.0), st.floats(0.2, 1.0), st.sampled_from([1.0, 2.0, 2.4, 3.0]))
-def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: float) -> None:
-    values = sketch(statistics_of(data))
+@given(
+    activations(), st.sampled_from([None, -0.5]), st.floats(0.2, 1.0), st.floats(0.2, 1.0),
+    st.sampled_from([1.0, 2.0, 2.4, 3.0]),
+)  # fmt: skip
+def test_error_is_that_of_the_data(data: Floats, limit: float | None, a: float, b: float, power: float) -> None:
+    """And what lies beyond a limit counts as the limit."""
+    values, data = sketch(statistics_of(data), low_limit=limit), data if limit is None else np.maximum(data, limit)
+    assert (values.low, values.high, values.total) == (data.min(), data.max(), data.size)
     low, high = a * min(values.low, 0.0), b * max(values.high, 0.0)
     (predicted,) = values.errors([(low, high)], power=power)
     actual = quantization_error(data, low, high, power)
@@ -181,24 +170,13 @@ def test_error_is_that_of_the_data(data: Floats, a: float, b: float, power: floa
 
 
 @given(activations())
-def test_mass_and_quantiles(data: Floats) -> None:
+def test_quantiles(data: Floats) -> None:
     values = sketch(statistics_of(data))
-    assert values.total == data.size
-    assert (values.low, values.high) == (data.min(), data.max())
     bin_width = 4.0 * np.abs(data).max() / 2048
     for share in (0.0, 0.01, 0.5, 0.99, 1.0):
         exact = np.quantile(data, share, method="inverted_cdf" if share < 0.5 else "higher")
         near = np.sort(np.abs(data - exact))[:20].max()  # where data are sparse, a neighbour is as good
         assert abs(values.quantile(share) - exact) <= bin_width + near
-
-
-def test_limits_gather_what_lies_beyond() -> None:
-    data = np.linspace(-100, 10, 1000, dtype=np.float32)
-    values = sketch(statistics_of(data), low_limit=-8.0)
-    assert (values.low, values.high) == (-8.0, 10.0)
-    assert values.total == 1000
-    actual = quantization_error(np.maximum(data, -8.0), -8.0, 10.0, 2.0)
-    assert values.errors([(-8.0, 10.0)], power=2)[0] == pytest.approx(actual, rel=0.1)
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(5.0, None, 5.0), (None, -5.0, -5.0)])
@@ -299,11 +277,8 @@ def test_percentile_bound_on_any_distribution(data: Floats, halves: int, bins: i
 
 
 def test_other_percentile_from_the_same_table() -> None:
-    samples = random_feeds(3, (100, 100))
-    table = swept(one_node_model(), samples, ["y"], method="percentile")
-    other = replace(table, config=CalibrationConfig(method="percentile", percentile=90))
-    direct = swept(one_node_model(), samples, ["y"], config=other.config)
-    assert other.range_of("y") == direct.range_of("y")
-    assert other.range_of("y")[1] < table.range_of("y")[1]
-    minmax = replace(table, config=CalibrationConfig())
-    assert minmax.range_of("y") == (table.tensors["y"].low, table.tensors["y"].high)
+    configs = CalibrationConfig("percentile"), CalibrationConfig("percentile", percentile=90), CalibrationConfig()
+    tables = [swept(one_node_model(), random_feeds(3, (100, 100)), ["y"], config=config) for config in configs]
+    ranges = [replace(tables[0], config=config).range_of("y") for config in configs]
+    assert ranges == [table.range_of("y") for table in tables]
+    assert ranges[1][1] < ranges[0][1] <= ranges[2][1]
