@@ -127,15 +127,6 @@ def test_larger_than_a_block_and_of_any_shape_and_type() -> None:
     assert [exponent_of(magnitude) for magnitude in (1.0, 0.999, 0.0)] == [1, 0, -100]
 
 
-def test_rebin_keeps_the_total_and_the_zero_edge() -> None:
-    data = np.concatenate([np.zeros(1000), np.linspace(-3, 3, 601)]).astype(np.float32)
-    histogram = build(data)
-    counts = histogram.rebin(np.linspace(-3, 3, 129))
-    assert counts.sum() == data.size
-    assert counts[64:].sum() == (data >= 0).sum()
-    assert histogram.rebin(np.linspace(0, 3, 65), magnitudes=True).sum() == data.size
-
-
 def test_counts_are_checked_and_frozen() -> None:
     with pytest.raises(ValueError, match="8192 bins"):
         Histogram(0, np.zeros(3, np.int64))

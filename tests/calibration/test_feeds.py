@@ -1,8 +1,6 @@
 """Readers as users write them, and what is said about wrong data."""
 
-import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,23 +43,6 @@ def test_iterables_and_runtime_values_will_do_too() -> None:
         )
         assert all(other == first for other in others)
     assert list(sample_feeds(ListReader(samples))) == samples
-
-
-@METHODS
-def test_feeds_are_not_kept(method: str) -> None:
-    alive: list[int] = []
-    references: list[weakref.ref[Any]] = []
-
-    def make() -> Iterator[dict[str, Any]]:
-        for (feed,) in (random_feeds(1) for _ in range(8)):
-            references.append(weakref.ref(feed["x"]))
-            yield feed
-            del feed
-            gc.collect()
-            alive.append(sum(r() is not None for r in references))
-
-    run(make(), method=method)
-    assert max(alive) <= 2
 
 
 X = np.zeros((2, 3), np.float32)

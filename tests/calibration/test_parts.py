@@ -210,6 +210,7 @@ def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
     before = model.SerializeToString(deterministic=True)
     assert under(model, samples, budget, names).tensors == want.tensors
     assert model.SerializeToString(deterministic=True) == before
+    np.testing.assert_equal(samples, models.feeds(model, 2))
 
 
 # ---- many weights: some samples at a time, one part open at a time --------------------------------------------------
