@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort.graph.constants import BOUNDS, HEAVY, LAYERS, OPERATORS, Is, having, what
+from kenosis_ort.graph.constants import BOUNDS, OPERATORS, Is, having, what
 from tests.graph.build import net, run
 from tests.models import normal
 
@@ -59,11 +59,6 @@ def test_what_the_table_says_holds(op_type: str) -> None:
         low, high = BOUNDS[op_type]
         assert low <= y.min()
         assert y.max() <= high
-
-
-def test_layers() -> None:
-    assert {"Conv", "Gemm", "MatMul"} == HEAVY
-    assert {"Conv", "ConvTranspose", "Gemm", "MatMul"} == LAYERS
 
 
 def test_an_operator_of_another_domain_is_nothing() -> None:

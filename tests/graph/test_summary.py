@@ -7,7 +7,6 @@ import onnx
 import pytest
 
 from kenosis_ort import quantize_static
-from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.summary import TensorSummary, summarize
 from kenosis_ort.quantizer.stock import QuantFormat
 from tests import models
@@ -65,10 +64,3 @@ def test_what_was_quantized_is_told(how: dict[str, object], expected: str, tmp_p
 def test_types_and_kernels_tell_it(model: onnx.ModelProto, expected: str, types: dict[str, int]):
     found = summarize(model)
     assert (found.quantization, found.weight_types, found.is_float) == (expected, types, expected == "float16")
-
-
-def test_no_model_is_an_error(tmp_path: Path):
-    path = tmp_path / "m.onnx"
-    path.write_text("nothing")
-    with pytest.raises(ModelLoadError):
-        summarize(path)
