@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -9,32 +10,23 @@ import pytest
 
 from kenosis_ort import PipelineReader
 from kenosis_ort.calibration.feeds import misfit
-from kenosis_ort.calibration.pipeline import _Piece
 from kenosis_ort.errors import CalibrationError
+from kenosis_ort.runtime.counting import counted
 from tests.models import session
 from tests.planning import parse
 
 # Token t of the vocabulary 0 to 8 is followed by t + 1; a cache holds the tokens read as numbers.
 ENCODER = """encoder (int64[B,S] input_ids, int64[B,S] attention_mask) => (float[B,S,1] last_hidden_state)
-    <int64[1] last = {-1}> {
-    there = Mul (input_ids, attention_mask)
-    numbers = Cast <to = 1> (there)
-    last_hidden_state = Unsqueeze (numbers, last) }"""
-_SCORES = """
-    numbers = Cast <to = 1> (input_ids)
-    wide = Unsqueeze (numbers, last)
-    next = Add (wide, one)
-    distance = Sub (vocabulary, next)
-    away = Abs (distance)
-    logits = Neg (away)"""
+    <int64[1] last = {-1}> { there = Mul (input_ids, attention_mask)
+    numbers = Cast <to = 1> (there)  last_hidden_state = Unsqueeze (numbers, last) }"""
+_SCORES = """numbers = Cast <to = 1> (input_ids)  wide = Unsqueeze (numbers, last)
+    next = Add (wide, one)  distance = Sub (vocabulary, next)  away = Abs (distance)  logits = Neg (away)"""
 _CONSTANTS = """int64[1] last = {-1}, float one = {1}, float[9] vocabulary = {0, 1, 2, 3, 4, 5, 6, 7, 8}"""
 FIRST = f"""first (int64[B,T] input_ids, float[B,S,1] encoder_hidden_states, int64[B,S] encoder_attention_mask)
     => (float[B,T,9] logits, float[B,T,1] present_0_decoder_key, float[B,S,1] present_0_encoder_key)
     <{_CONSTANTS}> {{ {_SCORES}
-    present_0_decoder_key = Identity (wide)
-    masked = Cast <to = 1> (encoder_attention_mask)
-    masks = Unsqueeze (masked, last)
-    present_0_encoder_key = Mul (encoder_hidden_states, masks) }}"""
+    present_0_decoder_key = Identity (wide)  masked = Cast <to = 1> (encoder_attention_mask)
+    masks = Unsqueeze (masked, last)  present_0_encoder_key = Mul (encoder_hidden_states, masks) }}"""
 WITH_PAST = f"""with_past (int64[B,1] input_ids, int64[B,S] encoder_attention_mask,
     float[B,P,1] past_key_values_0_decoder_key, float[B,S,1] past_key_values_0_encoder_key)
     => (float[B,1,9] logits, float[B,Q,1] present_0_decoder_key)
@@ -83,14 +75,11 @@ def test_a_sequence_ends_with_its_stop_token() -> None:
         assert [feed["input_ids"].item() for feed in feeds] == expected
 
 
-def test_only_what_a_piece_needs_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    real = _Piece.run
-    monkeypatch.setattr(_Piece, "run", lambda piece, *rest: ran.append(piece.name) or real(piece, *rest))
-    for name, expected in (("encoder", []), ("first", ["encoder"]), ("with_past", ["encoder", "first", "with_past"])):
-        ran.clear()
-        read(name, sentences(3), tokens=2)
-        assert ran == expected
+@pytest.mark.parametrize(("piece", "runs"), [("encoder", 0), ("first", 1), ("with_past", 3)])
+def test_only_what_a_piece_needs_is_run(piece: str, runs: int) -> None:
+    with counted() as counts:
+        read(piece, sentences(3), tokens=2)
+    assert counts.total.runs == runs
 
 
 MERGED = f"""merged (int64[B,T] input_ids, float[B,S,1] encoder_hidden_states, bool[1] use_cache_branch,
@@ -141,10 +130,8 @@ LINKS = {"head": {"memory": "last_hidden_state"}}
 
 
 def test_links_and_choice_say_what_names_do_not() -> None:
-    def after(outputs: Any) -> Any:
-        return outputs["state"][:, -1].astype(np.int64) * 2
-
-    feeds = read("head", sentences(3), HEAD, tokens=3, links=LINKS, choose=after)
+    choose = lambda outputs: outputs["state"][:, -1].astype(np.int64) * 2  # noqa: E731
+    feeds = read("head", sentences(3), HEAD, tokens=3, links=LINKS, choose=choose)
     assert feeds[-1]["input_ids"].tolist() == [[1, 2, 4]]
 
 
@@ -159,12 +146,8 @@ def test_a_loop_of_the_callers_own() -> None:
     feeds = read("net", sentences(3, 2), pieces, run=halves)
     assert [feed["x"].ravel().tolist() for feed in feeds] == [[1], [2, 3], [1], [2]]
     assert len(read("encoder", sentences(3, 2), pieces, run=halves)) == 4
-
-    def stops(pieces: Any, sample: Any) -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        read("net", sentences(3), pieces, run=stops)
+        read("net", sentences(3), pieces, run=Mock(side_effect=ZeroDivisionError))
 
 
 SHORT = [sentences(3)[0] | {"encoder_attention_mask": np.ones((1, 2), np.int64)}]

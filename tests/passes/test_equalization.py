@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import LiveGraph
-from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.equalize_layers import Equalized, equalize, values_for_equalization
 from kenosis_ort.passes.layers import LinkNoise, find_links
 from tests import models, planning
@@ -36,12 +35,11 @@ def first(pair: Mapping[str, Rescaling]) -> Rescaling:
     return next(iter(pair.values()))
 
 
-def spread(model: onnx.ModelProto, weight: str, *, axis: int, seed: int = 0, back: bool = False) -> onnx.ModelProto:
-    """The model with channels of a stored weight that differ by up to a hundred times; ``back`` undoes it."""
-    held = array(model.graph.initializer, weight)
+def spread(model: onnx.ModelProto, *, axis: int, seed: int = 0) -> onnx.ModelProto:
+    """The model with channels of the first layer's weight that differ by up to a hundred times."""
+    held = array(model.graph.initializer, "a_w")
     factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, held.shape[axis]))
-    shape = [-1 if at == axis else 1 for at in range(held.ndim)]
-    return changed(model, **{weight: (1 / factors if back else factors).reshape(shape)})
+    return changed(model, a_w=factors.reshape([-1 if at == axis else 1 for at in range(held.ndim)]))
 
 
 ACTIVATIONS: dict[str, Any] = {
@@ -74,7 +72,7 @@ def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 
         y = net.conv(y, 8, 8, groups=groups, name="b")
     else:
         y = net.op("ConvTranspose", [y, net.weight((8, 3, 3, 3), name="b_w")], name="b", group=groups)
-    return planning.prepared(spread(net.of(y), "a_w", axis=0 if first in ("gemm", "conv") else 1, seed=seed))
+    return planning.prepared(spread(net.of(y), axis=0 if first in ("gemm", "conv") else 1, seed=seed))
 
 
 @given(
@@ -113,10 +111,9 @@ def test_the_noise_is_as_predicted() -> None:
 
 @pytest.mark.parametrize("pool", ["MaxPool", "AveragePool"])
 def test_a_pool_mixes_the_channels_of_linear_layers(pool: str) -> None:
-    net = Net()
-    y = net.linear(net.input("x", ["n", 2, 5, 6]), 6, 8, name="a")
-    net.output(net.linear(net.op(pool, [y], kernel_shape=[3, 3], pads=[1, 1, 1, 1]), 8, 5, name="b"))
-    assert equalize(planning.prepared(spread(net.model(), "a_w", axis=1))).pairs == ()
+    text = f"""(float[n,2,5,6] x) => (y) <float[6,8] a_w, float[8,5] b_w>
+        {{ a = MatMul (x, a_w) p = {pool} <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (a) y = MatMul (p, b_w) }}"""
+    assert equalize(planning.prepared(spread(planning.parse(text), axis=1))).pairs == ()
 
 
 @given(groups=st.sampled_from([1, 8]), seed=st.integers(0, 2**16))
@@ -131,24 +128,19 @@ def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
 
 
 def test_without_statistics_the_weights_stand_in_but_for_a_clip() -> None:
-    model = pair_net("conv", "relu", "conv", groups=8)
+    model, clipped = (pair_net("conv", act, "conv", groups=8) for act in ("relu", "clip"))
     result = equalize(model)
     assert result.pairs
     assert distance(model, result.model, models.feeds(model, 3)) < 1e-5
-    GraphView(result.model)
-    clipped = pair_net("conv", "clip", "conv", groups=8)
     assert equalize(clipped).pairs == ()
     assert equalize(clipped).model is clipped
 
 
 def test_high_biases_move_on_to_a_layer_that_does_not_pad() -> None:
-    def net(kernel: int) -> onnx.ModelProto:
-        made = Net(seed=4)
-        y = made.op("Relu", [made.conv(made.input("x", ["n", 4, 6, 6]), 4, 8, k=1, name="a")])
-        made.output(made.conv(y, 8, 4, k=kernel, name="b"))
-        return planning.prepared(changed(made.model(), a_b=lambda bias: np.full_like(bias, 40.0)))
-
-    model, padded = net(1), net(3)
+    text = """(float[n,4,6,6] x) => (y) <float[8,4,1,1] a_w, float[8] a_b, float[4,8,{0},{0}] b_w, float[4] b_b>
+        {{ a = Conv (x, a_w, a_b) r = Relu (a) y = Conv <pads = [{1}, {1}, {1}, {1}]> (r, b_w, b_b) }}"""
+    high = {"a_b": np.full(8, 40.0)}
+    model, padded = (planning.prepared(planning.parse(text.format(*how), high)) for how in ((1, 0), (3, 1)))
     feeds = models.feeds(model, 16)
     result = equalized(model, feeds)
     absorbed = first(result.pairs[0]).shift
@@ -171,5 +163,5 @@ def test_what_others_need_is_not_touched(case: str) -> None:
     z = net.conv(y, 8, 8, name="b")
     if case == "shared weight":
         z = net.op("Conv", [net.op("Relu", [z]), "b_w"], name="c", pads=[1, 1, 1, 1])
-    model = planning.prepared(spread(net.of(z), "a_w", axis=0))
+    model = planning.prepared(spread(net.of(z), axis=0))
     assert equalize(model, nodes={"b"} if case == "excluded" else None).pairs == ()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import onnx
@@ -132,13 +132,8 @@ class Shop:
         evaluator = evaluator_of(self.model, self.feeds[2:], metric=check_metric(metric))
         replan = lambda keep_float: planning.plan_of(self.model, keep_float=keep_float)  # noqa: E731
         usual = {"replan": replan, "max_float_share": 0.5, "error": noise, "budget": Budget(), "keep_float": {}}
-        return search_mixed_precision(
-            self.model,
-            build or self.build,
-            feeds=self.feeds[:2],
-            loss=partial(evaluator.loss, budget=limit),
-            **{**usual, **options},
-        )
+        usual |= {"feeds": self.feeds[:2], "loss": partial(evaluator.loss, budget=limit)}
+        return search_mixed_precision(self.model, build or self.build, **{**usual, **options})
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +158,9 @@ def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(s
     assert found.reachable is None
     quantized, plan = shop.build(found.keep_float)
     proof = verify_fusion(quantized, plan=plan).by_node
-    for node in found.left_float:
-        assert not proof[node].integer
-        assert proof[node].status in (Status.FLOAT, Status.ABSORBED, Status.REMOVED)
-        assert not proof[node].silently_quantized
+    for node in (proof[name] for name in found.left_float):
+        assert (node.integer, node.silently_quantized) == (False, False)
+        assert node.status in (Status.FLOAT, Status.ABSORBED, Status.REMOVED)
     integer = {n.node for n in plan.nodes if n.kind is Kind.INTEGER}
     assert integer
     assert all(proof[name].integer for name in integer)
@@ -217,19 +211,13 @@ def test_the_callers_metric_decides_and_a_broken_one_stops_the_search(shop: Shop
 
 def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
     """What is left float may move a Q to a tensor without a range: that placement is none, and the search goes on."""
-    tried = []
-
-    def build(keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
-        tried.append(keep_float)
-        if len(tried) == 2:
-            raise UnsupportedModelError("no calibrated range")
-        return shop.build(keep_float)
-
+    lacking = UnsupportedModelError("no calibrated range")
+    build = Mock(wraps=shop.build, side_effect=[DEFAULT, lacking, *[DEFAULT] * 99])
     found = shop.search(build=build, budget=Budget(1e-6), limit=1e-6, max_float_share=0.25)
-    assert len(tried) > 2
+    assert build.call_count > 2
     assert math.isfinite(found.loss)
     with pytest.raises(UnsupportedModelError):
-        shop.search(build=Mock(side_effect=UnsupportedModelError("no calibrated range")), budget=Budget(1e-6))
+        shop.search(build=Mock(side_effect=lacking), budget=Budget(1e-6))
 
 
 def test_multiply_accumulates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import onnx
@@ -86,18 +87,13 @@ class Fits(Rename):
         return super().apply(state, statistics, context)
 
 
-def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State, PassRunner, Call]:
+def run(*passes: Pass, **given: Any) -> tuple[str, list[Any]]:
+    """The name of the state that is found, and what became of each pass."""
     call = Call(loaded=LoadedModel(MODEL, None, "m"), request=None)  # type: ignore[arg-type]
-    unused: Any = None
-    context = Context(
-        fit=given.pop("fit", [{}] * 8),
-        evaluator=given.pop("evaluator", Evaluator()),
-        build_of=lambda s: type("Build", (), {"quantized": s.prepared.proto})(),
-        **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"), unused),
-        **given,
-    )
+    usual = {"fit": [{}] * 8, "evaluator": Evaluator(), **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"))}
+    context: Any = Context(build_of=lambda s: SimpleNamespace(quantized=s.prepared.proto), **{**usual, **given})
     runner = PassRunner(context, call)
-    return runner.run(passes, state or named("start")), runner, call
+    return runner.run(passes, named("start")).prepared.proto.graph.name, runner.journal.passes
 
 
 @pytest.mark.parametrize(("each", "name", "errors"), [
@@ -107,9 +103,8 @@ def run(*passes: Pass, state: State | None = None, **given: Any) -> tuple[State,
     (Nothing(), "start", (None, None)),
 ])  # fmt: skip
 def test_what_is_better_is_kept(each: Pass, name: str, errors: tuple[float | None, float | None]) -> None:
-    state, runner, _ = run(each)
-    assert state.prepared.proto.graph.name == name
-    (outcome,) = runner.journal.passes
+    found, (outcome,) = run(each)
+    assert found == name
     assert (outcome.kept, outcome.error_before, outcome.error_after) == (name != "start", *errors)
     assert outcome.reason
 
@@ -120,10 +115,9 @@ def test_what_is_better_is_kept(each: Pass, name: str, errors: tuple[float | Non
 ], ids=["the caller insists", "too few samples"])  # fmt: skip
 def test_what_is_kept_or_not_unseen(to: str, samples: int, forced: frozenset[str], name: str, says: str) -> None:
     evaluator = Evaluator(samples)
-    state, runner, _ = run(Careful(to), forced=forced, evaluator=evaluator)
-    assert state.prepared.proto.graph.name == name
-    assert says in runner.journal.passes[0].reason
-    assert not evaluator.asked
+    found, (outcome,) = run(Careful(to), forced=forced, evaluator=evaluator)
+    assert (found, evaluator.asked) == (name, [])
+    assert says in outcome.reason
 
 
 def test_a_state_is_scored_once() -> None:

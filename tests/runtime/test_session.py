@@ -19,16 +19,13 @@ from kenosis_ort.graph.outside import weight_bytes, write_external_data
 from kenosis_ort.runtime import session
 from kenosis_ort.runtime.counting import Cost, at_stage, counted
 from kenosis_ort.runtime.session import open_session
-from tests.models import Net
+from tests.planning import parse
 
 
 @pytest.fixture
 def model() -> onnx.ModelProto:
-    net = Net()
-    x = net.input("x", ["N", 64])
-    net.output(net.op("Gemm", [x, net.weight((64, 32), name="weight"), "bias"], name="gemm", out="y"), ["N", 32])
-    net.initializers.append(helper.make_tensor("bias", TensorProto.FLOAT, [32], np.arange(32.0).tolist()))
-    return net.model()
+    head = f"(float[N,64] x) => (float[N,32] y) <float[64,32] weight, float[32] bias = {{{', '.join(['3'] * 32)}}}>"
+    return parse(f"{head} {{ y = Gemm (x, weight, bias) }}")
 
 
 @pytest.fixture
@@ -49,6 +46,9 @@ def test_mapped_weights_compute_the_same_and_leave_nothing(
     monkeypatch.setattr(session, "MAPPED_FROM", 1)
     assert np.array_equal(outputs(model), expected)
     assert model.SerializeToString() == before
+    model.graph.node[0].op_type = "Nonsense"
+    with pytest.raises(VerificationError, match="Nonsense"):
+        open_session(model)
     assert list(scratch.iterdir()) == []
 
 
@@ -79,14 +79,6 @@ def test_a_full_disk_does_not_matter_where_bytes_do(
         session.openable(model, tmp_path)
 
 
-def test_a_refused_model_leaves_nothing(model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAPPED_FROM", 1)
-    model.graph.node[0].op_type = "Nonsense"
-    with pytest.raises(VerificationError, match="Nonsense"):
-        open_session(model)
-    assert list(scratch.iterdir()) == []
-
-
 def test_weight_bytes_are_those_in_memory(model: onnx.ModelProto, tmp_path: Path) -> None:
     assert weight_bytes(model) == 4 * (64 * 32 + 32)
     shell = write_external_data(model, tmp_path / "weights.bin")
@@ -97,9 +89,8 @@ def test_weight_bytes_are_those_in_memory(model: onnx.ModelProto, tmp_path: Path
 def test_what_a_session_returns_as_one_array() -> None:
     pair = [np.float32([[1, 2]]), np.float32([3])]
     np.testing.assert_array_equal(session.as_array(pair), [1, 2, 3])
-    np.testing.assert_array_equal(
-        session.as_array([{"b": 0.75, "a": 0.25}, {"a": 1.0, "b": 0.0}]), [[0.25, 0.75], [1, 0]]
-    )
+    maps = [{"b": 0.75, "a": 0.25}, {"a": 1.0, "b": 0.0}]
+    np.testing.assert_array_equal(session.as_array(maps), [[0.25, 0.75], [1, 0]])
     np.testing.assert_array_equal(session.as_array({2: 5.0, 1: 4.0}), [4, 5])
     assert [session.as_array(empty).size for empty in ([], None)] == [0, 0]
     assert session.as_array([np.array(["a", "b"], object), np.array(["c"], object)]).tolist() == ["a", "b", "c"]
