@@ -10,22 +10,18 @@ from kenosis_ort.storage.spool import Spool
 
 @pytest.mark.parametrize("memory", [0, 100, 10**6])
 def test_entries_come_back(memory: int) -> None:
-    rng = np.random.default_rng(0)
     entries = [
-        {"x": rng.normal(size=(i, 3)).astype(np.float32), "ids": np.arange(i), "text": np.array(["a", "bc"]), "n": i}
+        {"x": np.full((i, 3), i, np.float32), "ids": np.arange(i), "text": np.array(["a", "bc"]), "n": i}
         for i in range(6)
     ]
     spool = Spool(memory=memory)
     for entry in entries:
         spool.append(entry)
     assert len(spool) == 6
-    for got, entry in zip(spool, entries, strict=True):
-        assert got.keys() == entry.keys()
-        assert all(np.array_equal(got[name], entry[name]) for name in entry)
-        assert got["x"].dtype == np.float32
+    np.testing.assert_equal(list(spool), entries)
+    assert spool[1]["x"].dtype == np.float32
     assert [e["n"] for e in spool[1:5][1:]] == [2, 3, 4]
-    assert spool[-1]["n"] == 5
-    assert np.array_equal(spool[2]["x"], entries[2]["x"])  # after others were read
+    np.testing.assert_equal([spool[-1], spool[2]], [entries[5], entries[2]])  # after others were read
     with pytest.raises(IndexError):
         spool[6]
 
@@ -37,7 +33,7 @@ def test_memory_is_bounded_and_the_file_goes() -> None:
     folder = spool._scratch.path
     assert sum(f.stat().st_size for f in folder.iterdir()) > 45 * 800
     held = sum(v.nbytes for entry in spool._in_memory for v in entry.values())
-    assert held <= 1000
+    assert 0 < held <= 1000
     del spool
     assert not folder.exists()
 

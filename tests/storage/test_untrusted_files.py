@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.targets.profile import HostProfile
 from tests import models
-
-needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 
 
 def test_a_recipe_file_loads_no_library(tmp_path: Path) -> None:
@@ -63,7 +60,7 @@ def feed(pipe: Path) -> None:
             pipe.write_bytes(b"nothing of use")
 
 
-@needs_pipes
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 @pytest.mark.parametrize("kind", READ)
 def test_a_pipe_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / ("pipe.npz" if kind == "data" else "pipe")
@@ -87,7 +84,5 @@ def test_an_encrypted_archive(tmp_path: Path) -> None:
     raw[6] |= 1  # the flag of encryption, in the entry's head and in the directory
     raw[raw.index(b"PK\x01\x02") + 8] |= 1
     path.write_bytes(raw)
-    with pytest.raises(RuntimeError, match="encrypted"):
-        zipfile.ZipFile(path).read("x.npy")
     with pytest.raises(KenosisError, match="encrypted"):
         ArrayReader(path)

@@ -82,12 +82,11 @@ def test_case_where_the_system_ignores_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_both_are_named(tmp_path: Path) -> None:
-    model, out = tmp_path / "model.onnx", tmp_path / "out.onnx"
-    with pytest.raises(OutputError, match="the report is the float model itself"):
-        check_apart([("the output", out), ("the report", model)], [("the float model", model)])
-    with pytest.raises(OutputError, match="the report is the output itself"):
-        check_apart([("the output", out), ("the report", out)], [("the float model", model)])
-    check_apart([("the output", out)], [("the float model", model), ("the float model", model)])
+    model, out = ("the float model", tmp_path / "model.onnx"), ("the output", tmp_path / "out.onnx")
+    for role, path in (model, out):
+        with pytest.raises(OutputError, match=f"the report is {role} itself"):
+            check_apart([out, ("the report", path)], [model])
+    check_apart([out], [model, model])
 
 
 @pytest.mark.parametrize(
@@ -179,9 +178,9 @@ def test_killed_at_any_step_it_is_removed_by_the_next_run(tmp_path: Path) -> Non
 
     left = 0
     for _ in killed_at_every_step(use):
-        left += len(list(tmp_path.iterdir()))
+        left += len([*tmp_path.iterdir()])
         remove_leftovers(tmp_path)
-        assert list(tmp_path.iterdir()) == []
+        assert not [*tmp_path.iterdir()]
     assert left > 2
 
 
