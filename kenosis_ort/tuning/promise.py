@@ -47,9 +47,6 @@ _OF_FEW_ROUNDS: Final = 0.2
 _SHARE: Final = 0.6  # of the time left, for one race: what remains must do for the candidates below
 _COMPARED_FEEDS: Final = 2
 
-Usable = Callable[[onnx.ModelProto], str | None]
-Quality = Callable[[onnx.ModelProto], float]
-
 
 class Basis(str, Enum):
     """Basis of the decision."""
@@ -157,8 +154,6 @@ def keep_promise(
     setup: RaceSetup,
     *,
     budget_s: float,
-    usable: Usable | None = None,
-    quality: Quality | None = None,
     further: Sequence[RaceSetup] = (),
 ) -> tuple[onnx.ModelProto, SpeedSummary]:
     """Takes the first form that is not slower than the float model, or one that challenges it with success.
@@ -170,9 +165,6 @@ def keep_promise(
         setup: Feeds, threads and clock of the races.
         budget_s: Seconds for all of it, by ``setup.budget``. One round of timing is made in any case; a form whose turn
             comes when the time is over is passed by.
-        usable: Returns why a model's outputs are unusable, or None; by default each output of two feeds must keep
-            `LEAST_SQNR_DB` against the float model.
-        quality: Returns the least signal-to-noise ratio of a model's outputs in dB; by default over two feeds.
         further: Setups of other scenarios; a form is to be slower in none.
 
     Returns:
@@ -184,9 +176,7 @@ def keep_promise(
     """
     if not candidates or not candidates[-1].is_float:
         raise ValueError("the last form has to be the float model")
-    setups = (setup, *further)
-    compared = _Compared(float_model, setups)
-    ladder = _Ladder(float_model, setups, budget_s, usable or compared.usable, quality or compared.least)
+    ladder = _Ladder(float_model, (setup, *further), budget_s)
     for form in candidates:
         ladder.add(form)
     return ladder.outcome()
@@ -220,19 +210,10 @@ class _Ladder:
         float_model: What "not slower" refers to.
         setups: Of the scenarios.
         budget_s: Seconds for all of it.
-        usable: Returns why a model's outputs are unusable, or None.
-        quality: Returns the least signal-to-noise ratio of a model's outputs in dB.
     """
 
-    def __init__(
-        self,
-        float_model: onnx.ModelProto,
-        setups: Sequence[RaceSetup],
-        budget_s: float,
-        usable: Usable,
-        quality: Quality,
-    ) -> None:
-        self._float_model, self._setups, self._usable, self._quality = float_model, setups, usable, quality
+    def __init__(self, float_model: onnx.ModelProto, setups: Sequence[RaceSetup], budget_s: float) -> None:
+        self._float_model, self._setups = float_model, setups
         self._clock = setups[0].budget
         self._begin = self._clock()
         self._deadline = self._begin + budget_s
@@ -298,7 +279,7 @@ class _Ladder:
             return _Trial(FormStatus.ABSENT, "this net has no such form")
         if form.is_float:
             return _Trial(FormStatus.TAKEN, "the float model stays as it is", model=model)
-        reason = None if form.checked else self._usable(model)
+        reason = None if form.checked else self._why_unusable(model)
         if reason is not None:
             return _Trial(FormStatus.DROPPED, reason)
         worst, where = None, ""
@@ -323,8 +304,8 @@ class _Ladder:
             if model is None:
                 return _Trial(FormStatus.ABSENT, "no such form")
             if self._taken_db is None:
-                self._taken_db = self._quality(trial.model)
-            lost = self._taken_db - self._quality(model)
+                self._taken_db = self._least_db(trial.model)
+            lost = self._taken_db - self._least_db(model)
             if lost > _LEAST_LOSS_DB:
                 return _Trial(FormStatus.SPARE, f"it keeps {lost:.1f} dB less of the signal")
             races = [self._race(trial.model, model, setup, WORTH_IT) for setup in self._setups]
@@ -345,6 +326,26 @@ class _Ladder:
     def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, setup: RaceSetup, border: float) -> Race:
         budget = max(_SHARE * (self._deadline - self._clock()) / len(self._setups), 0.0)
         return race(reference, model, setup, budget_s=budget, border=border, seed=len(self._records))
+
+    def _why_unusable(self, model: onnx.ModelProto) -> str | None:
+        """Reason why a model's outputs are unusable, None where they are not."""
+        try:
+            compared = self._compared(model)
+        except KenosisError as error:
+            return error.what
+        bad = [c for c in compared if c.sqnr_db < LEAST_SQNR_DB]
+        return f"output '{bad[0].name}' keeps only {bad[0].sqnr_db:.1f} dB of the float model's" if bad else None
+
+    def _least_db(self, model: onnx.ModelProto) -> float:
+        """The least signal-to-noise ratio of a model's outputs in dB."""
+        return min((compared.sqnr_db for compared in self._compared(model)), default=math.inf)
+
+    def _compared(self, model: onnx.ModelProto) -> Sequence[OutputComparison]:
+        """A model's outputs beside the float model's, on a few feeds of each scenario."""
+        first, each = self._setups[0], _COMPARED_FEEDS if len(self._setups) == 1 else 1
+        feeds = [feed for setup in self._setups for feed in setup.feeds[:each]]
+        libraries = first.custom_op_libraries
+        return compare_outputs(self._float_model, model, feeds, custom_op_libraries=libraries, threads=first.threads)
 
 
 def _decided(form: Form, model: onnx.ModelProto, raced: Race, where: str) -> _Trial:
@@ -373,30 +374,3 @@ def _tells(comparison: SpeedComparison, rounds: int) -> bool:
     if comparison.verdict is Verdict.NOISY and rounds < LEAST_ROUNDS:
         return False
     return not comparison.low <= _BORDER <= comparison.high or comparison.high <= _TELLS * comparison.low
-
-
-class _Compared:
-    """The default checks of outputs, against the float model's on a few feeds of each scenario."""
-
-    def __init__(self, float_model: onnx.ModelProto, setups: Sequence[RaceSetup]) -> None:
-        self._float = float_model
-        self._setup = setups[0]
-        each = _COMPARED_FEEDS if len(setups) == 1 else 1
-        self._feeds = [feed for setup in setups for feed in setup.feeds[:each]]
-
-    def usable(self, model: onnx.ModelProto) -> str | None:
-        """Reason why a model's outputs are unusable, None where they are not."""
-        try:
-            compared = self._compare(model)
-        except KenosisError as error:
-            return error.what
-        bad = [c for c in compared if c.sqnr_db < LEAST_SQNR_DB]
-        return f"output '{bad[0].name}' keeps only {bad[0].sqnr_db:.1f} dB of the float model's" if bad else None
-
-    def least(self, model: onnx.ModelProto) -> float:
-        """The least signal-to-noise ratio of a model's outputs in dB."""
-        return min((compared.sqnr_db for compared in self._compare(model)), default=math.inf)
-
-    def _compare(self, model: onnx.ModelProto) -> Sequence[OutputComparison]:
-        libraries, threads = self._setup.custom_op_libraries, self._setup.threads
-        return compare_outputs(self._float, model, self._feeds, custom_op_libraries=libraries, threads=threads)

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import onnx
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.report import SpeedSummary
+from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.races import RaceSetup
 from tests import models
@@ -25,11 +28,17 @@ def form(name: str) -> Form:
     return Form(name, f"form {name}", lambda: net(name))
 
 
-def consider(stadium: FakeStadium, candidates: Sequence[Form] | None = None, **more: Any) -> SpeedSummary:
-    """The record, of all forms that the stadium knows by default; the model that is delivered is the one taken."""
+def consider(
+    stadium: FakeStadium, candidates: Sequence[Form] | None = None, quality: Any = lambda _: 30.0, **more: Any
+) -> SpeedSummary:
+    """The record, of all forms that the stadium knows by default; the model that is delivered is the one taken.
+
+    ``quality`` gives the signal of a model's output in dB.
+    """
     ladder = candidates or [*(form(name) for name in stadium.seconds if name != "float"), FLOAT_FORM]
-    how = {"budget_s": 100.0, "usable": lambda model: None, **more}
-    model, found = keep_promise(net("float"), ladder, stadium.setup(name="one"), **how)
+    compared = lambda _, model, *__, **___: [SimpleNamespace(name="y", sqnr_db=quality(model))]  # noqa: E731
+    with patch.object(promise, "compare_outputs", compared):
+        model, found = keep_promise(net("float"), ladder, stadium.setup(name="one"), **{"budget_s": 100.0, **more})
     assert model.graph.name == ("float" if found.taken.name == "fp32" else found.taken.name)
     return found
 
@@ -72,16 +81,16 @@ def test_a_rung_that_fails_is_dropped_and_named():
         *map(form, ("unloadable", "wrong", "good")), FLOAT_FORM,
     ]  # fmt: skip
     stadium = FakeStadium({"float": 0.01, "unloadable": RuntimeError("NOT_IMPLEMENTED"), "wrong": 0.001, "good": 0.005})
-    outcome = consider(stadium, candidates, usable=lambda m: "only 3 dB" if m.graph.name == "wrong" else None)
+    outcome = consider(stadium, candidates, lambda m: 3.0 if m.graph.name == "wrong" else 30.0)
     assert [(record.status, record.reason) for record in outcome.candidates[:5]] == [
         ("dropped", "it cannot be built: the bias is off"), ("dropped", "it cannot be built: KeyError: 'scale'"),
         ("absent", "this net has no such form"), ("dropped", "it does not run: NOT_IMPLEMENTED"),
-        ("dropped", "only 3 dB"),
+        ("dropped", "output 'y' keeps only 3.0 dB of the float model's"),
     ]  # fmt: skip
     assert outcome.taken.name == "good"
     assert "wrong" not in stadium.opened
     checked = [replace(form("wrong"), checked=True), FLOAT_FORM]
-    assert consider(stadium, checked, usable=lambda _: "never asked").taken.name == "wrong"
+    assert consider(stadium, checked, failing(AssertionError("asked"))).taken.name == "wrong"
 
 
 def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
@@ -185,9 +194,9 @@ def test_a_form_must_be_slower_in_no_situation():
 def challenged(dynamic: float, long: float | None = None, **more: Any) -> SpeedSummary:
     """What becomes of INT8 and of one that challenges it, by the latter's time of a run and of a long one."""
     further = [FakeStadium({"float": 2, "int8": 1.0, "dynamic": long}).setup(name="long")] if long else []
-    candidates = [form("int8"), replace(form("dynamic"), challenges=True), FLOAT_FORM]
+    candidates = [replace(form("int8"), checked=True), replace(form("dynamic"), challenges=True), FLOAT_FORM]
     stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": dynamic})
-    return consider(stadium, candidates, further=further, **{"quality": lambda _: 30.0, **more})
+    return consider(stadium, candidates, further=further, **more)
 
 
 @pytest.mark.parametrize(("dynamic", "long", "worse", "taken", "says"), [
