@@ -18,9 +18,9 @@ import onnxruntime as ort
 from kenosis_ort import errors
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
-from kenosis_ort.flow.held_data import CalibrationCache, Validation
+from kenosis_ort.flow.calibrate import CalibrationCache
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.samples import Division, KeepingReader, find_division
+from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build

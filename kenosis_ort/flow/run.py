@@ -22,9 +22,8 @@ from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, preparation, speed, target_options
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
 from kenosis_ort.flow.call import Call
-from kenosis_ort.flow.held_data import CalibrationCache, Validation
 from kenosis_ort.flow.request import EIGHT_BIT, Request
-from kenosis_ort.flow.samples import KeepingReader
+from kenosis_ort.flow.samples import KeepingReader, Validation
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.load import load_model
@@ -266,7 +265,7 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
 def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationReport:
     """Quantizes; without rewrites and passes where these fail, and not at all where the model cannot be."""
     request, proto, why = first.request, first.loaded.proto, ""
-    first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
+    first.cache = None if request.cache_path is None else calibrate.CalibrationCache(request.cache_path)
     # Where samples come from: the reader, made-up data, or those that the cache holds.
     known = None if first.cache is None else first.cache.table
     if reader is None and known is None and request.recipe.synthetic:

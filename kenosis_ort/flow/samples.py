@@ -1,4 +1,4 @@
-"""Samples of a call: read once, some kept, batches taken apart.
+"""Samples of a call: read once, some kept, batches taken apart; and those that the caller holds out.
 
 Whether the rows of a batch are samples of their own is not assumed but tried: the outputs for the last rows alone have
 to be those rows of the outputs for more of them. A sequence along the first axis, or a mean over it, fails that.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
-from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, sample_feeds
+from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
+from kenosis_ort.errors import CalibrationError
+from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
@@ -283,3 +286,68 @@ class KeepingReader(CalibrationDataReader):  # type: ignore[misc]
             number = feed.index if isinstance(feed, Sample) else self._count
             yield Sample(checked, number, cached_samples.feed_digest(checked))
             self._count += 1
+
+
+_LOOKED_AT = 32  # feeds that candidates are compared on
+_LOOKED_AT_BYTES = 2**26
+
+
+class Validation(Sequence[Sample]):
+    """Feeds with their numbers in the reader.
+
+    Args:
+        reader: The caller's reader, or another source of feeds; it is read to its end.
+        model: The float model, whose inputs the feeds are checked against.
+
+    Raises:
+        CalibrationError: The reader fails, yields nothing, or a feed does not fit the model.
+        OutputError: There is no room for temporary files.
+    """
+
+    def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
+        self._spool = Spool()
+        self._digests: set[int] = set()
+        inputs, defaults = input_specs(model), meant_as_defaults(model)
+        try:
+            for number, feed in enumerate(sample_feeds(readers.for_model(reader, itertools.chain(*inputs)))):
+                checked = {**defaults, **check_feed(feed, *inputs, number)}
+                self._digests.add(cached_samples.feed_digest(checked))
+                self._spool.append(checked)
+        except CalibrationError as error:
+            where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
+            raise CalibrationError(error.what, where=where, fix=error.fix) from error
+        if not len(self._spool):
+            raise CalibrationError(
+                "the reader of evaluation data yields no sample",
+                where="eval_reader",
+                fix="pass a reader at its beginning, and not the one that calibration reads",
+            )
+
+    def __len__(self) -> int:
+        return len(self._spool)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        places = range(len(self))[index]
+        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
+
+    def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
+        """Number of the given feeds that are among these."""
+        return sum(cached_samples.feed_digest(feed) in self._digests for feed in feeds)
+
+    def some(self) -> list[Sample]:
+        """A few, spread over all of them, that fit in memory."""
+        found: list[Sample] = []
+        size = 0
+        for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
+            feed = self[place]
+            size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+            if found and size > _LOOKED_AT_BYTES:
+                break
+            found.append(feed)
+        return found

@@ -188,7 +188,7 @@ class FloatSet:
     Attributes:
         keep_float: Nodes named to be left float, with the reason.
         on: Gates that still quantize.
-        floats: Nodes that run in float in the plan and not in the plan that the search began with.
+        floats: Nodes that run in float in the plan and not in the plan that the search began with, dearest first.
         price: Sum of their prices.
         share: Their share of the multiply-accumulates.
         loss: What the net built so loses, once it was measured.
@@ -196,7 +196,7 @@ class FloatSet:
 
     keep_float: Mapping[str, str]
     on: frozenset[int]
-    floats: frozenset[str]
+    floats: tuple[str, ...]
     price: float
     share: float
     loss: float = math.nan
@@ -237,7 +237,7 @@ class Board:
         return FloatSet(
             keep_float=dict(keep_float),
             on=self.gated.on_in(plan),
-            floats=frozenset(left),
+            floats=tuple(sorted(left, key=lambda name: (-self.cost.get(name, 0.0), name))),
             price=sum(self.cost.get(name, 0.0) for name in left),
             share=float_share(self.work, left),
         )

@@ -35,34 +35,6 @@ _RANKING_FEEDS: Final = 2
 _SHOWN: Final = 6
 
 
-@dataclass(frozen=True)
-class MixedPlacement:
-    """Result of the search: the cheapest placement that keeps the budget, or the best within the limits.
-
-    Attributes:
-        left_float: Names of the nodes that run in float now and did not before, dearest first.
-        keep_float: Node name to reason, for the builder: gives the same result again.
-        loss_before: What the quantized model that the search began with loses against the float model.
-        loss: What it loses now.
-        budget: The budget.
-        float_share: Share of the multiply-accumulates that the search moved to float, 0..1.
-        reachable: Where the budget does not hold: what would be needed, or what is the best there is.
-    """
-
-    left_float: tuple[str, ...]
-    keep_float: Mapping[str, str]
-    loss_before: float
-    loss: float
-    budget: Budget
-    float_share: float
-    reachable: str | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether the budget holds."""
-        return self.budget.holds(self.loss)
-
-
 def search_mixed_precision(
     float_model: onnx.ModelProto,
     build: Builder,
@@ -76,7 +48,7 @@ def search_mixed_precision(
     keep_float: Mapping[str, str],
     custom_op_libraries: Sequence[str] = (),
     executor: Executor = HERE,
-) -> MixedPlacement:
+) -> tuple[FloatSet, str]:
     """Searches the nodes to leave float.
 
     Args:
@@ -92,15 +64,19 @@ def search_mixed_precision(
         custom_op_libraries: Libraries with custom operators to register.
         executor: Runs the model whose tensors are ranked.
 
+    Returns:
+        The cheapest placement that keeps the budget, or the best within the limits; and for that what would be needed,
+        or what is the best there is, else "".
+
     Raises:
         OptionError: The caller's metric is at fault.
         VerificationError: The runtime refuses a model.
     """
     quantized, plan = build(keep_float)
     trials = _Trials(build, loss, budget)
-    first = trials.add(FloatSet(keep_float, frozenset(), frozenset(), 0.0, 0.0), quantized)
-    if trials.hold(first):
-        return trials.result(first, {})
+    first = trials.add(FloatSet(keep_float, frozenset(), (), 0.0, 0.0), quantized)
+    if budget.holds(first.loss):
+        return first, ""
     # Rank the tensors on the gated model.
     with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
         del quantized
@@ -111,10 +87,10 @@ def search_mixed_precision(
         path = float_search.greedy_path(board, units, board.state(keep_float), limit=max_float_share)
         best = trials.cheapest(path)
         if best is not None:
-            return trials.result(best, board.cost)
+            return best, ""
         best = max(trials.made, key=lambda t: (-t.loss, -t.price))
         beyond = trials.cheapest(float_search.greedy_path(board, units, path[-1], limit=1.0))
-    return trials.result(best, board.cost, trials.reachable(best, beyond, max_float_share))
+    return best, trials.reachable(best, beyond, max_float_share)
 
 
 class _Trials:
@@ -123,10 +99,6 @@ class _Trials:
     def __init__(self, build: Builder, loss: Loss, budget: Budget) -> None:
         self._build, self._loss, self._budget = build, loss, budget
         self.made: list[FloatSet] = []
-
-    def hold(self, trial: FloatSet) -> bool:
-        """Whether a placement keeps the budget."""
-        return self._budget.holds(trial.loss)
 
     def add(self, state: FloatSet, quantized: onnx.ModelProto | None) -> FloatSet:
         """Measures a placement; one that could not be built loses everything."""
@@ -137,12 +109,12 @@ class _Trials:
         """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
         low, high = 0, len(path) - 1
         found = self._trial(path[high])
-        if not self.hold(found):
+        if not self._budget.holds(found.loss):
             return None
         while high - low > 1:
             middle = (low + high) // 2
             trial = self._trial(path[middle])
-            if self.hold(trial):
+            if self._budget.holds(trial.loss):
                 found, high = trial, middle
             else:
                 low = middle
@@ -162,28 +134,10 @@ class _Trials:
         """Advice: the budget that can be met, or the best result that was found."""
         text = f"With at most {100 * limit:g} % of the multiply-accumulates in float the loss is {best.loss:.3g}"
         if beyond is not None:
-            nodes = ", ".join(f"'{name}'" for name in sorted(beyond.floats - best.floats)[:_SHOWN])
+            nodes = ", ".join(f"'{name}'" for name in sorted({*beyond.floats} - {*best.floats})[:_SHOWN])
             return f"{text}; the budget holds with {100 * beyond.share:.3g} % in float, among them {nodes}"
         top = min(self.made, key=lambda t: t.loss)
         return f"{text}; the least found is {top.loss:.3g} with {100 * top.share:.3g} % in float"
-
-    def result(self, best: FloatSet, price: Mapping[str, float], reachable: str | None = None) -> MixedPlacement:
-        found = MixedPlacement(
-            left_float=tuple(sorted(best.floats, key=lambda name: (-price.get(name, 0.0), name))),
-            keep_float=best.keep_float,
-            loss_before=self.made[0].loss,
-            loss=best.loss,
-            budget=self._budget,
-            float_share=best.share,
-            reachable=reachable,
-        )
-        _log.info(
-            "loss %.3g, before %.3g; left float: %s",
-            found.loss,
-            found.loss_before,
-            {name: found.keep_float.get(name, "its neighbours are float") for name in found.left_float},
-        )
-        return found
 
 
 @dataclass(frozen=True)
@@ -211,33 +165,33 @@ class MixedPrecision(Pass):
             made = context.prove(build.table, keep, build.corrections)  # its repair may leave a neighbour float too
             return made.quantized, made.plan
 
-        found = search_mixed_precision(
+        budget = Budget(self.accuracy_budget)
+        found, reachable = search_mixed_precision(
             state.prepared.proto,
             make,
             feeds=context.fit[:_RANKING_FEEDS],
             loss=partial(context.evaluator.loss, budget=self.accuracy_budget),
             error=context.evaluator.output_error,
-            budget=Budget(self.accuracy_budget),
+            budget=budget,
             max_float_share=self.max_float_share,
             replan=lambda keep: context.plan(build.table, keep),
             keep_float=build.keep_float,
             custom_op_libraries=context.custom_op_libraries,
             executor=context.executor,
         )
-        notes = _notes(found)
-        if not found.left_float:
-            return Skipped("the budget holds without" if found.met else "; ".join(notes), notes)
+        notes = _notes(found, budget, reachable)
+        if not found.floats:
+            return Skipped("; ".join(notes) or "the budget holds without", notes)
         left = context.with_placement(state, keep_float=found.keep_float)
         return Candidate(noted(left, notes), "; ".join(notes), decided=True)
 
 
-def _notes(found: MixedPlacement) -> tuple[str, ...]:
-    notes = []
-    if found.left_float:
-        names = ", ".join(f"'{name}'" for name in found.left_float[:_SHOWN])
-        more = f" and {len(found.left_float) - _SHOWN} more" if len(found.left_float) > _SHOWN else ""
-        share = 100 * found.float_share
-        notes.append(f"Left float for accuracy: {names}{more} ({share:.1f} % of the multiply-accumulates).")
-    if not found.met:
-        notes.append(f"The accuracy budget of {found.budget} does not hold: {found.reachable or 'no more to gain'}.")
+def _notes(found: FloatSet, budget: Budget, reachable: str) -> tuple[str, ...]:
+    notes, floats = [], found.floats
+    if floats:
+        names = ", ".join(f"'{name}'" for name in floats[:_SHOWN])
+        more = f" and {len(floats) - _SHOWN} more" if len(floats) > _SHOWN else ""
+        notes.append(f"Left float for accuracy: {names}{more} ({100 * found.share:.1f} % of the multiply-accumulates).")
+    if reachable:
+        notes.append(f"The accuracy budget of {budget} does not hold: {reachable}.")
     return tuple(notes)

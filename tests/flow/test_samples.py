@@ -25,8 +25,7 @@ from kenosis_ort.calibration.part_session import block_size
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
 from kenosis_ort.flow.finish import few_of
-from kenosis_ort.flow.held_data import Validation
-from kenosis_ort.flow.samples import KeepingReader, find_division
+from kenosis_ort.flow.samples import KeepingReader, Validation, find_division
 from kenosis_ort.passes import leave_float
 from kenosis_ort.passes.evaluator import Rows, some_of
 from kenosis_ort.runtime.counting import counted
@@ -409,7 +408,7 @@ def test_the_calibration_reader_again_and_no_metric_are_refused_first(tmp_path: 
 
 
 def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenosis_ort.flow.held_data._LOOKED_AT_BYTES", 4000)
+    monkeypatch.setattr("kenosis_ort.flow.samples._LOOKED_AT_BYTES", 4000)
     feeds = feeds_of(50, seed=0)
     found = Validation(Reader(feeds), net())
     assert len(found) == 50
