@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,8 +116,6 @@ def gather_moments(
 ) -> dict[str, Float64]:
     """Runs the float model and returns the moments of each layer's input by layer name, where samples suffice.
 
-    Activations are fetched part by part under calibration's byte budget.
-
     Args:
         model: The float model, shapes inferred. Not changed.
         layers: Whose inputs; computed by nodes of the main graph or fed.
@@ -131,23 +129,43 @@ def gather_moments(
     readers: dict[str, list[InputMoments]] = {}
     for layer in layers:
         readers.setdefault(layer.data, []).append(moments[layer.name])
-    made = dict.fromkeys(name for node in model.graph.node for name in node.output if name in readers)
-    settings = SessionSettings(custom_op_libraries=tuple(custom_op_libraries))
 
     def take(arrays: Mapping[str, Array]) -> None:
         for name, array in arrays.items():
             for moment in readers[name]:
                 moment.add(array)
 
-    with ObservedModel(model, settings) as observed:
-        computed = dict.fromkeys(made, "float32")
+    observe(model, readers, feeds, take, custom_op_libraries)
+    return {name: moment.result() for name, moment in moments.items() if moment.suffice}
+
+
+def observe(
+    model: onnx.ModelProto,
+    values: Collection[str],
+    feeds: Sequence[Feed],
+    take: Callable[[Mapping[str, Array]], None],
+    custom_op_libraries: Sequence[str],
+) -> None:
+    """Runs the float model and hands out values by name, part by part under calibration's byte budget.
+
+    Args:
+        model: The float model, shapes inferred. Not changed.
+        values: Float32 tensors that nodes of the main graph compute, or that are fed.
+        feeds: A few samples.
+        take: Called with some of the values for each feed, by name; must not keep them.
+        custom_op_libraries: Shared libraries of custom operators to register.
+
+    Raises:
+        CalibrationError: The model fails on a sample.
+    """
+    for feed in feeds:
+        take({name: np.asarray(feed[name]) for name in values if name in feed})
+    computed = dict.fromkeys((name for node in model.graph.node for name in node.output if name in values), "float32")
+    with ObservedModel(model, SessionSettings(custom_op_libraries=tuple(custom_op_libraries))) as observed:
         staged = StagedModel(observed, model, computed, element_types(model), CalibrationConfig().fetch_budget)
-        for feed in feeds:
-            take({name: np.asarray(feed[name]) for name in readers if name in feed})
         together = len(feeds) if staged.is_heavy else 1
         for at in range(0, len(feeds), together):
             staged.run(feeds[at : at + together], range(at, len(feeds))[:together], lambda _, arrays: take(arrays))
-    return {name: moment.result() for name, moment in moments.items() if moment.suffice}
 
 
 def _numbers(node: ir.Node, name: str, rank: int) -> list[int]:

@@ -21,16 +21,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from kenosis_ort.accuracy.channel_statistics import float_ranks
-from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import Attribute, LiveGraph
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.passes import contract
+from kenosis_ort.passes.input_moments import observe
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
 from kenosis_ort.passes.smooth import SmoothQuant
 
@@ -38,7 +39,6 @@ _AXES_ARE_INPUTS: Final = 18
 _LEAST: Final = 1e-30
 """Rows of zeros stay zeros."""
 _LEVELS: Final = 255
-_PARTS: Final = ("ReduceMin", "ReduceMax", "ReduceSumSquare")
 _LEAST_SIZE: Final = 16  # of both sides of a matrix; sizing rows costs more than smaller products
 
 
@@ -88,27 +88,18 @@ def row_noise(
     groups = _groups(graph, nodes)
     if not groups:
         return []
-    axes = graph.fresh_name("rows_axes")
-    added: list[onnx.NodeProto] = []
-    if graph.opset() >= _AXES_ARE_INPUTS:
-        last = numpy_helper.from_array(np.array([-1], np.int64))
-        added.append(helper.make_node("Constant", [], [axes], name=axes, value=last))
-    parts = {graph.fresh_name(f"{value.name}/{kind}"): (kind, value.name or "") for value in groups for kind in _PARTS}
-    for output, (kind, value) in parts.items():
-        if graph.opset() >= _AXES_ARE_INPUTS:
-            added.append(helper.make_node(kind, [value, axes], [output], name=output, keepdims=0))
-        else:
-            added.append(helper.make_node(kind, [value], [output], name=output, keepdims=0, axes=[-1]))
-    outputs = list(parts)
-    seen: list[list[Float64]] = [[] for _ in outputs]
-    with ObservedModel(model, SessionSettings((), tuple(custom_op_libraries), 0)) as observed:
-        session = observed.session(outputs, added)
-        for number, feed in enumerate(feeds):
-            for rows, found in zip(seen, run(session, outputs, dict(feed), number), strict=True):
-                rows.append(np.asarray(found, np.float64).reshape(-1))
+    seen: dict[str, list[Float64]] = {group.name or "": [] for group in groups}
+
+    def take(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for name, array in arrays.items():
+            rows = array.reshape(-1, array.shape[-1])
+            parts = rows.min(axis=1), rows.max(axis=1), np.einsum("rc,rc->r", rows, rows)
+            seen[name].append(np.array(parts, np.float64))
+
+    observe(model, seen, feeds, take, custom_op_libraries)
     noise = []
-    for at, (group, layers) in enumerate(groups.items()):
-        low, high, squares = (np.concatenate(rows) for rows in seen[3 * at : 3 * at + 3])
+    for group, layers in groups.items():
+        low, high, squares = np.concatenate(seen[group.name or ""], axis=1)
         alive = squares > 0.0
         if alive.any():
             static, by_row = _shares(low[alive], high[alive], squares[alive] / layers[0].channels_in)
