@@ -6,96 +6,38 @@ what it became, and whether that was on purpose.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from enum import Enum
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
 
-import numpy as np
-
-from kenosis_ort.options import Stages
-from kenosis_ort.passes.contract import Pass
 from kenosis_ort.plan import Kind, NodeDecision
-from kenosis_ort.recipe import RECIPES, Recipe, SpeedChoice
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate
 from kenosis_ort.report.text import format_bytes
+from kenosis_ort.storage.data import plain
 from kenosis_ort.targets.proof import KernelReport
 
 _NOT_A_PATH: Final = ("model '", "the given ModelProto")
 """How messages call a model that came in memory."""
-_GIVEN: Final[Mapping[str, str]] = {
-    "metric": "the same measure",
-    "eval_reader": "the same held-out data, in the same order",
-}
 
 
 def python_call(report: QuantizationReport) -> str:
-    """A script that makes the same model; what it cannot hold, as the reader, is the caller's to fill in."""
-    script = _Script()
-    names = {"reader": "the same calibration data, in the same order"}
-    model = repr(report.model_input)
+    """A script that makes the same model by the recipe file that stands beside it; data and metric are left open."""
+    model, reader = repr(report.model_input), "the same calibration data, in the same order"
+    open_names = {"reader": reader}
     if report.model_input.startswith(_NOT_A_PATH):
-        model, names["model"] = "model", "the same model"
-    file = report.recipe_file()
-    spelled = {name: script.literal(value) for name, value in file.options.items()}
-    for name, what in _GIVEN.items():
+        model, open_names["model"] = "model", "the same model"
+    recipe = Path(report.model_output).with_suffix(".recipe.toml").as_posix()
+    arguments = [model, repr(report.model_output), "reader", f"recipe={recipe!r}"]
+    for name, what in (("metric", "the same measure"), ("eval_reader", "the same held-out data, in the same order")):
         if name in report.options:
-            spelled[name], names[name] = name, what
-    cache = report.options.get("calibration_cache_path")
-    if cache is not None:
-        spelled["calibration_cache_path"] = repr(str(cache.value))
-    spelled["recipe"] = script.recipe(file.recipe)
-    arguments = [model, repr(report.model_output), "reader", *(f"{name}={text}" for name, text in spelled.items())]
-    return "\n".join(
-        [
-            "import kenosis_ort",
-            *sorted(script.imports),
-            "",
-            *(f"{name} = ...  # {what}" for name, what in names.items()),
-            "report = kenosis_ort.quantize_static(",
-            *(f"    {argument}," for argument in arguments),
-            ")",
-        ]
-    )
-
-
-class _Script:
-    """Writes values as Python and gathers the imports that they need."""
-
-    def __init__(self) -> None:
-        self.imports: set[str] = set()
-
-    def literal(self, value: Any) -> str:
-        if isinstance(value, Enum):
-            self.imports.add(f"from onnxruntime.quantization import {type(value).__name__}")
-            return f"{type(value).__name__}.{value.name}"
-        if isinstance(value, Stages):
-            off = [f"{f.name}=False" for f in fields(value) if not getattr(value, f.name)]
-            return f"kenosis_ort.Stages({', '.join(off)})"
-        if isinstance(value, (SpeedChoice, Pass)):
-            self.imports.add(f"from {type(value).__module__} import {type(value).__name__}")
-            given = [f"{f.name}={self.literal(getattr(value, f.name))}" for f in fields(value)]
-            return f"{type(value).__name__}({', '.join(given)})"
-        if isinstance(value, np.ndarray):
-            self.imports.add("import numpy")
-            return f"numpy.array({value.tolist()!r}, numpy.{value.dtype})"
-        if isinstance(value, np.generic):
-            return repr(value.item())
-        if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key!r}: {self.literal(entry)}" for key, entry in value.items()) + "}"
-        if isinstance(value, (set, frozenset)):
-            return "{" + ", ".join(sorted(map(self.literal, value))) + "}"
-        if isinstance(value, tuple):
-            return "(" + "".join(f"{self.literal(entry)}, " for entry in value).rstrip() + ")"
-        return "[" + ", ".join(map(self.literal, value)) + "]" if isinstance(value, list) else repr(value)
-
-    def recipe(self, recipe: Recipe) -> str:
-        if RECIPES.get(recipe.name) == recipe:
-            return repr(recipe.name)
-        usual = Recipe()
-        changed = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-        given = [f"{k}={self.literal(v)}" for k, v in changed.items() if v != getattr(usual, k)]
-        return f"kenosis_ort.Recipe({', '.join(given)})"
+            arguments.append(f"{name}={name}")
+            open_names[name] = what
+    outside = ("calibration_cache_path", "custom_op_libraries")  # a recipe file holds neither
+    arguments += [f"{name}={plain(report.options[name].value)!r}" for name in outside if name in report.options]
+    lines = ["import kenosis_ort", "", f"# {recipe} holds the recipe and options below"]
+    lines += [f"{name} = ...  # {what}" for name, what in open_names.items()]
+    return "\n".join([*lines, "report = kenosis_ort.quantize_static(", *(f"    {each}," for each in arguments), ")"])
 
 
 Region = Literal["integer", "moves", "fused", "float", "protected", "other", "terminal"]

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise, product
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.recipe import Recipe
 from kenosis_ort.report import OptionChoice, QuantizationReport
 from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call
@@ -147,17 +145,11 @@ def test_a_report_read_again_saves_the_same_page_and_says_why_it_cannot(tmp_path
         original.save_html(tmp_path / "no" / "r.html")
 
 
-def test_the_call_holds_what_was_chosen():
-    stages = {"bias": False, "nudge": True}
-    said = {"per_channel": False, "weight_type": "QInt8", "quant_format": "QDQ", "stages": stages}
-    chosen = {name: OptionChoice(value, "caller") for name, value in said.items()}
-    call = python_call(full_report(options={**chosen, "reduce_range": OptionChoice(True, "host default")}))
+def test_the_call_reads_the_recipe_file_and_names_libraries():
+    call = python_call(full_report(options={"custom_op_libraries": OptionChoice(("ops.so",), "caller")}))
     compile(call, "call", "exec")
-    shown = "per_channel=False", "weight_type=QuantType.QInt8", "reduce_range=True", "recipe='fast'"
-    assert [text for text in (*shown, "stages=kenosis_ort.Stages(bias=False)") if text not in call] == []
-    assert "quant_format" not in call
-    own = python_call(full_report(recipe=replace(Recipe(), name="mine", samples=7)))
-    assert "kenosis_ort.Recipe(name='mine', samples=7)" in own
+    shown = "recipe='out.recipe.toml'", "custom_op_libraries=['ops.so']", "# out.recipe.toml holds"
+    assert [text for text in shown if text not in call] == []
 
 
 def test_a_large_model_stays_below_two_megabytes():
