@@ -87,7 +87,7 @@ def choice(name: str, value: Any, *, among: tuple[str, ...]) -> str:
         raise wrong_type(name, value, f"one of {listed}")
     if value not in among:
         raise OptionError(
-            f"{name}={value!r} is unknown.{did_you_mean(value, among, option=name)}", where=name, fix=f"one of {listed}"
+            f"{name}={value!r} is unknown.{did_you_mean(value, among)}", where=name, fix=f"one of {listed}"
         )
     return str(value)
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -204,34 +204,8 @@ def place_of(error: BaseException) -> str | None:
     return f"{Path(frames[-1].filename).relative_to(_PACKAGE).as_posix()}:{frames[-1].lineno}"
 
 
-_BY_ITSELF: Final = (
-    "the promise times and picks forms by itself; "
-    "'kenosis-ort profile' measures the machine that files are laid out for"
-)
-_REMOVED: Final[Mapping[str, str]] = {
-    "tune=measure": _BY_ITSELF,
-    "tune_budget_s": _BY_ITSELF,
-    "tuning_cache": _BY_ITSELF,
-    "recipe=max-speed": f"leave the recipe out: {_BY_ITSELF}",
-    "--tune-budget": _BY_ITSELF,
-    "--tuning-cache": _BY_ITSELF,
-    "--stop-when-settled": "all samples are run; give as many as are wanted",
-    "--memory": "the peak memory of a process is the system's to tell",
-}
-"""Options of earlier versions, or their values as ``option=value``, and what holds instead."""
-
-
-def did_you_mean(name: str, known: Iterable[str], *, option: str = "") -> str:
-    """``" Did you mean 'x'?"`` for the closest known name, or an empty string; what was removed has its replacement.
-
-    Args:
-        name: What is unknown.
-        known: What it might be.
-        option: The option that it is a value of; empty for a name of its own.
-    """
-    instead = _REMOVED.get(f"{option}={name}" if option else name)
-    if instead is not None:
-        return f" It was removed: {instead}."
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
 

@@ -342,7 +342,7 @@ def _value(name: str, word: Any, where: str) -> Any:
         raise OptionError(f"unknown option '{name}' in a recipe file.{hint}", where=where, fix=f"one of {[*IN_FILE]}")
     known = OPTIONS[name].words
     if known and (not isinstance(word, str) or word not in known):
-        hint = did_you_mean(str(word), known, option=name)
+        hint = did_you_mean(str(word), known)
         raise OptionError(
             f"[options] {name} = {word!r} is unknown.{hint}", where=where, fix=f"one of {', '.join(known)}"
         )

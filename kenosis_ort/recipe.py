@@ -166,12 +166,10 @@ class Recipe:
                 hint = did_you_mean(key, known)
                 raise OptionError(f"unknown setting '{key}' in a recipe.{hint}", where=where, fix=f"one of {known}")
         speed = raw.get("speed")
-        if speed is not None:
-            speed = {k: v for k, v in speed.items() if k != "float_nodes" or v} if isinstance(speed, Mapping) else {}
-            if speed.keys() != {"model", "form"}:  # earlier versions wrote a list besides, which mostly was empty
-                raise OptionError(
-                    "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
-                )
+        if speed is not None and (not isinstance(speed, Mapping) or speed.keys() != {"model", "form"}):
+            raise OptionError(
+                "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
+            )
         own = {key: value for key, value in raw.items() if key not in further}
         try:
             passes = tuple(_pass(kind, raw[name], where) for name, kind in further.items() if name in raw)
@@ -303,7 +301,7 @@ def resolve_recipe(value: str | os.PathLike[str] | Recipe) -> Recipe:
         return RECIPES[value]
     if is_recipe_file(value):
         return Recipe.load(value)
-    hint = did_you_mean(str(value), RECIPES, option="recipe")
+    hint = did_you_mean(str(value), RECIPES)
     raise OptionError(
         f"recipe={value!r} is unknown.{hint}",
         where="recipe",

@@ -105,7 +105,6 @@ def test_overrides_of_tensors_survive() -> None:
     ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
     ("[recipe]\n[options]\nthreads = true", "threads=True"),
     ("[recipe]\n[options]\ntarget = 5", "target=5"),
-    ("[recipe]\n[options]\ntune_budget_s = 1", "It was removed"),
     ("options = 3\n[recipe]\n", "is no table"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -194,11 +193,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_lists(script: str) -> str:
-    """With lists for tuples, as they come back from JSON."""
-    return script.replace(",)", ")").translate(str.maketrans("()", "[]"))
-
-
 @pytest.mark.parametrize("case", CALLS)
 def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     model, source, out = models.bn_net(), tmp_path / "model.onnx", tmp_path / "out.onnx"
@@ -206,22 +200,18 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     feeds = models.feeds(model, 12)
     report = quantize_static(source, out, FeedReader(feeds), **CALLS[case])
     first = out.read_bytes()
-    report.save_recipe(tmp_path / "again.toml")
+    report.save_recipe(tmp_path / "out.recipe.toml")
     script = python_call(QuantizationReport.from_json(report.to_json()))
-    assert of_lists(python_call(report)) == of_lists(script)
+    assert python_call(report) == script
     assert script.count("= ...") == 1
     out.unlink()
     script = script.replace("reader = ...", "")
     exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
     assert out.read_bytes() == first, script
-    out.unlink()
-    assert RecipeFile.load(tmp_path / "again.toml") == report.recipe_file()
-    again = quantize_static(source, out, FeedReader(feeds), recipe=tmp_path / "again.toml")
-    assert out.read_bytes() == first, (tmp_path / "again.toml").read_text()
-    assert again.recipe_file() == report.recipe_file()
+    assert RecipeFile.load(tmp_path / "out.recipe.toml") == report.recipe_file()
 
 
-def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:
+def test_what_timing_decided_is_in_the_file(tmp_path: Path) -> None:
     """A recorded form is made again without timing."""
     model, out = models.residual_block(), tmp_path / "out.onnx"
     onnx.save(model, tmp_path / "model.onnx")
@@ -230,8 +220,6 @@ def test_what_timing_decided_is_in_the_call(tmp_path: Path) -> None:
     choice = SpeedChoice(model_fingerprint(model), "int8")
     recipe = Recipe("timed", bias_correction=False, speed=choice)
     report = quantize_static(tmp_path / "model.onnx", out, models.reader(model, 8), recipe=recipe)
-    call = python_call(report)
-    assert ("promise" in call, "form='int8')" in call) == (False, True)
     report.save_recipe(tmp_path / "r.toml")
     assert RecipeFile.load(tmp_path / "r.toml").recipe == report.recipe
 
@@ -241,6 +229,7 @@ def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path: Path) -> None:
     said = {"metric": lambda outputs, reference: 1.0, "calibration_cache_path": cache}
     call = python_call(reported(tmp_path, models.bn_net(), **said))
     lines = ("reader = ...  # ", "model = ...  # ", "metric = ...  # ", "    metric=metric,", repr(str(cache)))
+    assert "custom_op_libraries" not in call
     assert [line for line in lines if line not in call] == []
     compile(call, "call", "exec")
     assert not {"metric", "calibration_cache_path"} & {*IN_FILE}

@@ -26,9 +26,7 @@ _ERROR: Final = (
     "error: bad usage, bad model, bad data, output not writable; the reason and the fix are one line on stderr (with "
     "--json also an object on stdout), and an existing output file is untouched"
 )
-_CHOICE = re.compile(
-    r"(?:argument --(?P<option>\S+): )?invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)$", re.DOTALL
-)
+_CHOICE = re.compile(r"invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)$", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         wrong = _CHOICE.search(message)
         if wrong is not None:
             choices = [choice.strip(" '") for choice in wrong["known"].split(",")]
-            message += f".{did_you_mean(wrong['word'], choices, option=wrong['option'] or '')}"
+            message += f".{did_you_mean(wrong['word'], choices)}"
         if self.where:
             raise OptionError(message, where=self.where, fix=f"see {self.prog} --help")
         self.print_usage(sys.stderr)
