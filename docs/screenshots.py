@@ -22,7 +22,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from kenosis_ort.report import QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SCALE = 2

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.api import preview as preview
     from kenosis_ort.api import quantize as quantize
     from kenosis_ort.api import quantize_static as quantize_static
-    from kenosis_ort.bench import BenchReport as BenchReport
-    from kenosis_ort.bench import bench as bench
+    from kenosis_ort.bench.benchmark import BenchReport as BenchReport
+    from kenosis_ort.bench.benchmark import bench as bench
     from kenosis_ort.calibration.archives import ImageFolderReader as ImageFolderReader
     from kenosis_ort.calibration.archives import ParquetReader as ParquetReader
     from kenosis_ort.calibration.archives import TarReader as TarReader
@@ -75,7 +75,7 @@ __version__ = "0.1.0"
 _NAMES: Final = {
     "kenosis_ort.accuracy.compare": "Comparison compare",
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
-    "kenosis_ort.bench": "BenchReport bench",
+    "kenosis_ort.bench.benchmark": "BenchReport bench",
     "kenosis_ort.calibration.archives": "ImageFolderReader ParquetReader TarReader",
     "kenosis_ort.calibration.computed_feeds": "ClosedLoopReader",
     "kenosis_ort.calibration.pipeline": "PipelineReader",

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.outputs import sqnr_db
+from kenosis_ort.accuracy.outputs import compare_pairs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError, printable
@@ -38,7 +38,7 @@ from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
 from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
-from kenosis_ort.runtime.session import as_array, open_session, repeats
+from kenosis_ort.runtime.session import open_session, repeats
 from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target
 from kenosis_ort.targets.proof import FusionReport
@@ -90,9 +90,8 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        plain = {name: getattr(self, name) for name in ("source", "output", "read_as", "written_as", "tensors", "size")}
         return {
-            **plain,
+            **vars(self),
             "notes": list(self.notes),
             "agreement": [asdict(entry) for entry in self.agreement],
             "fusion": None if self.fusion is None else self.fusion.to_dict(),
@@ -373,32 +372,22 @@ def _compare(
     except VerificationError as error:  # it loads after small repairs only, see `graph.canonical`
         _log.info("the model as it came is not run: %s", error)
         return ()
-    sessions = [first, open_session(result, custom_op_libraries=libraries, optimize=optimize)]
-    names = [o.name for o in sessions[0].get_outputs()]
-    pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
-    for feed in feeds:
-        taken = [{k: v for k, v in feed.items() if k in s.inputs} for s in sessions]
-        try:
-            expected = [as_array(o) for o in sessions[0].run(names, taken[0])]
-            again = [as_array(o) for o in sessions[0].run(names, taken[0])]
-        except Exception as error:  # the runtime's classes have no common base; the model as it came does not run
-            _log.info("the model does not run on made-up inputs: %s", error)
-            return ()
-        actual = [as_array(o) for o in sessions[1].run(names, _nudged(taken[1]) if nudged else taken[1])]
-        for name, a, a2, b in zip(names, expected, again, actual, strict=True):
-            if repeats(a, a2):
-                pairs[name].append((a, b))
-    return tuple(_agreement(name, found) for name, found in pairs.items() if found)
-
-
-def _agreement(name: str, found: Sequence[tuple[Any, Any]]) -> Agreement:
-    if any(a.shape != b.shape for a, b in found):
-        return Agreement(name, -np.inf, 0.0, np.inf)
-    a, b = (np.concatenate([pair[side].reshape(-1) for pair in found]) for side in (0, 1))
-    same = float(np.mean((a == b) | ((a != a) & (b != b)))) if a.size else 1.0
-    numbers = a.dtype.kind in "fiub"
-    largest = float(np.nanmax(np.abs(a.astype(np.float64) - b.astype(np.float64)), initial=0.0)) if numbers else 0.0
-    return Agreement(name, sqnr_db(a, b), same, largest)
+    second = open_session(result, custom_op_libraries=libraries, optimize=optimize)
+    own = [{k: v for k, v in feed.items() if k in first.inputs} for feed in feeds]
+    try:
+        expected, again = ([first.answer(feed) for feed in own] for _ in range(2))
+    except VerificationError as error:
+        _log.info("the model does not run on made-up inputs: %s", error)
+        return ()
+    random = {n for n in first.outputs if not all(repeats(a[n], b[n]) for a, b in zip(expected, again, strict=True))}
+    taken = ({k: v for k, v in feed.items() if k in second.inputs} for feed in feeds)
+    actual = (second.answer(_nudged(feed) if nudged else feed) for feed in taken)
+    compared = compare_pairs(first.outputs, zip(expected, actual, strict=True), random)
+    return tuple(
+        Agreement(o.name, -np.inf, 0.0, np.inf) if o.skipped else Agreement(o.name, o.sqnr_db, o.equal, o.max_abs)
+        for o in compared
+        if not o.random
+    )
 
 
 def _nudged(feed: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kenosis_ort.api import measure_host
-from kenosis_ort.bench import bench
-from kenosis_ort.bench.benchmark import render_bench
+from kenosis_ort.bench.benchmark import bench, render_bench
 from kenosis_ort.bench.doctor import Examination, examine
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Form, Screen, table

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from kenosis_ort.accuracy.outputs import sqnr_db
 from kenosis_ort.api import quantize_static
-from kenosis_ort.bench import bench
-from kenosis_ort.report import QuantizationReport
+from kenosis_ort.bench.benchmark import bench
 from kenosis_ort.report.evidence import fusion_verdict
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import format_bytes, make_table, render_fusion
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import Scratch

@@ -10,7 +10,7 @@ import pytest
 
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
-from kenosis_ort.bench import Verdict
+from kenosis_ort.bench.harness import Verdict
 from kenosis_ort.bench.op_times import profile_ops, with_measurements
 from kenosis_ort.report.gathering import gather_evidence
 from tests.flow.support import make

@@ -2,11 +2,22 @@
 
 from typing import Any
 
-from kenosis_ort import report as parts
+from kenosis_ort.options import OptionChoice
+from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
 from kenosis_ort.recipe import RECIPES
-from kenosis_ort.report import QuantizationReport
-from kenosis_ort.report.evidence import Bars, GraphSketch, LayerSignal, OpTime, OpTimes, SketchNode, TensorProfile
+from kenosis_ort.report.evidence import (
+    Bars,
+    GraphSketch,
+    LayerSignal,
+    OpTime,
+    OpTimes,
+    ReportEvidence,
+    SketchNode,
+    TensorProfile,
+)
+from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
 
@@ -34,39 +45,39 @@ def report(**changes: Any) -> QuantizationReport:
     )
     values: dict[str, Any] = {
         "model_input": "in.onnx", "model_output": "out.onnx", "target": "ort-cpu", "fusion": proof,
-        "options": {"per_channel": parts.OptionChoice(True, "host default")}, "plan": plan("stem", "head"),
-        "calibration": parts.CalibrationSummary("minmax", 8, 5, 0.25), "notes": ("opset raised from 9 to 13",),
+        "options": {"per_channel": OptionChoice(True, "host default")}, "plan": plan("stem", "head"),
+        "calibration": CalibrationSummary("minmax", 8, 5, 0.25), "notes": ("opset raised from 9 to 13",),
         "warnings": ("one [odd] thing",), "size_before": 4_000_000, "size_after": 1_000_000,
-        "seconds": {"calibrate": 0.25, "quantize": 0.5}, "outputs": (parts.OutputQuality("logits", 31.25),),
+        "seconds": {"calibrate": 0.25, "quantize": 0.5}, "outputs": (OutputQuality("logits", 31.25),),
         "versions": {"onnxruntime": "1.2.3"},
     }  # fmt: skip
     return QuantizationReport(**{**values, **changes})
 
 
-def passes() -> tuple[parts.PassOutcome, ...]:
+def passes() -> tuple[PassOutcome, ...]:
     return (
-        parts.PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
-        parts.PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
-        parts.PassOutcome("smooth", False, reason="nothing to gain"),
+        PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
+        PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
+        PassOutcome("smooth", False, reason="nothing to gain"),
     )
 
 
-def speed() -> parts.SpeedSummary:
+def speed() -> SpeedSummary:
     slower = ("int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5)
     taken = ("first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5)
     spare = ("the float model", "spare", "not needed")
     forms = {"int8": slower, "int8-first-float": taken, "float": spare}
-    candidates = tuple(parts.SpeedCandidate(name, *said) for name, said in forms.items())
+    candidates = tuple(SpeedCandidate(name, *said) for name, said in forms.items())
     notes = ("the pools were merged",)
-    return parts.SpeedSummary(candidates, float_milliseconds=1.5, tune="model", notes=notes)
+    return SpeedSummary(candidates, float_milliseconds=1.5, tune="model", notes=notes)
 
 
-def trust() -> parts.TrustSummary:
-    seen = (parts.TensorTrust("a", "seen", 0.4, "unstable"),)
-    return parts.TrustSummary("usable", "two ranges vary", "synthetic", "ten real samples", seen)
+def trust() -> TrustSummary:
+    seen = (TensorTrust("a", "seen", 0.4, "unstable"),)
+    return TrustSummary("usable", "two ranges vary", "synthetic", "ten real samples", seen)
 
 
-def evidence(*names: str) -> parts.ReportEvidence:
+def evidence(*names: str) -> ReportEvidence:
     """Evidence about a chain of nodes of these names, ``stem``, ``stem_relu`` and ``head`` by default."""
     nodes, layers, value = [], [], "image"
     for index, name in enumerate(names or ("stem", "stem_relu", "head")):
@@ -78,7 +89,7 @@ def evidence(*names: str) -> parts.ReportEvidence:
     bars = Bars(-1.0, 2.0, (1, 5, 20, 3))
     float_times = OpTime("stem", "Conv", "Conv", 2.0), OpTime("head", "Conv", "Conv", 1.0)
     int8_times = OpTime("stem", "Conv", "QLinearConv", 0.5), OpTime("q", "QuantizeLinear", "QuantizeLinear", 0.05)
-    return parts.ReportEvidence(
+    return ReportEvidence(
         graph=GraphSketch(tuple(nodes), ("image",), (value,)),
         tensors=(
             TensorProfile(nodes[0].outputs[0], "activation", -1.0, 2.0, (-0.5, 1.5), bits=8, bars=bars),

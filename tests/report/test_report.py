@@ -13,12 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kenosis_ort
 from kenosis_ort import preview
-from kenosis_ort import report as parts
+from kenosis_ort.options import OptionChoice
+from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report import QuantizationReport
 from kenosis_ort.report import evidence as reasons
-from kenosis_ort.report.evidence import LayerTime, OpTime, OpTimes, explain_kernel, explain_plan, layer_times
+from kenosis_ort.report.evidence import (
+    LayerTime,
+    OpTime,
+    OpTimes,
+    ReportEvidence,
+    explain_kernel,
+    explain_plan,
+    layer_times,
+)
+from kenosis_ort.report.quantization_report import OutputQuality, QuantizationReport
+from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models, planning
@@ -49,7 +60,7 @@ def test_json_round_trip_keeps_everything(original: QuantizationReport) -> None:
     for name in ("plan", "calibration", "outputs", "fusion", "recipe", "passes", "speed", "trust", "evidence"):
         assert getattr(copy, name) == getattr(original, name), name
     assert bool(copy.evidence) is (original.evidence is not None)
-    assert not parts.ReportEvidence()
+    assert not ReportEvidence()
 
 
 def test_parts_may_be_left_out_and_missing() -> None:
@@ -64,13 +75,13 @@ def test_parts_may_be_left_out_and_missing() -> None:
 
 @given(st.floats(allow_nan=False), numbers, numbers, st.booleans())
 def test_any_number_survives_json(db: float, first: float | None, second: float | None, kept: bool) -> None:
-    text = report(outputs=[parts.OutputQuality(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
+    text = report(outputs=[OutputQuality(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
     assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]][1:] == ["inf", "nan"]
     assert QuantizationReport.from_json(text).outputs[0].sqnr_db == db
     for part in (
-        parts.PassOutcome("p", kept, first, second),
-        parts.SpeedSummary((parts.SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
+        PassOutcome("p", kept, first, second),
+        SpeedSummary((SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
     ):
         assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
 
@@ -81,7 +92,7 @@ def test_any_number_survives_json(db: float, first: float | None, second: float 
     (len, "builtin_function_or_method"),
 ])  # fmt: skip
 def test_option_values_become_plain_data(value: object, plain: object) -> None:
-    raw = report(options={"option": parts.OptionChoice(value, "caller")}).to_dict()
+    raw = report(options={"option": OptionChoice(value, "caller")}).to_dict()
     assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
 
 
@@ -101,10 +112,10 @@ def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
 
 def test_the_change_of_a_pass_and_the_form_taken_are_found() -> None:
     for before, after, change in ((0.5, 0.25, -0.5), (None, 1.0, None), (0.0, 1.0, None)):
-        assert parts.PassOutcome("p", True, before, after).change == change
+        assert PassOutcome("p", True, before, after).change == change
     assert speed().taken.name == "int8-first-float"
     assert speed().sentence() == "first node float: 1.50x"
-    assert (parts.SpeedSummary().taken, parts.SpeedSummary().sentence()) == (None, "")
+    assert (SpeedSummary().taken, SpeedSummary().sentence()) == (None, "")
 
 
 # -- the verdict
@@ -256,7 +267,7 @@ def test_text_json_and_page_hold_the_layers() -> None:
 
 
 def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_those_without_any() -> None:
-    folders = [Path(parts.__file__).parents[1] / name for name in ("placement", "targets", "flow")]
+    folders = [Path(kenosis_ort.__file__).parent / name for name in ("placement", "targets", "flow")]
     sources = "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
     assert not lacking(sources, *(f'"{rule}"' for rule in reasons._BY_RULE), *reasons._BY_REASON)
     hopeless = {Cause.NONE, Cause.PROTECTED, Cause.UNSUPPORTED_OP, Cause.UNSUPPORTED_ATTRIBUTE, Cause.UNKNOWN}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.report import SpeedSummary
+from kenosis_ort.report.sections import SpeedSummary
 from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, FormStatus, keep_promise
 from kenosis_ort.tuning.races import RaceSetup

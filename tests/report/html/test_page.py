@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort.errors import OutputError
-from kenosis_ort.report import OptionChoice, QuantizationReport
+from kenosis_ort.options import OptionChoice
 from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call
+from kenosis_ort.report.quantization_report import QuantizationReport
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
 
 VOID = {"meta", "link", "br", "input", "img", "hr", "line", "rect", "circle", "path", "polyline"}
