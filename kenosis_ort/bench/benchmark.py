@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -243,37 +243,32 @@ def bench(
     whole("rounds", rounds, least=1)
     whole("warmup", warmup)
     real("budget_s", budget_s, above=0)
-    named = inputs.candidates(models)
-    base = _find_baseline(named, baseline)
-    libraries = tuple(str(library) for library in custom_op_libraries)
+    named = inputs.named_models(models)
+    base = _find_baseline([*named], baseline)
     with Scratch("bench") as scratch:
-        field_ = _Field(base.name, threads, libraries, scratch)
-        for candidate in named:
-            field_.admit(candidate)
-        field_.check_baseline()
-        taken = field_.feeds(base, feeds, rounds, seed)
+        field_ = _Field(named, base, threads, tuple(map(str, custom_op_libraries)), scratch)
+        taken = field_.feeds(feeds, rounds, seed)
         # Rounds over all models that load, within the budget.
         timings = harness.time_interleaved(
             list(field_.opened),
             field_.session,
             taken,
             harness.Schedule(rounds, begin + budget_s, warmup, seed),
-            must_run=base.name,
+            must_run=base,
             progress=None if progress is None else errors.callers_own(progress),
         )
         # Models that failed, and notes on few rounds.
         for name, reason in timings.failed.items():
             field_.leave_out(name, reason)
-        field_.check_baseline()
         if timings.rounds < rounds:
             field_.notes.append(f"the budget of {budget_s:g} s was over after {timings.rounds} of {rounds} rounds")
         if timings.rounds < harness.LEAST_ROUNDS and len(timings.blocks) > 1:
             field_.notes.append(f"fewer than {harness.LEAST_ROUNDS} rounds are too few for a verdict")
         return BenchReport(
             models=tuple(
-                _timing(name, timings, base.name, inputs.size_of(opened)) for name, opened in field_.opened.items()
+                _timing(name, timings, base, inputs.size_of(opened)) for name, opened in field_.opened.items()
             ),
-            baseline=base.name,
+            baseline=base,
             left_out=tuple(field_.left_out),
             threads=threads,
             rounds=timings.rounds,
@@ -286,81 +281,87 @@ def bench(
         )
 
 
-@dataclass
 class _Field:
     """The models that take part.
 
-    Attributes:
+    Args:
+        named: The models by name.
         baseline: Name of the model that has to run.
         threads: Threads of a session.
         libraries: Libraries with custom operators.
         scratch: A temporary folder.
+
+    Attributes:
         opened: Path or bytes by name, of the models that load.
-        signatures: Their inputs.
         left_out: The others.
         notes: For the report.
+
+    Raises:
+        VerificationError: The baseline does not load.
+        OptionError: The models take different inputs.
     """
 
-    baseline: str
-    threads: int
-    libraries: tuple[str, ...]
-    scratch: Path
-    opened: dict[str, str | bytes] = field(default_factory=dict)
-    signatures: dict[str, inputs.Signature] = field(default_factory=dict)
-    left_out: list[LeftOut] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        named: Mapping[str, inputs.ModelSource],
+        baseline: str,
+        threads: int,
+        libraries: tuple[str, ...],
+        scratch: Path,
+    ) -> None:
+        self._named, self._baseline, self._threads, self._libraries = named, baseline, threads, libraries
+        self.opened: dict[str, str | bytes] = {}
+        self.left_out: list[LeftOut] = []
+        self.notes: list[str] = []
+        self._inputs: dict[str, inputs.Inputs] = {}
+        for name in sorted(named, key=lambda name: name != baseline):
+            self._admit(name, scratch / f"model{len(self.opened)}")
+        self.opened = {name: self.opened[name] for name in named if name in self.opened}
+        inputs.check_same(self._inputs)
 
-    def admit(self, candidate: inputs.TimedModel) -> None:
+    def _admit(self, name: str, folder: Path) -> None:
         """Loads a model once and reads its inputs; leaves it out if it does not load."""
         try:
-            opened = candidate.openable(self.scratch / f"model{len(self.opened)}")
-            self.opened[candidate.name] = opened
-            self.signatures[candidate.name] = inputs.Signature.of(self.session(candidate.name))
+            self.opened[name] = inputs.opened(self._named[name], folder, name)
+            self._inputs[name] = inputs.declared_inputs(self.session(name))
         except errors.KenosisError as error:
-            self.leave_out(candidate.name, error.what)
+            self.leave_out(name, error.what)
 
     def session(self, name: str) -> ort.InferenceSession:
         """A fresh session."""
-        return open_session(self.opened[name], custom_op_libraries=self.libraries, threads=self.threads, spinning=True)
+        return open_session(
+            self.opened[name], custom_op_libraries=self._libraries, threads=self._threads, spinning=True
+        )
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Takes a model out."""
+        """Takes a model out; raises VerificationError for the baseline."""
         _log.info("%s is left out: %s", name, reason)
         self.opened.pop(name, None)
-        self.signatures.pop(name, None)
         self.left_out.append(LeftOut(name, " ".join(reason.split())[:_REASON_LIMIT]))
+        if name == self._baseline:
+            which = "the model" if len(self._named) == 1 else "the baseline model"
+            raise errors.VerificationError(
+                f"{which} cannot be timed: {self.left_out[-1].reason}",
+                where=name,
+                fix="check the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
+            )
 
-    def check_baseline(self) -> None:
-        """Raises VerificationError if the baseline is left out."""
-        for gone in self.left_out:
-            if gone.name == self.baseline:
-                which = "the model" if not self.opened and len(self.left_out) == 1 else "the baseline model"
-                raise errors.VerificationError(
-                    f"{which} cannot be timed: {gone.reason}",
-                    where=gone.name,
-                    fix="check the model in onnxruntime alone; if it uses custom operators give custom_op_libraries",
-                )
-
-    def feeds(
-        self, base: inputs.TimedModel, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int
-    ) -> list[dict[str, Any]]:
+    def feeds(self, given: Iterable[Mapping[str, Any]] | None, rounds: int, seed: int) -> list[dict[str, Any]]:
         """The feeds to use, checked against all models."""
-        expected = self.signatures[self.baseline]
-        for name, signature in self.signatures.items():
-            inputs.check_same(self.baseline, expected, name, signature)
-        if given is None and not expected.required:
+        required, _ = self._inputs[self._baseline]
+        if given is None and not required:
             return [{}]
         reader: Any = given
         if given is None:
-            source = parse_model(base.source) if isinstance(base.source, bytes) else base.source
-            reader = SyntheticReader(source, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self.libraries)
+            source = self._named[self._baseline]
+            model = parse_model(source) if isinstance(source, bytes) else source
+            reader = SyntheticReader(model, samples=_SYNTHETIC_FEEDS, seed=seed, custom_op_libraries=self._libraries)
             self.notes.extend(f"made-up data: {assumption}" for assumption in reader.assumptions)
-        feeds = inputs.checked(itertools.islice(sample_feeds(reader), rounds), self.baseline, expected)
+        feeds = list(itertools.islice(sample_feeds(reader), rounds))
         if not feeds:
             raise errors.CalibrationError("There is no feed to run the models with.", fix="Give at least one feed.")
-        for name, signature in self.signatures.items():
-            inputs.checked(feeds, name, signature)
-        return feeds
+        found = [inputs.checked(feeds, name, taken) for name, taken in self._inputs.items()]
+        return found[0]
 
 
 def _timing(name: str, timings: harness.Timings, baseline: str, size: int) -> ModelTiming:
@@ -387,17 +388,14 @@ def _timing(name: str, timings: harness.Timings, baseline: str, size: int) -> Mo
     )
 
 
-def _find_baseline(named: Sequence[inputs.TimedModel], baseline: int | str) -> inputs.TimedModel:
+def _find_baseline(names: Sequence[str], baseline: int | str) -> str:
     if isinstance(baseline, str):
-        by_name = {candidate.name: candidate for candidate in named}
-        if baseline in by_name:
-            return by_name[baseline]
-        hint = errors.did_you_mean(baseline, by_name)
+        if baseline in names:
+            return baseline
+        what = f"no model is called '{baseline}'.{errors.did_you_mean(baseline, names)}"
+        raise errors.OptionError(what, where="baseline", fix=f"one of {list(names)}")
+    if not 0 <= baseline < len(names):
         raise errors.OptionError(
-            f"no model is called '{baseline}'.{hint}", where="baseline", fix=f"one of {list(by_name)}"
+            f"there is no model at place {baseline}", where="baseline", fix=f"give 0 to {len(names) - 1}, or a name"
         )
-    if not 0 <= baseline < len(named):
-        raise errors.OptionError(
-            f"there is no model at place {baseline}", where="baseline", fix=f"give 0 to {len(named) - 1}, or a name"
-        )
-    return named[baseline]
+    return names[baseline]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,59 +24,53 @@ Models = ModelSource | Sequence[ModelSource] | Mapping[str, ModelSource]
 _ORT_FORMAT = b"ORTM"
 
 
-@dataclass(frozen=True)
-class TimedModel:
-    """A model to time.
+def opened(source: ModelSource, folder: Path, name: str) -> str | bytes:
+    """Model in the form that the runtime opens: the path itself, or bytes.
 
-    Attributes:
-        name: What the report calls it; no two candidates have the same.
+    Args:
         source: As the caller gave it.
+        folder: A folder of the model's own, for one in memory that is too large for bytes.
+        name: What errors call it.
+
+    Raises:
+        ModelLoadError: The path leads to no file, or a ModelProto refers to external data.
     """
-
-    name: str
-    source: ModelSource
-
-    def openable(self, folder: Path) -> str | bytes:
-        """Model in the form that the runtime opens: the path itself, or bytes.
-
-        Args:
-            folder: An empty folder of the candidate's own, for a model in memory that is too large for bytes.
-
-        Raises:
-            ModelLoadError: The path leads to no file, or a ModelProto refers to external data.
-        """
-        source = self.source
-        if isinstance(source, bytes):
-            return source
-        if isinstance(source, onnx.ModelProto):
-            return _serialized(source, self.name, folder)
-        path = Path(source)
-        if not path.is_file():
-            what = "The model path is a folder." if path.is_dir() else "The model file does not exist."
-            raise ModelLoadError(what, where=str(path), fix="Check the path.")
-        return str(path)
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, onnx.ModelProto):
+        if uses_external_data(source):
+            raise ModelLoadError(
+                "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
+                where=name,
+                fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        return openable(source, folder)
+    path = Path(source)
+    if not path.is_file():
+        what = "The model path is a folder." if path.is_dir() else "The model file does not exist."
+        raise ModelLoadError(what, where=str(path), fix="Check the path.")
+    return str(path)
 
 
-def candidates(models: Models) -> tuple[TimedModel, ...]:
-    """The models with names: keys of a mapping, file names, or their place in the sequence.
+def named_models(models: Models) -> dict[str, ModelSource]:
+    """The models by name: keys of a mapping, file names, or their place in the sequence.
 
     Raises:
         OptionError: There is none, or one is of a type that is no model.
     """
     if isinstance(models, Mapping):
-        named = tuple(TimedModel(str(name), source) for name, source in models.items())
+        named = {str(name): source for name, source in models.items()}
     else:
         sources = [models] if isinstance(models, (str, bytes, os.PathLike, onnx.ModelProto)) else list(models)
-        named = tuple(TimedModel(name, source) for name, source in zip(_names(sources), sources, strict=True))
+        named = dict(zip(_names(sources), sources, strict=True))
     if not named:
         raise OptionError("there is no model to time", where="models", fix="give at least one model")
-    for candidate in named:
-        if not isinstance(candidate.source, (str, bytes, os.PathLike, onnx.ModelProto)):
-            raise OptionError(
-                f"a model cannot be a {type(candidate.source).__name__}",
-                where=candidate.name,
-                fix="give paths, bytes or onnx.ModelProto objects",
-            )
+    for name, source in named.items():
+        if not isinstance(source, (str, bytes, os.PathLike, onnx.ModelProto)):
+            kind = type(source).__name__
+            fix = "give paths, bytes or onnx.ModelProto objects"
+            raise OptionError(f"a model cannot be a {kind}", where=name, fix=fix)
     return named
 
 
@@ -93,17 +86,6 @@ def size_of(opened: str | bytes) -> int:
     return size + sum(data.stat().st_size for data in external_files(path))
 
 
-def _serialized(proto: onnx.ModelProto, name: str, folder: Path) -> str | bytes:
-    if uses_external_data(proto):
-        raise ModelLoadError(
-            "The ModelProto refers to external data that was not loaded, and it has no folder to find it in.",
-            where=name,
-            fix="Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first.",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    return openable(proto, folder)
-
-
 def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
     """Yields file names, whole paths where two files have the same name, and numbers where even those are equal."""
     paths = [os.fspath(s) if isinstance(s, (str, os.PathLike)) else None for s in sources]
@@ -117,26 +99,14 @@ def _names(sources: Sequence[ModelSource]) -> Iterator[str]:
         yield name if used[name] == 1 else f"{name} ({used[name]})"
 
 
-@dataclass(frozen=True)
-class Signature:
-    """Inputs of a model as its session declares them.
+Inputs = tuple[tuple[InputSpec, ...], tuple[InputSpec, ...]]
+"""Inputs of a model: those that must be fed, and those with a default value."""
 
-    Attributes:
-        required: The inputs that must be fed.
-        optional: Those with a default value.
-    """
 
-    required: tuple[InputSpec, ...]
-    optional: tuple[InputSpec, ...]
-
-    @classmethod
-    def of(cls, session: ort.InferenceSession) -> Signature:
-        """Reads it off a session."""
-        given = session.get_inputs(), session.get_overridable_initializers()
-        return cls(*(tuple(map(_spec, inputs)) for inputs in given))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{spec.name} {spec.dtype or 'no numbers'}" for spec in self.required) or "none"
+def declared_inputs(session: ort.InferenceSession) -> Inputs:
+    """The inputs of a model as its session declares them."""
+    required, optional = session.get_inputs(), session.get_overridable_initializers()
+    return tuple(map(_spec, required)), tuple(map(_spec, optional))
 
 
 def _spec(declared: Any) -> InputSpec:
@@ -146,21 +116,28 @@ def _spec(declared: Any) -> InputSpec:
     return InputSpec(declared.name, dtype, tuple(declared.shape) or None)
 
 
-def check_same(baseline: str, expected: Signature, name: str, got: Signature) -> None:
-    """Checks that a model takes the baseline's inputs.
+def check_same(inputs: Mapping[str, Inputs]) -> None:
+    """Checks that all models take the inputs of the first one.
 
     Raises:
         OptionError: A name or a type differs.
     """
-    if {(spec.name, spec.dtype) for spec in expected.required} != {(spec.name, spec.dtype) for spec in got.required}:
-        raise OptionError(
-            f"the models take different inputs: {expected} for '{baseline}', {got} for '{name}'",
-            where=name,
-            fix="compare models that take the same inputs",
-        )
+    listed = {name: {(spec.name, spec.dtype) for spec in required} for name, (required, _) in inputs.items()}
+    texts = {
+        name: ", ".join(f"{spec.name} {spec.dtype or 'no numbers'}" for spec in required) or "none"
+        for name, (required, _) in inputs.items()
+    }
+    first = next(iter(inputs))
+    for name, taken in listed.items():
+        if taken != listed[first]:
+            raise OptionError(
+                f"the models take different inputs: {texts[first]} for '{first}', {texts[name]} for '{name}'",
+                where=name,
+                fix="compare models that take the same inputs",
+            )
 
 
-def checked(feeds: Iterable[Feed], name: str, signature: Signature) -> list[dict[str, Any]]:
+def checked(feeds: Iterable[Feed], name: str, inputs: Inputs) -> list[dict[str, Any]]:
     """Feeds that a model takes, with arrays as the runtime takes them without a copy.
 
     Raises:
@@ -169,7 +146,7 @@ def checked(feeds: Iterable[Feed], name: str, signature: Signature) -> list[dict
     found = []
     for number, feed in enumerate(feeds):
         try:
-            arrays = check_feed(feed, signature.required, signature.optional, number)
+            arrays = check_feed(feed, *inputs, number)
         except CalibrationError as error:
             raise CalibrationError(error.what, where=f"{error.where}, model '{name}'", fix=error.fix) from error
         found.append({k: np.asarray(v, order="C") if isinstance(v, np.ndarray) else v for k, v in arrays.items()})

@@ -13,13 +13,13 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.accuracy.side_by_side import compare_layers
-from kenosis_ort.bench.inputs import ModelSource, candidates
+from kenosis_ort.bench.inputs import ModelSource
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
-from kenosis_ort.runtime.session import Session, open_session, session_options
+from kenosis_ort.runtime.session import Session, open_session, openable, session_options
 from kenosis_ort.storage.writing import Scratch
 
 _KERNEL: Final = "_kernel_time"
@@ -119,28 +119,22 @@ def _quantile(times: Sequence[float], share: float) -> float:
     return sorted(times)[min(int(share * len(times)), len(times) - 1)]
 
 
-def _tagged(model: ModelSource, folder: Path) -> tuple[str | bytes, SourceGraph | None]:
-    """Model that the runtime opens, with nodes named by tokens, and its index; too large a one unchanged, without."""
-    opened = candidates(model)[0].openable(folder / "model")
-    source = model if isinstance(model, onnx.ModelProto) else None
-    if isinstance(opened, bytes) and source is None:
-        source = parse_model(opened)
-    elif isinstance(opened, str):
-        source = load_model(opened, ask_runtime=False).proto
-    if source is None:
-        return opened, None
-    copy = tag(source)
-    return candidates(copy.proto)[0].openable(folder / "tagged"), SourceGraph(copy.proto, labels=copy.labels)
+def _tagged(model: ModelSource, folder: Path) -> tuple[str | bytes, SourceGraph]:
+    """Model that the runtime opens, with nodes named by tokens, and its index."""
+    if isinstance(model, bytes):
+        model = parse_model(model)
+    elif not isinstance(model, onnx.ModelProto):
+        model = load_model(model, ask_runtime=False).proto
+    copy = tag(model)
+    return openable(copy.proto, folder), SourceGraph(copy.proto, labels=copy.labels)
 
 
-def _source_of(name: str, kernel: str, graph: SourceGraph | None) -> tuple[str, str]:
+def _source_of(name: str, kernel: str, graph: SourceGraph) -> tuple[str, str]:
     """The name and the operator type of a kernel's source node; of one without its own name and type.
 
     The runtime names a layout-optimized kernel after the value it writes. Where that value is made by a node that the
     kernel absorbed, such as the Relu behind a Conv, the node meant stands a few nodes before it.
     """
-    if graph is None:
-        return name, kernel
     token = token_of(name)
     node = graph.producer.get(name.removesuffix(_NCHWC)) if token is None else graph.nodes[token]
     if token is None:

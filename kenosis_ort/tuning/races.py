@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verdict, compare, interval_rank
-from kenosis_ort.bench.inputs import ModelSource, TimedModel
+from kenosis_ort.bench.inputs import ModelSource, opened
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import Scratch
@@ -155,8 +155,8 @@ def race(
     with Scratch("race") as scratch:
         rounds = _Rounds(setup, setup.budget() + budget_s, seed, budget_s)
         try:
-            rounds.admit(TimedModel(_REFERENCE, reference), scratch / _REFERENCE)
-            rounds.admit(TimedModel(_MODEL, model), scratch / _MODEL)
+            rounds.admit(_REFERENCE, reference, scratch)
+            rounds.admit(_MODEL, model, scratch)
             return rounds.result(border)
         except _FailedError as failed:
             _log.info("the %s is dropped: %s", failed.name, failed.reason)
@@ -201,13 +201,13 @@ class _Rounds:
         self._turns, self._together = 1, True
         self._taken: dict[str, list[float]] = {_REFERENCE: [], _MODEL: []}  # seconds of a run, by round
 
-    def admit(self, candidate: TimedModel, folder: Path) -> None:
+    def admit(self, name: str, model: ModelSource, folder: Path) -> None:
         """Adds a model in the form that the runtime opens; of large ones only one session is open at a time."""
         try:
-            source = candidate.openable(folder)
-            self._openers[candidate.name] = self._setup.opener(source)
+            source = opened(model, folder / name, name)
+            self._openers[name] = self._setup.opener(source)
         except Exception as error:  # the runtime raises several unrelated classes, all of them plain exceptions
-            raise _FailedError(candidate.name, error) from error
+            raise _FailedError(name, error) from error
         self._together = self._together and isinstance(source, bytes)
 
     def result(self, border: float | None) -> Race:
