@@ -1,7 +1,5 @@
 """Stock's calibrators as the oracle, and small helpers."""
 
-import contextlib
-import io
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -11,22 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.testing as npt
 import onnx
-from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
-from onnxruntime.quantization.calibrate import TensorsData, create_calibrator
+from onnxruntime.quantization import CalibrationMethod
+from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.histogram import Histogram, HistogramBuilder, extremes
+from tests.clients.support import ranges
+from tests.models import Feed, FeedReader
 from tests.planning import parse
 
-Feed = dict[str, Any]
 
-
-class ListReader(CalibrationDataReader):  # type: ignore[misc]
+class ListReader(FeedReader):
     """A reader with length and range, as CalibStridedMinMax needs."""
 
     def __init__(self, samples: Sequence[Feed]) -> None:
-        self.samples = list(samples)
-        self.set_range(0, len(self.samples))
+        super().__init__(samples)
+        self.samples = samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -34,30 +32,15 @@ class ListReader(CalibrationDataReader):  # type: ignore[misc]
     def set_range(self, start_index: int, end_index: int) -> None:
         self._it = iter(self.samples[start_index:end_index])
 
-    def get_next(self) -> Feed | None:
-        return next(self._it, None)
-
 
 def stock(
-    model: onnx.ModelProto,
-    samples: Sequence[Feed],
-    method: str = "MinMax",
-    *,
-    stride: int | None = None,
-    **options: Any,
+    model: onnx.ModelProto, samples: list[Feed], method: str = "MinMax", *, stride: int | None = None, **options: Any
 ) -> TensorsData:
     """Stock's ranges of all float tensors."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    calls = len(samples) // (stride or len(samples))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path = Path(folder) / "model.onnx"
-        onnx.save(model, path)
-        augmented = str(Path(folder) / "augmented.onnx")
-        calibrator = create_calibrator(path, None, augmented, CalibrationMethod[method], extra_options=options)
-        reader = ListReader(samples)
-        for start in range(0, len(samples), stride or len(samples)):
-            reader.set_range(start, start + (stride or len(samples)))
-            calibrator.collect_data(reader)
-        return calibrator.compute_data()
+        return ranges(model, samples, Path(folder), method=CalibrationMethod[method], calls=calls, **options)
 
 
 def swept(
@@ -73,7 +56,7 @@ def swept(
 
 
 def same_as_stock(
-    model: onnx.ModelProto, samples: Sequence[Feed], method: str = "MinMax", *, stride: int | None = None,
+    model: onnx.ModelProto, samples: list[Feed], method: str = "MinMax", *, stride: int | None = None,
     threads: int = 1, error: float = 0.0, bit_exact: bool = True, **options: Any,
 ) -> None:  # fmt: skip
     """Ranges have stock's types and shapes, and its values but for an error, given as a share of the largest one."""

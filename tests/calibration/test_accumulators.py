@@ -1,7 +1,7 @@
 """What is kept of a tensor: exact histograms and ranges by channel, also of values in blocks of channels."""
 
-from collections.abc import Collection
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -15,6 +15,7 @@ from kenosis_ort.calibration import part_session as session
 from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some, pick
 from kenosis_ort.calibration.histogram import BLOCK, HALF, Histogram, exponent_of, extremes
 from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
+from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
 from tests.calibration.support import histogram_of as build
 from tests.calibration.support import one_node_model, random_feeds, swept
@@ -23,15 +24,20 @@ from tests.planning import parse
 PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)
 
 
+def taken(config: CalibrationConfig, *arrays: np.ndarray, axis: int | None = None) -> TensorStatistics:
+    """Statistics of a tensor whose values are these, one after the other."""
+    tensor = Accumulator("float32", config, axis)
+    assert all(tensor.take(*tensor.look(array)) for array in arrays)
+    return tensor.statistics()
+
+
 @pytest.mark.parametrize(
     ("shape", "axis"), [((5, 8, 3, 3), 1), ((5, 8, 40, 40), 1), ((1, 8, 2, 2), 1), ((4, 6, 7), -1), ((9,), 0)]
 )
 @pytest.mark.parametrize("config", [PLAIN, SKETCH])
 def test_channels_and_the_whole(shape: tuple[int, ...], axis: int, config: CalibrationConfig) -> None:
     data = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
-    tensor = Accumulator("float32", config, axis)
-    assert all(tensor.take(*tensor.look(sample)) for sample in data)
-    found = tensor.statistics()
+    found = taken(config, *data, axis=axis)
     over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
     np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
     np.testing.assert_array_equal(found.channels.high, data.max(axis=over))
@@ -57,9 +63,7 @@ def test_not_finite_is_seen_wherever_it_is(
 def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> None:
     data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     data[..., 0] += 100.0  # one channel, last axis, far away
-    tensor = Accumulator("float32", SKETCH)
-    assert tensor.take(*tensor.look(data))
-    statistics = tensor.statistics()
+    statistics = taken(SKETCH, data)
     histogram = statistics.histogram
     assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
     assert data.size / 20 < histogram.total <= data.size / 5 + 1
@@ -188,17 +192,11 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
 
 
 def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = swept(NET, samples(), ["wide"])
-    calls = []
-
-    def lost(_: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
-        calls.append(names)
-        return {"wide": "no such value"}
-
+    wanted, lost = swept(NET, samples(), ["wide"]), Mock(return_value={"wide": "no such value"})
     monkeypatch.setattr(session, "without_reorders", lost)
-    monkeypatch.setattr(session.onnx, "load", lambda *_, **__: onnx.ModelProto())  # and cannot be opened
+    monkeypatch.setattr(session.onnx, "load", Mock(return_value=onnx.ModelProto()))  # and cannot be opened
     assert swept(NET, samples(), ["wide"]).tensors == wanted.tensors
-    assert calls == [frozenset({"wide"})]
+    assert [call.args[1] for call in lost.call_args_list] == [{"wide"}]
 
 
 @st.composite
@@ -225,9 +223,4 @@ def test_the_elements_picked_are_those_picked_in_order(array: Any, stride: int) 
 
 @given(array=arrays(), axis=st.sampled_from([1, -3]))
 def test_channels_are_told_apart(array: Blocked, axis: int) -> None:
-    def ranges(values: np.ndarray) -> object:
-        tensor = Accumulator("float32", CalibrationConfig(sketch=True), axis)
-        assert tensor.take(*tensor.look(values))
-        return tensor.statistics()
-
-    assert ranges(array) == ranges(in_order(array))
+    assert taken(SKETCH, array, axis=axis) == taken(SKETCH, in_order(array), axis=axis)

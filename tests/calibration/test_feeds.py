@@ -63,11 +63,7 @@ class Failing(CalibrationDataReader):  # type: ignore[misc]
         return self.left.pop()
 
 
-class NoRange(models.FeedReader):
-    def __len__(self) -> int:
-        return 4
-
-
+NoRange = type("NoRange", (models.FeedReader,), {"__len__": lambda _: 4})
 WRONG: tuple[tuple[str, Callable[..., Any]], ...] = (
     *((r"No data is collected.*get_next.*rewound", partial(run, empty)) for empty in ([], ListReader([]), iter(()))),
     *(("get_next", partial(run, reader)) for reader in (3, None, "path", {"x": 1})),

@@ -35,8 +35,9 @@ def ranges(
     onnx.save(model, path)
     with contextlib.redirect_stdout(io.StringIO()):
         calibrator = create(path, op_types, str(folder / "augmented.onnx"), method, extra_options=options)
-        for start in range(calls):
-            calibrator.collect_data(FeedReader(feeds[start::calls]))
+        size = len(feeds) // calls
+        for start in range(0, len(feeds), size):
+            calibrator.collect_data(FeedReader(feeds[start : start + size]))
         return calibrator.compute_data()
 
 

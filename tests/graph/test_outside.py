@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -141,15 +142,9 @@ def test_calibrating_and_planning_leave_weights_on_disk(tmp_path, on_disk, monke
     held = kenosis_ort.calibrate(path, reader(feeds(3))).to_json()
     planned = kenosis_ort.preview(path)
     monkeypatch.setattr(external_data, "_IN_MEMORY_UP_TO", 0)
-    loaded: list[bool] = []
-    read_external_data = external_data.read_external_data
-
-    def told(proto: onnx.ModelProto, *arguments: Any, **options: Any) -> None:
-        read_external_data(proto, *arguments, **options)
-        loaded.append(outside.refers_outside(proto))
-
-    monkeypatch.setattr(external_data, "read_external_data", told)
+    loaded = Mock(wraps=external_data.read_external_data)
+    monkeypatch.setattr(external_data, "read_external_data", loaded)
     assert kenosis_ort.calibrate(path, reader(feeds(3))).to_json() == held
     assert kenosis_ort.calibrate(path, tmp_path / "t.json", reader(feeds(3)), resume=True).samples == 3
     assert kenosis_ort.preview(path).nodes == planned.nodes
-    assert loaded == [True] * 3
+    assert [outside.refers_outside(call.args[0]) for call in loaded.call_args_list] == [True] * 3

@@ -1,7 +1,9 @@
 """Random numbers, pictures and sound: the same everywhere, distributed as promised; which nets are shown writing."""
 
 import hashlib
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -87,17 +89,12 @@ def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch: pytest.MonkeyPa
     info = InputInfo("x", onnx.TensorProto.FLOAT, (2, 160), InputKind.AUDIO)
     samples = [SyntheticSample(7, index, step, 5) for index, step in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 2), (0, 2))]
     alone = [audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN).make(sample) for sample in samples]
-    made: list[int] = []
-
-    def counted(draws: drawing.Draws, steps: int) -> np.ndarray:
-        made.append(steps)
-        return waveform(draws, steps)
-
-    monkeypatch.setattr(makers, "waveform", counted)
+    made = Mock(wraps=waveform)
+    monkeypatch.setattr(makers, "waveform", made)
     audio = audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN)
     together = [audio.make(sample) for sample in samples]
     np.testing.assert_array_equal(together, alone)
-    assert made == [800] * 6  # two rows of three changes of the sequence
+    assert [call.args[1] for call in made.call_args_list] == [800] * 6  # two rows of three changes of the sequence
     whole = np.stack([waveform(samples[0].draws("x", row), 800) for row in range(2)])
     np.testing.assert_allclose(together[1], whole[:, 160:320], atol=1e-6)
 
@@ -122,18 +119,14 @@ def edges(*, bias: float = 0.0, size: tuple[int, int] = (32, 32)) -> onnx.ModelP
     )
 
 
+def flat_or_noise(level: int, spread: int, draws: drawing.Draws, height: int, width: int) -> Any:
+    return (level + draws.integers(-1, 1, (3, height, width)) * spread % 56).astype(np.uint8)
+
+
 def brightness(monkeypatch: pytest.MonkeyPatch, noisy: int) -> None:
     """Makes photographs and writing flat but for one of them, which is noise."""
-
-    def drawn(level: int) -> Any:
-        def draw(draws: drawing.Draws, height: int, width: int) -> Any:
-            spread = 80 if level == noisy else 0
-            return (level + draws.integers(-1, 1, (3, height, width)) * spread % 56).astype(np.uint8)
-
-        return draw
-
-    monkeypatch.setattr(pixels, "photograph", drawn(NATURAL))
-    monkeypatch.setattr(pixels, "page", drawn(WRITTEN))
+    for name, level in (("photograph", NATURAL), ("page", WRITTEN)):
+        monkeypatch.setattr(pixels, name, partial(flat_or_noise, level, 80 if level == noisy else 0))
 
 
 def maker_of(model: onnx.ModelProto, **options: Any) -> ImageMaker:
