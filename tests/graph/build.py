@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
-import onnx.checker
 
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.rewrite.prepare import prepare

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.defs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

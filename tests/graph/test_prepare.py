@@ -5,7 +5,6 @@ import warnings
 
 import numpy as np
 import onnx
-import onnx.checker
 import pytest
 from onnx import TensorProto, numpy_helper
 

@@ -1,6 +1,5 @@
 import numpy as np
 import onnx
-import onnx.helper
 
 from kenosis_ort.graph.view import CAPTURED, GraphView
 from kenosis_ort.graph.walk import known_as

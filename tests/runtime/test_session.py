@@ -1,7 +1,5 @@
 """Sessions: counted by stage; large weights are mapped from a file that does not stay behind; what comes back."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import Mock

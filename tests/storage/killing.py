@@ -1,7 +1,5 @@
 """Runs a function in a process that is killed, by SIGKILL, in front of its n-th step on the file system."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Dataclasses go to plain data and come back as they were."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What does not fit in memory is on disk, and reads the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

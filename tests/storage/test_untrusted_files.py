@@ -1,7 +1,5 @@
 """Files from outside: no code is loaded from them, no pipe is read for ever, no bomb unfolds."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

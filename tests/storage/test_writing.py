@@ -1,7 +1,5 @@
 """Files written whole or not at all, facts kept between processes, paths told apart; temporary folders that go."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

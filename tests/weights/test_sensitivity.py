@@ -26,6 +26,7 @@ def test_the_dearest_by_byte_get_more_and_no_more_than_a_tenth_of_all(layers: di
 def test_a_small_layer_that_costs_much_gets_more():
     errors, sizes = {"value": 0.2, "gate": 0.3, "up": 0.3}, {"value": 100, "gate": 1000, "up": 1000}
     assert worth_their_bytes(errors, sizes) == {"value"}
+    assert worth_their_bytes({"a": 0.9, "b": 0.95, "c": 0.1}, {"a": 150, "b": 190, "c": 1660}) == {"a"}, "room for one"
 
 
 def test_what_is_far_above_the_middle_is_much_worse():
