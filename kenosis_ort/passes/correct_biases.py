@@ -32,9 +32,9 @@ from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings,
 from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
 from kenosis_ort.graph.live import LiveGraph, optional
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.layers import Float64, Layer, layers
+from kenosis_ort.passes.layers import Float64, bias_of, layers
 from kenosis_ort.passes.self_correction import Corrected, Feed, FloatMeans, shifts_in_one_run
 
 _LEAST_SAMPLES, _MOST_SAMPLES = 16, 128
@@ -175,30 +175,12 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
             continue  # nothing to put it on, or computed at run time
         bias = np.zeros(layer.channels_out, np.float32)
         if layer.bias is not None and present is not None:
-            own = graph.is_read_once(layer.bias) and present.size > 1
-            if own or present.size not in (1, layer.channels_out):
-                continue  # it has one, or a Gemm's matrix of biases
+            is_row = present.shape[-1:] == (present.size,) == (layer.channels_out,)
+            if present.size > 1 and (not is_row or graph.is_read_once(layer.bias)):
+                continue  # a Gemm's matrix of biases, or it has one
             bias = np.broadcast_to(present.reshape(-1), (layer.channels_out,)).astype(np.float32)
         graph.store_array(layer.node, 2, bias, f"{layer.weight.name}_bias")
     return graph.write()
-
-
-def bias_of(layer: Layer, graph: GraphView) -> ir.Value | None:
-    """The constant that shifts the output channels of a layer alone, None if there is none.
-
-    A MatMul's is that of the Add which alone reads it.
-    """
-    value = layer.bias
-    if layer.operator == "MatMul":
-        readers = graph.readers(layer.output)
-        if not graph.is_private(layer.output) or readers[0].op_type != "Add":
-            return None
-        value = next((operand for operand in readers[0].inputs if operand is not layer.output), None)
-    tensor = graph.constant(value)
-    if value is None or tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or not graph.is_read_once(value):
-        return None
-    dims = [d for d in tensor.dims if d != 1]
-    return value if dims == [layer.channels_out] or (not dims and layer.channels_out == 1) else None
 
 
 def with_shifts(

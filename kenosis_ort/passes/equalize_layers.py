@@ -255,8 +255,6 @@ def _shift_biases(link: Link, graph: LiveGraph, by: Float64, second: Float64) ->
     if beta != 1.0 or link.first.node.attributes.get_float("beta", 1.0) != 1.0:
         return False
     before, behind = graph.content(biases[0]), graph.content(biases[1])
-    if before.size != link.first.channels_out or behind.size != link.second.channels_out:
-        return False
     moved = (second.sum(axis=2) * link.second.by_group(by)).sum(axis=1) * alpha
     first = (before.astype(np.float64) - by.reshape(before.shape)).astype(np.float32)
     graph.replace_array(biases[0], first)
@@ -275,8 +273,7 @@ def _apply(link: Link, graph: LiveGraph, first: Float64, second: Float64, factor
     for constant in (link.first.bias, link.offset):
         if constant is not None:
             bias = graph.content(constant)
-            scaled = bias.astype(np.float64) * (factors.reshape(-1) if bias.size == factors.size else 1.0)
-            graph.replace_array(constant, scaled.reshape(bias.shape).astype(np.float32))
+            graph.replace_array(constant, (bias.astype(np.float64) * factors).reshape(bias.shape).astype(np.float32))
     inputs = link.second.by_group(np.repeat(factors, link.repeat))
     graph.replace_array(link.second.weight, link.second.stored(second / inputs[:, :, None]))
 

@@ -170,6 +170,31 @@ def layers(graph: GraphView, nodes: Collection[str] | None = None) -> Iterator[L
             yield found
 
 
+def bias_of(layer: Layer, graph: GraphView) -> ir.Value | None:
+    """The constant that shifts the output channels of a layer alone, None if there is none.
+
+    A MatMul's is that of the Add which alone reads it.
+    """
+    if layer.operator != "MatMul":
+        return _by_channel(graph, layer.bias, layer.channels_out)
+    readers = graph.readers(layer.output) if graph.is_private(layer.output) else ()
+    return _added(readers[0], layer, graph) if readers and readers[0].op_type == "Add" else None
+
+
+def _added(node: ir.Node, layer: Layer, graph: GraphView) -> ir.Value | None:
+    """The constant that an Add puts on the output channels of a MatMul, None if it is another kind of Add."""
+    other = next((operand for operand in node.inputs if operand is not layer.output), None)
+    return _by_channel(graph, other, layer.channels_out)
+
+
+def _by_channel(graph: GraphView, value: ir.Value | None, channels: int) -> ir.Value | None:
+    """A constant that one node reads and that holds a number for each of the channels, which are its last axis."""
+    tensor = graph.constant(value)
+    if value is None or tensor is None or tensor.data_type != _FLOAT32 or not graph.is_read_once(value):
+        return None
+    return value if math.prod(tensor.dims) == channels and list(tensor.dims)[-1:] in ([channels], []) else None
+
+
 def weights_of(graph: GraphView, layer: Layer) -> Float64:
     """Canonical weights of a layer as they are now."""
     return layer.canonical(graph.content(layer.weight))
@@ -258,7 +283,7 @@ def find_links(graph: GraphView, *, nodes: Collection[str] | None = None) -> tup
 
 
 def _is_free(graph: GraphView, layer: Layer) -> bool:
-    return graph.is_read_once(layer.weight) and (layer.bias is None or graph.is_read_once(layer.bias))
+    return graph.is_read_once(layer.weight) and (layer.bias is None or bias_of(layer, graph) is layer.bias)
 
 
 def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | None:
@@ -277,7 +302,7 @@ def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | N
         if further_outputs(node):
             return None
         if node.op_type == "Add" and first.operator == "MatMul" and not path:
-            offset = _row_offset(node, value, first, graph)
+            offset = _added(node, first, graph)
             if offset is None:
                 return None
         elif node.op_type not in _HOMOGENEOUS or node.inputs[0] is not value or (is_flat and Is.POOL in what(node)):
@@ -296,16 +321,6 @@ def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | N
         path.append(node)
         value = node.outputs[0]
     return None
-
-
-def _row_offset(node: ir.Node, value: ir.Value, first: Layer, graph: GraphView) -> ir.Value | None:
-    """The constant that an Add puts on the last axis, None if it is another kind of Add."""
-    other = next((operand for operand in node.inputs if operand is not value), None)
-    tensor = graph.constant(other)
-    fits = tensor is not None and tensor.data_type == onnx.TensorProto.FLOAT
-    if other is None or tensor is None or not fits or not graph.is_read_once(other):
-        return None
-    return other if list(tensor.dims)[-1:] == [first.channels_out] == [math.prod(tensor.dims)] else None
 
 
 def _bounds(node: ir.Node, graph: GraphView) -> Bounds | None:

@@ -163,7 +163,7 @@ BREAKS = (
     Break("graph/structure.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
     Break("passes/scale_rows.py", "if _MORE * score.error > best.error:", "if False:", "passes/test_row_scales.py"),
     Break("passes/self_correction.py", "self._stacks = False", "self._stacks = True", "passes/test_bias_correction.py"),
-    Break("passes/correct_biases.py", ") and present.size > 1", ")", "passes/test_bias_correction.py"),
+    Break("passes/correct_biases.py", "present.size > 1 and (", "(", "passes/test_bias_correction.py"),
     Break("passes/layers.py", "power * self._importance).", "power / self._importance).",
           "passes/test_equalization.py"),
     Break("passes/round_weights.py", "((found - zero) * scale -", "(found * scale -", "passes/test_rounding.py"),

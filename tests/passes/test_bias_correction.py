@@ -7,9 +7,11 @@ import onnx
 import pytest
 
 from kenosis_ort.accuracy.channel_statistics import certain_mean
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.passes import correct_biases
 from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts
+from kenosis_ort.passes.layers import bias_of, layers
 from kenosis_ort.passes.self_correction import FloatMeans
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
@@ -129,6 +131,14 @@ def test_one_number_for_all_channels_becomes_one_a_channel() -> None:
     (bias,) = (t for t in result.graph.initializer if t.name == result.graph.node[0].input[2])
     assert list(bias.dims) == [3]
     assert noise(model, result, models.feeds(model, 2)) == 0.0
+
+
+def test_a_number_for_each_row_is_no_bias_of_channels() -> None:
+    text = """(float[4,6] x) => (y) <float[6,4] w, float[4,1] rows, float[4,4] v, float[4,4] u, float[4,1] more>
+        { [a] p = Gemm (x, w, rows) q = Relu (p) [b] r = Gemm (q, v, rows) [m] m = MatMul (r, u) y = Add (m, more) }"""
+    model = planning.prepared(planning.parse(text))
+    assert with_biases(model) is model
+    assert [bias_of(layer, LiveGraph(model)) for layer in layers(LiveGraph(model))] == [None] * 3
 
 
 def test_gemm_with_beta_moves_by_the_shift() -> None:

@@ -154,6 +154,17 @@ def test_high_biases_move_on_to_a_layer_that_does_not_pad() -> None:
     np.testing.assert_allclose(first(again).factors, first(result.pairs[0]).factors, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("shape", "pairs"), [("4", 1), ("1,4", 1), ("1", 0), ("4,1", 0)])
+def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape: str, pairs: int) -> None:
+    text = f"""(float[4,6] x) => (y) <float[6,4] a_w, float[{shape}] a_b, float[4,5] b_w, float[5] b_b>
+        {{ [a] p = Gemm (x, a_w, a_b) q = Relu (p) [b] y = Gemm (q, b_w, b_b) }}"""
+    weight = models.normal((6, 4)) * [0.01, 0.1, 1.0, 1.0]
+    model = planning.prepared(planning.parse(text, {"a_w": weight}))
+    result = equalized(model, models.feeds(model, 16))
+    assert len(result.pairs) == pairs
+    assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
+
+
 @pytest.mark.parametrize("case", ["two consumers", "output", "shared weight", "sigmoid", "excluded"])
 def test_what_others_need_is_not_touched(case: str) -> None:
     net = Net(seed=5)
