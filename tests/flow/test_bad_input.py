@@ -14,13 +14,12 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 
 from kenosis_ort import ArrayReader, KenosisWarning, Stages, errors, quantize, quantize_static
 from tests import models
-from tests.flow.support import changed, quantized, run
+from tests.flow.support import changed, run
 from tests.models import FeedReader
 from tests.planning import parse
 
 OLD = b"the model of yesterday"
 Refused = Any  # the fixture below, a function
-QOPERATOR = {"quant_format": QuantFormat.QOperator}
 
 
 @pytest.fixture
@@ -40,8 +39,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused
     def call(kind: type[errors.KenosisError], *texts: str, model: Any = None, reader: Any = "", output: Path = out,
              where: str = "", **options: Any) -> errors.KenosisError:  # fmt: skip
         model = models.residual_block() if model is None else model
-        if isinstance(reader, str):
-            reader = models.reader(model) if isinstance(model, onnx.ModelProto) else FeedReader([])
+        reader = models.reader(model) if reader == "" else reader
         with pytest.raises(errors.KenosisError) as caught:
             quantize_static(model, output, reader, **options)
         error = caught.value
@@ -57,35 +55,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused
     assert [path for folder in (work, temporary, target) for path in folder.iterdir()] == [out]
 
 
-# ---- the model ------------------------------------------------------------------------------------------------
+# ---- the model: what all is told of files is in `tests.graph.test_load` and `tests.cli.test_mistakes` ---------------
 
 
-LEFT_BEHIND = models.residual_block()
-onnx.external_data_helper.set_external_data(LEFT_BEHIND.graph.initializer[0], "weights.bin")
-LEFT_BEHIND.graph.initializer[0].ClearField("raw_data")
-
-
-NAN = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
-
-
-@pytest.mark.parametrize(("kind", "model", "texts"), [
-    (errors.ModelLoadError, "float.onnx", ["not a complete ONNX model"]),
-    (errors.ModelLoadError, "missing.onnx", ["does not exist"]),
-    (errors.ModelLoadError, LEFT_BEHIND, ["external data"]),
-    (errors.CalibrationError, NAN, ["NaN", "relu1_out"]),  # the first value that it reaches
-], ids=["text", "missing", "left its data behind", "NaN in the weights"])  # fmt: skip
-def test_bad_models(refused: Refused, tmp_path: Path, kind: Any, model: Any, texts: list[str]) -> None:
-    """What all is told from a model is in `tests.graph.test_load`."""
-    (tmp_path / "float.onnx").write_bytes(b"no model at all, only words " * 20)
-    is_name = isinstance(model, str)
-    refused(kind, *texts, model=tmp_path / model if is_name else model, where=model if is_name else "")
-
-
-@pytest.mark.parametrize("options", [{}, QOPERATOR], ids=["qdq", "qoperator"])
-def test_already_quantized(refused: Refused, tmp_path: Path, options: dict[str, Any]) -> None:
-    done = tmp_path / "int8.onnx"
-    quantized(models.residual_block(), done, **options)
-    refused(errors.AlreadyQuantizedError, "already quantized", model=done)
+def test_nan_among_the_weights(refused: Refused) -> None:
+    """The first value that it reaches is named."""
+    model = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
+    refused(errors.CalibrationError, "NaN", "relu1_out", model=model)
 
 
 # ---- the data -------------------------------------------------------------------------------------------------
@@ -103,7 +79,7 @@ INFINITE[2]["x"][0, 1, 2, 3] = np.inf
     (lambda: FeedReader(INFINITE), ["'x'", "sample 2"]),
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [
-    {}, QOPERATOR, {"stages": Stages(placement=False)}, {"stages": Stages.none()},
+    {}, {"quant_format": QuantFormat.QOperator}, {"stages": Stages(placement=False)}, {"stages": Stages.none()},
     {"calibrate_method": CalibrationMethod.Percentile, "on_failure": "float"},  # it is no defect of ours
 ], ids=["all", "qoperator", "stock placement", "stock", "percentile"])  # fmt: skip
 def test_no_readers_and_wrong_feeds(refused: Refused, reader: Any, texts: list[str], options: dict[str, Any]) -> None:
@@ -217,8 +193,5 @@ def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused: Refused) -> N
     """A size declared where its maker says another hides from a load without optimization what does not fit."""
     text = """(float[1,4,8,8] x) => (float[1,4,8,8] y) <float[9,9,9,9] c, float[4,4,1,1] w, bool[1] t, float[9,1,1] o>
     { c = Conv(x, w) r = Relu(c) s = Where(t, o, r) y = Conv(s, w) }"""
-    weights = {"w": np.ones((4, 4, 1, 1), np.float32), "t": np.zeros(1, bool), "o": np.ones((9, 1, 1), np.float32)}
-    model = parse(text, weights, checked=False)
-    reader = FeedReader(models.feeds(model, 4))
-    error = refused(errors.ModelLoadError, "Incompatible dimensions", model=model, reader=reader)
+    error = refused(errors.ModelLoadError, "Incompatible dimensions", model=parse(text, checked=False))
     assert "report" not in error.fix

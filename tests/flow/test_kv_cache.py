@@ -42,12 +42,9 @@ FIRST = f"""first (int64[B,T] input_ids)
 CACHE = ("past_0_key", "present_0_key"), ("past_0_value", "present_0_value")
 
 
-def decoder(text: str = DECODER) -> onnx.ModelProto:
+def decoder() -> onnx.ModelProto:
     """A layer of attention with two heads; each of its weights is a MatMul's that is worth integers."""
-    rng = np.random.default_rng(0)
-    sizes = {"table": (12, 16), **dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16)), "head": (16, 12)}
-    weights = {name: rng.normal(0, 0.5, size).astype(np.float32) for name, size in sizes.items()}
-    return parse(text, {name: weights[name] for name in weights if f" {name}" in text})
+    return parse(DECODER)
 
 
 def prompts(count: int = 8) -> list[dict[str, Any]]:
@@ -151,9 +148,9 @@ def test_a_table_takes_the_place_of_the_reader(tmp_path: Path, opened: Path) -> 
 
 def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path: Path, opened: Path) -> None:
     first, scales = tmp_path / "first.onnx", cache_scales(onnx.load(opened))
-    report = quantized(decoder(FIRST), first, data=prompts(), kv_cache=opened)
+    report = quantized(parse(FIRST), first, data=prompts(), kv_cache=opened)
     assert dict(report.cache) == {present: scales[past] for past, present in CACHE}
-    got, want = (run(m, [{"input_ids": np.array([TOKENS])}])[0][1] for m in (first, decoder(FIRST)))
+    got, want = (run(m, [{"input_ids": np.array([TOKENS])}])[0][1] for m in (first, parse(FIRST)))
     assert got.dtype == np.int8
     assert sqnr_db(want, got * np.float32(scales["past_0_key"])) > 30
 
@@ -169,12 +166,11 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
         memory = ReduceMean <axes = [2], keepdims = 1> (past_0_encoder_value)
         seen = Add (v, memory)
         {ATTEND.format(k="k", v="seen")} }}"""
-    model = decoder(text)
     feeds = [{"input_ids": np.array([[token]]), "use_cache_branch": np.array([token > 1])} for token in range(12)]
     for seed, feed in enumerate(feeds):
         feed |= {"past_0_key": normal((1, 2, 3, 8), seed), "past_0_encoder_value": normal((1, 2, 4, 8), 50 + seed)}
     out = tmp_path / "merged.onnx"
-    scales = quantized(model, out, data=feeds, kv_cache="int8").cache
+    scales = quantized(parse(text), out, data=feeds, kv_cache="int8").cache
     assert scales.keys() == {"past_0_key", "past_0_encoder_value", "present_0_key"}
     assert scales["past_0_key"] == scales["present_0_key"] != scales["past_0_encoder_value"]
     integers = {n: np.clip(np.rint(v / np.float32(scales[n])), -128, 127).astype(np.int8)
@@ -194,9 +190,8 @@ def test_the_runtime_loads_what_moves_a_cache_about(opset: int) -> None:
         turned = Transpose <perm = [0, 1, 2, 4, 3]> (wide)  queries = Unsqueeze (q, groups)
         y = MatMul (queries, turned) }"""
     model, caches = parse(text, opset=opset), [Cache("past", "present", 0.03)]
-    rng = np.random.default_rng(0)
-    feed = {name: rng.normal(size=(1, 2, 3, 8)).astype(np.float32) for name in ("k", "q")}
-    past = rng.integers(-128, 128, (1, 2, 5, 8)).astype(np.int8)
+    feed = {"k": normal((1, 2, 3, 8), 0), "q": normal((1, 2, 3, 8), 1)}
+    past = np.arange(-40, 40, dtype=np.int8).reshape(1, 2, 5, 8)
     quantize_cache(model, caches)
     want = run(model, [{**feed, "past": past * np.float32(0.03)}])[0]
     open_cache(model, caches)
@@ -224,7 +219,7 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: s
     onnx.save(decoder(), "other.onnx")
     data = prompts() if text in (FIRST, NO_CACHE) else calibration()
     with pytest.raises(OptionError, match=message):
-        quantize_static(decoder(text), "q.onnx", data, **{"kv_cache": "int8", "promise": False, **options})
+        quantize_static(parse(text), "q.onnx", data, **{"kv_cache": "int8", "promise": False, **options})
     assert not Path("q.onnx").exists()
 
 

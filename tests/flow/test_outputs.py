@@ -104,15 +104,6 @@ def test_every_way_to_ask(tmp_path: Path, net: str, options: dict[str, Any]) -> 
         assert report.plan == make(model, tmp_path / "qdq.onnx", feeds, per_channel=by_channel).report.plan
 
 
-def test_external_data(tmp_path: Path) -> None:
-    out = tmp_path / "int8.onnx"
-    for external in (True, False):  # a data file of before is not counted
-        made = make(models.residual_block(channels=32), out, use_external_data_format=external)
-        files = [out, tmp_path / "int8.onnx.data"][: 1 + external]
-        assert made.report.size_after == sum(path.stat().st_size for path in files)
-        assert made.db() > 30
-
-
 # ---- readers --------------------------------------------------------------------------------------------------
 
 

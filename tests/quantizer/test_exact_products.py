@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType
+from onnxruntime.quantization import quantize_static as stock
 
 import kenosis_ort
 from kenosis_ort import Recipe, convert
@@ -22,8 +23,8 @@ from kenosis_ort.quantizer.grids import quantize_weight
 from kenosis_ort.quantizer.linear_layers import dynamic
 from tests import models
 from tests.clients.test_quantizer import build, ranges
-from tests.flow.support import quality, quantized
-from tests.models import Net
+from tests.flow.support import changed, make
+from tests.planning import parse
 
 ORDERS = [PairOrder((0, 2, 1), 1), PairOrder((1, 0, 2), 1), PairOrder((0, 1, 2), 2), PairOrder((2, 0, 1), 1)]
 
@@ -84,34 +85,25 @@ def test_no_pair_clips_and_the_error_is_half_a_step(
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("net", ["residual_block", "mobile_block", "transformer_block", "net_with_if"])
 def test_files_of_quantize_static(net: str, options: dict[str, Any], tmp_path: Path) -> None:
-    quantized(models.ALL[net](), tmp_path / "out.onnx", **options)
-    assert clipping_layers(onnx.load(tmp_path / "out.onnx")) == []
+    assert clipping_layers(make(models.ALL[net](), tmp_path, **options).written) == []
 
 
-def grouped() -> onnx.ModelProto:
-    """Convs of one to three axes, grouped ones, and weights that two layers read in different order."""
-    net = Net()
-    y = net.op("Relu", [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="odd")], name="r0")
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((16, 2, 3, 3))], name="groups", group=4, pads=[1] * 4)])
-    y = net.op("Relu", [net.op("Conv", [y, net.weight((32, 1, 3, 3))], name="twice", group=16, pads=[1] * 4)])
-    flat = net.op("Reshape", [y, net.const(np.array([1, 32, 64]))])
-    flat = net.op("Relu", [net.op("Conv", [flat, net.weight((64, 32, 3))], name="line", pads=[1, 1])])
-    cube = net.op("Reshape", [flat, net.const(np.array([1, 64, 4, 4, 4]))])
-    cube = net.op("Relu", [net.op("Conv", [cube, net.weight((16, 64, 1, 1, 1))], name="cube")])
-    rows = net.op("Reshape", [cube, net.const(np.array([64, 16]))])
-    shared = net.weight((16, 16), name="shared")
-    a = net.op("Relu", [net.op("Gemm", [rows, shared], name="plain")])
-    b = net.op("Relu", [net.op("Gemm", [a, shared], name="turned", transB=1)])
-    net.output(net.op("MatMul", [b, shared], name="product"), [64, 16])
-    return net.model()
+READERS = """(float[1,3,8,8] x) => (float[64,16] y) <float[8,3,3,3] odd, float[16,2,3,3] groups, float[32,1,3,3] twice,
+    float[64,32,3] line, float[16,64,1,1,1] cube, float[16,16] shared, int64[3] flat = {1, 32, 64},
+    int64[5] deep = {1, 64, 4, 4, 4}, int64[2] rows = {64, 16}> {
+    a = Conv <pads = [1,1,1,1]> (x, odd)  ar = Relu (a)  b = Conv <group = 4, pads = [1,1,1,1]> (ar, groups)
+    br = Relu (b)  c = Conv <group = 16, pads = [1,1,1,1]> (br, twice)  cr = Relu (c)  d = Reshape (cr, flat)
+    e = Conv <pads = [1,1]> (d, line)  er = Relu (e)  f = Reshape (er, deep)  g = Conv (f, cube)  gr = Relu (g)
+    h = Reshape (gr, rows)  i = Gemm (h, shared)  ir = Relu (i)  j = Gemm <transB = 1> (ir, shared)  jr = Relu (j)
+    y = MatMul (jr, shared) }"""
+"""Convs of one to three axes, grouped ones, and a weight that layers read in different order."""
 
 
 def test_every_rank_group_and_reader(tmp_path: Path) -> None:
-    model, out = grouped(), tmp_path / "out.onnx"
-    report = quantized(model, out, protect_outputs="int8")
-    assert len(report.plan.integer_nodes()) >= 8
-    assert clipping_layers(onnx.load(out)) == []
-    assert quality(model, out, models.feeds(model)) > 25
+    made = make(parse(READERS), tmp_path, protect_outputs="int8")
+    assert len(made.report.plan.integer_nodes()) >= 8
+    assert clipping_layers(made.written) == []
+    assert made.db() > 25
 
 
 @pytest.mark.parametrize("reduce_range", [False, True])
@@ -134,15 +126,10 @@ def test_dynamic_forms(make: Callable[..., onnx.ModelProto]) -> None:
 
 def test_foreign_weights_are_stored_as_uint8(tmp_path: Path) -> None:
     """Their scales must stay: the same reals, on kernels that add in int32."""
-    from onnxruntime.quantization import quantize_static as stock
-
     model = models.residual_block()
-    onnx.save(model, tmp_path / "float.onnx")
-    feeds = models.feeds(model, 4)
-    stock(str(tmp_path / "float.onnx"), str(tmp_path / "stock.onnx"), models.FeedReader(feeds), per_channel=True,
-          activation_type=QuantType.QUInt8)  # fmt: skip
-    came = onnx.load(tmp_path / "stock.onnx")
-    assert clipping_layers(came) != []
+    options = {"per_channel": True, "activation_type": QuantType.QUInt8}
+    stock(changed(model), tmp_path / "stock.onnx", models.reader(model), **options)
+    assert clipping_layers(onnx.load(tmp_path / "stock.onnx")) != []
     found = convert(tmp_path / "stock.onnx", tmp_path / "out.onnx")
     assert clipping_layers(onnx.load(tmp_path / "out.onnx")) == []
     assert all(a.sqnr_db > 30 for a in found.agreement)

@@ -68,11 +68,10 @@ def test_every_edge_of_the_shared_models(name: str, options: dict[str, Any], lea
 )
 def test_an_excluded_node_is_left_as_it_is_and_runs_float(name: str, excluded: str) -> None:
     done = checked(models.ALL[name](), nodes_to_exclude=frozenset({excluded}))
-    if name == "conv_relu_chain":
-        assert types(done).count("Max") == 1
-        assert not verify_fusion(done.quantized).by_node["conv2"].integer
     report = verify_fusion(done.quantized, plan=done.plan)
     kernel = report.by_node[excluded]
+    assert not kernel.integer or excluded in ("relu1", "add"), "only what integer kernels around it take in"
+    assert types(done).count("Max") == excluded.startswith("conv")
     assert not kernel.silently_quantized
     assert not kernel.weights_per_run
     assert report.avoidable(done.plan) == ()
@@ -115,14 +114,6 @@ def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_th
     assert stored_once == ["v_quantized"]
 
 
-def test_a_bias_whose_copy_s_name_is_taken() -> None:
-    """A model may well have biases `b` and `b_1`."""
-    text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v, float[4] b, float[4] b_1> {
-        c = Conv (x, w, b) d = Conv (c, v, b) y = Conv (d, w, b_1) }"""
-    done = checked(text, weights={"b": np.full(4, 0.5), "b_1": np.full(4, -0.5)})
-    assert sqnr_db(done) > 25
-
-
 def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form() -> None:
     done = quantize(
         "net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> { y = Conv (x, w, b) z = Tanh (b) }"
@@ -147,20 +138,13 @@ def test_widening_is_switched_off_with_the_bias_stage() -> None:
     assert abs(int(constant(done, "b_quantized")[0])) >= 2**31 - 1
 
 
-@pytest.mark.parametrize("beta", [0.5, 2.0, -1.0])
-def test_gemm_beta_moves_into_the_bias(beta: float) -> None:
-    text = f"net (float[2,4] x) => (y) <float[4,3] w, float[3] b> {{ y = Gemm <beta = {beta}> (x, w, b) }}"
-    done = checked(text)
-    (gemm,) = (n for n in done.quantized.graph.node if n.op_type == "Gemm")
-    assert [a.f for a in gemm.attribute if a.name == "beta"] == [1.0]
+@pytest.mark.parametrize("gemm", ["<beta = 0.5> (x, w, b)", "<beta = -1.0> (x, w, b)", "(x, w)", "(x, w, )"])
+def test_gemm_beta_moves_into_the_bias_which_may_be_left_out(gemm: str) -> None:
+    done = checked(f"net (float[2,4] x) => (y) <float[4,3] w, float[3] b> {{ y = Gemm {gemm} }}")
+    (node,) = (n for n in done.quantized.graph.node if n.op_type == "Gemm")
+    assert [a.f for a in node.attribute if a.name == "beta"] == [1.0] * ("beta" in gemm)
     assert [k.kernel for k in verify_fusion(done.quantized).kernels] == ["com.microsoft.QGemm"]
     assert sqnr_db(done) > 30
-
-
-def test_a_gemm_without_bias_and_with_an_empty_one() -> None:
-    for inputs in ("(x, w)", "(x, w, )"):
-        done = checked(f"net (float[2,4] x) => (y) <float[4,3] w> {{ y = Gemm {inputs} }}")
-        assert [k.kernel for k in verify_fusion(done.quantized).kernels] == ["com.microsoft.QGemm"]
 
 
 # ---- scalars ------------------------------------------------------------------------------------------------------
@@ -182,13 +166,6 @@ def test_a_scalar_operand_is_exact_keeps_its_shape_and_is_float_for_float_nodes(
 # ---- parameters ---------------------------------------------------------------------------------------------------
 
 
-def test_values_of_one_group_name_the_same_initializers() -> None:
-    done = checked(models.concat_net())
-    shared = {f"{v}_scale" for v, d in done.plan.quantized_values() if d.provider == "concat_out"}
-    assert shared == {"expand1_relu_out_scale", "expand3_relu_out_scale", "pool_out_scale"}
-    assert not shared & {i.name for i in done.quantized.graph.initializer}
-
-
 def test_a_group_s_parameters_absorb_the_activations_of_all_its_members() -> None:
     """The range of the Concat lies inside both Clips' bounds, its 2/255 would still bring them back to life."""
     text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v, float[4,8,1,1] u> {
@@ -207,24 +184,9 @@ def test_a_value_beyond_all_saturation_has_a_range() -> None:
     assert constant(done, "c_scale") == pytest.approx(8 / 255, rel=1e-5)
 
 
-def test_without_nudging_the_parameters_are_stocks() -> None:
-    on, off = quantize(models.mlp()), quantize(models.mlp(), stages=Stages(nudge=False))
-    assert types(on) == types(off)
-    low, high = on.table.range_of("x")
-    assert constant(off, "x_scale") == pytest.approx((high - low) / 255, rel=1e-5)
-
-
 def test_symmetric_activations_keep_the_middle_zero_point() -> None:
     done = quantize(models.mlp(), activation_symmetric=True, extra_options={"ActivationSymmetric": True})
     assert constant(done, "x_zero_point") in (127, 128)
-
-
-@pytest.mark.parametrize("weight_type", [QuantType.QInt8, QuantType.QUInt8])
-def test_stock_s_weight_arithmetic(weight_type: QuantType) -> None:
-    """For unsigned weights, and where the stage is off."""
-    done = quantize(models.mlp(), stages=Stages(weights=False), weight_type=weight_type, per_channel=False)
-    assert constant(done, "fc0_w_quantized").dtype == (np.int8 if weight_type == QuantType.QInt8 else np.uint8)
-    assert sqnr_db(done) > 25
 
 
 def test_a_missing_range_and_broken_weights_are_errors_that_name_them() -> None:
