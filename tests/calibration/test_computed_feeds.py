@@ -13,6 +13,7 @@ from kenosis_ort.graph.bodies import Body, owners, places, take_out
 from kenosis_ort.graph.walk import outer_names
 from tests.flow import control
 from tests.graph.build import ready, run
+from tests.models import normal
 from tests.planning import parse
 
 RNG = np.random.default_rng(0)
@@ -65,20 +66,20 @@ def test_bad_states_and_samples_are_named() -> None:
 # ---- bodies ---------------------------------------------------------------------------------------------------------
 
 
-def bodies(model: onnx.ModelProto) -> list[tuple[onnx.NodeProto, Body]]:
+X = normal((2, 32))
+
+
+def fed(model: onnx.ModelProto, *feeds: dict[str, Any]) -> list[tuple[Body, list[Any]]]:
+    """Each body with what it is fed with, the same each time."""
     found = []
     for owner in owners(model):
         for place, graph in places(owner):
             body = take_out(model, place, graph, value_types(model, outer_names(graph)))
             assert body is not None
-            found.append((owner, body))
+            again = body_feeds(model, owner, body, lambda: iter(feeds))
+            found.append((body, [*again()]))
+            np.testing.assert_equal([*again()], found[-1][1])
     return found
-
-
-def fed(model: onnx.ModelProto, owner: onnx.NodeProto, body: Body, feeds: list[Any]) -> list[Any]:
-    again = body_feeds(model, owner, body, lambda: iter(feeds))
-    assert len(list(again())) == len(list(again()))
-    return list(again())
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -87,8 +88,7 @@ def test_a_branch_is_fed_where_its_condition_holds(outside: bool) -> None:
     rates = [16000, 8000, 8000]
     feeds = [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in rates]
     taken = {"then_branch": [0], "else_branch": [1, 2]}
-    for owner, body in bodies(model):
-        inside = fed(model, owner, body, feeds)
+    for body, inside in fed(model, *feeds):
         for feed, at in zip(inside, taken[body.place.attribute], strict=True):
             np.testing.assert_allclose(run(body.model, feed)[0], run(model, feeds[at])[0], rtol=1e-5)
         if outside:  # constants of the graph around are constants of the body
@@ -96,26 +96,21 @@ def test_a_branch_is_fed_where_its_condition_holds(outside: bool) -> None:
             assert body.constants.keys() <= {t.name for t in body.model.graph.initializer}
 
 
-@pytest.mark.parametrize("steps", [None, 3])
-def test_a_loop_is_fed_once_an_iteration(steps: int | None) -> None:
-    model = ready(control.loop(steps)).proto
-    x = RNG.normal(size=(2, 32)).astype(np.float32)
-    feed = {"x": x} if steps else {"x": x, "n": np.array(3)}
-    ((owner, body),) = bodies(model)
-    inside = fed(model, owner, body, [feed])
-    assert [int(f["i"]) for f in inside] == [0, 1, 2]
-    ran = [run(body.model, f) for f in inside]
-    final, each = run(model, feed)
-    np.testing.assert_allclose(ran[-1][1], final, rtol=1e-5)
-    np.testing.assert_allclose(np.stack([r[2] for r in ran]), each, rtol=1e-5)
-    assert fed(model, owner, body, [] if steps else [{"x": x, "n": np.array(0)}]) == []
+ENDS = """(float[2,32] x, int64 n) => (float[2,32] y, float[m,2,32] all) <int64 one = {1}> {
+    y, all = Loop (n, , x) <body = b (int64 i, bool k, float[2,32] s) => (bool g, float[2,32] t, float[2,32] u)
+    { t = Add (s, s)  u = Neg (t)  g = Less (i, one) }> }"""
 
 
-def test_a_scan_is_fed_slice_by_slice() -> None:
-    model = ready(control.scan()).proto
-    feed = {"x": RNG.normal(size=(1, 6, 24)).astype(np.float32)}
-    ((owner, body),) = bodies(model)
-    ran = [run(body.model, f) for f in fed(model, owner, body, [feed])]
-    final, each = run(model, feed)
-    np.testing.assert_allclose(ran[-1][0], final, rtol=1e-5)
-    np.testing.assert_allclose(np.stack([r[1] for r in ran]), each, rtol=1e-5)
+@pytest.mark.parametrize(("model", "feed", "steps", "at"), [
+    (parse(ENDS), {"x": X, "n": np.array(9)}, 2, 1),
+    (control.loop(None), {"x": X, "n": np.array(3)}, 3, 1), (control.loop(3), {"x": X}, 3, 1),
+    (control.scan(), {"x": normal((1, 6, 24))}, 6, 0),
+], ids=["loop that ends by itself", "loop", "loop of known length", "scan"])  # fmt: skip
+def test_loops_are_fed_once_an_iteration(model: onnx.ModelProto, feed: dict[str, Any], steps: int, at: int) -> None:
+    model = ready(model).proto
+    ((body, inside),) = fed(model, feed)
+    assert [int(f.get("i", step)) for step, f in enumerate(inside)] == [*range(steps)]
+    ran, (final, each) = [run(body.model, f) for f in inside], run(model, feed)
+    np.testing.assert_allclose(ran[-1][at], final, rtol=1e-5)
+    np.testing.assert_allclose(np.stack([r[at + 1] for r in ran]), each, rtol=1e-5)
+    assert fed(model, *([feed | {"n": np.array(0)}] if "n" in feed else []))[0][1] == []
