@@ -71,21 +71,14 @@ def test_outlier_channels_are_smoothed_on_request(tmp_path: Path) -> None:
     assert make(model, tmp_path, feeds[:8], extra_options=asked).db(feeds[8:16]) > plain + 6
 
 
-POST_NORM = """
-    u{0} = MatMul ({1}, up{0})  r{0} = Relu (u{0})  d{0} = MatMul (r{0}, down{0})  a{0} = Add ({1}, d{0})
-    n{0} = LayerNormalization <axis = -1> (a{0}, gamma, beta)"""
-
-
 def post_norm(gain: float) -> onnx.ModelProto:
-    """Two feed-forward layers; a few channels of each normalization are so many times the others."""
+    """A feed-forward layer between normalizations, of which a few channels are so many times the others."""
     gains = np.array([gain] * 3 + [1.0] * 61)
-    weights = {"gamma": gains, "beta": np.zeros(64), "h": models.normal((64, 8), 4, 1 / 8) / gains[:, None]}
-    for at in (0, 1):
-        weights[f"up{at}"] = models.normal((64, 256), at, 1 / 8)
-        weights[f"down{at}"] = models.normal((256, 64), 2 + at, 1 / 16)
-    body = POST_NORM.format(0, "x") + POST_NORM.format(1, "n0")
-    arrays = {name: array.astype(np.float32) for name, array in weights.items()}
-    return parse(f"net (float[1,tokens,64] x) => (float[1,tokens,8] y) {{ {body}  y = MatMul (n1, h) }}", arrays)
+    text = """net (float[1,tokens,64] x) => (float[1,tokens,8] y) <float[64] gamma, float[64] beta, float[64,256] up,
+        float[256,64] down, float[64,8] head> {
+        n = LayerNormalization <axis = -1> (x, gamma, beta)  u = MatMul (n, up)  r = Relu (u)  d = MatMul (r, down)
+        a = Add (n, d)  m = LayerNormalization <axis = -1> (a, gamma, beta)  y = MatMul (m, head) }"""
+    return parse(text, {"gamma": gains, "head": models.normal((64, 8), 4, 1 / 8) / gains[:, None]})
 
 
 def tokens(count: int, seed: int = 0) -> list[Feed]:

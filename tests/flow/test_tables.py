@@ -147,7 +147,7 @@ DAMAGES: dict[str, Any] = {
     "a range for stock": lambda raw: next(iter(raw["data"].values()))["highest"].update(data=[9.0]),
     "a sample": lambda raw: sample(raw).update(base64="AAAA" + sample(raw)["base64"][4:]),
     "a shape": lambda raw: sample(raw).update(shape=[2**40]), "a type": lambda raw: sample(raw).update(dtype="object"),
-    "one less": lambda raw: raw["kenosis_samples"].pop(), "cut": None,
+    "one less": lambda raw: raw["kenosis_samples"].pop(),
 }  # fmt: skip
 
 
@@ -155,9 +155,8 @@ DAMAGES: dict[str, Any] = {
 def test_a_damaged_or_edited_file_is_refused(tmp_path: Path, what: str) -> None:
     cache = cache_of(tmp_path)
     raw = json.loads(cache.read_text())
-    if what != "cut":
-        DAMAGES[what](raw)
-    cache.write_text(damaged := json.dumps(raw)[: -2 if what == "cut" else None])
+    DAMAGES[what](raw)
+    cache.write_text(damaged := json.dumps(raw))
     for feeds in (FEEDS, None):
         with pytest.raises(errors.CalibrationError) as caught:
             run(tmp_path / "out.onnx", feeds, calibration_cache_path=cache)

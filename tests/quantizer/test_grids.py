@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantType, quant_utils
 
+from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.quantizer.grids import (
     ActivationParameters,
@@ -189,7 +190,7 @@ def weights(draw: st.DrawFn) -> tuple[Float32, int | None]:
     return values, axis
 
 
-def step(q: QuantizedWeight) -> npt.NDArray[np.float64]:
+def steps(q: QuantizedWeight) -> npt.NDArray[np.float64]:
     shape = [1] * q.values.ndim
     if q.axis is not None:
         shape[q.axis] = -1
@@ -205,7 +206,7 @@ def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(
     q = quantize_weight(values, axis=axis, reduce_range=reduce_range)
     assert (q.values.shape, q.values.dtype, q.scale.dtype) == (values.shape, np.int8, np.float32)
     assert q.scale.shape == (() if axis is None else (values.shape[axis],))
-    assert (np.abs(q.values * step(q) - values.astype(np.float64)) <= step(q) * (HALF + 1e-5)).all()
+    assert (np.abs(q.values * steps(q) - values.astype(np.float64)) <= steps(q) * (HALF + 1e-5)).all()
     assert (q.values[values == 0.0] == 0).all()
     assert (q.scale > 0).all()
     mirrored = quantize_weight(-values, axis=axis, reduce_range=reduce_range)
@@ -236,7 +237,7 @@ def test_widening_keeps_the_bias_in_int32(
     assert (np.abs(bias / grid) <= 2**30 * (1 + 1e-6)).all()
     b = quantize_bias(bias, input_scale=scale, weight_scale=q.scale)
     assert (np.abs(b.values * b.scale.astype(np.float64) - bias) <= b.scale * (0.5 + 1e-6)).all()
-    assert (np.abs(q.values * step(q) - values.astype(np.float64)) <= step(q) * (HALF + 1e-5)).all()
+    assert (np.abs(q.values * steps(q) - values.astype(np.float64)) <= steps(q) * (HALF + 1e-5)).all()
 
 
 def test_only_the_channels_in_need_are_widened() -> None:
@@ -255,6 +256,15 @@ def test_a_dead_channel_has_the_scale_of_the_largest_and_a_dead_weight_one() -> 
     np.testing.assert_array_equal(dead.scale, [1.0, 1.0])
     assert not dead.values.any()
     assert quantize_weight(np.zeros((0, 3), np.float32), axis=None).values.shape == (0, 3)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_of_few_bits_some_weights_are_clipped_where_that_costs_less(bits: int) -> None:
+    weight, top = models.normal((4, 256)), 2 ** (bits - 1) - 1
+    q = quantize_weight(weight, axis=0, bits=bits)
+    plain = np.abs(weight).max(axis=1, keepdims=True) / top
+    errors = [np.square(on_grid(weight, step, 0, -top, top) * step - weight).sum() for step in (steps(q), plain)]
+    assert errors[0] < 0.9 * errors[1]
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
@@ -329,6 +339,7 @@ def test_weights_are_four_bit_and_close(weight_type: QuantType, dtype: int, tmp_
     made = make(models.conv_relu_chain(2), tmp_path, weight_type=weight_type, per_channel=False)
     (stored,) = (tensor for tensor in made.written.graph.initializer if tensor.name == "conv0_w_quantized")
     assert stored.data_type == dtype
+    assert made.report.plan.by_node["conv0"].rule == "caller-types"
     values, scale, zero = (
         made.held[f"conv0_w_{part}"].astype(np.float32) for part in ("quantized", "scale", "zero_point")
     )
