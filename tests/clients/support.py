@@ -20,16 +20,10 @@ from tests.models import Feed, FeedReader
 
 
 def ranges(
-    model: onnx.ModelProto,
-    feeds: list[Feed],
-    folder: Path,
-    *,
-    create: Any = stock_create_calibrator,
-    method: CalibrationMethod = CalibrationMethod.MinMax,
-    op_types: list[str] | None = None,
-    calls: int = 1,
+    model: onnx.ModelProto, feeds: list[Feed], folder: Path, *, create: Any = stock_create_calibrator,
+    method: CalibrationMethod = CalibrationMethod.MinMax, op_types: list[str] | None = None, calls: int = 1,
     **options: Any,
-) -> TensorsData:
+) -> TensorsData:  # fmt: skip
     """Returns a calibrator's ranges from feeds given over some number of calls."""
     path = folder / "to_calibrate.onnx"
     onnx.save(model, path)
@@ -49,20 +43,13 @@ def calibrated(model: onnx.ModelProto, folder: Path, **options: Any) -> tuple[on
 
 def build(kind: Any, model: onnx.ModelProto, tensors_range: TensorsData | None, **changes: Any) -> Any:
     """Returns a quantizer, by keywords as clients build it, after `quantize_model`."""
-    arguments = {
-        "model": copy_model(model),  # stock changes a model in place that its shape inference has seen
-        "per_channel": True,
-        "reduce_range": False,
-        "weight_qType": QuantType.QInt8,
-        "activation_qType": QuantType.QUInt8,
-        "tensors_range": tensors_range,
-        "nodes_to_quantize": [],
-        "nodes_to_exclude": [],
-        "op_types_to_quantize": list(QUANTIZABLE_OPS),
-        "extra_options": {},
-        **changes,
-    }
-    quantizer = kind(**arguments)
+    usual = {
+        "weight_qType": QuantType.QInt8, "activation_qType": QuantType.QUInt8, "per_channel": True,
+        "reduce_range": False, "nodes_to_quantize": [], "nodes_to_exclude": [],
+        "op_types_to_quantize": list(QUANTIZABLE_OPS), "extra_options": {},
+    }  # fmt: skip
+    copy = copy_model(model)  # stock changes a model in place that its shape inference has seen
+    quantizer = kind(model=copy, tensors_range=tensors_range, **{**usual, **changes})
     quantizer.quantize_model()
     return quantizer
 
