@@ -429,7 +429,7 @@ class ParquetReader(_FileReader):
                 fix="Flatten nested lists, and give shapes={input: shape}.",
             )
         if not hasattr(entry, "values"):
-            array = array.astype(column.type.to_pandas_dtype())
+            array = array.astype(column.slice(at, 1).to_numpy(zero_copy_only=False).dtype)
         try:
             return array.reshape(self._shapes[name]) if name in self._shapes else array
         except ValueError as error:

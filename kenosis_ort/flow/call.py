@@ -86,8 +86,8 @@ class Call(Journal):
     @cached_property
     def original(self) -> Reference | None:
         """The float model as given, the reference of every comparison; None where the runtime is too old for it."""
-        path, proto = self.loaded.path, self.loaded.proto
-        model = proto if path is None or refers_outside(proto) else path
+        proto = self.loaded.proto
+        model = proto if refers_outside(proto) else self.loaded.as_it_came
         found = self._reference_of(model)
         try:
             if len(proto.graph.node) > session.WHOLE_LIMIT:  # it takes minutes to optimize, and is never run

@@ -61,7 +61,7 @@ def defect(call: Call, error: Exception) -> Exception:
         return error
     if isinstance(error, errors.VerificationError):
         try:
-            open_session(call.loaded.path or call.loaded.proto, custom_op_libraries=call.request.custom_op_libraries)
+            open_session(call.loaded.as_it_came, custom_op_libraries=call.request.custom_op_libraries)
         except errors.VerificationError as refusal:  # the float model loads unoptimized alone
             return errors.ModelLoadError(refusal.what, where=call.loaded.name, fix=refusal.fix)
         if (why := call.request.stock_reason) is not None:
@@ -90,8 +90,7 @@ def is_the_callers(error: Exception, call: Call) -> bool:
 def _takes(call: Call, feed: Mapping[str, Any]) -> bool:
     """Whether the float model as it came runs on a feed, and makes no NaN or infinity of what holds some."""
     try:
-        source = call.loaded.path or call.loaded.proto
-        session = open_session(source, custom_op_libraries=call.request.custom_op_libraries)
+        session = open_session(call.loaded.as_it_came, custom_op_libraries=call.request.custom_op_libraries)
         outputs = [as_array(o) for o in session.run(None, dict(feed))]
     except Exception:  # the runtime raises several unrelated classes; whichever it is, the feed is not taken
         return False
@@ -119,7 +118,7 @@ def deliver_float(
         samples: How many samples were calibrated on.
         fix: What the caller can do about it.
     """
-    request, loaded = call.request, call.loaded
+    request, loaded, source = call.request, call.loaded, call.loaded.as_it_came
     with call.stage("write"):
         call.size_after = save.write_model(
             loaded.proto,
@@ -128,7 +127,7 @@ def deliver_float(
             check=lambda path: finish.check_loads(
                 path, request, pieces=int(len(loaded.proto.graph.node) <= WHOLE_LIMIT)
             ),
-            content=loaded.path.read_bytes() if loaded.path is not None and not loaded.is_split else None,
+            content=None if loaded.is_split or isinstance(source, onnx.ModelProto) else source.read_bytes(),
             warn=call.warnings.append,
         )
     call.warnings.append(f"The file holds the float model as it came: {why}. Fix: {fix}.")
@@ -248,6 +247,7 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
     with outside.weights_on_disk(loaded.proto):
         call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
+        call.notes += loaded.notes
         if request.target.static_shapes and not request.is_stock:
             call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
             call.notes += notes

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +22,12 @@ from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLo
 from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.bodies import part_names
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
+from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.structure import check_depth, check_structure
 from kenosis_ort.graph.walk import all_graphs
-from kenosis_ort.runtime.limits import check_runtime_loads
+from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM
 from kenosis_ort.storage.writing import Scratch, absolute, regular
 
@@ -55,12 +56,19 @@ class LoadedModel:
         path: Where it came from, absolute; None if the caller passed a ModelProto.
         name: What messages call the model.
         is_split: Whether the file refers to external data.
+        notes: What differs from the file, so that the runtime reads it.
     """
 
     proto: onnx.ModelProto
     path: Path | None
     name: str
     is_split: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def as_it_came(self) -> Path | onnx.ModelProto:
+        """The file; the model in memory where there is none, or where the runtime does not read it as it is."""
+        return self.proto if self.path is None or self.notes else self.path
 
     @property
     def file_bytes(self) -> int:
@@ -100,6 +108,10 @@ def load_model(
     if ask_runtime:
         given = loaded.proto, loaded.path, loaded.name
         check_runtime_loads(*given, is_split=loaded.is_split, custom_op_libraries=custom_op_libraries)
+        limits = runtime_limits()
+        if loaded.proto.ir_version > limits.max_ir:  # newer releases of onnx write it unasked
+            note = fit_ir_version(loaded.proto, max_ir=limits.max_ir)
+            return replace(loaded, notes=(note,) if note else ())
     return loaded
 
 

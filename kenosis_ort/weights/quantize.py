@@ -128,7 +128,7 @@ def quantize_weights(
             compare_outputs(loaded.proto, model, held_out or feeds, custom_op_libraries=libraries) if feeds else ()
         )
         written = write_model(model, output, external_data=loaded.is_split, check=lambda path: _loads(path, libraries))
-    notes = list(made.notes)
+    notes = [*loaded.notes, *made.notes]
     if feeds and not held_out:
         notes.append(f"{len(feeds)} samples leave none to compare by that rounding did not see.")
     return WeightReport(made.layers, before, written, compared, tuple(notes))

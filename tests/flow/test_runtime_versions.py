@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,10 +16,19 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quant_utils
 
-from kenosis_ort import KenosisError, OptionError, SyntheticReader, quantize_static, verify_fusion
+from kenosis_ort import (
+    KenosisError,
+    OptionError,
+    Stages,
+    SyntheticReader,
+    compare,
+    quantize_static,
+    quantize_weights,
+    verify_fusion,
+)
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
-from tests.flow.support import changed, good, interface, make, proof, quantized, session, sqnr_db
+from tests.flow.support import changed, good, interface, make, proof, quality, quantized, session, sqnr_db
 from tests.models import Feed, FeedReader
 from tests.planning import parse
 
@@ -51,6 +61,34 @@ def test_nodes_of_a_later_operator_set_keep_it(tmp_path: Path) -> None:
     made = make(parse(text, {"ones": [1.0] * 7}, opset=23), tmp_path)
     assert next(o.version for o in made.written.opset_import if not o.domain) == 23
     assert made.db() > 20
+
+
+FLOAT_ONLY = "net (float[1,4] x) => (float[1,4] y) { y = Relu (x) }"
+LINEAR = "net (float[1,64] x) => (float[1,64] y) <float[64,64] w> { y = MatMul (x, w) }"
+
+
+@pytest.mark.parametrize(("text", "options"), [
+    (LINEAR, {}), (LINEAR, {"recipe": "weight-only-4"}), (LINEAR, {"stages": Stages.none()}),
+    (FLOAT_ONLY, {"on_failure": "float"}),
+], ids=["default", "weights", "stock", "float"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The file holds the float model")
+@pytest.mark.parametrize("from_file", [False, True])
+def test_an_ir_version_that_the_runtime_does_not_read_is_lowered(
+    tmp_path: Path, text: str, options: dict[str, Any], from_file: bool
+) -> None:
+    """Releases of onnx write versions that older runtimes do not read, which most files have no need of."""
+    model = parse(text)
+    float_model, feeds = onnx.ModelProto.FromString(model.SerializeToString()), models.feeds(model)
+    model.ir_version = runtime_limits().max_ir + 1
+    source, out = tmp_path / "float.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    report = quantize_static(source if from_file else model, out, FeedReader(feeds), **options)
+    assert onnx.load(out).ir_version <= runtime_limits().max_ir < model.ir_version
+    assert sum("IR version lowered" in note for note in report.notes) == 1
+    assert quality(float_model, out, feeds) > 12
+    if not options:
+        assert compare(source, out, FeedReader(feeds)).outputs[0].sqnr_db > 12
+        assert quantize_weights(source, out, FeedReader(feeds)).outputs
 
 
 TURNED = "t = Transpose <perm = [0,2,3,1]> (x)  i = Transpose <perm = [0,3,1,2]> (t)"

@@ -363,7 +363,7 @@ def test_what_the_runtime_refuses_is_refused_first(monkeypatch, tmp_path, from_f
 def test_what_preparation_mends_is_no_reason_to_refuse():
     limits, proto = runtime_limits(), tiny()
     proto.ir_version = limits.max_ir + 1
-    assert load_model(proto).proto == proto
+    assert load_model(proto).proto.ir_version == limits.max_ir < proto.ir_version
     proto = tiny()
     proto.graph.node.add(op_type="Relu", input=["y"], output=["z"], name="mm")  # a name used twice
     proto.opset_import[0].version = limits.max_opset + 1
