@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import onnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,6 +41,7 @@ from kenosis_ort.runtime.limits import machine, on, processor_class
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models, processor
 from tests.golden.plan_text import plan_text
+from tests.planning import parse
 
 FROZEN = Path(__file__).with_name("house.json")
 PACKAGE = str(Path(kenosis_ort.__file__).parent)
@@ -82,9 +84,12 @@ def without_biases(folder: Path) -> Path:
 
 def decoder(folder: Path) -> Path:
     """The path of a decoder with a cache."""
-    from tests.flow.test_kv_cache import decoder as net
+    from tests.flow.test_kv_cache import DECODER
 
-    onnx.save(net(), folder / "decoder.onnx")
+    rng = np.random.default_rng(0)
+    sizes = {"table": (12, 16), **dict.fromkeys(("wq", "wk", "wv", "wo"), (16, 16)), "head": (16, 12)}
+    weights = {name: rng.normal(0, 0.5, size).astype(np.float32) for name, size in sizes.items()}
+    onnx.save(parse(DECODER, weights), folder / "decoder.onnx")
     return folder / "decoder.onnx"
 
 
