@@ -80,9 +80,10 @@ class GatedModel(Closing):
         custom_op_libraries: Sequence[str] = (),
         executor: Executor = HERE,
     ) -> None:
-        model, self.gates, self._input = gated_model(float_model, quantized)
+        build = _Build(float_model, quantized)
+        self.gates, self._input = tuple(build.gates), build.input
         self.output_names = tuple(v.name for v in float_model.graph.output)
-        self._runner = executor.open(model, threads=1, custom_op_libraries=custom_op_libraries)
+        self._runner = executor.open(build.model, threads=1, custom_op_libraries=custom_op_libraries)
 
     def close(self) -> None:
         """Removes the temporary file, if there is one."""
@@ -128,24 +129,14 @@ class GatedModel(Closing):
             yield chunk
 
 
-def gated_model(
-    float_model: onnx.ModelProto, quantized: onnx.ModelProto
-) -> tuple[onnx.ModelProto, tuple[Gate, ...], str]:
-    """The gated model, its gates, and the name of the input that takes them: bool of shape (gates,).
-
-    Args:
-        float_model: The model that was quantized. Not changed.
-        quantized: What was made of it. Not changed.
-
-    Raises:
-        UnsupportedModelError: The two models do not belong together, or nothing is quantized.
-    """
-    build = _Build(float_model, quantized)
-    return build.model, tuple(build.gates), build.input
-
-
 class _Build:
-    """Makes the gated model; node and value names of the quantized model stay."""
+    """Makes the gated model; node and value names of the quantized model stay.
+
+    Attributes:
+        model: The gated model.
+        gates: Its gates.
+        input: Name of the input that takes them, bool of shape (gates,).
+    """
 
     def __init__(self, float_model: onnx.ModelProto, quantized: onnx.ModelProto) -> None:
         self._float_nodes = {node.name: node for node in float_model.graph.node}

@@ -123,73 +123,54 @@ def with_row_scales(
         A copy, equal to the original in float but for rounding; and the values of one size, which the layers read now,
         with their channels.
     """
-    graph = LiveGraph(model, copied=True)
-    maker = _Maker(graph)
+    graph, scaled = LiveGraph(model, copied=True), dict[str, int]()
+    least = graph.register(numpy_helper.from_array(np.asarray(_LEAST, np.float32), graph.fresh_name("least_row")))
+    is_input = graph.opset() >= _AXES_ARE_INPUTS
+    axes = [graph.add_constant(np.array([-1], np.int64), "row_axes")] if is_input else []
+    as_attribute: dict[str, Attribute] = {} if is_input else {"axes": [-1]}
     for value, layers in _groups(graph, nodes).items():
-        if value.name in values:
-            maker.scale(value, layers)
-    result = graph.write()
-    infer_shapes(result, thorough=False)
-    return result, maker.values
-
-
-class _Maker:
-    """Adds the nodes.
-
-    Args:
-        graph: The copy to change.
-    """
-
-    def __init__(self, graph: LiveGraph) -> None:
-        self.graph = graph
-        self.values: dict[str, int] = {}
-        self._least = graph.register(
-            numpy_helper.from_array(np.asarray(_LEAST, np.float32), graph.fresh_name("least_row"))
-        )
-        is_input = graph.opset() >= _AXES_ARE_INPUTS
-        self._axes = [graph.add_constant(np.array([-1], np.int64), "row_axes")] if is_input else []
-        self._as_attribute: dict[str, Attribute] = {} if is_input else {"axes": [-1]}
-
-    def scale(self, value: ir.Value, layers: Sequence[Layer]) -> None:
-        """Makes layers read the rows of a value at one size."""
-        first = layers[0].node
-        parts = ("size", "largest", "rows", "inverse", "even")
-        size, largest, rows, inverse, even = (self._value(f"{value.name}_{part}") for part in parts)
-        add = self.graph.insert_before
+        if value.name not in values:
+            continue
+        first, add, parts = layers[0].node, graph.insert_before, ("size", "largest", "rows", "inverse", "even")
+        size, largest, rows, inverse, even = (_value(graph, f"{value.name}_{part}") for part in parts)
         add(first, "Abs", [value], output=size, base=f"{size.name}_Abs")
-        reduced = [size, *self._axes]
-        add(first, "ReduceMax", reduced, output=largest, base=largest.name or "", keepdims=1, **self._as_attribute)
-        add(first, "Max", [largest, self._least], output=rows, base=f"{rows.name}_Max")
+        add(first, "ReduceMax", [size, *axes], output=largest, base=largest.name or "", keepdims=1, **as_attribute)
+        add(first, "Max", [largest, least], output=rows, base=f"{rows.name}_Max")
         add(first, "Div", [value, rows], output=even, base=f"{even.name}_Div")
         add(first, "Reciprocal", [rows], output=inverse, base=f"{inverse.name}_Reciprocal")
-        self.values[even.name or ""] = layers[0].channels_in
+        scaled[even.name or ""] = layers[0].channels_in
         for layer in layers:
-            self._undo(layer, even, inverse)
+            _read_even(layer, graph, even, inverse)
+    result = graph.write()
+    infer_shapes(result, thorough=False)
+    return result, scaled
 
-    def _undo(self, layer: Layer, even: ir.Value, inverse: ir.Value) -> None:
-        """Gives a layer rows of one size, and its output their sizes; a Gemm's bias comes behind that."""
-        node, name = layer.node, layer.output.name
-        self.graph.read(node, 0, even)
-        bias = self._bias(layer)
-        output = self.graph.hand_over(layer.output, f"{name}_even")
-        scaled = output if bias is None else self._value(f"{name}_scaled")
-        add = self.graph.append_behind
-        add(node, "Div", [layer.output, inverse], output=scaled, base=f"{scaled.name}_Div")
-        if bias is not None:
-            add(node, "Add", [scaled, bias], output=output, base=f"{output.name}_Add")
 
-    def _bias(self, layer: Layer) -> ir.Value | None:
-        """Takes the bias off a Gemm; returns a constant to add instead, None for none or zeros."""
-        if layer.bias is None:
-            return None
-        beta = layer.node.attributes.get_float("beta", 1.0)
-        bias: Float64 = beta * np.asarray(self.graph.content(layer.bias), np.float64)
-        self.graph.read(layer.node, 2, None)
-        layer.node.resize_inputs(2)
-        return self.graph.add_constant(bias.astype(np.float32), f"{layer.bias.name}_behind") if bias.any() else None
+def _read_even(layer: Layer, graph: LiveGraph, even: ir.Value, inverse: ir.Value) -> None:
+    """Gives a layer rows of one size, and its output their sizes; a Gemm's bias comes behind that."""
+    node, name = layer.node, layer.output.name
+    graph.read(node, 0, even)
+    bias = _taken_off(layer, graph)
+    output = graph.hand_over(layer.output, f"{name}_even")
+    scaled = output if bias is None else _value(graph, f"{name}_scaled")
+    graph.append_behind(node, "Div", [layer.output, inverse], output=scaled, base=f"{scaled.name}_Div")
+    if bias is not None:
+        graph.append_behind(node, "Add", [scaled, bias], output=output, base=f"{output.name}_Add")
 
-    def _value(self, base: str) -> ir.Value:
-        return ir.Value(name=self.graph.fresh_name(base))
+
+def _taken_off(layer: Layer, graph: LiveGraph) -> ir.Value | None:
+    """Takes the bias off a Gemm; returns a constant to add instead, None for none or zeros."""
+    if layer.bias is None:
+        return None
+    beta = layer.node.attributes.get_float("beta", 1.0)
+    bias: Float64 = beta * np.asarray(graph.content(layer.bias), np.float64)
+    graph.read(layer.node, 2, None)
+    layer.node.resize_inputs(2)
+    return graph.add_constant(bias.astype(np.float32), f"{layer.bias.name}_behind") if bias.any() else None
+
+
+def _value(graph: LiveGraph, base: str) -> ir.Value:
+    return ir.Value(name=graph.fresh_name(base))
 
 
 def _groups(graph: LiveGraph, nodes: Collection[str]) -> dict[ir.Value, list[Layer]]:

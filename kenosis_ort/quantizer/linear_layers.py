@@ -12,8 +12,7 @@ directly they do not depend on its patterns. 2.0x to 3.5x of FP32 a layer, measu
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -199,52 +198,31 @@ def dynamic(
     """
     if opset_of(proto) < _MIN_OPSET:
         return None
-    return exchange_layers(proto, _Maker(reduce_range=reduce_range, largest_pair=largest_pair))
+    orders = () if largest_pair is None else (ROWS_DOWN,)
+    how: Mapping[str, Any] = {"reduce_range": reduce_range, "orders": orders, "largest_pair": largest_pair}
+    weights: dict[tuple[str, bool], tuple[ir.Value, ir.Value]] = {}  # which several layers may share, like data
+    integers: dict[str, list[ir.Value]] = {}
 
-
-class _Maker:
-    """Makes the kernels; weights and activations that several layers share are made once.
-
-    Args:
-        reduce_range: 7-bit weights.
-        largest_pair: As for `dynamic`.
-    """
-
-    def __init__(self, *, reduce_range: bool, largest_pair: int | None) -> None:
-        orders = () if largest_pair is None else (ROWS_DOWN,)
-        self.quantize = partial(
-            quantize_weight, axis=1, reduce_range=reduce_range, orders=orders, largest_pair=largest_pair
-        )
-        self.weights: dict[tuple[str, bool], tuple[ir.Value, ir.Value]] = {}
-        self.data: dict[str, list[ir.Value]] = {}
-
-    def __call__(self, layer: LinearLayer, graph: LiveGraph) -> bool:
-        weight, scale = self._weight(layer, graph)
+    def make(layer: LinearLayer, graph: LiveGraph) -> bool:
+        if layer.weight not in weights:
+            quantized, name = quantize_weight(layer.matrix, axis=1, **how), layer.constant.name
+            values = graph.add_constant(quantized.values, f"{name}_int8")
+            weights[layer.weight] = values, graph.add_constant(quantized.scale, f"{name}_scale")
+        weight, scale = weights[layer.weight]
         bias = None if layer.bias is None else graph.add_constant(layer.bias, f"{layer.output}_bias")
-        inputs: list[ir.Value | None]
-        if layer.siblings == 1:
-            kind, inputs = "DynamicQuantizeMatMul", [layer.node.inputs[0], weight, scale, None, bias]
-        else:
-            data, data_scale, zero_point = self._data(layer, graph)
+        kind, inputs = "DynamicQuantizeMatMul", [layer.node.inputs[0], weight, scale, None, bias]
+        if layer.siblings > 1:
+            name = layer.data
+            if name not in integers:
+                made = [ir.Value(name=graph.fresh_name(f"{name}_{part}")) for part in ("uint8", "scale", "zero_point")]
+                base = graph.fresh_name(f"{name}_quantize")
+                graph.insert_before(layer.last, "DynamicQuantizeLinear", layer.node.inputs[:1], output=made, base=base)
+                integers[name] = made
+            data, data_scale, zero_point = integers[name]
             kind, inputs = "MatMulIntegerToFloat", [data, weight, data_scale, scale, zero_point, None, bias]
         while inputs[-1] is None:
             inputs.pop()
         become(graph, layer, kind, inputs)
         return True
 
-    def _weight(self, layer: LinearLayer, graph: LiveGraph) -> tuple[ir.Value, ir.Value]:
-        key = layer.weight
-        if key not in self.weights:
-            quantized = self.quantize(layer.matrix)
-            values = graph.add_constant(quantized.values, f"{layer.constant.name}_int8")
-            self.weights[key] = values, graph.add_constant(quantized.scale, f"{layer.constant.name}_scale")
-        return self.weights[key]
-
-    def _data(self, layer: LinearLayer, graph: LiveGraph) -> list[ir.Value]:
-        name = layer.data
-        if name not in self.data:
-            made = [ir.Value(name=graph.fresh_name(f"{name}_{part}")) for part in ("uint8", "scale", "zero_point")]
-            base = graph.fresh_name(f"{name}_quantize")
-            graph.insert_before(layer.last, "DynamicQuantizeLinear", layer.node.inputs[:1], output=made, base=base)
-            self.data[name] = made
-        return self.data[name]
+    return exchange_layers(proto, make)

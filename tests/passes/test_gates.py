@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
-from kenosis_ort.passes.gates import GatedModel, GateKind, gated_model
+from kenosis_ort.passes.gates import GatedModel, GateKind
 from kenosis_ort.plan import Kind
 from tests import models, planning
 from tests.graph.build import run
@@ -57,8 +57,8 @@ def test_gemm_beta_is_part_of_the_float_bias() -> None:
 def test_models_that_do_not_belong_together_are_refused() -> None:
     made, other = planning.quantize(models.conv_relu_chain(2)), planning.quantize(models.mlp())
     with pytest.raises(UnsupportedModelError, match="very model"):
-        gated_model(other.model, made.quantized)
+        GatedModel(other.model, made.quantized)
     with pytest.raises(UnsupportedModelError, match="nothing can be switched"):
-        gated_model(made.model, made.model)
+        GatedModel(made.model, made.model)
     with GatedModel(made.model, made.quantized) as gated, pytest.raises(VerificationError, match="does not run"):
         next(gated.outputs([{"nonsense": np.zeros(1, np.float32)}], [()]))
