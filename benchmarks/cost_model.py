@@ -96,8 +96,9 @@ def laid_out(path: str, host: str | None, **options: Any) -> tuple[Builder, Cost
     """The builder and the estimate before calibration; None where no plan is made."""
     proto = load_model(path).proto
     builder = for_integers(proto, fitted(proto, _previewed(path, {"host": host, **options})))
-    view, costs = builder.view, builder.request.target.costs
-    return None if view is None or costs is None else (builder, estimate(view, builder.plan, costs))
+    costs = builder.request.target.costs
+    none = builder.planner is None or costs is None
+    return None if none else (builder, estimate(builder.prepared.graph, builder.plan, costs))
 
 
 class Nodes:
@@ -112,8 +113,7 @@ class Nodes:
     ) -> None:
         """Profiles a net in float, in our form, and in int8; prints its sums."""
         builder, cost = found
-        view, costs = builder.view, builder.request.target.costs
-        assert view is not None
+        view, costs = builder.prepared.graph, builder.request.target.costs
         assert costs is not None
         onnx.save(builder.prepared.proto, str(folder / "prepared.onnx"))
         ratios = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -112,7 +112,6 @@ class Builder:
         prepared: The float model.
         request: What the caller wants, by the names of the prepared model; it says where stock's placement has to do.
         journal: Times stages, and isolates optional work.
-        view: The indexed graph; None where stock's placement is used.
         planner: Plans it, or a net that differs from it in finite weights alone; None where stock's placement is used.
         bodies: Where the bodies of control flow are quantized.
         idle: The nodes of bodies that stay float as a whole, with the reason.
@@ -121,7 +120,6 @@ class Builder:
     prepared: PreparedModel
     request: Request
     journal: Journal
-    view: GraphView | None
     planner: Planner | None
     bodies: tuple[BodyBuilder, ...] = ()
     idle: tuple[NodeDecision, ...] = ()
@@ -131,14 +129,13 @@ class Builder:
     def of(cls, prepared: PreparedModel, request: Request, journal: Journal, like: Builder | None = None) -> Builder:
         """The builder of a prepared model; ``like``, of a net that differs in weights alone, lends its planner."""
         if request.stock_reason is not None:
-            return cls(prepared, request, journal, None, None)
+            return cls(prepared, request, journal, None)
         with journal.stage("plan"):
-            view = prepared.graph
             planner = None if like is None else like.planner
             if planner is None:
-                finish = partial(_finished, view, request)
-                planner = Planner(view, request.target, request.placement_options(), finish)
-        return cls(prepared, request, journal, view, planner)
+                finish = partial(_finished, prepared.graph, request)
+                planner = Planner(prepared.graph, request.target, request.placement_options(), finish)
+        return cls(prepared, request, journal, planner)
 
     @cached_property
     def plan(self) -> PlacementPlan:
@@ -210,14 +207,13 @@ class Builder:
         channels: Mapping[str, int] = MappingProxyType({}),
     ) -> CalibrationTable:
         """The ranges of the model over further samples, as a table of that configuration has them."""
-        points = Points(
-            list(tensors),
-            replace(config, strided=None, max_intermediate_outputs=None),
-            custom_op_libraries=self.request.custom_op_libraries,
-            seen_as=self.seen_as(),
-            channels=channels,
-        )
-        return collect(self.prepared.proto, feeds, points)
+        config = replace(config, strided=None, max_intermediate_outputs=None)
+        return collect(self.prepared.proto, feeds, self.points(tensors, config, channels=channels))
+
+    def points(self, tensors: Iterable[str], config: CalibrationConfig, **more: Any) -> Points:
+        """What is observed of the model in calibration: some tensors, and ``more`` as `Points` has it."""
+        libraries = self.request.custom_op_libraries
+        return Points(list(tensors), config, custom_op_libraries=libraries, seen_as=self.seen_as(), **more)
 
     def seen_as(self) -> dict[str, SeenAs]:
         """Limits of values in calibration: numbers that no consumer sees, as in masks, must not widen a range."""
@@ -240,7 +236,7 @@ class Builder:
         keep = dict(keep_float or {})
         with self.journal.stage("quantize"):
             plan = self.planned(keep, table)
-            beyond = {} if self.view is None else beyond_scales(self.view, plan, _ranges(table))
+            beyond = beyond_scales(self.prepared.graph, plan, _ranges(table)) if plan else {}
             if beyond := {**beyond, **_overflown(corrections)}:
                 keep.update(beyond)
                 plan = self.planned(keep, table)
@@ -364,7 +360,7 @@ def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder
     with journal.stage("prepare"):
         prepared = preparation.prepare_model(proto, request, journal)
     builder = Builder.of(prepared, fit.with_names_of(prepared, request), journal)
-    if builder.view is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
+    if builder.planner is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
         heavy = [n for n in builder.plan.nodes if n.op_type in HEAVY]
         why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
         raise nothing_to_quantize(f"no node can run in integer on {request.target.name}: {why}")

@@ -72,16 +72,9 @@ def calibrate(
 
 
 def _points(builder: Builder, channels: Mapping[str, int], keep: int = 0) -> Points:
-    request = builder.request
-    return Points(
-        builder.tensors,
-        calibration_config(request),
-        providers=request.calibration_providers or (),
-        custom_op_libraries=request.custom_op_libraries,
-        seen_as=builder.seen_as(),
-        channels=channels,
-        keep=keep,
-    )
+    request, providers = builder.request, builder.request.calibration_providers or ()
+    more: Mapping[str, Any] = {"providers": providers, "channels": channels, "keep": keep}
+    return builder.points(builder.tensors, calibration_config(request), **more)
 
 
 Observe = Callable[[Sequence[str]], CalibrationTable]

@@ -51,9 +51,9 @@ def planned_layers(source: Source, request: Request) -> tuple[LayerTime, ...]:
     """
     with _opened(source, request) as call:
         builder = for_integers(call.loaded.proto, call.request, call)
-    if builder.view is None or not builder.plan:
+    if not builder.plan:
         return ()
-    return finish.layers_of(builder.view, builder.plan, builder.request.target, None)
+    return finish.layers_of(builder.prepared.graph, builder.plan, builder.request.target, None)
 
 
 def running_layers(

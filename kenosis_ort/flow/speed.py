@@ -65,11 +65,10 @@ def float_regions(builder: Builder, plan: PlacementPlan) -> tuple[Mapping[str, s
     for every region (`CostTable.anywhere`), all of it stays float, unless the runtime is here and the estimate may be
     as wrong as that: then its cheapest parting is timed.
     """
-    request, view = builder.request, builder.view
-    costs = request.target.costs
-    if request.speed.tune == "off" or costs is None or view is None or not plan:
+    request, costs = builder.request, builder.request.target.costs
+    if request.speed.tune == "off" or costs is None or not plan:
         return {}, ""
-    found = choose_regions(view, plan, costs, builder.planned, request.target.float_output)
+    found = choose_regions(builder.prepared.graph, plan, costs, builder.planned, request.target.float_output)
     if found.all_integer.float_us < TINY_US:
         return {}, ""
     may_pay = found.plan.integer_nodes() and found.cost.speed * costs.error >= 1
@@ -215,11 +214,11 @@ class _Forms:
         Of the other forms none is asked for: they are tried where the table was wrong about this one. Against the float
         model as it came: forms that suit integers may take longer in float.
         """
-        request, view, plan = self._request, self._builder.view, self._build.plan
+        request, plan = self._request, self._build.plan
         costs = request.target.costs
-        if view is None or costs is None or not plan.integer_nodes():
+        if costs is None or not plan.integer_nodes():
             return None
-        found = estimate(view, plan, costs)
+        found = estimate(self._builder.prepared.graph, plan, costs)
         if found.unknown:
             return None
         plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())

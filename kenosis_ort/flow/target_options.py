@@ -273,9 +273,7 @@ def with_own_profile(request: Request) -> Request:
         return request
     if speed.host is not None or request.stock_reason is not None:
         return request
-    if profile is None or profile not in target.profiles:
-        return request
-    if not profile.shifted or pays(target, profile, speed.threads):
+    if profile is None or profile not in target.profiles or not profile.shifted or pays(target, profile, speed.threads):
         return request
     profile = replace(profile, shifted={})
     choices = {**request.choices, "host": options.OptionChoice(None, "host default")}
