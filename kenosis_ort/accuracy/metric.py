@@ -14,6 +14,8 @@ A metric is one of
 the reference, or a PSNR. The float model's own score is that of ``metric(reference, reference, indices)``.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import itertools
@@ -21,7 +23,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from kenosis_ort.accuracy.error import Outputs
 from kenosis_ort.errors import ArgumentTypeError, OptionError
@@ -70,24 +72,48 @@ class Scored:
     parts: tuple[float, ...] = ()
 
 
+class _Collected:
+    """A metric that is called on sequences, in the manner of one that is updated.
+
+    Args:
+        metric: What is called on outputs and reference.
+        takes_indices: It wants the samples' numbers too.
+    """
+
+    def __init__(self, metric: Callable[..., Any], takes_indices: bool) -> None:
+        self._metric, self._takes_indices = metric, takes_indices
+        self.reset()
+
+    def update(self, outputs: Outputs, reference: Outputs, index: int = 0) -> None:
+        self._outputs.append(outputs)
+        self._reference.append(reference)
+        self._indices.append(index)
+
+    def compute(self) -> Any:
+        further = (self._indices,) if self._takes_indices else ()
+        return self._metric(self._outputs, self._reference, *further)
+
+    def reset(self) -> None:
+        self._outputs, self._reference = Spool(), Spool()
+        self._indices: list[int] = []
+
+    def __deepcopy__(self, _: Any) -> _Collected:
+        return _Collected(self._metric, self._takes_indices)
+
+
 @dataclass(frozen=True)
 class CheckedMetric:
     """A metric of the caller's that has a shape we know.
 
     Attributes:
-        metric: What the caller gave.
+        metric: What is updated sample by sample.
         takes_indices: Whether it wants to know which samples it sees.
-        is_updated: Whether it is updated sample by sample.
+        name: Its name, for reports and messages.
     """
 
-    metric: Metric
+    metric: UpdatedMetric
     takes_indices: bool
-    is_updated: bool
-
-    @property
-    def name(self) -> str:
-        """Its name, for reports and messages."""
-        return str(getattr(self.metric, "__name__", type(self.metric).__name__))
+    name: str
 
     def score(self, pairs: Iterable[tuple[Outputs, Outputs]], indices: Sequence[int]) -> Scored:
         """Score by the metric of pairs of outputs and reference, one a sample.
@@ -99,50 +125,14 @@ class CheckedMetric:
         Raises:
             OptionError: It raises, or returns no finite number.
         """
-        if self.is_updated:
-            return self._update(pairs, indices)
-        outputs, reference = Spool(), Spool()
-        for actual, expected in pairs:
-            outputs.append(actual)
-            reference.append(expected)
-        return self._of_sequences(outputs, reference, indices)
-
-    def score_reference(self, reference: Iterable[Outputs], indices: Sequence[int]) -> Scored:
-        """Score of the float model's outputs by the metric; computed once. Raises as `score`."""
-        if self.is_updated:
-            return self._update(((outputs, outputs) for outputs in reference), indices)
-        stored = Spool()
-        for outputs in reference:
-            stored.append(outputs)
-        return self._of_sequences(stored, stored, indices)
-
-    def _of_sequences(self, outputs: Sequence[Outputs], reference: Sequence[Outputs], indices: Sequence[int]) -> Scored:
-        value = self._called(lambda: self._call(outputs, reference, indices))
-        bounds = part_bounds(len(indices))
-        try:
-            parts = [
-                self._called(lambda a=a, b=b: self._call(outputs[a:b], reference[a:b], indices[a:b]))  # type: ignore[misc]
-                for a, b in bounds
-            ]
-        except OptionError as error:  # e.g. of one class only: the whole was scored, which is what counts
-            _log.info("no interval: %s", error)
-            parts = []
-        return Scored(value, tuple(parts))
-
-    def _call(self, outputs: Sequence[Outputs], reference: Sequence[Outputs], indices: Sequence[int]) -> Any:
-        metric = cast("Callable[..., Any]", self.metric)
-        return metric(outputs, reference, list(indices)) if self.takes_indices else metric(outputs, reference)
-
-    def _update(self, pairs: Iterable[tuple[Outputs, Outputs]], indices: Sequence[int]) -> Scored:
-        whole = cast("UpdatedMetric", self.metric)
-        ends = {b for _, b in part_bounds(len(indices))}
+        whole, ends = self.metric, {b for _, b in part_bounds(len(indices))}
         part = _copied(whole) if ends else None
         parts: list[float] = []
         for each in (whole, part):
             if each is not None:
                 self._guarded(each.reset)
-        for count, ((outputs, reference), index) in enumerate(zip(pairs, indices, strict=True), 1):
-            arguments: tuple[Any, ...] = (outputs, reference, index) if self.takes_indices else (outputs, reference)
+        for count, (pair, index) in enumerate(zip(pairs, indices, strict=True), 1):
+            arguments: tuple[Any, ...] = (*pair, index) if self.takes_indices else pair
             self._guarded(lambda arguments=arguments: whole.update(*arguments))  # type: ignore[misc]
             if part is not None:
                 try:
@@ -150,7 +140,7 @@ class CheckedMetric:
                     if count in ends:
                         parts.append(self._called(part.compute))
                         part.reset()
-                except OptionError as error:
+                except OptionError as error:  # e.g. of one class only: the whole is scored, which is what counts
                     _log.info("no interval: %s", error)
                     part, parts = None, []
         value = self._called(whole.compute)
@@ -209,11 +199,16 @@ def check_metric(metric: Any) -> CheckedMetric:
         if "reset" not in found:
             raise _refused("the metric has update() and compute(), but no reset()", "add reset()")
         takes = _takes_third(metric.update, "update()", ("index", "indices"))
-        return CheckedMetric(metric, takes, is_updated=True)
+        return CheckedMetric(metric, takes, _name(metric))
     if not callable(metric):
         kind = type(metric).__name__
         raise _refused(f"metric={metric!r} is a {kind}, which cannot be called", f"pass {_HOW}")
-    return CheckedMetric(metric, _takes_third(metric, "the metric", ("indices", "index")), is_updated=False)
+    takes = _takes_third(metric, "the metric", ("indices", "index"))
+    return CheckedMetric(_Collected(metric, takes), takes, _name(metric))
+
+
+def _name(metric: Any) -> str:
+    return str(getattr(metric, "__name__", type(metric).__name__))
 
 
 def _takes_third(call: Callable[..., Any], what: str, names: tuple[str, ...]) -> bool:

@@ -284,7 +284,7 @@ class Evaluator:
     @cached_property
     def _float_scored(self) -> Scored:
         assert self._metric is not None, "asked for with a metric only"
-        return self._metric.score_reference(self._references(), self._numbers)
+        return self._metric.score(((each, each) for each in self._references()), self._numbers)
 
     def _references(self) -> Iterator[Outputs]:
         """Yields the float model's outputs for the data, from memory where they are small."""

@@ -143,7 +143,7 @@ def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest
     again = evaluator()
     assert again.measured(worse) == found
     again.score(worse)
-    assert seen == [20, 30]  # the last part of the four that changes are compared on, by their own numbers
+    assert seen == [0, 10, 20, 30]  # the four that changes are compared on, by their own numbers
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------
