@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
-    from kenosis_ort.accuracy.compare import Comparison as Comparison
-    from kenosis_ort.accuracy.compare import compare as compare
     from kenosis_ort.api import calibrate as calibrate
     from kenosis_ort.api import convert as convert
     from kenosis_ort.api import layer_times as layer_times
@@ -60,6 +58,8 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.plan import PlacementPlan as PlacementPlan
     from kenosis_ort.recipe import RECIPES as RECIPES
     from kenosis_ort.recipe import Recipe as Recipe
+    from kenosis_ort.report.comparison import Comparison as Comparison
+    from kenosis_ort.report.comparison import compare as compare
     from kenosis_ort.report.quantization_report import QuantizationReport as QuantizationReport
     from kenosis_ort.targets.profile import HostProfile as HostProfile
     from kenosis_ort.targets.proof import FusionReport as FusionReport
@@ -73,7 +73,7 @@ __version__ = "0.1.0"
 
 # Imported when they are first used: ``kenosis-ort --help`` needs neither ONNX nor the runtime.
 _NAMES: Final = {
-    "kenosis_ort.accuracy.compare": "Comparison compare",
+    "kenosis_ort.report.comparison": "Comparison compare",
     "kenosis_ort.api": "calibrate convert layer_times measure_host preview quantize quantize_static",
     "kenosis_ort.bench.benchmark": "BenchReport bench",
     "kenosis_ort.calibration.archives": "ImageFolderReader ParquetReader TarReader",

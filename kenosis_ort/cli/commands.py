@@ -10,8 +10,6 @@ from typing import Final
 
 from kenosis_ort.cli import flags, parser
 
-WORST_LAYERS: Final = 8
-"""Layers that ``compare`` shows without ``--full``."""
 SHELLS: Final = ("bash", "zsh", "tcsh")
 
 
@@ -169,7 +167,7 @@ do next.
             flags.path("float_model", "FLOAT", "the float model"),
             flags.path("quantized_model", "QUANTIZED", "what was made of it"),
             flags.argument("--samples", text="samples to compare on (default: all)", type=parser.positive),
-            flags.switch("--full", f"show every layer, not the {WORST_LAYERS} that lose most"),
+            flags.switch("--full", "show every layer, not the 8 that lose most"),
             flags.argument("--min-agreement", "SHARE", "least share of equal argmax, e.g. 99%%", type=parser.share),
             flags.argument("--min-sqnr", "DB", "least signal to noise ratio, dB", type=parser.number),
             _THREADS,

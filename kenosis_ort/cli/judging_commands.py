@@ -15,26 +15,23 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import kenosis_ort.verify as proofs
-from kenosis_ort.cli.commands import WORST_LAYERS
 from kenosis_ort.cli.flags import in_shell_words
-from kenosis_ort.cli.screen import Form, Screen, cells, table
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.summary import ModelSummary, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
 from kenosis_ort.report import evidence
-from kenosis_ort.report.text import format_bytes, make_facts, make_table, render_fusion, render_layers
+from kenosis_ort.report.text import Form, format_bytes, make_facts, render_fusion, render_layers, table
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.targets import TARGETS, get_target
 
 if TYPE_CHECKING:
-    from kenosis_ort.accuracy.compare import Comparison
     from kenosis_ort.targets.proof import ClippingLoss
 
 _OPERATORS = 12
 _DIFFERENCES = 20
-_FLOAT_RANGE = "{0.low:.3g} .. {0.high:.3g}"
 
 
 def _reader(arguments: argparse.Namespace, model: Path, *, required: bool = False) -> Any:
@@ -170,9 +167,9 @@ def _render_summary(summary: ModelSummary, *, full: bool) -> RenderableType:
 
 def compare(arguments: argparse.Namespace, screen: Screen) -> bool:
     """The command ``compare``."""
-    from kenosis_ort.accuracy.compare import compare as compare_models
+    from kenosis_ort.report import comparison
 
-    found = compare_models(
+    found = comparison.compare(
         arguments.float_model,
         arguments.quantized_model,
         _reader(arguments, arguments.float_model, required=True),
@@ -190,52 +187,11 @@ def compare(arguments: argparse.Namespace, screen: Screen) -> bool:
     made_up = arguments.synthetic is not None and arguments.data is None
     screen.result(
         lambda: {**found.to_dict(), "below": short, "made_up_data": made_up},
-        lambda: _render_comparison(found, short, full=arguments.full, made_up=made_up),
+        lambda: comparison.render_comparison(
+            replace(found, advice=in_shell_words(found.advice)), short, full=arguments.full, made_up=made_up
+        ),
     )
     return bool(short)
-
-
-def _render_comparison(found: Comparison, short: list[str], *, full: bool, made_up: bool) -> RenderableType:
-    outputs: dict[str, Form] = {
-        ">agreement": lambda o: "-" if o.agreement is None else f"{100 * o.agreement:.1f} %",
-        ">SQNR": "{0.sqnr_db:.1f} dB",
-        ">cosine": "{0.cosine:.5f}",
-        ">largest difference": "{0.max_abs:.3g}",
-    }
-    rows = [(o.name, *(cells(o, outputs) if o.is_compared else ["-"] * len(outputs))) for o in found.outputs]
-    styles = ["red" if o.name in short else "" if o.is_fine else "yellow" for o in found.outputs]
-    blocks: list[RenderableType] = [make_table("output", *outputs, rows=rows, styles=styles, title="Outputs")]
-    if shown := found.worst(len(found.tensors) if full else WORST_LAYERS):
-        columns: dict[str, Form] = {
-            "tensor": lambda t: Text.assemble(t.name, (" first jump" * (t.name == found.jump), "bold red")),
-            ">SQNR": "{0.sqnr_db:.1f} dB",
-            ">lost here": "{0.drop_db:.1f} dB",
-            ">cosine": "{0.cosine:.5f}",
-            ">clipped": lambda t: f"{100 * t.clipping:.2f} %",
-            ">float range": _FLOAT_RANGE,
-        }
-        blocks.append(
-            table(
-                shown, columns, title="Layers, most lost first" if full else f"The {len(shown)} layers that lose most"
-            )
-        )
-    if found.weights and full:
-        columns = {
-            "weight": "{0.name}",
-            ">SQNR": "{0.sqnr_db:.1f} dB",
-            ">cosine": "{0.cosine:.5f}",
-            ">scales": lambda w: "by channel" if w.per_channel else "one",
-            ">float range": _FLOAT_RANGE,
-        }
-        blocks.append(table(sorted(found.weights, key=lambda w: w.sqnr_db), columns, title="Weights, worst first"))
-    compared = (
-        f"{found.samples} samples; {len(found.tensors)} quantized activations have a counterpart in the float model, "
-        f"{found.unmatched} do not"
-    )
-    blocks.append(Text(compared, style="dim"))
-    if made_up:
-        blocks.append(Text("note: on made-up data; agreement on real data may differ", style="yellow"))
-    return Group(*blocks, Text(f"next: {in_shell_words(found.advice)}", style="bold"))
 
 
 # -- compare-targets

@@ -12,11 +12,11 @@ from kenosis_ort.api import measure_host
 from kenosis_ort.bench.benchmark import bench, render_bench
 from kenosis_ort.bench.doctor import Examination, examine
 from kenosis_ort.cli import flags
-from kenosis_ort.cli.screen import Form, Screen, table
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.demo import measurements
 from kenosis_ort.graph.save import check_destination
-from kenosis_ort.report.text import make_facts
+from kenosis_ort.report.text import Form, make_facts, table
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.profile import HostProfile, KernelCost

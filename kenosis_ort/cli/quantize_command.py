@@ -22,7 +22,7 @@ from kenosis_ort.api import preview, quantize_static
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.cli.parser import Parser
-from kenosis_ort.cli.screen import Form, Screen, table
+from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.finish import check_files
@@ -32,7 +32,7 @@ from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.recipe import is_recipe_file
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.text import listed, make_table, render_report
+from kenosis_ort.report.text import Form, listed, make_table, render_report, table
 from kenosis_ort.storage.writing import absolute, sha256_of
 
 

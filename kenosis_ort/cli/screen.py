@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.cli.flags import in_shell_words
 from kenosis_ort.errors import printable
@@ -17,33 +17,11 @@ from kenosis_ort.storage.data import without_odd
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
     from kenosis_ort.errors import KenosisError
 
-Form: TypeAlias = str | Callable[[Any], "str | Text"]
-"""What a cell of a table holds: a format string of the row's object, or a function of it."""
 _PIPE_COLUMNS = 120  # a log or a file has no width of its own
 OnProgress = Callable[[int, "int | None"], None]
-
-
-def cells(row: Any, columns: Mapping[str, Form]) -> list[str | Text]:
-    """The cells of a row of `table`."""
-    return [form.format(row) if isinstance(form, str) else form(row) for form in columns.values()]
-
-
-def table(rows: Iterable[Any], columns: Mapping[str, Form], **settings: Any) -> Table:
-    """A table of objects, one a row.
-
-    Args:
-        rows: The objects.
-        columns: By heading what a cell holds, as a format string of the object (``{0.name}``), or a function of it.
-        settings: As for `kenosis_ort.report.text.make_table`.
-    """
-    from kenosis_ort.report.text import make_table
-
-    return make_table(*columns, rows=(cells(row, columns) for row in rows), **settings)
 
 
 class Screen:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kenosis_ort.plan import PlacementPlan
     from kenosis_ort.report.quantization_report import QuantizationReport
 
+Form: TypeAlias = str | Callable[[Any], str | Text]
+"""What a cell of a `table` holds: a format string of the row's object, or a function of it."""
 MAX_FLOAT_ROWS = 12
 MAX_NAMES = 3
 _TRUST_STYLES = {"trusted": "green", "usable": "yellow", "do not ship": "bold red"}
@@ -74,6 +76,22 @@ def make_table(
     for row, style in zip(rows, chain(styles, repeat("")), strict=False):
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row), style=style)
     return table
+
+
+def cells(row: Any, columns: Mapping[str, Form]) -> list[str | Text]:
+    """The cells of a row of `table`."""
+    return [form.format(row) if isinstance(form, str) else form(row) for form in columns.values()]
+
+
+def table(rows: Iterable[Any], columns: Mapping[str, Form], **settings: Any) -> Table:
+    """A table of objects, one a row.
+
+    Args:
+        rows: The objects.
+        columns: By heading what a cell holds, as a format string of the object (``{0.name}``), or a function of it.
+        settings: As for `make_table`.
+    """
+    return make_table(*columns, rows=(cells(row, columns) for row in rows), **settings)
 
 
 def make_facts(facts: Iterable[tuple[str, str | Text]], *, style: str = "dim") -> Table:

@@ -8,13 +8,15 @@ runtime's integer kernels: a model that also returns its dequantized tensors is 
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from kenosis_ort.accuracy.outputs import OutputComparison, OutputSums, check_names
 from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
@@ -22,9 +24,10 @@ from kenosis_ort.accuracy.side_by_side import ChannelSums, answers, chunks
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
-from kenosis_ort.errors import CalibrationError, last_gate, printable
+from kenosis_ort.errors import CalibrationError, last_gate
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import array_in
+from kenosis_ort.report.text import Form, cells, make_table, table, to_text
 from kenosis_ort.storage.data import without_odd
 from kenosis_ort.storage.spool import Spool
 
@@ -111,23 +114,65 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        lines = [f"{self.samples} samples; {len(self.tensors)} activations compared, {self.unmatched} without a match"]
-        for o in self.outputs:
-            agree = "" if o.agreement is None else f", agreement {100 * o.agreement:.1f} %"
-            rows = f", another number of rows on {o.skipped} samples: not compared there" if o.skipped else ""
-            same = f"{o.sqnr_db:.1f} dB, cosine {o.cosine:.5f}{agree}" if o.is_compared else "nothing to compare"
-            lines.append(f"output '{o.name}': {same}{rows}")
-        shown = self.worst()
-        if shown:
-            wide = max(len(_short(t.name)) for t in shown)
-            lines.append(f"{'tensor':<{wide}}   SQNR   lost here   clipped   float range")
-            for t in shown:
-                mark = " <- first jump" if t.name == self.jump else ""
-                lines.append(
-                    f"{_short(t.name):<{wide}}  {t.sqnr_db:5.1f}   {t.drop_db:9.1f}   {100 * t.clipping:5.2f} %   "
-                    f"{t.low:.3g} .. {t.high:.3g}{mark}"
-                )
-        return printable("\n".join([*lines, self.advice]))
+        return to_text(render_comparison(self))
+
+
+_FLOAT_RANGE: Final = "{0.low:.3g} .. {0.high:.3g}"
+_OUTPUTS: Final[Mapping[str, Form]] = {
+    ">agreement": lambda o: "-" if o.agreement is None else f"{100 * o.agreement:.1f} %",
+    ">SQNR": "{0.sqnr_db:.1f} dB",
+    ">cosine": "{0.cosine:.5f}",
+    ">largest difference": "{0.max_abs:.3g}",
+}
+_WEIGHTS: Final[Mapping[str, Form]] = {
+    "weight": "{0.name}",
+    ">SQNR": "{0.sqnr_db:.1f} dB",
+    ">cosine": "{0.cosine:.5f}",
+    ">scales": lambda w: "by channel" if w.per_channel else "one",
+    ">float range": _FLOAT_RANGE,
+}
+
+
+def render_comparison(
+    found: Comparison, short: Collection[str] = (), *, full: bool = False, made_up: bool = False
+) -> RenderableType:
+    """A comparison for a rich console.
+
+    Args:
+        found: What to show.
+        short: Names of outputs that agree less than is demanded.
+        full: Show every layer and the weights, not the few layers that lose most.
+        made_up: Say that the data is.
+    """
+    rows = [(o.name, *(cells(o, _OUTPUTS) if o.is_compared else ["-"] * len(_OUTPUTS))) for o in found.outputs]
+    styles = ["red" if o.name in short else "" if o.is_fine else "yellow" for o in found.outputs]
+    blocks: list[RenderableType] = [make_table("output", *_OUTPUTS, rows=rows, styles=styles, title="Outputs")]
+    blocks += [
+        Text(f"'{o.name}': another number of rows on {o.skipped} samples, not compared there", style="yellow")
+        for o in found.outputs
+        if o.skipped
+    ]
+    if shown := found.worst(len(found.tensors) if full else _SHOWN):
+        columns: dict[str, Form] = {
+            "tensor": lambda t: Text.assemble(t.name, (" first jump" * (t.name == found.jump), "bold red")),
+            ">SQNR": "{0.sqnr_db:.1f} dB",
+            ">lost here": "{0.drop_db:.1f} dB",
+            ">cosine": "{0.cosine:.5f}",
+            ">clipped": lambda t: f"{100 * t.clipping:.2f} %",
+            ">float range": _FLOAT_RANGE,
+        }
+        title = "Layers, most lost first" if full else f"The {len(shown)} layers that lose most"
+        blocks.append(table(shown, columns, title=title))
+    if found.weights and full:
+        blocks.append(table(sorted(found.weights, key=lambda w: w.sqnr_db), _WEIGHTS, title="Weights, worst first"))
+    compared = (
+        f"{found.samples} samples; {len(found.tensors)} quantized activations have a counterpart in the float model, "
+        f"{found.unmatched} do not"
+    )
+    blocks.append(Text(compared, style="dim"))
+    if made_up:
+        blocks.append(Text("note: on made-up data; agreement on real data may differ", style="yellow"))
+    return Group(*blocks, Text(f"next: {found.advice}", style="bold"))
 
 
 @last_gate
@@ -334,7 +379,3 @@ def _about_weights(weight: TensorComparison) -> str:
     if not weight.per_channel:
         return f"{what}: quantize them with per_channel=True."
     return f"{what}: their channels differ too much; try recipe='accurate' (equalization, rounding)."
-
-
-def _short(name: str, limit: int = 48) -> str:
-    return name if len(name) <= limit else f"...{name[3 - limit :]}"
