@@ -18,9 +18,9 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy import measures as found_by
-from kenosis_ort.accuracy.error import Array, Float64, Outputs
+from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows
 from kenosis_ort.accuracy.measured import Measure
-from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap
+from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap, without_ones
 from kenosis_ort.accuracy.outputs import product
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
@@ -109,7 +109,7 @@ def _decision(
         return _labels(name, arrays) if producers == {"ArgMax"} else None
     if first.dtype.kind != "f" or not all(np.isfinite(a).all() for a in arrays):
         return None
-    flat = [_without_ones(a) for a in arrays]
+    flat = [without_ones(a) for a in arrays]
     if producers <= _SOFTMAX:
         return _of_softmax(name, flat)
     if producers <= _YES_NO:
@@ -194,12 +194,6 @@ def _sums_to_one(array: Array, axis: int) -> bool:
     return bool(np.allclose(sums, 1.0, atol=1e-3))
 
 
-def _without_ones(array: Array) -> Array:
-    while array.ndim > 2 and array.shape[-1] == 1:
-        array = array[..., 0]
-    return array
-
-
 def _are_reconstructions(arrays: Sequence[Array], feeds: Sequence[Mapping[str, Array]]) -> bool:
     """Whether outputs are much like an input of the same shape."""
     for name in feeds[0] if feeds else ():
@@ -275,7 +269,7 @@ def _beside(boxes: str, arrays: Mapping[str, Sequence[Array]]) -> BoxLayout | No
 
 def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> BoxLayout | None:
     """The layout of boxes and scores in the columns of one output."""
-    samples = [_as_rows(a, transposed=transposed) for a in arrays]
+    samples = [as_rows(a, -2 if transposed else -1) for a in arrays]
     if len({sample.shape[1] for sample in samples}) > 1:
         return None  # what varies with the sample, as the length of a text does, are no columns
     rows = np.concatenate(samples)
@@ -292,12 +286,6 @@ def _in_columns(name: str, arrays: Sequence[Array], *, transposed: bool) -> BoxL
         if _holds(layout, {name: arrays}):
             return layout
     return None
-
-
-def _as_rows(array: Array, *, transposed: bool) -> Float64:
-    shaped = np.asarray(array, np.float64)
-    shaped = shaped.swapaxes(-1, -2) if transposed else shaped
-    return shaped.reshape(-1, shaped.shape[-1])
 
 
 def _holds(layout: BoxLayout, arrays: Mapping[str, Sequence[Array]]) -> bool:

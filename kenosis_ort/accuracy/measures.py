@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kenosis_ort.accuracy.error import Array, Float64, Outputs
+from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows
 from kenosis_ort.accuracy.measured import Measure
 
 _LEAST_PROBABILITY = 1e-9
@@ -326,12 +326,16 @@ def _matched(a: Float64, b: Float64) -> int:
     return count
 
 
-def _rows(array: Float64) -> Float64:
-    """Scores as (rows, classes): the classes are the last axis, or the last but axes of one element."""
-    shape = array.shape
-    while len(shape) > 2 and shape[-1] == 1:
-        shape = shape[:-1]
-    return np.asarray(array, np.float64).reshape(math.prod(shape[:-1]), shape[-1])
+def without_ones(array: Array) -> Array:
+    """Scores with the classes last: behind the second axis, axes of one element at the end are left out."""
+    while array.ndim > 2 and array.shape[-1] == 1:
+        array = array[..., 0]
+    return array
+
+
+def _rows(array: Array) -> Float64:
+    """Scores as (rows, classes)."""
+    return as_rows(without_ones(array), -1)
 
 
 def _winners(rows: Float64) -> Float64:

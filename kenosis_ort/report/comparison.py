@@ -19,8 +19,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kenosis_ort.accuracy.outputs import OutputComparison, OutputSums, check_names
-from kenosis_ort.accuracy.pairing import Pair, Pairing, WeightPair
-from kenosis_ort.accuracy.side_by_side import ChannelSums, answers, chunks
+from kenosis_ort.accuracy.side_by_side import ChannelSums, Pair, Pairing, WeightPair, answers, chunks
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
