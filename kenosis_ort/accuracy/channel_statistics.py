@@ -125,20 +125,15 @@ def channel_statistics(
             axes_of = {name: [a for a in range(1, ranks[name]) if a != wanted[name]] for name in group}
             nodes = [n for v in group for n in _reductions(v, axes_of[v], outputs[v], opset, taken)]
             session = model.session(list(outputs.values()), nodes)
-            seen = _seen(session, outputs, axes_of, samples)
-            found.update({name: _added(parts) for name, parts in seen.items() if parts})
+            found.update(_seen(session, outputs, axes_of, samples))
     return found
-
-
-_OfOneFeed = tuple[Float64, Float64, Float64, Float64]
-"""Least and largest values and sums of squares by channel, and means by sample and channel in front of the last."""
 
 
 def _seen(
     session: Session, outputs: Mapping[str, str], axes: Mapping[str, list[int]], feeds: Iterable[Mapping[str, Any]]
-) -> dict[str, list[_OfOneFeed]]:
-    """What each feed says about each value that has elements on it."""
-    seen: dict[str, list[_OfOneFeed]] = {name: [] for name in outputs}
+) -> dict[str, ChannelStatistics]:
+    """The statistics of each value that has elements on some feed."""
+    seen: dict[str, list[Float64]] = {name: [] for name in outputs}
     names, count = list(outputs.values()), 0
     for feed in feeds:
         for name, joined in zip(outputs, run(session, names, dict(feed), count), strict=True):
@@ -149,11 +144,11 @@ def _seen(
                     fix="Check this sample's preprocessing.",
                 )
             if joined.size:
-                seen[name].append(_split(np.asarray(joined, np.float64), reduced=bool(axes[name])))
+                seen[name].append(np.asarray(joined, np.float64))
         count += 1
     if not count:
         raise CalibrationError("There is no sample to observe.", fix="Pass at least one feed.")
-    return seen
+    return {name: _statistics(joined, reduced=bool(axes[name])) for name, joined in seen.items() if joined}
 
 
 def _reductions(value: str, axes: list[int], output: str, opset: int, taken: set[str]) -> list[onnx.NodeProto]:
@@ -180,20 +175,12 @@ def _reductions(value: str, axes: list[int], output: str, opset: int, taken: set
     return nodes
 
 
-def _split(joined: Float64, *, reduced: bool) -> _OfOneFeed:
-    """What the joined reductions of one feed say; of a value that was not reduced they are the value."""
-    low, high, mean, squares = np.split(joined, 4, axis=1) if reduced else (joined, joined, joined, joined * joined)
-    return low.min(axis=0), high.max(axis=0), mean, squares.sum(axis=0)
-
-
-def _added(parts: Sequence[_OfOneFeed]) -> ChannelStatistics:
-    """The statistics over all feeds."""
-    lows, highs, rows, squares = zip(*parts, strict=True)
-    means = np.concatenate(rows)
-    second: Float64 = sum(squares[1:], squares[0]) / len(means)
-    return ChannelStatistics(
-        np.minimum.reduce(lows), np.maximum.reduce(highs), means.mean(axis=0), second, sample_means=means
-    )
+def _statistics(joined: Sequence[Float64], *, reduced: bool) -> ChannelStatistics:
+    """Statistics over the joined reductions of all feeds; of a value that was not reduced they are the value."""
+    rows = np.concatenate(joined)
+    low, high, mean, squares = np.split(rows, 4, axis=1) if reduced else (rows, rows, rows, rows * rows)
+    second = squares.sum(axis=0) / len(rows)
+    return ChannelStatistics(low.min(axis=0), high.max(axis=0), mean.mean(axis=0), second, sample_means=mean)
 
 
 def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:

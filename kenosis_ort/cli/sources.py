@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib
-import importlib.util
 import logging
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -306,14 +307,12 @@ def _named(source: str, option: str, fix: str, *, called: bool = False) -> Any:
     name = found["module"]
     if not name.endswith(".py"):
         with _blamed(source, "run the command in the module's folder"):
-            module = importlib.import_module(name)
+            module: Any = importlib.import_module(name)
+    elif not Path(name).is_file():
+        raise CalibrationError("the Python file does not exist", where=name, fix=f"check {option}")
     else:
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name) if Path(name).is_file() else None
-        if spec is None or spec.loader is None:
-            raise CalibrationError("the Python file does not exist", where=name, fix=f"check {option}")
-        module = importlib.util.module_from_spec(spec)
         with _blamed(source):
-            spec.loader.exec_module(module)
+            module = SimpleNamespace(**runpy.run_path(name))
     named = getattr(module, found["name"], None)
     if named is None or (called and not callable(named)):
         hint = did_you_mean(found["name"], [name for name, value in vars(module).items() if callable(value)])

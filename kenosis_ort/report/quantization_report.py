@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from kenosis_ort.exports import deferred
 from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
 from kenosis_ort.options import OptionChoice, Stages
 from kenosis_ort.passes.runner import PassOutcome
@@ -37,11 +36,6 @@ _USUAL: Final[Mapping[str, Any]] = {
 }
 
 
-_renderer: Final = deferred(
-    __name__,
-    {"kenosis_ort.report.text": "render_report to_text", "kenosis_ort.report.html.page": "render_html render_notebook"},
-)
-"""Renderers by name: they know the report, which finds them when it is asked for a form of its own."""
 _STAYS: Final = "ttentions stay as products and Softmax"
 """What the notes say of attention layers that did not become one operator."""
 
@@ -218,18 +212,20 @@ class QuantizationReport:
         return f"<QuantizationReport {self.model_output!r}: {self.verdict()} {sizes}, {self.total_seconds:.2f} s>"
 
     def __str__(self) -> str:
-        return str(_renderer("to_text")(_renderer("render_report")(self)))
+        from kenosis_ort.report.text import render_report, to_text  # loads rich
+
+        return to_text(render_report(self))
 
     def _repr_html_(self) -> str:
-        return str(_renderer("render_notebook")(self))
+        from kenosis_ort.report.html.page import render_notebook
 
-    def to_html(self, *, evidence: ReportEvidence | None = None) -> str:
-        """The report as one HTML page that needs no network and no other file.
+        return render_notebook(self)
 
-        Args:
-            evidence: Takes the place of `evidence` of the report.
-        """
-        return str(_renderer("render_html")(self, evidence=evidence))
+    def to_html(self) -> str:
+        """The report as one HTML page that needs no network and no other file."""
+        from kenosis_ort.report.html.page import render_html
+
+        return render_html(self)
 
     def recipe_file(self) -> RecipeFile:
         """Recipe file that makes the same model again from the same data: the recipe, and the options of this call.
@@ -258,7 +254,7 @@ class QuantizationReport:
         """
         self.recipe_file().save(path)
 
-    def save_html(self, path: str | os.PathLike[str], *, evidence: ReportEvidence | None = None) -> None:
+    def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_html` to a file.
 
         Raises:
@@ -266,7 +262,7 @@ class QuantizationReport:
         """
         models = (("the float model", self.model_input), ("the quantized model", self.model_output))
         check_apart([("the report", Path(path))], [(role, Path(name)) for role, name in models])
-        write_text(path, self.to_html(evidence=evidence), "the report")
+        write_text(path, self.to_html(), "the report")
 
     def to_dict(self, *, include_plan: bool = True, include_evidence: bool = True) -> dict[str, Any]:
         """The report as data that any JSON writer takes.

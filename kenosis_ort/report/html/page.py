@@ -23,17 +23,13 @@ _SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "pa
 _NO_EVIDENCE: Final = ReportEvidence()
 
 
-def render_html(report: QuantizationReport, *, evidence: ReportEvidence | None = None) -> str:
+def render_html(report: QuantizationReport) -> str:
     """The report as one HTML page; sections without data are left out.
 
     Names in a model are input from outside: all of them are escaped, and the page's security policy allows no
     script, style, image or connection but the page's own.
-
-    Args:
-        report: What to show.
-        evidence: Takes the place of the report's own evidence.
     """
-    shown = evidence or report.evidence or _NO_EVIDENCE
+    shown = report.evidence or _NO_EVIDENCE
     facts = node_facts(report, shown)
     style, script = _joined(_STYLE), _joined(_SCRIPTS)
     return (
