@@ -15,16 +15,14 @@ from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models
-from tests.flow.support import changed, quantized
+from tests.flow.support import changed, make
 from tests.models import FeedReader, feeds
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     model = models.residual_block()
-    out: Path = tmp_path_factory.mktemp("pair") / "q.onnx"
-    quantized(model, out, rewrites=False)
-    return model, onnx.load(out)
+    return model, make(model, tmp_path_factory.mktemp("pair"), rewrites=False).written
 
 
 def test_sketch_holds_every_node_and_edge_but_no_constants(pair):
@@ -39,28 +37,21 @@ def test_sketch_holds_every_node_and_edge_but_no_constants(pair):
     assert len(body.inputs) > 1, "what a body reads counts"
 
 
-def test_grids_are_those_of_the_quantized_model(pair):
+def test_grids_are_those_of_the_quantized_model_and_weights_within_half_a_step_of_theirs(pair):
     model, made = pair
     grids = read_grids(model, made)
-    constants = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
+    constants = {t.name: numpy_helper.to_array(t) for t in (*model.graph.initializer, *made.graph.initializer)}
     names = {name for node in model.graph.node for name in node.output}
     made_of = [n.input for n in made.graph.node if n.op_type == "QuantizeLinear" and n.input[0] in names]
     assert made_of
     for value, scale, zero in made_of:
         ends, step = np.iinfo(constants[zero].dtype), float(constants[scale])
         assert grids[value].range == tuple((end - int(constants[zero])) * step for end in (ends.min, ends.max))
-
-
-def test_weights_are_within_half_a_step_of_their_grid(pair):
-    model, made = pair
-    grids = read_grids(model, made)
-    weights = {n.input[1] for n in model.graph.node if n.op_type == "Conv"}
-    for tensor in model.graph.initializer:
-        if tensor.name in weights:
-            real = numpy_helper.to_array(tensor).astype(np.float64)
-            rounding = grids[tensor.name].rounding(real)
-            assert rounding[0] == pytest.approx(float(np.square(real).sum()), rel=1e-12)
-            assert 0.0 < rounding[1] <= real.size * (0.5001 * grids[tensor.name].scale.max()) ** 2
+    for name in (n.input[1] for n in model.graph.node if n.op_type == "Conv"):
+        real = constants[name].astype(np.float64)
+        signal, noise = grids[name].rounding(real)
+        assert signal == pytest.approx(float(np.square(real).sum()), rel=1e-12)
+        assert 0.0 < noise <= real.size * (0.5001 * grids[name].scale.max()) ** 2
 
 
 def test_profiles_count_every_value_and_know_the_noise(pair):
@@ -86,14 +77,10 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
 )
 def test_weights_have_the_range_that_their_integers_span(tmp_path: Path, options: Any, caption: str, largest: int):
     model = models.residual_block()
-    quantized(model, tmp_path / "q.onnx", rewrites=False, **options)
-    made = onnx.load(tmp_path / "q.onnx")
-    convs = {node.input[1] for node in model.graph.node if node.op_type == "Conv"}
-    grids = read_grids(model, made)
-    shown = [p for p in profile_tensors(model, made) if p.name in convs]
-    assert shown
-    for profile in shown:
-        grid = grids[profile.name]
+    made = make(model, tmp_path, rewrites=False, **options).written
+    grids, profiles = read_grids(model, made), {p.name: p for p in profile_tensors(model, made)}
+    for name in (node.input[1] for node in model.graph.node if node.op_type == "Conv"):
+        grid, profile = grids[name], profiles[name]
         integers = numpy_helper.to_array(grid.stored).astype(np.int64)
         assert np.abs(integers).max() == largest
         values = integers.reshape(len(integers), -1) * grid.scale[:, None]

@@ -109,11 +109,13 @@ def test_it_has_landmarks_and_headings_that_skip_no_level_and_controls_and_pictu
     assert all(canvas["aria-label"] and canvas["tabindex"] == "0" for canvas in page.all("canvas"))
 
 
-def test_it_fetches_nothing_and_its_policy_allows_its_own_script_and_style_only(page: Page):
+def test_it_fetches_nothing_its_policy_allows_its_own_script_and_style_only_and_that_heeds_motion_and_print(page: Page):
     for tag, attributes in page.tags:
         assert tag not in ("link", "img", "iframe", "object", "embed", "audio", "video", "base"), tag
         assert not any(name.startswith("on") or name in ("src", "style") for name in attributes), (tag, attributes)
     assert not any(text in style for style in page.styles for text in ("url(", "@import"))
+    queries = ("prefers-color-scheme", "prefers-reduced-motion", "@media print", "scripting: none", "forced-colors")
+    assert [query for query in queries if query not in page.styles[0]] == []
     policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert (policy.startswith("default-src 'none'"), "unsafe" in policy) == (True, False)
     for text in (page.styles[0], page.scripts[-1]):
@@ -197,12 +199,6 @@ def test_text_and_marks_have_enough_contrast(scheme: str):
     measured = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in (*TEXT, *MARKS)}
     assert {pair: measured[pair] for pair in TEXT if measured[pair] < 4.5} == {}
     assert {pair: measured[pair] for pair in MARKS if measured[pair] < 3} == {}
-
-
-def test_styles_heed_motion_print_and_missing_scripts():
-    style = Page(render_html(report())).styles[0]
-    for query in ("prefers-color-scheme", "prefers-reduced-motion", "@media print", "scripting: none", "forced-colors"):
-        assert query in style
 
 
 def test_notebook_fragment_tells_the_verdict():
