@@ -11,27 +11,15 @@ from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, 
 from tests.planning import parse
 
 
-def model_of(
-    low: int | None, high: int | None, *, kind: type[np.generic] = np.uint8, weight: str = ""
-) -> onnx.ModelProto:
+def model_of(low: int | None, high: int | None, *, weight: str = "") -> onnx.ModelProto:
     """x -> Q -> Clip -> DQ -> Conv with int8 weights behind DQ, and a data type said of the weights."""
     clip, clipped = ("", "q") if high is None else ("[clip] c = Clip (q, lo, hi)", "c")
-    text = f"""g (float[1,3,4,4] x) => (float[1,2,4,4] y) {{
-        q = QuantizeLinear (x, s, z)
-        {clip}
-        [dq] d = DequantizeLinear ({clipped}, s, z)
-        wd = DequantizeLinear <axis = 0> (w, ws, wz)
-        y = Conv (d, wd)
-    }}"""
+    text = f"""(float[1,3,4,4] x) => (float[1,2,4,4] y) {{ q = QuantizeLinear (x, s, z) {clip}
+        [dq] d = DequantizeLinear ({clipped}, s, z) wd = DequantizeLinear <axis = 0> (w, ws, wz) y = Conv (d, wd) }}"""
     constants = {
-        "s": np.float32(0.1),
-        "z": kind(3),
-        "lo": kind(low or 0),
-        "hi": kind(high or 0),
-        "w": np.array([[-7, 7, 0], [1, 2, -3]], np.int8).reshape(2, 3, 1, 1),
-        "ws": np.array([0.5, 0.25], np.float32),
-        "wz": np.zeros(2, np.int8),
-    }
+        "s": np.float32(0.1), "z": np.uint8(3), "lo": np.uint8(low or 0), "hi": np.uint8(high or 0),
+        "w": np.int8([-7, 7, 0, 1, 2, -3]).reshape(2, 3, 1, 1), "ws": np.float32([0.5, 0.25]), "wz": np.int8([0, 0]),
+    }  # fmt: skip
     model = parse(text, constants, opset=13, ir_version=8)
     if weight:
         annotate(model.graph, "w", weight)
@@ -50,26 +38,20 @@ def test_other_bounds_are_no_width(low: int, high: int) -> None:
     assert width_of(low, high, signed=low < 0) is None
 
 
-def test_bits_are_read_from_clip_and_annotation() -> None:
-    activation, weight = quantizers_of(model_of(0, 15, weight="INT4"))
+@pytest.mark.parametrize(("high", "word", "bits", "weight_bits"), [
+    (15, "INT4", 4, 4), (None, "", 8, 8), *((None, word, 8, 8) for word in ("UINT4", "FLOAT32", "INT12")),
+])  # fmt: skip
+def test_bits_are_read_from_clip_and_an_annotation_that_fits(
+    high: int | None, word: str, bits: int, weight_bits: int
+) -> None:
+    """Else the container counts."""
+    activation, weight = quantizers_of(model_of(high and 0, high, weight=word))
     a, w = activation.quantizer, weight.quantizer
-    assert (a.bits, a.signed, a.narrow, a.axis, a.zero_point, activation.real) == (4, False, False, None, 3, "x")
-    assert activation.clip is not None
-    assert (w.bits, w.signed, w.narrow, w.axis) == (4, True, True, 0)
-    assert w.scale.tolist() == [0.5, 0.25]
+    assert (a.bits, a.signed, a.narrow, a.axis, a.zero_point, activation.real) == (bits, False, False, None, 3, "x")
+    assert (activation.clip is None) == (high is None)
+    assert (w.bits, w.signed, w.narrow, w.axis, w.scale.tolist()) == (weight_bits, True, True, 0, [0.5, 0.25])
     assert weight.constant is not None
-    assert w.bounds == (-7, 7)
-
-
-def test_without_clip_and_annotation_the_container_counts() -> None:
-    activation, weight = quantizers_of(model_of(None, None))
-    assert (activation.quantizer.bits, activation.quantizer.narrow, activation.clip) == (8, False, None)
-    assert (weight.quantizer.bits, weight.quantizer.narrow) == (8, True)
-
-
-def test_an_annotation_that_does_not_fit_is_not_believed() -> None:
-    for word in ("UINT4", "FLOAT32", "INT12"):
-        assert quantizers_of(model_of(None, None, weight=word))[1].quantizer.bits == 8
+    assert w.bounds == (1 - 2 ** (weight_bits - 1), 2 ** (weight_bits - 1) - 1)
 
 
 def test_a_second_word_replaces_the_first() -> None:

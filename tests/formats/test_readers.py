@@ -75,8 +75,7 @@ def test_an_operator_of_integers_is_its_float_one_between_dq_and_q(op_type):
 
 def test_a_pool_of_integers_that_feeds_others_stands_between_dq_and_q():
     model = net(f"{PAIR}\n p = MaxPool <kernel_shape = [2, 2]> (q)\n y = DequantizeLinear (p, s, z)", "y, d")
-    found = read(model)
-    assert [t.quantize is not None for t in quantizers_of(found)] == [True] * 3
+    assert [t.quantize is not None for t in quantizers_of(read(model))] == [True] * 3
 
 
 # ---- Q, Clip and DQ -------------------------------------------------------------------------------------------------
@@ -105,14 +104,8 @@ def test_weights_of_qcdq_become_integers_in_range(stored, by_channel, bits, seed
 
 def test_several_dq_of_one_q_are_one():
     """Others' converter gives the second DQ floats without a word."""
-    model = net(
-        """q = QuantizeLinear (x, s, z)
-        c = Clip (q, lo, hi)
-        a = DequantizeLinear (c, s, z)
-        b = DequantizeLinear (c, s, z)
-        y = Mul (a, b)""",
-        z=np.uint8(7), lo=np.uint8(0), hi=np.uint8(15),
-    )  # fmt: skip
+    pairs = "a = DequantizeLinear (c, s, z) b = DequantizeLinear (c, s, z) y = Mul (a, b)"
+    model = net(f"q = QuantizeLinear (x, s, z) c = Clip (q, z3, hi) {pairs}", z=np.uint8(7), hi=np.uint8(15))
     found = read(model)
     assert [n.op_type for n in found.graph.node] == ["QuantizeLinear", "Clip", "DequantizeLinear", "Mul"]
 
@@ -153,35 +146,29 @@ def test_layout_operators_behind_a_weight_are_performed_on_its_integers(layout, 
         w=rng.integers(-8, 8, (3, 3, 3, 4)).astype(np.int8), ws=rng.uniform(0.1, 0.2, 4).astype(np.float32),
         wz=np.zeros(4, np.int8), to=np.array([-1, 4]), axes=np.array([0]),
     )  # fmt: skip
-    found = read(model)
-    assert layout.split()[0] not in operators(found)
+    assert layout.split()[0] not in operators(read(model))
 
 
 def test_a_layout_that_mixes_channels_stays():
-    scales = np.array([0.1, 0.2], np.float32)
     model = net(
         "wd = DequantizeLinear <axis = 0> (w, ws, wz)\n v = Reshape (wd, to)\n y = Add (x, v)",
-        w=np.arange(6, dtype=np.int8).reshape(2, 3), ws=scales, wz=np.zeros(2, np.int8), to=np.array([6]),
+        w=np.arange(6, dtype=np.int8).reshape(2, 3), ws=np.float32([0.1, 0.2]), wz=np.int8([0, 0]), to=[6],
     )  # fmt: skip
-    found = read(model)
-    assert operators(found)["Reshape"] == 1
+    assert operators(read(model))["Reshape"] == 1
 
 
 def test_unsigned_integers_around_128_are_signed_ones_around_zero():
     model = net("q = QuantizeLinear (x, s, z)\n y = DequantizeLinear (q, s, z)", z=np.uint8(128))
-    found = read(model, draw() * 4)
-    (tensor,) = quantizers_of(found)
+    (tensor,) = quantizers_of(read(model, draw() * 4))
     assert (tensor.quantizer.signed, int(tensor.quantizer.zero_point)) == (True, 0)
 
 
 @pytest.mark.parametrize(("behind", "weight"), [("y = Add (d, wd)", "uint8"), ("y = MatMul (d, wd)", "int8")])
 def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(behind: str, weight: str) -> None:
-    zero = {"z": np.int8(3), "wz": np.int8(-2)}
     model = net(
         f"{PAIR}\n wd = DequantizeLinear (w, s2, wz)\n {behind}",
-        w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6),
-        **zero,
-    )
+        w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6), z=np.int8(3), wz=np.int8(-2),
+    )  # fmt: skip
     found = to_unsigned(copy_model(model)).finish()
     types = {tensor.name: numpy_helper.to_array(tensor).dtype.name for tensor in found.graph.initializer}
     q, wd = (next(n for n in found.graph.node if n.output[0] == name) for name in ("q", "wd"))
@@ -190,10 +177,8 @@ def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(be
 
 
 def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
-    ends = {"lo": np.uint8(120), "hi": np.uint8(135)}
-    model = net(
-        "q = QuantizeLinear (x, s, z)\n c = Clip (q, lo, hi)\n y = DequantizeLinear (c, s, z)", z=np.uint8(128), **ends
-    )
+    text = "q = QuantizeLinear (x, s, z)\n c = Clip (q, lo, hi)\n y = DequantizeLinear (c, s, z)"
+    model = net(text, z=np.uint8(128), lo=np.uint8(120), hi=np.uint8(135))
     model.graph.input.append(helper.make_tensor_value_info("lo", TensorProto.UINT8, []))
     before = list(model.graph.node)
     assert list(to_signed(copy_model(model)).finish().graph.node) == before
@@ -201,8 +186,7 @@ def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():
     canonical = to_runtime_form(read_model(conv_net(bits=8)).canonical, X86)
-    relus = [node for node in canonical.graph.node if node.op_type == "Relu"]
-    for relu in relus:  # as stock writes it: the range is the Relu
+    for relu in [n for n in canonical.graph.node if n.op_type == "Relu"]:  # as stock writes it: the range is the Relu
         for reader in canonical.graph.node:
             reader.input[:] = [relu.input[0] if name == relu.output[0] else name for name in reader.input]
         canonical.graph.node.remove(relu)

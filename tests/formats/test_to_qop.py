@@ -16,20 +16,6 @@ from tests.formats.qonnx import operators, run
 from tests.formats.test_model import model_of
 from tests.quantizer.random_nets import nets
 
-CONV_NET = """
-net (float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8] b, float[8,8,3,3] v, float[8,8,1,1] u> {
-  c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w, b)
-  r = Relu (c)
-  p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (r)
-  d = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (p, v)
-  a = Add (d, p)
-  s = Sigmoid (a)
-  g = GlobalAveragePool (s)
-  h = Conv <kernel_shape=[1,1]> (g, u)
-  y = Relu (h)
-}
-"""
-
 
 def check_same(qdq: onnx.ModelProto, qop: onnx.ModelProto, feeds: Sequence[models.Feed]) -> None:
     """The runtime fuses the QDQ model to what the other one says, whether or not it optimizes that."""
@@ -52,7 +38,10 @@ def test_any_net_computes_the_same(model: onnx.ModelProto) -> None:
 
 
 def test_every_operator_of_a_net_is_one_of_integers() -> None:
-    done = planning.quantize(CONV_NET, protect_outputs="int8")
+    text = """(float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8] b, float[8,8,1,1] u> {
+        c = Conv (x, w, b) r = Relu (c) p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) d = Conv (p, u)
+        a = Add (d, p) s = Sigmoid (a) g = GlobalAveragePool (s) h = Conv (g, u) y = Relu (h) }"""
+    done = planning.quantize(text, protect_outputs="int8")
     qop = to_qop(done.quantized)
     expected = dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "MaxPool", "QLinearAdd", "QLinearSigmoid"), 1)
     assert operators(qop) == {**expected, "QLinearGlobalAveragePool": 1, "QLinearConv": 3}
@@ -92,13 +81,8 @@ def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
 
 @pytest.mark.parametrize("behind", [10, 20])
 def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind: int) -> None:
-    text = """(float[1,1,4,4] x) => (float[1,1,2,2] y) {
-      q = QuantizeLinear (x, s, z)
-      d = DequantizeLinear (q, s, z)
-      p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (d)
-      r = QuantizeLinear (p, s, v)
-      y = DequantizeLinear (r, s, v)
-    }"""
+    text = """(float[1,1,4,4] x) => (float[1,1,3,3] y) { q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
+        p = MaxPool <kernel_shape = [2,2]> (d) r = QuantizeLinear (p, s, v) y = DequantizeLinear (r, s, v) }"""
     qdq = planning.parse(text, {"s": np.float32(0.1), "z": np.uint8(10), "v": np.uint8(behind)})
     qop = to_qop(qdq)
     assert operators(qop)["QuantizeLinear"] == (1 if behind == 10 else 2)
