@@ -142,13 +142,6 @@ def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple
     assert limits(behind, outputs) == ([] if found is None else [pytest.approx(found)])
 
 
-def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, shape: str = "1,4,8,8") -> SeenAs | None:
-    text = f"net (float[{shape}] c0) => (y) {{ c = Neg (c0)\n {behind} }}"
-    model = parse(text, weights, opset=opset)  # preparation would raise the operator set
-    view = GraphView(onnx.shape_inference.infer_shapes(model))
-    return seen_as(view, view.nodes[0].outputs).get("c")
-
-
 @pytest.mark.parametrize(("behind", "opset", "axes"), [
     ("y = Softmax (c)", 17, (-1,)),
     ("y = Softmax <axis = 1> (c)", 17, (1,)),
@@ -159,8 +152,10 @@ def seen(behind: str, opset: int = 17, weights: dict[str, Any] | None = None, sh
     ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
 ])  # fmt: skip
 def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | None) -> None:
-    shape = {"shape": np.array([4, 8, 8], np.int64)} if "shape" in behind else None
-    found = seen(behind, opset, shape)
+    text = f"(float[1,4,8,8] c0) => (y) <int64[3] shape> {{ c = Neg (c0)\n {behind} }}"
+    model = parse(text, {"shape": [4, 8, 8]}, opset=opset)  # preparation would raise the operator set
+    view = GraphView(onnx.shape_inference.infer_shapes(model))
+    found = seen_as(view, view.nodes[0].outputs).get("c")
     assert (found.axes if found is not None and found.axes else None) == axes
 
 
@@ -175,13 +170,14 @@ def test_a_mask_in_front_of_a_softmax_does_not_count(mask: float) -> None:
     assert (counted == np.maximum(masked, counted)).all()
 
 
+PADS = {"pads": [0, 0, 1, 1, 0, 0, 1, 1]}
+
+
 @pytest.mark.parametrize(("value", "found"), [(-np.inf, True), (-1e9, True), (0.0, False)])
 def test_padding_in_front_of_a_maxpool(value: float, found: bool) -> None:
-    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(value)}
     text = "net (float[1,4,8,8] x) => (y) { c = Pad (x, pads, fill)\n y = MaxPool <kernel_shape = [2,2]> (c) }"
-    view = view_of(parse(text, pads))
-    expected = {"c": SeenAs(filling=value)} if found else {}
-    assert seen_as(view, view.nodes[0].outputs) == expected
+    view = view_of(text, {**PADS, "fill": np.float32(value)})
+    assert seen_as(view, view.nodes[0].outputs) == ({"c": SeenAs(filling=value)} if found else {})
     padded = np.pad(np.arange(1, 5, dtype=np.float32).reshape(1, 1, 2, 2), 1, constant_values=value)
     assert SeenAs(filling=value)(padded).min() == 1.0 if found else True
 
@@ -193,13 +189,12 @@ def test_seen_values_keep_type_and_empty_arrays() -> None:
 
 
 def test_only_values_of_their_own_scale() -> None:
-    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64), "fill": np.float32(-np.inf)}
     text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4,4,1,1] v> {
         c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)\n p = Pad (c, pads, fill)
         m = MaxPool <kernel_shape = [3,3], strides = [2,2]> (p)\n r = Transpose <perm = [0,1,3,2]> (m)
         d = Conv <kernel_shape = [1,1]> (r, v)\n s = Sigmoid (d)\n g = Mul (d, s)
         e = Conv <kernel_shape = [1,1]> (g, v)\n y = Neg (e) }"""
-    view = view_of(parse(text, pads))
+    view = view_of(text, {**PADS, "fill": np.float32(-np.inf)})
     plan = Planner(view, ORT_CPU, PlacementOptions(protect_outputs="int8")).plan()
     own = {str(v.name) for v in values_of_own_scale(view, plan)}
     assert {"x", "d"} <= own

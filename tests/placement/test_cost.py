@@ -98,10 +98,9 @@ def test_unknown_shapes_are_told():
     assert case.regions().keep_float == {}
 
 
-@pytest.mark.parametrize(
-    ("model", "gains"),
-    [(models.mlp(layers=6), False), (chain(*[64] * 6), True), (models.mlp(n_in=512, hidden=512), True)],
-)
+@pytest.mark.parametrize(("model", "gains"), [
+    (models.mlp(layers=6), False), (chain(*[64] * 6), True), (models.mlp(n_in=512, hidden=512), True),
+])  # fmt: skip
 def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(model: onnx.ModelProto, gains: bool):
     case = Case(model)
     regions = case.regions()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import QuantizationReport, preview
-from tests import models
-from tests.flow.support import changed, initializers, proof, quantized, run
+from kenosis_ort import preview
+from tests.flow.support import Made, changed, make, proof, run
 from tests.models import Net
 
 
@@ -26,23 +26,20 @@ def net_of_convs(size: int = 12) -> onnx.ModelProto:
     return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * size * size, 64, name="head"))
 
 
-def on_tiles(out: Path, **options: Any) -> QuantizationReport:
-    return quantized(net_of_convs(), out, **{"tune": "model", "host": "amx", **options})
+def on_tiles(folder: Path, model: onnx.ModelProto | None = None, **options: Any) -> Made:
+    return make(model or net_of_convs(), folder, tune="model", host="amx", **options)
 
 
-def zero_points(out: Path) -> dict[str, set[int]]:
-    held, model = initializers(out), onnx.load(out)
+def zero_points(model: onnx.ModelProto) -> dict[str, set[int]]:
+    held = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     makers = {n.output[0]: n for n in model.graph.node}
-    return {
-        n.name: set(np.ravel(held[makers[n.input[1]].input[2]]).tolist())
-        for n in model.graph.node
-        if n.op_type in ("Conv", "Gemm") and n.input[1] in makers
-    }
+    layers = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm") and n.input[1] in makers]
+    return {n.name: set(np.ravel(held[makers[n.input[1]].input[2]]).tolist()) for n in layers}
 
 
 def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
-    report = on_tiles(tmp_path / "out.onnx", protect_outputs="int8")
-    found = zero_points(tmp_path / "out.onnx")
+    made = on_tiles(tmp_path, protect_outputs="int8")
+    report, found = made.report, zero_points(made.written)
     assert found["deep"] == {-1}
     assert all(points == {0} for name, points in found.items() if name != "deep")
     assert "matrix product" in report.plan.explain("deep")
@@ -59,21 +56,17 @@ def test_pictures_beyond_near_caches_stay_on_the_direct_kernel(size: int, shifte
 
 @pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
 def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
-    with_tiles, without = tmp_path / "tiles.onnx", tmp_path / "direct.onnx"
-    on_tiles(with_tiles, **options)
+    made = on_tiles(tmp_path, **options)
     raised = dict.fromkeys(("deep_w_quantized", "deep_w_zero_point"), lambda w: w + np.int8(1))
-    onnx.save(changed(onnx.load(with_tiles), **raised), without)  # the same weights, stored as they are
+    without = changed(made.written, **raised)  # the same weights, stored as they are
     assert zero_points(without)["deep"] == {0}
-    feeds = models.feeds(net_of_convs(), 4)
-    assert np.array_equal(run(with_tiles, feeds), run(without, feeds))
+    assert np.array_equal(run(made.written, made.feeds), run(without, made.feeds))
 
 
 @pytest.mark.parametrize("weights", [np.full((64, 64, 3, 3), -1.0), np.ones((64, 64, 3, 3))])
 def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
     """Alike weights of one sign: two of them stored one lower sum to what 16 bits hold."""
-    model = changed(net_of_convs(), deep_w=lambda _: weights)
-    quantized(model, tmp_path / "out.onnx", tune="model", host="amx")
-    held = initializers(tmp_path / "out.onnx")["deep_w_quantized"]
+    held = on_tiles(tmp_path, changed(net_of_convs(), deep_w=lambda _: weights)).held["deep_w_quantized"]
     assert set(np.unique(held)) <= {-64, 62}
 
 
@@ -86,7 +79,7 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
 def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    report = on_tiles(tmp_path / "out.onnx", extra_options=options)
-    assert zero_points(tmp_path / "out.onnx")["deep"] != {-1}
-    assert all(d.zero_point == 0 for d in report.plan.decisions)
-    assert not any("zero point -1" in note for note in report.notes)
+    made = on_tiles(tmp_path, extra_options=options)
+    assert zero_points(made.written)["deep"] != {-1}
+    assert all(d.zero_point == 0 for d in made.report.plan.decisions)
+    assert not any("zero point -1" in note for note in made.report.notes)
