@@ -203,10 +203,6 @@ def net(body: str, outputs: str = "y", seed: int = 0):
     return parse(f"(float[2,3,8,8] x) => ({outputs}) {declared} {{ {body} }}", seed=seed)
 
 
-def feed(seed: int = 0, spread: float = 4.0):
-    return normal((2, 3, 8, 8), seed, spread)
-
-
 GATE = st.tuples(st.floats(0.05, 2.0), st.floats(-0.5, 1.5), st.sampled_from(["c, g", "g, c"]))
 
 
@@ -215,7 +211,8 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
     """Of HardSwish, and of a product with a gate of its own."""
     gate = "g = HardSigmoid <alpha = {:f}, beta = {:f}> (c) h = Mul ({})"
     proto = net(CHAIN if own is None else f"{CONV} {gate.format(*own)} y = Conv (h, u)", seed=seed)
-    check(rewrite.hard_swish_to_product, proto, feed(seed, spread if own is None else 4.0), "Conv Add Clip Mul Conv")
+    x = normal((2, 3, 8, 8), seed, spread if own is None else 4.0)
+    check(rewrite.hard_swish_to_product, proto, x, "Conv Add Clip Mul Conv")
 
 
 @pytest.mark.parametrize("behind", [
@@ -227,28 +224,21 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
 ], ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"])  # fmt: skip
 def test_what_may_be_behind_it(behind: str) -> None:
     proto = net(f"{CONV} h = HardSwish (c) {behind}", "y, z" if "z =" in behind else "y")
-    check(rewrite.hard_swish_to_product, proto, feed(), ["Conv", "Add", "Clip", "Mul", *ops(proto)[2:]])
+    x = normal((2, 3, 8, 8), 0, 4.0)
+    check(rewrite.hard_swish_to_product, proto, x, ["Conv", "Add", "Clip", "Mul", *ops(proto)[2:]])
 
 
 def test_layers_that_are_not_named_keep_their_weights() -> None:
     refused(rewrite.hard_swish_to_product, net(CHAIN), "'y' is not to change", "h")
 
 
-def gated(body: str, seed: int = 0):
-    declared = "<float[8,8,1,1] w, float[8] b, float[8,5] m, float[5,8] n, float[5] e>"
-    return parse(f"(float[2,8,6,6] x) => (y) {declared} {{ {body} }}", seed=seed)
-
-
 @given(  # of a gate that is all but closed next to nothing is left to compare
-    seed=st.integers(0, 2**16), alpha=st.floats(0.1, 3.0), beta=st.floats(-0.5, 1.5), bias=st.booleans()
+    layer=st.sampled_from(["Conv (x, w, b)", "Conv (x, w)", "Gemm (x, m, b)", "Gemm (x, m)", "Gemm <transB=1> (x, m)"]),
+    alpha=st.floats(0.1, 3.0), beta=st.floats(-0.5, 1.5), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_the_clip_computes_the_same(seed: int, alpha: float, beta: float, bias: bool) -> None:
-    gate = f"g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) y = Mul (x, g)"
-    proto = gated(f"c = Conv (x, w{', b' if bias else ''}) {gate}", seed=seed)
-    check(rewrite.hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), seed, 3), "Conv Clip Mul")
-
-
-@pytest.mark.parametrize("layer", ["Gemm (f, m, e)", "Gemm (f, m)", "Gemm <transB = 1> (f, n, e)"])
-def test_behind_gemm(layer: str) -> None:
-    proto = gated(f"p = GlobalAveragePool (x) f = Flatten (p) c = {layer} y = HardSigmoid (c)")
-    check(rewrite.hard_sigmoid_to_clip, proto, normal((2, 8, 6, 6), 0, 3), "GlobalAveragePool Flatten Gemm Clip")
+def test_the_clip_computes_the_same(layer: str, alpha: float, beta: float, seed: int) -> None:
+    shape = (2, 8, 6, 6) if "Conv" in layer else (2, 8)
+    text = f"""(float{list(shape)} x) => (y) <float[8,8,1,1] w, float[8] b, float[8,8] m> {{
+        c = {layer} g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) y = Mul (x, g) }}"""
+    proto = parse(text, seed=seed)
+    check(rewrite.hard_sigmoid_to_clip, proto, normal(shape, seed, 3), f"{layer.split()[0]} Clip Mul")
