@@ -260,7 +260,8 @@ def finish(
             int8_cache.open_cache(build.quantized, request.caches)
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
-            save.mark(written, request.target.name)
+            freed = build.plan.largest_pair is None and request.types.largest_pair is not None
+            save.mark(written, request.target.name, needs_vnni=freed)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
             fusion = request.proof(written)
         call.size_after = save.write_model(

@@ -402,12 +402,13 @@ def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:
         raise nothing_to_quantize(request.stock_reason or "the ranges leave nothing to quantize")
     if plan.integer_nodes():
         marks = len(call.passes), len(call.notes), len(call.warnings)
-        build, none = improve.improved(call, builder, build), dict[str, str]()
+        before, none = builder, dict[str, str]()
+        builder, build = improve.improved(call, before, build)
         costly = call.attempt("The trial of bodies", partial(trial.costly, builder, build), none) if trial else none
         if costly:  # what passes found beside the noise of these bodies is found anew without it
             del call.passes[marks[0] :], call.notes[marks[1] :], call.warnings[marks[2] :]
-            builder = body_plans.without_bodies(call, builder, costly)
-            build = improve.improved(call, builder, builder.build(table, keep_float))
+            before = body_plans.without_bodies(call, before, costly)
+            builder, build = improve.improved(call, before, before.build(table, keep_float))
         if not build.is_quantized:
             raise nothing_to_quantize("with the ranges that were chosen every node stays float")
     return builder, build

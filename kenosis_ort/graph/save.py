@@ -30,18 +30,21 @@ from kenosis_ort.graph.walk import all_tensors
 from kenosis_ort.storage.writing import Scratch, is_possible, lock_folder, remove_leftovers, sha256_of
 
 _KEY: Final = "kenosis_ort.target"
+_PROCESSORS: Final = "kenosis_ort.processors"
 
 
-def mark(model: onnx.ModelProto, target: str) -> None:
+def mark(model: onnx.ModelProto, target: str, *, needs_vnni: bool = False) -> None:
     """Writes into a model, in place, for which target it was made.
 
     Args:
         model: The model.
         target: Name of the target.
+        needs_vnni: Products of its weights clip on processors without VNNI.
     """
-    others = [entry for entry in model.metadata_props if entry.key != _KEY]
+    others = [entry for entry in model.metadata_props if entry.key not in (_KEY, _PROCESSORS)]
+    entries = {_KEY: target, **({_PROCESSORS: "with VNNI"} if needs_vnni else {})}
     del model.metadata_props[:]
-    model.metadata_props.extend([*others, onnx.StringStringEntryProto(key=_KEY, value=target)])
+    model.metadata_props.extend([*others, *(onnx.StringStringEntryProto(key=k, value=v) for k, v in entries.items())])
 
 
 def made_for(model: onnx.ModelProto) -> str | None:

@@ -12,12 +12,14 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import KenosisWarning, Stages, quantize_static
+from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.runtime.limits import Machine
 from kenosis_ort.targets import DataTypes
 from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
 from tests import models
 from tests.flow.support import Made, chosen, make, own_warnings, quantized
 from tests.processor import ARM, NO_VNNI, VNNI, Pretend
+from tests.quantizer.test_exact_products import clipping_layers
 
 INT8 = {"activation_type": QuantType.QInt8}
 NAIVE = Stages(placement=False)
@@ -122,3 +124,26 @@ def test_types_and_reasons_follow_the_family_and_the_probe(pretend: Pretend, hos
     found = for_this_machine(DataTypes())
     assert is_arm(host.family) == arm == (found.activation == onnx.TensorProto.INT8) == (not found.single_reader)
     assert found.saturates == ("clipped there" in found.why) == (host is NO_VNNI)
+
+
+# ---- weights whose pairs may clip: for a machine that the caller names, and where held-out samples gain by them --
+
+
+@pytest.mark.parametrize(("machine", "named", "gains"), [
+    (VNNI, "vnni", True), (VNNI, "amx", True), (VNNI, None, True),  # not without the caller's word
+    (NO_VNNI, "vnni", True), (VNNI, "vnni", False),  # the gain cannot be measured, there is none
+])  # fmt: skip
+def test_weights_that_may_clip(tmp_path: Path, pretend: Pretend, machine: Machine, named: Any, gains: bool) -> None:
+    pretend(machine)
+    model = models.residual_block()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Score, "beats", lambda *_: gains)
+        made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", **({"host": named} if named else {}))
+    taken = machine is VNNI and named is not None and gains
+    notes = " ".join(made.report.notes)
+    processors = [e.value for e in made.written.metadata_props if e.key == "kenosis_ort.processors"]
+    assert bool(clipping_layers(made.written)) == taken
+    assert not taken or processors == ["with VNNI"]
+    assert (f"for processors with VNNI, as '{named}'" in notes) == taken
+    assert ("cannot be measured" in notes) == (machine is NO_VNNI)
+    assert named or not processors
