@@ -105,13 +105,6 @@ quantise m.onnx => Did you mean 'quantize'?
 nonsense => invalid choice
 compare a.onnx => required
 bench => required
-demo --rounds 0 => --rounds
-demo --batch -1 => --batch
-quantize a.onnx b.onnx --data d --size 224 => --size
-bench m.onnx --seconds 0 => --seconds
-bench m.onnx --batch-size 0 => --batch-size
-bench m.onnx --threads 99999999999 => --threads
-doctor --threads 99999999999 => --threads
 """
 """Typos are answered with what was meant; abbreviations are not taken."""
 
@@ -124,29 +117,12 @@ def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake: str, shell: Shell)
     assert [text for text in ("usage:", expected, "Fix: see kenosis-ort") if text not in printed.err] == []
 
 
-@pytest.mark.parametrize(("option", "values"), [
-    ("--threads", ("99999999999", "-1", "1.5", "x", "", "9" * 5000)),
-    ("--accuracy-budget", ("nan", "inf", "-1", "2", "x", "150%")),
-    ("--option", ("WeightSymmetric=no", "CalibPercentile=x", "BlockSize=1.5", "=1", "x")),
-    *((option, ("-1", "x")) for option in ("--synthetic", "--batch-size", "--seed")),
-    *((option, ("x",)) for option in ("--preset", "--tune", "--method", "--format", "--weight-type", "--target")),
-    *(("--protect-outputs", ("x",)), ("--recipe", ("",)), ("--cache", ("",))),
-])  # fmt: skip
-def test_a_wrong_value_on_the_command_line(option: str, values: tuple[str, ...], shell: Shell) -> None:
-    before = shell.files()
-    for value in values:
-        printed = shell("quantize float.onnx out.onnx --synthetic 1", option, value, code=2)
-        assert printed.out == ""
-        assert "Traceback" not in printed.err
-    assert shell.files() == before
-
-
 WRONG = "options = 3, data = [], recipe = 5, = =, [data] batch_size = 'x', [data] seed = -1, [data] nothing = 1"
 
 
 @pytest.mark.parametrize("text", WRONG.split(", "))
 def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text: str, shell: Shell) -> None:
-    """What is no value of an option: see `tests.test_recipe`."""
+    """What is no value of an option: see `tests.cli.test_wrong_values`."""
     written = f"{text}\n".replace("] ", "]\n")
     (shell.folder / "r.toml").write_text(written if "recipe" in text else f"{written}[recipe]\nname = 'mine'\n")
     told = shell.complaint("quantize float.onnx out.onnx --synthetic 1 --recipe r.toml")

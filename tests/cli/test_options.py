@@ -117,27 +117,33 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
 # -- values as the shell gives them
 
 
-@pytest.mark.parametrize(("read", "taken", "refused"), [
-    (parser.whole, {"0": 0}, ["-1", "1.5", "²"]),
+READERS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (parser.whole, {"0": 0}, ["-1", "1.5", "²", "", "x", "9" * 5000]),
+    (parser.threads, {"0": 0}, ["99999999999", "-1"]),
+    (parser.positives, {"1, 128": [1, 128]}, ["0", "1,,2"]),
     (parser.positive, {"3": 3}, ["0"]),
     (parser.number, {"-1.5": -1.5}, ["nan", "inf"]),
     (parser.seconds, {"0.5": 0.5}, ["0", "soon"]),
-    (parser.share, {"0.005": 0.005, "0.5%": 0.005, "100%": 1.0}, ["1.5", "101%", "-1%"]),
+    (parser.share, {"0.005": 0.005, "0.5%": 0.005, "100%": 1.0}, ["1.5", "101%", "-1%", "nan", "inf", "x"]),
     (parser.numbers, {"0.485,0.456": (0.485, 0.456)}, ["a,b", "1,,2"]),
     (parser.image_size, {"224X320": (224, 320)}, ["224", "1x2x3", "0x3"]),
     (parser.named_shape, {"ids=1x128": ("ids", (1, 128)), "a=b=2": ("a=b", (2,))}, ["1x2", "=1x2", "a=axb"]),
     (parser.named_word, {"x=token ids": ("x", "token ids")}, ["a="]),
     (parser.input_range, {"0,255": (None, (0, 255)), "image=-1,1": ("image", (-1, 1))}, ["1,0", "a=1"]),
-    (parser.extra_option, {"A=True": ("A", True), "A=b=c": ("A", "b=c"), "A=": ("A", "")}, ["A", "=1"]),
-    (parser.extra_option, {'A={"x": [1]}': ("A", {"x": [1]})}, []),
-])  # fmt: skip
+    (parser.extra_option, {"A=True": ("A", True), "A=b=c": ("A", "b=c"), "A=": ("A", ""),
+                           'A={"x": [1]}': ("A", {"x": [1]})}, ["A", "=1"]),
+]  # fmt: skip
+"""What reads a word of the shell, words with their values, and words that it refuses."""
+
+
+@pytest.mark.parametrize(("read", "taken", "refused"), READERS)
 @given(data=st.data())
 def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
     read: Any, taken: dict[str, Any], refused: list[str], data: st.DataObject
 ) -> None:
     assert {text: read(text) for text in taken} == taken
     for text in refused:
-        with pytest.raises(argparse.ArgumentTypeError):
+        with pytest.raises((argparse.ArgumentTypeError, ValueError)):
             read(text)
     with contextlib.suppress(argparse.ArgumentTypeError):
         read(data.draw(st.text(max_size=12)))

@@ -9,9 +9,10 @@ from random import Random
 import pytest
 from hypothesis import settings
 
+from tests.fuzz.case import Case
 from tests.fuzz.gentle import GENTLE
-from tests.fuzz.isolated import IS_POSSIBLE
-from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model, split_data
+from tests.fuzz.isolated import IS_POSSIBLE, isolated
+from tests.fuzz.seeds import SEEDS, seed_bytes, seed_feeds, seed_model, split_data
 from tests.fuzz.structure import STRUCTURAL, Mutation
 from tests.models import session
 
@@ -34,6 +35,13 @@ def test_mutated_models_end_in_a_result_or_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{count} cases" in done.stdout
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="cases are forked")
+def test_a_name_that_is_no_text_is_refused_on_purpose_though_the_runtime_takes_it() -> None:
+    model = seed_bytes("linear").replace(b"fc0", b"fc\xff")
+    found = isolated(Case("linear", "quantize_static", {"promise": False}, model=model, feeds=seed_feeds("linear")))
+    assert (found["class"], "is not UTF-8 text" in found["detail"]) == ("refused", True), found
 
 
 @pytest.mark.parametrize("name", sorted(SEEDS))
