@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -292,8 +292,8 @@ _LOOKED_AT = 32  # feeds that candidates are compared on
 _LOOKED_AT_BYTES = 2**26
 
 
-class Validation(Sequence[Sample]):
-    """Feeds with their numbers in the reader.
+class Validation(Spool):
+    """Held-out feeds.
 
     Args:
         reader: The caller's reader, or another source of feeds; it is read to its end.
@@ -305,47 +305,34 @@ class Validation(Sequence[Sample]):
     """
 
     def __init__(self, reader: Any, model: onnx.ModelProto) -> None:
-        self._spool = Spool()
+        super().__init__()
         self._digests: set[int] = set()
         inputs, defaults = input_specs(model), meant_as_defaults(model)
         try:
             for number, feed in enumerate(sample_feeds(readers.for_model(reader, itertools.chain(*inputs)))):
                 checked = {**defaults, **check_feed(feed, *inputs, number)}
                 self._digests.add(cached_samples.feed_digest(checked))
-                self._spool.append(checked)
+                self.append(checked)
         except CalibrationError as error:
             where = "eval_reader" if error.where is None else f"eval_reader, {error.where}"
             raise CalibrationError(error.what, where=where, fix=error.fix) from error
-        if not len(self._spool):
+        if not len(self):
             raise CalibrationError(
                 "the reader of evaluation data yields no sample",
                 where="eval_reader",
                 fix="pass a reader at its beginning, and not the one that calibration reads",
             )
 
-    def __len__(self) -> int:
-        return len(self._spool)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        places = range(len(self))[index]
-        return [self[place] for place in places] if isinstance(places, range) else Sample(self._spool[places], places)
-
     def shared(self, feeds: Iterable[Mapping[str, Any]]) -> int:
         """Number of the given feeds that are among these."""
         return sum(cached_samples.feed_digest(feed) in self._digests for feed in feeds)
 
     def some(self) -> list[Sample]:
-        """A few, spread over all of them, that fit in memory."""
+        """A few with their numbers, spread over all of them, that fit in memory."""
         found: list[Sample] = []
         size = 0
         for place in range(0, len(self), -(-len(self) // _LOOKED_AT)):
-            feed = self[place]
+            feed = Sample(self[place], place)
             size += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
             if found and size > _LOOKED_AT_BYTES:
                 break

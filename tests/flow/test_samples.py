@@ -393,9 +393,8 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     found = Validation(Reader(feeds), net())
     assert len(found) == 50
     assert all(np.array_equal(a["x"], b["x"]) for a, b in zip(found, feeds, strict=True))
-    assert [feed.index for feed in found] == list(range(50))
     assert 1 <= len(found.some()) <= 6
-    assert [f.index for f in found[10:12]] == [10, 11]
+    assert all(np.array_equal(feed["x"], feeds[feed.index]["x"]) for feed in found.some())
 
 
 def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path: Path) -> None:
