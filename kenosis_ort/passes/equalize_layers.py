@@ -83,7 +83,7 @@ def values_for_equalization(graph: GraphView, *, nodes: Collection[str] | None =
 def equalize(
     model: onnx.ModelProto,
     *,
-    peaks: Mapping[str, ChannelStatistics] | None = None,
+    peaks: Mapping[str, ChannelStatistics],
     nodes: Collection[str] | None = None,
     per_channel: bool = True,
 ) -> Equalized:
@@ -92,8 +92,7 @@ def equalize(
     Args:
         model: The prepared float model: BatchNormalization folded, shapes inferred. Not changed.
         peaks: Statistics by value, of those that `values_for_equalization` names or of layer outputs (from data, or
-            from BatchNormalization, see `data_free.batch_norm_statistics`). Without, links with a Clip are left alone
-            and the weights of the first layer stand for the activation's range.
+            from BatchNormalization, see `batch_norm_statistics`). Links without any are left alone.
         nodes: Names of the layers to touch, None for all.
         per_channel: Whether weights get a scale by output channel.
 
@@ -103,7 +102,7 @@ def equalize(
     graph = LiveGraph(model, copied=True)
     pairs = []
     for link in find_links(graph, nodes=nodes):
-        pair = _equalize_link(link, graph, peaks or {}, per_channel)
+        pair = _equalize_link(link, graph, peaks, per_channel)
         if pair is not None:
             pairs.append(pair)
     notes = []
@@ -118,11 +117,9 @@ def _equalize_link(
     link: Link, graph: LiveGraph, peaks: Mapping[str, ChannelStatistics], per_channel: bool
 ) -> dict[str, Rescaling] | None:
     observed = _statistics(link, peaks)
-    if observed is None and link.has_clip:
+    if observed is None:
         return None
     first, second = weights_of(graph, link.first), weights_of(graph, link.second)
-    if observed is None:
-        observed = _from_weights(first)
     absorbed = _absorb(link, graph, observed, second)
     if absorbed.any():
         observed = _shifted(observed, absorbed)
@@ -194,13 +191,6 @@ def _behind(link: Link, before: ChannelStatistics) -> ChannelStatistics:
         low = max(low, 0.0)
     clipped = {name: np.clip(getattr(before, name), low, high) for name in ("low", "high", "mean")}
     return replace(before, **clipped)
-
-
-def _from_weights(first: Float64) -> ChannelStatistics:
-    """Stand-in for the range of activations without data: the largest weight of each output channel."""
-    largest = np.abs(first).max(axis=(1, 2))
-    none = np.zeros((0, largest.size))
-    return ChannelStatistics(-largest, largest, np.zeros_like(largest), largest**2 / 9.0, none)
 
 
 def _shifted(statistics: ChannelStatistics, by: Float64) -> ChannelStatistics:

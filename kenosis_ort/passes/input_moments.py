@@ -32,16 +32,15 @@ class InputMoments:
     Args:
         layer: The layer.
         feeds: Number of feeds that will come.
-        seed: Of the choice of positions.
     """
 
-    def __init__(self, layer: Layer, feeds: int, *, seed: int = 0) -> None:
+    def __init__(self, layer: Layer, feeds: int) -> None:
         self.layer = layer
         taps = 1 if layer.operator == "ConvTranspose" else layer.taps
         self._width = layer.channels_in // layer.groups * taps
         wanted = max(_LEAST_ROWS, _ROWS_PER_COLUMN * self._width)
         self._per_feed = -(-wanted // max(feeds, 1))
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)  # of positions
         self._products = np.zeros((layer.groups, self._width, self._width))
         self.rows = 0
 

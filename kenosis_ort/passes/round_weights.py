@@ -190,10 +190,6 @@ class WeightGrid:
     input_scale: float
     order: PairOrder | None
 
-    def dequantized(self, layer: Weights) -> Float64:
-        """The canonical real weights."""
-        return layer.canonical(self.integers) * self.scale.reshape(-1, 1, 1)
-
 
 def weight_grids(quantized: onnx.ModelProto) -> dict[str, WeightGrid]:
     """The symmetric int8 weights of a QDQ model by the name of the node that reads them."""

@@ -90,7 +90,7 @@ class Silent(Equalization):
     name: ClassVar[str] = "silent"
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        found = equalize(state.prepared.proto, nodes=set(context.nodes))
+        found = equalize(state.prepared.proto, peaks=statistics, nodes=set(context.nodes))
         return Candidate(State(changed_weights(state.prepared, found.model, ())), "changed")
 
 
