@@ -16,29 +16,16 @@ from tests.models import session
 from tests.processor import SATURATES
 
 
-def run_conv(x: np.ndarray, w: np.ndarray, zero_point: int, group: int) -> tuple[np.ndarray, np.float32]:
-    """Sums of a Conv with uint8 data of zero point 0, read by scales that leave 8 bits of them."""
-    step = np.float32(2.0 ** max(0, int(np.ceil(np.log2(255 * 128 * w[0].size / 120)))))
-    constants = {"w": w, "s": np.float32(1), "z": np.uint8(0), "v": w.dtype.type(zero_point), "t": step,
-                 "u": np.uint8(128)}  # fmt: skip
-    text = f"y = QLinearConv<group = {group}>(x, s, z, w, s, v, t, u)"
-    return computed(f"uint8{list(x.shape)} x) => (uint8[] y", text, x, constants), step
-
-
 def computed(interface: str, body: str, x: np.ndarray, constants: dict[str, Any]) -> np.ndarray:
     """What the runtime's own choice of kernels computes."""
     return session(net(f"({interface}) {{ {body} }}", constants)).run(None, {"x": x})[0]
 
 
-def clipped(columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
     """Products (n, K) x (m, K), their pairs added in int16 as ``vpmaddubsw`` does."""
     a, b = (np.pad(v.astype(np.int64), [(0, 0), (0, columns.shape[1] % 2)]) for v in (columns, rows))
-    products = a[:, None, :] * b[None, :, :]
-    return np.clip(products.reshape(*products.shape[:2], -1, 2).sum(-1), -(2**15), 2**15 - 1).sum(-1)
-
-
-def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
-    return clipped(columns, rows) if pairs and SATURATES else columns.astype(np.int64) @ rows.astype(np.int64).T
+    sums = (a[:, None, :] * b[None, :, :]).reshape(len(a), len(b), -1, 2).sum(-1)
+    return (np.clip(sums, -(2**15), 2**15 - 1) if pairs and SATURATES else sums).sum(-1)
 
 
 def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> np.ndarray:
@@ -71,7 +58,10 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(groups, inputs
     shape = (outputs, inputs // groups, *kernel)
     x = rng.integers(180, 256, (1, inputs, *(k + 3 for k in kernel)), np.uint8)
     w = rng.integers(-127, 128, shape, np.int8)
-    y, step = run_conv(x, w, zero_point, groups)
+    step = np.float32(2.0 ** max(0, int(np.ceil(np.log2(255 * 128 * w[0].size / 120)))))  # leaves 8 bits of the sums
+    constants = {"w": w, "s": np.float32(1), "z": np.uint8(0), "v": np.int8(zero_point), "t": step, "u": np.uint8(128)}
+    text = f"y = QLinearConv<group = {groups}>(x, s, z, w, s, v, t, u)"
+    y = computed(f"uint8{list(x.shape)} x) => (uint8[] y", text, x, constants)
     order = pair_order(parse_node(f"y = Conv<group = {groups}>(x, w)"), shape)
     per_group = outputs // groups
     sums = []

@@ -8,13 +8,13 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import numpy_helper
 
 from kenosis_ort import quantize_weights
 from kenosis_ort.weights.blocks import Float64, relative_error, round_in_blocks, weigh_channels
 from tests.flow import support
 from tests.flow.support import sqnr_db
 from tests.models import FeedReader
+from tests.passes.support import array
 from tests.planning import parse
 
 ROWS, LARGE = 32, 4
@@ -45,9 +45,9 @@ def run(model: onnx.ModelProto | Path, samples: list[dict[str, Any]]) -> Any:
 
 
 def moments(model: onnx.ModelProto) -> Any:
-    gamma = numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == "gamma")).astype(np.float64)
     inner = np.concatenate([f["x"][0] for f in feeds()])
-    inner = (inner - inner.mean(-1, keepdims=True)) / inner.std(-1, keepdims=True) * gamma
+    inner = (inner - inner.mean(-1, keepdims=True)) / inner.std(-1, keepdims=True)
+    inner *= array(model.graph.initializer, "gamma").astype(np.float64)
     return inner.T @ inner / len(inner)
 
 
@@ -58,8 +58,7 @@ def error(matrix: Any, hessian: Any) -> float:
 
 def weighed(model: onnx.ModelProto, error: Any = error, **options: Any) -> tuple[onnx.ModelProto, dict[str, Float64]]:
     hessian = moments(model)
-    given_moments = options.get("moments", lambda _: hessian)
-    return weigh_channels(model, given_moments, error, options.get("excluded", ()))
+    return weigh_channels(model, options.get("moments", lambda _: hessian), error, options.get("excluded", ()))
 
 
 @given(gain=st.floats(8.0, 200.0), seed=st.integers(0, 99))
@@ -74,9 +73,7 @@ def test_exact_in_float_and_the_model_is_not_changed(gain: float, seed: int) -> 
 
 
 def test_large_channels_get_finer_weights() -> None:
-    _, found = weighed(net())
-    factors = found["node1"]
-    gamma = numpy_helper.to_array(next(t for t in net().graph.initializer if t.name == "gamma"))
+    factors, gamma = weighed(net())[1]["node1"], array(net().graph.initializer, "gamma")
     assert factors[gamma > 1].min() > 1.5 * factors[gamma == 1].max()
 
 
