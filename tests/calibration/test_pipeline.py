@@ -12,6 +12,7 @@ from kenosis_ort import PipelineReader
 from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
+from tests.contracts.readers import read as drain
 from tests.models import session
 from tests.planning import parse
 
@@ -40,10 +41,6 @@ PIECES = {"encoder": parse(ENCODER), "first": parse(FIRST), "with_past": parse(W
 def sentences(*lengths: int) -> list[dict[str, Any]]:
     ids = [np.arange(1, n + 1)[None] for n in lengths]
     return [{"input_ids": row, "attention_mask": np.ones_like(row)} for row in ids]
-
-
-def drain(reader: Any) -> list[dict[str, Any]]:
-    return list(iter(reader.get_next, None))
 
 
 def read(piece: str, samples: Any, pieces: Any = PIECES, **options: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Readers of arrays, images, tar files and Parquet tables; what all readers hold: `tests/contracts/test_readers.py`."""
 
-import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +8,12 @@ import pytest
 
 import kenosis_ort
 from kenosis_ort import CalibrationError, ImageFolderReader, ParquetReader, TarReader
-from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.calibration.readers import ArrayReader
 from tests import models
-from tests.contracts.readers import npy, tar
-from tests.contracts.readers import read as feeds_of
+from tests.contracts.readers import images as pictures
+from tests.contracts.readers import npy, parquet, read, tar
 
 X = np.arange(10 * 3, dtype=np.float32).reshape(10, 3)
-
-
-def read(reader: Any, name: str = "x") -> list[np.ndarray]:
-    return [feed[name] for feed in sample_feeds(reader)]
 
 
 def test_a_single_npy_is_called_as_its_file_or_as_the_caller_says(tmp_path: Path) -> None:
@@ -72,7 +65,7 @@ def test_images_resize(images: Path) -> None:
 
 def test_images_batch_limit_type_and_grey(images: Path) -> None:
     reader = ImageFolderReader(images, input_name="x", size=(4, 4), batch_size=2, scale=1.0, dtype=np.uint8)
-    assert [len(f) for f in read(reader)] == [2, 1]
+    assert [len(feed["x"]) for feed in read(reader)] == [2, 1]
     assert reader.feed(1)["x"].dtype == np.uint8
     assert reader.feed(1)["x"].max() == 100
     assert len(ImageFolderReader(images, input_name="x", size=(4, 4), limit=2)) == 2
@@ -124,35 +117,22 @@ ARRAYS = [RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(5)]
 
 
 def test_arrays_of_a_tar_file(tmp_path: Path) -> None:
-    entries = [(f"train/{n}.{kind}", npy(a)) for n, a in enumerate(ARRAYS) for kind in ("npy", "cls")]
-    reader = TarReader(tar(tmp_path / "a.tar", dict(entries), "w:gz"), {"x": "npy"}, batch_size=2)
-    found = feeds_of(reader)
-    assert [len(f["x"]) for f in found] == [2, 2, 1]
+    entries = {f"train/{n}.{kind}": npy(a) for n, a in enumerate(ARRAYS) for kind in ("npy", "cls")}
+    found = read(TarReader(tar(tmp_path / "a.tar", entries, "w:gz"), {"x": "npy"}))
     assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
-    copy = pickle.loads(pickle.dumps(reader))
-    assert len(feeds_of(copy)) == len(found), "a copy begins at the beginning, as one on a worker has to"
 
 
 def test_images_are_prepared_as_those_of_a_folder(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    entries = []
-    (tmp_path / "images").mkdir()
-    for n in range(3):
-        content = io.BytesIO()
-        picture = image.fromarray(RNG.integers(0, 255, (9, 7, 3), np.uint8))
-        picture.save(content, "png")
-        (tmp_path / "images" / f"{n}.png").write_bytes(content.getvalue())
-        entries.append((f"{n}.png", content.getvalue()))
+    pytest.importorskip("PIL")
+    pytest.importorskip("pyarrow")
+    folder = pictures(tmp_path / "images")
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     how: dict[str, Any] = {"size": (8, 8), "mean": 0.5, "resize": "crop"}
-    expected = feeds_of(ImageFolderReader(tmp_path / "images", input_name="x", batch_size=2, **how))
-    readers: list[Any] = [TarReader(tar(tmp_path / "a.tar", dict(entries)), {"x": "png"}, images=how, batch_size=2)]
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"picture": [content for _, content in entries]}), tmp_path / "a.parquet")
-    readers.append(ParquetReader(tmp_path / "a.parquet", {"x": "picture"}, images=how, batch_size=2))
-    for reader in readers:
-        for a, b in zip(expected, feeds_of(reader), strict=True):
-            assert np.array_equal(a["x"], b["x"])
+    expected = read(ImageFolderReader(folder, input_name="x", batch_size=2, **how))
+    table = parquet(tmp_path / "a.parquet", picture=[*files.values()])
+    in_tar = TarReader(tar(tmp_path / "a.tar", files), {"x": "png"}, images=how, batch_size=2)
+    for reader in (in_tar, ParquetReader(table, {"x": "picture"}, images=how, batch_size=2)):
+        np.testing.assert_equal(read(reader), expected)
 
 
 def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
@@ -163,8 +143,8 @@ def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
     ids = arrow.array([[1, 2], [3], [4, 5], [6], [7]], arrow.list_(arrow.int64()))
     columns = {"a": flat, "n": arrow.array(range(5), arrow.int32()), "ids": ids, "s": ["x"] * 4 + [None]}
     parquet.write_table(arrow.table(columns), path, row_group_size=2)
-    found = feeds_of(ParquetReader(path, {"x": "a", "n": "n"}, shapes={"x": (3, 4)}, batch_size=2))
+    found = read(ParquetReader(path, {"x": "a", "n": "n"}, shapes={"x": (3, 4)}, batch_size=2))
     assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
     assert np.array_equal(np.concatenate([f["n"] for f in found]), np.arange(5))
     assert (found[0]["x"].dtype, found[0]["n"].dtype) == (np.float32, np.int32)
-    assert [f["i"][0].tolist() for f in feeds_of(ParquetReader(path, {"i": "ids"}))] == [[1, 2], [3], [4, 5], [6], [7]]
+    assert [f["i"][0].tolist() for f in read(ParquetReader(path, {"i": "ids"}))] == [[1, 2], [3], [4, 5], [6], [7]]

@@ -70,7 +70,8 @@ def images(path: Path, **others: bytes) -> Path:
 
     folder(path, **others)
     for name in "abc":
-        PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 7, 3), np.uint8)).save(path / f"{name}.png")
+        pixels = np.random.default_rng(ord(name)).integers(0, 255, (9, 7, 3), np.uint8)
+        PIL.Image.fromarray(pixels).save(path / f"{name}.png")
     return path
 
 
