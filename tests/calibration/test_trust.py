@@ -215,7 +215,7 @@ def normalized() -> tuple[onnx.ModelProto, np.ndarray]:
     """A BatchNormalization and Relu trained on given data, and the data."""
     data = np.random.default_rng(0).normal([1.0, -2.0, 5.0], [1.0, 3.0, 0.5], (4000, 3)).astype(np.float32)
     text = """g (float[N,3] x) => (float[N,3] z)
-        <float[3] g = {1.5, -0.7, 1.0}, float[3] b = {0.5, 0.0, -1.0}, float[3] m, float[3] v> {
+        <float[3] g = {1.5, -2.7, 1.0}, float[3] b = {0.5, 0.0, -1.0}, float[3] m, float[3] v> {
         [bn] y = BatchNormalization (x, g, b, m, v)  z = Relu (y) }"""
     return parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data
 
