@@ -290,16 +290,15 @@ class Sender:
             self._models.clear()
         buffer, needs = io.BytesIO(), set[str]()
 
-        def reference(found: Any) -> str | None:
-            if not isinstance(found, onnx.ModelProto):
-                return None
-            digest, its_needs = self._model(found)
-            needs.update(its_needs)
-            return digest
+        class Pickler(pickle.Pickler):  # Python 3.13 takes the method of a class alone
+            def persistent_id(_, found: Any) -> str | None:  # noqa: N805
+                if not isinstance(found, onnx.ModelProto):
+                    return None
+                digest, its_needs = self._model(found)
+                needs.update(its_needs)
+                return digest
 
-        pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = reference  # type: ignore[method-assign]
-        pickler.dump(content)
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
         if self._new:
             with warnings.catch_warnings():  # of a large one, which has to travel
                 warnings.simplefilter("ignore", UserWarning)

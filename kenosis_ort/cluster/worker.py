@@ -85,9 +85,12 @@ def done(message: bytes, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping
 
 def unpacked(message: bytes, bundles: Sequence[Mapping[str, bytes]]) -> Any:
     """The unpacked object; the same model is the same object as long as a worker has it in memory."""
-    unpickler = pickle.Unpickler(io.BytesIO(message))
-    unpickler.persistent_load = lambda digest: _model(digest, bundles)  # type: ignore[method-assign]
-    return unpickler.load()
+
+    class Unpickler(pickle.Unpickler):  # Python 3.13 takes the method of a class alone
+        def persistent_load(self, digest: str) -> onnx.ModelProto:
+            return _model(digest, bundles)
+
+    return Unpickler(io.BytesIO(message)).load()
 
 
 def _model(digest: str, bundles: Sequence[Mapping[str, bytes]]) -> onnx.ModelProto:
