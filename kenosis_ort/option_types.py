@@ -27,6 +27,7 @@ from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean, unk
 from kenosis_ort.options import FIELDS, UNSET, Evidence, Failure, Format, Placement, Speed, Stages
 from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
 from kenosis_ort.recipe import NAMED_OPTIONS, SCHEMA, Recipe, is_recipe_file, parse, read_text, resolve_recipe
+from kenosis_ort.storage.data import plain
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET
 
@@ -366,17 +367,11 @@ def _packed(value: Any) -> Any:
     """A value of `extra_options` and the like as TOML has them; what is None is left out."""
     if isinstance(value, QuantType):
         return next(word for word, kind in TYPES.items() if kind is value)
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "values": value.tolist()}
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, Mapping):
         return {str(key): _packed(entry) for key, entry in value.items() if entry is not None}
-    if isinstance(value, (set, frozenset)):
-        return sorted(_packed(entry) for entry in value)
     if isinstance(value, (list, tuple)):
         return [_packed(entry) for entry in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    return value if isinstance(value, float) else plain(value)
 
 
 def _unpacked(key: str, word: Any) -> Any:

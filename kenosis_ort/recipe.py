@@ -226,18 +226,25 @@ def read_text(file: Path) -> str:
         ) from error
 
 
+def read_toml(text: str, where: str, *, fix: str) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        OptionError: Not TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise OptionError(f"the file is not valid TOML: {error}", where=where, fix=fix) from error
+
+
 def parse(text: str, where: str) -> dict[str, Any]:
     """The tables of a recipe file.
 
     Raises:
         OptionError: Not TOML, not a recipe, of another schema version, or with a table that none has.
     """
-    try:
-        raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise OptionError(
-            f"the recipe is not valid TOML: {error}", where=where, fix="write one with Recipe.save"
-        ) from error
+    raw = read_toml(text, where, fix="write one with Recipe.save")
     if raw.get("schema", SCHEMA) != SCHEMA:
         what = f"a recipe of schema {raw['schema']}; this version reads {SCHEMA}"
         raise OptionError(what, where=where, fix="use the version of kenosis-ort that wrote it, or write it anew")

@@ -33,15 +33,10 @@ from kenosis_ort.cluster.client import answering, connected
 from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.recipe import is_recipe_file, read_text
+from kenosis_ort.recipe import is_recipe_file, read_text, read_toml
 from kenosis_ort.report.text import format_bytes, make_table
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.writing import absolute, check_apart, sha256_of, write_text
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _log = logging.getLogger(__name__)
 
@@ -101,10 +96,7 @@ def read_jobs(file: Path, results: Path) -> list[Job]:
         ModelLoadError: A model does not exist.
         OutputError: Two models would be written to one file.
     """
-    try:
-        raw = tomllib.loads(read_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise OptionError(f"the file is not valid TOML: {error}", where=str(file), fix=_SEE) from error
+    raw = read_toml(read_text(file), str(file), fix=_SEE)
     for key in raw:
         if key not in _TABLES:
             raise OptionError(
