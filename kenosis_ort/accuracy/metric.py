@@ -240,27 +240,6 @@ def _copied(metric: UpdatedMetric) -> UpdatedMetric | None:
         return None
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Largest loss of the float model's score.
-
-    Attributes:
-        loss: Largest loss, in the score's own unit, e.g. 0.005.
-    """
-
-    loss: float = 0.005
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.loss) and self.loss >= 0):
-            raise OptionError(
-                f"accuracy_budget={self.loss} is not a loss that can be allowed",
-                where="accuracy_budget",
-                fix="give a finite number from 0 up, e.g. 0.005",
-            )
-
-    def holds(self, loss: float) -> bool:
-        """Whether a loss is within the budget."""
-        return loss <= self.loss * (1 + _ROUNDING) + _ROUNDING
-
-    def __str__(self) -> str:
-        return f"{self.loss:g}"
+def is_within(loss: float, budget: float) -> bool:
+    """Whether a loss is within a budget, both in the score's own unit, but for rounding."""
+    return loss <= budget * (1 + _ROUNDING) + _ROUNDING

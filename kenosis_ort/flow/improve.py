@@ -15,7 +15,7 @@ import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.measured import Measured
-from kenosis_ort.accuracy.metric import Budget
+from kenosis_ort.accuracy.metric import is_within
 from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
@@ -156,7 +156,7 @@ def measured(call: Call, build: Build, further: Sequence[Feed] = ()) -> MeasureS
         worst_loss=found.worst_loss,
         source="held-out calibration sample" if validation is None else "evaluation sample",
         budget=budget,
-        kept=None if budget is None else Budget(budget).holds(found.loss_for(budget)),
+        kept=None if budget is None else is_within(found.loss_for(budget), budget),
     )
 
 
@@ -361,9 +361,7 @@ def weight_only(call: Call) -> QuantizationReport:
         keeps = not recipe.mixed_precision or call.measure is None or call.measure.kept is not False
         if keeps or stored == 8:
             break
-        call.notes.append(
-            f"{bits} bits do not keep the budget of {Budget(recipe.accuracy_budget)}: all weights have 8."
-        )
+        call.notes.append(f"{bits} bits do not keep the budget of {recipe.accuracy_budget:g}: all weights have 8.")
     call.notes += made.notes
     low = sum(layer.bits < 8 for layer in made.layers)
     count = f"{low} of {len(made.layers)} layers and embeddings have {bits} bits, the others 8"

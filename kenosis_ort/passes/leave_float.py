@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import onnx
 
-from kenosis_ort.accuracy.metric import Budget, OutputError
+from kenosis_ort.accuracy.metric import OutputError, is_within
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.passes import float_search
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
@@ -42,7 +42,7 @@ def search_mixed_precision(
     feeds: Sequence[Mapping[str, Any]],
     loss: Loss,
     error: OutputError,
-    budget: Budget,
+    budget: float,
     max_float_share: float,
     replan: float_search.Replan,
     keep_float: Mapping[str, str],
@@ -57,7 +57,7 @@ def search_mixed_precision(
         feeds: Calibration feeds for the ranking; a handful of single samples is enough.
         loss: What the budget is about, measured on samples apart from ``feeds``.
         error: The error at the outputs, for the ranking.
-        budget: What may be lost.
+        budget: What may be lost, in the unit of `loss`.
         max_float_share: Largest share of the multiply-accumulates that may be moved to float, 0..1.
         replan: As ``build`` but without quantizing; much faster.
         keep_float: Nodes to leave float from the start.
@@ -75,7 +75,7 @@ def search_mixed_precision(
     quantized, plan = build(keep_float)
     trials = _Trials(build, loss, budget)
     first = trials.add(FloatSet(keep_float, frozenset(), (), 0.0, 0.0), quantized)
-    if budget.holds(first.loss):
+    if is_within(first.loss, budget):
         return first, ""
     # Rank the tensors on the gated model.
     with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
@@ -96,7 +96,7 @@ def search_mixed_precision(
 class _Trials:
     """Builds and measures placements, each once. No model is kept: of large nets there would be too many."""
 
-    def __init__(self, build: Builder, loss: Loss, budget: Budget) -> None:
+    def __init__(self, build: Builder, loss: Loss, budget: float) -> None:
         self._build, self._loss, self._budget = build, loss, budget
         self.made: list[FloatSet] = []
 
@@ -109,12 +109,12 @@ class _Trials:
         """The first placement of a path that keeps the budget, found by bisection; None if the last does not."""
         low, high = 0, len(path) - 1
         found = self._trial(path[high])
-        if not self._budget.holds(found.loss):
+        if not is_within(found.loss, self._budget):
             return None
         while high - low > 1:
             middle = (low + high) // 2
             trial = self._trial(path[middle])
-            if self._budget.holds(trial.loss):
+            if is_within(trial.loss, self._budget):
                 found, high = trial, middle
             else:
                 low = middle
@@ -165,33 +165,32 @@ class MixedPrecision(Pass):
             made = context.prove(build.table, keep, build.corrections)  # its repair may leave a neighbour float too
             return made.quantized, made.plan
 
-        budget = Budget(self.accuracy_budget)
         found, reachable = search_mixed_precision(
             state.prepared.proto,
             make,
             feeds=context.fit[:_RANKING_FEEDS],
             loss=partial(context.evaluator.loss, budget=self.accuracy_budget),
             error=context.evaluator.output_error,
-            budget=budget,
+            budget=self.accuracy_budget,
             max_float_share=self.max_float_share,
             replan=lambda keep: context.plan(build.table, keep),
             keep_float=build.keep_float,
             custom_op_libraries=context.custom_op_libraries,
             executor=context.executor,
         )
-        notes = _notes(found, budget, reachable)
+        notes = _notes(found, self.accuracy_budget, reachable)
         if not found.floats:
             return Skipped("; ".join(notes) or "the budget holds without", notes)
         left = context.with_placement(state, keep_float=found.keep_float)
         return Candidate(noted(left, notes), "; ".join(notes), decided=True)
 
 
-def _notes(found: FloatSet, budget: Budget, reachable: str) -> tuple[str, ...]:
+def _notes(found: FloatSet, budget: float, reachable: str) -> tuple[str, ...]:
     notes, floats = [], found.floats
     if floats:
         names = ", ".join(f"'{name}'" for name in floats[:_SHOWN])
         more = f" and {len(floats) - _SHOWN} more" if len(floats) > _SHOWN else ""
         notes.append(f"Left float for accuracy: {names}{more} ({100 * found.share:.1f} % of the multiply-accumulates).")
     if reachable:
-        notes.append(f"The accuracy budget of {budget} does not hold: {reachable}.")
+        notes.append(f"The accuracy budget of {budget:g} does not hold: {reachable}.")
     return tuple(notes)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.metric import Budget, Metric, check_metric
+from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.errors import OptionError, UnsupportedModelError
 from kenosis_ort.passes import float_search
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
@@ -131,7 +131,7 @@ class Shop:
         metric = metric or (lambda o, r: 1.0 - noise(o, r))
         evaluator = evaluator_of(self.model, self.feeds[2:], metric=check_metric(metric))
         replan = lambda keep_float: planning.plan_of(self.model, keep_float=keep_float)  # noqa: E731
-        usual = {"replan": replan, "max_float_share": 0.5, "error": noise, "budget": Budget(), "keep_float": {}}
+        usual = {"replan": replan, "max_float_share": 0.5, "error": noise, "budget": 0.005, "keep_float": {}}
         usual |= {"feeds": self.feeds[:2], "loss": partial(evaluator.loss, budget=limit)}
         return search_mixed_precision(self.model, build or self.build, **{**usual, **options})
 
@@ -147,10 +147,10 @@ def convs_of(model: onnx.ModelProto) -> list[str]:
 
 
 def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(shop: Shop) -> None:
-    found, reachable = shop.search(budget=Budget(1e-3))
+    found, reachable = shop.search(budget=1e-3)
     assert len(shop.built) <= 6
     assert 1e-3 >= found.loss >= 0.0
-    assert shop.search(budget=Budget(0.9))[0].loss > 0.002
+    assert shop.search(budget=0.9)[0].loss > 0.002
     convs = convs_of(shop.model)
     assert set(found.floats) & set(convs) == set(convs[BAD : BAD + 2])
     assert found.share == pytest.approx(2 / 8)
@@ -168,9 +168,9 @@ def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(s
 
 @pytest.mark.parametrize(("budget", "share", "says"), [(1e-3, 0.2, "the budget holds with"), (0.0, 0.5, "least found")])
 def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, budget, share, says):
-    found, reachable = shop.search(budget=Budget(budget), max_float_share=share)
+    found, reachable = shop.search(budget=budget, max_float_share=share)
     assert found.loss > budget
-    assert found.loss <= shop.search(budget=Budget(0.9))[0].loss
+    assert found.loss <= shop.search(budget=0.9)[0].loss
     assert found.share <= share
     assert says in reachable
 
@@ -181,12 +181,12 @@ def test_prices_and_the_budget_decide(shop: Shop, monkeypatch: pytest.MonkeyPatc
 
     def priced(price: float) -> Any:
         monkeypatch.setattr(float_search, "default_cost", lambda model: {**even, bad: price})
-        return shop.search(budget=Budget(1e-3))[0]
+        return shop.search(budget=1e-3)[0]
 
     plain, dear = priced(1.0), priced(1e6)
     assert [bad in found.floats for found in (plain, dear)] == [True, False]
     assert plain.loss <= 1e-3
-    held, reachable = shop.search(budget=Budget(0.9))
+    held, reachable = shop.search(budget=0.9)
     assert (held.floats, reachable, len(shop.built)) == ((), "", 1)
 
 
@@ -199,7 +199,7 @@ def test_the_callers_metric_decides_and_a_broken_one_stops_the_search(shop: Shop
         return float(np.mean([np.abs(o[n] - r[n]).max() <= 0.02 * np.abs(r[n]).max()
                               for o, r in zip(outputs, reference, strict=True) for n in r]))  # fmt: skip
 
-    found, _ = shop.search(budget=Budget(0.01), metric=metric)
+    found, _ = shop.search(budget=0.01, metric=metric)
     assert seen
     assert all(count in (2, 4) and names == {o.name for o in shop.model.graph.output} for count, names in seen)
     assert found.loss <= 1.0
@@ -213,11 +213,11 @@ def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
     """What is left float may move a Q to a tensor without a range: that placement is none, and the search goes on."""
     lacking = UnsupportedModelError("no calibrated range")
     build = Mock(wraps=shop.build, side_effect=[DEFAULT, lacking, *[DEFAULT] * 99])
-    found, _ = shop.search(build=build, budget=Budget(1e-6), limit=1e-6, max_float_share=0.25)
+    found, _ = shop.search(build=build, budget=1e-6, limit=1e-6, max_float_share=0.25)
     assert build.call_count > 2
     assert math.isfinite(found.loss)
     with pytest.raises(UnsupportedModelError):
-        shop.search(build=Mock(side_effect=lacking), budget=Budget(1e-6))
+        shop.search(build=Mock(side_effect=lacking), budget=1e-6)
 
 
 def test_multiply_accumulates() -> None:
