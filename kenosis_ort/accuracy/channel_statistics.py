@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 Float64 = npt.NDArray[np.float64]
 _AXES_ARE_INPUTS = 18  # operator set from which the reductions take their axes as an input
 _PARTS = ("ReduceMin", "ReduceMax", "ReduceMean", "ReduceSumSquare")
+_DEVIATIONS = 4.0  # from the mean, that count as the range of a normal distribution
 _MOST_VALUES = 500  # in one session; the time to make one grows with the square of its outputs
 
 
@@ -78,8 +79,6 @@ def channel_statistics(
     values: Mapping[str, int] | Sequence[str],
     *,
     custom_op_libraries: Sequence[str] = (),
-    providers: Sequence[Any] = (),
-    threads: int = 0,
 ) -> dict[str, ChannelStatistics]:
     """Runs the float model and returns statistics by channel.
 
@@ -89,8 +88,6 @@ def channel_statistics(
         values: Values that nodes of the main graph compute, with the axis of their channels (1 if only names are
             given; negative counts from the end). Axis 0 is the batch.
         custom_op_libraries: Shared libraries of custom operators to register.
-        providers: Execution providers, the CPU's by default.
-        threads: Threads of the runtime, 0 for its own choice.
 
     Returns:
         Statistics by value. Values that are not float32 tensors of known rank 2 or more are left out.
@@ -119,7 +116,7 @@ def channel_statistics(
     groups = [names[at : at + _MOST_VALUES] for at in range(0, len(names), _MOST_VALUES)]
     samples = list(feeds) if len(groups) > 1 else feeds
     found: dict[str, ChannelStatistics] = {}
-    with ObservedModel(proto, SessionSettings(tuple(providers), tuple(custom_op_libraries), threads)) as model:
+    with ObservedModel(proto, SessionSettings((), tuple(custom_op_libraries))) as model:
         for group in groups:
             outputs = {name: reserve_name(f"{name}/channels", taken) for name in group}
             axes_of = {name: [a for a in range(1, ranks[name]) if a != wanted[name]] for name in group}
@@ -193,14 +190,13 @@ def float_ranks(proto: onnx.ModelProto) -> dict[str, int]:
     return ranks
 
 
-def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) -> dict[str, ChannelStatistics]:
+def batch_norm_statistics(model: onnx.ModelProto) -> dict[str, ChannelStatistics]:
     """Statistics of the outputs of BatchNormalization nodes.
 
     Folding gives the layer in front the name of that output, so the statistics are those of the folded layer.
 
     Args:
         model: The float model before its BatchNormalization is folded.
-        deviations: How many deviations from the mean count as the range: 3 to 4 for accuracy, more clips less.
 
     Returns:
         Statistics by value, without sample means.
@@ -214,7 +210,7 @@ def batch_norm_statistics(model: onnx.ModelProto, *, deviations: float = 4.0) ->
         if any(name not in constants for name in node.input[1:3]):
             continue
         gamma, beta = (array_in(constants[name]).astype(np.float64).reshape(-1) for name in node.input[1:3])
-        reach = deviations * np.abs(gamma)
+        reach = _DEVIATIONS * np.abs(gamma)
         none = np.zeros((0, beta.size))
         found[str(node.output[0])] = ChannelStatistics(beta - reach, beta + reach, beta, beta**2 + gamma**2, none)
     return found
@@ -288,17 +284,16 @@ class Response:
         activation: The activation.
         rank: Rank of the value.
         axis: Axis of its channels.
-        threads: Threads of the runtime, 0 for its own choice.
     """
 
-    def __init__(self, graph: GraphView, activation: Activation, rank: int, axis: int, threads: int) -> None:
+    def __init__(self, graph: GraphView, activation: Activation, rank: int, axis: int) -> None:
         self._axis, self._rank = axis % rank, rank
         self._over = tuple(a for a in range(1, rank) if a != self._axis)
         self._bounds = clip_bounds(graph, activation.nodes)
         if self._bounds is None:
-            self._session = self._opened(graph, activation, threads)
+            self._session = self._opened(graph, activation)
 
-    def _opened(self, graph: GraphView, activation: Activation, threads: int) -> ort.InferenceSession:
+    def _opened(self, graph: GraphView, activation: Activation) -> ort.InferenceSession:
         rank, over = self._rank, list(self._over)
         shifted = f"{activation.value}/shifted"
         nodes = [helper.make_node("Add", [_VALUE, _SHIFT], [shifted])]
@@ -330,7 +325,7 @@ class Response:
         )
         model = graph.proto
         options = {"opset_imports": model.opset_import, "ir_version": model.ir_version, "functions": model.functions}
-        return open_session(helper.make_model(response, **options), threads=threads)
+        return open_session(helper.make_model(response, **options), threads=0)
 
     def means(self, array: npt.NDArray[Any], shift: Float64) -> Float64:
         """The means by sample and channel of the activation of a shifted array, (batch, channels)."""

@@ -215,7 +215,6 @@ class BoxLayout:
         boxes: Output with the boxes.
         scores: Output with the scores; the same as `boxes` where one output holds both.
         corners: Boxes are two corners; else center, width and height.
-        box_columns: First of the four columns of a box.
         score_columns: Columns of the scores; empty where the scores have no columns.
         label: Column, or output, of the class; None where the classes are the columns.
         transposed: Positions are the last axis, columns the one before.

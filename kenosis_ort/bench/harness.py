@@ -139,7 +139,6 @@ class Schedule:
         warmup: Runs at most before the timed ones; at least one is made.
         seed: Of the order.
         block_s: Seconds of timed runs in a block at most (a single run may take longer).
-        block_runs: Timed runs in a block at most.
     """
 
     rounds: int
@@ -147,7 +146,6 @@ class Schedule:
     warmup: int
     seed: int = 0
     block_s: float = 0.25
-    block_runs: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ def _time_block(open_one: Callable[[], Runner], feed: Feed, schedule: Schedule, 
             break
     end = min(begin + share, now + schedule.block_s)
     runs: list[float] = []
-    while not runs or (now < end and len(runs) < schedule.block_runs):
+    while not runs or now < end:
         start = clock()
         runner.run(None, feed)
         now = clock()

@@ -105,7 +105,7 @@ def _layer_by_layer(
             # Shift the layers' outputs that it ends with, which the next part reads.
             for name in part.observed:
                 target, arrays = by_value[name], [known[name] for known in alive]
-                response = Response(graph, target.activation, arrays[0].ndim, target.axis, 0)
+                response = Response(graph, target.activation, arrays[0].ndim, target.axis)
                 shift = response.shift_for(arrays, statistics[target.activation.output].sample_means)
                 shifts[target.layer] = shift
                 for known, array in zip(alive, arrays, strict=True):

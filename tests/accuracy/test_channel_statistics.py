@@ -30,7 +30,7 @@ def test_equal_to_numpy(opset):
     model = net_of(opset)
     feeds = models.feeds(model, 3, dims={"n": 2})
     axes = {"a": 1, "r": 1, "m": -1, "g": -1}
-    found = found_by.channel_statistics(model, feeds, axes, threads=1)
+    found = found_by.channel_statistics(model, feeds, axes)
     with ObservedModel(model, SessionSettings(threads=1)) as observed:
         session = observed.session([*axes])
     for at, name in enumerate(axes):
@@ -50,7 +50,7 @@ def test_large_means_are_accurate():
     """A mean of 1000 with a deviation of 1: what float32 loses is far below what a quantization step is."""
     model = planning.parse("(float[2,2,256,256] x) => (y) { y = Add (x, k) }", {"k": np.float32(1000)})
     (feed,) = feeds = models.feeds(model, 1)
-    mean = found_by.channel_statistics(model, feeds, ["y"], threads=1)["y"].mean
+    mean = found_by.channel_statistics(model, feeds, ["y"])["y"].mean
     exact = (feed["x"] + np.float32(1000)).astype(np.float64).mean(axis=(0, 2, 3))
     np.testing.assert_allclose(mean, exact, rtol=2e-6)
 
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_said():
     broken[1]["x"][0, 0, 0, 0] = np.nan
     for feeds, name, said in ((broken, "no", "by no node"), ([], "r", "no sample"), (broken, "r", "sample 1")):
         with pytest.raises(CalibrationError, match=said):
-            found_by.channel_statistics(model, feeds, [name], threads=1)
+            found_by.channel_statistics(model, feeds, [name])
     assert found_by.channel_statistics(model, [], []) == {}
 
 
@@ -81,7 +81,7 @@ def test_batch_norm_knows_its_output():
     source = trained_net()
     known = found_by.batch_norm_statistics(source)["normed"]
     model = planning.prepared(source)
-    measured = found_by.channel_statistics(model, models.feeds(model, 32), ["normed"], threads=1)["normed"]
+    measured = found_by.channel_statistics(model, models.feeds(model, 32), ["normed"])["normed"]
     np.testing.assert_allclose(known.mean, measured.mean, atol=0.1)
     np.testing.assert_allclose(known.second_moment, measured.second_moment, rtol=0.15, atol=0.05)
     assert np.all(known.high > known.mean)
@@ -114,7 +114,7 @@ def net(line: str) -> onnx.ModelProto:
 
 def response(line: str) -> found_by.Response:
     graph = LiveGraph(net(line))
-    return found_by.Response(graph, behind_v(graph), 4, 1, 1)
+    return found_by.Response(graph, behind_v(graph), 4, 1)
 
 
 def behind_v(graph: LiveGraph) -> found_by.Activation:
@@ -137,7 +137,7 @@ def test_computed_here_as_by_the_runtime(name: str, seed: int) -> None:
     ours, graph = response(line), LiveGraph(net(line))
     runtimes: Any = found_by.Response.__new__(found_by.Response)
     runtimes._axis, runtimes._rank, runtimes._over, runtimes._bounds = 1, 4, (2, 3), None
-    runtimes._session = runtimes._opened(graph, behind_v(graph), 1)
+    runtimes._session = runtimes._opened(graph, behind_v(graph))
     array = rng.normal(0, 2, (2, 3, 4, 5)).astype(np.float32)
     for shift in (np.zeros(3), rng.normal(0, 1, 3)):
         assert np.allclose(ours.means(array, shift), runtimes.means(array, shift), atol=1e-5)

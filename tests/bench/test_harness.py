@@ -122,8 +122,6 @@ def test_warm_up_and_loading_do_not_count_and_a_block_is_as_long_as_asked():
     slow = timed(FakeBench({"a": 1.0, "b": 1.0}), ["a", "b"], rounds=15, budget_s=20)
     assert slow.rounds == 5
     assert {len(block.runs) for block in slow.blocks["a"]} == {1}
-    fake, few = FakeBench({"a": 0.01}), Schedule(1, 1e9, warmup=1, block_runs=3)
-    assert len(time_interleaved(["a"], fake.open, [{}], few, clock=fake.clock).blocks["a"][0].runs) == 3
 
 
 @given(st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=4), st.floats(0, 1.0), st.floats(-1, 60.0),

@@ -28,7 +28,7 @@ def distance(model: onnx.ModelProto, other: onnx.ModelProto, feeds: list[Feed]) 
 
 def equalized(model: onnx.ModelProto, feeds: list[Feed] | None = None, nodes: set[str] | None = None) -> Equalized:
     feeds, values = feeds or models.feeds(model, 4), values_for_equalization(LiveGraph(model))
-    return equalize(model, peaks=channel_statistics(model, feeds, values, threads=1), nodes=nodes)
+    return equalize(model, peaks=channel_statistics(model, feeds, values), nodes=nodes)
 
 
 def first(pair: Mapping[str, Rescaling]) -> Rescaling:
@@ -101,7 +101,7 @@ def test_linear_layers_compute_the_same_and_features_behind_a_flatten_follow_the
 def test_the_noise_is_as_predicted() -> None:
     model = changed(pair_net("gemm", "none", "gemm"), b_w=10.0 ** np.linspace(-2, 1, 5)[:, None])
     (link,), feeds = find_links(LiveGraph(model)), models.feeds(model, 4, dims={"n": 500})
-    (seen,) = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)), threads=1).values()
+    (seen,) = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model))).values()
     a, bias, b = (array(model.graph.initializer, name).astype(np.float64) for name in ("a_w", "a_b", "b_w"))
     x = np.concatenate([feed["x"] for feed in feeds]) @ a.T + bias
     step, steps = (x.max() - x.min()) / 255, np.abs(b).max(axis=1, keepdims=True) / 127
@@ -123,7 +123,7 @@ def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
     feeds = models.feeds(model, 4, seed=seed)
     result = equalized(model, feeds)
     assert distance(model, result.model, feeds) < 1e-5
-    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)), threads=1)
+    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)))
     for pair in result.pairs:
         assert np.all(first(pair).factors[next(iter(peaks.values())).high >= 3.0] == 1.0)
 

@@ -57,7 +57,7 @@ def feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
 def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
     insert = options.get("insert")
     wanted = values_for_smoothing(LiveGraph(model), nodes=options.get("nodes"), insert=insert)
-    return smooth(model, peaks=channel_statistics(model, feeds(), wanted, threads=1), **options)
+    return smooth(model, peaks=channel_statistics(model, feeds(), wanted), **options)
 
 
 def check_exact(model: onnx.ModelProto, result: Smoothed) -> None:
@@ -144,7 +144,7 @@ def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
     arrays = weights()
     arrays["gamma"][:] = 1.0
     model = net(f"{NORMS['layer norm']}\n{READERS['two linears']}", arrays)
-    peaks = channel_statistics(model, feeds(), values_for_smoothing(LiveGraph(model)), threads=1)
+    peaks = channel_statistics(model, feeds(), values_for_smoothing(LiveGraph(model)))
     (fixed,) = smooth(model, peaks=peaks, alpha=0.0).layers  # moves the weights' difficulty to the activations
     assert fixed.alpha == 0.0
     assert all(done.gain_db > 0.45 for done in smooth(model, peaks=peaks).layers)
