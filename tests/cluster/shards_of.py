@@ -26,25 +26,21 @@ def feeds(number: int) -> list[dict[str, Any]]:
 ALL = [feed for number in range(SHARDS) for feed in feeds(number)]
 
 
-class Deadly:
+def deadly(folder: Path, which: int, number: int, *, always: bool = False) -> Any:
     """Makes shards; the worker that opens one of them dies on the spot.
 
     Args:
         folder: Where it is marked that it did.
-        number: The shard.
+        which: The shard that it dies of.
+        number: The shard to make.
         always: Also the second time.
     """
-
-    def __init__(self, folder: Path, number: int, *, always: bool = False) -> None:
-        self.folder, self.number, self.always = folder, number, always
-
-    def __call__(self, number: int) -> Any:
-        for at, feed in enumerate(feeds(number)):
-            mark = self.folder / f"{number}.died"
-            if number == self.number and at == 1 and (self.always or not mark.exists()):
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield feed
+    mark = folder / f"{number}.died"
+    for at, feed in enumerate(feeds(number)):
+        if number == which and at == 1 and (always or not mark.exists()):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield feed
 
 
 def slow(number: int) -> Any:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kenosis_ort.cluster.client import connected
 from kenosis_ort.cluster.worker import versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, ClusterError, KenosisWarning, OptionError
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
-from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, Deadly, feeds
+from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, deadly, feeds
 from tests.models import FeedReader
 
 distributed = pytest.importorskip("distributed")
@@ -85,7 +86,7 @@ def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(
             with distributed.Client(processes, set_as_default=False) as other:
                 trouble(other)
 
-    shards = Shards(Deadly(tmp_path, 3) if trouble is None else shards_of.slow, SHARDS)
+    shards = Shards(partial(deadly, tmp_path, 3) if trouble is None else shards_of.slow, SHARDS)
     cluster = Cluster(client, on_shard=on_shard)
     made = calibrate(MODEL, shards, executor=cluster, progress=lambda done, _: seen.append(done))
     assert made.to_json() == whole
@@ -102,7 +103,7 @@ def test_workers_that_die_while_versions_are_compared_cost_time_only(
 ) -> None:
     asked = cluster_client._probe
 
-    def deadly(libraries: list[str]) -> Any:
+    def dying(libraries: list[str]) -> Any:
         probe, marks = asked(libraries), [str(tmp_path / f"{at}.died") for at in range(deaths)]
 
         def dies() -> Any:
@@ -116,7 +117,7 @@ def test_workers_that_die_while_versions_are_compared_cost_time_only(
 
         return dies
 
-    monkeypatch.setattr(cluster_client, "_probe", deadly)
+    monkeypatch.setattr(cluster_client, "_probe", dying)
     assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole
     assert len(list(tmp_path.iterdir())) == deaths
 
@@ -133,7 +134,7 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
         subprocess.Popen([*words, cluster.scheduler_address], **silent) as worker,
     ):
         with pytest.raises(ClusterError, match=r"died while they had .*shard 1 \(1 times\)") as caught:
-            calibrate(MODEL, Shards(Deadly(tmp_path, 1, always=True), 3), executor=client)
+            calibrate(MODEL, Shards(partial(deadly, tmp_path, 1, always=True), 3), executor=client)
         assert worker.wait(60) == -signal.SIGKILL
     assert "shard 1" in str(caught.value.where).split(", ")
 
@@ -146,9 +147,9 @@ def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder
 
 
 def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_path: Path) -> None:
-    deadly = Shards(Deadly(tmp_path, 1, always=True), 3)
+    shards = Shards(partial(deadly, tmp_path, 1, always=True), 3)
     with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
-        rest = calibrate(MODEL, deadly, executor=Cluster(client, bad_shards="skip"))
+        rest = calibrate(MODEL, shards, executor=Cluster(client, bad_shards="skip"))
     assert rest.to_json() == calibrate(MODEL, [feeds(0), feeds(2)]).to_json()
 
 

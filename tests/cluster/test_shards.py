@@ -68,13 +68,10 @@ def test_a_bad_shard_is_named(source: Any, what: str) -> None:
     assert "shard " in str(caught.value.where)
 
 
-@pytest.mark.parametrize(
-    ("source", "count", "error"),
-    [
-        *((feeds, 0, OptionError), (feeds, True, OptionError)),
-        *((3, None, ArgumentTypeError), (itertools.count(), 2, ArgumentTypeError)),
-    ],
-)
+@pytest.mark.parametrize(("source", "count", "error"), [
+    (feeds, 0, OptionError), (feeds, True, OptionError), (3, None, ArgumentTypeError),
+    (itertools.count(), 2, ArgumentTypeError),
+])  # fmt: skip
 def test_what_is_no_shards(source: Any, count: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         Shards(source, count)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenosis_ort.cli.main import main
-
 _FENCE = re.compile(
     r"(?:^(?P<mark>[ ]*<!-- not run: (?P<why>.+?) -->)\n)?"
     r"^(?P<indent>[ ]*)```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
@@ -53,14 +51,3 @@ def blocks_of(page: Path) -> list[Block]:
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
     """Runs a block as a module of its own; a traceback shows the line of the page."""
     exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True), namespace)
-
-
-def run_commands(block: Block) -> None:
-    """Runs the commands of a shell block in this process.
-
-    Raises:
-        AssertionError: One fails.
-    """
-    for words in block.commands():
-        code = main(words)
-        assert code in (0, 1), f"{block.page.name}:{block.line}: kenosis-ort {shlex.join(words)} returns {code}"

@@ -7,9 +7,9 @@ import onnx
 import pytest
 
 from kenosis_ort import ArrayReader, quantize_static
-from kenosis_ort.cli.main import build_parser
+from kenosis_ort.cli.main import build_parser, main
 
-from .blocks import Block, blocks_of, run_commands, run_python
+from .blocks import blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -17,32 +17,23 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def _run(block: Block, namespace: dict[str, Any]) -> None:
-    if block.why_not:
-        return
-    if block.language == "python":
-        run_python(block, namespace)
-    elif block.language == "sh" and block.page != README:
-        run_commands(block)
-
-
-def _rename_node(path: str, old: str, new: str) -> None:
-    model = onnx.load(path)
-    next(node for node in model.graph.node if node.name == old).name = new
-    onnx.save(model, path)
-
-
 @each_page
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, workplace: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "docs"}
     if page == README:
         namespace["my_reader"] = ArrayReader("samples.npz")
-        _rename_node("model.onnx", "layer5.conv", "conv1")
+        model = onnx.load("model.onnx")
+        next(node for node in model.graph.node if node.name == "layer5.conv").name = "conv1"
+        onnx.save(model, "model.onnx")
         quantize_static("model.onnx", "any_quantized_model.onnx", ArrayReader("samples.npz"), recipe="plain")
     if any("model.int8.onnx" in block.text for block in blocks_of(page)):
         quantize_static("model.onnx", "model.int8.onnx", ArrayReader("samples.npz"), recipe="plain")
-    for block in blocks_of(page):
-        _run(block, namespace)
+    for block in (block for block in blocks_of(page) if not block.why_not):
+        if block.language == "python":
+            run_python(block, namespace)
+        for words in block.commands() if block.language == "sh" and page != README else ():
+            code = main(words)
+            assert code in (0, 1), f"{page.name}:{block.line}: kenosis-ort {' '.join(words)} returns {code}"
 
 
 @each_page

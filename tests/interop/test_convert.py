@@ -17,9 +17,9 @@ from tests.downloaded import QUANTIZED
 from tests.formats.qonnx import Net, conv_net, draw, execute, run
 
 
-@pytest.mark.parametrize(
-    "kind", [{}, {"signed": True}, {"bits": 2}, {"bits": 8}, {"bits": 8, "signed": True}, {"norm": True}]
-)
+@pytest.mark.parametrize("kind", [
+    {}, {"signed": True}, {"bits": 2}, {"bits": 8}, {"bits": 8, "signed": True}, {"norm": True},
+])  # fmt: skip
 def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     model = conv_net(**kind)
     done = convert(model, tmp_path / "out.onnx")
