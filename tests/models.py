@@ -220,11 +220,9 @@ class FeedReader(CalibrationDataReader):  # type: ignore[misc]
         return feed
 
 
-def reader(
-    model: onnx.ModelProto, count: int = 4, *, seed: int = 0, dims: Mapping[str, int] | None = None
-) -> FeedReader:
+def reader(model: onnx.ModelProto, count: int = 4) -> FeedReader:
     """Returns a one-shot reader of random feeds for the model."""
-    return FeedReader(feeds(model, count, seed=seed, dims=dims))
+    return FeedReader(feeds(model, count))
 
 
 # ---- the runtime ----------------------------------------------------------------------------------------------

@@ -40,8 +40,7 @@ def net() -> onnx.ModelProto:
     pooled = net.op("MaxPool", [b], kernel_shape=[2, 2], strides=[2, 2])
     c = net.op("Relu", [net.conv(pooled, 8, 8, name="third")])
     flat = net.op("Flatten", [net.op("GlobalAveragePool", [c])])
-    net.output(net.op("Gemm", [flat, net.weight((8, 4)), net.const(np.zeros(4))], name="head"), [1, 4])
-    return net.model("bits")
+    return net.of(net.op("Gemm", [flat, net.weight((8, 4)), np.zeros(4)], name="head"))
 
 
 FEEDS = models.feeds(net(), 6)
