@@ -151,7 +151,6 @@ def test_half_and_double_models_are_integer_where_float_models_are(tmp_path: Pat
     assert any(made.heavy.values())
     kinds = {n.node: n.kind for n in made.report.plan.nodes if not n.node.endswith("_Cast")}
     assert kinds == {n.node: n.kind for n in reference.plan.nodes}
-    assert interface(made.out) == interface(made.model)
     assert made.db() > 28
     assert kind not in {t.data_type for t in made.written.graph.initializer}
     if name == "residual_block":

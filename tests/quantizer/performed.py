@@ -36,8 +36,7 @@ class Performed:
         self.float_constants = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
         self.inputs = {v.name for v in quantized.graph.input}
         self.used_pairs: set[str] = set()  # names of the Q and DQ nodes that the plan accounts for
-        self.parameters: dict[str, tuple[float, int, npt.DTypeLike]] = {}
-        self.scale_names: dict[str, tuple[str, str]] = {}
+        self.grids: dict[str, tuple[str, str]] = {}  # names of scale and zero point by value
 
     def check(self) -> None:
         """Raises AssertionError at the first edge that is not as decided."""
@@ -124,8 +123,7 @@ class Performed:
         assert scale.shape == zero_point.shape == (), "Clip is absorbed with rank-0 parameters only"
         assert scale.dtype == np.float32
         assert scale > 0
-        self.parameters[d.edge.value] = (float(scale), int(zero_point), zero_point.dtype)
-        self.scale_names[d.edge.value] = (q.input[1], q.input[2])
+        self.grids[d.edge.value] = (q.input[1], q.input[2])
 
     def _check_constant(self, d: Decision, name: str) -> None:
         """A weight or bias lies within half a step of the grid that its role asks for, a scalar on it."""
@@ -174,14 +172,11 @@ class Performed:
     def _check_groups_and_limits(self) -> None:
         by_group: dict[str, set[tuple[str, str]]] = {}
         for value, d in self.plan.quantized_values():
-            if value in self.parameters:
-                by_group.setdefault(d.provider or value, set()).add(self.scale_names[value])
+            if value in self.grids:
+                by_group.setdefault(d.provider or value, set()).add(self.grids[value])
         assert all(len(found) == 1 for found in by_group.values()), "one group, one scale"
         assert len(set().union(*by_group.values())) == len(by_group), "two groups, two scales"
         for limit in self.plan.limits:
-            if limit.value in self.parameters:
-                scale, zero_point, dtype = self.parameters[limit.value]
-                assert absorbs(scale, zero_point, limit, signed=np.dtype(dtype) == np.int8), limit
-        for scale, zero_point, dtype in self.parameters.values():
-            info = np.iinfo(dtype)
-            assert info.min <= zero_point <= info.max, f"0.0 is off the grid of step {scale}"
+            if limit.value in self.grids:
+                scale, zero_point = (self.constants[name] for name in self.grids[limit.value])
+                assert absorbs(float(scale), int(zero_point), limit, signed=zero_point.dtype == np.int8), limit
