@@ -96,9 +96,11 @@ def test_outlier_channels_behind_a_residual_go_by_one_mul(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps only:kenosis_ort.KenosisWarning")
-@pytest.mark.parametrize(("gain", "options"), [(1.0, {}), (40.0, {"extra_options": {"SmoothQuant": True}})])
-def test_no_mul_where_it_does_not_pay_or_was_not_wanted(tmp_path: Path, gain: float, options: dict[str, Any]) -> None:
-    assert "Mul" not in make(post_norm(gain), tmp_path, tokens(32), **{"recipe": "fast", **options}).ops
+@pytest.mark.parametrize(("gain", "extra", "count"), [
+    (1.0, {}, 0), (40.0, {"SmoothQuant": True}, 0), (40.0, {"SmoothQuant": True, "SmoothQuantFolding": False}, 1),
+])  # fmt: skip
+def test_a_mul_where_it_pays_or_is_asked_for(tmp_path: Path, gain: float, extra: dict[str, Any], count: int) -> None:
+    assert make(post_norm(gain), tmp_path, tokens(32), recipe="fast", extra_options=extra).ops.count("Mul") == count
 
 
 # ---- nothing gets worse ---------------------------------------------------------------------------------------

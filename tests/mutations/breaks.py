@@ -78,6 +78,7 @@ BREAKS = (
     Break("flow/preparation.py", "if gain < _WORTH_AN_OPSET:", "if gain < 0:", "flow/test_options.py"),
     Break("flow/call.py", '        if "float_because" in facts or (taken is not None and not taken.is_planned):',
           "        if taken is not None and not taken.is_planned:", "report/test_of_the_file.py"),
+    Break("flow/request.py", 'self.extra_options.get("SmoothQuantFolding") is False', "False", "flow/test_recipes.py"),
     Break("flow/run.py", "(why := call.request.stock_reason) is not", "(why := None) is not", "flow/test_ladder.py"),
     Break("flow/run.py", 'if request.on_failure == "error"', 'if request.on_failure != "error"', "flow/test_ladder.py"),
     Break("flow/speed.py", "    recorded = None if recorded is None or recorded.model != model else recorded\n", "",
