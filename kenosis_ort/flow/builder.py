@@ -69,10 +69,8 @@ def emit(
         types = request.types  # what came quantized keeps its scales
         if types.largest_pair is not None and TensorProto.UINT8 in types.weights and not request.is_stock:
             store_exactly(quantized.graph, {t.name for t in proto.graph.initializer})
-    except KenosisError:
-        raise
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError) as error:
-        if plan:
+        if plan or isinstance(error, KenosisError):
             raise
         raise OptionError(
             f"stock placement failed: {error}", fix="check extra_options and the named nodes against the model"

@@ -14,11 +14,10 @@ from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, comp
 from kenosis_ort.bench.op_times import with_measurements
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.flow import fit
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
-from kenosis_ort.graph import load, outside, save
+from kenosis_ort.graph import load, save
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
@@ -39,13 +38,6 @@ from kenosis_ort.targets import Target
 from kenosis_ort.targets.proof import Cause, ClippingLoss, FusionReport
 from kenosis_ort.verify import check_bias_alignment
 from kenosis_ort.verify.processors import clipping_loss
-
-
-def with_int8_cache(build: Build, caches: Sequence[int8_cache.Cache]) -> Build:
-    """A build of another form than planned int8, its cache quantized likewise."""
-    model = outside.copy_model(build.quantized)
-    int8_cache.quantize_cache(model, fit.with_scales(caches, build.table))
-    return replace(build, quantized=model)
 
 
 def emitted(model: onnx.ModelProto, written: Format) -> onnx.ModelProto:

@@ -31,7 +31,7 @@ from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.quantizer.int8_cache import cache_scales
+from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
@@ -347,8 +347,9 @@ def _quantized(call: Call) -> QuantizationReport:
         bad = None if is_useful else bad
     if bad is not None:
         return deliver_float(call, bad, samples)
-    if request.caches and not cache_scales(chosen.quantized):
-        chosen = finish.with_int8_cache(chosen, request.caches)
+    if request.caches and not int8_cache.cache_scales(chosen.quantized):  # another form than planned int8
+        chosen = replace(chosen, quantized=outside.copy_model(chosen.quantized))
+        int8_cache.quantize_cache(chosen.quantized, fit.with_scales(request.caches, chosen.table))
     if chosen is not build:
         compared = finish.compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)
