@@ -1,7 +1,9 @@
 """Every clause of oneDNN's quantized Convolution patterns, kept and broken."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,9 +15,9 @@ from onnx import TensorProto, helper
 import kenosis_ort
 from kenosis_ort.errors import ModelLoadError, OptionError
 from kenosis_ort.verify import Clause, ConvPattern, verify_patterns
+from tests import planning
 from tests.downloaded import QUANTIZED
 from tests.models import Net
-from tests.targets.onednn_nets import BINARY, SHAPE, UNARY, Quantized, chain, conv, silu
 
 
 def read(model: onnx.ModelProto) -> ConvPattern:
@@ -26,70 +28,91 @@ def read(model: onnx.ModelProto) -> ConvPattern:
 
 # ---- the pattern ------------------------------------------------------------------------------------------------
 
-
-def bias_add(net: Quantized, y: str, shape: tuple[int, ...] = (1, 4, 1, 1), cast: int | None = None) -> str:
-    bias = net.const(np.zeros(shape, np.float32))
-    return net.op("Add", [bias if cast is None else net.op("Cast", [bias], to=cast), y])
-
-
-def mish(net: Quantized, y: str) -> str:
-    return net.op("Mul", [net.op("Tanh", [net.op("Softplus", [y])]), y])
-
-
-def residual(net: Quantized, y: str) -> str:
-    return net.op("Relu", [net.op("Add", [net.pair("x"), y])])
-
-
-def read_twice(net: Quantized, y: str) -> str:
-    y = net.op("Relu", [y])
-    net.output(net.op("Tanh", [y]))
-    return y
+UNARY = (
+    "Abs", "Clip", "Elu", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Log", "Mish", "Relu", "Round",
+    "Sigmoid", "Softplus", "Sqrt", "Tanh",
+)  # fmt: skip
+BINARY = ("Add", "Sub", "Max", "Min", "Mul", "Div")
+TYPES = {"u8": np.uint8(128), "s8": np.int8(0), "u16": np.uint16(0), "s16": np.int16(0)}
+HELD = np.random.default_rng(0).integers(0, 100, (4, 4, 3, 3))
+CONSTANTS: dict[str, Any] = {
+    **TYPES, **{f"held_{name}": HELD.astype(zero.dtype) for name, zero in TYPES.items()}, "step": np.float32(0.05),
+    "half": np.full((1, 1, 1, 1), 0.5, np.float32), "zeros": np.zeros(4, np.float32), "zeros64": np.zeros(4),
+    "zeros32": np.zeros(4, np.int32), "s32": np.int32(0), "ones16": np.ones((4, 4, 3, 3), np.float16),
+    "step16": np.float16(0.05), "add": np.zeros((1, 4, 1, 1), np.float32),
+}  # fmt: skip
+WEIGHT = "w = DequantizeLinear (held_s8, step, s8)"
 
 
-def handed_out(net: Quantized, y: str) -> str:
-    net.output(y)
-    return net.op("Relu", [y])
+def conv(
+    epilogue: str = "", *, src: str = "a = u8 (x)", weight: str = WEIGHT, bias: str = "zeros",
+    dst: str = "y = u8 (LAST)", outputs: str = "y", **more: Any,
+) -> onnx.ModelProto:  # fmt: skip
+    """A Conv, quantized as the document wants it but for what is given as nodes; a type's name is Q and DQ of it.
+
+    The Conv reads the last value of ``src``, of ``weight`` and of ``bias`` and writes ``c``; ``LAST`` is the last value
+    of the epilogue. What is one name is that value.
+    """
+
+    def last(text: str) -> str:
+        return re.findall(r"(\w+) = ", re.sub("<.*?>", "", text))[-1] if " = " in text else text
+
+    reads = ", ".join(filter(None, map(last, (src, weight, bias))))
+    made = " ".join(text for text in (src, weight, bias) if " = " in text)
+    ended = dst.replace("LAST", last(epilogue) or "c")
+    body = f"{made} [conv] c = Conv <pads = [1,1,1,1]> ({reads}) {epilogue} {ended}"
+    pair = r"\1_q = QuantizeLinear (\3, step, \2) \1 = DequantizeLinear (\1_q, step, \2)"
+    body = re.sub(rf"(\w+) = ({'|'.join(TYPES)}) \((\w+)\)", pair, body)
+    held = {name: value for name, value in {**CONSTANTS, **more}.items() if re.search(rf"\b{name}\b", body)}
+    text = f"(float[1,4,6,6] x) => ({outputs}) <float[4,4,3,3] weights> {{ {body} }}"
+    return planning.parse(text, held, opset=20, domains=(), checked=False)
 
 
-def as_bound(net: Quantized, y: str) -> str:
-    return net.op("Clip", [net.pair("x"), net.op("ReduceMin", [y], keepdims=0)])
+def chain(*ops: str, start: str = "c") -> str:
+    """Operations, one behind the other."""
+    names = [start, *(f"{start}{at}" for at in range(len(ops)))]
+    return " ".join(
+        f"{made} = {op} ({read}{', half' if op in BINARY else ''})"
+        for op, read, made in zip(ops, names, names[1:], strict=False)
+    )
 
 
-def cast(net: Quantized, value: str, to: int = TensorProto.BFLOAT16) -> str:
-    return net.op("Cast", [value], to=to)
-
-
-def float_bias(net: Quantized) -> str:
-    return net.const(np.zeros(4, np.float32))
-
-
-FOUR = chain("Relu", "Mul", "Tanh", "Abs")
-WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str, ...], str, str]] = {
+SILU = "s = Sigmoid (c) e = Mul (c, s)"
+FOUR = ("Relu", "Mul", "Tanh", "Abs")
+BIAS_ADD = "b = Add (add, c)"
+TWO_ADDS = f"{BIAS_ADD} d = Add (add, b)"
+WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str | None, ...], str, str]] = {
     "nothing": (conv(), (), "u8", ""),
-    **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},  # type: ignore[dict-item]
-    "SiLU is two": (conv(silu), ("Sigmoid", "Multiply"), "u8", ""),
-    "Mish spelled out is three": (conv(mish), ("SoftPlus", "Tanh", "Multiply"), "u8", ""),
-    "a residual Add is binary": (conv(residual), ("Add", "ReLU"), "u8", ""),
+    **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},
+    "SiLU is two": (conv(SILU), ("Sigmoid", "Multiply"), "u8", ""),
+    "Mish spelled out is three": (conv("p = Softplus (c) t = Tanh (p) e = Mul (t, c)"),
+                                  ("SoftPlus", "Tanh", "Multiply"), "u8", ""),
+    "a residual Add is binary": (conv("r = u8 (x) s = Add (r, c) e = Relu (s)"), ("Add", "ReLU"), "u8", ""),
     # A BiasAdd comes first, once, does not count, and holds one number a channel.
-    "BiasAdd": (conv(lambda net, y: FOUR(net, bias_add(net, y)), bias=None),
+    "BiasAdd": (conv(f"{BIAS_ADD} {chain(*FOUR, start='b')}", bias=""),
                 ("BiasAdd", "ReLU", "Multiply", "Tanh", "Abs"), "u8", ""),
-    "with a bias": (conv(lambda net, y: bias_add(net, bias_add(net, y))), ("Add", "Add"), "u8", ""),
-    "without": (conv(lambda net, y: bias_add(net, bias_add(net, y)), bias=None), ("BiasAdd", "Add"), "u8", ""),
+    "with a bias": (conv(TWO_ADDS), ("Add", "Add"), "u8", ""),
+    "without": (conv(TWO_ADDS, bias=""), ("BiasAdd", "Add"), "u8", ""),
     **{
-        f"an Add of {shape}": (conv(lambda net, y, s=shape: bias_add(net, y, s), bias=None), ("Add",), "u8", "")
+        f"an Add of {shape}": (conv(BIAS_ADD, bias="", add=np.zeros(shape, np.float32)), ("Add",), "u8", "")
         for shape in ((1, 1, 1, 1), (1, 1, 6, 6), (4,), (1, 4, 6, 6), (1, 1, 4, 1, 1))
     },
     # Where it ends, in floating point or at a Quantize.
-    "a second reader": (conv(read_twice), ("ReLU",), "f32", "2 readers"),
-    "an output of the graph": (conv(handed_out), (), "f32", "output of the graph"),
-    "another operator": (conv(lambda net, y: net.op("Selu", [y])), (), "f32", "Selu"),
-    "a Max of three": (conv(lambda net, y: net.op("Max", [y, "x", "x"])), (), "f32", "Max"),
-    "an operand that is no data": (conv(as_bound), (), "f32", "ReduceMin"),
-    "a Quantize in between": (conv(lambda net, y: net.op("Relu", [net.pair(y)])), (), "u8", ""),
-    "float": (conv(dst=lambda net, y: y), (), "f32", ""),
-    "int8": (conv(dst=lambda net, y: net.pair(y, np.int8)), (), "s8", ""),
-    "a TypeCast": (conv(dst=lambda net, y: cast(net, y, TensorProto.FLOAT16)), (), "f16", ""),
-    "no bias": (conv(bias=None), (), "u8", ""),
+    "a second reader": (conv("e = Relu (c) t = Tanh (e)", dst="y = u8 (e)", outputs="y, t"),
+                        ("ReLU",), "f32", "2 readers"),
+    "three readers": (conv("e = Relu (c) t = Tanh (e) u = Abs (e)", dst="y = u8 (e)", outputs="y, t, u"),
+                      ("ReLU",), "f32", "3 readers"),
+    "a Cast to integers": (conv(dst="y = Cast <to = 6> (c)"), (), "f32", "Cast"),
+    "an output of the graph": (conv("e = Relu (c)", outputs="y, c"), (), "f32", "output of the graph"),
+    "another operator": (conv("e = Selu (c)"), (), "f32", "Selu"),
+    "a Max of three": (conv("e = Max (c, x, x)"), (), "f32", "Max"),
+    "an operand that is no data": (conv("p = u8 (x) m = ReduceMin <keepdims = 0> (c) e = Clip (p, m)"),
+                                   (), "f32", "ReduceMin"),
+    "a Quantize in between": (conv("q = u8 (c) e = Relu (q)"), (), "u8", ""),
+    "float": (conv(dst="", outputs="c"), (), "f32", ""),
+    "int8": (conv(dst="y = s8 (c)"), (), "s8", ""),
+    "a TypeCast": (conv(dst="y = Cast <to = 10> (c)"), (), "f16", ""),
+    "no bias": (conv(bias=""), (), "u8", ""),
 }  # fmt: skip
 
 
@@ -113,34 +136,21 @@ def test_nought_to_four_operations(ops: Sequence[str]):
 
 
 def test_a_circle_of_nodes_is_left():
-    model = conv(lambda net, y: net.op("Add", [y, "back"]))
-    last = next(n for n in model.graph.node if n.op_type == "Add")
-    relu = helper.make_node("Relu", [last.output[0]], ["back"])
-    del model.graph.node[list(model.graph.node).index(last) + 1 :]
-    model.graph.node.append(relu)
+    model = conv("s = Add (c, x) r = Relu (s)")
+    del model.graph.node[-2:]
+    model.graph.node[-2].input[1] = "r"
     assert read(model).epilogue == ("Add", "ReLU")
 
 
 # ---- the clauses, broken ----------------------------------------------------------------------------------------
 
-
-def int32_bias(net: Quantized) -> str:
-    return net.dq(net.const(np.zeros(4, np.int32), dtype=np.int32), np.int32)
+INT32_BIAS = "b = DequantizeLinear (zeros32, step, s32)"
 
 
-def float16_weight(net: Quantized) -> str:
-    parameters = [net.const(np.full((), 0.05), dtype=np.float16), net.const(np.zeros(()), dtype=np.int8)]
-    quantized = net.op("QuantizeLinear", [net.const(np.ones((4, 4, 3, 3)), dtype=np.float16), *parameters])
-    return net.dq(quantized, np.int8)
-
-
-def in_type(to: int, epilogue: Callable[[Quantized, str], str] = lambda net, y: y) -> onnx.ModelProto:
+def in_type(to: int, epilogue: str = "") -> onnx.ModelProto:
     """A Conv that computes in a type, with a TypeCast to float32 before its Quantize."""
-    return conv(
-        epilogue, src=lambda net, x: cast(net, net.pair(x), to), bias=None,
-        weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8), to),
-        dst=lambda net, y: net.pair(cast(net, y, TensorProto.FLOAT)),
-    )  # fmt: skip
+    src, weight = f"p = u8 (x) a = Cast <to = {to}> (p)", f"{WEIGHT} v = Cast <to = {to}> (w)"
+    return conv(epilogue, src=src, weight=weight, bias="", dst="f = Cast <to = 1> (LAST) y = u8 (f)")
 
 
 def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
@@ -152,22 +162,21 @@ def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
 
 
 BROKEN: list[tuple[onnx.ModelProto, Clause | list[Clause]]] = [
-    (conv(src=lambda net, x: x), Clause.SRC_CONVERSION),
-    (conv(src=lambda net, x: net.op("Relu", [net.pair(x)])), Clause.SRC_CONVERSION),
-    (conv(src=lambda net, x: net.pair(x, np.uint16)), Clause.SRC_TYPE),
-    (conv(weight=lambda net: net.weight((4, 4, 3, 3))), Clause.WEIGHTS_CONVERSION),
-    (conv(weight=lambda net: net.dq(net.op("Clip", [net.int8_weight()]), np.int8)), Clause.WEIGHTS_CONVERSION),
-    (conv(weight=lambda net: net.dq(net.int8_weight(np.uint8))), Clause.WEIGHTS_TYPE),
-    (conv(weight=lambda net: net.dq(net.int8_weight(np.int16), np.int16)), Clause.WEIGHTS_TYPE),
-    (conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.uint8)), Clause.WEIGHTS_TYPE),
-    (conv(weight=float16_weight), Clause.WEIGHTS_TYPE),
-    (conv(bias=int32_bias), Clause.BIAS_CONVERSION),
-    (conv(bias=lambda net: net.const(np.zeros(4), dtype=np.float64)), Clause.BIAS_TYPE),
-    (conv(lambda net, y: bias_add(net, FOUR(net, y)), bias=None), Clause.EPILOGUE),
-    (conv(dst=lambda net, y: net.pair(y, np.uint16)), Clause.DST_TYPE),
-    (conv(dst=lambda net, y: cast(net, y, TensorProto.DOUBLE)), Clause.DST_TYPE),
-    (conv(lambda net, y: FOUR(net, FOUR(net, y)), src=lambda net, x: net.pair(x, np.int16), bias=int32_bias,
-          weight=lambda net: net.weight((4, 4, 3, 3)), dst=lambda net, y: net.pair(y, np.int16)),
+    (conv(src="x"), Clause.SRC_CONVERSION),
+    (conv(src="p = u8 (x) a = Relu (p)"), Clause.SRC_CONVERSION),
+    (conv(src="a = u16 (x)"), Clause.SRC_TYPE),
+    (conv(weight="weights"), Clause.WEIGHTS_CONVERSION),
+    (conv(weight="k = Clip (held_s8) w = DequantizeLinear (k, step, s8)"), Clause.WEIGHTS_CONVERSION),
+    (conv(weight="w = DequantizeLinear (held_u8, step, u8)"), Clause.WEIGHTS_TYPE),
+    (conv(weight="w = DequantizeLinear (held_s16, step, s16)"), Clause.WEIGHTS_TYPE),
+    (conv(weight="w = u8 (weights)"), Clause.WEIGHTS_TYPE),
+    (conv(weight="q = QuantizeLinear (ones16, step16, s8) w = DequantizeLinear (q, step, s8)"), Clause.WEIGHTS_TYPE),
+    (conv(bias=INT32_BIAS), Clause.BIAS_CONVERSION),
+    (conv(bias="zeros64"), Clause.BIAS_TYPE),
+    (conv(f"{chain(*FOUR)} b = Add (add, c3)", bias=""), Clause.EPILOGUE),
+    (conv(dst="y = u16 (c)"), Clause.DST_TYPE),
+    (conv(dst="y = Cast <to = 11> (c)"), Clause.DST_TYPE),
+    (conv(chain(*FOUR, *FOUR), src="a = s16 (x)", bias=INT32_BIAS, weight="weights", dst="y = s16 (LAST)"),
      [Clause.SRC_TYPE, Clause.WEIGHTS_CONVERSION, Clause.BIAS_CONVERSION, Clause.EPILOGUE, Clause.DST_TYPE]),
     (in_type(TensorProto.FLOAT16), Clause.DST_CONVERSION),
     (of_other_form(op_type="QLinearConv"), Clause.CONVOLUTION),
@@ -183,15 +192,14 @@ def test_broken_clauses(model: onnx.ModelProto, clause: Clause | list[Clause]):
 
 
 def test_types_that_the_text_has():
-    assert read(conv(src=lambda net, x: net.pair(x, np.int8))).src == "s8"
-    quantized = read(conv(weight=lambda net: net.pair(net.weight((4, 4, 3, 3)), np.int8)))
+    assert read(conv(src="a = s8 (x)")).src == "s8"
+    quantized = read(conv(weight="w = s8 (weights)"))
     assert (quantized.matches, quantized.weights) == (True, "f32")
-    other = read(in_type(TensorProto.BFLOAT16, lambda net, y: bias_add(net, y, cast=TensorProto.BFLOAT16)))
+    other = read(in_type(TensorProto.BFLOAT16, "o = Cast <to = 16> (add) b = Add (o, c)"))
     assert (other.matches, other.dst, other.epilogue) == (True, "u8", ("BiasAdd",))
-    casts = read(conv(
-        src=lambda net, x: cast(net, net.pair(x)), weight=lambda net: cast(net, net.dq(net.int8_weight(), np.int8)),
-        bias=lambda net: cast(net, float_bias(net)), dst=lambda net, y: y,
-    ))  # fmt: skip
+    to = f"Cast <to = {TensorProto.BFLOAT16}>"
+    weight, bias = f"{WEIGHT} v = {to} (w)", f"b = {to} (zeros)"
+    casts = read(conv(src=f"p = u8 (x) a = {to} (p)", weight=weight, bias=bias, dst="", outputs="c"))
     assert casts.matches
     assert (casts.src, casts.weights, casts.bias, casts.dst) == ("u8", "s8", "f32", "bf16")
 
@@ -207,19 +215,19 @@ def test_files_of_other_tools_match_or_break_a_named_clause(path: Path):
 
 
 def test_what_the_report_says():
-    report = kenosis_ort.verify_patterns(conv(silu).SerializeToString())
+    report = kenosis_ort.verify_patterns(conv(SILU).SerializeToString())
     assert report.conforms
     assert "1 of 1 Convs match" in report.verdict()
     assert "u8 * s8 + f32 -> Sigmoid, Multiply -> u8" in str(report)
     assert (read(conv()).node, read(conv()).pattern) == ("conv", "u8 * s8 + f32 -> u8")
-    worse = verify_patterns(conv(src=lambda net, x: x))
+    worse = verify_patterns(conv(src="x"))
     assert not worse.conforms
     assert "src-conversion 1x" in worse.verdict()
     assert worse.to_dict()["convs"][0]["broken"][0]["clause"] == "src-conversion"
 
 
 def test_convs_of_bodies_are_read_too():
-    net = Net.over(SHAPE, opset=20)
+    net = Net.over((1, 4, 6, 6), opset=20)
     bodies = {f"{name}_branch": conv().graph for name in ("then", "else")}
     for body in bodies.values():
         del body.input[:]
