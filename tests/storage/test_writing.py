@@ -138,6 +138,18 @@ def test_it_is_there_and_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_that_another_run_takes_for_a_dead_ones_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = FileNotFoundError(2, "No such file or directory")  # between making and locking it
+    monkeypatch.setattr(writing, "lock_folder", Mock(side_effect=[taken, None]))
+    with Scratch("test", beside=tmp_path) as folder:
+        assert folder.is_dir()
+    monkeypatch.setattr(writing, "lock_folder", Mock(side_effect=taken))
+    with pytest.raises(OutputError, match="No such file"):
+        Scratch("test", beside=tmp_path)
+
+
 @LOCKS
 def test_a_living_one_is_left_alone_and_a_dead_one_removed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", _HOLDS_ONE, str(tmp_path)], stdout=subprocess.PIPE)
