@@ -1,5 +1,6 @@
 """Readers of arrays, images, tar files and Parquet tables; what all readers hold: `tests/contracts/test_readers.py`."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,11 @@ ARRAYS = [RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(5)]
 
 def test_arrays_of_a_tar_file(tmp_path: Path) -> None:
     entries = {f"train/{n}.{kind}": npy(a) for n, a in enumerate(ARRAYS) for kind in ("npy", "cls")}
-    found = read(TarReader(tar(tmp_path / "a.tar", entries, "w:gz"), {"x": "npy"}))
+    reader = TarReader(tar(tmp_path / "a.tar", entries, "w:gz"), {"x": "npy"})
+    found = read(reader)
     assert np.array_equal(np.concatenate([f["x"] for f in found]), np.stack(ARRAYS))
+    copy = pickle.loads(pickle.dumps(reader))
+    assert len(read(copy)) == len(found), "a copy begins at the beginning, as one on a worker has to"
 
 
 def test_images_are_prepared_as_those_of_a_folder(tmp_path: Path) -> None:
