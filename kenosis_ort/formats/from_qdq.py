@@ -7,7 +7,9 @@ QuantizeLinear and DequantizeLinear of any exporter come into the one spelling o
   has no integer kernel for the small types, and refuses some models that use them.
 - Of several DQ that read the integers of one Q with the same parameters one stays.
 - The operators of the runtime's own domain become those of ONNX, where the types are of 8 bits.
-- Layout operators behind the DQ of a constant are performed on its integers.
+- Layout operators behind the DQ of a constant are performed on its integers: QKeras' weights pass a Transpose behind
+  their quantizer, as do those of channels-last operators, and the runtime takes a weight for its integer kernels only
+  where DQ of an initializer is what the kernel's operator reads.
 
 Integers and zero point moved by 128 stand for the same reals: some kernels take unsigned activations alone; QONNX'
 tools want signed integers around a zero point of 0.
@@ -18,7 +20,7 @@ initializer that the runtime would compute, in front of DequantizeLinear; the bi
 beside it. Source: Pappalardo et al., "QONNX", 2022, section IV.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -26,7 +28,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.formats.tensors import Array, Edits
-from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.constants import LAYERS, LAYOUT
 from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
 from kenosis_ort.graph.view import ir
@@ -300,3 +302,66 @@ class _Reader:
                 self._widened[source] = wide = self.live.store(found.astype(dtype), f"{source.name}_wide")
                 annotate(self.live.proto.graph, wide.name or "", f"{'' if signed else 'U'}INT{bits}")
             self.live.read(node, 0, self._widened[source])
+
+
+def fold_layouts(model: onnx.ModelProto | Edits) -> Edits:
+    """The model with its quantized constants laid out as their readers want them.
+
+    Args:
+        model: A private model in the canonical spelling, its nodes in order; it is changed.
+    """
+    live = Edits.of(model)
+    constants: set[ir.Value] = set()  # what DQs of constants write
+    declared = declared_datatypes(live.proto.graph)
+    for node in live.nodes:
+        source = optional(node, 0)
+        maker = source.producer() if source is not None and source in constants else None
+        if is_dequantize(node) and live.constant(source) is not None and not node.attributes.get_int("block_size", 0):
+            constants.add(node.outputs[0])
+        elif maker is not None and node.op_type in LAYOUT and node.domain in MAIN_DOMAINS:
+            moved = _laid_out(node, maker, live)
+            if moved is not None:
+                integers, axis = moved
+                old = required(maker, 0).name or ""
+                new = live.store(integers, f"{old}_{node.op_type.lower()}")
+                attributes = None if axis is None else {"axis": axis}
+                live.rewrite(node, "DequantizeLinear", [new, *maker.inputs[1:]], attributes)
+                constants.add(node.outputs[0])
+                if old in declared:
+                    declared[new.name or ""] = declared[old]
+                    annotate(live.proto.graph, new.name or "", declared[old])
+    live.remove_unread(lambda node: node.outputs[0] in constants)
+    return live
+
+
+def _laid_out(node: ir.Node, source: ir.Node, live: Edits) -> tuple[Array, int | None] | None:
+    """The integers as the layout operator leaves them, and their channel axis; None where that is not known."""
+    integers, scale = live.array(source.inputs[0]), live.array(source.inputs[1])
+    others = [live.array(value) for value in node.inputs[1:] if value is not None]
+    if integers is None or scale is None or any(array is None for array in others):
+        return None
+    moved = _moved(node, integers, others)
+    if moved is None or scale.ndim == 0:
+        return None if moved is None else (moved, None)
+    axis = source.attributes.get_int("axis", 1) % max(integers.ndim, 1)
+    channels = np.arange(integers.shape[axis]).reshape([-1 if at == axis else 1 for at in range(integers.ndim)])
+    places = _moved(node, np.broadcast_to(channels, integers.shape), others)  # the channel of each
+    assert places is not None
+    along = [at for at, size in enumerate(places.shape) if size == channels.size]
+    for at in along:
+        shape = [-1 if other == at else 1 for other in range(places.ndim)]
+        if np.array_equal(places, np.broadcast_to(channels.reshape(shape), places.shape)):
+            return moved, at
+    return None
+
+
+def _moved(node: ir.Node, data: Array, others: Sequence[Array | None]) -> Array | None:
+    """What a layout operator makes of a constant, None where the shapes do not fit."""
+    from onnx.reference import ReferenceEvaluator
+
+    names = [value.name or "" for value in node.inputs if value is not None]
+    try:
+        (found,) = ReferenceEvaluator(ir.to_proto(node)).run(None, dict(zip(names, (data, *others), strict=True)))
+    except (ValueError, IndexError):
+        return None
+    return np.asarray(found)

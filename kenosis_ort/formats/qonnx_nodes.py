@@ -3,6 +3,11 @@
 ``Quant(x, scale, zero_point, bit_width)`` is ``scale * (round(clamp(x / scale + zero_point)) - zero_point)``, in
 float32 and with all parameters broadcast to ``x``. ``BipolarQuant(x, scale)`` is ``scale`` where ``x >= 0``, else
 ``-scale``. ``Trunc`` takes the low bits off a quantized value, as behind the sum of an average pool.
+
+``Conv``, ``MaxPool`` and ``BatchNormalization`` of the domain ``qonnx.custom_op.channels_last`` read and write values
+of shape (N, ..., C); Conv's weights are (O, ..., I). They become ONNX's own between two Transposes. All else about them
+is as in ONNX. When it loads the model the runtime moves the Transposes together and drops those that cancel out.
+
 Source: Pappalardo et al., "QONNX", 2022, table II, and what the `qonnx` package 1.0.0 executes.
 """
 
@@ -373,3 +378,52 @@ class Spelling:
 def drop_imports(model: onnx.ModelProto, domains: Collection[str]) -> None:
     """Takes domains off the model's list of operator sets, in place."""
     replace_entries(model, "opset_import", [entry for entry in model.opset_import if entry.domain not in domains])
+
+
+_CHANNELS_LAST_OPERATORS = frozenset({"Conv", "MaxPool", "BatchNormalization"})
+
+
+def to_channels_first(model: onnx.ModelProto) -> None:
+    """Puts ONNX's operators and Transposes in the place of the channels-last ones, in place.
+
+    Nothing but Python looks at the model here.
+
+    Raises:
+        UnsupportedModelError: Another operator of the domain, or the rank of its data is not known.
+    """
+    if not any(node.domain == CHANNELS_LAST for node in model.graph.node):
+        return
+    live = Edits(model, copied=False)
+    for node in live.nodes:
+        if node.domain != CHANNELS_LAST:
+            continue
+        operator = operator_of(node)
+        if operator not in _CHANNELS_LAST_OPERATORS or len(node.outputs) != 1 or not node.inputs:
+            known = ", ".join(sorted(_CHANNELS_LAST_OPERATORS))
+            clause = (
+                f"the channels-last operator has no counterpart in other formats (known are {known}, with one output)"
+            )
+            refuse(node, clause, "leave the model in the format that it has, or export it with channels first")
+        base, rank = base_name(node), _rank(node, live)
+        first, last = [0, rank - 1, *range(1, rank - 1)], [0, *range(2, rank), 1]
+        inputs = list(node.inputs)
+        for at in range(2 if operator == "Conv" else 1):
+            inputs[at] = live.add(node, "Transpose", [inputs[at]], base, perm=first)
+        live.put(node, operator, inputs)
+        value = node.outputs[0]
+        output = live.hand_over(value, f"{base}_channels_first")
+        live.add(node, "Transpose", [value], base, behind=True, output=output, perm=last)
+    live.finish()
+    drop_imports(model, (CHANNELS_LAST,))
+
+
+def _rank(node: ir.Node, live: Edits) -> int:
+    kernel = node.attributes.get("kernel_shape")
+    if kernel is not None and kernel.type == ir.AttributeType.INTS and kernel.value:
+        return len(kernel.value) + 2
+    for value in (node.inputs[0], node.outputs[0]):
+        rank = live.rank(value)
+        if rank is not None and rank > 1:
+            return rank
+    fix = "declare the shapes of the values, as qonnx' InferShapes does, or give kernel_shape"
+    refuse(node, "the rank of the data of a channels-last operator is not known", fix)
