@@ -8,7 +8,7 @@ double does where a float32 model works out indices with it.
 
 Nodes that need the very type keep it between Casts of their own: custom operators, what turns numbers into text, and
 operators that know no float32. A model is left alone where that is not possible: such nodes inside bodies or functions,
-and inputs or outputs that are optional, or maps.
+and inputs or outputs that are no tensors.
 """
 
 import logging
@@ -167,9 +167,8 @@ class _Conversion:
         """
         if not any(tensor.elem_type in self._converted for tensor in _tensor_types(value.type)):
             return False
-        kind = value.type.sequence_type.elem_type if value.type.HasField("sequence_type") else value.type
-        if not kind.HasField("tensor_type"):
-            raise _NotConvertibleError(f"'{value.name}' is neither a tensor nor a sequence of tensors")
+        if not value.type.HasField("tensor_type"):
+            raise _NotConvertibleError(f"'{value.name}' is no tensor")
         return True
 
     def _is_bound(self, node: onnx.NodeProto) -> bool:
@@ -262,23 +261,12 @@ class _Conversion:
     def _edge(
         self, graph: onnx.GraphProto, value: onnx.ValueInfoProto, source: str, target: str, *, inwards: bool
     ) -> onnx.NodeProto:
-        """The Cast of an input or output, of each element where it is a sequence."""
+        """The Cast of an input or output."""
         inside = graph.value_info.add()
         inside.CopyFrom(value)
         inside.name = target if inwards else source
         self._convert_type(inside.type)
-        if value.type.HasField("tensor_type"):
-            return self._cast(source, target, FLOAT if inwards else value.type.tensor_type.elem_type)
-        outer = value.type.sequence_type.elem_type.tensor_type.elem_type
-        before, after = (outer, FLOAT) if inwards else (FLOAT, outer)
-        names = self._fresh(f"{source}_element"), self._fresh(f"{target}_element")
-        body = onnx.helper.make_graph(
-            [self._cast(*names, after)],
-            f"{source}_elements",
-            [onnx.helper.make_tensor_value_info(names[0], before, None)],
-            [onnx.helper.make_tensor_value_info(names[1], after, None)],
-        )
-        return onnx.helper.make_node("SequenceMap", [source], [target], name=self._fresh(f"{target}_casts"), body=body)
+        return self._cast(source, target, FLOAT if inwards else value.type.tensor_type.elem_type)
 
     def _between_casts(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yields a node that needs the type, with Casts around it."""
