@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.accuracy.error import Deviations, Use, find_uses, output_error
+from kenosis_ort.accuracy.error import Deviations, OutputUse, Use, find_uses, output_error
 from kenosis_ort.errors import OptionError
 from tests.accuracy.samples import softmax
 
@@ -19,19 +19,20 @@ def detector(positions=400, classes=6, seed=0):
 
 
 @pytest.mark.parametrize(("arrays", "use"), [
-    ([RNG.normal(size=(4, 10)) for _ in range(3)], Use.CLASSES),
-    ([softmax(RNG.normal(size=(4, 10))) for _ in range(3)], Use.CLASSES),
-    ([softmax(RNG.normal(size=(1, 10)))[..., None, None] for _ in range(3)], Use.CLASSES),
-    ([RNG.normal(size=(4, 10, 1)) for _ in range(3)], Use.CLASSES),
-    ([detector(seed=s) for s in range(3)], Use.POSITIONS),
-    ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)], Use.POSITIONS),
-    ([RNG.random((1, 1, 20, 20)) for _ in range(3)], Use.DENSE),
-    ([RNG.normal(size=(2, 1, 128)) for _ in range(3)], Use.DENSE),
-    ([RNG.random((1, 1)) for _ in range(8)], Use.DENSE),
+    ([RNG.normal(size=(4, 10)) for _ in range(3)], OutputUse(Use.CLASSES)),
+    *(([softmax(RNG.normal(size=(4, 10))).reshape(4, 10, *ones) for _ in range(3)],
+       OutputUse(Use.CLASSES, probabilities=True)) for ones in ((), (1, 1))),
+    ([RNG.normal(size=(4, 10, 1)) for _ in range(3)], OutputUse(Use.CLASSES)),
+    ([np.array([[2.0, -1.0]])] * 3, OutputUse(Use.CLASSES)),  # the sum alone makes no probabilities
+    ([detector(seed=s) for s in range(3)], OutputUse(Use.POSITIONS, -1, (4, 5, 6, 7, 8, 9))),
+    ([np.moveaxis(detector(seed=s), -1, 1).reshape(1, 10, 20, 20) for s in range(3)],
+     OutputUse(Use.POSITIONS, 1, (4, 5, 6, 7, 8, 9))),
+    *(([RNG.random(shape) for _ in range(8)], OutputUse(Use.DENSE)) for shape in ((1, 1, 20, 20), (1, 1), (4, 10))),
+    ([RNG.normal(size=(2, 1, 128)) for _ in range(3)], OutputUse(Use.DENSE)),
 ])  # fmt: skip
 def test_uses(arrays, use):
     reference = [{"y": a.astype(np.float32)} for a in arrays]
-    assert find_uses(reference)["y"].use is use
+    assert find_uses(reference)["y"] == use
     assert output_error(reference, reference) == 0.0
 
 
@@ -41,14 +42,12 @@ def test_a_shift_of_all_class_scores_is_no_error():
     assert output_error([{"y": r["y"] + RNG.normal(size=(4, 10))} for r in reference], reference) > 0.3
 
 
-def test_axes_of_one_behind_the_classes_change_nothing():
-    reference = [{"y": softmax(RNG.normal(0, 3, (2, 10)))} for _ in range(3)]
-    actual = [{"y": softmax(np.log(r["y"]) + RNG.normal(0, 0.1, (2, 10)))} for r in reference]
-    errors = [
-        output_error(*([{"y": o["y"].reshape(2, 10, *ones)} for o in each] for each in (actual, reference)))
-        for ones in ((), (1,), (1, 1))
-    ]
-    assert errors[0] == errors[1] == errors[2] > 0
+def test_probabilities_are_compared_by_their_log_odds_with_axes_of_one_behind_them_too():
+    pairs = [softmax(RNG.normal(size=(2, 2, 10))) for _ in range(3)]
+    by_odds = output_error(*([{"y": np.log(p[at] / (1 - p[at]))} for p in pairs] for at in (0, 1)))
+    for ones in ((), (1,), (1, 1)):
+        found = output_error(*([{"y": p[at].reshape(2, 10, *ones)} for p in pairs] for at in (0, 1)))
+        assert found == pytest.approx(by_odds, rel=1e-4)
 
 
 def test_small_scores_are_not_drowned_by_large_boxes():
