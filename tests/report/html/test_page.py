@@ -13,8 +13,9 @@ import pytest
 
 from kenosis_ort.errors import OutputError
 from kenosis_ort.options import OptionChoice
+from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.report.html import render_html, render_notebook
-from kenosis_ort.report.html.cards import python_call
+from kenosis_ort.report.html.cards import python_call, region_of
 from kenosis_ort.report.quantization_report import QuantizationReport
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
 
@@ -151,6 +152,18 @@ def test_the_call_reads_the_recipe_file_and_names_libraries():
     compile(call, "call", "exec")
     shown = "recipe='out.recipe.toml'", "custom_op_libraries=['ops.so']", "# out.recipe.toml holds"
     assert [text for text in shown if text not in call] == []
+
+
+@pytest.mark.parametrize(("status", "kind", "rule", "region"), [
+    ("integer", Kind.INTEGER, "rule", "integer"), ("integer", Kind.PASS_THROUGH, "rule", "moves"),
+    ("absorbed", Kind.ABSORBED, "rule", "fused"), ("removed", Kind.FLOAT, "rule", "other"),
+    ("float", Kind.FLOAT, "rule", "float"), ("float", Kind.FLOAT, "caller-excluded", "protected"),
+    ("float", Kind.INTEGER, "caller-excluded", "float"), ("float", None, "", "float"), ("", None, "", "other"),
+    ("", Kind.ABSORBED, "rule", "fused"), ("", Kind.FLOAT, "protected-input", "protected"),
+])  # fmt: skip
+def test_a_node_is_in_the_region_of_its_kernel_or_of_the_plan(status: str, kind: Kind | None, rule: str, region: str):
+    decision = None if kind is None else NodeDecision("node", "Conv", kind, rule, "because")
+    assert region_of(decision, kernel("node", status=status) if status else None) == region
 
 
 def test_a_large_model_stays_below_two_megabytes():
