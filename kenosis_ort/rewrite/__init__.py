@@ -17,7 +17,7 @@ from kenosis_ort.rewrite.gemm_forms import (
     sum_to_add,
 )
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
-from kenosis_ort.rewrite.pools import average_pool_to_conv, lrn_to_pool, pool_from_mean
+from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.rule import RewriteResult, Rule
 
 PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
@@ -25,6 +25,7 @@ PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_fa
 
 FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     collapse_clip,
+    fold_padding,
     collapse_silu,
     collapse_gelu,
     collapse_hard_swish,

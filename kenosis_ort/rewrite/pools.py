@@ -1,4 +1,4 @@
-"""Windows over pictures: pools, and means that are pools, as the operators that are the fastest."""
+"""Windows over pictures: their padding, pools, and means that are pools, as the operators that are the fastest."""
 
 from __future__ import annotations
 
@@ -84,6 +84,85 @@ def _power(editor: Editor, norm: ir.Node, base: ir.Value, exponent: float) -> ir
             return editor.insert_before(norm, "Mul", [first, second]) if joined else second
     power = editor.add_constant(np.array(exponent, np.float32), f"{norm.name}_beta")
     return editor.insert_before(norm, "Pow", [base, power])
+
+
+@rule(
+    "Conv",
+    "MaxPool",
+    did="Convs and MaxPools took over the zeros of a Pad in front of them",
+    stays="Convs and MaxPools keep a Pad in front of them",
+)
+def fold_padding(editor: Editor, window: ir.Node) -> None:
+    """A Pad of zeros as padding of the Conv or MaxPool behind it.
+
+    With ``p`` zeros put before and behind each axis of the picture::
+
+        Conv(Pad(x; p); pads = q)    = Conv(x; pads = p + q)
+        MaxPool(Pad(x; p); pads = q) = MaxPool(x; pads = p + q)        where x >= 0
+
+    A Conv pads with zeros itself. A MaxPool pads with what is less than everything, which gives the same where each of
+    its windows holds an element of ``x``, none of which is negative: so it does behind a Relu, with windows that no
+    padding is as wide as.
+
+    Exporters of TensorFlow write a Pad in front of each strided Conv. Alone it has no integer kernel, so that it would
+    stand between Q and DQ: MobileNetV2 at 128x128 1.27x of FP32, without it 1.55x (one AVX2 thread). ONNX Runtime does
+    the same to a float model, ``PadFusion``.
+
+    Not changed: other modes, numbers or types, padding that is computed, cuts, or is of the batch or the channels,
+    ``auto_pad`` that adds padding.
+    """
+    pad = editor.producer(window.inputs[0], "Pad")
+    if pad is None:
+        return
+    x = operand(pad, 0)
+    editor.require_float32(x)
+    mode, given = window.attributes.get_string("auto_pad", "NOTSET"), window.attributes.get_ints("pads", ())
+    if mode not in ("NOTSET", "VALID"):
+        raise NotCollapsibleError(f"its auto_pad is '{mode}'")
+    zeros = _zeros_of(editor, pad, x)
+    pads = [
+        own + more for own, more in zip(given if given and mode == "NOTSET" else [0] * len(zeros), zeros, strict=True)
+    ]
+    if window.op_type == "MaxPool":
+        _check_maximum(editor, window, pads, x)
+    padded = window.inputs[0]
+    editor.read(window, 0, x)
+    editor.set_attribute(window, "auto_pad", None)
+    editor.set_attribute(window, "pads", pads)
+    editor.drop_unread([padded], window.name)
+    editor.done += 1
+
+
+def _zeros_of(editor: Editor, pad: ir.Node, x: ir.Value) -> list[int]:
+    """Zeros that a Pad puts before each axis of a picture, then behind each."""
+    rank, amounts, filling = editor.rank(x), editor.array(optional(pad, 1)), optional(pad, 2)
+    if pad.attributes.get_string("mode", "constant") != "constant":
+        raise NotCollapsibleError(f"'{pad.name}' does not pad with a constant")
+    if filling is not None and editor.scalar(filling) != 0.0:
+        raise NotCollapsibleError(f"'{pad.name}' does not pad with zeros")
+    if rank is None:
+        raise NotCollapsibleError(f"the rank of '{x.name}' is not known")
+    listed = optional(pad, 3)
+    axes = np.arange(rank) if listed is None else editor.array(listed)
+    if amounts is None or axes is None:
+        raise NotCollapsibleError(f"the padding of '{pad.name}' is computed")
+    whole = np.zeros((2, rank), np.int64)
+    whole[:, axes.reshape(-1) % rank] = amounts.reshape(2, -1)
+    if whole[:, :2].any() or whole.min() < 0:
+        raise NotCollapsibleError(f"'{pad.name}' pads the batch or the channels, or cuts")
+    return [int(zeros) for zeros in whole[:, 2:].reshape(-1)]
+
+
+def _check_maximum(editor: Editor, pool: ir.Node, pads: Sequence[int], x: ir.Value) -> None:
+    """Refuses a MaxPool that would see the difference between zeros and no elements."""
+    before, given = x.producer(), pool.attributes
+    least = editor.scalar(optional(before, 1)) if before is not None and before.op_type == "Clip" else None
+    if before is None or not (before.op_type == "Relu" or (least is not None and least >= 0.0)):
+        raise NotCollapsibleError(f"'{x.name}' may be negative")
+    kernel = given.get_ints("kernel_shape", ())
+    plain = len(pool.outputs) == 1 and not given.get_int("ceil_mode", 0) and set(given.get_ints("dilations", ())) <= {1}
+    if not plain or any(zeros >= size for zeros, size in zip(pads, (*kernel, *kernel), strict=True)):
+        raise NotCollapsibleError("a window might hold padding alone")
 
 
 _LAST_TWO = ({2, 3}, {-2, -1}, {2, -1}, {-2, 3})

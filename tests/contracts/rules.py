@@ -23,7 +23,8 @@ KNOWN: Final[Mapping[str, Any]] = {
     "zero": 0.0, "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "six": 6.0, "small": 1e-3,
     "root2": 2.0**0.5, "root_less": 1.414, "negative": -1.0, "huge": 1e38, "yes": True,
     "split": [0, 2, 4, 6, 6], "joined": [0, 8, 6, 6], "cut": [0, 4, 8, 6, 6], "flat": [0, 32, 6, 6],
-    "heads": [0, 0, 2, 16], "whole": [0, 0, 32],
+    "heads": [0, 0, 2, 16], "edges": [0, 0, 0, 0, 0, 0, 1, 1],
+    "cuts": [0, 0, 0, 0, 0, 0, 1, -1], "channels": [0, 1, 0, 0, 0, 0, 0, 0], "whole": [0, 0, 32],
 }  # fmt: skip
 
 _RMS = "s = Mul(x, x) m = ReduceMean<axes = [-1]>(s) a = Add(m, small) r = Sqrt(a)"
@@ -49,6 +50,8 @@ EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
     "fold_batch_norm": ("Conv", f"""{_CONV}, float[8] g, float[8] h, float[8] i, float[8] j>
         {{ c = Conv(x, w, b) y = BatchNormalization(c, g, h, i, j) }}"""),
     "collapse_clip": ("Clip", "(float[2,3] x) => (float y) { m = Max(x, zero) y = Min(m, four) }"),
+    "fold_padding": ("Conv", """(float[1,8,6,6] x) => (float y) <float[4,8,3,3] w, int64[8] edges>
+        { p = Pad(x, edges) y = Conv<strides = [2,2]>(p, w) }"""),
     "collapse_silu": ("QuickGelu", "(float[2,3] x) => (float y) { a = Mul(x, two) s = Sigmoid(a) y = Mul(x, s) }"),
     "collapse_gelu": ("Gelu",
      "(float[2,3] x) => (float y) { a = Div(x, root2) e = Erf(a) s = Add(e, one) p = Mul(x, s) y = Mul(p, half) }"),
@@ -110,6 +113,12 @@ NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
     ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Max(x, z)", ""),
     ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Clip(x, zero, four)", ""),
     ("collapse_clip", "(float y)", "(float y) <float[1,1,1] zero>", "more dimensions"),
+    ("fold_padding", "Pad(x, edges)", "Pad<mode = \"edge\">(x, edges)", "does not pad with a constant"),
+    ("fold_padding", "Pad(x, edges)", "Pad(x, edges, one)", "does not pad with zeros"),
+    ("fold_padding", "p = Pad(x, edges)", "e = Abs(edges) p = Pad(x, e)", "is computed"),
+    ("fold_padding", "edges", "cuts", "or cuts"),
+    ("fold_padding", "edges", "channels", "the batch or the channels"),
+    ("fold_padding", "strides = [2,2]", "auto_pad = \"SAME_UPPER\"", "its auto_pad is 'SAME_UPPER'"),
     ("collapse_silu", "Mul(x, s)", "Mul(s, s)", ""),
     ("collapse_silu", "Mul(x, s)", "Mul(z, s)", ""),
     ("collapse_silu", "Mul(x, two)", "Div(two, x)", ""),
@@ -228,7 +237,12 @@ NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
 Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Relu(x)``.
 """
 
+_POOLED = "(float[1,3,6,6] x) => (float y) <int64[8] edges> { r = Relu(x) p = Pad(r, edges) y = MaxPool"
+
 OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("fold_padding", f"{_POOLED}<kernel_shape = [1,1]>(p) }}", "padding alone"),
+    ("fold_padding", f"{_POOLED}<kernel_shape = [3,3], ceil_mode = 1>(p) }}", "padding alone"),
+    ("fold_padding", f"{_POOLED.replace('Relu', 'Abs')}<kernel_shape = [3,3]>(p) }}", "'r' may be negative"),
     ("fold_scale", f"{_GEMM} {{ c = Gemm<alpha = 2.0>(x, w, b) y = Mul(c, three) }}", "alpha or beta is not 1"),
     ("fold_scale", f"{_GEMM} {{ c = Gemm<alpha = 2.0>(x, w, b) y = Mul(c, zero) }}", "alpha or beta is not 1"),
     ("fold_scale", f"{_GEMM} {{ c = Gemm(x, w, t) y = Mul(c, three) }}", "is not one number a channel"),
@@ -289,6 +303,8 @@ KERNELS: Final[Mapping[str, tuple[str, str]]] = {
         n = BatchNormalization(a, g, h, i, j) r = Relu(n) y = Conv(r, u, e) }}"""),
     "collapse_clip": ("QLinearConv QLinearConv",
      f"{_PICTURE}> {{ c = Conv(x, w, b) m = Max(c, zero) k = Min(m, half) y = Conv(k, u, e) }}"),
+    "fold_padding": ("QLinearConv QLinearConv",
+     f"{_PICTURE}, int64[8] edges> {{ c = Conv(x, w, b) p = Pad(c, edges) y = Conv(p, u, e) }}"),
     "collapse_silu": ("QLinearConv QuickGelu QLinearConv",
      f"{_PICTURE}> {{ c = Conv(x, w, b) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, u, e) }}"),
     "collapse_gelu": ("QLinearConv Gelu QLinearConv",

@@ -1,4 +1,4 @@
-"""Pools as Convs, means as pools, LRN as a pool."""
+"""Padding of windows, pools as Convs, means as pools, LRN as a pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from kenosis_ort.rewrite import average_pool_to_conv, lrn_to_pool, pool_from_mean
+from kenosis_ort.rewrite import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from tests.graph.build import run
 from tests.models import Net, normal
 from tests.rewrite.forms import check, ops, refused, rewritten
@@ -55,6 +55,35 @@ def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channel
     found = ops(prepared.proto)
     assert found == ["Conv"] or (found == ["Conv", "Mul"] and not counted and (any(pads) or mode.startswith("SAME")))
     check(average_pool_to_conv, proto, x, found)
+
+
+@given(
+    operator=st.sampled_from(["Conv", "MaxPool"]), size=st.lists(st.integers(3, 7), min_size=1, max_size=3),
+    zeros=st.tuples(*[st.integers(0, 2)] * 6), own=st.tuples(*[st.integers(0, 1)] * 6), kernel=st.integers(1, 4),
+    stride=st.integers(1, 2), dilation=st.integers(1, 2), front=st.sampled_from(["Relu", "Clip", "Identity"]),
+    form=st.sampled_from(["all axes", "some axes", "a number"]), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_any_pad_of_zeros(operator, size, zeros, own, kernel, stride, dilation, front, form, seed):
+    rank, is_pool = len(size), operator == "MaxPool"
+    dilation = 1 if is_pool else dilation
+    before, behind, own = zeros[:rank], zeros[3 : 3 + rank], [min(pad, kernel - 1) for pad in own[: 2 * rank]]
+    assume((np.add(size, before) + behind + own[:rank] + own[rank:] > (kernel - 1) * dilation).all())
+    g = Net.over(["N", 2, *size], opset=18, seed=seed)
+    x = g.op(front, ["x", g.const(np.float32(0.0))] if front == "Clip" else ["x"])
+    listed = form == "some axes"
+    amounts = [*before, *behind] if listed else [0, 0, *before, 0, 0, *behind]
+    more = [g.const(np.float32(0.0))] if form == "a number" else []
+    more = ["", g.const(np.arange(-rank, 0))] if listed else more
+    y = g.op("Pad", [x, g.const(np.array(amounts)), *more])
+    inputs = [y] if is_pool else [y, g.weight((3, 2, *[kernel] * rank))]
+    form = {"kernel_shape": [kernel] * rank, "strides": [stride] * rank, "dilations": [dilation] * rank, "pads": own}
+    model = g.of(g.op(operator, inputs, **form))
+    total = [p + q for p, q in zip(own, (*before, *behind), strict=True)]
+    if is_pool and (front == "Identity" or max(total) >= kernel):
+        refused(fold_padding, model, "may be negative" if front == "Identity" else "padding alone")
+        return
+    found = check(fold_padding, model, normal((2, 2, *size), seed), f"{front} {operator}").proto
+    assert next(list(a.ints) for a in found.graph.node[-1].attribute if a.name == "pads") == total
 
 
 def test_the_border_map_of_the_usual_pool():
