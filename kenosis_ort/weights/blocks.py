@@ -310,8 +310,15 @@ def round_in_blocks(
             break
         grid = replace(grid, scale=np.where(better, fitted.scale, grid.scale))
         found, errors = np.where(better, moved, found), np.where(better, after, errors)
-    nearest = grid.nearest(matrix)  # of the fitted steps
-    return np.where(errors <= _errors(matrix, nearest, hessian, grid), found, nearest), grid
+    by_weight = find_grid(matrix, bits, block, symmetric=symmetric)  # of few rows the better one now and then
+    for other in (grid, by_weight):  # `grid` has the fitted steps
+        nearest = other.nearest(matrix)
+        after = _errors(matrix, nearest, hessian, other)
+        better = after < errors
+        scale, zero = np.where(better, other.scale, grid.scale), np.where(better, other.zero, grid.zero)
+        grid = replace(grid, scale=scale, zero=zero)
+        found, errors = np.where(better, nearest, found), np.where(better, after, errors)
+    return found, grid
 
 
 def fitted_steps(matrix: Float64, integers: Float64, hessian: Float64, grid: BlockGrid) -> Float64:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kenosis_ort.weights.blocks import block_of, find_grid, fitted_steps, pack, relative_error, round_in_blocks
@@ -47,6 +47,7 @@ def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is
 
 
 @given(rows=st.integers(8, 80), columns=st.integers(1, 6), seed=st.integers(0, 999), **KINDS)
+@example(rows=8, columns=1, seed=306, block=16, bits=4, symmetric=False)
 def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
     rng = np.random.default_rng(seed)
     matrix = rng.normal(size=(rows, columns))
@@ -59,8 +60,7 @@ def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, blo
     after, before = (relative_error(matrix, v, grid, damped) for v in (found, grid.nearest(matrix)))
     assert after <= before * (1 + 1e-9)
     plain = find_grid(matrix, bits, block, symmetric=symmetric)
-    nearest = relative_error(matrix, plain.nearest(matrix), plain, moments)
-    assert relative_error(matrix, found, grid, moments) <= 1.05 * nearest
+    assert after <= relative_error(matrix, plain.nearest(matrix), plain, damped) * (1 + 1e-9)
 
 
 def test_rounding_by_moments_gains_where_inputs_go_together():
