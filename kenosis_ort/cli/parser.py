@@ -65,6 +65,9 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parses all arguments, or complains about the first one that is too much."""
+        for word in args or ():
+            if "\0" in word:  # from a file, since no shell passes it on; no path and no process takes it
+                self.error(f"'{word.partition('=')[0]}' is given a null character".replace("\0", "\\0"))
         parsed, rest = self.parse_known_args(args, namespace)
         command: Parser = getattr(parsed, "parser", self)
         if len(rest) == 1:

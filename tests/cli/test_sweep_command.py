@@ -104,6 +104,7 @@ def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: py
     ("[models.a]\nmodel = 'net.onnx'", "names no data"),
     (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
     (f"{NET}\njson = true", "no setting of one model"),
+    (f'{NET}\ncache = "a\\u0000b"', "'--cache' is given a null character"),
     (f"{NET}\nthreads = 'x'", "threads"),
     (f"{NET}\nset = {{a = 1}}", "no string, number"),
     ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
