@@ -3,47 +3,35 @@
 Ranges are carried over to a model whose weights a pass has changed, without its data: what the net computes stays, but
 for the channels that were scaled, and their ranges follow from the ranges by channel that calibration collected,
 exactly. Histograms do not follow; they are collected again, of the kept samples alone.
-
-A calibration cache is used where it belongs, refused where not, and written for the next run. A table is of the weights
-as they came, and holds samples beside the ranges: passes that change weights say what becomes of ranges, and those that
-need data have it. So a run with a table does what one with the reader does.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds
-from kenosis_ort.calibration.statistics import CalibrationConfig, Rescaling, TensorStatistics
+from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust
-from kenosis_ort.errors import CalibrationCacheError, CalibrationError, warn_caller
+from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
-from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
 from kenosis_ort.passes.runner import PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
 from kenosis_ort.runtime.session import WHOLE_LIMIT
-from kenosis_ort.storage.writing import is_possible
-
-if TYPE_CHECKING:  # which holds a cache
-    from kenosis_ort.flow.call import Call
 
 
 def calibrate(
@@ -226,99 +214,6 @@ def trust_summary(trust: CalibrationTrust) -> TrustSummary:
             for name, t in tensors
         ),
     )
-
-
-_FIX = "Delete the cache file, or name another one, so that calibration runs again."
-
-
-class CalibrationCache:
-    """One cache file.
-
-    Args:
-        path: The file; read if it exists.
-
-    Attributes:
-        table: What the file holds; None where it is still to be written.
-        is_used: The ranges are the table's, so that nothing was calibrated.
-
-    Raises:
-        CalibrationCacheError: The file is damaged, or no calibration table, or cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.is_used = False
-        with self._refusing():
-            self.table = CalibrationTable.load(path) if os.path.exists(path) else None
-            if self.table is None:
-                _check_writable(path)
-
-    def table_for(
-        self, model: onnx.ModelProto, tensors: Sequence[str], config: CalibrationConfig, data: KeepingReader | None
-    ) -> CalibrationTable | None:
-        """The table for a model, after its data are found to be those at hand.
-
-        Args:
-            model: The model whose ranges are needed.
-            tensors: Its tensors.
-            config: How they would be calibrated.
-            data: The samples at hand, or those of the table; read to their end where the table is returned.
-
-        Returns:
-            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
-
-        Raises:
-            CalibrationCacheError: The table is of another model, other options or other data.
-        """
-        table = self.table
-        has_reader = data is not None and data.is_whole
-        if table is None or (table.outdated and has_reader):
-            return None
-        if table.outdated:
-            raise self._refusal(
-                "The calibration cache is of an earlier version, which had changed the weights before calibration."
-            )
-        with self._refusing():
-            table.check_matches(cached_samples.model_fingerprint(model), replace(config, sketch=False))
-            missing = [t for t in tensors if t not in table]
-            if missing:
-                raise CalibrationError(
-                    f"the calibration cache lacks {len(missing)} tensors, '{missing[0]}' among them",
-                    fix="delete the cache, or pass the options that it was made with",
-                )
-        if data is not None:
-            found = data.read_all()
-            if has_reader:
-                self.check_data(f"{found:064x}")
-        self.is_used = True
-        return table
-
-    def check_data(self, fingerprint: str | None) -> None:
-        """Checks that the data at hand are the table's.
-
-        Raises:
-            CalibrationCacheError: They are others.
-        """
-        known = None if self.table is None else self.table.data_fingerprint
-        if None not in (known, fingerprint) and known != fingerprint:
-            raise self._refusal("The calibration cache was produced from other data.")
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except CalibrationError as error:
-            raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
-
-    def _refusal(self, what: str) -> CalibrationCacheError:
-        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
-
-
-def _check_writable(path: Path) -> None:
-    """Checks, before any sample is read, that a file can be written once all are."""
-    folder = next(parent for parent in path.parents if os.path.exists(parent))
-    if not is_possible(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CalibrationError("The calibration cache cannot be written.", fix="Name a file in a folder of yours.")
 
 
 def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:

@@ -1,13 +1,15 @@
-"""State of one call: what gathers for its report, the float model it compares with, and its samples divided."""
+"""State of one call, from its model loaded on: what gathers for its report, the float model, its samples divided."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +20,12 @@ import onnxruntime as ort
 from kenosis_ort import errors
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.calibration.feeds import Cut, Part
-from kenosis_ort.flow.calibrate import CalibrationCache
+from kenosis_ort.flow import fit, preparation, target_options
+from kenosis_ort.flow.calibration_cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
-from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.outside import refers_outside, weight_bytes
+from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.outside import refers_outside, weight_bytes, weights_on_disk
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.model_runs import Reference
@@ -232,3 +235,35 @@ class Call(Journal):
             versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
             **facts,
         )
+
+
+@contextmanager
+def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -> Iterator[Call]:
+    """A call with its model as target and caller let it be, and the request fitted to it.
+
+    The weights of a large model stay on disk, and so do those that are made of them inside.
+
+    Args:
+        source: The float model.
+        request: What the caller wants.
+
+    Raises:
+        KenosisError: The model is not usable, or the request does not fit it.
+    """
+    start = time.perf_counter()
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+    with weights_on_disk(loaded.proto):
+        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
+        call.notes += loaded.notes
+        if request.target.static_shapes and not request.is_stock:
+            call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
+            call.notes += notes
+        if request.max_opset is not None:
+            call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
+            call.notes += notes
+        call.seconds["load"] = time.perf_counter() - start
+        with call.stage("profile"):
+            request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
+        call.request = fit.fitted(call.loaded.proto, request)
+        call.warnings += call.request.complaints
+        yield call

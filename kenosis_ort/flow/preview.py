@@ -27,10 +27,9 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import body_plans, calibrate, finish, improve, samples
 from kenosis_ort.flow.builder import draft, for_integers
-from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.call import Call, opened
 from kenosis_ort.flow.fit import with_open_defaults
 from kenosis_ort.flow.request import Progress, Request, calibration_config
-from kenosis_ort.flow.run import opened
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader

@@ -6,9 +6,8 @@ or the float model if the caller wants that.
 """
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -19,14 +18,14 @@ import onnx
 from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, preparation, speed, target_options
+from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
-from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.calibration_cache import CalibrationCache
+from kenosis_ort.flow.call import Call, opened
 from kenosis_ort.flow.request import EIGHT_BIT, Request
 from kenosis_ort.flow.samples import KeepingReader, Validation
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.graph.load import load_model
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
@@ -230,42 +229,10 @@ def _executor_of(request: Request) -> AbstractContextManager[Executor]:
     return ClusterExecutor(request.executor)
 
 
-@contextmanager
-def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -> Iterator[Call]:
-    """A call with its model as target and caller let it be, and the request fitted to it.
-
-    The weights of a large model stay on disk, and so do those that are made of them inside.
-
-    Args:
-        source: The float model.
-        request: What the caller wants.
-
-    Raises:
-        KenosisError: The model is not usable, or the request does not fit it.
-    """
-    start = time.perf_counter()
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
-    with outside.weights_on_disk(loaded.proto):
-        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
-        call.notes += loaded.notes
-        if request.target.static_shapes and not request.is_stock:
-            call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
-            call.notes += notes
-        if request.max_opset is not None:
-            call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
-            call.notes += notes
-        call.seconds["load"] = time.perf_counter() - start
-        with call.stage("profile"):
-            request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
-        call.request = fit.fitted(call.loaded.proto, request)
-        call.warnings += call.request.complaints
-        yield call
-
-
 def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationReport:
     """Quantizes; without rewrites and passes where these fail, and not at all where the model cannot be."""
     request, proto, why = first.request, first.loaded.proto, ""
-    first.cache = None if request.cache_path is None else calibrate.CalibrationCache(request.cache_path)
+    first.cache = None if request.cache_path is None else CalibrationCache(request.cache_path)
     # Where samples come from: the reader, made-up data, or those that the cache holds.
     known = None if first.cache is None else first.cache.table
     if reader is None and known is None and request.recipe.synthetic:

@@ -4,18 +4,22 @@ The verdict is accuracy, speed, size and trust, each with one figure, one senten
 what it became, and whether that was on purpose.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from kenosis_ort.plan import Kind, NodeDecision
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain
 from kenosis_ort.targets.proof import KernelReport
+
+if TYPE_CHECKING:  # which makes pages
+    from kenosis_ort.report.quantization_report import QuantizationReport
 
 _NOT_A_PATH: Final = ("model '", "the given ModelProto")
 """How messages call a model that came in memory."""

@@ -1,10 +1,12 @@
 """Puts the page together: data into templates, style and scripts inlined, nothing fetched."""
 
+from __future__ import annotations
+
 import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 from markupsafe import Markup
@@ -14,9 +16,11 @@ from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words, proces
 from kenosis_ort.report.html import plots
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain
+
+if TYPE_CHECKING:  # which makes pages
+    from kenosis_ort.report.quantization_report import QuantizationReport
 
 _STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
 _SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "panel.js", "tables.js", "main.js")

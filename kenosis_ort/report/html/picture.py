@@ -3,11 +3,13 @@
 Repeated stretches of a graph, so that a deep net is first seen as a few blocks.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +25,10 @@ from kenosis_ort.report.evidence import (
 )
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, crossing, layout_of
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.storage.data import finite
+
+if TYPE_CHECKING:  # which makes pages
+    from kenosis_ort.report.quantization_report import QuantizationReport
 
 _SHORTEST: Final = 4  # nodes of a block
 _LONGEST: Final = 400
