@@ -40,7 +40,7 @@ class Argument(NamedTuple):
         name, action = self.names[0], self.settings.get("action")
         if text is None:
             return name
-        if action is argparse.BooleanOptionalAction:
+        if action is argparse.BooleanOptionalAction and text in ("True", "False"):
             return name if text == "True" else f"--no-{name.removeprefix('--')}"
         return f"{name} '{text}'" if action == "append" else f"{name} {text}"
 
@@ -379,7 +379,7 @@ def in_shell_words(text: str) -> str:
             return FLAGS[found["bare"]].spelled()
         value = found["value"].strip("[]'")
         kind, _, member = value.rpartition(".")
-        if kind or re.fullmatch(r"QU?Int\d+", value):  # QuantType.QInt8 and the like
+        if kind.isidentifier() or re.fullmatch(r"QU?Int\d+", value):  # QuantType.QInt8 and the like
             value = member.removeprefix("Q").lower() if "Int" in member else member.lower()
         return FLAGS["format" if found["option"] == "quant_format" else found["option"]].spelled(value)
 

@@ -157,6 +157,8 @@ def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
     ("protect_outputs='int8' quantizes it", "--protect-outputs int8 quantizes it"),
     ("activation_type=QuantType.QUInt8, or leave it out", "--activation-type uint8, or leave it out"),
     ("or promise=False to get INT8", "or --no-promise to get INT8"),
+    ("host=1.5 is a float", "--for-host 1.5 is a float"),
+    ("per_channel=nan is a float", "--per-channel nan is a float"),
     ("Give SyntheticReader(kinds={'x': kind}), the kind one", "Give --input-kind x=KIND, the kind one"),
     ("or input_ranges={'x': (low, high)}; or", "or --input-range x=LOW,HIGH; or"),
     ("Give SyntheticReader(input_shapes={name: shape}), or", "Give --input-shape name=1x3x224x224, or"),
