@@ -41,7 +41,7 @@ def test_mutated_models_end_in_a_result_or_one_sentence(tmp_path: Path) -> None:
 def test_a_name_that_is_no_text_is_refused_on_purpose_though_the_runtime_takes_it() -> None:
     model = seed_bytes("linear").replace(b"fc0", b"fc\xff")
     found = isolated(Case("linear", "quantize_static", {"promise": False}, model=model, feeds=seed_feeds("linear")))
-    assert (found["class"], "is not UTF-8 text" in found["detail"]) == ("refused", True), found
+    assert (found["class"], "utf-8" in found["detail"].lower()) == ("refused", True), found
 
 
 @pytest.mark.parametrize("name", sorted(SEEDS))
