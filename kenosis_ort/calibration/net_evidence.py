@@ -185,7 +185,8 @@ def predicted_ranges(
             low, high = out[node.input[0]]
             least, most = bounds.get(node.output[0], (-np.inf, np.inf))
             if node.op_type == "LeakyRelu":
-                low *= attribute_float(node, "alpha", 0.01) if low < 0 else 1.0
+                alpha = attribute_float(node, "alpha", 0.01)
+                low, high = (alpha * end if end < 0 else end for end in (low, high))
             out[node.output[0]] = (min(max(low, least), most), max(min(high, most), least))
     return out
 

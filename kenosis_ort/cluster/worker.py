@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Sweep
-from kenosis_ort.calibration.feeds import Part
+from kenosis_ort.calibration.feeds import Part, bytes_of
 from kenosis_ort.calibration.readers import opened
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, VerificationError
@@ -225,7 +225,7 @@ def chunked(feeds: Iterable[dict[str, Any]], most: int) -> Iterator[list[dict[st
     chunk_bytes = 0
     for feed in feeds:
         chunk.append(feed)
-        chunk_bytes += sum(int(getattr(value, "nbytes", 0)) for value in feed.values())
+        chunk_bytes += bytes_of(feed)
         if len(chunk) >= most or chunk_bytes >= _CHUNK_BYTES:
             yield chunk
             chunk, chunk_bytes = [], 0

@@ -12,7 +12,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
-from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import bytes_of, check_feed, input_specs, sample_feeds
 from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
@@ -156,7 +156,7 @@ def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
     size = 0
     for sample, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_FEEDS)):
         samples.append(check_feed(feed, required, optional, sample))
-        size += sum(int(getattr(value, "nbytes", 0)) for value in samples[-1].values())
+        size += bytes_of(samples[-1])
         if size > _MOST_BYTES:
             break
     return samples

@@ -232,6 +232,15 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> Non
         np.testing.assert_allclose(predicted[name], real.range_of(name), rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("found", "wanted"), [((-5, -1), (-0.5, -0.1)), ((-5, 2), (-0.5, 2)), ((1, 2), (1, 2))], ids=str
+)
+def test_a_leaky_relu_shortens_what_is_negative(found: tuple[float, float], wanted: tuple[float, float]) -> None:
+    model = parse("g (float[1] y) => (float[1] z) { z = LeakyRelu <alpha = 0.1> (y) }")
+    fit = net_evidence.BatchNormFit("bn", "y", 0.0, found)
+    assert net_evidence.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
+
+
 def test_dead_channels_and_models_without_statistics() -> None:
     model, data = normalized()
     data[:, 0] = 1.0

@@ -36,7 +36,7 @@ _MUST_RESULT: Final = ("quantize_static", "in memory", "quantize")
 _CALLERS: Final = ("AlreadyQuantizedError", "OptionError", "ArgumentTypeError")
 """Errors about what the caller gave, whatever the runtime makes of the model."""
 _ON_PURPOSE: Final = ("is not UTF-8 text.", "'utf-8' codec can't decode")
-"""What the refusal of a name says that the runtime takes: protobuf hands it out as bytes, its Python form refuses it."""
+"""What refusals of names say that the runtime takes: protobuf hands them out as bytes, its Python form refuses them."""
 
 _SANE_DB: Final = 10.0
 _TOLD_DB: Final = 6.0
