@@ -115,6 +115,19 @@ def _shuffle(n: Net, x: str) -> str:
     return n.relu(n.op("Add", x, y))
 
 
+def _channels_last(n: Net, x: str) -> str:
+    y = n.transpose(n.conv(x, n.channels[x], 3), 0, 2, 3, 1)
+    gate = n.clip(n.op("Add", y, n.constant(3.0)), 0, 6)
+    y = n.transpose(n.op("Mul", y, n.op("Mul", gate, n.constant(1 / 6))), 0, 3, 1, 2)
+    n.channels[y] = n.channels[x]
+    return y
+
+
+def _padded(n: Net, x: str) -> str:
+    edges = n.constant(np.array([0, 0, 0, 0, 0, 0, 1, 1]), np.int64)
+    return n.conv_relu(n.op("Pad", n.conv_relu(x, n.channels[x]), edges), n.channels[x], 3, pads=0)
+
+
 def _stem(n: Net, x: str) -> str:
     return n.conv_relu(n.conv_relu(x, 32, 3, 2), 32, 3)
 
@@ -182,6 +195,8 @@ def _linear(n: Net, x: str) -> str:
 
 
 NETS: dict[str, Callable[[], onnx.ModelProto]] = {
+    "cancel_transposes": lambda: pictures(_channels_last, channels=64, side=56),
+    "fold_padding": lambda: pictures(_padded, channels=64, side=56),
     "collapse_silu": lambda: pictures(_silu, channels=64, side=56),
     "collapse_gelu": lambda: pictures(_gelu, channels=96, side=28),
     "collapse_hard_swish": lambda: pictures(_hard_swish, channels=64, side=56),

@@ -272,10 +272,18 @@ class LiveGraph(GraphView):
             output.name = self.fresh_name(f"{split.name}_output")
         return list(split.outputs)
 
-    def insert_behind(self, node: ir.Node, operator: str, *operands: ir.Value) -> None:
-        """Gives the output of a node to a new node, which reads what the node computes now and the operands."""
+    def insert_behind(
+        self,
+        node: ir.Node,
+        operator: str,
+        *operands: ir.Value,
+        output: ir.Value | None = None,
+        **attributes: Attribute,
+    ) -> None:
+        """Gives the output of a node, or what was handed over, to a new node that reads it and the operands."""
         value = node.outputs[0]
-        new = self._new(node, operator, [value, *operands], self.hand_over(value), {})
+        output = self.hand_over(value) if output is None else output
+        new = self._new(node, operator, [value, *operands], output, attributes)
         self.graph.insert_after(node, new)
         self._last_behind.setdefault(node, new)
 

@@ -19,11 +19,13 @@ from kenosis_ort.rewrite.gemm_forms import (
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.rule import RewriteResult, Rule
+from kenosis_ort.rewrite.transposes import cancel_transposes
 
 PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
 """The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS: Final[tuple[Rule, ...]] = (
+    cancel_transposes,
     collapse_clip,
     fold_padding,
     collapse_silu,

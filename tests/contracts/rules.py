@@ -49,6 +49,9 @@ EXAMPLES: Final[Mapping[str, tuple[str, str]]] = {
         { y = Gemm<alpha = 0.5, beta = 2.0, transA = 1>(x, w, b) }"""),
     "fold_batch_norm": ("Conv", f"""{_CONV}, float[8] g, float[8] h, float[8] i, float[8] j>
         {{ c = Conv(x, w, b) y = BatchNormalization(c, g, h, i, j) }}"""),
+    "cancel_transposes": ("Relu Add ReduceMean Conv", """(float[1,4,5,6] x) => (float y) <float[4] b, float[3,4,1,1] w>
+        { t = Transpose<perm = [0,2,3,1]>(x) r = Relu(t) a = Add(r, b) m = ReduceMean<axes = [1,2]>(a)
+        u = Transpose<perm = [0,3,1,2]>(m) y = Conv(u, w) }"""),
     "collapse_clip": ("Clip", "(float[2,3] x) => (float y) { m = Max(x, zero) y = Min(m, four) }"),
     "fold_padding": ("Conv", """(float[1,8,6,6] x) => (float y) <float[4,8,3,3] w, int64[8] edges>
         { p = Pad(x, edges) y = Conv<strides = [2,2]>(p, w) }"""),
@@ -106,10 +109,16 @@ OPSETS: Final[Mapping[str, int]] = {"collapse_gelu": 20, "fuse_attention": 23, "
 NAMED: Final = frozenset(rule.__name__ for forms in (INTEGER_FORMS, OWN_FORMS) for rule in forms)
 """Rules that are given the names of the nodes that may change."""
 
-ANY_TYPE: Final = frozenset({"drop_identity", "fold_constants", "inline_branch", "fold_batch_norm"})
+ANY_TYPE: Final = frozenset(
+    {"drop_identity", "fold_constants", "inline_branch", "fold_batch_norm", "cancel_transposes"}
+)
 """Rules that change nets of any floating type."""
 
 NEAR_MISSES: Final[tuple[tuple[str, str, str, str], ...]] = (
+    ("cancel_transposes", "m = ReduceMean<axes = [1,2]>(a)", "m = Split<axis = 3>(a)", ""),
+    ("cancel_transposes", "m = ReduceMean<axes = [1,2]>(a)", "m = LpNormalization<axis = 3>(a)", ""),
+    ("cancel_transposes", "(float y)", "(float y, float t, float m)", ""),
+    ("cancel_transposes", "float[4] b", "float[1,1,1,1,4] b", ""),
     ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Max(x, z)", ""),
     ("collapse_clip", "m = Max(x, zero) y = Min(m, four)", "y = Clip(x, zero, four)", ""),
     ("collapse_clip", "(float y)", "(float y) <float[1,1,1] zero>", "more dimensions"),
@@ -240,6 +249,8 @@ Numbers of `KNOWN` need not be declared, and ``z`` that is nothing else is ``Rel
 _POOLED = "(float[1,3,6,6] x) => (float y) <int64[8] edges> { r = Relu(x) p = Pad(r, edges) y = MaxPool"
 
 OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("cancel_transposes", """(float[1,4,5,6] x) => (float y) { t = Transpose<perm = [0,2,3,1]>(x) r = Relu(t)
+        y = Transpose<perm = [0,2,3,1]>(r) }""", ""),
     ("fold_padding", f"{_POOLED}<kernel_shape = [1,1]>(p) }}", "padding alone"),
     ("fold_padding", f"{_POOLED}<kernel_shape = [3,3], ceil_mode = 1>(p) }}", "padding alone"),
     ("fold_padding", f"{_POOLED.replace('Relu', 'Abs')}<kernel_shape = [3,3]>(p) }}", "'r' may be negative"),

@@ -277,7 +277,7 @@ ONEDNN: Final = Target(
     ),
     float_forms=(
         *("collapse_clip", "collapse_hard_swish", "fold_scale", "collapse_layer_norm", "collapse_affine_norm"),
-        *("pool_from_mean", "fold_padding"),
+        *("cancel_transposes", "pool_from_mean", "fold_padding"),
     ),
     kernel_forms=(*("sum_to_add", "batch_norm_to_conv", "hard_sigmoid_to_clip", "fold_channel_shuffle"),),
     # No stem as SpaceToDepth: few channels are no slower there (without it 0.97 to 1.06 of the speed, median 1.01).

@@ -1,0 +1,158 @@
+"""Transposes that cancel across the nodes between them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.rewrite import cancel_transposes
+from tests.graph.build import ready
+from tests.models import Net, normal
+from tests.rewrite.forms import check, ops, parse, rewritten
+
+LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+PLAIN = ("Relu", "Sigmoid", "HardSwish", "Neg")
+
+
+def moved(proto: onnx.ModelProto) -> int:
+    """Numbers that Transposes move."""
+    infer_shapes(proto)
+    values = {v.name: v for v in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
+    turned = [values[n.input[0]] for n in proto.graph.node if n.op_type == "Transpose"]
+    return sum(math.prod(max(d.dim_value, 1) for d in v.type.tensor_type.shape.dim) for v in turned)
+
+
+@given(data=st.data())
+def test_any_net_of_transposes_computes_the_same_and_moves_no_more(data):
+    size, batch = (2, 3, 4, 5), data.draw(st.sampled_from([2, "N"]))
+    g = Net.over([batch, *size[1:]], opset=18)
+    dims = {g.op("Transpose", ["x"], perm=LAST): tuple(size[a] for a in LAST)}
+    for step in range(data.draw(st.integers(1, 9))):
+        x, kind, more = data.draw(st.sampled_from([*dims][-2:])), data.draw(st.integers(0, 10)), {}
+        shape, inputs, axis = list(dims[x]), [x], data.draw(st.integers(-4, 3))
+        name = data.draw(st.sampled_from(PLAIN))
+        if kind < 3:
+            more["perm"] = data.draw(st.sampled_from([LAST, FIRST, (0, 1, 3, 2)]))
+            name, shape = "Transpose", [shape[a] for a in more["perm"]]
+        elif kind in (3, 4):  # with what is broadcast, or a value of its shape
+            other = data.draw(st.sampled_from([name for name in dims if dims[name] == dims[x]]))
+            rank = data.draw(st.integers(0, 4))
+            kept = [s if data.draw(st.booleans()) else 1 for s in shape[4 - rank :]]
+            constant = g.const(normal(tuple(kept), step))
+            name, inputs = data.draw(st.sampled_from(["Add", "Mul", "PRelu"])), [x, constant]
+            inputs = [x, other] if name != "PRelu" and data.draw(st.booleans()) else inputs
+        elif kind == 5:
+            name, inputs, more["axis"] = "Concat", [x, x], axis
+            shape[axis] *= 2
+        elif kind == 6:
+            name, more["axis"] = "Softmax", axis
+        elif kind in (7, 8):
+            axes = sorted({axis % 4, data.draw(st.integers(0, 3))})
+            inputs = [x, g.const(np.array(axes))] if data.draw(st.booleans()) else [x]
+            name, more["keepdims"] = "ReduceMean", 1
+            shape = [1 if a in axes or len(inputs) == 1 else s for a, s in enumerate(shape)]
+        elif kind == 9:
+            amounts, listed = data.draw(st.lists(st.integers(0, 1), min_size=8, max_size=8)), data.draw(st.booleans())
+            amounts = [*amounts[1:4], *amounts[5:]] if listed else amounts
+            axes = [1, 2, -1] if listed else [0, 1, 2, 3]
+            name = "Pad"
+            inputs = [x, g.const(np.array(amounts)), *(["", g.const(np.array(axes))] if listed else [])]
+            for a, before, behind in zip(axes, amounts, amounts[len(axes) :], strict=False):
+                shape[a] += before + behind
+        if math.prod(shape) > 4000:
+            continue
+        y = g.op(name, inputs, **more)
+        dims[y] = tuple(shape)
+    last = g.op("Relu", [g.op("Transpose", [[*dims][-1]], perm=FIRST)])
+    model = g.of(last, *data.draw(st.sets(st.sampled_from([*dims]), max_size=2)))
+    result = check(cancel_transposes, model, normal(size, 1), rtol=1e-4)
+    assert moved(result.proto) <= moved(ready(model).proto)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "Softmax(t)",
+        "LogSoftmax<axis = 1>(t)",
+        "Concat<axis = -1>(t, t)",
+        "Clip(t, low, high)",
+        "PRelu(t, slope)",
+        "Sub(slope, t)",
+        "Pad(t, four)",
+        "Pad(t, two, , axes)",
+        "ReduceMax<keepdims = 1>(t, axes)",
+        "ReduceMean(t)",
+        "ReduceSum<keepdims = 1>(t, axes)",
+    ],
+)
+def test_each_kind_of_step_between_two_of_them(step):
+    text = f"""
+        (float[1,4,5,6] x) => (float y) <float low = {{-0.5}}, float high = {{0.5}}, float[4] slope,
+            int64[2] axes = {{1,-1}}, int64[4] two = {{0,1,2,3}}, int64[8] four = {{0,1,2,0,0,0,1,3}}> {{
+            t = Transpose<perm = [0,2,3,1]>(x)
+            s = {step}
+            u = Transpose<perm = [0,3,1,2]>(s)
+            y = Softplus(u)
+        }}"""
+    check(
+        cancel_transposes,
+        parse(text, opset=18),
+        normal((1, 4, 5, 6)),
+        f"{step.partition('(')[0].partition('<')[0]} Softplus",
+    )
+
+
+def test_a_transpose_is_put_where_another_order_is_needed():
+    text = """
+        (float[1,4,5,6] x) => (float[1,6,5,4] y, float[1,5,6,4] r)
+        {
+            t = Transpose<perm = [0,2,3,1]>(x)
+            r = Relu(t)
+            s = Sigmoid(r)
+            u = Transpose<perm = [0,3,1,2]>(s)
+            v = Transpose<perm = [0,3,1,2]>(r)
+            a = Add(u, v)
+            y = Transpose<perm = [0,3,2,1]>(a)
+        }"""
+    check(cancel_transposes, parse(text), normal((1, 4, 5, 6)), "Relu Transpose Sigmoid Add Transpose")
+    kept = rewritten(cancel_transposes, parse(text), keep_values=["s", "t", "u"])
+    assert ops(kept.proto) == [node.op_type for node in parse(text).graph.node]
+
+
+def test_what_comes_from_elsewhere_is_transposed_where_it_is_small():
+    text = """
+        (float[1,4,5,6] x, float[1,h,w,4] z) => (float[1,4,5,6] y) {{
+            t = Transpose<perm = [0,2,3,1]>(x)
+            k = Sigmoid(z)
+            {}
+            u = Transpose<perm = [0,3,1,2]>(m)
+            y = Softplus(u)
+        }}"""
+    x, gate, whole = normal((1, 4, 5, 6)), normal((1, 1, 1, 4)), normal((1, 5, 6, 4))
+    once, often = parse(text.format("m = Mul(t, k)")), parse(text.format("c = Cos(z) d = Sin(z) m = Sum(c, d, t, k)"))
+    for z in (gate, whole):
+        check(cancel_transposes, once, {"x": x, "z": z}, "Sigmoid Transpose Mul Softplus")
+    for model, z in ((once, gate), (once, whole), (often, whole)):
+        for value, dims in zip(model.graph.input, (x.shape, z.shape), strict=True):
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.FLOAT, dims))
+    check(cancel_transposes, once, {"x": x, "z": whole}, "Sigmoid Transpose Mul Softplus")
+    check(cancel_transposes, often, {"x": x, "z": whole}, "Transpose Sigmoid Cos Sin Sum Transpose Softplus")
+
+
+def test_an_order_that_undoes_itself_within_a_square():
+    text = """
+        (float[1,4,5,5] x) => (float y) <float[4,4,1,1] w> {
+            t = Transpose<perm = [0,1,3,2]>(x)
+            s = Sigmoid(t)
+            u = Transpose<perm = [0,1,3,2]>(s)
+            a = Sub(s, u)
+            v = Transpose<perm = [0,1,3,2]>(a)
+            y = Conv(v, w)
+        }"""
+    check(cancel_transposes, parse(text), normal((1, 4, 5, 5)), "Sigmoid Transpose Sub Conv")
