@@ -186,7 +186,7 @@ def _saved(editor: Editor, region: _Region, order: Order) -> int:
         needed = editor.is_pinned(value) or len(cancelled) < len(outside)
         if value.producer() in region.nodes:
             saved -= needed * _size(editor, value)
-        elif not needed:
+        elif not needed and editor.readers(value):
             saved += _size(editor, value)
     for node, form in region.nodes.items():
         foreign |= dict.fromkeys(operand(node, at) for at in form.turned if editor.constant(operand(node, at)) is None)
@@ -208,15 +208,16 @@ def _is_inverse(editor: Editor, node: ir.Node, order: Order) -> bool:
 
 def _turn(editor: Editor, region: _Region, order: Order) -> None:
     """Puts a region into the order before its Transposes."""
-    before = {node.outputs[0]: operand(node, 0) for node in region.transposes}
+    before, foreign = {node.outputs[0]: operand(node, 0) for node in region.transposes}, dict[ir.Value, ir.Value]()
     for node, form in region.nodes.items():
         for at in form.turned:
             value = operand(node, at)
-            if editor.constant(value) is None:
-                if value not in before:
-                    before[value] = editor.insert_before(node, "Transpose", [value], perm=_back(order))
-                    _describe(before[value], value, order)
-                editor.read(node, at, before[value])
+            if editor.constant(value) is not None:
+                continue
+            if value not in before and value not in foreign:
+                foreign[value] = editor.insert_before(node, "Transpose", [value], perm=_back(order))
+                _describe(foreign[value], value, order)
+            editor.read(node, at, before[value] if value in before else foreign[value])
         for at, array in form.constants.items():
             editor.store_array(node, at, array, f"{operand(node, at).name}_transposed")
         for name, given in form.attributes.items():
@@ -234,9 +235,9 @@ def _turn(editor: Editor, region: _Region, order: Order) -> None:
         maker = value.producer()
         if maker in region.nodes and (editor.readers(old) or editor.is_pinned(old)):
             editor.insert_behind(maker, "Transpose", output=old, perm=order)
-    left = len(editor.merged)
-    editor.drop_unread([node.outputs[0] for node in region.transposes], "")
-    editor.done += len(editor.merged) - left
+    unread = [t for t in region.transposes if not editor.readers(t.outputs[0]) and not editor.is_pinned(t.outputs[0])]
+    editor.drop(unread)
+    editor.done += len(unread)
 
 
 def _describe(value: ir.Value, turned: ir.Value, order: Order) -> None:

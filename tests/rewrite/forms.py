@@ -38,7 +38,7 @@ def rewritten(rule, proto: onnx.ModelProto, *nodes: str, **options: Any) -> Prep
     """Returns the prepared model after one rule for the named nodes, of all nodes if none is named."""
 
     def named(model: onnx.ModelProto, *, keep_values: Collection[str]):
-        return rule(model, keep_values=keep_values, nodes=nodes or {node.name for node in model.graph.node})
+        return rule(model, keep_values=keep_values, nodes=nodes or None)
 
     return ready(proto, rewrites=[named], **options)
 
