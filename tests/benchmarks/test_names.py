@@ -1,7 +1,5 @@
 """Every name that a benchmark or an example takes from the package, or from the tests, is there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The benchmark's own nets: they check, load and compute what they say."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

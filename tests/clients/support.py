@@ -1,7 +1,5 @@
 """What the tests of clients share: models on disk, stock's ranges, and how good a result is."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

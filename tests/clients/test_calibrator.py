@@ -1,7 +1,5 @@
 """Our calibrators against stock's: the same interface, the same ranges, flat memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

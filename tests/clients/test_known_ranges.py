@@ -1,7 +1,5 @@
 """Ranges that follow from others hold what the runtime computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

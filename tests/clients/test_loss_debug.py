@@ -1,7 +1,5 @@
 """The runtime's own ``qdq_loss_debug`` on our files: it pairs weights and activations with the float ones by name."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`kenosis_ort.patch`: where names are replaced, and that they come back."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The public `QDQQuantizer`: stock's in behaviour, never worse, and stock's own result where nothing can be planned."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from pathlib import Path

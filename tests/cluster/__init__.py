@@ -1,7 +1,5 @@
 """Tests on a real cluster: worker processes of this machine, which all modules of the folder share."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

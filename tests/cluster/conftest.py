@@ -1,7 +1,5 @@
 """The cluster that the tests share: two worker processes, which a nanny starts again when they die."""
 
-from __future__ import annotations
-
 import multiprocessing
 from typing import Any
 

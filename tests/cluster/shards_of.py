@@ -1,7 +1,5 @@
 """Functions that make shards, in a module that workers import."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

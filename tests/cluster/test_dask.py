@@ -1,7 +1,5 @@
 """Calibration on a cluster of processes that are really killed: the bytes of one process, or an error that says why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

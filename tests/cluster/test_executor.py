@@ -1,7 +1,5 @@
 """Passes on a cluster: the bytes of one process, whoever dies; what travels, travels once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Workers with little memory: data and results larger than it pass through, and nobody dies of it."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

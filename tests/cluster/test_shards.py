@@ -1,7 +1,5 @@
 """Shards read in one process: the samples of one reader, in their order, and errors that name the shard."""
 
-from __future__ import annotations
-
 import itertools
 from functools import reduce
 from pathlib import Path

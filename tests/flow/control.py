@@ -1,7 +1,5 @@
 """Nets whose layers are in bodies of control flow."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto

@@ -1,7 +1,5 @@
 """What the end-to-end tests share: sessions, quality, and what a quantized file holds."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Bad input: the right error, which says what, where and the fix; nothing written, nothing left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

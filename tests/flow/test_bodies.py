@@ -1,7 +1,5 @@
 """Bodies of If, Loop and Scan: in integers with the net, or float where they cost the outputs more than the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Changed weights: ranges follow from those by channel, and candidates are patched."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a call costs, held below bounds: sessions and runs, work against the number of nodes, peak memory."""
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 import subprocess

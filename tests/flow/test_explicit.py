@@ -1,7 +1,5 @@
 """What the caller says is done to the letter, and everything else is placed as if nothing had been said."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of a quantization: none is input and output, paths are those of the start, a full disk is a clean error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

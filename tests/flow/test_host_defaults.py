@@ -1,7 +1,5 @@
 """What the machine decides where the caller says nothing, and what happens where the caller insists."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A decoder's cache as int8: inputs and outputs of integers, at scales that the file tells."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optional steps that fail are undone; a defect is an error, or the float model as it came where the caller says so."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Valid models with surprising names, sizes, values, shapes, operator sets or outputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

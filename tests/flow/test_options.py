@@ -4,8 +4,6 @@ A wrong value is refused by name, before data is read or anything written. At an
 goes before the recipe file, and before the named recipe.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from pathlib import Path

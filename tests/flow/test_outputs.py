@@ -1,7 +1,5 @@
 """What is written is close to the float model and runs as planned, whatever is asked and whichever stage is off."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

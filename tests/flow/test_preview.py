@@ -1,7 +1,5 @@
 """The plan, the times of layers and the calibration table without a model written; calibration piece by piece."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

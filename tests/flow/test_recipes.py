@@ -1,7 +1,5 @@
 """Recipes end to end: what the passes do, and that none makes it worse on data they have not seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

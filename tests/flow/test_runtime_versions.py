@@ -1,7 +1,5 @@
 """What the runtime can: versions that differ, models of other floating types, custom operators, threads, processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ these samples show the channels in another order than the rest do, at a lower le
 that is fitted to them would.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The call is stock's: names, order, positions, configurations of tools; the caller's objects stay as they are."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from pathlib import Path

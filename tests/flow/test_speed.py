@@ -1,7 +1,5 @@
 """The speed promise end to end: what is slower is decided by the clock of `tests.pace`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import replace

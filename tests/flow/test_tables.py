@@ -1,7 +1,5 @@
 """A calibration table in the reader's place: caches and merged shards make the file of one call, whatever passes do."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from functools import cache as once

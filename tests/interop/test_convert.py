@@ -1,7 +1,5 @@
 """kenosis_ort.convert: files in, files out, on the runtime's integer kernels, or one clear error and no file."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What we write, and conversions, run and transformed by the package `qonnx` itself (extra ``interop``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the placement tests ask of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

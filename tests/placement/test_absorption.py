@@ -1,7 +1,5 @@
 """Which Relu and Clip may vanish, with what bounds; and bounds beyond which no consumer sees a difference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Estimates of whole nets, and what is left in float by them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

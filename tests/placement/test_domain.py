@@ -1,7 +1,5 @@
 """Which nodes are integer: availability forward, demand backward, heads, the output policy, protected inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

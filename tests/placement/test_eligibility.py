@@ -1,7 +1,5 @@
 """What each rule of the target makes of a single node, and what forbids the integer kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which Convs get weights that select the matrix product, and that nothing but the kernel changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is decided for whole blocks, edge by edge: the plan as the user reads it. Those of shared nets are golden."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ort-cpu leaves float though its table says integer: stems of mobile nets, and slow pools."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Scale groups: union-find against a plain model, and when a Concat's producers may join."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

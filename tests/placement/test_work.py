@@ -1,7 +1,5 @@
 """What a node does, counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tells whether a quantized model is what its plan says, edge by edge."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random small nets for property tests: every operator role, branches, shared weights, bodies, several outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

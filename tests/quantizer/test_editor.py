@@ -1,7 +1,5 @@
 """What edits a quantized model: lists of numbers, the order of nodes, what is taken out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """No file lets a pair of 8-bit products clip in int16, by whichever road it is made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

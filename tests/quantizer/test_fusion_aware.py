@@ -1,7 +1,5 @@
 """The quantizer performs the plan to the letter: checked edge by edge, and in the runtime where that decides."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grids of activations, weights and biases."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Support for the tests of rewrites: a rule applied, float outputs compared, and the kernels after quantization."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations written in arithmetic: rows of bounds, SiLU, GELU, hard swish; the last as products and Clips."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scales and shifts by channel: folded into the layer before them, or as a Conv of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Nodes that compute nothing at run time: copies, constants, branches of a constant condition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Factors of Gemm in its weights, and linear layers of more dimensions as Gemm."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Norms written in arithmetic, as one operator or spelled as the runtime knows them; sums before them, Sum as Adds."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime as ort
 import pytest

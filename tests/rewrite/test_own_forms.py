@@ -1,7 +1,5 @@
 """Forms of the target's own: first Convs over few channels, and depthwise Convs filled up to whole blocks."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Padding of windows, pools as Convs, means as pools, LRN as a pool."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime as ort

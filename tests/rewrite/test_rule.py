@@ -1,7 +1,5 @@
 """A function that changes one node becomes a rewrite of all: what it is called, what it skips, what it says."""
 
-from __future__ import annotations
-
 from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule
 from tests.graph.build import ops

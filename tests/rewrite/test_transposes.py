@@ -1,7 +1,5 @@
 """Transposes that cancel across the nodes between them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

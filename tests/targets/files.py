@@ -1,7 +1,5 @@
 """Files as they are made for a target, with what tests ask of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

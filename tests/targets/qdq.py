@@ -8,8 +8,6 @@ initializer; biases are DequantizeLinear of an int32 initializer of scale ``inpu
 `snr_db` and `largest_difference` compare its outputs with those of the same model without any optimization.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

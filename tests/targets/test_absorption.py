@@ -1,7 +1,5 @@
 """Activations behind an integer kernel: which vanish into its requantization, and what those do that do not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 That Python may be an emulated one; it needs onnxruntime, the package's dependencies, and this checkout on its path.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from functools import partial

@@ -1,7 +1,5 @@
 """Operators between layers: sums, products, functions, Concat, pools and norms; integer kernels and float islands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ The runtime's optimizer gives a Conv, ConvTranspose or Gemm with a float weight 
 its input comes from DQ and its output goes to Q: directly, through Relu or Clip, or through what Q is hoisted over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

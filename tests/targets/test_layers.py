@@ -5,8 +5,6 @@ product where they have another one. Weights stored one lower with zero point -1
 is a matter of speed alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

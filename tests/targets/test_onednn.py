@@ -1,7 +1,5 @@
 """The rules of target onednn on the installed OpenVINO, and what its files look like, for which none is needed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

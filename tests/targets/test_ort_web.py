@@ -1,7 +1,5 @@
 """Files for ONNX Runtime Web; where ``KENOSIS_ORT_WEB`` names its folder, what its WASM build makes of them too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators that only move data: integer if the parameters in front and behind are equal."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every row of the table of precisions, asked of the installed runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

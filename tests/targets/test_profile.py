@@ -1,7 +1,5 @@
 """Host profiles: files that come from anywhere, which of them is taken, and what a file is laid out for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

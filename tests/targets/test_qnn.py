@@ -1,7 +1,5 @@
 """The rules of target qnn on the provider's simulator of HTP, and its files, for which none is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path

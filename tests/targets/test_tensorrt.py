@@ -1,7 +1,5 @@
 """Files for TensorRT are made as its documents say; nothing is run there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
