@@ -131,9 +131,11 @@ def _seen(
 ) -> dict[str, ChannelStatistics]:
     """The statistics of each value that has elements on some feed."""
     seen: dict[str, list[Float64]] = {name: [] for name in outputs}
-    names, count = list(outputs.values()), 0
+    count = 0
     for feed in feeds:
-        for name, joined in zip(outputs, run(session, names, dict(feed), count), strict=True):
+        found = run(session, list(outputs.values()), feed, count)
+        for name, output in outputs.items():
+            joined = found[output]
             if not np.isfinite(joined).all():
                 raise CalibrationError(
                     "The float model computes NaN or infinity on the calibration data.",

@@ -13,7 +13,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.accuracy.side_by_side import compare_layers
-from kenosis_ort.bench.inputs import ModelSource
+from kenosis_ort.bench.harness import ModelSource
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
 from kenosis_ort.graph.outside import weight_bytes

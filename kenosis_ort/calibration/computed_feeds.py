@@ -61,7 +61,7 @@ class StateLoop:
         Raises:
             CalibrationError: The model does not run.
         """
-        found = dict(zip(self._outputs, run(self._session, self._outputs, dict(feed), number), strict=True))
+        found = run(self._session, self._outputs, feed, number)
         self.states = {name: found[output] for name, output in self._links.items()}
 
 

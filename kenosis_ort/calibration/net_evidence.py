@@ -150,7 +150,7 @@ def fit_batch_norms(
     names = list(dict.fromkeys(node.input[0] for node in nodes))
     moments = {name: ChannelMoments() for name in names}
     for arrays_of_feed in outputs_of(proto, names, feeds, custom_op_libraries):
-        for name, array in zip(names, arrays_of_feed, strict=True):
+        for name, array in arrays_of_feed.items():
             moments[name].add(np.moveaxis(array, 1, 0))
     return tuple(_fit(node, arrays, moments[node.input[0]]) for node in nodes if moments[node.input[0]].count)
 
@@ -217,7 +217,8 @@ def silent_outputs(
     made_by = {name: node.op_type for node in proto.graph.node for name in node.output}
     bounds = hard_bounds(proto)
     found = {}
-    for name, arrays in zip(names, zip(*answers, strict=True), strict=True):
+    for name in names:
+        arrays = [answer[name] for answer in answers]
         if not all(array.size for array in arrays):
             continue
         top = max(float(array.max()) for array in arrays)

@@ -356,14 +356,14 @@ class ObservedModel(Closing):
             ) from error
 
 
-def run(session: Session, names: Sequence[str], feed: dict[str, Any], sample: int) -> list[Any]:
-    """Runs a session.
+def run(session: Session, names: Sequence[str], feed: Mapping[str, Any], sample: int) -> dict[str, Any]:
+    """Runs a session; returns the values by name.
 
     Raises:
         CalibrationError: The runtime fails; the message names the sample, and the input that does not fit the others.
     """
     try:
-        return list(session.run(names, feed))
+        return dict(zip(names, session.run(names, dict(feed)), strict=True))
     except Exception as error:  # as above
         blamed = misfit(session, feed)
         raise CalibrationError(
@@ -375,8 +375,8 @@ def run(session: Session, names: Sequence[str], feed: dict[str, Any], sample: in
 
 def outputs_of(
     proto: onnx.ModelProto, names: Sequence[str], feeds: Iterable[Mapping[str, Any]], libraries: Iterable[str] = ()
-) -> Iterator[list[Any]]:
-    """Yields the values of tensors of a model for each feed, with libraries of custom operators.
+) -> Iterator[dict[str, Any]]:
+    """Yields the values of tensors of a model by name for each feed, with libraries of custom operators.
 
     Raises:
         CalibrationError: The model cannot be opened, or fails on a feed.
@@ -384,7 +384,7 @@ def outputs_of(
     with ObservedModel(proto, SessionSettings(custom_op_libraries=tuple(libraries))) as model:
         session = model.session(names)
         for number, feed in enumerate(feeds):
-            yield run(session, names, dict(feed), number)
+            yield run(session, names, feed, number)
 
 
 def _input_like(name: str, value: Any, annotated: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:

@@ -287,7 +287,7 @@ class StagedModel:
         inputs = {name: values[name] for name in stage.session.inputs if name in values}
         blocks = stage.in_blocks
         names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
-        found = dict(zip(names, run(stage.session, names, inputs, sample), strict=True))
+        found = run(stage.session, names, inputs, sample)
         return {n: as_blocked(found[blocks[n]]) if n in blocks else found[n] for n in stage.outputs}
 
     def _free(self, part: Segment) -> frozenset[str]:
@@ -328,6 +328,5 @@ class StagedModel:
         taken = all_names(self._proto)
         outputs = [reserve_name(f"{name}/size", taken) for name in names]
         nodes = [helper.make_node("Size", [n], [o], name=o) for n, o in zip(names, outputs, strict=True)]
-        counts = run(self._model.session(outputs, nodes), outputs, dict(feed), sample)
-        widths = {name: np.dtype(self._computed[name]).itemsize for name in names}
-        return {name: int(count) * widths[name] for name, count in zip(names, counts, strict=True)}
+        counts = run(self._model.session(outputs, nodes), outputs, feed, sample)
+        return {n: int(counts[o]) * np.dtype(self._computed[n]).itemsize for n, o in zip(names, outputs, strict=True)}

@@ -245,7 +245,7 @@ class _Piece:
         """The outputs by name."""
         names = [value.name for value in self.outputs]
         with self._named():
-            return dict(zip(names, run(self.session, names, dict(feed), sample), strict=True))
+            return run(self.session, names, feed, sample)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

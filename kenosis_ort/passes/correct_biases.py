@@ -98,8 +98,7 @@ def _layer_by_layer(
             outputs = list(dict.fromkeys([*part.observed, *part.passed_on]))
             session = observed.segment(part, outputs, alive[0] if alive else {})
             for number, known in enumerate(alive):
-                results = run(session, outputs, {n: known[n] for n in session.inputs if n in known}, number)
-                known.update(zip(outputs, results, strict=True))
+                known.update(run(session, outputs, {n: known[n] for n in session.inputs if n in known}, number))
                 for name in known.keys() - later - set(part.observed):
                     del known[name]
             # Shift the layers' outputs that it ends with, which the next part reads.

@@ -28,8 +28,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kenosis_ort.bench.harness import MARGIN, Clock, Feed, SpeedComparison, Verdict, compare, interval_rank
-from kenosis_ort.bench.inputs import ModelSource, opened
+from kenosis_ort.bench.harness import (
+    MARGIN,
+    Clock,
+    ModelSource,
+    SpeedComparison,
+    Verdict,
+    compare,
+    interval_rank,
+    opened,
+)
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.errors import KenosisError, VerificationError
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import Scratch

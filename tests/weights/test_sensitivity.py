@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.weights.sensitivity import much_worse, output_errors, worth_their_bytes
+from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
 from tests import models
 from tests.flow.support import changed
 from tests.planning import parse

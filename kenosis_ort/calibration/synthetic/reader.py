@@ -18,11 +18,19 @@ from kenosis_ort.calibration.computed_feeds import StateLoop
 from kenosis_ort.calibration.feeds import Provenance, check_feed, input_specs, sample_feeds
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.readers import IndexedReader
-from kenosis_ort.calibration.synthetic.kinds import Array, InputInfo, InputKind, Maker, SyntheticSample, classify
+from kenosis_ort.calibration.synthetic.kinds import (
+    Array,
+    InputInfo,
+    InputKind,
+    Maker,
+    Shapes,
+    SyntheticSample,
+    classify,
+    find_shapes,
+    shapes_of,
+)
 from kenosis_ort.calibration.synthetic.makers import Surroundings, make_makers
-from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, shows_writing
-from kenosis_ort.calibration.synthetic.shapes import Shapes, find_shapes, shapes_of
-from kenosis_ort.calibration.synthetic.ways import given_way
+from kenosis_ort.calibration.synthetic.pixels import ImageMaker, Preprocessing, given_way, shows_writing
 from kenosis_ort.errors import CalibrationError, did_you_mean, last_gate
 from kenosis_ort.graph.bodies import state_pairs
 from kenosis_ort.graph.load import LoadedModel, load_model

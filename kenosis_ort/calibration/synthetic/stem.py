@@ -318,8 +318,8 @@ class Stem:
         assert self._session is not None
         out: list[Doubles] = []
         for index, array in enumerate(arrays):
-            (values,) = run(self._session, [self.point.tensor], {self.name: array}, index)
-            moved = np.moveaxis(np.asarray(values, np.float64), self.point.axis, 0)
+            found = run(self._session, [self.point.tensor], {self.name: array}, index)
+            moved = np.moveaxis(found[self.point.tensor].astype(np.float64), self.point.axis, 0)
             out.append(moved.reshape(moved.shape[0], -1))
         return out
 

@@ -12,9 +12,9 @@ from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader
 from kenosis_ort.calibration.synthetic.drawing import Draws, photograph
 from kenosis_ort.calibration.synthetic.kinds import classify
+from kenosis_ort.calibration.synthetic.pixels import WAYS
 from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
 from kenosis_ort.calibration.synthetic.stem import Stem
-from kenosis_ort.calibration.synthetic.ways import WAYS
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import swept
