@@ -1,6 +1,7 @@
 """Metrics of the caller's: which shapes are taken, what they are told, what is said where they are wrong."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,13 @@ class Accuracy:
         self.seen, self.right = [], 0
 
 
+class Called:
+    """An object that is called as a function is."""
+
+    def __call__(self, outputs: Any, reference: Any) -> float:
+        return float(len(outputs))
+
+
 def _pairs(indices: Sequence[int], wrong: int = 0) -> list[Any]:
     outputs = [{"y": np.roll(REFERENCE[i]["y"], n < wrong, axis=1)} for n, i in enumerate(indices)]
     return [(o, REFERENCE[i]) for o, i in zip(outputs, indices, strict=True)]
@@ -62,6 +70,8 @@ def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told() ->
         (lambda outputs, reference: float(len(outputs) == len(reference) == 4), 1.0),
         (lambda outputs, reference, threshold=0.5: threshold, 0.5),
         (lambda *a: float(len(a)), 2.0),
+        (partial(lambda threshold, outputs, reference: threshold, 0.5), 0.5),
+        (Called(), 4.0),
     ):
         checked = check_metric(metric)
         assert not checked.takes_indices

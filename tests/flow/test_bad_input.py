@@ -62,6 +62,13 @@ def test_nan_among_the_weights(refused: Refused) -> None:
     refused(errors.CalibrationError, "NaN", "relu1_out", model=model)
 
 
+@pytest.mark.parametrize("written", ["qdq", "qop"])
+def test_a_file_of_an_earlier_call(refused: Refused, tmp_path: Path, written: str) -> None:
+    model, reader = models.residual_block(), models.reader(models.residual_block())
+    quantize_static(model, tmp_path / "int8.onnx", reader, format=written)
+    refused(errors.AlreadyQuantizedError, "already quantized", model=onnx.load(tmp_path / "int8.onnx"))
+
+
 # ---- the data -------------------------------------------------------------------------------------------------
 
 GOOD = np.zeros((1, 3, 8, 8), np.float32)

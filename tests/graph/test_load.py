@@ -166,6 +166,7 @@ def test_a_proto_with_unloaded_external_data_is_refused(external):
 @pytest.mark.parametrize(("text", "named"), [
     ("(float[1] x) => (float[1] y) { [quant] q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }", "quant"),
     ("(uint8[2,2] x) => (int32[2,2] y) { y = MatMulInteger(x, x) }", "MatMulInteger"),
+    ("(uint8[2,2] x) => (uint8[2,2] y) { y = QLinearMatMul(x, s, z, x, s, z, s, z) }", "QLinearMatMul"),
 ])  # fmt: skip
 def test_quantized_activations_are_refused(text, named):
     with pytest.raises(AlreadyQuantizedError, match=named):
