@@ -41,6 +41,15 @@ def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None
     assert said in reason
 
 
+@pytest.mark.parametrize(("weight", "said"), [
+    (np.full((3, 4), np.nan), "holds NaN or infinity"), (np.full((3, 4), np.inf), "holds NaN or infinity"),
+    (np.zeros((3, 0)), "empty or a scalar"),
+])  # fmt: skip
+def test_weights_that_have_no_scale(weight: Any, said: str) -> None:
+    found = only("(float[2,3] x) => (y) { y = MatMul (x, w) }", {"w": weight.astype(np.float32)})
+    assert (found[0], said in found[2]) == (Role.FLOAT, True), found
+
+
 @pytest.mark.parametrize(("node", "constant", "role"), [
     *((f"{op} (x, k)", operand, Role.BINARY) for op in ("Add", "Mul") for operand in (2.0, [2.0])),
     # A constant by channel is quantized if nothing is lost.

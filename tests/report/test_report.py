@@ -28,6 +28,7 @@ from kenosis_ort.report.evidence import (
     explain_plan,
     layer_times,
 )
+from kenosis_ort.report.html.cards import cards
 from kenosis_ort.report.quantization_report import OutputQuality, QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
@@ -116,6 +117,19 @@ def test_the_change_of_a_pass_and_the_form_taken_are_found() -> None:
     assert speed().taken.name == "int8-first-float"
     assert speed().sentence() == "first node float: 1.50x"
     assert (SpeedSummary().taken, SpeedSummary().sentence()) == (None, "")
+
+
+@pytest.mark.parametrize(("basis", "verdict", "standing"), [
+    ("measured", "faster", "good"), ("measured", "no difference", "good"), ("measured", "slower", "bad"),
+    ("measured", "too noisy", "watch"), ("estimated", "", "watch"), ("estimated", "slower", "watch"),
+])  # fmt: skip
+def test_the_card_of_speed_is_good_where_it_was_measured_and_not_slower(
+    basis: str, verdict: str, standing: str
+) -> None:
+    form = SpeedCandidate("int8", status="taken", ratio=1.5, low=1.25, high=1.75, milliseconds=2.0, verdict=verdict)
+    (card,) = (c for c in cards(report(speed=SpeedSummary((form,), basis=basis))) if c.name == "speed")
+    assert (card.standing, card.label) == (standing, ", ".join(filter(None, (basis, verdict))))
+    assert "(1.25 to 1.75), 2.00 ms a run" in card.sentence
 
 
 # -- the verdict
