@@ -19,7 +19,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
 from kenosis_ort.graph import load, save
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
@@ -190,7 +190,7 @@ _REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
 def finish(
     call: Call,
-    reference: onnx.ModelProto,
+    prepared: PreparedModel,
     build: Build,
     feeds: Sequence[Feed],
     samples: int,
@@ -200,7 +200,7 @@ def finish(
 
     Args:
         call: What has gathered so far.
-        reference: The prepared float model before passes moved its biases and weights, for the report's picture.
+        prepared: The float model of the build, read once.
         build: What is to be delivered.
         feeds: Kept samples.
         samples: How many samples were calibrated on.
@@ -230,7 +230,7 @@ def finish(
     if request.target.whole and build.plan:
         _warn_not_whole(call, build)
     call.notes += build.plan.notes
-    view = GraphView(build.float_model)
+    view = prepared.graph
     call.notes += call.attempt("The cost model", lambda: list(elsewhere(view, build.plan, request.target)), [])
     pieces = build.pieces
     if pieces != 1:
@@ -240,7 +240,7 @@ def finish(
         )
     # Evidence for the report, while node names are those of the plan.
     looked_at: Sequence[Feed] = feeds if pieces == 1 else ()
-    evidence = call.attempt("The report's picture", lambda: _evidence(call, reference, build, looked_at), None)
+    evidence = call.attempt("The report's picture", lambda: _evidence(call, prepared.proto, build, looked_at), None)
     # The file, checked before it takes its place.
     save.restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion

@@ -26,6 +26,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.speed import WEIGHT_ONLY, made_up
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of, split_feeds
@@ -370,7 +371,9 @@ def weight_only(call: Call) -> QuantizationReport:
     given = len(feeds)
     if not feeds and (feeds := made_up(call)):
         call.notes.append("Outputs were compared on made-up samples: real ones were not given.")
-    return finish.finish(call, call.loaded.proto, build, feeds, given, finish.compare(call, build, feeds))
+    return finish.finish(
+        call, PreparedModel(call.loaded.proto), build, feeds, given, finish.compare(call, build, feeds)
+    )
 
 
 def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:

@@ -327,7 +327,7 @@ def _quantized(call: Call) -> QuantizationReport:
         )
     further = [] if call.data is None or request.executor is not None else call.data.feeds[wanted:]
     call.measure = call.attempt("The measure of what is lost", lambda: improve.measured(call, chosen, further), None)
-    return finish.finish(call, builder.prepared.proto, chosen, feeds, samples, compared)
+    return finish.finish(call, builder.prepared, chosen, feeds, samples, compared)
 
 
 def _built(call: Call, make: Callable[[], Builder]) -> tuple[Builder, Build]:

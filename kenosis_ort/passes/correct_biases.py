@@ -42,7 +42,7 @@ _CHEAP_BYTES = 2**27  # of layer outputs in all: more than the least number of s
 
 
 def bias_shifts(
-    model: onnx.ModelProto,
+    graph: GraphView,
     quantized: onnx.ModelProto,
     feeds: Sequence[Feed],
     *,
@@ -53,7 +53,7 @@ def bias_shifts(
     """Correction of the mean of each output channel.
 
     Args:
-        model: The float model that was quantized, every layer with a bias of its own (`with_biases`). Not changed.
+        graph: The float model that was quantized, every layer with a bias of its own (`with_biases`).
         quantized: The quantized model, in QDQ form, nodes in topological order under their float names. Not changed.
         feeds: Samples. Of many, some are used: `chosen_feeds`.
         nodes: Names of the layers to correct (the integer ones), None for all.
@@ -66,13 +66,12 @@ def bias_shifts(
     Raises:
         CalibrationError: A model fails on a sample.
     """
-    graph = GraphView(model)
     targets = _targets(graph, quantized, nodes)
-    feeds = chosen_feeds(model, feeds, [t.activation.value for t in targets])
+    feeds = chosen_feeds(graph.proto, feeds, [t.activation.value for t in targets])
     if not targets or not feeds:
         return {}
     means, libraries = float_means or FloatMeans(), tuple(custom_op_libraries)
-    found = shifts_in_one_run(model, quantized, feeds, targets, means, libraries)
+    found = shifts_in_one_run(graph.proto, quantized, feeds, targets, means, libraries)
     return _layer_by_layer(graph, quantized, feeds, targets, means, libraries) if found is None else found
 
 
@@ -182,17 +181,14 @@ def with_biases(model: onnx.ModelProto, *, nodes: Collection[str] | None = None)
     return graph.write()
 
 
-def with_shifts(
-    model: onnx.ModelProto, shifts: Mapping[str, Float64], overlay: Overlay = MappingProxyType({})
-) -> Overlay:
+def with_shifts(graph: GraphView, shifts: Mapping[str, Float64], overlay: Overlay = MappingProxyType({})) -> Overlay:
     """An overlay in which the outputs of layers are shifted.
 
     Args:
-        model: The float model. Not changed.
+        graph: The float model.
         shifts: What is added to each output channel, by node name; of nodes with a bias of their own.
         overlay: What layers have in place of the model's constants before.
     """
-    graph = GraphView(model)
     by_name = {layer.name: layer for layer in layers(graph, shifts)}
     found = {node: dict(tensors) for node, tensors in overlay.items()}
     for node, shift in shifts.items():
@@ -228,14 +224,14 @@ def corrected(state: State, context: Context) -> State:
     """A state with the mean error of its layers, against the float model's, moved into the biases."""
     build = state.built
     shifts = bias_shifts(
-        state.prepared.proto,
+        state.prepared.graph,
         build.quantized,
         context.fit,
         nodes=set(build.plan.integer_nodes()),
         custom_op_libraries=context.custom_op_libraries,
         float_means=context.memory.setdefault("float means", FloatMeans()),
     )
-    shifted = context.with_corrections(state, with_shifts(build.float_model, shifts, build.corrections))
+    shifted = context.with_corrections(state, with_shifts(state.prepared.graph, shifts, build.corrections))
     return replace(shifted, uncorrected=build.corrections)
 
 

@@ -29,7 +29,7 @@ from kenosis_ort.accuracy.channel_statistics import float_ranks
 from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import Attribute, LiveGraph
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.input_moments import observe
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
@@ -67,7 +67,7 @@ class RowNoise:
 
 
 def row_noise(
-    model: onnx.ModelProto,
+    graph: GraphView,
     feeds: Sequence[Mapping[str, Any]],
     *,
     nodes: Collection[str],
@@ -76,7 +76,7 @@ def row_noise(
     """Error of one range for all rows, for each value that linear layers read.
 
     Args:
-        model: Prepared float model, shapes inferred. Not changed.
+        graph: Prepared float model, shapes inferred.
         feeds: Samples, at least one.
         nodes: Names of the integer layers.
         custom_op_libraries: Shared libraries with custom operators to register.
@@ -84,7 +84,6 @@ def row_noise(
     Raises:
         CalibrationError: The model fails on a sample.
     """
-    graph = LiveGraph(model)
     groups = _groups(graph, nodes)
     if not groups:
         return []
@@ -96,7 +95,7 @@ def row_noise(
             parts = rows.min(axis=1), rows.max(axis=1), np.einsum("rc,rc->r", rows, rows)
             seen[name].append(np.array(parts, np.float64))
 
-    observe(model, seen, feeds, take, custom_op_libraries)
+    observe(graph.proto, seen, feeds, take, custom_op_libraries)
     noise = []
     for group, layers in groups.items():
         low, high, squares = np.concatenate(seen[group.name or ""], axis=1)
@@ -173,7 +172,7 @@ def _value(graph: LiveGraph, base: str) -> ir.Value:
     return ir.Value(name=graph.fresh_name(base))
 
 
-def _groups(graph: LiveGraph, nodes: Collection[str]) -> dict[ir.Value, list[Layer]]:
+def _groups(graph: GraphView, nodes: Collection[str]) -> dict[ir.Value, list[Layer]]:
     """The layers whose rows can be scaled, by the value that they read, in graph order."""
     ranks = float_ranks(graph.proto)
     found: dict[ir.Value, list[Layer]] = {}
@@ -231,7 +230,7 @@ class RowScales(contract.WeightPass):
         found = [
             each
             for each in row_noise(
-                state.prepared.proto,
+                state.prepared.graph,
                 context.fit[:_FEEDS],
                 nodes=context.nodes,
                 custom_op_libraries=context.custom_op_libraries,
@@ -245,7 +244,7 @@ class RowScales(contract.WeightPass):
         first = best = context.score(changed)
         if not (first.beats(before) and first.error < _WORTH * before.error):
             return contract.Skipped(f"the error does not fall by 1 dB with {count} values scaled by row")
-        smoothed = SmoothQuant().apply(state, statistics, context) if statistics else None
+        smoothed = SmoothQuant().apply(state, statistics, context)
         if isinstance(smoothed, contract.Candidate) and not first.error < _WORTH * context.score(smoothed.state).error:
             return contract.Skipped(
                 "the outliers are channels: smoothing them leaves no more of the error, and costs no time"

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 import onnx
@@ -247,6 +247,7 @@ def _notes(done: Sequence[SmoothedValue], inserted: int) -> tuple[str, ...]:
     return (note,)
 
 
+_NO_GAIN: Final = contract.Skipped("nothing to gain by prediction")
 _WORTH_MUCH = 0.8  # of the error is left with a Mul at run time: 1 dB, without which none is put in
 
 
@@ -277,10 +278,12 @@ class SmoothQuant(contract.WeightPass):
     def apply(
         self, state: contract.State, statistics: contract.Statistics, context: contract.Context
     ) -> contract.Candidate | contract.Skipped:
+        if not statistics:  # of no value, so there is none to smooth
+            return _NO_GAIN
         insert = self._inserts(context)
         found, changed = self._smoothed(state, statistics, context, insert=insert)
         if not found.layers:
-            return contract.Skipped("nothing to gain by prediction")
+            return _NO_GAIN
         if found.inserted and insert is None:
             folded, without = self._smoothed(state, statistics, context, insert=False)
             errors = [context.score(each).error for each in (changed, without)]

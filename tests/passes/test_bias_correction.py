@@ -8,6 +8,7 @@ import pytest
 
 from kenosis_ort.accuracy.channel_statistics import certain_mean
 from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes import correct_biases
 from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts
@@ -46,7 +47,7 @@ def chain(act: str) -> onnx.ModelProto:
 
 
 def corrected(model: onnx.ModelProto, shifts: Any) -> onnx.ModelProto:
-    return materialize(model, with_shifts(model, shifts))
+    return materialize(model, with_shifts(GraphView(model), shifts))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -55,7 +56,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
     model = chain(act)
     bad, feeds, held_out = damaged(model, *LAYERS), models.feeds(model, 16, seed=2), models.feeds(model, 16, seed=3)
     with counted() as counts:
-        shifts = bias_shifts(model, bad, feeds)
+        shifts = bias_shifts(GraphView(model), bad, feeds)
     # the float model on each sample, and on two stacked; the quantized one on all
     assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
     assert list(shifts) == [*LAYERS, "last"]
@@ -63,7 +64,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
     assert noise(model, good, held_out) < noise(model, bad, held_out) / 4
     assert np.abs(means(good, held_out) - means(model, held_out)).max() < 0.05 * np.abs(means(model, held_out)).max()
     monkeypatch.setattr(correct_biases, "shifts_in_one_run", lambda *_, **__: None)
-    one_by_one = bias_shifts(model, bad, feeds)
+    one_by_one = bias_shifts(GraphView(model), bad, feeds)
     assert shifts.keys() == one_by_one.keys()
     for layer, shift in one_by_one.items():
         np.testing.assert_allclose(shifts[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
@@ -72,15 +73,15 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
 def test_means_of_the_float_model_are_computed_once_for_the_same_samples() -> None:
     model = chain("relu")
     bad, feeds, known = damaged(model, "c1"), models.feeds(model, 8, seed=2), FloatMeans()
-    once = bias_shifts(model, bad, feeds, nodes={"c0", "c1"}, float_means=known)
+    once = bias_shifts(GraphView(model), bad, feeds, nodes={"c0", "c1"}, float_means=known)
     with counted() as counts:
-        again = bias_shifts(model, bad, feeds, nodes={"c0", "c1"}, float_means=known)
+        again = bias_shifts(GraphView(model), bad, feeds, nodes={"c0", "c1"}, float_means=known)
     assert (counts.total.sessions, counts.total.runs) == (1, 1)
-    more = bias_shifts(model, bad, feeds, float_means=known)  # of more layers, some of them known
-    others = bias_shifts(model, bad, feeds[::2], float_means=known)
+    more = bias_shifts(GraphView(model), bad, feeds, float_means=known)  # of more layers, some of them known
+    others = bias_shifts(GraphView(model), bad, feeds[::2], float_means=known)
     np.testing.assert_equal(again, once)
-    np.testing.assert_equal(more, bias_shifts(model, bad, feeds))
-    np.testing.assert_equal(others, bias_shifts(model, bad, feeds[::2]))
+    np.testing.assert_equal(more, bias_shifts(GraphView(model), bad, feeds))
+    np.testing.assert_equal(others, bias_shifts(GraphView(model), bad, feeds[::2]))
 
 
 def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
@@ -91,10 +92,10 @@ def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
     bad, feeds = damaged(model, "b"), models.feeds(model, 6)
     known = FloatMeans()
     with counted() as counts:
-        shifts = bias_shifts(model, bad, feeds, nodes={"b"}, float_means=known)
+        shifts = bias_shifts(GraphView(model), bad, feeds, nodes={"b"}, float_means=known)
     assert counts.total.runs > 2 * len(feeds)
     with counted() as counts:
-        np.testing.assert_equal(bias_shifts(model, bad, feeds, nodes={"b"}, float_means=known), shifts)
+        np.testing.assert_equal(bias_shifts(GraphView(model), bad, feeds, nodes={"b"}, float_means=known), shifts)
     assert (counts.total.sessions, counts.total.runs) == (1, len(feeds)), "of the quantized model alone"
     off = means(model, feeds) - means(bad, feeds)
     np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
@@ -106,8 +107,8 @@ def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
     model = planning.prepared(planning.parse(text))
     bad = damaged(model, "m")
     feeds = [{"x": np.abs(f["x"])} for f in models.feeds(model, 8, dims={"n": 4})]
-    assert set(bias_shifts(model, bad, feeds)) == {"m", "g"}
-    shifts = bias_shifts(model, bad, feeds, nodes={"m"})
+    assert set(bias_shifts(GraphView(model), bad, feeds)) == {"m", "g"}
+    shifts = bias_shifts(GraphView(model), bad, feeds, nodes={"m"})
     assert set(shifts) == {"m"}
     assert noise(model, corrected(bad, shifts), feeds) < noise(model, bad, feeds) / 4
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.contract import Candidate, State
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.scale_rows import RowScales, row_noise, with_row_scales
@@ -93,15 +93,15 @@ def test_what_one_range_costs() -> None:
     """A row a thousand times the others hides them in one range and costs none of them in its own."""
     model = net(BODIES["matmul"])
     feeds = [{"i": (x := outlying())}]
-    (noise,) = row_noise(model, feeds, nodes=layers(model))
+    (noise,) = row_noise(GraphView(model), feeds, nodes=layers(model))
     assert noise.value == "x"
     assert noise.static > 0.5
     assert noise.by_row < 1e-4
-    (even,) = row_noise(model, [{"i": np.sign(x)}], nodes=layers(model))
+    (even,) = row_noise(GraphView(model), [{"i": np.sign(x)}], nodes=layers(model))
     assert even.static == pytest.approx(even.by_row)
 
 
 @pytest.mark.parametrize("nodes", [set(), {"another"}])
 def test_only_named_layers(nodes: set[str]) -> None:
     model = net(BODIES["matmul"])
-    assert not row_noise(model, [{"i": np.ones((2, 3, 32), np.float32)}], nodes=nodes)
+    assert not row_noise(GraphView(model), [{"i": np.ones((2, 3, 32), np.float32)}], nodes=nodes)
