@@ -261,11 +261,13 @@ def _malloc_trim() -> Callable[[int], object]:
     return found
 
 
-def make_room(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> None:
-    """Gives memory that nothing uses back to the system, before a large model is opened or copied."""
-    if _size(source) >= MAPPED_FROM:
+def make_room(source: str | os.PathLike[str] | bytes | onnx.ModelProto) -> int:
+    """Gives memory that nothing uses back to the system before a large model is opened or copied; returns its bytes."""
+    size = _size(source)
+    if size >= MAPPED_FROM:
         gc.collect()  # graphs that were rewritten refer to themselves, and to their weights
         _malloc_trim()(0)  # of weights let go before, much is still held between small objects
+    return size
 
 
 def _opened(
@@ -274,7 +276,7 @@ def _opened(
     providers: list[Any],
     further: Collection[str],
 ) -> Session:
-    make_room(source)
+    size = make_room(source)
     if not isinstance(source, onnx.ModelProto):
         return Session(source if isinstance(source, bytes) else os.fspath(source), options, providers=providers)
     added = _returning(source, further)
@@ -283,7 +285,7 @@ def _opened(
             shell = with_weights_on_disk(source, folder / "weights.bin")
             map_weights(shell, options)
             return Session(shell.SerializeToString() + added, options, providers=providers)
-    if weight_bytes(source) < MAPPED_FROM:
+    if size < MAPPED_FROM:
         return Session(source.SerializeToString() + added, options, providers=providers)
     scratch = Scratch("session")
     try:
