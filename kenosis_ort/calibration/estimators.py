@@ -11,10 +11,10 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
   Nahshan et al., 2019, https://arxiv.org/abs/1911.07190, which finds the best ``p`` between 2 and 4).
 """
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kenosis_ort.calibration.histogram import HALF, Histogram
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean
+from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import RangeLimit
 
 Doubles = npt.NDArray[np.float64]
@@ -265,55 +265,19 @@ def quantile_range(values: Sketch, percentile: float) -> tuple[float, float]:
     return min(low, high), max(low, high)
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A way to a range; its number, where it takes one, stands behind a colon, as in ``"percentile:99.99"``."""
-
-    range_of: Callable[[Sketch, float, int], Range]
-    number: float = 0.0
-    bounds: tuple[float, float] | None = None  # of the number; None where it takes none
-
-
-_METHODS: Final[Mapping[str, _Method]] = {
-    "minmax": _Method(lambda values, _, __: (values.low, values.high)),
-    "percentile": _Method(lambda values, percentage, _: quantile_range(values, percentage), 99.999, (0.0, 100.0)),
-    "mse": _Method(lambda values, _, levels: least_error_range(values, power=2.0, levels=levels)),
+ESTIMATORS: Final[Mapping[str, Callable[[Sketch, int], Range]]] = {
+    "percentile": lambda values, _: quantile_range(values, 99.999),
+    "percentile:99.99": lambda values, _: quantile_range(values, 99.99),
+    "mse": lambda values, levels: least_error_range(values, power=2.0, levels=levels),
     # Over twelve nets at most 0.7 dB behind the best of five estimators, and up to 1.8 dB ahead of a power of 3.
-    "lp": _Method(
-        lambda values, power, levels: least_error_range(values, power=power, levels=levels), 2.4, (1.0, 16.0)
-    ),
+    "lp": lambda values, levels: least_error_range(values, power=2.4, levels=levels),
 }
-
-
-def _method(text: str) -> tuple[str, _Method]:
-    """A method's name, and the method with the number that it is to take.
-
-    Raises:
-        OptionError: There is no such method, or the number is out of range.
-    """
-    name, colon, number = text.partition(":")
-    method = _METHODS.get(name)
-    if method is None or (colon and (method.bounds is None or not re.fullmatch("[0-9.]+", number))):
-        raise OptionError(
-            f"Unknown range estimator {text!r}.{did_you_mean(name, _METHODS)}",
-            fix=f"Use one of {', '.join(_METHODS)}; percentile and lp take a number: 'percentile:99.99', 'lp:2.4'.",
-        )
-    if colon and method.bounds is not None:
-        low, high = method.bounds
-        try:
-            method = replace(method, number=float(number))
-        except ValueError:
-            method = replace(method, number=-1.0)
-        if not low <= method.number <= high:
-            raise OptionError(
-                f"The number of the range estimator {text!r} must lie between {low:g} and {high:g}.", fix="Correct it."
-            )
-    return name, method
+"""By name, the range of a distribution on a grid of some levels."""
 
 
 def estimate(
     statistics: TensorStatistics,
-    method: str,
+    estimator: str,
     *,
     low_limit: float | None = None,
     high_limit: float | None = None,
@@ -322,8 +286,8 @@ def estimate(
     """The range of a tensor.
 
     Args:
-        statistics: What was seen of it; all methods but ``"minmax"`` need a histogram.
-        method: ``"minmax"``, ``"mse"``, or with a number ``"lp:2.4"``, ``"percentile:99.999"``.
+        statistics: What was seen of it, with a histogram.
+        estimator: One of `ESTIMATORS`.
         low_limit: Nothing below matters to the consumers (an absorbed Relu or Clip, a saturating function): such
             values count as this one, and the range does not reach below.
         high_limit: The same above.
@@ -334,48 +298,35 @@ def estimate(
         hand (``statistics.fixed``) is returned as it is, cut to the limits.
 
     Raises:
-        OptionError: The method is unknown.
-        CalibrationError: The method needs a histogram and there is none.
+        CalibrationError: There is no histogram.
     """
-    name, chosen = _method(method)
-    known = statistics.fixed or (statistics.low, statistics.high)
-    if statistics.fixed is not None or name == "minmax" or not statistics.count:
-        return _within(known, low_limit, high_limit)
-    return chosen.range_of(sketch(statistics, low_limit=low_limit, high_limit=high_limit), chosen.number, levels)
+    if statistics.fixed is not None or not statistics.count:
+        return _within(statistics.fixed or (statistics.low, statistics.high), low_limit, high_limit)
+    return ESTIMATORS[estimator](sketch(statistics, low_limit=low_limit, high_limit=high_limit), levels)
 
 
 def estimate_all(
     table: CalibrationTable,
-    method: str,
+    estimator: str,
     *,
-    limits: Mapping[str, RangeLimit] | None = None,
-    levels: Mapping[str, int] | None = None,
+    limits: Mapping[str, RangeLimit] = MappingProxyType({}),
+    levels: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Range]:
-    """The ranges of all tensors of a table by one method.
+    """The ranges of all tensors of a table by one estimator.
 
     Args:
         table: A table; tensors without a histogram (constants, tables from stock's files) keep their own range.
-        method: As in `estimate`.
+        estimator: As in `estimate`.
         limits: Bounds by tensor name, e.g. those of a plan's ``limits`` and ``saturations`` together.
         levels: As in `estimate`, by tensor name; 256 of those that are not named.
-
-    Raises:
-        OptionError: The method is unknown.
-        CalibrationError: The method needs histograms, and no tensor has one.
     """
-    name, _ = _method(method)
-    if name != "minmax" and table.tensors and all(s.histogram is None for s in table.tensors.values()):
-        raise CalibrationError(
-            f"The range estimator '{method}' needs histograms, and this table holds none.",
-            fix="Collect again with them.",
-        )
     found = {}
-    for tensor, statistics in table.tensors.items():
-        limit, own, by = (limits or {}).get(tensor), statistics, method
-        if name == "minmax" or statistics.histogram is None:
-            own = replace(statistics, fixed=table.range_of(tensor)) if table.method == "minmax" else statistics
-            by = "minmax"
+    for name, own in table.tensors.items():
+        limit = limits.get(name)
         low, high = (None, None) if limit is None else (limit.low, limit.high)
-        points = (levels or {}).get(tensor, 256)
-        found[tensor] = estimate(own, by, low_limit=low, high_limit=high, levels=points)
+        if own.histogram is None:
+            seen = table.range_of(name) if table.method == "minmax" else own.fixed or (own.low, own.high)
+            found[name] = _within(seen, low, high)
+        else:
+            found[name] = estimate(own, estimator, low_limit=low, high_limit=high, levels=levels.get(name, 256))
     return found

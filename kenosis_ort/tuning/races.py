@@ -321,21 +321,19 @@ def early(reference: Sequence[float], own: Sequence[float], border: float | None
     if rounds < INTERIM_ROUNDS[0] or min(*reference, *own) <= 0:  # a time of zero: the clock is too coarse to be sure
         return None
     reference, own = quietest(reference, own)
-    logs = sorted(math.log(theirs / ours) for theirs, ours in zip(reference, own, strict=True))
+    ratios = sorted(theirs / ours for theirs, ours in zip(reference, own, strict=True))
     plain = compare(reference, own)
-    if max(own) * CLEAR < min(reference):
-        return SpeedComparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.FASTER)
-    if max(reference) * CLEAR < min(own):
-        return SpeedComparison(plain.ratio, math.exp(logs[0]), math.exp(logs[-1]), Verdict.SLOWER)
+    for slower, faster, verdict in ((reference, own, Verdict.FASTER), (own, reference, Verdict.SLOWER)):
+        if max(faster) * CLEAR < min(slower):
+            return SpeedComparison(plain.ratio, ratios[0], ratios[-1], verdict)
     rank = interval_rank(len(own), _INTERIM_CONFIDENCE)
     if rank is not None:
-        low, high = logs[rank - 1], logs[-rank]
-        margin = math.log(MARGIN)
-        found = SpeedComparison(plain.ratio, math.exp(low), math.exp(high), plain.verdict)
+        low, high = ratios[rank - 1], ratios[-rank]
+        found = SpeedComparison(plain.ratio, low, high, plain.verdict)
         if border is not None:
             least = 1.0 if rounds >= ORDINARY else _UNLIKE
-            return found if low > math.log(border * least) or high < math.log(border / least) else None
-        if low > margin or high < -margin:
+            return found if low > border * least or high < border / least else None
+        if low > MARGIN or high < 1 / MARGIN:
             return found
     return plain if border is None and rounds >= _SAME_ROUNDS and plain.verdict is Verdict.SAME else None
 

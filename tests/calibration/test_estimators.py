@@ -10,16 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
-from kenosis_ort.calibration.estimators import estimate, estimate_all, least_error_range, sketch
+from kenosis_ort.calibration.estimators import (
+    ESTIMATORS,
+    estimate,
+    estimate_all,
+    least_error_range,
+    quantile_range,
+    sketch,
+)
 from kenosis_ort.calibration.histogram import _divergence, ends, entropy_range, percentile_range
 from kenosis_ort.calibration.statistics import TensorStatistics
-from kenosis_ort.errors import CalibrationError, OptionError
+from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import RangeLimit
 from tests import models
 from tests.calibration.support import histogram_of, one_node_model, random_feeds, same_as_stock, stock, swept
 
 Floats = npt.NDArray[np.float32]
-METHODS = ["minmax", "percentile:99.99", "mse", "lp:3", "lp:2.4"]
+METHODS = [*ESTIMATORS]
 methods = st.sampled_from(METHODS)
 
 
@@ -69,7 +76,7 @@ def test_range_lies_within_extremes_and_limits(
 @given(activations(), st.sampled_from([2.0, 3.0]))
 def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> None:
     """No worse than the full range, and within a few percent of a brute-force search over the data."""
-    low, high = estimate(statistics_of(data), f"lp:{power:g}")
+    low, high = least_error_range(sketch(statistics_of(data)), power=power)
     found = quantization_error(data, low, high, power)
     full = (float(data.min()), float(data.max()))
     assert found <= quantization_error(data, *full, power) * 1.03
@@ -97,7 +104,7 @@ def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> No
 def test_what_a_percentile_leaves_in() -> None:
     data = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for percentile in (99.0, 99.9, 99.99):
-        low, high = estimate(statistics_of(data), f"percentile:{percentile}")
+        low, high = quantile_range(sketch(statistics_of(data)), percentile)
         assert ((data >= low) & (data <= high)).mean() * 100 == pytest.approx(percentile, abs=0.03)
 
 
@@ -120,12 +127,6 @@ def test_a_range_set_by_hand_is_kept() -> None:
     assert estimate(fixed, "mse", low_limit=0.0) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize("method", ["mean", "entropy", "lp:0.5", "percentile:101", "percentile:..", "mse:2"])
-def test_unknown_methods(method: str) -> None:
-    with pytest.raises(OptionError, match=r"[Rr]ange estimator"):
-        estimate(TensorStatistics(0.0, 1.0, 5), method)
-
-
 def test_a_whole_table() -> None:
     data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     statistics = statistics_of(data)
@@ -137,18 +138,15 @@ def test_a_whole_table() -> None:
     assert table.with_ranges(ranges).range_of("a") == ranges["a"]
 
 
-def test_minmax_of_a_table_is_its_own_range() -> None:
+def test_what_has_no_histogram_keeps_its_own_range() -> None:
     averaged = TensorStatistics(-9.0, 9.0, 5, averaged=(-2.0, 3.0))
     table = CalibrationTable({"a": averaged}, CalibrationConfig(moving_average=True))
-    assert estimate_all(table, "minmax") == {"a": (-2.0, 3.0)}
+    assert estimate_all(table, "mse") == {"a": (-2.0, 3.0)}
 
 
-def test_a_table_without_histograms() -> None:
-    statistics = TensorStatistics(0.0, 1.0, 5)
-    with pytest.raises(CalibrationError, match="histograms"):
-        estimate_all(CalibrationTable({"a": statistics}), "mse")
+def test_statistics_without_a_histogram() -> None:
     with pytest.raises(CalibrationError, match="histogram"):
-        sketch(statistics)
+        sketch(TensorStatistics(0.0, 1.0, 5))
 
 
 # ---- distributions --------------------------------------------------------------------------------------------------
