@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.collector import Points, Progress, collect
-from kenosis_ort.calibration.feeds import Feed, Known, Provenance, sample_feeds
+from kenosis_ort.calibration.feeds import Known, Provenance, sample_feeds
 from kenosis_ort.calibration.net_evidence import NetEvidence, Range, hard_bounds
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.constants import LAYERS, Is, having
@@ -391,7 +391,7 @@ def collect_with_trust(
                 progress(before + now, samples)
 
         done += count
-        return collect(proto, _Some(feeds, count), points, progress=report)
+        return collect(proto, itertools.islice(feeds, count), points, progress=report)
 
     real = [table(count) for count in _parts(provenance.real, _REAL_GROUPS)]
     made_up = [table(count) for count in _parts(samples - provenance.real, _GROUPS)]
@@ -400,19 +400,6 @@ def collect_with_trust(
         "calibration on %d made-up and %d real samples: %s", trust.samples, trust.real_samples, trust.verdict.value
     )
     return found, trust
-
-
-class _Some:
-    """The next few feeds of an iterator."""
-
-    def __init__(self, feeds: Iterator[Feed], count: int) -> None:
-        self._feeds, self._count = feeds, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Feed]:
-        return itertools.islice(self._feeds, self._count)
 
 
 def _parts(count: int, most: int) -> list[int]:

@@ -29,8 +29,7 @@ from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.parser import Parser
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cluster import Cluster
-from kenosis_ort.cluster.client import answering, connected
-from kenosis_ort.cluster.worker import versions
+from kenosis_ort.cluster.client import answering, connected, versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.recipe import is_recipe_file, read_text, read_toml

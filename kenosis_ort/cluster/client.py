@@ -1,18 +1,32 @@
-"""The caller's Dask client: checks before anything is computed, and reports of shards."""
+"""The caller's Dask client: checks before anything is computed, reports of shards, and messages to workers.
+
+In a message, which is pickled, models stand as references: their content comes as results of tasks, which Dask sends
+once a worker and makes again where one dies.
+"""
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
+import io
 import logging
 import os
+import pickle
+import platform
 import sys
+import threading
 import time
+import uuid
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from kenosis_ort.cluster.worker import differences, versions
+import onnx
+
 from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
+from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
 from kenosis_ort.runtime.limits import machine
 
 _log = logging.getLogger(__name__)
@@ -20,6 +34,7 @@ _log = logging.getLogger(__name__)
 BadShards = Literal["stop", "skip"]
 _WORKERS_WITHIN_S: Final = 30
 _POLL_S: Final = 0.1
+_PACKAGES: Final = ("kenosis_ort", "onnxruntime", "onnx", "numpy")
 _INSTALL: Final = "pip install 'kenosis-ort[dask]'"
 
 
@@ -157,6 +172,18 @@ class Cluster:
         )
 
 
+def versions() -> dict[str, str]:
+    """Versions and settings that must be equal here and on every worker, for results to be equal."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}
+    return {**found, **{name: str(importlib.import_module(name).__version__) for name in _PACKAGES}}
+
+
+def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Versions that differ, in words."""
+    names = [name for name in wanted if wanted[name] != found.get(name)]
+    return ", ".join(f"{name} {found.get(name, 'missing')}, not {wanted[name]}" for name in names)
+
+
 def as_cluster(executor: Any) -> Cluster | None:
     """Executor for an ``executor`` argument; None for None.
 
@@ -173,7 +200,7 @@ def _probe(libraries: list[str]) -> Callable[[], dict[str, Any]]:
         import traceback
 
         try:
-            from kenosis_ort.cluster.worker import versions
+            from kenosis_ort.cluster.client import versions
         except Exception:  # whatever an installation may lack
             return {"missing": traceback.format_exc(limit=0).strip().splitlines()[-1]}
         return {"versions": versions(), "lacks": [path for path in libraries if not os.path.exists(path)]}
@@ -281,3 +308,131 @@ def _local_workers(address: str) -> int | None:
     if rest and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
         raise OptionError(f"'{address}' says no number of workers", fix="local:4 for four")
     return int(rest) if rest else 0
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+_LARGE: Final = 2**14
+"""Bytes from which on a weight is a content of its own: a candidate that differs in a few scales sends these."""
+_KNOWN_MODELS: Final = 4
+FORGOTTEN: Final = ("cancelled", "lost")
+"""What Dask calls a task that the scheduler knows no more."""
+
+lock = threading.Lock()
+models: OrderedDict[str, onnx.ModelProto] = OrderedDict()
+
+
+class Sender:
+    """Packs functions with their arguments, of which models are sent once.
+
+    Models become references to their content, by its digest; their larger weights are contents of their own. Contents
+    are results of tasks. Those of the latest few models are kept.
+
+    Args:
+        client: Dask's.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._models: OrderedDict[int, tuple[onnx.ModelProto, str, frozenset[str]]] = OrderedDict()  # by identity
+        self._bundles: dict[str, Any] = {}  # by digest, the task whose result holds a content
+        self._new: dict[str, bytes] = {}
+
+    def packed(self, content: Any, *, anew: bool = False) -> tuple[bytes, list[Any]]:
+        """Message for a worker, and the tasks whose results go with it.
+
+        Args:
+            content: To be pickled; its models must not be changed as long as this object lives.
+            anew: Send contents again whose workers died; those that the scheduler has forgotten are in any case.
+        """
+        if anew or any(bundle.status in FORGOTTEN for bundle in self._bundles.values()):
+            self._bundles.clear()
+            self._models.clear()
+        buffer, needs = io.BytesIO(), set[str]()
+
+        class Pickler(pickle.Pickler):  # Python 3.13 takes the method of a class alone
+            def persistent_id(_, found: Any) -> str | None:  # noqa: N805
+                if not isinstance(found, onnx.ModelProto):
+                    return None
+                digest, its_needs = self._model(found)
+                needs.update(its_needs)
+                return digest
+
+        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
+        if self._new:
+            with warnings.catch_warnings():  # of a large one, which has to travel
+                warnings.simplefilter("ignore", UserWarning)
+                bundle = self._client.submit(_identity, self._new, key=f"kenosis-{uuid.uuid4().hex}", pure=False)
+            self._bundles |= dict.fromkeys(self._new, bundle)
+            self._new = {}
+        used = needs.union(*(needed for _, _, needed in self._models.values()))
+        self._bundles = {digest: bundle for digest, bundle in self._bundles.items() if digest in used}
+        return buffer.getvalue(), list({id(b): b for digest in sorted(needs) for b in [self._bundles[digest]]}.values())
+
+    def _model(self, model: onnx.ModelProto) -> tuple[str, frozenset[str]]:
+        """Digest of a model, and those of all contents that it needs; what was not sent yet is added to the message."""
+        known = self._models.get(id(model))
+        if known is None:
+            weights = {
+                at: (t.name, t.data_type, tuple(t.dims), self._put(raw_bytes(t)))
+                for at, t in enumerate(model.graph.initializer)
+                if _goes_apart(t)
+            }
+            head = pickle.dumps((copy_without_weights(model, _goes_apart).SerializeToString(), weights))
+            digest = self._put(head)
+            known = model, digest, frozenset({digest, *(content for *_, content in weights.values())})
+            self._models[id(model)] = known
+            while len(self._models) > _KNOWN_MODELS:
+                self._models.popitem(last=False)
+        return known[1:]
+
+    def _put(self, content: bytes) -> str:
+        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+        if digest not in self._bundles:
+            self._new[digest] = content
+        return digest
+
+
+def _goes_apart(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type != onnx.TensorProto.STRING and content_bytes(tensor) >= _LARGE
+
+
+def _identity(content: Any) -> Any:
+    """Its argument: as the result of a task it is sent once a worker, and again where a worker dies."""
+    return content
+
+
+def unpacked(message: bytes, bundles: Sequence[Mapping[str, bytes]]) -> Any:
+    """The unpacked object; the same model is the same object as long as a worker has it in memory."""
+
+    class Unpickler(pickle.Unpickler):  # Python 3.13 takes the method of a class alone
+        def persistent_load(self, digest: str) -> onnx.ModelProto:
+            return _model(digest, bundles)
+
+    return Unpickler(io.BytesIO(message)).load()
+
+
+def _model(digest: str, bundles: Sequence[Mapping[str, bytes]]) -> onnx.ModelProto:
+    with lock:
+        if digest not in models:
+            models[digest] = _made({name: content for bundle in bundles for name, content in bundle.items()}, digest)
+        models.move_to_end(digest)
+        while len(models) > _KNOWN_MODELS:
+            models.popitem(last=False)
+        return models[digest]
+
+
+def _made(contents: Mapping[str, bytes], digest: str) -> onnx.ModelProto:
+    """The model of a digest: its shell, with the weights that were sent apart in their places."""
+    shell, weights = pickle.loads(contents[digest])
+    model = onnx.ModelProto()
+    model.ParseFromString(shell)
+    small = list(model.graph.initializer)
+    del model.graph.initializer[:]
+    for at in range(len(small) + len(weights)):
+        if at not in weights:
+            model.graph.initializer.append(small.pop(0))
+            continue
+        name, data_type, dims, content = weights[at]
+        model.graph.initializer.add(name=name, data_type=data_type, dims=dims, raw_data=contents[content])
+    return model

@@ -1,45 +1,59 @@
-"""Work on a cluster: pieces are sent to the workers, results come back in order, each once, whoever dies."""
+"""Work on a cluster: pieces are sent to the workers, results come back in order, each once, whoever dies.
 
-import hashlib
-import io
+A message is a function with its argument. A worker unpacks it, does its work, and keeps models and their sessions for
+the next one.
+"""
+
 import itertools
 import logging
-import pickle
 import time
 import uuid
-import warnings
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import onnx
 
-from kenosis_ort.cluster.client import Cluster, answering
-from kenosis_ort.cluster.worker import Done, ModelRuns, chunked, done, ran, rest, versions
-from kenosis_ort.errors import ClusterError
-from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
-from kenosis_ort.runtime.session import Array, Closing, Executor, Running, as_array, open_session
+from kenosis_ort.calibration.feeds import bytes_of
+from kenosis_ort.cluster.client import (
+    FORGOTTEN,
+    Cluster,
+    Sender,
+    answering,
+    differences,
+    lock,
+    models,
+    unpacked,
+    versions,
+)
+from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
+from kenosis_ort.runtime.session import Array, Closing, Executor, Running, Session, as_array, open_session
 
 _log = logging.getLogger(__name__)
 
 _TOGETHER: Final = 4
 """Feeds in a task: a session is opened for the first of them on each worker."""
-_LARGE: Final = 2**14
-"""Bytes from which on a weight is a content of its own: a candidate that differs in a few scales sends these."""
-_KNOWN_MODELS: Final = 4
-_FORGOTTEN: Final = ("cancelled", "lost")
-"""What Dask calls a task that the scheduler knows no more."""
 _AHEAD: Final = 4
 """Tasks under way for each slot; what is done early waits on the workers, which may spill it to disk."""
 _NO_WORKER_S: Final = 120.0
 _POLL_S: Final = 5.0
 _RESTARTS: Final = 8
 
+_CHUNK_BYTES: Final = 2**22
+MOST_KEPT: Final = 2
+"""Models whose sessions a worker keeps."""
+
+_sessions: deque[tuple[onnx.ModelProto, tuple[str, ...], Session]] = deque(maxlen=MOST_KEPT)
+idle: dict[str, list[Closing]] = {}
+"""What a worker keeps open beside them, by the key of the job that it is of."""
+
 T = TypeVar("T")
 R = TypeVar("R")
-Outcomes = Generator[tuple[T, Done | None], None, None]
+Outcomes = Generator[tuple[T, "Done | None"], None, None]
 
 
 class ClusterExecutor(Executor, Closing):
@@ -182,7 +196,7 @@ class _Flight:
             self._running[self._begun] = piece, self._send(piece, f"{self._begun}-{self._forgotten}", False)
             self._begun += 1
 
-    def _alone(self, number: int, piece: Any) -> Done | None:
+    def _alone(self, number: int, piece: Any) -> "Done | None":
         """Runs a piece again when no other is under way, whose workers died; these may have died of another one."""
         _log.info("the workers of %s died: it runs again, alone", self._name(piece))
         for other, (known, future) in self._running.items():
@@ -190,7 +204,7 @@ class _Flight:
                 self._outcome(known, future)
         return self._outcome(piece, self._send(piece, f"{number}-alone", True))
 
-    def _outcome(self, piece: Any, future: Any) -> Done | None:
+    def _outcome(self, piece: Any, future: Any) -> "Done | None":
         """Waits for a piece; None where its workers died, more often than Dask tries.
 
         Raises:
@@ -210,7 +224,7 @@ class _Flight:
                 return None
             except Exception as error:
                 if self._client.status == "running":
-                    if future.status not in _FORGOTTEN:
+                    if future.status not in FORGOTTEN:
                         raise ClusterError(
                             f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
                             where=self._name(piece),
@@ -262,81 +276,99 @@ class _Flight:
         )
 
 
-class Sender:
-    """Packs functions with their arguments, of which models are sent once.
+def chunked(feeds: Iterable[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
+    """Feeds in groups for a task each, which end where they have ``most`` of them or bytes enough."""
+    chunk: list[dict[str, Any]] = []
+    chunk_bytes = 0
+    for feed in feeds:
+        chunk.append(feed)
+        chunk_bytes += bytes_of(feed)
+        if len(chunk) >= most or chunk_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+    if chunk:
+        yield chunk
 
-    Models become references to their content, by its digest; their larger weights are contents of their own. Contents
-    are results of tasks. Those of the latest few models are kept.
 
-    Args:
-        client: Dask's.
+# ---- on the workers -------------------------------------------------------------------------------------------------
+
+
+def rest() -> None:
+    """Lets go of models and sessions."""
+    with lock:
+        left = [each for known in idle.values() for each in known]
+        for cached in (models, _sessions, idle):
+            cached.clear()
+    for each in left:
+        each.close()
+
+
+@dataclass(frozen=True)
+class Done:
+    """Result of a piece of work.
+
+    Attributes:
+        value: What it returned.
+        error: The error of ours that it raised; a `ClusterError` where the worker is at fault.
+        seconds: What it took.
+        worker: Address of the worker.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._models: OrderedDict[int, tuple[onnx.ModelProto, str, frozenset[str]]] = OrderedDict()  # by identity
-        self._bundles: dict[str, Any] = {}  # by digest, the task whose result holds a content
-        self._new: dict[str, bytes] = {}
-
-    def packed(self, content: Any, *, anew: bool = False) -> tuple[bytes, list[Any]]:
-        """Message for a worker, and the tasks whose results go with it.
-
-        Args:
-            content: To be pickled; its models must not be changed as long as this object lives.
-            anew: Send contents again whose workers died; those that the scheduler has forgotten are in any case.
-        """
-        if anew or any(bundle.status in _FORGOTTEN for bundle in self._bundles.values()):
-            self._bundles.clear()
-            self._models.clear()
-        buffer, needs = io.BytesIO(), set[str]()
-
-        class Pickler(pickle.Pickler):  # Python 3.13 takes the method of a class alone
-            def persistent_id(_, found: Any) -> str | None:  # noqa: N805
-                if not isinstance(found, onnx.ModelProto):
-                    return None
-                digest, its_needs = self._model(found)
-                needs.update(its_needs)
-                return digest
-
-        Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
-        if self._new:
-            with warnings.catch_warnings():  # of a large one, which has to travel
-                warnings.simplefilter("ignore", UserWarning)
-                bundle = self._client.submit(_identity, self._new, key=f"kenosis-{uuid.uuid4().hex}", pure=False)
-            self._bundles |= dict.fromkeys(self._new, bundle)
-            self._new = {}
-        used = needs.union(*(needed for _, _, needed in self._models.values()))
-        self._bundles = {digest: bundle for digest, bundle in self._bundles.items() if digest in used}
-        return buffer.getvalue(), list({id(b): b for digest in sorted(needs) for b in [self._bundles[digest]]}.values())
-
-    def _model(self, model: onnx.ModelProto) -> tuple[str, frozenset[str]]:
-        """Digest of a model, and those of all contents that it needs; what was not sent yet is added to the message."""
-        known = self._models.get(id(model))
-        if known is None:
-            weights = {
-                at: (t.name, t.data_type, tuple(t.dims), self._put(raw_bytes(t)))
-                for at, t in enumerate(model.graph.initializer)
-                if _goes_apart(t)
-            }
-            head = pickle.dumps((copy_without_weights(model, _goes_apart).SerializeToString(), weights))
-            digest = self._put(head)
-            known = model, digest, frozenset({digest, *(content for *_, content in weights.values())})
-            self._models[id(model)] = known
-            while len(self._models) > _KNOWN_MODELS:
-                self._models.popitem(last=False)
-        return known[1:]
-
-    def _put(self, content: bytes) -> str:
-        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
-        if digest not in self._bundles:
-            self._new[digest] = content
-        return digest
+    value: Any = None
+    error: KenosisError | None = None
+    seconds: float = 0.0
+    worker: str = ""
 
 
-def _goes_apart(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type != onnx.TensorProto.STRING and content_bytes(tensor) >= _LARGE
+@np.errstate(all="ignore")  # as in the calling process, of which this may be a thread
+def done(message: bytes, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping[str, str]) -> Done:
+    """Does a piece of work; an error of ours is returned, not raised."""
+    start = time.perf_counter()
+    try:
+        if found := differences(wanted, versions()):  # it may have joined late
+            what = f"A worker that joined has other versions: {found}."
+            raise ClusterError(what, where=_address() or None, fix="Install the same versions on every worker.")
+        work, piece = unpacked(message, bundles)
+        return Done(work(piece), None, time.perf_counter() - start, _address())
+    except KenosisError as error:
+        return Done(None, error, time.perf_counter() - start, _address())
 
 
-def _identity(content: Any) -> Any:
-    """Its argument: as the result of a task it is sent once a worker, and again where a worker dies."""
-    return content
+def _address() -> str:
+    from distributed import get_worker
+
+    try:
+        return str(get_worker().address)
+    except ValueError:  # not on a worker
+        return ""
+
+
+@dataclass(frozen=True)
+class ModelRuns:
+    """A model to be run: on which feeds, for which outputs, with which libraries of custom operators."""
+
+    model: onnx.ModelProto
+    feeds: Sequence[Mapping[str, Any]]
+    names: tuple[str, ...] | None
+    libraries: tuple[str, ...]
+
+
+def ran(given: ModelRuns) -> tuple[list[dict[str, Array]], VerificationError | None]:
+    """Outputs of feeds, up to one that the runtime refuses, with its error."""
+    outputs: list[dict[str, Array]] = []
+    try:
+        outputs.extend(_session(given.model, given.libraries).runs(given.feeds, given.names))
+    except VerificationError as error:
+        return outputs, error
+    return outputs, None
+
+
+def _session(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Session:
+    """A session, that of an earlier piece where the model is the same."""
+    with lock:
+        for known, its_libraries, session in _sessions:
+            if known is model and its_libraries == libraries:
+                return session
+        session = open_session(model, custom_op_libraries=libraries)
+        _sessions.append((model, libraries, session))
+        return session

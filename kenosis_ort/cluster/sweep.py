@@ -6,29 +6,72 @@ once, by its number: a task that runs twice, because its worker died or its resu
 
 import importlib
 import logging
+import pickle
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import onnx
 
 from kenosis_ort.calibration.cached_samples import model_fingerprint
-from kenosis_ort.calibration.collector import Points, Progress
+from kenosis_ort.calibration.collector import Points, Progress, Sweep
 from kenosis_ort.calibration.feeds import Part, sample_feeds
-from kenosis_ort.calibration.readers import Shards
+from kenosis_ort.calibration.readers import Shards, opened
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.cluster.client import Cluster, ShardDone
-from kenosis_ort.cluster.executor import ClusterExecutor
-from kenosis_ort.cluster.worker import Done, SweepJob, Task, chunked, swept
-from kenosis_ort.errors import CalibrationError, ClusterError, OptionError, callers_own, warn_caller
+from kenosis_ort.cluster.client import Cluster, ShardDone, lock
+from kenosis_ort.cluster.executor import MOST_KEPT, ClusterExecutor, Done, chunked, idle
+from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, OptionError, callers_own, warn_caller
+from kenosis_ort.storage.writing import remove_leftovers
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_FEEDS: Final = 64
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """A model and the statistics to collect from it.
+
+    Attributes:
+        key: Unique.
+        model: The model.
+        fingerprint: Of the model.
+        points: What is observed, pickled: with functions of the caller's.
+        defaults: Values of inputs that a feed may leave out.
+    """
+
+    key: str
+    model: onnx.ModelProto
+    fingerprint: str
+    points: bytes
+    defaults: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard.
+
+    Attributes:
+        name: For messages.
+        content: What `Shards.part` returned or a list of feeds, pickled: each attempt reads a copy of its own.
+        batch_size: Samples a feed, for paths.
+        first: What messages call its first sample.
+        part: As for `collect`, by numbers in the shard.
+        cut: A digest from which on no sample is kept: others, of shards that are done, come before.
+        inputs: The model's inputs; other arrays are left aside. None for all.
+    """
+
+    name: str
+    content: bytes
+    batch_size: int = 1
+    first: int = 0
+    part: Part = field(default_factory=dict)
+    cut: int | None = None
+    inputs: frozenset[str] | None = None
 
 
 def collect_on(
@@ -187,3 +230,46 @@ def _deadly(task: Task) -> Done:
     what = "Every worker that was given this shard died, also when it ran alone."
     fix = "Give workers more memory, or make the shards smaller."
     return Done(error=CalibrationError(what, where=task.name, fix=fix))
+
+
+# ---- on the workers -------------------------------------------------------------------------------------------------
+
+
+def swept(given: tuple[SweepJob, Task]) -> CalibrationTable:
+    """Runs a shard through the model.
+
+    Raises:
+        CalibrationError: Something is wrong with its data.
+    """
+    job, task = given
+    try:
+        content = pickle.loads(task.content)  # of the caller's own client, as Dask itself does
+        with _sweep_of(job) as sweep:
+            sweep.start_again(task.part, task.cut)
+            feeds = opened(content, task.name, task.batch_size, task.inputs)
+            sweep.read(({**job.defaults, **feed} for feed in feeds), first=task.first)
+            return sweep.table(job.fingerprint)
+    except KenosisError as error:
+        where = error.where or task.name
+        where = where if where.startswith(task.name) else f"{task.name}, {where}"
+        raise CalibrationError(error.what, where=where, fix=error.fix) from error
+
+
+@contextmanager
+def _sweep_of(job: SweepJob) -> Iterator[Sweep]:
+    """Lends sessions of the model, those of an earlier shard where they are free."""
+    with lock:
+        known = idle.get(job.key)
+        sweep = cast(Sweep, known.pop()) if known else None
+    if sweep is None:
+        remove_leftovers()  # of workers that were killed here
+        sweep = Sweep(job.model, pickle.loads(job.points))
+    try:
+        yield sweep
+    finally:
+        sweep.start_again()  # holds no statistics while it is idle
+        with lock:
+            idle.setdefault(job.key, []).append(sweep)
+            old = [each for key in list(idle)[:-MOST_KEPT] for each in idle.pop(key)]
+        for each in old:
+            each.close()

@@ -18,8 +18,7 @@ import pytest
 from kenosis_ort import Cluster, ShardDone, Shards, calibrate, quantize_static
 from kenosis_ort.cluster import client as cluster_client
 from kenosis_ort.cluster import executor as cluster_executor
-from kenosis_ort.cluster.client import connected
-from kenosis_ort.cluster.worker import versions
+from kenosis_ort.cluster.client import connected, versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, ClusterError, KenosisWarning, OptionError
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
 from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, deadly, feeds
@@ -216,7 +215,7 @@ def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: 
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*tcp://.*onnxruntime 1\.\d+\.\d+, not 1\.0\.0"):
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
 
-    name = "kenosis_ort.cluster.worker"
+    name = "kenosis_ort.cluster.client"
     client.run(lambda: sys.modules.update({name: None}))  # type: ignore[dict-item]
     try:
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*kenosis-ort is not installed"):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kenosis_ort import RECIPES, CalibrationError, Cluster, ClusterError, VerificationError, quantize_static
-from kenosis_ort.cluster.executor import ClusterExecutor, Sender
-from kenosis_ort.cluster.worker import rest, unpacked
+from kenosis_ort.cluster.client import unpacked
+from kenosis_ort.cluster.executor import ClusterExecutor, Sender, rest
 from kenosis_ort.runtime.session import HERE
 from tests import models
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of

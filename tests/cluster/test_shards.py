@@ -10,7 +10,7 @@ import pytest
 
 from kenosis_ort import CalibrationTable, Shards, calibrate, quantize_static
 from kenosis_ort.calibration.histogram import Extremes, HistogramBuilder, extremes
-from kenosis_ort.cluster.worker import versions
+from kenosis_ort.cluster.client import versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from tests.cluster import shards_of
 from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, feeds

@@ -72,7 +72,7 @@ BREAKS = (
     Break("recipe.py", 'place = where if place in ("recipe", where) else', "place =", "test_recipe.py"),
     Break("accuracy/outputs.py", "axis = -1 if a.ndim <= 3 else 1", "axis = -1", "accuracy/test_outputs.py"),
     Break("clients/patching.py", "if name not in _OPTIONS:", "if not name:", "clients/test_patching.py"),
-    Break("cluster/worker.py",
+    Break("cluster/client.py",
           '{"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}', "{}",
           "cluster/test_shards.py"),
     Break("flow/preparation.py", "if gain < _WORTH_AN_OPSET:", "if gain < 0:", "flow/test_options.py"),
