@@ -26,7 +26,7 @@ recipes = st.builds(
     bias_correction=st.booleans(), rounding=st.sampled_from(["nearest", "learned"]),
     smooth=st.sampled_from(["auto", "off"]) | shares, row_scales=st.booleans(), mixed_precision=st.booleans(),
     accuracy_budget=shares, max_float_share=shares, samples=st.integers(0, 1000), synthetic=st.integers(0, 1000),
-    weight_only=st.sampled_from([0, 4, 8]),
+    weight_only=st.sampled_from([0, 4, 8]), speed=st.none() | st.just(SpeedChoice("ab", "int8")),
 )  # fmt: skip
 
 
@@ -201,19 +201,6 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     exec(compile(script, "call", "exec", dont_inherit=True), {"reader": FeedReader(feeds)})
     assert out.read_bytes() == first, script
     assert RecipeFile.load(tmp_path / "out.recipe.toml") == report.recipe_file()
-
-
-def test_what_timing_decided_is_in_the_file(tmp_path: Path) -> None:
-    """A recorded form is made again without timing."""
-    model, out = models.residual_block(), tmp_path / "out.onnx"
-    onnx.save(model, tmp_path / "model.onnx")
-    from kenosis_ort.calibration.cached_samples import model_fingerprint
-
-    choice = SpeedChoice(model_fingerprint(model), "int8")
-    recipe = Recipe("timed", bias_correction=False, speed=choice)
-    report = quantize_static(tmp_path / "model.onnx", out, models.reader(model, 8), recipe=recipe)
-    report.save_recipe(tmp_path / "r.toml")
-    assert RecipeFile.load(tmp_path / "r.toml").recipe == report.recipe
 
 
 def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path: Path) -> None:

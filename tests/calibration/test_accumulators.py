@@ -50,9 +50,7 @@ def test_channels_and_the_whole(shape: tuple[int, ...], axis: int, config: Calib
 @pytest.mark.parametrize("shape", [(1, 8, 100, 125), (5, 8, 3, 3), (1, 8, 40, 40)])
 @pytest.mark.parametrize("config", [PLAIN, SKETCH, CalibrationConfig("percentile")])
 @pytest.mark.parametrize("axis", [None, 1])
-def test_not_finite_is_seen_wherever_it_is(
-    bad: float, shape: tuple[int, ...], config: CalibrationConfig, axis: int | None
-) -> None:
+def test_not_finite_is_seen_wherever_it_is(bad, shape, config, axis):
     data = np.zeros(shape, np.float32)
     data[-1, 5, 1, 2] = bad
     tensor = Accumulator("float32", config, axis)
@@ -163,9 +161,7 @@ def samples() -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("channels", [{}, {"wide": 1, "end": -3}])
 @pytest.mark.parametrize("budget", [2**29, 1 << 20])
 @pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
-def test_statistics_are_those_of_values_in_order(
-    options: dict[str, Any], budget: int, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_are_those_of_values_in_order(options, budget, channels, monkeypatch):
     names = [*CHANNELS, *(f"c_{name}" for name in CHANNELS)]
     found = swept(NET, samples(), names, channels=channels, fetch_budget=budget, **options)
     monkeypatch.setattr(session, "without_reorders", lambda *_: {})

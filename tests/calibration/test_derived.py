@@ -102,9 +102,7 @@ MOVING = """moves (float[N,6000] x) => (float[N,M] y) <int64[1] zero = {0}, int6
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "entropy"])
 @pytest.mark.parametrize("channels", [{}, {"all": 1}, {"a": 1, "back": 0}])
-def test_unions_have_what_their_parts_have(
-    method: str, channels: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unions_have_what_their_parts_have(method, channels, monkeypatch):
     names = ["x", "all", "a", "turned", "back", "b", "fed", "y"]
 
     def both() -> tuple[CalibrationTable, int]:

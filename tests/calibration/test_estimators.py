@@ -61,9 +61,7 @@ def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
 
 
 @given(activations(), methods, st.sampled_from([None, -8.0, 0.0, 0.3]), st.sampled_from([None, 6.0, 0.4]))
-def test_range_lies_within_extremes_and_limits(
-    data: Floats, method: str, low_limit: float | None, high_limit: float | None
-) -> None:
+def test_range_lies_within_extremes_and_limits(data, method, low_limit, high_limit):
     low, high = estimate(statistics_of(data), method, low_limit=low_limit, high_limit=high_limit)
     floor = data.min() if low_limit is None else max(float(data.min()), low_limit)
     ceiling = data.max() if high_limit is None else min(float(data.max()), high_limit)

@@ -176,9 +176,7 @@ def test_constants_and_ranks_outlive_a_cut(fold: bool, annotate: bool) -> None:
 
 
 @pytest.mark.parametrize("heavy", [False, True])
-def test_what_cannot_run_by_itself_runs_from_the_first_node_on(
-    heavy: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_what_cannot_run_by_itself_runs_from_the_first_node_on(heavy, monkeypatch, caplog):
     model = annotated("residual_block")
     samples = models.feeds(model, 3)
     whole = under(model, samples, 2**30)

@@ -218,9 +218,7 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size=2
 
 
 @given(SAMPLES, st.integers(1, 8), st.integers(1, 40), st.data())
-def test_shards_in_any_order_keep_what_one_reader_keeps(
-    samples: list[Sample], most: int, budget: int, data: st.DataObject
-) -> None:
+def test_shards_in_any_order_keep_what_one_reader_keeps(samples, most, budget, data):
     whole = kept_of(samples, most, budget)
     shards: list[list[Sample]] = [[], [], []]
     for each in samples:

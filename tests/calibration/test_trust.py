@@ -144,9 +144,7 @@ GROUPS = st.lists(ENDS, min_size=1, max_size=6)
 
 
 @given(groups=GROUPS, shallow=st.floats(0, 1), more=st.floats(0, 1))
-def test_extension_holds_the_measured_range_and_grows_with_depth(
-    groups: list[tuple[float, float]], shallow: float, more: float
-) -> None:
+def test_extension_holds_the_measured_range_and_grows_with_depth(groups, shallow, more):
     one, two = trust.extend(groups, shallow), trust.extend(groups, min(shallow + more, 1.0))
     assert one.measured == (min(g[0] for g in groups), max(g[1] for g in groups))
     assert two.extended[0] <= one.extended[0] <= one.measured[0]
@@ -173,9 +171,7 @@ def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
 
 
 @given(groups=st.lists(ENDS, min_size=2, max_size=6), real=ENDS, count=st.integers(1, 64))
-def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(
-    groups: list[tuple[float, float]], real: tuple[float, float], count: int
-) -> None:
+def test_real_ranges_are_kept_and_extended_no_further_than_the_made_up_ones(groups, real, count):
     made_up = trust.extend(groups, 0.5)
     low, high = trust.growth_between(real, made_up, count, 64)
     assert min(real[0], made_up.extended[0]) <= low <= real[0]

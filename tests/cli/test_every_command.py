@@ -80,9 +80,7 @@ def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(command: str, fo
 
 
 @pytest.mark.parametrize(("name", "coloured"), [("NO_COLOR", False), ("UNRELATED", True)])
-def test_no_color_is_honoured_on_a_terminal(
-    name: str, coloured: bool, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_color_is_honoured_on_a_terminal(name, coloured, shell, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     for variable, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), (name, "1")):
         monkeypatch.setenv(variable, value)

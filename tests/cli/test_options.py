@@ -138,9 +138,7 @@ READERS: list[tuple[Any, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("read", "taken", "refused"), READERS)
 @given(data=st.data())
-def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(
-    read: Any, taken: dict[str, Any], refused: list[str], data: st.DataObject
-) -> None:
+def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(read, taken, refused, data):
     assert {text: read(text) for text in taken} == taken
     for text in refused:
         with pytest.raises((argparse.ArgumentTypeError, ValueError)):

@@ -36,9 +36,7 @@ def script(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_a_script_or_module_sees_its_own_arguments_and_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: bool
-):
+def test_a_script_or_module_sees_its_own_arguments_and_folder(tmp_path, monkeypatch, capsys, module):
     (tmp_path / "beside.py").write_text("NAME = 'found'")
     if module:
         monkeypatch.chdir(tmp_path)
@@ -89,9 +87,7 @@ quantizer.model.save_model_to_file(out)
 """
 
 
-def test_a_client_that_builds_the_quantizer_itself_is_told_what_came_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_client_that_builds_the_quantizer_itself_is_told_what_came_of_it(tmp_path, capsys):
     onnx.save(models.residual_block(), tmp_path / "m.onnx")
     assert run_script([script(tmp_path, CLIENT), str(tmp_path / "m.onnx"), str(tmp_path / "q.onnx")]) == 0
     told = capsys.readouterr().err

@@ -126,9 +126,7 @@ def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: 
     assert method.name != "MinMax" or (found["m"], found["mask"]) == ((1.0, 2.0), (0.0, 0.0))
 
 
-def test_where_the_collection_cannot_begin_stock_takes_over(
-    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_collection_cannot_begin_stock_takes_over(net, tmp_path, monkeypatch):
     def fails(*_: Any, **__: Any) -> Any:
         raise CalibrationError("not today")
 

@@ -77,9 +77,7 @@ def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("method", "least"), [*zip(CalibrationMethod, (30, 15, 15), strict=False)])
-def test_ranges_of_every_method_will_do_and_bodies_see_what_they_read_after_saving(
-    method: CalibrationMethod, least: float, tmp_path: Path
-) -> None:
+def test_ranges_of_every_method_will_do_and_bodies_see_what_they_read_after_saving(method, least, tmp_path):
     """Stock's sorting on save puts an If before what its bodies read, and the file does not load."""
     model, feeds, data = calibrated(models.net_with_if(), tmp_path, method=method)
     quantizer = build(QDQQuantizer, model, data)
@@ -122,9 +120,7 @@ def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> 
     return caught
 
 
-def test_whatever_fails_gives_stocks_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_fails_gives_stocks_result(tmp_path, monkeypatch, caplog):
     def fails(*_: Any, **__: Any) -> Any:
         raise IndexError("list index out of range")
 

@@ -71,9 +71,7 @@ def forgotten(client: Any) -> None:
 
 
 @pytest.mark.parametrize("trouble", [killed, stopped, forgotten, None])
-def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(
-    trouble: Any, client: Any, processes: Any, whole: str, tmp_path: Path
-) -> None:
+def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(trouble, client, processes, whole, tmp_path):
     """Or a shard kills the worker that reads it, the first time."""
     told, seen = list[ShardDone](), list[int]()
 
@@ -95,9 +93,7 @@ def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_workers_that_die_while_versions_are_compared_cost_time_only(
-    client: Any, whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
-) -> None:
+def test_workers_that_die_while_versions_are_compared_cost_time_only(client, whole, tmp_path, monkeypatch, deaths):
     asked = cluster_client._probe
 
     def dying(libraries: list[str]) -> Any:

@@ -54,9 +54,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [2, 1, 5])
-def test_passes_make_the_bytes_of_one_process(
-    workers: int, client: Any, here: bytes, works: list[str], tmp_path: Path
-) -> None:
+def test_passes_make_the_bytes_of_one_process(workers, client, here, works, tmp_path):
     """On two worker processes, or on threads."""
     with nullcontext(client) if workers == 2 else in_threads(workers) as executor:
         assert quantized(tmp_path / "a.onnx", executor=executor) == here
@@ -69,9 +67,7 @@ def test_passes_make_the_bytes_of_one_process(
     assert {"ran", "_round_layer", "swept"} == set(works)
 
 
-def test_passes_survive_the_death_of_all_workers(
-    client: Any, here: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_survive_the_death_of_all_workers(client, here, tmp_path, monkeypatch):
     """All of them die when the fifth run of a model is under way, and with them what was sent to them."""
     submitted = ClusterExecutor._submitted
     count = 0

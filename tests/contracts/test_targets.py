@@ -19,13 +19,12 @@ from kenosis_ort.placement import eligibility
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
-from kenosis_ort.runtime.limits import Machine
 from kenosis_ort.targets import TARGETS, Target
 from kenosis_ort.targets.model import FusionRule
 from kenosis_ort.targets.model import Role as TargetRole
 from tests import models
 from tests.planning import parse, prepared
-from tests.processor import ARM, NO_VNNI, VNNI, Pretend
+from tests.processor import ARM, NO_VNNI, VNNI
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 each_rule = pytest.mark.parametrize(("target", "rule"), [
@@ -190,9 +189,7 @@ def test_an_empty_plan_is_false() -> None:
 
 @pytest.mark.parametrize("machine", [VNNI, NO_VNNI, ARM], ids=["vnni", "no vnni", "arm"])
 @each_target
-def test_on_another_processor_plans_are_of_types_that_kernels_take(
-    target: Target, machine: Machine, pretend: Pretend
-) -> None:
+def test_on_another_processor_plans_are_of_types_that_kernels_take(target, machine, pretend):
     pretend(machine)
     assert target.data_types().activation in target.types.activations
     plan = preview(models.ALL["residual_block"](), target=target)

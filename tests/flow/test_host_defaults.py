@@ -70,7 +70,7 @@ def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[s
 
 
 @pytest.mark.x86_only
-@pytest.mark.parametrize("net", ["residual_block", "concat_net", "two_input_detector", "net_with_if"])
+@pytest.mark.parametrize("net", ["residual_block", "silu_net", "concat_net", "two_input_detector", "net_with_if"])
 def test_int8_on_x64_with_branches_runs_in_integer(tmp_path: Path, pretend: Pretend, net: str) -> None:
     """Stock's file and a plain placement run Convs around such a value in float."""
     pretend(VNNI)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -71,9 +70,7 @@ LINEAR = "net (float[1,64] x) => (float[1,64] y) <float[64,64] w> { y = MatMul (
 ], ids=["default", "weights", "stock", "float"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:The file holds the float model")
 @pytest.mark.parametrize("from_file", [False, True])
-def test_an_ir_version_that_the_runtime_does_not_read_is_lowered(
-    tmp_path: Path, text: str, options: dict[str, Any], from_file: bool
-) -> None:
+def test_an_ir_version_that_the_runtime_does_not_read_is_lowered(tmp_path, text, options, from_file):
     """Releases of onnx write versions that older runtimes do not read, which most files have no need of."""
     model = parse(text)
     float_model, feeds = onnx.ModelProto.FromString(model.SerializeToString()), models.feeds(model)

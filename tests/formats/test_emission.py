@@ -102,9 +102,7 @@ def test_eight_bits_as_operators_are_the_default_s_results(tmp_path: Path) -> No
     ({"weight_bits": 4, "extra_options": {"WeightSymmetric": False}}, "WeightSymmetric.*contradicts"),
     ({"recipe": Recipe(activation_bits=3)}, "asks for 3"),
 ])  # fmt: skip
-def test_what_cannot_be_said_is_refused_before_a_sample_is_read(
-    tmp_path: Path, options: dict[str, Any], text: str
-) -> None:
+def test_what_cannot_be_said_is_refused_before_a_sample_is_read(tmp_path, options, text):
     with pytest.raises(OptionError, match=text):
         quantize_static(net(), tmp_path / "out.onnx", Untouched(), **options)
     assert list(tmp_path.iterdir()) == []

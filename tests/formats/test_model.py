@@ -41,9 +41,7 @@ def test_other_bounds_are_no_width(low: int, high: int) -> None:
 @pytest.mark.parametrize(("high", "word", "bits", "weight_bits"), [
     (15, "INT4", 4, 4), (None, "", 8, 8), *((None, word, 8, 8) for word in ("UINT4", "FLOAT32", "INT12")),
 ])  # fmt: skip
-def test_bits_are_read_from_clip_and_an_annotation_that_fits(
-    high: int | None, word: str, bits: int, weight_bits: int
-) -> None:
+def test_bits_are_read_from_clip_and_an_annotation_that_fits(high, word, bits, weight_bits):
     """Else the container counts."""
     activation, weight = quantizers_of(model_of(high and 0, high, weight=word))
     a, w = activation.quantizer, weight.quantizer

@@ -73,15 +73,6 @@ def test_max_pool_is_wanted_in_the_operator_set_in_which_it_fuses(limits, ops, b
     assert RuntimeLimits(*limits).best_opset(ops) == best
 
 
-def test_the_ir_version_is_lowered_before_anything_else_fails():
-    newest = chain(ir_version=runtime_limits().max_ir + 1)
-    prepared = ready(newest)
-    assert prepared.proto.ir_version == runtime_limits().max_ir
-    assert any("lowered" in note for note in prepared.notes)
-    run(prepared.proto, ONES)
-    assert newest.ir_version == runtime_limits().max_ir + 1
-
-
 # ---- inputs, names, constants ---------------------------------------------------------------------------------------
 
 

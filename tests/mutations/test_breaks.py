@@ -25,9 +25,7 @@ def test_what_is_broken_stands_there_once_and_its_tests_exist(each: Break) -> No
     ("ANSWER = 6 * 7", 120.0, "NOT CAUGHT"),
     ("while True: pass", 2.0, "NOT CAUGHT: the tests do not end within 2 s"),
 ], ids=["fails", "passes", "hangs"])  # fmt: skip
-def test_a_test_that_fails_has_caught_it_not_one_that_never_ends(
-    tmp_path: Path, new: str, longest_s: float, says: str
-) -> None:
+def test_a_test_that_fails_has_caught_it_not_one_that_never_ends(tmp_path, new, longest_s, says):
     for folder in ("kenosis_ort", "tests"):
         (tmp_path / folder).mkdir()
     source, tests = tmp_path / "kenosis_ort" / "it.py", tmp_path / "tests"

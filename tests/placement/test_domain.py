@@ -88,9 +88,7 @@ def test_gemm_and_matmul_write_float_unless_only_integer_kernels_read_it(op: str
 
 
 @pytest.mark.parametrize(("shape", "other", "merged"), [("2,4", "x", True), ("2,3,4", "x", False), ("2,4", "b", False)])
-def test_a_matmul_that_the_session_would_merge_into_a_float_gemm_writes_integers(
-    shape: str, other: str, merged: bool
-) -> None:
+def test_a_matmul_that_the_session_would_merge_into_a_float_gemm_writes_integers(shape, other, merged):
     """Rule matmul-residual-float-gemm: in two dimensions, with an Add that is no bias."""
     found = domain_of(linear("p = MatMul (x, w)", f"y = Add (p, {other})", shape))
     assert ("MatMul_p" in found.float_output) == (not merged)

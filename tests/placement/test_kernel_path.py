@@ -74,9 +74,7 @@ def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
     {"WeightSymmetric": False},
     {"MinimumRealRange": 0.01},
 ], ids=["range", "type", "asymmetric", "least range"])  # fmt: skip
-def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(tmp_path, options):
     made = on_tiles(tmp_path, extra_options=options)
     assert zero_points(made.written)["deep"] != {-1}
     assert all(d.zero_point == 0 for d in made.report.plan.decisions)

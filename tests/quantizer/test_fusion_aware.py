@@ -150,9 +150,7 @@ def test_gemm_beta_moves_into_the_bias_which_may_be_left_out(gemm: str) -> None:
 
 @pytest.mark.parametrize("real", [2.0, -2.0, 0.0, 0.5, 1e-6, 300.0])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1, 1)])
-def test_a_scalar_operand_is_exact_keeps_its_shape_and_is_float_for_float_nodes(
-    real: float, shape: tuple[int, ...]
-) -> None:
+def test_a_scalar_operand_is_exact_keeps_its_shape_and_is_float_for_float_nodes(real, shape):
     text = """net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1,1] v> {
         c = Conv (x, w) m = Mul (c, k) y = Conv (m, v) [sub] z = Sub (x, k) }"""
     done = checked(text, weights={"k": np.full(shape, real, np.float32)})

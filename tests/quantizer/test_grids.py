@@ -59,9 +59,7 @@ def is_valid(p: ActivationParameters, *, signed: bool) -> bool:
 
 
 @given(ranges(), st.booleans())
-def test_without_a_limit_the_range_is_covered_to_half_a_step_and_no_step_is_wasted(
-    range_: tuple[float, float], signed: bool
-) -> None:
+def test_without_a_limit_the_range_is_covered_to_half_a_step_and_no_step_is_wasted(range_, signed):
     """The scale is the width over 255: nothing coarser than the range asks for."""
     low, high = min(range_[0], 0.0), max(range_[1], 0.0)
     p = nudged_parameters(*range_, signed=signed)
@@ -86,9 +84,7 @@ def test_zero_is_exact_whatever_the_range(range_: tuple[float, float], signed: b
 
 
 @given(ranges(), st.booleans(), limits())
-def test_the_activation_is_absorbed_whatever_was_calibrated(
-    range_: tuple[float, float], signed: bool, limit: RangeLimit
-) -> None:
+def test_the_activation_is_absorbed_whatever_was_calibrated(range_, signed, limit):
     p = nudged_parameters(*range_, signed=signed, limit=limit)
     tiny_bound = any(b is not None and 0 < abs(b) < 255 * TINY for b in (limit.low, limit.high))
     closed = limit.low == 0.0 and limit.high == 0.0
@@ -196,9 +192,7 @@ def steps(q: QuantizedWeight) -> npt.NDArray[np.float64]:
 
 
 @given(weights(), st.booleans(), st.sampled_from([1, 3, 7]))
-def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(
-    made: tuple[Float32, int | None], reduce_range: bool, block: int
-) -> None:
+def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(made, reduce_range, block):
     values, axis = made
     top = 64 if reduce_range else 127
     q = quantize_weight(values, axis=axis, reduce_range=reduce_range)
@@ -222,9 +216,7 @@ def test_half_a_step_of_error_symmetric_in_the_whole_range_block_by_block(
 
 
 @given(weights(), st.floats(1e-6, 1.0), st.floats(0.0, 1e6), st.integers(0, 2**16))
-def test_widening_keeps_the_bias_in_int32(
-    made: tuple[Float32, int | None], input_scale: float, size: float, seed: int
-) -> None:
+def test_widening_keeps_the_bias_in_int32(made, input_scale, size, seed):
     """Near-dead channels have tiny weights and a bias that is not: their scale grows until the bias fits."""
     values, axis = made
     channels = values.shape[-1 if axis is None else axis]
@@ -289,9 +281,7 @@ def test_extreme_weights_have_a_normal_float32_scale(size: float) -> None:
     st.booleans(),
     st.integers(0, 2**16),
 )
-def test_the_bias_lies_on_the_product_of_the_scales(
-    input_scale: float, weight_scales: list[float], beta: float, per_channel: bool, seed: int
-) -> None:
+def test_the_bias_lies_on_the_product_of_the_scales(input_scale, weight_scales, beta, per_channel, seed):
     """The grid is exactly the float32 product that the runtime's kernels compute; the error half a step of it."""
     scales = np.array(weight_scales, np.float32)
     weight_scale = scales if per_channel else scales[0].reshape(())

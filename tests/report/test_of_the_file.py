@@ -127,9 +127,7 @@ def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, f
     ("promise", 1e-7, 1e38),  # the ranges that a pass chooses put the bias beyond what its scale holds
     ("made up and worthless", 1.0, 1.0),  # nor is it judged by the samples that were made up
 ])  # fmt: skip
-def test_a_net_of_which_nothing_can_be_quantized_stays_float(
-    tmp_path: Path, form: str, weight: float, bias: float
-) -> None:
+def test_a_net_of_which_nothing_can_be_quantized_stays_float(tmp_path, form, weight, bias):
     weights = {"w": models.normal((4, 3, 1, 1), magnitude=weight), "b": models.normal((4,), magnitude=bias)}
     model = parse("(float[1,3,8,8] x) => (y) { [conv] y = Conv (x, w, b) }", weights)
     assert checked(model, tmp_path, form, 16).is_float

@@ -37,9 +37,7 @@ def outputs(model: onnx.ModelProto) -> np.ndarray:
     return np.asarray(open_session(model).run(None, {"x": x})[0])
 
 
-def test_mapped_weights_compute_the_same_and_leave_nothing(
-    model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapped_weights_compute_the_same_and_leave_nothing(model, scratch, monkeypatch):
     expected, before = outputs(model), model.SerializeToString()
     monkeypatch.setattr(session, "MAPPED_FROM", 1)
     assert np.array_equal(outputs(model), expected)
@@ -50,9 +48,7 @@ def test_mapped_weights_compute_the_same_and_leave_nothing(
     assert list(scratch.iterdir()) == []
 
 
-def test_freed_memory_goes_back_before_a_large_model_is_opened(
-    model: onnx.ModelProto, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_goes_back_before_a_large_model_is_opened(model, scratch, monkeypatch):
     given: list[int] = []
     monkeypatch.setattr(session, "_malloc_trim", lambda: given.append)
     sources = [model, model.SerializeToString(), scratch / "model.onnx"]
@@ -66,9 +62,7 @@ def test_freed_memory_goes_back_before_a_large_model_is_opened(
     assert given == [0] * 3
 
 
-def test_a_full_disk_does_not_matter_where_bytes_do(
-    model: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_does_not_matter_where_bytes_do(model, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "MAPPED_FROM", 1)
     monkeypatch.setattr(session, "write_external_data", Mock(side_effect=OSError(28, "No space left on device")))
     assert session.openable(model, tmp_path) == model.SerializeToString()

@@ -138,9 +138,7 @@ def test_it_is_there_and_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_another_run_takes_for_a_dead_ones_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_another_run_takes_for_a_dead_ones_is_made_anew(tmp_path, monkeypatch):
     taken = FileNotFoundError(2, "No such file or directory")  # between making and locking it
     monkeypatch.setattr(writing, "lock_folder", Mock(side_effect=[taken, None]))
     with Scratch("test", beside=tmp_path) as folder:

@@ -7,7 +7,6 @@ import os
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -51,9 +50,7 @@ NORM_IN_PARTS = """a = MatMul (x, w16_32) m = ReduceMean (a, last) d = Sub (a, m
         (models.transformer_block(), {}, "int8"),
     ],
 )
-def test_activations_are_int8_unless_weights_are_uint8(
-    model: onnx.ModelProto, options: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
+def test_activations_are_int8_unless_weights_are_uint8(model, options, kind, tmp_path):
     assert written(model, tmp_path, **options).types == {kind}
 
 

@@ -23,7 +23,7 @@ from kenosis_ort.targets.onednn.openvino_proof import Executed, prove, report_of
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models
 from tests.flow.support import run
-from tests.processor import Pretend, with_flags
+from tests.processor import with_flags
 from tests.targets.files import DQ, Written, net_of, quantized_net
 
 PADS = "pads = [1,1,1,1]"
@@ -307,9 +307,7 @@ def test_weights_are_int8_by_channel_and_symmetric(tmp_path: Path) -> None:
     assert "Clip" not in made.operators
 
 
-def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
-) -> None:
+def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(tmp_path, monkeypatch, pretend):
     pretend(with_flags("amx_int8"))
     report = verify_patterns(written(block("SiLU"), tmp_path).model)
     assert [c.epilogue for c in report.convs] == [("Maximum", "Sigmoid", "Multiply")] * 2

@@ -140,9 +140,7 @@ def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path
 
 
 @pytest.mark.parametrize(("groups", "timed"), [(1, True), (48, False)])
-def test_with_the_runtime_a_net_on_the_edge_is_timed(
-    groups: int, timed: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_with_the_runtime_a_net_on_the_edge_is_timed(groups, timed, tmp_path, recwarn):
     """By the table 1.01x of float, and far below; it is off by up to 1.3x."""
     opener = Mock(side_effect=lambda source, **_: open_session(source))
     model = chain(width=48, size=56, last=False, k=1 if groups == 1 else 3, groups=groups)

@@ -121,9 +121,7 @@ def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool
     (("avx2",), True, "'avx2'"), (("avx2", "avx512f"), True, ""), ((), True, ""),
     (("avx2", "avx_vnni"), False, "'vnni'"),
 ])  # fmt: skip
-def test_times_are_of_the_class_of_this_processor_or_absent(
-    pretend: Pretend, tmp_path: Path, features: tuple[str, ...], saturates: bool, shown: str
-):
+def test_times_are_of_the_class_of_this_processor_or_absent(pretend, tmp_path, features, saturates, shown):
     pretend(with_flags(*features, saturates=saturates))
     model = models.ALL["residual_block"]()
     report = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False)

@@ -348,9 +348,7 @@ def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = Fals
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_what_the_compiler_refuses_is_found_node_by_node(
-    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_compiler_refuses_is_found_node_by_node(ends, tmp_path, monkeypatch):
     body = f"{CONV} [relu] r = Relu (c) [one] s = Selu (r) [abs] a = Abs (s) [two] y = Selu (a)"
     written = made(body, tmp_path, verify=False)
     asked = refused_by(monkeypatch, "Selu", ends=ends)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, verify_fusion
 from tests.planning import parse
@@ -126,21 +126,6 @@ def test_bodies_are_reported_with_their_path() -> None:
     assert found.by_node["if"].status is Status.OTHER
     kernels = {name: found.by_node[f"if.{name}_branch/same_name"].kernel for name in ("then", "else")}
     assert kernels == {"then": "Exp", "else": "Abs"}
-
-
-def test_quantized_body_of_a_loop() -> None:
-    body = QdqGraph(seed=1)
-    body.input((), TensorProto.INT64)
-    keep = body.op("Identity", body.input((), TensorProto.BOOL))
-    inner = body.model(keep, body.q(body.gemm(body.q(body.input((4, 16))), 16, 16))).graph
-    inner.output[0].type.tensor_type.elem_type = TensorProto.BOOL
-    inner.name = "body"
-    found = verify_fusion(
-        build(lambda g: g.op("Loop", g.const(np.array(3)), g.const(np.array(True)), g.input((4, 16)), body=inner))
-    )
-    gemm = one(found, "Gemm")
-    assert gemm.graph.endswith(".body")
-    assert gemm.kernel == f"{CUSTOM}QGemm"
 
 
 @pytest.mark.parametrize(("op_type", "body"), [("HardSwish", "HardSigmoid + Mul"), ("Mish", "Softplus + Tanh + Mul")])

@@ -45,9 +45,7 @@ def split(model: onnx.ModelProto, path: Path) -> Path:
     return path
 
 
-def test_all_forms_of_a_model_give_the_same_report_and_leave_nothing(
-    model: onnx.ModelProto, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_forms_of_a_model_give_the_same_report_and_leave_nothing(model, tmp_path, scratch, monkeypatch):
     expected, content, path = verify_fusion(model), model.SerializeToString(), tmp_path / "model.onnx"
     onnx.save(model, path)
     assert [verify_fusion(form) for form in (path, str(path), content)] == [expected] * 3

@@ -98,7 +98,9 @@ def test_a_file_of_stocks_is_told_of_and_stores_its_weights_as_uint8_when_it_is_
     }  # fmt: skip
     (loss,) = clipping_loss(file, models.FeedReader(models.feeds(model, 4)))
     assert loss.sqnr_db < 60
-    (note,) = convert(file, tmp_path / "qdq.onnx", to="qdq").notes
+    converted = convert(file, tmp_path / "qdq.onnx", to="qdq")
+    assert all(a.sqnr_db > 30 for a in converted.agreement)
+    (note,) = converted.notes
     assert "stored as uint8" in note
     assert f"'{fusion.clipping()[0].node}'" in note
     assert verify_fusion(tmp_path / "qdq.onnx").clipping() == ()

@@ -48,9 +48,7 @@ def test_layers_and_embedding_have_few_bits_and_the_file_runs(tmp_path: Path, bi
 @pytest.mark.parametrize(
     ("coarse", "samples", "bits"), [(False, 16, 8), (False, 0, 8), (True, 16, 4), (True, 0, 8)], ids=str
 )
-def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(
-    tmp_path: Path, coarse: bool, samples: int, bits: int
-) -> None:
+def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(tmp_path, coarse, samples, bits):
     """A table on a grid of 16 steps loses nothing by 4 bits, one of random numbers more than the layers behind it."""
     steps = np.random.default_rng(1).integers(0, 16, (50, 64))
     steps[:, ::32], steps[:, 1::32] = 0, 15

@@ -162,9 +162,7 @@ def test_a_net_that_writing_excites_is_shown_it(monkeypatch: pytest.MonkeyPatch)
         assert 0 < sum(written[::every]) < 32 // every, "whoever takes every second sample gets some of both"
 
 
-def test_a_net_that_photographs_excite_is_not_and_one_that_takes_lines_needs_less(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_net_that_photographs_excite_is_not_and_one_that_takes_lines_needs_less(monkeypatch):
     brightness(monkeypatch, NATURAL)
     maker = maker_of(edges())
     assert not maker.writing
