@@ -191,5 +191,11 @@ BREAKS = (
     Break("accuracy/error.py", "_log_odds(rows) if use.probabilities else rows", "rows", "accuracy/test_error.py"),
     Break("report/html/cards.py", "and decision.rule in _PROTECTED_RULES", "", "report/html/test_page.py"),
     Break("targets/tensorrt.py", "        weight_symmetric=True,\n", "", "targets/test_tensorrt.py"),
+    Break("rewrite/transposes.py", "{3: np.array(order, axes.dtype)[axes]}", "{3: axes}", "rewrite/test_transposes.py"),
+    Break("rewrite/transposes.py", " and node.inputs[0] not in regions", "", "rewrite/test_transposes.py"),
+    Break("placement/eligibility.py", "if not math.isfinite(view.largest(weight)):", "if False:",
+          "placement/test_eligibility.py"),
+    Break("report/html/cards.py", '"bad" if form.verdict == "slower" else "good"', '"good"', "report/test_report.py"),
+    Break("graph/load.py", ' or node.op_type.startswith("QLinear")', "", "graph/test_load.py"),
 )
 # fmt: on
