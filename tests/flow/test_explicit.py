@@ -162,7 +162,8 @@ def test_options_that_change_the_form_alone_or_say_nothing(tmp_path: Path, optio
 def test_lists_that_leave_out_nothing(tmp_path: Path, net: str, option: str, but: tuple[str, ...]) -> None:
     model = models.ALL[net]()
     named = {n.name if option == "nodes_to_quantize" else n.op_type for n in model.graph.node}
-    as_good_as_plain(make(model, tmp_path, **{option: sorted(named.difference(but))}))
+    as_good_as_plain(made := make(model, tmp_path, **{option: sorted(named.difference(but))}))
+    assert f"{option}: it leaves out nothing that would be quantized, so it says nothing." in made.report.notes
 
 
 @pytest.mark.parametrize("net", ["residual_block", "mlp", "transformer_block"])
@@ -247,7 +248,8 @@ def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any],
     assert {name for name, runs in made.heavy.items() if runs} == integer
     assert "head_w" in made.held
     assert "add_out" not in made.grids
-    assert (options.keys() != {"nodes_to_quantize"}) or any("nodes_to_quantize" in n for n in made.report.notes)
+    told = "nodes_to_quantize: these nodes are quantized and no others."
+    assert (told in made.report.notes) == ("nodes_to_quantize" in options)
     for name in options.get("nodes_to_exclude", ()):
         assert proof(made.report).by_node[name].absorbed_into is None
         assert "excluded" in made.report.plan.explain(name)
@@ -261,7 +263,7 @@ def test_what_would_stay_float_is_quantized_where_it_is_named(tmp_path: Path) ->
     assert by_node.grids.keys() == {"masked_out", "softmax_out", "norm2_out"}
     assert by_node.report.plan.by_node["softmax"].rule == "caller-insists"
     assert "softmax_out" in by_type.grids
-    assert any("op_types_to_quantize" in note for note in by_type.report.notes)
+    assert "op_types_to_quantize: no other operators are quantized." in by_type.report.notes
 
 
 def test_operators_that_move_bytes_are_forced(tmp_path: Path) -> None:

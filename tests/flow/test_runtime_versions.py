@@ -92,11 +92,12 @@ TURNED = "t = Transpose <perm = [0,2,3,1]> (x)  i = Transpose <perm = [0,3,1,2]>
 @pytest.mark.parametrize("between", ["i = Identity (x)", TURNED], ids=["nothing", "Transpose"])
 def test_clip_of_a_graph_input(tmp_path: Path, between: str) -> None:
     """Runtimes before 1.24 die on graph input, Clip, QuantizeLinear."""
-    text = f"""net (float[1,3,8,8] x) => (float[1,8,1,1] y)
-        <float low = {{0.0}}, float high = {{1.0}}, float[8,3,3,3] w, float[8,8,3,3] v> {{
+    text = f"""net (float[1,4,8,8] x) => (float[1,8,1,1] y)
+        <float low = {{0.0}}, float high = {{1.0}}, float[8,4,3,3] w, float[8,8,3,3] v> {{
         {between}  c = Clip (i, low, high)  a = Conv <pads = [1,1,1,1]> (c, w)  r = Relu (a)
         b = Conv <pads = [1,1,1,1]> (r, v)  y = GlobalAveragePool (b) }}"""
     made = make(parse(text), tmp_path, protect_outputs="int8")
+    assert made.report.plan.barriers == ("c",)
     assert made.report.left_float() == ()
     assert made.db() > 20
 

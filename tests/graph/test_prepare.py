@@ -98,6 +98,7 @@ def test_names_of_nodes(body, names, told):
     prepared = ready(chain(body))
     assert [n.name for n in prepared.proto.graph.node] == names.split()
     assert {name: nodes for name, nodes in prepared.nodes.items() if name == "s"} == told
+    assert ["were shared" in note for note in prepared.notes] == [bool(told)]
 
 
 def test_each_kind_of_constant():
