@@ -20,7 +20,7 @@ import onnx
 
 from kenosis_ort.calibration.feeds import Sample, bytes_of
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.outside import array_in, brought_in, is_outside
+from kenosis_ort.graph.outside import is_outside, raw_bytes
 
 
 def model_fingerprint(proto: onnx.ModelProto) -> str:
@@ -63,18 +63,11 @@ def model_fingerprint(proto: onnx.ModelProto) -> str:
 
 
 def _content(tensor: onnx.TensorProto) -> bytes:
-    content: bytes
     if tensor.HasField("raw_data"):
-        content = tensor.raw_data
-    elif is_outside(tensor):
-        content = bytes(brought_in(tensor).raw_data)
-    elif tensor.data_location == tensor.EXTERNAL:
-        content = tensor.SerializeToString(deterministic=True)
-    elif tensor.data_type == tensor.STRING:
-        content = b"\0".join(tensor.string_data)
-    else:
-        content = array_in(tensor).tobytes()
-    return content
+        return tensor.raw_data
+    if tensor.data_location == tensor.EXTERNAL and not is_outside(tensor):
+        return bytes(tensor.SerializeToString(deterministic=True))
+    return b"\0".join(tensor.string_data) if tensor.data_type == tensor.STRING else raw_bytes(tensor)
 
 
 def feed_digest(feed: Mapping[str, Any]) -> int:
@@ -129,7 +122,6 @@ class CachedSamples:
         self.most, self.budget = most, budget
         self.cut = _NO_CUT
         self._copies = copies
-        self._digests: list[int] = []
         self._samples: list[Sample] = []
         self._bytes = 0
 
@@ -157,18 +149,19 @@ class CachedSamples:
     def add(self, sample: Sample) -> None:
         """Keeps a sample, checked against the model's inputs, if it is among those of least digest."""
         digest, size = digest_of(sample), bytes_of(sample)
-        at = bisect.bisect_left(self._digests, digest)
-        if digest >= self.cut or size > self.budget or digest in self._digests[at : at + 1]:
+        at = bisect.bisect_left(self._samples, digest, key=digest_of)
+        if digest >= self.cut or size > self.budget or digest in map(digest_of, self._samples[at : at + 1]):
             return
-        self._digests.insert(at, digest)
-        self._samples.insert(at, copied(sample) if self._copies else sample)
+        copied = self._copies
+        own = {name: np.array(v) if copied and isinstance(v, np.ndarray) else v for name, v in sample.items()}
+        self._samples.insert(at, Sample(own, sample.index, digest))
         self._bytes += size
         while len(self._samples) > self.most or self._bytes > self.budget:
             self._drop()
 
     def cut_at(self, digest: int) -> None:
         """Drops what lies at or beyond a digest, and keeps none of it from now on."""
-        while self._digests and self._digests[-1] >= digest:
+        while self._samples and digest_of(self._samples[-1]) >= digest:
             self._drop()
         self.cut = min(self.cut, digest)
 
@@ -181,19 +174,14 @@ class CachedSamples:
         return merged
 
     def _drop(self) -> None:
-        self.cut = self._digests.pop()
-        self._bytes -= bytes_of(self._samples.pop())
+        dropped = self._samples.pop()
+        self.cut = digest_of(dropped)
+        self._bytes -= bytes_of(dropped)
 
 
 def digest_of(sample: Sample) -> int:
     """The digest of a sample's content, computed where it was not before."""
     return feed_digest(sample) if sample.digest is None else sample.digest
-
-
-def copied(sample: Sample) -> Sample:
-    """A sample with arrays of its own."""
-    own = {name: np.array(value) if isinstance(value, np.ndarray) else value for name, value in sample.items()}
-    return Sample(own, sample.index, sample.digest)
 
 
 _NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {

@@ -273,6 +273,12 @@ def check_feed(feed: Feed, required: Sequence[InputSpec], optional: Sequence[Inp
     return {name: _check_value(known[name], value, sample) for name, value in feed.items()}
 
 
+def checked_feeds(reader: Any, inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]]) -> Iterator[dict[str, Any]]:
+    """Yields the feeds that a reader has left, checked against the inputs of `input_specs`; see `check_feed`."""
+    for number, feed in enumerate(sample_feeds(reader)):
+        yield check_feed(feed, *inputs, number)
+
+
 def _check_value(spec: InputSpec, value: Any, sample: int) -> Any:
     expected = spec.dtype
     if expected is None:

@@ -119,13 +119,31 @@ def collect_on(
         for task in tasks:
             yield job, replace(task, cut=None if whole is None or whole.cached is None else whole.cached.cut)
 
-    with ClusterExecutor(cluster) as executor:
-        tell = _Teller(cluster, None if shards is None else shards.count, progress)
-        with closing(executor.outcomes(swept, pieces(), lambda piece: piece[1].name)) as outcomes:
-            for (_, task), outcome in outcomes:
-                table = tell(task, outcome or _deadly(task))
-                if table is not None:
-                    whole, chosen = _merged(whole, table, constants), _merged(chosen, table.part, constants)
+    total = None if shards is None else shards.count
+    samples, begun, tell = 0, time.monotonic(), progress or (lambda *_: None)
+    tell(0, None)
+    with (
+        ClusterExecutor(cluster) as executor,
+        closing(executor.outcomes(swept, pieces(), lambda piece: piece[1].name)) as outcomes,
+    ):
+        for done, ((_, task), outcome) in enumerate(outcomes, 1):
+            found = outcome or _deadly(task)
+            table, failure = found.value, found.error
+            if failure is not None:
+                if isinstance(failure, ClusterError) or cluster.bad_shards == "stop":
+                    raise failure
+                warn_caller(f"{task.name} was left out: {failure}")
+            count = 0 if table is None else table.samples
+            samples += count
+            tell(samples, None)
+            left_s = None if total is None else (time.monotonic() - begun) / done * (total - done)
+            why = None if failure is None else failure.what
+            finished = ShardDone(task.name, found.worker, count, found.seconds, done, total, left_s, why)
+            _log.info("%s", finished)
+            if cluster.on_shard is not None:
+                callers_own(cluster.on_shard)(finished)
+            if table is not None:
+                whole, chosen = _merged(whole, table, constants), _merged(chosen, table.part, constants)
     if whole is None:
         raise CalibrationError(
             "No data is collected: no shard yields a sample.", fix="Give at least one shard that can be read."
@@ -181,49 +199,6 @@ def _pickled(content: Any, name: str) -> bytes:
             where="shards",
             fix="give paths, readers that can be pickled, or a function that opens what it needs where it runs",
         ) from error
-
-
-class _Teller:
-    """Reports shards.
-
-    Args:
-        cluster: Says what is to be done about a bad one.
-        total: Number of shards, None where it is not known.
-        progress: As for `collect`.
-    """
-
-    def __init__(self, cluster: Cluster, total: int | None, progress: Progress | None) -> None:
-        self._cluster, self._total = cluster, total
-        self._progress = progress or (lambda *_: None)
-        self._samples = self._done = 0
-        self._begun = time.monotonic()
-        self._progress(0, None)
-
-    def __call__(self, task: Task, outcome: Done) -> CalibrationTable | None:
-        """Reports a shard; returns its table, None where it is left out.
-
-        Raises:
-            CalibrationError: It failed, and is not to be left out.
-            ClusterError: Its worker is at fault.
-        """
-        table: CalibrationTable | None = outcome.value
-        failure = outcome.error
-        if failure is not None:
-            if isinstance(failure, ClusterError) or self._cluster.bad_shards == "stop":
-                raise failure
-            warn_caller(f"{task.name} was left out: {failure}")
-        self._done += 1
-        samples = 0 if table is None else table.samples
-        self._samples += samples
-        self._progress(self._samples, None)
-        each = (time.monotonic() - self._begun) / self._done
-        left = None if self._total is None else each * (self._total - self._done)
-        why = None if failure is None else failure.what
-        finished = ShardDone(task.name, outcome.worker, samples, outcome.seconds, self._done, self._total, left, why)
-        _log.info("%s", finished)
-        if self._cluster.on_shard is not None:
-            callers_own(self._cluster.on_shard)(finished)
-        return table
 
 
 def _deadly(task: Task) -> Done:

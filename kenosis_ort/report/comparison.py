@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kenosis_ort.accuracy.outputs import OutputComparison, OutputSums, check_names
 from kenosis_ort.accuracy.side_by_side import ChannelSums, Pair, Pairing, WeightPair, answers, chunks
-from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import checked_feeds, input_specs
 from kenosis_ort.calibration.readers import for_model
 from kenosis_ort.checks import MOST_THREADS, or_none, whole
 from kenosis_ort.errors import CalibrationError, last_gate
@@ -238,9 +238,8 @@ def compare(
 
 def _first(data: Any, samples: int | None, model: onnx.ModelProto) -> Spool:
     inputs, feeds = input_specs(model), Spool()
-    given = sample_feeds(for_model(data, itertools.chain(*inputs)))
-    for index, feed in enumerate(itertools.islice(given, samples)):
-        feeds.append(check_feed(feed, *inputs, index))
+    for feed in itertools.islice(checked_feeds(for_model(data, itertools.chain(*inputs)), inputs), samples):
+        feeds.append(feed)
     if not len(feeds):
         raise CalibrationError("there are no samples to compare on", fix="pass at least one feed")
     return feeds

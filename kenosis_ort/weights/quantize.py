@@ -12,7 +12,7 @@ from typing import Any, Final
 import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
-from kenosis_ort.calibration.feeds import bytes_of, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs
 from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
@@ -151,12 +151,11 @@ def _feeds(model: onnx.ModelProto, reader: Any) -> list[dict[str, Any]]:
     """Checked samples, few enough to be held in memory."""
     if reader is None:
         return []
-    required, optional = input_specs(model)
     samples: list[dict[str, Any]] = []
     size = 0
-    for sample, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_FEEDS)):
-        samples.append(check_feed(feed, required, optional, sample))
-        size += bytes_of(samples[-1])
+    for feed in itertools.islice(checked_feeds(reader, input_specs(model)), _MOST_FEEDS):
+        samples.append(feed)
+        size += bytes_of(feed)
         if size > _MOST_BYTES:
             break
     return samples

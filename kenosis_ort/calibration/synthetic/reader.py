@@ -15,7 +15,7 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from kenosis_ort.calibration.computed_feeds import StateLoop
-from kenosis_ort.calibration.feeds import Provenance, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import Provenance, checked_feeds, input_specs
 from kenosis_ort.calibration.part_session import SessionSettings
 from kenosis_ort.calibration.readers import IndexedReader
 from kenosis_ort.calibration.synthetic.kinds import (
@@ -282,11 +282,8 @@ def real_feeds(reader: Any, proto: onnx.ModelProto) -> list[dict[str, Array]]:
     Raises:
         CalibrationError: There are none, too many to keep, or they do not fit the model.
     """
-    required, optional = input_specs(proto)
-    feeds: list[dict[str, Array]] = []
-    for index, feed in enumerate(itertools.islice(sample_feeds(reader), _MOST_REAL + 1)):
-        checked = check_feed(feed, required, optional, index)
-        feeds.append({name: np.array(v.numpy() if isinstance(v, ort.OrtValue) else v) for name, v in checked.items()})
+    some = itertools.islice(checked_feeds(reader, input_specs(proto)), _MOST_REAL + 1)
+    feeds = [{n: np.array(v.numpy() if isinstance(v, ort.OrtValue) else v) for n, v in feed.items()} for feed in some]
     if not feeds:
         raise CalibrationError("The reader of real samples yields none.", fix="Leave real= out, or rewind the reader.")
     if len(feeds) > _MOST_REAL:
