@@ -37,6 +37,7 @@ def test_names_and_files(name: str, tmp_path: Path) -> None:
     recipe.save(tmp_path / "r.toml")
     assert resolve_recipe(tmp_path / "r.toml") == resolve_recipe(str(tmp_path / "r.toml")) == recipe
     assert resolve_recipe(recipe) is recipe
+    assert resolve(recipe).options == {}  # its name alone says more than passes
     with pytest.raises(FrozenInstanceError):
         recipe.samples = 3  # type: ignore[misc]
 
@@ -112,27 +113,6 @@ def reported(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> Quantiza
     return quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), **{"promise": False, **options})
 
 
-def value(report: QuantizationReport, name: str) -> Any:
-    return report.options[name].value if name in report.options else None
-
-
-def test_the_call_goes_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
-    model, path = models.bn_net(), tmp_path / "r.toml"
-    held = {"activation_type": QuantType.QInt8, "threads": 3, "tune": "off", "protect_outputs": "int8"}
-    RecipeFile(RECIPES["plain"], held).save(path)
-
-    def chosen(**said: Any) -> list[Any]:
-        report = reported(tmp_path, model, recipe=path, **said)
-        return [value(report, name) for name in held]
-
-    assert chosen() == [*held.values()]
-    assert chosen(activation_type=QuantType.QUInt8, tune="model")[::2] == [QuantType.QUInt8, None]
-    assert chosen(speed=Speed(threads=2))[1:3] == [2, "off"]
-    assert chosen(speed=Speed(threads=2), threads=5)[1] == 5
-    assert chosen(placement=Placement(protect_outputs="float"))[3] == "float"
-    assert chosen(threads=1, protect_outputs="auto")[1::2] == [None, "auto"]
-
-
 def test_groups_are_the_keywords(tmp_path: Path) -> None:
     model = models.bn_net()
     said = {"protect_outputs": "int8", "rewrites": False, "primary_inputs": ["x"], "stages": Stages(bias=False)}
@@ -145,13 +125,6 @@ def test_groups_are_the_keywords(tmp_path: Path) -> None:
         Speed(threads=-1)
     with pytest.raises(OptionError, match="Did you mean 'float'"):
         Placement(protect_outputs="flaot")  # type: ignore[arg-type]
-
-
-def test_named_recipes_say_more_than_passes(tmp_path: Path) -> None:
-    report = quantize_static(models.bn_net(), tmp_path / "o.onnx", models.reader(models.bn_net(), 8), recipe="tiny")
-    more = {"promise": False, "tune": "off"}
-    assert (report.recipe, {name: value(report, name) for name in more}) == (RECIPES["tiny"], more)
-    assert (resolve("tiny").options, resolve(RECIPES["tiny"]).options) == (more, {})
 
 
 def test_settings_in_place_of_a_recipes_own() -> None:

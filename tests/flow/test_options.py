@@ -168,7 +168,9 @@ def test_named_recipes_give_way_to_what_is_stated() -> None:
     for said in ({}, {"promise": True}, {"tune": "model"}):
         made = request(recipe="tiny", speed=Speed(**said)).speed
         assert {"promise": made.promise, "tune": made.tune} == {"promise": False, "tune": "off", **said}
-    held = file(protect_outputs="float")
+    held = file(protect_outputs="float", activation_type=QuantType.QInt8, threads=3)
+    assert request(recipe=held, activation_type=QuantType.QUInt8).activation_type is QuantType.QUInt8
+    assert request(recipe=held, speed=Speed(threads=2), threads=5).speed.threads == 5
     assert request(recipe=held, placement=Placement(protect_outputs="auto")).protect_outputs == "auto"
     assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"
 

@@ -29,46 +29,34 @@ def quality(reference: onnx.ModelProto, model: onnx.ModelProto, *, count: int = 
     return min(c.sqnr_db for c in compare_outputs(reference, model, models.feeds(reference, count)))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("build", [
-    lambda: models.mlp(n_in=48, hidden=64, n_out=32),
-    lambda: models.mlp(n_in=48, hidden=64, n_out=32, gemm=False),
-    lambda: models.mlp(n_in=200, hidden=130, n_out=17),
-    lambda: models.transformer_block(tokens=6, width=32),
-])  # fmt: skip
-def test_all_linear_layers_run_on_the_kernels(form: Form, build: Callable[[], onnx.ModelProto]):
-    model = build()
-    before = model.SerializeToString(deterministic=True)
-    made = form(model)
-    assert model.SerializeToString(deterministic=True) == before
-    constants = {t.name for t in model.graph.initializer}
-    linear = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul") and n.input[1] in constants]
-    assert len(kernels(made)) == len(linear)
-    assert quality(model, made) > 30
-    assert made.ByteSize() < model.ByteSize()
-    assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
-
-
 def one_layer(nodes: str = "y = Gemm(x, w, b)", b: object = models.normal((24,), 1), *, x: str = "3,32",
               w: str = "32,24", seed: int = 0) -> onnx.ModelProto:  # fmt: skip
     return parse(f"(float[{x}] x) => (y) <float[{w}] w> {{ {nodes} }}", {"b": np.float32(b)}, seed=seed)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", [
-    one_layer("y = MatMul(x, w)"),
-    one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"),
-    one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5),
-    one_layer("y = Gemm(x, w)"),
-    one_layer("y = Gemm<transB = 1>(x, w, b)", w="24,32"),
-    one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"),
-    one_layer(b=np.full((1, 24), 2.0)),
-    one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)),
+@pytest.mark.parametrize(("model", "least"), [
+    (models.mlp(n_in=48, hidden=64, n_out=32), 30), (models.mlp(n_in=48, hidden=64, n_out=32, gemm=False), 30),
+    (models.mlp(n_in=200, hidden=130, n_out=17), 30), (models.transformer_block(tokens=6, width=32), 30),
+    (one_layer("y = MatMul(x, w)"), 35),
+    (one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"), 35),
+    (one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5), 35),
+    (one_layer("y = Gemm(x, w)"), 35),
+    (one_layer("y = Gemm<transB = 1>(x, w, b)", w="24,32"), 35),
+    (one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"), 35),
+    (one_layer(b=np.full((1, 24), 2.0)), 35),
+    (one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)), 35),
 ])  # fmt: skip
-def test_bias_and_attributes_are_kept(form: Form, model: onnx.ModelProto):
+def test_all_linear_layers_run_on_the_kernels(form: Form, model: onnx.ModelProto, least: float):
+    before = model.SerializeToString(deterministic=True)
     made = form(model)
-    assert len(kernels(made)) == 1
-    assert quality(model, made) > 35
+    assert model.SerializeToString(deterministic=True) == before
+    constants = {t.name for t in model.graph.initializer}
+    linear = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul") and n.input[1] in constants]
+    assert len(kernels(made)) == len(linear)
+    assert quality(model, made) > least
+    assert made.ByteSize() < model.ByteSize()
+    assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
 
 
 def overridable() -> onnx.ModelProto:
