@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from kenosis_ort.options import Placement as Placement
     from kenosis_ort.options import Speed as Speed
     from kenosis_ort.options import Stages as Stages
+    from kenosis_ort.passes.recipe import RECIPES as RECIPES
+    from kenosis_ort.passes.recipe import Recipe as Recipe
     from kenosis_ort.plan import PlacementPlan as PlacementPlan
-    from kenosis_ort.recipe import RECIPES as RECIPES
-    from kenosis_ort.recipe import Recipe as Recipe
     from kenosis_ort.report.comparison import Comparison as Comparison
     from kenosis_ort.report.comparison import compare as compare
     from kenosis_ort.report.quantization_report import QuantizationReport as QuantizationReport
@@ -93,7 +93,7 @@ _NAMES: Final = {
     "kenosis_ort.interop": "Conversion",
     "kenosis_ort.options": "Placement Speed Stages",
     "kenosis_ort.plan": "PlacementPlan",
-    "kenosis_ort.recipe": "RECIPES Recipe",
+    "kenosis_ort.passes.recipe": "RECIPES Recipe",
     "kenosis_ort.report.quantization_report": "QuantizationReport",
     "kenosis_ort.targets.profile": "HostProfile",
     "kenosis_ort.targets.proof": "FusionReport PatternReport",

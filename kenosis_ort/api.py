@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # what a call needs is imported when it is made: a program's 
     from kenosis_ort.flow.request import Progress, Request
     from kenosis_ort.interop import Conversion
     from kenosis_ort.option_types import RecipeFile
+    from kenosis_ort.passes.recipe import Recipe
     from kenosis_ort.plan import PlacementPlan
-    from kenosis_ort.recipe import Recipe
     from kenosis_ort.report.evidence import LayerTime
     from kenosis_ort.report.quantization_report import QuantizationReport
     from kenosis_ort.targets import Target
@@ -139,7 +139,7 @@ def quantize_static(
     from kenosis_ort.flow.finish import check_files
     from kenosis_ort.flow.resolve import request_of
     from kenosis_ort.flow.run import run
-    from kenosis_ort.recipe import is_recipe_file
+    from kenosis_ort.passes.recipe import is_recipe_file
 
     request = request_of(called, inspect.signature(quantize_static))
     host = further.get("host")

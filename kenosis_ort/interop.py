@@ -35,7 +35,7 @@ from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
 from kenosis_ort.graph.external_data import external_files
-from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.graph.load import LoadedModel, check_runtime_loads, load_model
 from kenosis_ort.graph.opset import fit_ir_version, fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.product_pairs import store_exactly
@@ -43,7 +43,7 @@ from kenosis_ort.graph.save import check_destination, data_file, restore_interfa
 from kenosis_ort.graph.shapes import infer_shapes, value_types
 from kenosis_ort.graph.walk import name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
-from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session, repeats
 from kenosis_ort.storage.writing import absolute, check_apart
 from kenosis_ort.targets import DEFAULT_TARGET, get_target

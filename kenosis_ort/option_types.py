@@ -25,8 +25,8 @@ import tomli_w
 from kenosis_ort import checks
 from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean, unknown_name
 from kenosis_ort.options import FIELDS, UNSET, Evidence, Failure, Format, Placement, Speed, Stages
+from kenosis_ort.passes.recipe import NAMED_OPTIONS, SCHEMA, Recipe, is_recipe_file, parse, read_text, resolve_recipe
 from kenosis_ort.quantizer.stock import CalibrationMethod, QuantFormat, QuantType
-from kenosis_ort.recipe import NAMED_OPTIONS, SCHEMA, Recipe, is_recipe_file, parse, read_text, resolve_recipe
 from kenosis_ort.storage.data import plain
 from kenosis_ort.storage.writing import write_text
 from kenosis_ort.targets import DEFAULT_TARGET

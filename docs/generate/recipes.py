@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from kenosis_ort.passes import PASSES
-from kenosis_ort.recipe import RECIPES, Recipe
+from kenosis_ort.passes.recipe import RECIPES, Recipe
 
 from .markdown import code, table
 

@@ -28,6 +28,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.constants import Is, what
 from kenosis_ort.graph.outside import array_in
@@ -42,35 +43,6 @@ _AXES_ARE_INPUTS = 18  # operator set from which the reductions take their axes 
 _PARTS = ("ReduceMin", "ReduceMax", "ReduceMean", "ReduceSumSquare")
 _DEVIATIONS = 4.0  # from the mean, that count as the range of a normal distribution
 _MOST_VALUES = 500  # in one session; the time to make one grows with the square of its outputs
-
-
-@dataclass(frozen=True)
-class ChannelStatistics:
-    """Statistics of one value, one number a channel, float64 of shape (channels,).
-
-    Attributes:
-        low: Least values.
-        high: Largest values.
-        mean: Means.
-        second_moment: Means of the squares.
-        sample_means: Means of each sample (index 0 of the value's first axis) by itself, shape (samples, channels);
-            of shape (0, channels) where they are not known.
-    """
-
-    low: Float64
-    high: Float64
-    mean: Float64
-    second_moment: Float64
-    sample_means: Float64
-
-    @property
-    def channels(self) -> int:
-        return int(self.low.size)
-
-    @property
-    def peak(self) -> Float64:
-        """Largest absolute values."""
-        return np.maximum(np.abs(self.low), np.abs(self.high))
 
 
 def channel_statistics(

@@ -18,10 +18,9 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy import measures as found_by
-from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows
+from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, product
 from kenosis_ort.accuracy.measured import Measure
 from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap, without_ones
-from kenosis_ort.accuracy.outputs import product
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares

@@ -7,13 +7,15 @@ say.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from kenosis_ort.accuracy.error import Float64, Outputs
+Float64 = npt.NDArray[np.float64]
+Outputs = Mapping[str, npt.NDArray[Any]]
 
 _FEW_EVENTS = 10.0  # losses that must be expected at the budget for a count of them to tell it
 

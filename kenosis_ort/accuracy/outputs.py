@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from kenosis_ort.accuracy.error import product
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.runtime.session import Session, open_session, repeats
 
@@ -91,11 +92,6 @@ def decibels(signal: float, noise: float) -> float:
     if noise <= 0:
         return np.inf
     return float(10 * np.log10(signal / noise)) if signal > 0 else -np.inf
-
-
-def product(x: Array, y: Array) -> float:
-    """The product of two vectors, in this thread: `x @ y` wakes others, which takes longer."""
-    return float(np.einsum("i,i->", x, y))
 
 
 class _Sums:

@@ -365,3 +365,32 @@ class Rescaling:
 
 def _in_proportion(known: float, before: float, now: float) -> float:
     return known * (now / before) if before else known + now
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """Statistics of one value, one number a channel, float64 of shape (channels,).
+
+    Attributes:
+        low: Least values.
+        high: Largest values.
+        mean: Means.
+        second_moment: Means of the squares.
+        sample_means: Means of each sample (index 0 of the value's first axis) by itself, shape (samples, channels);
+            of shape (0, channels) where they are not known.
+    """
+
+    low: Float64
+    high: Float64
+    mean: Float64
+    second_moment: Float64
+    sample_means: Float64
+
+    @property
+    def channels(self) -> int:
+        return int(self.low.size)
+
+    @property
+    def peak(self) -> Float64:
+        """Largest absolute values."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))

@@ -341,7 +341,7 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
 def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
     from kenosis_ort.options import INT8_CACHE
-    from kenosis_ort.recipe import is_recipe_file
+    from kenosis_ort.passes.recipe import is_recipe_file
 
     found = dict(called)
     for name in {"calibration_cache_path", "host", "kv_cache", "recipe"} & called.keys():

@@ -28,8 +28,8 @@ from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict
 from kenosis_ort.flow.finish import check_files
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
+from kenosis_ort.passes.recipe import is_recipe_file
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.recipe import is_recipe_file
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import Form, listed, make_table, render_report, table

@@ -28,7 +28,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.passes.contract import WeightPass
-from kenosis_ort.passes.runner import PASSES
+from kenosis_ort.passes.recipe import PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
 from kenosis_ort.runtime.session import WHOLE_LIMIT

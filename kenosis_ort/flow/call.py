@@ -24,13 +24,14 @@ from kenosis_ort.flow import fit, preparation, target_options
 from kenosis_ort.flow.calibration_cache import CalibrationCache
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
+from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import LoadedModel, load_model
-from kenosis_ort.graph.outside import refers_outside, weight_bytes, weights_on_disk
+from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
 from kenosis_ort.passes.model_runs import Reference
+from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.passes.runner import Journal
-from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report import sections
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime import session

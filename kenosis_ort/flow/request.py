@@ -19,12 +19,11 @@ from kenosis_ort.graph import bodies
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.runner import passes_of
+from kenosis_ort.passes.recipe import Recipe, passes_of
 from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.recipe import Recipe
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile

@@ -13,6 +13,7 @@ from kenosis_ort.errors import ArgumentTypeError, OptionError, callers_own, did_
 from kenosis_ort.flow import target_options
 from kenosis_ort.flow.request import Request, calibration_config
 from kenosis_ort.options import EXPORT_FORMATS, KEYWORDS, UNSET, OptionChoice, Placement, Speed, Stages, Unset
+from kenosis_ort.passes.recipe import resolve_recipe
 from kenosis_ort.passes.smooth import DEFAULT_ALPHA
 from kenosis_ort.quantizer.stock import (
     QUANTIZABLE_OPS,
@@ -22,7 +23,6 @@ from kenosis_ort.quantizer.stock import (
     check_installed,
     check_static_quant_arguments,
 )
-from kenosis_ort.recipe import resolve_recipe
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, OPTIONAL_FORMS
 from kenosis_ort.storage.writing import absolute
 from kenosis_ort.targets import DataTypes, Hooks, Target, get_target

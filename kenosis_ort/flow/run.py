@@ -28,11 +28,11 @@ from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
 from kenosis_ort.storage import writing

@@ -30,11 +30,11 @@ from kenosis_ort.graph import constants, outside
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.recipe import SpeedChoice
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import openable

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import BinaryIO
 
@@ -19,8 +20,9 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.outside import IS_POSSIBLE, is_outside, refer, tensor_bytes
+from kenosis_ort.graph.outside import IS_POSSIBLE, STORE, Store, is_outside, refer, refers_outside, tensor_bytes
 from kenosis_ort.graph.walk import all_tensors
+from kenosis_ort.storage.writing import Scratch
 
 _log = logging.getLogger(__name__)
 _LEFT_OUTSIDE = 2**20  # bytes of a tensor
@@ -155,3 +157,24 @@ def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str
         fix = "The data file is truncated or belongs to another model: copy it again."
         raise ModelLoadError(what, where=where, fix=fix)
     return length
+
+
+@contextmanager
+def weights_on_disk(model: onnx.ModelProto) -> Iterator[None]:
+    """Has large weights that are made inside written to a temporary file, where a model has some on disk already.
+
+    Args:
+        model: What all is made of. The file goes with the outermost such block.
+
+    Raises:
+        OutputError: No temporary folder can be made.
+    """
+    if STORE.get() is not None or not refers_outside(model):
+        yield
+        return
+    with Scratch("weights") as folder, (folder / "made").open("wb") as file:
+        token = STORE.set(Store(file))
+        try:
+            yield
+        finally:
+            STORE.reset(token)

@@ -10,6 +10,7 @@ held three times.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,19 @@ Attribute = int | float | str | Sequence[int]
 Attributes = Mapping[str, Attribute]
 Inputs = Sequence[ir.Value | None]
 Outputs = ir.Value | Sequence[ir.Value] | None
+
+
+@dataclass(frozen=True)
+class RewriteResult:
+    """What a float rewrite did.
+
+    Attributes:
+        notes: Sentences for the report.
+        merged: For each node that is gone, the name of the node that now does its work ("" for none).
+    """
+
+    notes: tuple[str, ...] = ()
+    merged: dict[str, str] = field(default_factory=dict)
 
 
 class LiveGraph(GraphView):

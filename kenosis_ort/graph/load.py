@@ -1,5 +1,10 @@
 """Models as files: loaded to a private and complete copy or a clear error, what they hold, and sessions of them.
 
+A model from outside is loaded by the runtime before any other library written in C++ reads it. ONNX's shape inference,
+checker and version converter crash or never end on some models that the runtime refuses in one sentence. So it loads
+every one first: without optimization, without custom operators nobody asked for. What it refuses is refused here; what
+it loads has sound types, attributes and references.
+
 Nodes are traced in onnxruntime's graphs, messages and profiles by names: every node of a
 private copy is renamed to a token, so that a name in the optimized graph (``kv#17#/MatMulAddFusion``,
 ``kv#17#_token_2``) tells its source node without doubt.
@@ -18,7 +23,7 @@ from typing import Final
 
 import onnx
 
-from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError
+from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError, VerificationError
 from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.bodies import part_names
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
@@ -26,9 +31,9 @@ from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.graph.walk import all_graphs
-from kenosis_ort.runtime.limits import check_runtime_loads, runtime_limits
-from kenosis_ort.runtime.session import MAPPED_FROM
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, name_nodes, opset_of
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, regular
 
 _log = logging.getLogger(__name__)
@@ -365,3 +370,74 @@ def mapped(source: LoadedSource, folder: Path) -> LoadedSource:
     if outside.refers_outside(source.proto):
         return LoadedSource(outside.with_weights_on_disk(source.proto, folder / "weights.bin"), None, source.name)
     return LoadedSource(outside.write_external_data(source.proto, folder / "weights.bin"), folder, source.name)
+
+
+# ---- what the runtime refuses ----
+
+_REFUSAL_LIMIT: Final = 400
+_OLDEST_KERNELS: Final = 7
+"""The runtime has no kernels for some operators of older sets, which preparation converts."""
+
+
+def check_runtime_loads(
+    proto: onnx.ModelProto,
+    path: Path | None,
+    name: str,
+    *,
+    is_split: bool = False,
+    custom_op_libraries: Sequence[str] = (),
+) -> None:
+    """Has the runtime load a model.
+
+    What preparation mends by itself is no reason for a refusal: node names used twice, an IR version or operator set
+    newer than the runtime's, operators of sets so old that it has no kernels for them, shapes in external data.
+
+    Args:
+        proto: The model with all data in memory; not changed.
+        path: Its file, None if there is none.
+        name: What messages call it.
+        is_split: Whether the file refers to external data.
+        custom_op_libraries: Libraries with custom operators to register.
+
+    Raises:
+        ModelLoadError: The runtime refuses the model.
+    """
+    refusal = _refusal(path or proto, custom_op_libraries)
+    if refusal is None or _lacks_kernels_only(refusal, proto):
+        return
+    mended = _mended(proto, is_split=is_split)
+    if mended is not None and _refusal(mended, custom_op_libraries) is None:
+        _log.info("%s: the runtime loads it after small repairs only (%s)", name, refusal)
+        return
+    raise ModelLoadError(
+        f"The runtime refuses the model: {' '.join(str(refusal).split())[:_REFUSAL_LIMIT]}",
+        where=name,
+        fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
+    ) from refusal
+
+
+def _refusal(source: onnx.ModelProto | Path, libraries: Sequence[str]) -> BaseException | None:
+    """The runtime's error at load, None where it loads the model."""
+    try:
+        options = session_options(optimize=False)
+        options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run: no second copy of weights
+        open_session(source, options=options, custom_op_libraries=libraries)
+    except VerificationError as error:
+        return error.__cause__
+    return None
+
+
+def _lacks_kernels_only(refusal: BaseException, proto: onnx.ModelProto) -> bool:
+    return type(refusal).__name__ == "NotImplemented" and 0 < opset_of(proto) < _OLDEST_KERNELS
+
+
+def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None:
+    """A copy with unique node names and a header that the runtime reads; None where nothing would differ."""
+    limits = runtime_limits()
+    copy = outside.copy_model(proto)
+    changed = bool(name_nodes(copy).duplicates) or copy.ir_version > limits.max_ir
+    copy.ir_version = min(copy.ir_version, limits.max_ir)
+    for entry in copy.opset_import:
+        if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
+            entry.version, changed = limits.max_opset, True
+    return copy if changed or is_split else None

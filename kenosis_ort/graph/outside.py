@@ -2,7 +2,7 @@
 
 A model of several gigabytes is not read into memory. Its large initializers keep name, type and shape and say where
 their bytes lie: in the model's own external data, or, for weights made on the way, in a file of the call's own
-(`weights_on_disk`). The reference is spelled as ONNX spells external data, relative to the root of the file system, so
+(`Store`). The reference is spelled as ONNX spells external data, relative to the root of the file system, so
 that the runtime maps it from there; a token of this process tells it from what a model file says, which is never
 followed unchecked. `array_in` reads a tensor wherever it lies,
 and copies are safe for models over protobuf's 2 GiB limit.
@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -24,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-from kenosis_ort.storage.writing import Scratch
 
 ROOT: Final = "/"
 """The folder that references are relative to."""
@@ -45,7 +42,7 @@ PLAIN: Final = frozenset(
 )  # fmt: skip
 """Data types that numpy has."""
 
-_open: ContextVar[_Store | None] = ContextVar("weights on disk", default=None)
+STORE: ContextVar[Store | None] = ContextVar("weights on disk", default=None)
 
 
 def is_outside(tensor: TensorProto) -> bool:
@@ -126,7 +123,7 @@ def length_of(tensor: TensorProto) -> int:
 
 def put_outside(tensor: TensorProto) -> TensorProto:
     """A tensor as it is to be held: a large one on disk, inside of `weights_on_disk`; else itself."""
-    store = _open.get()
+    store = STORE.get()
     if store is None or is_outside(tensor) or not tensor.HasField("raw_data") or len(tensor.raw_data) < _LEAST:
         return tensor
     return store.moved(tensor)
@@ -178,28 +175,7 @@ def _lead(field: int, length: int) -> bytes:
     return bytes(found)
 
 
-@contextmanager
-def weights_on_disk(model: onnx.ModelProto) -> Iterator[None]:
-    """Has large weights that are made inside written to a temporary file, where a model has some on disk already.
-
-    Args:
-        model: What all is made of. The file goes with the outermost such block.
-
-    Raises:
-        OutputError: No temporary folder can be made.
-    """
-    if _open.get() is not None or not refers_outside(model):
-        yield
-        return
-    with Scratch("weights") as folder, (folder / "made").open("wb") as file:
-        token = _open.set(_Store(file))
-        try:
-            yield
-        finally:
-            _open.reset(token)
-
-
-class _Store:
+class Store:
     """A file of weights; what is put in twice lies there once, as most of a model does when it is made again."""
 
     def __init__(self, file: BinaryIO) -> None:

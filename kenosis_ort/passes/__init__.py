@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         between,
         changed_weights,
     )
-    from kenosis_ort.passes.runner import PASSES, passes_of, register, registered
+    from kenosis_ort.passes.recipe import PASSES, passes_of, register, registered
 
 _NAMES: Final = {
     "kenosis_ort.passes.contract": "Build Candidate Context Pass Skipped State Statistics WeightPass between "
     "changed_weights",
-    "kenosis_ort.passes.runner": "PASSES passes_of register registered",
+    "kenosis_ort.passes.recipe": "PASSES passes_of register registered",
 }
 
 __all__ = [

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 import onnx
 
-from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.calibration.statistics import Rescaling
+from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk

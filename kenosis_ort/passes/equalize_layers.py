@@ -32,8 +32,7 @@ from typing import ClassVar
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.calibration.statistics import Rescaling
+from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass

@@ -28,7 +28,7 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 if TYPE_CHECKING:
-    from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
+    from kenosis_ort.calibration.statistics import ChannelStatistics
 
 Float64 = npt.NDArray[np.float64]
 

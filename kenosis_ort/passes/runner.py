@@ -1,31 +1,23 @@
 """The one runner of passes: try, evaluate on held-out samples, keep or undo, survive what raises, record.
 
 `Journal` is the one place where optional work is isolated, passes among it.
-
-The order of the list of passes is that in which they run, those that change weights first.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from kenosis_ort import errors
-from kenosis_ort.accuracy.channel_statistics import ChannelStatistics, channel_statistics
-from kenosis_ort.passes.choose_ranges import RangeChoice
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.calibration.statistics import ChannelStatistics
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, noted
-from kenosis_ort.passes.correct_biases import BiasCorrection
-from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.evaluator import Evaluator, Score, some_of
-from kenosis_ort.passes.leave_float import MixedPrecision
-from kenosis_ort.passes.round_weights import LearnedRounding
-from kenosis_ort.passes.scale_rows import RowScales
-from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.runtime.counting import at_stage
 from kenosis_ort.runtime.session import make_room
 from kenosis_ort.storage.data import Data
@@ -222,59 +214,3 @@ class PassRunner:
             reason = f"{reason}; {judgement}" if reason else judgement
         outcome = PassOutcome(each.name, is_kept, before.error, after.error, evaluator.measure, reason)
         return (found.state, None if own else after, outcome) if is_kept else (state, self.score, outcome)
-
-
-PASSES: Final[tuple[type[Pass], ...]] = (
-    RowScales,
-    Equalization,
-    SmoothQuant,
-    BiasCorrection,
-    RangeChoice,
-    LearnedRounding,
-    MixedPrecision,
-)
-"""Those that come with the package; their settings are fields of `kenosis_ort.Recipe` itself."""
-
-_order: list[type[Pass]] = [*PASSES]
-
-
-def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
-    """Makes a pass known, so that recipes may hold it and recipe files may name it.
-
-    It runs where a recipe asks for it: ``Recipe(passes=(MyPass(),))``, or a table ``[recipe.my_pass]`` in a file.
-
-    Args:
-        kind: The pass. One of the same name and class, as a notebook's cell makes it again, takes the place of the
-            former one.
-        before: Name of the pass before which it runs, among those on the same side of calibration.
-
-    Raises:
-        OptionError: Its name is taken or no identifier, or there is no pass ``before`` which it could run.
-    """
-    name = kind.name
-    taken = {other.name: other for other in _order}
-    settings = {entry.name for other in PASSES for entry in fields(other)}
-    known = taken.get(name)
-    is_again = known is not None and known not in PASSES and known.__qualname__ == kind.__qualname__
-    if not name.isidentifier() or name in settings or (known is not None and not is_again):
-        raise errors.OptionError(
-            f"a pass cannot be named '{name}'", where="register", fix="name it with an identifier that is not taken"
-        )
-    if before not in taken:
-        hint = errors.did_you_mean(before, taken)
-        raise errors.OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
-    if known is not None:
-        _order.remove(known)
-    _order.insert([other.name for other in _order].index(before), kind)
-
-
-def registered() -> dict[str, type[Pass]]:
-    """The passes that were registered, by name."""
-    return {kind.name: kind for kind in _order if kind not in PASSES}
-
-
-def passes_of(recipe: Any) -> tuple[Pass, ...]:
-    """The passes that a recipe asks for, in order."""
-    own = {each.name: each for each in recipe.passes}
-    found = (kind.of(recipe) if kind in PASSES else own.get(kind.name) for kind in _order)
-    return tuple(each for each in found if each is not None and each.wanted)

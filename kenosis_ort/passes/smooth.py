@@ -22,8 +22,7 @@ from typing import ClassVar, Final, Literal
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.channel_statistics import ChannelStatistics
-from kenosis_ort.calibration.statistics import Rescaling
+from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import GraphView, ir

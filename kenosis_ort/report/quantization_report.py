@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
 from kenosis_ort.options import OptionChoice, Stages
+from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.recipe import Recipe
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
 from kenosis_ort.storage.data import of_data, plain, to_data

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
 from kenosis_ort.rewrite.attention import fuse_attention
 from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
@@ -18,7 +19,7 @@ from kenosis_ort.rewrite.gemm_forms import (
 )
 from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
-from kenosis_ort.rewrite.rule import RewriteResult, Rule
+from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.rewrite.transposes import cancel_transposes
 
 PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)

@@ -12,7 +12,6 @@ pattern stays in its place, under its name and with the name of its output, and 
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import HasOperator
-from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, optional
+from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, RewriteResult, optional
 from kenosis_ort.graph.view import ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of
 
@@ -32,19 +31,6 @@ PADDED: Final = "_padded"
 _SHOWN = 3
 _PICTURE_RANK = 4
 _FLOAT32 = onnx.TensorProto.FLOAT
-
-
-@dataclass(frozen=True)
-class RewriteResult:
-    """What a float rewrite did.
-
-    Attributes:
-        notes: Sentences for the report.
-        merged: For each node that is gone, the name of the node that now does its work ("" for none).
-    """
-
-    notes: tuple[str, ...] = ()
-    merged: dict[str, str] = field(default_factory=dict)
 
 
 class Rewrite(Protocol):

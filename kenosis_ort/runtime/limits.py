@@ -2,11 +2,6 @@
 
 The highest IR version and operator sets of the runtime, facts of the processor, its cores, and how runs are timed.
 
-A model from outside is loaded by the runtime before any other library written in C++ reads it. ONNX's shape inference,
-checker and version converter crash or never end on some models that the runtime refuses in one sentence. So it loads
-every one first: without optimization, without custom operators nobody asked for. What it refuses is refused here; what
-it loads has sound types, attributes and references.
-
 Whoever wants to know of the machine asks `machine`; within `on` it is another one, so that a test says which processor
 it means.
 """
@@ -16,7 +11,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -28,10 +23,7 @@ import onnx
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
 
-from kenosis_ort.errors import ModelLoadError, VerificationError
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.walk import MAIN_DOMAINS, name_nodes, opset_of
-from kenosis_ort.runtime.session import open_session, session_options
+from kenosis_ort.runtime.counting import count
 from kenosis_ort.storage.writing import keep, recall
 
 _log = logging.getLogger(__name__)
@@ -160,81 +152,15 @@ def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
     graph = onnx.helper.make_graph(nodes, "probe", value[:1], value[1:], parameters)
     imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("ai.onnx.ml", ml)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
     try:
-        open_session(model)
-    except VerificationError as error:
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime raises several unrelated classes
         _log.debug("IR %d, opset %d refused: %s", ir_version, opset, error)
         return False
+    count(sessions=1)
     return True
-
-
-_REFUSAL_LIMIT: Final = 400
-_OLDEST_KERNELS: Final = 7
-"""The runtime has no kernels for some operators of older sets, which preparation converts."""
-
-
-def check_runtime_loads(
-    proto: onnx.ModelProto,
-    path: Path | None,
-    name: str,
-    *,
-    is_split: bool = False,
-    custom_op_libraries: Sequence[str] = (),
-) -> None:
-    """Has the runtime load a model.
-
-    What preparation mends by itself is no reason for a refusal: node names used twice, an IR version or operator set
-    newer than the runtime's, operators of sets so old that it has no kernels for them, shapes in external data.
-
-    Args:
-        proto: The model with all data in memory; not changed.
-        path: Its file, None if there is none.
-        name: What messages call it.
-        is_split: Whether the file refers to external data.
-        custom_op_libraries: Libraries with custom operators to register.
-
-    Raises:
-        ModelLoadError: The runtime refuses the model.
-    """
-    refusal = _refusal(path or proto, custom_op_libraries)
-    if refusal is None or _lacks_kernels_only(refusal, proto):
-        return
-    mended = _mended(proto, is_split=is_split)
-    if mended is not None and _refusal(mended, custom_op_libraries) is None:
-        _log.info("%s: the runtime loads it after small repairs only (%s)", name, refusal)
-        return
-    raise ModelLoadError(
-        f"The runtime refuses the model: {' '.join(str(refusal).split())[:_REFUSAL_LIMIT]}",
-        where=name,
-        fix="Check that the model runs in onnxruntime; for custom operators give custom_op_libraries.",
-    ) from refusal
-
-
-def _refusal(source: onnx.ModelProto | Path, libraries: Sequence[str]) -> BaseException | None:
-    """The runtime's error at load, None where it loads the model."""
-    try:
-        options = session_options(optimize=False)
-        options.add_session_config_entry("session.disable_prepacking", "1")  # nothing is run: no second copy of weights
-        open_session(source, options=options, custom_op_libraries=libraries)
-    except VerificationError as error:
-        return error.__cause__
-    return None
-
-
-def _lacks_kernels_only(refusal: BaseException, proto: onnx.ModelProto) -> bool:
-    return type(refusal).__name__ == "NotImplemented" and 0 < opset_of(proto) < _OLDEST_KERNELS
-
-
-def _mended(proto: onnx.ModelProto, *, is_split: bool) -> onnx.ModelProto | None:
-    """A copy with unique node names and a header that the runtime reads; None where nothing would differ."""
-    limits = runtime_limits()
-    copy = copy_model(proto)
-    changed = bool(name_nodes(copy).duplicates) or copy.ir_version > limits.max_ir
-    copy.ir_version = min(copy.ir_version, limits.max_ir)
-    for entry in copy.opset_import:
-        if entry.domain in MAIN_DOMAINS and entry.version > limits.max_opset:
-            entry.version, changed = limits.max_opset, True
-    return copy if changed or is_split else None
 
 
 # ---- the machine --------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import onnx
 from onnx import TensorProto
 
+from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, PlacementPlan
-from kenosis_ort.rewrite.rule import RewriteResult
 from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
 from kenosis_ort.targets.proof import FusionReport, PatternReport
 

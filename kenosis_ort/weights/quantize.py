@@ -16,8 +16,9 @@ from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs
 from kenosis_ort.checks import flag, several, whole
 from kenosis_ort.checks import path as check_path
 from kenosis_ort.errors import OptionError, last_gate
+from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.graph.outside import is_outside, length_of, weights_on_disk
+from kenosis_ort.graph.outside import is_outside, length_of
 from kenosis_ort.graph.save import write_model
 from kenosis_ort.option_types import check_model
 from kenosis_ort.passes.evaluator import split_feeds

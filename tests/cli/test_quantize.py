@@ -15,7 +15,7 @@ from kenosis_ort.cli.quantize_command import output_path
 from kenosis_ort.demo import load_digits
 from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.options import OptionChoice
-from kenosis_ort.recipe import SpeedChoice
+from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.report.quantization_report import HOST_CHOICES, CalibrationSummary
 from tests import models
 from tests.cli.conftest import PLAIN, Shell

@@ -9,10 +9,10 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
-from kenosis_ort.rewrite.rule import RewriteResult
 from tests import models
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared

@@ -17,8 +17,8 @@ from kenosis_ort.errors import InternalError, VerificationError
 from kenosis_ort.flow import preparation
 from kenosis_ort.flow.finish import worthless
 from kenosis_ort.flow.samples import rows_of
+from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
-from kenosis_ort.rewrite.rule import RewriteResult
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.proof import FusionReport, Status
 from tests import models

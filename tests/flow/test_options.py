@@ -21,7 +21,7 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.options import KEYWORDS
-from kenosis_ort.recipe import RECIPES
+from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, wrong

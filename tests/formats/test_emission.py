@@ -14,7 +14,7 @@ from kenosis_ort.accuracy.side_by_side import Pairing
 from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.conventions import to_qonnx
 from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.recipe import RECIPES
+from kenosis_ort.passes.recipe import RECIPES
 from tests import models
 from tests.flow.support import Untouched, changed
 from tests.formats.qonnx import operators

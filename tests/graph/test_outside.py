@@ -13,6 +13,7 @@ import kenosis_ort
 from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, outside
+from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.runtime.session import open_session
 from tests import models
@@ -60,7 +61,7 @@ def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
     lazy = load_model(split(decoder(), tmp_path), lazily=True).proto
     tensor = onnx.numpy_helper.from_array(np.arange(1024, dtype=np.float32), "t")
     assert outside.put_outside(tensor) is tensor
-    with outside.weights_on_disk(lazy):
+    with weights_on_disk(lazy):
         first, second = outside.put_outside(tensor), outside.put_outside(tensor)
         assert outside.is_outside(first)
         assert not first.raw_data

@@ -15,7 +15,8 @@ from kenosis_ort import RECIPES, OptionError, QuantizationReport, Recipe
 from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
-from kenosis_ort.passes import PASSES, between, passes_of, register, runner
+from kenosis_ort.passes import PASSES, between, passes_of, register
+from kenosis_ort.passes import recipe as recipes
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import PassRunner
@@ -159,10 +160,10 @@ class Seen(Pass):
 
 @pytest.fixture
 def known() -> Iterator[None]:
-    before = [*runner._order]
+    before = [*recipes._order]
     register(Seen, before="bias_correction")
     yield
-    runner._order[:] = before
+    recipes._order[:] = before
 
 
 @pytest.mark.parametrize("each", [Seen(), Seen(0.1, 0, "hard", -1e-9, False), Seen(2, 99, "soft", 3.0)])

@@ -3,9 +3,9 @@
 from typing import Any
 
 from kenosis_ort.options import OptionChoice
+from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
-from kenosis_ort.recipe import RECIPES
 from kenosis_ort.report.evidence import (
     Bars,
     GraphSketch,

@@ -28,7 +28,6 @@ from kenosis_ort.passes.correct_biases import BiasCorrection
 from kenosis_ort.passes.equalize_layers import Equalization
 from kenosis_ort.passes.leave_float import MixedPrecision
 from kenosis_ort.passes.round_weights import LearnedRounding
-from kenosis_ort.passes.runner import PASSES, registered
 from kenosis_ort.passes.scale_rows import RowScales
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.writing import regular, write_text
@@ -41,6 +40,57 @@ else:
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
 _TABLES: Final = ("recipe", "options", "data", "made")
+
+
+# ---- the passes, in the order in which they run: those that change weights first ----
+
+PASSES: Final[tuple[type[Pass], ...]] = (
+    RowScales,
+    Equalization,
+    SmoothQuant,
+    BiasCorrection,
+    RangeChoice,
+    LearnedRounding,
+    MixedPrecision,
+)
+"""Those that come with the package; their settings are fields of `Recipe` itself."""
+
+_order: list[type[Pass]] = [*PASSES]
+
+
+def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
+    """Makes a pass known, so that recipes may hold it and recipe files may name it.
+
+    It runs where a recipe asks for it: ``Recipe(passes=(MyPass(),))``, or a table ``[recipe.my_pass]`` in a file.
+
+    Args:
+        kind: The pass. One of the same name and class, as a notebook's cell makes it again, takes the place of the
+            former one.
+        before: Name of the pass before which it runs, among those on the same side of calibration.
+
+    Raises:
+        OptionError: Its name is taken or no identifier, or there is no pass ``before`` which it could run.
+    """
+    name = kind.name
+    taken = {other.name: other for other in _order}
+    settings = {entry.name for other in PASSES for entry in fields(other)}
+    known = taken.get(name)
+    is_again = known is not None and known not in PASSES and known.__qualname__ == kind.__qualname__
+    if not name.isidentifier() or name in settings or (known is not None and not is_again):
+        raise OptionError(
+            f"a pass cannot be named '{name}'", where="register", fix="name it with an identifier that is not taken"
+        )
+    if before not in taken:
+        hint = did_you_mean(before, taken)
+        raise OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
+    if known is not None:
+        _order.remove(known)
+    _order.insert([other.name for other in _order].index(before), kind)
+
+
+def registered() -> dict[str, type[Pass]]:
+    """The passes that were registered, by name."""
+    return {kind.name: kind for kind in _order if kind not in PASSES}
 
 
 _WIDTH: Final = partial(whole, least=2, most=8)
@@ -319,3 +369,10 @@ def resolve_recipe(value: str | os.PathLike[str] | Recipe) -> Recipe:
 def is_recipe_file(item: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether the caller gave a recipe by the path of a file."""
     return isinstance(item, os.PathLike) or (isinstance(item, str) and item not in RECIPES and item.endswith(".toml"))
+
+
+def passes_of(recipe: Recipe) -> tuple[Pass, ...]:
+    """The passes that a recipe asks for, in order."""
+    own = {each.name: each for each in recipe.passes}
+    found = (kind.of(recipe) if kind in PASSES else own.get(kind.name) for kind in _order)
+    return tuple(each for each in found if each is not None and each.wanted)
