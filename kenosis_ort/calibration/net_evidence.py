@@ -19,7 +19,7 @@ import onnx
 
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.part_session import initializer_arrays, outputs_of
-from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.synthetic.reader import SyntheticReader
 from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance, is_live
 from kenosis_ort.graph.constants import BOUNDS, Is, having
 from kenosis_ort.graph.walk import attribute_float

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime.quantization as stock
 import pytest
 
-from kenosis_ort.cli.main import is_script, run_script
+from kenosis_ort.__main__ import is_script, run_script
 from kenosis_ort.verify import verify_fusion
 from tests import models
 
