@@ -1,4 +1,4 @@
-"""``python -m kenosis_ort`` is the ``kenosis-ort`` command; with the path of a script it runs that, ours in stock's place."""
+"""``python -m kenosis_ort`` is the ``kenosis-ort`` command; with a path it runs that script, ours in stock's place."""
 
 import runpy
 import sys

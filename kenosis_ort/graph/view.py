@@ -59,6 +59,8 @@ with _deferred(*_DEFERRED):
 __all__ = ["ir"]
 
 
+Bounds = tuple[float | None, float | None]
+_LARGEST = 3.4e38
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
 
 
@@ -205,6 +207,26 @@ class GraphView:
             array = self.content(value)
             self._largest[value] = max(abs(float(array.min())), abs(float(array.max()))) if array.size else 0.0
         return self._largest[value]
+
+    def activation_bounds(self, node: ir.Node) -> Bounds | None:
+        """The (low, high) bounds of a Relu or Clip, None for a missing one; None if not constant."""
+        if node.op_type == "Relu":
+            return 0.0, None
+        given = [v for v in node.inputs[1:3] if v is not None]
+        return self.clip_ends(node) if all(map(self.is_constant, given)) else None
+
+    def clip_ends(self, node: ir.Node) -> Bounds:
+        """The constant bounds of a Clip, None for one that is missing, computed, or the largest float."""
+
+        def end(position: int, attribute: str) -> float | None:
+            value = node.inputs[position] if position < len(node.inputs) else None
+            if value is None:
+                bound = node.attributes.get_float(attribute, _LARGEST)
+            else:
+                bound = float(self.content(value).reshape(-1)[0]) if self.is_constant(value) else _LARGEST
+            return None if abs(bound) >= _LARGEST else bound
+
+        return end(1, "min"), end(2, "max")
 
     # -- types and shapes ---------------------------------------------------------------------------------------
 

@@ -23,12 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, Bounds, Consumer, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role
-
-Bounds = tuple[float | None, float | None]
 
 _PRODUCERS = (Role.ANCHOR, Role.BINARY, Role.CONCAT)
 _BY_TABLE = "unsupported-op"  # the rule of an operator that the table has no rule for
@@ -82,7 +80,7 @@ class Absorption:
             self.by_producer[str(producer.name)] = last
             self.by_activation.update({str(node.name): producer for node in step})
             if last.op_type in self.target.clamps:
-                low, high = activation_bounds(self.view, last) or (None, None)
+                low, high = self.view.activation_bounds(last) or (None, None)
                 self.limits[str(value.name)] = RangeLimit(str(value.name), low, high)
                 return  # it vanishes into the Q right behind it
 
@@ -155,7 +153,7 @@ class Absorption:
             return "its bounds are computed at run time"
         if node.op_type not in self.target.clamps:
             return None
-        low, high = activation_bounds(view, node) or (None, None)
+        low, high = view.activation_bounds(node) or (None, None)
         if (low is not None and low > 0.0) or (high is not None and high < 0.0):
             return f"its bounds [{low}, {high}] leave out 0"
         if self.target.whole and self._is_on_wider_grid(node, (low, high)):
@@ -201,30 +199,8 @@ class Absorption:
             elif self.classes[str(producer.name)].role not in (Role.PASS_THROUGH, Role.CONCAT):
                 made.append(producer)
         return joined and any(
-            n is None or n.op_type not in self.target.clamps or activation_bounds(view, n) != bounds for n in made
+            n is None or n.op_type not in self.target.clamps or view.activation_bounds(n) != bounds for n in made
         )
-
-
-def activation_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
-    """The (low, high) bounds of a Relu or Clip, None for a missing one; None if not constant."""
-    if node.op_type == "Relu":
-        return 0.0, None
-    given = [v for v in node.inputs[1:3] if v is not None]
-    return _clip_ends(view, node) if all(map(view.is_constant, given)) else None
-
-
-def _clip_ends(view: GraphView, node: ir.Node) -> Bounds:
-    """The constant bounds of a Clip, None for one that is missing, computed, or the largest float."""
-
-    def end(position: int, attribute: str) -> float | None:
-        value = node.inputs[position] if position < len(node.inputs) else None
-        if value is None:
-            bound = node.attributes.get_float(attribute, _LARGEST)
-        else:
-            bound = float(view.content(value).reshape(-1)[0]) if view.is_constant(value) else _LARGEST
-        return None if abs(bound) >= _LARGEST else bound
-
-    return end(1, "min"), end(2, "max")
 
 
 _SATURATES: dict[str, Bounds] = {
@@ -235,7 +211,6 @@ _FLOORED = {"Elu": 1.0, "Celu": 1.0, "Selu": 1.67326}  # default alpha
 _FLOOR = -7.0  # below it these are within 0.001 alpha of their floor
 _SILU = {"QuickGelu": 1.702, "Swish": 1.0}  # default alpha
 _SILU_LOW = -8.0
-_LARGEST = 3.4e38
 _FAR_BELOW = -1e4
 SOFTMAX_DEPTH = 16.0
 """How far below the largest value of its row a Softmax input can lie and still count: e^-16 is 1e-7."""
@@ -286,7 +261,7 @@ def _bounds(view: GraphView, value: ir.Value, consumer: Consumer) -> Bounds | No
 
 def _clip_bounds(view: GraphView, node: ir.Node) -> Bounds:
     """The bounds beyond which a Clip sees no difference."""
-    low, high = _clip_ends(view, node)
+    low, high = view.clip_ends(node)
     return (None, None) if low is not None and high is not None and low > high else (low, high)
 
 

@@ -1,126 +1,248 @@
 """Which nodes run in integer and which values carry Q/DQ: what the placement rests on before ranges are known.
 
-Stage 6: keeps what is not picture, sound or text out of int8.
+The integer domain is found by two sweeps over the graph.
 
-Flood-fill from secondary inputs (scale factors, image shapes, masks, states) and from everything shape-like:
-a node all of whose data derives from them stays float, and so does the node where it meets the main data, which
-is where the flood stops. Source: Kenosis paper, stage 6, "Non-vision tensor protection".
+Forward, a value is *available* in integer if it comes out of an integer anchor, or of cheap operators fed by
+such values only. Backward, it is *demanded* if an integer node reads it. A light operator runs in integer where
+all it reads is available and what it writes is demanded; so transformers keep norms, attention, residual stream
+and activations in float and quantize the inputs of linear layers only, while a convolutional net is integer from
+the first Conv to the head.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints, constrain
-from kenosis_ort.placement.domain import Domain
-from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify
-from kenosis_ort.targets import model as targets
-from kenosis_ort.targets.model import NodeClass
+from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify, fed_by, protect
+from kenosis_ort.targets.model import NodeClass, Role, Target
 
-_SECONDARY_NAME = re.compile(
-    r"scale_?factor|im_?shape|image_?shape|im_?info|im_?scale|orig_?(target_)?size|mask|token_type|position|segment"
-    r"|(^|[_./])(sr|h0|c0|hx|cx)$|sample_?rate|(^|[_./])len(gth)?s?$|_lengths?$|state|hidden|cache|past|mems",
-    re.IGNORECASE,
-)
-_SHAPE_SOURCES = frozenset({"Shape", "Size", "NonZero", "ConstantOfShape", "EyeLike", "Range"})
-# Inputs that steer an operator rather than feed it: what is computed for them alone stays float.
-_STEERING = {
-    operator: positions
-    for positions, operators in (
-        ((0,), "Where If"),
-        ((0, 1), "Loop"),
-        ((0, 1, 2), "OneHot Range"),
-        ((0, 1, 2, 3, 4), "NonMaxSuppression"),
-        ((1,), "CumSum Expand Gather GatherElements GatherND GridSample ReduceMax ReduceMean ReduceMin ReduceSum"),
-        ((1,), "Reshape ScatterElements ScatterND Split Squeeze Tile TopK Trilu Unsqueeze Upsample"),
-        ((1, 2), "Clip Dropout RoiAlign"),
-        ((1, 2, 3), "Pad Resize"),
-        ((1, 2, 3, 4), "Slice"),
-    )
-    for operator in operators.split()
-}
+_GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
+"""Products of a value with a function of it; spelled out as such, stock quantizes what they read."""
+_LIGHT = (Role.BINARY, Role.UNARY, Role.CONCAT, Role.PASS_THROUGH)
 
 
-def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
-    """The graph inputs that do not carry the data proper, name to reason.
+class Domain:
+    """Which nodes run in integer.
 
     Args:
-        view: The prepared model.
-        primary: The caller's own list of primary inputs; None to tell by name and shape.
+        classes: What each node could become.
+        absorption: Which activations vanish.
 
-    Raises:
-        OptionError: ``primary`` names an input that does not exist.
+    Attributes:
+        integer: Names of the nodes that run in integer.
+        float_output: Names of the integer anchors whose output stays float.
+        heads: Names of the anchors behind which no other anchor lies, mapped to True if kept float by policy.
+        between: Names of the float nodes that lie between integer kernels: another form of them could be integer.
+        refused: Names of anchors that the caller's words leave float, with the reason.
     """
-    names = [str(v.name) for v in view.inputs]
-    if primary is not None:
-        for name in primary:
-            if name not in names:
-                what = f"primary_inputs names '{name}', which is no input of the model.{did_you_mean(name, names)}"
-                raise OptionError(what, where="primary_inputs", fix=f"inputs are {names}")
-        return {n: "not among the caller's primary_inputs" for n in names if n not in primary}
-    found = {n: f"'{n}' is named like a secondary input" for n in names if _SECONDARY_NAME.search(n)}
-    ranks = [view.rank(v) or 0 for v in view.inputs if str(v.name) not in found]
-    highest = max(ranks, default=0)
-    if highest >= 3:
-        for v in view.inputs:
-            dims = view.dims(v)
-            small = dims is not None and len(dims) <= 2 and all(d is None or d <= 8 for d in dims[1:])
-            if str(v.name) not in found and small:
-                found[str(v.name)] = f"'{v.name}' is a small vector beside the {highest}-dimensional data"
-    return found if len(found) < len(names) else {}
 
+    def __init__(self, classes: Mapping[str, NodeClass], absorption: Absorption) -> None:
+        self.classes, self.absorption, self.constraints = classes, absorption, absorption.constraints
+        self.view, self.target, self.options = absorption.view, absorption.target, self.constraints.options
+        self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
+        self.float_output: set[str] = set()
+        self.heads: dict[str, bool] = {}
+        self.between: set[str] = set()
+        self.refused: dict[str, str] = {}
+        if self.target.whole:
+            self.integer = {name for name, c in classes.items() if c.role in (Role.ANCHOR, *_LIGHT) and c.data}
+            return
+        anchors = {name for name, c in classes.items() if c.role is Role.ANCHOR}
+        self.heads = self._heads(anchors)
+        requested = self.constraints.requested
+        anchors -= {name for name, stays_float in self.heads.items() if stays_float and name not in requested}
+        self.integer = self._settled(anchors, anchors)
+        for name in self._without_output_q():
+            if self._may_write_float(classes[name].node):
+                self.float_output.add(name)
+            else:
+                self.refused[name] = "its kernel needs a Q on its output (OpTypesToExcludeOutputQuantization)"
+        if self.refused or self.constraints.free:
+            readers, anchors = anchors, anchors - self.refused.keys()
+            self.integer = self._settled(anchors, readers)
+        self.between = self._between(self._available(anchors), anchors)
 
-def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
-    """The nodes that must stay float because of where their data comes from, node name to reason."""
-    protected: dict[str, str] = {}
-    by_name = secondary_inputs(view, primary)
-    origin = {id(v): by_name[str(v.name)] for v in view.inputs if str(v.name) in by_name}  # why, by protected value
-    for node in view.nodes:
-        if node.op_type in _SHAPE_SOURCES:
-            why = f"derives from a shape (by {node.op_type})"
-        else:
-            data = fed_by(view, node)
-            tainted = [v for v in data if id(v) in origin]
-            if not tainted:
+    def _settled(self, anchors: set[str], readers: set[str]) -> set[str]:
+        """The nodes that run in integer, the given anchors among them; notes which anchors write float.
+
+        Args:
+            anchors: The heavy nodes that run in integer.
+            readers: Those for whose sake light nodes before them do; more, where the caller refuses some the Q of
+                their output.
+        """
+        mixed = self.target.float_where == "mixed"
+        if mixed:
+            self._write_float(anchors, self._feeds_integer_only(anchors))
+        available = self._available(anchors)
+        demanded = self._demanded(readers, available)
+        if not mixed:
+            self._write_float(anchors, demanded)
+        light = {name: c for name, c in self.classes.items() if c.role in _LIGHT and self._ready(c, available)}
+        return anchors | {name for name, c in light.items() if any(id(v) in demanded for v in c.node.outputs)}
+
+    def _write_float(self, anchors: set[str], read: set[int]) -> None:
+        """Notes the anchors that may write float and whose output is not among values that integer kernels read."""
+        for node in (self.classes[name].node for name in anchors):
+            carries = any(str(v.name) in self.constraints.values for v in node.outputs)
+            if not carries and id(node.outputs[0]) not in read and self._may_write_float(node):
+                self.float_output.add(str(node.name))
+
+    def _between(self, available: set[int], anchors: set[str]) -> set[str]:
+        """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
+        found: set[str] = set()
+        reaching: set[int] = set()
+        for node in reversed(self.view.nodes):
+            c = self.classes[str(node.name)]
+            if not any(id(v) in reaching for v in node.outputs) and str(node.name) not in anchors:
                 continue
-            why = origin[id(tainted[0])]
-            if len(tainted) < len(data):
-                protected[str(node.name)] = f"mixes main data with a protected tensor: {why}"
-                continue
-        protected[str(node.name)] = why
-        for out in node.outputs:
-            origin[id(out)] = why
-    steering: set[int] = set()
-    for node in reversed(view.nodes):
-        for out in node.outputs:
-            uses = view.consumers(out)
-            if uses and not view.is_output(out) and all(_steers(c, steering) for c in uses):
-                steering.add(id(out))
-        if node.outputs and all(id(v) in steering for v in node.outputs):
-            protected.setdefault(str(node.name), "computes a shape, a bound or an index, not data")
-    return protected
+            if str(node.name) in anchors:
+                reaching.add(id(node.inputs[0]))
+            elif c.role is not Role.FLOAT:
+                reaching.update(id(v) for v in c.data)
+            rule = self.target.rule(node.op_type)
+            by_rule = rule is not None and c.rule == rule.id  # not kept float by the caller or by protection
+            if by_rule and c.role is Role.ISLAND and c.data and all(id(v) in available for v in c.data):
+                found.add(str(node.name))
+        return found
+
+    def _without_output_q(self) -> list[str]:
+        """The integer anchors on whose output the caller wants no Q, and which nobody reads through one either."""
+        found = []
+        for name in sorted(self.integer - self.float_output) if self.constraints.free else ():
+            activation = self.absorption.by_producer.get(name)
+            value = (self.classes[name].node if activation is None else activation).outputs[0]
+            readers = [c.node for c in self.view.consumers(value) if c.index != CAPTURED]
+            read = any(str(node.name) in self.integer or node.op_type in _GATES for node in readers)
+            if self.classes[name].role is Role.ANCHOR and str(value.name) in self.constraints.free and not read:
+                found.append(name)
+        return found
+
+    def _may_write_float(self, node: ir.Node) -> bool:
+        """Whether the integer kernel of an anchor may write float."""
+        listed = node.op_type in self.target.float_output
+        return listed and self.target.hooks.writes_float(self.view, node, self.options)
+
+    def _ready(self, c: NodeClass, available: set[int]) -> bool:
+        """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
+        missing = [v for v in c.data if id(v) not in available]
+        if not missing:
+            return True
+        if c.role is not Role.BINARY or len(missing) == len(c.data):
+            return False
+        whole = _elements(self.view, c.node.outputs[0])
+        return all(0 < _elements(self.view, v) * 8 <= whole for v in missing)
+
+    def _available(self, anchors: set[str]) -> set[int]:
+        available: set[int] = set()
+        writes = anchors - self.float_output
+        for value in filter(self.view.is_float32, self.view.inputs):
+            if any(str(c.node.name) in anchors and c.index == 0 for c in self.view.consumers(value)):
+                available.add(id(value))
+        for node in self.view.nodes:
+            c = self.classes[str(node.name)]
+            if c.role is Role.ANCHOR:
+                reached = str(node.name) in writes
+            elif c.role in _LIGHT:
+                reached = bool(c.data) and self._ready(c, available)
+            else:
+                reached = c.role is not Role.FLOAT and bool(c.data) and all(id(v) in available for v in c.data)
+            if reached:
+                available.update(id(v) for v in node.outputs)
+        return available
+
+    def _demanded(self, anchors: set[str], available: set[int]) -> set[int]:
+        demanded: set[int] = set()
+
+        def asks(reader: Consumer) -> bool:
+            c = self.classes[str(reader.node.name)]
+            if reader.index == CAPTURED:
+                return False
+            if reader.index == 0 and str(reader.node.name) in anchors:
+                return True
+            is_light = c.role in _LIGHT and self._ready(c, available)
+            onward = is_light or self.absorption.partner(reader.node) is not None
+            return onward and any(id(v) in demanded for v in reader.node.outputs)
+
+        for node in reversed(self.view.nodes):
+            c = self.classes[str(node.name)]
+            passes = c.role is Role.PASS_THROUGH
+            if node.op_type in self.target.eager and self._is_eager(c, anchors, available):
+                demanded.update(id(v) for v in node.outputs)
+            for value in node.outputs:
+                readers, is_output = self.view.consumers(value), self.view.is_output(value)
+                # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads that.
+                moved = passes and (is_output or any(c.index == CAPTURED for c in readers))
+                if moved or (is_output and self._outputs_take_int8) or any(map(asks, readers)):
+                    demanded.add(id(value))
+        return demanded
+
+    def _is_eager(self, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
+        """Whether a light node stands right behind an integer anchor, or a sum of integers."""
+        producer = c.data[0].producer() if c.data else None
+        if c.role is not Role.UNARY or producer is None or not self._ready(c, available):
+            return False
+        return str(producer.name) in anchors or producer.op_type == "Add"
+
+    def _feeds_integer_only(self, anchors: set[str]) -> set[int]:
+        """The values all of whose readers, through shapes and absorbed activations, are integer anchors."""
+        feeds: set[int] = set()
+
+        def is_integer(reader: Consumer, value: ir.Value) -> bool:
+            inside = reader.index != CAPTURED
+            if inside and self.absorption.shortcuts.get(str(reader.node.name)) is value:
+                return True
+            taken = inside and self.absorption.partner(reader.node) is not None
+            through = taken or self.classes[str(reader.node.name)].role is Role.PASS_THROUGH
+            onward = through and all(id(v) in feeds for v in reader.node.outputs)
+            return (reader.index == 0 or taken) and (str(reader.node.name) in anchors or onward)
+
+        for node in reversed(self.view.nodes):
+            for value in node.outputs:
+                readers = self.view.consumers(value)
+                ends_well = self._outputs_take_int8 if self.view.is_output(value) else bool(readers)
+                if ends_well and all(is_integer(reader, value) for reader in readers):
+                    feeds.add(id(value))
+        return feeds
+
+    def _heads(self, anchors: set[str]) -> dict[str, bool]:
+        """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
+        reaches: set[int] = set()  # values from which an anchor can be reached
+        heads: dict[str, bool] = {}
+        for node in reversed(self.view.nodes):
+            onward = any(id(v) in reaches for v in node.outputs)
+            is_anchor = str(node.name) in anchors
+            if is_anchor and not onward:
+                heads[str(node.name)] = False
+            if is_anchor or onward:
+                reaches.update(id(v) for v in node.inputs if v is not None)
+                reaches.update(id(v) for v in self.view.captured_by(node))
+        convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
+        keep = self.options.protect_outputs == "float"
+        if self.options.protect_outputs == "auto":
+            work = {name: multiply_accumulates(self.view, self.classes[name].node) for name in anchors}
+            most = self.target.head_float_share * sum(work.values())
+            keep = len(convs) < len(anchors) and sum(work[name] for name in convs) <= most
+        return {name: keep and name in convs for name in heads}
 
 
-def _steers(reader: Consumer, steering: set[int]) -> bool:
-    """Whether a value steers the node that reads it, or feeds what steers further ones."""
-    if reader.index in _STEERING.get(reader.node.op_type, ()):
-        return True
-    outputs = reader.node.outputs
-    return reader.index != CAPTURED and bool(outputs) and all(id(v) in steering for v in outputs)
+def _elements(view: GraphView, value: ir.Value) -> int:
+    """The number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
+    dims = view.dims(value)
+    return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
 
 
-def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
-    """The non-constant values that feed (rather than steer) a node, those that its bodies read included."""
-    steering = _STEERING.get(node.op_type, ())
-    fed = [v for i, v in enumerate(node.inputs) if v is not None and i not in steering]
-    return [v for v in (*fed, *view.captured_by(node)) if not view.is_constant(v)]
+def multiply_accumulates(view: GraphView, node: ir.Node) -> int:
+    """The multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
+    weight, dims = node.inputs[1], view.dims(node.outputs[0]) or ()
+    times = dims[2:] if node.op_type == "Conv" else dims[:-1]
+    return 0 if weight is None else _elements(view, weight) * math.prod(d or 1 for d in times)
 
 
 class Assignment:
@@ -147,7 +269,7 @@ class Assignment:
     """
 
     def __init__(
-        self, view: GraphView, target: targets.Target, options: PlacementOptions, base: Assignment | None = None
+        self, view: GraphView, target: Target, options: PlacementOptions, base: Assignment | None = None
     ) -> None:
         self.view, self.target, self.options = view, target, options
         # What each node could become by the rules, the caller's words and the data that reach it.
@@ -183,10 +305,10 @@ class Assignment:
     def _class_activations(self) -> None:
         """Classes what kernels take in as activations; on a target of integers alone, the others as operators."""
         taken = {name: self.classes[name] for name in self.absorption.by_activation}
-        self.classes.update({name: replace(c, role=targets.Role.ACTIVATION) for name, c in taken.items()})
+        self.classes.update({name: replace(c, role=Role.ACTIVATION) for name, c in taken.items()})
         if self.target.whole:
-            apart = {n: c for n, c in self.classes.items() if c.role is targets.Role.ACTIVATION and self._is_apart(c)}
-            self.classes.update({name: replace(c, role=targets.Role.UNARY) for name, c in apart.items()})
+            apart = {n: c for n, c in self.classes.items() if c.role is Role.ACTIVATION and self._is_apart(c)}
+            self.classes.update({name: replace(c, role=Role.UNARY) for name, c in apart.items()})
 
     def is_integer(self, node: ir.Node | None) -> bool:
         """Whether a node runs in integer."""

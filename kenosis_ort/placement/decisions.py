@@ -313,7 +313,15 @@ class Decider:
             else:
                 self.decisions.append(self._float_read(edge, value, EdgeRole.OUTPUT))
 
-    def with_grid(self, decision: Decision) -> Decision:
+    def with_grids(self, moved: Mapping[str, str]) -> tuple[Decision, ...]:
+        """The decisions with integer types and symmetry; values that an operator moved to a grid are read as they are.
+
+        Args:
+            moved: Values that lie on a grid without Q of their own, with what moved them.
+        """
+        return tuple(_read_as_is(self._with_grid(d), moved) for d in self.decisions)
+
+    def _with_grid(self, decision: Decision) -> Decision:
         """A decision with the integer type and symmetry that its value is read in."""
         overrides, value = self.constraints.overrides, decision.edge.value
         if decision.how is How.FLOAT:
@@ -343,3 +351,14 @@ def _grids(node: ir.Node) -> tuple[str, str]:
 
 def _type_name(element_type: int) -> str:
     return ir.DataType(element_type).name.lower()
+
+
+def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
+    """A decision to read a value as it is where an operator moved it there from a grid."""
+    mover = moved.get(decision.edge.value)
+    if mover is None or decision.how is How.FLOAT:
+        return decision
+    reason = f"'{mover}' moves bytes: it is on their grid already"
+    return replace(
+        decision, how=How.FLOAT, rule="moves-keep-grid", reason=reason, provider=None, dtype="", symmetric=False
+    )

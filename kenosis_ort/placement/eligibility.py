@@ -5,18 +5,25 @@ A node is held against the target's rules, by its operands, types and the caller
 those of the node that computes them. What enters the graph has 8, as in the paper's model zoo, and so have constant
 operands and tensors of which the caller dictates the parameters. Values that share their parameters share their bits,
 the most that any of them asks for. Source: Pappalardo et al., "QONNX", 2022, table III.
+
+Stage 6 keeps what is not picture, sound or text out of int8.
+
+Flood-fill from secondary inputs (scale factors, image shapes, masks, states) and from everything shape-like:
+a node all of whose data derives from them stays float, and so does the node where it meets the main data, which
+is where the flood stops. Source: Kenosis paper, stage 6, "Non-vision tensor protection".
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
-from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.placement.absorption import activation_bounds
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role
@@ -189,7 +196,7 @@ def _no_constant(view: GraphView, node: ir.Node) -> str | None:
 
 
 def _clip_at_zero(view: GraphView, node: ir.Node) -> str | None:
-    low, high = activation_bounds(view, node) or (None, None)
+    low, high = view.activation_bounds(node) or (None, None)
     return None if low == 0.0 and (high is None or high > 0.0) else "its bounds are not 0 and a positive constant"
 
 
@@ -207,6 +214,105 @@ _PREDICATES: Final[dict[Requirement, Callable[[GraphView, ir.Node], str | None]]
     Requirement.NO_CONSTANT: _no_constant,
     Requirement.CLIP_AT_ZERO: _clip_at_zero,
 }
+
+
+_SECONDARY_NAME = re.compile(
+    r"scale_?factor|im_?shape|image_?shape|im_?info|im_?scale|orig_?(target_)?size|mask|token_type|position|segment"
+    r"|(^|[_./])(sr|h0|c0|hx|cx)$|sample_?rate|(^|[_./])len(gth)?s?$|_lengths?$|state|hidden|cache|past|mems",
+    re.IGNORECASE,
+)
+_SHAPE_SOURCES = frozenset({"Shape", "Size", "NonZero", "ConstantOfShape", "EyeLike", "Range"})
+# Inputs that steer an operator rather than feed it: what is computed for them alone stays float.
+_STEERING = {
+    operator: positions
+    for positions, operators in (
+        ((0,), "Where If"),
+        ((0, 1), "Loop"),
+        ((0, 1, 2), "OneHot Range"),
+        ((0, 1, 2, 3, 4), "NonMaxSuppression"),
+        ((1,), "CumSum Expand Gather GatherElements GatherND GridSample ReduceMax ReduceMean ReduceMin ReduceSum"),
+        ((1,), "Reshape ScatterElements ScatterND Split Squeeze Tile TopK Trilu Unsqueeze Upsample"),
+        ((1, 2), "Clip Dropout RoiAlign"),
+        ((1, 2, 3), "Pad Resize"),
+        ((1, 2, 3, 4), "Slice"),
+    )
+    for operator in operators.split()
+}
+
+
+def secondary_inputs(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
+    """The graph inputs that do not carry the data proper, name to reason.
+
+    Args:
+        view: The prepared model.
+        primary: The caller's own list of primary inputs; None to tell by name and shape.
+
+    Raises:
+        OptionError: ``primary`` names an input that does not exist.
+    """
+    names = [str(v.name) for v in view.inputs]
+    if primary is not None:
+        for name in primary:
+            if name not in names:
+                what = f"primary_inputs names '{name}', which is no input of the model.{did_you_mean(name, names)}"
+                raise OptionError(what, where="primary_inputs", fix=f"inputs are {names}")
+        return {n: "not among the caller's primary_inputs" for n in names if n not in primary}
+    found = {n: f"'{n}' is named like a secondary input" for n in names if _SECONDARY_NAME.search(n)}
+    ranks = [view.rank(v) or 0 for v in view.inputs if str(v.name) not in found]
+    highest = max(ranks, default=0)
+    if highest >= 3:
+        for v in view.inputs:
+            dims = view.dims(v)
+            small = dims is not None and len(dims) <= 2 and all(d is None or d <= 8 for d in dims[1:])
+            if str(v.name) not in found and small:
+                found[str(v.name)] = f"'{v.name}' is a small vector beside the {highest}-dimensional data"
+    return found if len(found) < len(names) else {}
+
+
+def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
+    """The nodes that must stay float because of where their data comes from, node name to reason."""
+    protected: dict[str, str] = {}
+    by_name = secondary_inputs(view, primary)
+    origin = {id(v): by_name[str(v.name)] for v in view.inputs if str(v.name) in by_name}  # why, by protected value
+    for node in view.nodes:
+        if node.op_type in _SHAPE_SOURCES:
+            why = f"derives from a shape (by {node.op_type})"
+        else:
+            data = fed_by(view, node)
+            tainted = [v for v in data if id(v) in origin]
+            if not tainted:
+                continue
+            why = origin[id(tainted[0])]
+            if len(tainted) < len(data):
+                protected[str(node.name)] = f"mixes main data with a protected tensor: {why}"
+                continue
+        protected[str(node.name)] = why
+        for out in node.outputs:
+            origin[id(out)] = why
+    steering: set[int] = set()
+    for node in reversed(view.nodes):
+        for out in node.outputs:
+            uses = view.consumers(out)
+            if uses and not view.is_output(out) and all(_steers(c, steering) for c in uses):
+                steering.add(id(out))
+        if node.outputs and all(id(v) in steering for v in node.outputs):
+            protected.setdefault(str(node.name), "computes a shape, a bound or an index, not data")
+    return protected
+
+
+def _steers(reader: Consumer, steering: set[int]) -> bool:
+    """Whether a value steers the node that reads it, or feeds what steers further ones."""
+    if reader.index in _STEERING.get(reader.node.op_type, ()):
+        return True
+    outputs = reader.node.outputs
+    return reader.index != CAPTURED and bool(outputs) and all(id(v) in steering for v in outputs)
+
+
+def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
+    """The non-constant values that feed (rather than steer) a node, those that its bodies read included."""
+    steering = _STEERING.get(node.op_type, ())
+    fed = [v for i, v in enumerate(node.inputs) if v is not None and i not in steering]
+    return [v for v in (*fed, *view.captured_by(node)) if not view.is_constant(v)]
 
 
 _ATTENTION = "matmul-activations"

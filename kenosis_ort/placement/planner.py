@@ -286,7 +286,7 @@ class _Placement:
             decider.decide_node(node)
         decider.decide_outputs()
         moved = values_moved(self.assignment, groups) if ranges and self.target.keeps_grid else {}
-        decisions = tuple(_read_as_is(decider.with_grid(d), moved) for d in decider.decisions)
+        decisions = decider.with_grids(moved)
         by_value: dict[str, list[Decision]] = {}
         for d in decisions:
             by_value.setdefault(d.edge.value, []).append(d)
@@ -328,14 +328,3 @@ class _Placement:
             if len(reads) > 1 and not self.assignment.constraints.overrides.converts(name):
                 found[name] = self.assignment.owned_by_integer(value)
         return found
-
-
-def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
-    """A decision to read a value as it is where an operator moved it there from a grid."""
-    mover = moved.get(decision.edge.value)
-    if mover is None or decision.how is How.FLOAT:
-        return decision
-    reason = f"'{mover}' moves bytes: it is on their grid already"
-    return replace(
-        decision, how=How.FLOAT, rule="moves-keep-grid", reason=reason, provider=None, dtype="", symmetric=False
-    )

@@ -161,7 +161,7 @@ BREAKS = (
           "for graph in [model.graph]:\n        for value in (*graph.input, *", "graph/test_precision.py"),
     Break("plan.py", "a is not None and b is not None and a.grid != b.grid:", "False:", "contracts/test_targets.py"),
     Break("fusing.py", "keep_types=True", "keep_types=False", "test_fusing.py"),
-    Break("placement/assignment.py", "found if len(found) < len(names) else {}", "found", "placement/test_domain.py"),
+    Break("placement/eligibility.py", "found if len(found) < len(names) else {}", "found", "placement/test_domain.py"),
     Break("placement/absorption.py", "else min(x for x in", "else max(x for x in", "placement/test_absorption.py"),
     Break("demo/measurements.py", "values.argmax(1) == digits.", "values.argmax(1) != digits.", "cli/test_commands.py"),
     Break("placement/absorption.py", "        self.shortcuts[str(node.name)] = others[0]", "        pass",

@@ -7,8 +7,8 @@ import pytest
 
 from kenosis_ort.errors import OptionError
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.assignment import Assignment, protect, secondary_inputs
-from kenosis_ort.placement.domain import Domain, multiply_accumulates
+from kenosis_ort.placement.assignment import Assignment, Domain, multiply_accumulates
+from kenosis_ort.placement.eligibility import protect, secondary_inputs
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
 from tests.placement.build import CONV, view_of
