@@ -21,14 +21,7 @@ from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qdq import fold_layouts, from_qcdq, from_qdq, is_dequantize, to_signed
 from kenosis_ort.formats.from_qonnx import FloatReader, Reader, to_float
 from kenosis_ort.formats.from_qop import from_qop, holds_quantized_operators
-from kenosis_ort.formats.qonnx_nodes import (
-    DOMAINS,
-    check_nodes,
-    drop_imports,
-    is_qonnx,
-    spell_out,
-    to_channels_first,
-)
+from kenosis_ort.formats.qonnx_nodes import DOMAINS, check_nodes, drop_imports, is_qonnx, spell_out, to_channels_first
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop

@@ -19,17 +19,8 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.feeds import bytes_of
-from kenosis_ort.cluster.client import (
-    FORGOTTEN,
-    Cluster,
-    Sender,
-    answering,
-    differences,
-    lock,
-    models,
-    unpacked,
-    versions,
-)
+from kenosis_ort.cluster import client
+from kenosis_ort.cluster.client import Cluster, Sender, answering, differences, versions
 from kenosis_ort.errors import ClusterError, KenosisError, VerificationError
 from kenosis_ort.runtime.session import Array, Closing, Executor, Running, Session, as_array, open_session
 
@@ -224,7 +215,7 @@ class _Flight:
                 return None
             except Exception as error:
                 if self._client.status == "running":
-                    if future.status not in FORGOTTEN:
+                    if future.status not in client.FORGOTTEN:
                         raise ClusterError(
                             f"A worker failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
                             where=self._name(piece),
@@ -295,9 +286,9 @@ def chunked(feeds: Iterable[dict[str, Any]], most: int) -> Iterator[list[dict[st
 
 def rest() -> None:
     """Lets go of models and sessions."""
-    with lock:
+    with client.lock:
         left = [each for known in idle.values() for each in known]
-        for cached in (models, _sessions, idle):
+        for cached in (client.models, _sessions, idle):
             cached.clear()
     for each in left:
         each.close()
@@ -328,7 +319,7 @@ def done(message: bytes, bundles: Sequence[Mapping[str, bytes]], wanted: Mapping
         if found := differences(wanted, versions()):  # it may have joined late
             what = f"A worker that joined has other versions: {found}."
             raise ClusterError(what, where=_address() or None, fix="Install the same versions on every worker.")
-        work, piece = unpacked(message, bundles)
+        work, piece = client.unpacked(message, bundles)
         return Done(work(piece), None, time.perf_counter() - start, _address())
     except KenosisError as error:
         return Done(None, error, time.perf_counter() - start, _address())
@@ -365,7 +356,7 @@ def ran(given: ModelRuns) -> tuple[list[dict[str, Array]], VerificationError | N
 
 def _session(model: onnx.ModelProto, libraries: tuple[str, ...]) -> Session:
     """A session, that of an earlier piece where the model is the same."""
-    with lock:
+    with client.lock:
         for known, its_libraries, session in _sessions:
             if known is model and its_libraries == libraries:
                 return session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, Final, overload
 
 import numpy as np
@@ -14,8 +15,20 @@ IN_MEMORY: Final = 2**26
 """Bytes of arrays held in memory; what comes beyond is on disk."""
 
 
+class _Arrays:
+    """A temporary file, which goes with the object."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch("spool")
+        self.file = (self.scratch.path / "arrays").open("w+b")
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+
+
 class Spool(Sequence[dict[str, Any]]):
-    """Dictionaries by number, as they were appended. The file goes with the object.
+    """Dictionaries by number, as they were appended. The file goes with the object and the parts of it.
 
     Arrays are copied; what is no array of numbers stays in memory as it is.
 
@@ -27,8 +40,7 @@ class Spool(Sequence[dict[str, Any]]):
         self._memory = memory
         self._in_memory: list[dict[str, Any]] = []
         self._places: list[dict[str, int]] = []
-        self._scratch: Scratch | None = None
-        self._file: io.BufferedRandom | None = None
+        self._arrays: _Arrays | None = None
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Adds one dictionary.
@@ -51,19 +63,17 @@ class Spool(Sequence[dict[str, Any]]):
         self._places.append(places)
 
     def _written(self, value: np.ndarray[Any, Any]) -> int:
-        if self._file is None:
-            self._scratch = Scratch("spool")
-            self._file = (self._scratch.path / "arrays").open("w+b")
-        place = self._file.seek(0, io.SEEK_END)
-        np.lib.format.write_array(self._file, value, allow_pickle=False)
+        self._arrays = self._arrays or _Arrays()
+        place = self._arrays.file.seek(0, io.SEEK_END)
+        np.lib.format.write_array(self._arrays.file, value, allow_pickle=False)
         return place
 
     def _entry(self, index: int) -> dict[str, Any]:
         found = dict(self._in_memory[index])
         for name, place in self._places[index].items():
-            assert self._file is not None, "what has a place was written"
-            self._file.seek(place)
-            found[name] = np.lib.format.read_array(self._file, allow_pickle=False)
+            assert self._arrays is not None, "what has a place was written"
+            self._arrays.file.seek(place)
+            found[name] = np.lib.format.read_array(self._arrays.file, allow_pickle=False)
         return found
 
     def release(self, index: int) -> None:
@@ -80,39 +90,11 @@ class Spool(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Part: ...
+    def __getitem__(self, index: slice) -> Spool: ...
 
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Part:
-        places = range(len(self))[index]
-        return Part(self, places) if isinstance(places, range) else self._entry(places)
-
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None and self._file is not None:
-            self._file.close()
-
-
-class Part(Sequence[dict[str, Any]]):
-    """Some entries of a sequence, read when they are asked for.
-
-    Args:
-        whole: The sequence.
-        places: Which of its entries.
-    """
-
-    def __init__(self, whole: Sequence[dict[str, Any]], places: Sequence[int]) -> None:
-        self._whole = whole
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Part: ...
-
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Part:
-        if isinstance(index, slice):
-            return Part(self._whole, self._places[index])
-        return self._whole[self._places[index]]
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Spool:
+        if not isinstance(index, slice):
+            return self._entry(range(len(self))[index])
+        part = copy(self)  # of the same file
+        vars(part).update(_in_memory=self._in_memory[index], _places=self._places[index])
+        return part

@@ -15,14 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.plan import Decision
-from kenosis_ort.report.evidence import (
-    GraphSketch,
-    ReportEvidence,
-    SketchNode,
-    TensorProfile,
-    by_key,
-    explain_plan,
-)
+from kenosis_ort.report.evidence import GraphSketch, ReportEvidence, SketchNode, TensorProfile, by_key, explain_plan
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
 from kenosis_ort.report.html.layout import GraphLayout, crossing, layout_of
 from kenosis_ort.storage.data import finite
