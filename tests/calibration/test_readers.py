@@ -104,12 +104,6 @@ def test_arrays_that_are_no_inputs() -> None:
     assert list(told.feed(0)) == ["x"]
 
 
-def test_a_name_that_leaves_an_input_unfed_is_named(tmp_path: Path) -> None:
-    data = ArrayReader({"wrong": X})
-    with pytest.raises(CalibrationError, match="'wrong'"):
-        kenosis_ort.quantize_static(models.mlp(), tmp_path / "out.onnx", data, recipe="plain")
-
-
 # ---- tar files and Parquet tables ------------------------------------------------------------------------------------
 
 

@@ -205,6 +205,8 @@ def test_registered_on_request(tmp_path: Path, library: str, registered: list[st
     want, got = ([session(m, library).run(None, feed)[0] for feed in feeds] for m in (custom(), out))
     assert sqnr_db(want, got) > 25
     assert verify_fusion(out, custom_op_libraries=[library]).by_node["conv1"].integer
+    with pytest.raises(KenosisError, match="custom_op_libraries"):
+        verify_fusion(out)
 
 
 @pytest.mark.usefixtures("library")

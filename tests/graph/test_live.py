@@ -107,17 +107,6 @@ def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
     onnx.checker.check_model(graph.proto)
 
 
-def test_an_output_keeps_its_name_whoever_makes_it() -> None:
-    graph = live("a = Relu(x) b = Identity(a) y = Neg(b)", "b y")
-    relu, copy = node(graph, "Relu"), node(graph, "Identity")
-    graph.remove(copy)
-    graph.take_over_output(relu, copy.outputs[0])
-    assert written(graph) == ["b = Relu x", "y = Neg b"]
-    graph.insert_behind(relu, "Abs")
-    assert written(graph) == ["Relu_a_output = Relu x", "b = Abs Relu_a_output", "y = Neg b"]
-    assert [output.name for output in graph.proto.graph.output] == ["b", "y"]
-
-
 def test_what_a_body_reads_or_the_caller_names_is_pinned() -> None:
     graph = LiveGraph(ready(models.net_with_if()).proto)
     conv, relu = node(graph, "Conv"), node(graph, "Relu")

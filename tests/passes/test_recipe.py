@@ -99,7 +99,12 @@ def test_overrides_of_tensors_survive() -> None:
     ("[recipe]\n[options.stages]\nbiass = false", "Did you mean 'bias'"),
     ("[recipe]\n[options]\nmodel_output = 'x'", "unknown option 'model_output'"),
     ("options = 3\n[recipe]\n", "is no table"),
-])  # fmt: skip
+    ("[recipe]\n[options]\nweight_type = ['int8']", "is unknown. Did you mean 'int8'"),
+    ("[recipe]\n[options]\nstages = {weights = 3}", "stages.weights=3 is a int"),
+    ("[recipe]\n[options.extra_options.TensorQuantOverrides]\nx = [{scale = {dtype = 'nonsense', values = [1]}}]",
+     "extra_options cannot be read"),
+    ("x = " + "[" * 5000 + "]" * 5000, "not valid TOML"),
+], ids=lambda text: text[:50])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(text)

@@ -151,17 +151,6 @@ def test_before_calibration_every_value_that_may_need_a_range_is_named() -> None
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layer", "adds", "axis", "beta"), [
-    ("y = Gemm <beta = 0.5, transB = 1> (x, w, b)", "Gemm_y", 0, 0.5),
-    ("m = MatMul (x, w) y = Add (m, b)", "Add_y", 1, 1),
-])  # fmt: skip
-def test_biases_are_int32_at_the_product_of_the_scales_and_weights_by_channel(layer, adds, axis, beta):
-    plan = plan_of(f"(float[2,4] x) => (y) <float[4,4] w, float[4] b> {{ {layer} }}")
-    bias, weight = decision(plan, "b", adds), decision(plan, "w", plan.nodes[0].node)
-    assert (bias.role, bias.how, bias.scale_from, bias.beta) == (EdgeRole.BIAS, How.DERIVED, ("x", "w"), beta)
-    assert (weight.role, weight.how, weight.axis) == (EdgeRole.WEIGHT, How.OWN, axis)
-
-
 def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
     text = "net (float[2,4] x) => (y, z) <float[4,4] w> { y = Gemm <transB = 1> (x, w) z = Gemm (x, w) }"
     for plan in (plan_of(text), plan_of(models.mlp(), per_channel=False)):

@@ -28,20 +28,6 @@ def test_a_recipe_file_loads_no_library(tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
-@pytest.mark.parametrize("text", [
-    "[options]\nweight_type = ['int8']\n", "[options]\nstages = {weights = 3}\n",
-    "[options.extra_options.TensorQuantOverrides]\nx = [{scale = {dtype = 'nonsense', values = [1]}}]\n",
-    "x = " + "[" * 5000 + "]" * 5000,
-], ids=["list", "stage", "dtype", "nested"])  # fmt: skip
-def test_a_strange_recipe_is_one_clear_line(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "r.toml"
-    file.write_text(f"schema = 1\n{text}")
-    with pytest.raises(OptionError) as caught:
-        RecipeFile.load(file)
-    assert str(file) in str(caught.value)
-    assert "was not made for" not in str(caught.value)
-
-
 READ: dict[str, Callable[[Path], Any]] = {
     "model": load_model,
     "recipe": RecipeFile.load,

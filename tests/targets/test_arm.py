@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
 from benchmarks.arm import largest_difference, make, not_as_planned, prove_there, save_feeds
 from kenosis_ort import preview
-from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from tests import models
-from tests.targets.files import DQ, Q, Written, net_of
+from tests.targets.files import Written, net_of
 
 PYTHON = os.environ.get("KENOSIS_ARM_PYTHON", "")
 there = pytest.mark.skipif(not PYTHON, reason="KENOSIS_ARM_PYTHON names no Python on Arm")
@@ -56,17 +55,6 @@ def test_activations_are_int8_unless_weights_are_uint8(model, options, kind, tmp
 
 def test_a_value_has_one_pair_for_all_readers() -> None:
     assert preview(BRANCHES, target="arm").splits == {}
-
-
-def test_nothing_is_float16_behind_q_and_dq(tmp_path: Path) -> None:
-    model = copy_model(BRANCHES)
-    for tensor in model.graph.initializer:
-        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    made = written(model, tmp_path)
-    scales = [made.constants[n.input[1]] for n in made.model.graph.node if n.op_type in (Q, DQ)]
-    assert {scale.dtype.name for scale in scales} == {"float32"}
 
 
 @pytest.mark.skipif(is_arm(os.uname().machine), reason="asked and timed on Arm itself")

@@ -154,18 +154,6 @@ def test_what_other_programs_take_does_not_count():
     assert (found.comparison.ratio, found.reference_milliseconds) == pytest.approx((2, 20))
 
 
-@pytest.mark.real_clock
-def test_on_the_installed_runtime():
-    model, broken = models.conv_relu_chain(2), models.conv_relu_chain(2)
-    broken.graph.node[0].op_type = "NoSuchOperator"
-    setup, before = RaceSetup(models.feeds(model, 2)), model.SerializeToString()
-    found = race(model, model, setup, budget_s=0.4)
-    assert found.milliseconds > 0
-    assert np.isfinite(found.comparison.ratio)
-    assert "NoSuchOperator" in race(model, broken, setup, budget_s=0.4).reason
-    assert model.SerializeToString() == before
-
-
 def test_what_all_sessions_of_a_model_share_is_done_once():
     stadium, prepared = FakeStadium({"float": 0.2, "int8": 0.19}), []
 

@@ -85,20 +85,6 @@ def test_refusal_names_the_node_by_its_own_name(model: onnx.ModelProto, scratch:
     assert list(scratch.iterdir()) == []
 
 
-def test_custom_operator_library() -> None:
-    extensions = pytest.importorskip("onnxruntime_extensions")
-    g = QdqGraph()
-    x = g.q(g.gemm(g.q(g.input((4, 32)))))
-    y = g.op("Inverse", g.op("MatMul", g.op("Transpose", x, perm=[1, 0]), x), domain="ai.onnx.contrib")
-    model = g.model(y)
-    model.opset_import.add(domain="ai.onnx.contrib", version=1)
-    with pytest.raises(VerificationError, match="custom_op_libraries"):
-        verify_fusion(model)
-    found = verify_fusion(model, custom_op_libraries=[extensions.get_library_path()])
-    assert one(found, "ai.onnx.contrib.Inverse").kernel == "ai.onnx.contrib.Inverse"
-    assert one(found, "Gemm").integer
-
-
 # ---- a file says for which target it was made; the proof asks its runtime, and says so where it cannot ---------------
 
 
