@@ -67,6 +67,15 @@ def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
     assert CalibrationTable.from_json(table.to_json()) == table
 
 
+@pytest.mark.parametrize("kind", ["FLOAT16", "BOOL", "INT8", "INT4", "UINT4"])
+def test_fingerprint_is_that_of_the_content_however_it_is_stored(kind: str) -> None:
+    typed = helper.make_tensor("w", onnx.TensorProto.DataType.Value(kind), [3], [1, 0, 1])
+    raw = numpy_helper.from_array(numpy_helper.to_array(typed), "w")
+    assert (typed.HasField("raw_data"), raw.HasField("raw_data")) == (False, True)
+    found = [onnx.ModelProto(graph=onnx.GraphProto(initializer=[tensor])) for tensor in (typed, raw)]
+    assert model_fingerprint(found[0]) == model_fingerprint(found[1])
+
+
 def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
     model = models.residual_block()
     base, weights = model_fingerprint(model), model.graph.initializer
