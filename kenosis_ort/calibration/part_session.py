@@ -236,51 +236,36 @@ class ObservedModel(Closing):
         return {arg.name: sessions.TENSOR_TYPES.get(arg.type, 0) for arg in self.session(names).get_outputs()}
 
     def segment(
-        self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any], *, alone: bool = True
-    ) -> Session:
+        self,
+        part: Segment,
+        outputs: Sequence[str],
+        values: Mapping[str, Any],
+        any_order: Collection[str] = (),
+        *,
+        alone: bool = True,
+    ) -> tuple[Session, dict[str, str]]:
         """Makes a session of a contiguous part of the graph; what is constant in the whole is constant in it.
 
         Args:
             part: Which nodes, and what they read from outside.
             outputs: Names of the tensors to return, in this order.
             values: What the part is to run on: types and ranks of its inputs are those of their values.
+            any_order: Outputs that may come in blocks of channels, as kernels lay them out.
             alone: Whether it is the only session; otherwise it gives memory back after each run.
-
-        Raises:
-            CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
-        """
-        return self._create(self._part(part, outputs, values), arena=alone)
-
-    def segment_in_blocks(
-        self,
-        part: Segment,
-        outputs: Sequence[str],
-        values: Mapping[str, Any],
-        any_order: Collection[str],
-        *,
-        alone: bool = True,
-    ) -> tuple[Session, dict[str, str]]:
-        """Makes a session of a part that returns values as its kernels lay them out.
-
-        Args:
-            part: As for `segment`, as all that is not named here.
-            outputs: See there.
-            values: See there.
-            any_order: Outputs that may come in blocks of channels.
-            alone: See there.
 
         Returns:
             The session, and by the names of outputs that come in blocks what they are called there
             (`as_blocked` takes their arrays).
 
         Raises:
-            CalibrationError: As `segment`.
+            CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
         """
+        model = self._part(part, outputs, values)
         if not any_order:
-            return self.segment(part, outputs, values, alone=alone), {}
+            return self._create(model, arena=alone), {}
         path = self._folder() / "optimized.onnx"
         try:
-            plain = self._create(self._part(part, outputs, values), arena=alone, written_to=path)
+            plain = self._create(model, arena=alone, written_to=path)
             optimized = onnx.load(path, load_external_data=False)
             in_blocks = without_reorders(optimized, any_order)
             if not in_blocks:
@@ -290,7 +275,7 @@ class ObservedModel(Closing):
             return self._opened(str(path), arena=alone, optimize=False), in_blocks
         except (CalibrationError, OSError) as error:  # no room for the file, or the runtime does not read what it wrote
             _log.info("what convolutions make is put in order before it is looked at: %s", error)
-            return self.segment(part, outputs, values, alone=alone), {}
+            return self._create(model, arena=alone), {}
 
     def _part(self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any]) -> onnx.ModelProto:
         source = self._skeleton.graph

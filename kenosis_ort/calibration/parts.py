@@ -282,8 +282,8 @@ class StagedModel:
     def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
         if stage.session is None:
             alone = self.is_heavy or len(self._stages) == 1
-            asked, free = (stage.part, stage.outputs, values), self._free(stage.part)
-            stage.session, stage.in_blocks = self._model.segment_in_blocks(*asked, free, alone=alone)
+            asked = stage.part, stage.outputs, values, self._free(stage.part)
+            stage.session, stage.in_blocks = self._model.segment(*asked, alone=alone)
         inputs = {name: values[name] for name in stage.session.inputs if name in values}
         blocks = stage.in_blocks
         names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))

@@ -404,5 +404,4 @@ def collect_with_trust(
 
 def _parts(count: int, most: int) -> list[int]:
     """The sizes of as equal groups as possible."""
-    groups = min(count, most)
-    return [count // groups + (index < count % groups) for index in range(groups)] if groups else []
+    return [len(part) for part in np.array_split(np.arange(count), min(count, most))] if count else []

@@ -173,10 +173,10 @@ def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
     part = Segment(0, len(NET.graph.node), ("x",), CHANNELS, ())
     feed = samples()[0]
     with ObservedModel(NET, SessionSettings(threads=1)) as observed:
-        blocked, held = observed.segment_in_blocks(part, part.observed, feed, ("wide", "odd"))
+        blocked, held = observed.segment(part, part.observed, feed, ("wide", "odd"))
         if not held:
             pytest.skip("this processor has no blocks")
-        plain = observed.segment(part, part.observed, feed)
+        plain, _ = observed.segment(part, part.observed, feed)
         assert set(held) == {"wide"}
         wanted = dict(zip(CHANNELS, plain.run(list(CHANNELS), feed), strict=True))
         for name, array in wanted.items():
