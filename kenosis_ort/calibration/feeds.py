@@ -35,13 +35,11 @@ class Provenance:
     """Where samples come from.
 
     Attributes:
-        inputs: What was assumed about each input, for people.
         known: How well the scale of each input's values is known, by its name.
         natural: Whether the samples are made after what the inputs are in nature; random tokens and features are not.
         real: Number of real feeds, which come first.
     """
 
-    inputs: tuple[str, ...] = ()
     known: Mapping[str, Known] = field(default_factory=dict)
     natural: bool = False
     real: int = 0

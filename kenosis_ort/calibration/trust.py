@@ -59,14 +59,12 @@ class TensorAssessment:
 
     Attributes:
         source: How it was found.
-        depth: Where the tensor stands: 0 for inputs, 1 for the last layer.
         measured: Range over all samples.
         used: Range to quantize with.
         spread: Standard deviation of the range's ends over groups of samples with other seeds, as a share of its width.
     """
 
     source: RangeSource
-    depth: float
     measured: Range
     used: Range
     spread: float
@@ -80,23 +78,17 @@ class CalibrationTrust:
         verdict: Of the model.
         causes: Why it is not better, the tensors or inputs named; empty where trusted.
         supply: What the caller could give to make it better.
-        inputs: What was assumed about each input.
         tensors: By tensor name.
         samples: Number of made-up samples.
         real_samples: Number of real samples.
-        real_needed: Number of real samples after which ranges hardly changed; None where they still did, or without.
-        misfit: Median misfit of the model's BatchNormalizations, see `BatchNormFit`; None without any.
     """
 
     verdict: TrustLevel
     causes: tuple[str, ...] = ()
     supply: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
     tensors: Mapping[str, TensorAssessment] = field(default_factory=dict)
     samples: int = 0
     real_samples: int = 0
-    real_needed: int | None = None
-    misfit: float | None = None
 
 
 _NATURAL_MISFIT = 0.4
@@ -230,14 +222,11 @@ def assess(
         limited = _limit(used, measured, bounds.get(name))
         if limited != used and source is RangeSource.EXTENDED:
             source = RangeSource.BOUND
-        trusts[name] = TensorAssessment(source, at, measured, limited, spread)
-    needed = real_samples_needed(real)
-    misfits = evidence.misfits
+        trusts[name] = TensorAssessment(source, measured, limited, spread)
     how: dict[str, Any] = {"silent": evidence.silent, "natural": provenance.natural, "real": len(real)}
-    verdict = verdict_on(trusts, provenance.known, misfits, needed=needed, **how)
+    verdict = verdict_on(trusts, provenance.known, evidence.misfits, needed=real_samples_needed(real), **how)
     samples, of_real = (sum(table.samples for table in tables) for tables in (made_up, real))
-    misfit = float(np.median(list(misfits.values()))) if misfits else None
-    trust = CalibrationTrust(*verdict, provenance.inputs, trusts, samples, of_real, needed, misfit)
+    trust = CalibrationTrust(*verdict, trusts, samples, of_real)
     return whole.with_ranges({name: t.used for name, t in trusts.items()}), trust
 
 

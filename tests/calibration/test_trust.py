@@ -23,8 +23,8 @@ from tests.calibration.synthetic.test_draws import edges
 from tests.downloaded import ZOO
 from tests.planning import parse
 
-STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.05)}
-SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, 0.5, (0, 1), (0, 1), 0.6)}
+STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.05)}
+SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.6)}
 
 
 def verdict(**changes: Any) -> tuple[trust.TrustLevel, tuple[str, ...], tuple[str, ...]]:

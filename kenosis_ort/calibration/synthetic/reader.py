@@ -138,9 +138,8 @@ class SyntheticReader(IndexedReader):
 
     @property
     def provenance(self) -> Provenance:
-        """What was assumed, and how well it is known."""
+        """How well what was assumed is known."""
         return Provenance(
-            inputs=self.assumptions,
             known={name: maker.known for name, maker in self._makers.items()},
             natural=all(maker.natural for maker in self._makers.values()),
             real=len(self._real),
