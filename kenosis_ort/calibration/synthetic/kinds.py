@@ -403,7 +403,7 @@ def find_shapes(
     free = [i for i in infos if i.name not in given and has_free_axes(i)]
     if not free:
         return resolve_shapes(infos, given, hints)
-    blocks = any(i.kind is InputKind.AUDIO for i in free)
+    audio, blocks = (any(i.kind is InputKind.AUDIO for i in some) for some in (infos, free))
     outputs = [value.name for value in proto.graph.output]
     layers = [n.output[0] for n in proto.graph.node if n.op_type in HEAVY and n.output[0] not in outputs]
     watched = [*outputs, *(layers[:: max(1, -(-len(layers) // _PEAKS))] if blocks else ())]
@@ -412,7 +412,6 @@ def find_shapes(
     first_error: CalibrationError | None = None
     found: list[tuple[Shapes, int, float]] = []
     # The usual sizes first; for sound those of the blocks that nets take.
-    audio = any(info.kind is InputKind.AUDIO for info in infos)
     for size in (None, *dict.fromkeys((*_AUDIO_SIZES, *_SIZES) if audio else _SIZES)):
         try:
             shapes = resolve_shapes(infos, given, hints, size)

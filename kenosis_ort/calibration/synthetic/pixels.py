@@ -237,10 +237,11 @@ def image_maker(
         return ImageMaker(info, shape, [_of_real(real, info)], Known.REAL)
     plain = ImageMaker(info, shape, [Preprocessing()], Known.GUESS)
     pictures = cache(lambda index: plain.pictures(SyntheticSample(0, index)))
-    ways, known = choose_ways(
-        proto, info, lambda way, index: plain.brought(pictures(index), way).astype(info.dtype), settings
-    )
-    return ImageMaker(info, shape, ways, known)
+
+    def trial(way: Preprocessing, index: int) -> Array:
+        return plain.brought(pictures(index), way).astype(info.dtype)
+
+    return ImageMaker(info, shape, *_chosen(proto, info, trial, settings))
 
 
 def _of_real(feeds: Sequence[Mapping[str, Array]], info: InputInfo) -> Preprocessing:
@@ -285,28 +286,18 @@ _OUTLOOK_TRIALS = 3
 _METADATA = re.compile(r"(?:^|[._])(?:image_)?(mean|std|scale)(?:_values?)?$", re.IGNORECASE)
 
 Choice = tuple[tuple[Preprocessing, ...], Known]
+Trial = Callable[[Preprocessing, int], Array]
+"""Makes an input's array from a preprocessing and an index."""
 
 
-def choose_ways(
-    proto: onnx.ModelProto, info: InputInfo, trial: Callable[[Preprocessing, int], Array], settings: SessionSettings
-) -> Choice:
-    """Preprocessing of the pixels of an input, several where they cannot be told apart, and how well it is known.
-
-    Args:
-        proto: The model.
-        info: The input.
-        trial: Makes the input's array from a preprocessing and an index.
-        settings: How to run the model.
-    """
+def _chosen(proto: onnx.ModelProto, info: InputInfo, trial: Trial, settings: SessionSettings) -> Choice:
+    """Preprocessing of the pixels of an input, several where they cannot be told apart, and how well it is known."""
     if info.element_type in (TensorProto.UINT8, TensorProto.INT8):
         low = 0.0 if info.element_type == TensorProto.UINT8 else -128.0
         return ((Preprocessing(low, low + 255.0, name="as bytes"),), Known.GRAPH)
-    inside = _from_graph(Consumers(proto), info.name)
-    if inside is not None:
-        return ((inside,), Known.GRAPH)
-    stated = _from_metadata(proto)
-    if stated is not None:
-        return ((stated,), Known.GRAPH)
+    found = _from_graph(Consumers(proto), info.name) or _from_metadata(proto)
+    if found is not None:
+        return ((found,), Known.GRAPH)
     try:
         stem = Stem(proto, info.name)
         if stem.point is None:
@@ -320,13 +311,7 @@ def choose_ways(
         return ((_USUAL,), Known.GUESS)
 
 
-def _confirmed(
-    proto: onnx.ModelProto,
-    name: str,
-    choice: Choice,
-    trial: Callable[[Preprocessing, int], Array],
-    settings: SessionSettings,
-) -> Choice:
+def _confirmed(proto: onnx.ModelProto, name: str, choice: Choice, trial: Trial, settings: SessionSettings) -> Choice:
     """The choice if the biases of the whole net bear it out, else what suits its answers best."""
     biases, output = _biases(proto), proto.graph.output[0].name
     ends_in_softmax = any(n.op_type == "Softmax" and output in n.output for n in proto.graph.node)
@@ -356,7 +341,7 @@ def _confirmed(
     return (ways or choice[0], Known.GUESS)
 
 
-def _selected(stem: Stem, point: StemPoint, trial: Callable[[Preprocessing, int], Array]) -> Choice:
+def _selected(stem: Stem, point: StemPoint, trial: Trial) -> Choice:
     costs: list[float] = []
     for way in WAYS:
         seen = stem.moments(trial(way, index) for index in range(_TRIALS))
