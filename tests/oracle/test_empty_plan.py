@@ -99,7 +99,10 @@ def test_corpus_covers_both_registries() -> None:
     assert not set(OP_TYPES) - seen
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+_FOUR_BITS = pytest.param("u8s4_opset21", marks=pytest.mark.since("1.24"))  # stock of before fails beside onnx of today
+
+
+@pytest.mark.parametrize("options", [_FOUR_BITS if name == "u8s4_opset21" else name for name in OPTIONS])
 def test_empty_plan_equals_stock(options: str) -> None:
     problems, quantized = {}, 0
     graphs, chosen = _some(options), OPTIONS[options]
