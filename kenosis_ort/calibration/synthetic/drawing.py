@@ -231,37 +231,24 @@ def _scene(draws: Draws, height: int, width: int) -> tuple[npt.NDArray[np.intp],
     kinds = draws.integers(0, 2, (count,))
     which = np.zeros((height, width), np.intp)
     for number, i in enumerate(order.tolist(), 1):
-        _paint(which, number, int(kinds[i]), centres[i], float(radii[i]), turns[i], float(flat[i]))
+        # The shape's number where it is seen: an ellipse, a rectangle or a triangle.
+        radius, (cy, cx), (c, s) = float(radii[i]), centres[i], turns[i]
+        reach = radius * 1.42
+        top, bottom = max(int(cy - reach), 0), min(int(cy + reach) + 2, height)
+        left, right = max(int(cx - reach), 0), min(int(cx + reach) + 2, width)
+        if bottom <= top or right <= left:
+            continue
+        y, x = np.arange(top, bottom)[:, None] - cy, np.arange(left, right)[None, :] - cx
+        u, v = y * c + x * s, x * c - y * s
+        if kinds[i] == 0:
+            v = v / flat[i]
+            inside = u * u + v * v <= radius * radius
+        elif kinds[i] == 1:
+            inside = (np.abs(u) <= radius) & (np.abs(v) <= radius * flat[i])
+        else:
+            inside = (u >= -radius * 0.5) & (np.abs(v) * 1.8 <= (radius - u) * flat[i])
+        which[top:bottom, left:right][inside] = number
     return which, _attributes(draws, count + 1)
-
-
-def _paint(
-    which: npt.NDArray[np.intp],
-    number: int,
-    kind: int,
-    centre: list[float],
-    radius: float,
-    turn: list[float],
-    flat: float,
-) -> None:
-    """Puts a shape's number where it is seen: an ellipse, a rectangle or a triangle."""
-    height, width = which.shape
-    (cy, cx), (c, s) = centre, turn
-    reach = radius * 1.42
-    top, bottom = max(int(cy - reach), 0), min(int(cy + reach) + 2, height)
-    left, right = max(int(cx - reach), 0), min(int(cx + reach) + 2, width)
-    if bottom <= top or right <= left:
-        return
-    y, x = np.arange(top, bottom)[:, None] - cy, np.arange(left, right)[None, :] - cx
-    u, v = y * c + x * s, x * c - y * s
-    if kind == 0:
-        v = v / flat
-        inside = u * u + v * v <= radius * radius
-    elif kind == 1:
-        inside = (np.abs(u) <= radius) & (np.abs(v) <= radius * flat)
-    else:
-        inside = (u >= -radius * 0.5) & (np.abs(v) * 1.8 <= (radius - u) * flat)
-    which[top:bottom, left:right][inside] = number
 
 
 def _attributes(draws: Draws, count: int) -> _Shapes:
