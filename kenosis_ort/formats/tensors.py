@@ -318,7 +318,7 @@ class Edits(LiveGraph):
         """
         name = self.fresh_name(f"{base}_{operator}")
         output = output or ir.Value(name=self.fresh_name(f"{name}_output"))
-        given = {key: value for key, value in attributes.items() if value is not None}
+        given: dict[str, Any] = {key: value for key, value in attributes.items() if value is not None}
         put = self.append_behind if behind else self.insert_before
         return put(node, operator, inputs, output=output, base=name, **given)
 

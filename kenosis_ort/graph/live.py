@@ -286,21 +286,6 @@ class LiveGraph(GraphView):
             output.name = self.fresh_name(f"{split.name}_output")
         return list(split.outputs)
 
-    def insert_behind(
-        self,
-        node: ir.Node,
-        operator: str,
-        *operands: ir.Value,
-        output: ir.Value | None = None,
-        **attributes: Attribute,
-    ) -> None:
-        """Gives the output of a node, or what was handed over, to a new node that reads it and the operands."""
-        value = node.outputs[0]
-        output = self.hand_over(value) if output is None else output
-        new = self._new(node, operator, [value, *operands], output, attributes)
-        self.graph.insert_after(node, new)
-        self._last_behind.setdefault(node, new)
-
     def append_behind(
         self,
         node: ir.Node,
@@ -309,12 +294,15 @@ class LiveGraph(GraphView):
         *,
         output: Outputs = None,
         base: str = "",
+        nearest: bool = False,
         **attributes: Attribute,
     ) -> ir.Value:
-        """Puts a new node behind a node and those already put there, see `insert_before`."""
+        """Puts a new node behind a node and those already put there, or in front of these; see `insert_before`."""
         new = self._new(node, operator, inputs, output, attributes, base)
-        self.graph.insert_after(self._last_behind.get(node, node), new)
-        self._last_behind[node] = new
+        last = self._last_behind.setdefault(node, node)
+        self.graph.insert_after(node if nearest else last, new)
+        if last is node or not nearest:
+            self._last_behind[node] = new
         return new.outputs[0]
 
     def _new(

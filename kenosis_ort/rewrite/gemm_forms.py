@@ -156,7 +156,8 @@ class _Layers:
         editor.become(product, "Gemm", [rows, product.inputs[1], bias])
         if vector.ndim != 1:
             editor.store_array(product, 2, vector.reshape(-1), f"{product.name}_bias")
-        editor.insert_behind(product, "Reshape", shape)
+        value = product.outputs[0]
+        editor.append_behind(product, "Reshape", [value, shape], output=editor.hand_over(value), nearest=True)
 
     def _as_rows(self, product: ir.Node, x: ir.Value, height: int) -> ir.Value:
         """``x`` as a matrix."""

@@ -192,7 +192,8 @@ def pool_from_mean(editor: Editor, mean: ir.Node) -> None:
     keepdims = mean.attributes.get_int("keepdims", 1)
     editor.become(mean, "GlobalAveragePool", [mean.inputs[0]])
     if not keepdims:
-        editor.insert_behind(mean, "Flatten")
+        pooled = mean.outputs[0]
+        editor.append_behind(mean, "Flatten", [pooled], output=editor.hand_over(pooled), nearest=True)
 
 
 def _is_over_picture(editor: Editor, mean: ir.Node) -> bool:
@@ -256,7 +257,9 @@ def average_pool_to_conv(editor: Editor, pool: ir.Node) -> None:
     inputs = [pool.inputs[0], editor.add_constant(weights, f"{pool.name}_weight")]
     editor.become(pool, "Conv", inputs, {"group": channels, **window_attributes(height, width)})
     if borders is not None:
-        editor.insert_behind(pool, "Mul", editor.add_constant(borders.astype(np.float32), f"{pool.name}_borders"))
+        value = pool.outputs[0]
+        factors = editor.add_constant(borders.astype(np.float32), f"{pool.name}_borders")
+        editor.append_behind(pool, "Mul", [value, factors], output=editor.hand_over(value), nearest=True)
 
 
 def _windows(pool: ir.Node, picture: Picture) -> tuple[Axis, Axis]:

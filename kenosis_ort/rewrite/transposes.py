@@ -234,7 +234,7 @@ def _turn(editor: Editor, region: _Region, order: Order) -> None:
                 editor.done += 1
         maker = value.producer()
         if maker in region.nodes and (editor.readers(old) or editor.is_pinned(old)):
-            editor.insert_behind(maker, "Transpose", output=old, perm=order)
+            editor.append_behind(maker, "Transpose", [value], output=old, nearest=True, perm=order)
     unread = [t for t in region.transposes if not editor.readers(t.outputs[0]) and not editor.is_pinned(t.outputs[0])]
     editor.drop(unread)
     editor.done += len(unread)

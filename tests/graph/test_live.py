@@ -30,6 +30,12 @@ def node(graph: LiveGraph, operator: str) -> ir.Node:
     return next(each for each in graph.graph if each.op_type == operator)
 
 
+def put_behind(graph: LiveGraph, node: ir.Node, operator: str) -> None:
+    """Gives the output of a node to a new node that reads it."""
+    value = node.outputs[0]
+    graph.append_behind(node, operator, [value], output=graph.hand_over(value), nearest=True)
+
+
 def written(graph: LiveGraph) -> list[str]:
     return [f"{n.output[0]} = {n.op_type} {' '.join(n.input)}" for n in graph.write().graph.node]
 
@@ -94,7 +100,7 @@ def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
     first = graph.insert_before(mul, "Neg", [mul.inputs[0]])
     graph.read(mul, 0, graph.insert_before(mul, "Abs", [first]))
     shape = graph.dims(mul.outputs[0])
-    graph.insert_behind(mul, "Sqrt")
+    put_behind(graph, mul, "Sqrt")
     graph.append_behind(mul, "Exp", [mul.outputs[0]])
     assert written(graph) == [
         "a = Relu x", "Mul_b_Neg_output = Neg a", "Mul_b_Abs_output = Abs Mul_b_Neg_output",
@@ -144,8 +150,8 @@ def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps: list[str])
         graph.begin(())
         mul = node(graph, "Mul")
         if step == "behind":
-            graph.insert_behind(mul, "Neg")
-            graph.insert_behind(mul, "Neg")
+            put_behind(graph, mul, "Neg")
+            put_behind(graph, mul, "Neg")
         elif step == "before":
             graph.read(mul, 0, graph.insert_before(mul, "Neg", [graph.insert_before(mul, "Neg", [mul.inputs[0]])]))
         elif step == "bypass":
@@ -181,6 +187,6 @@ def test_a_copy_is_changed_and_the_model_stays() -> None:
     assert copy is not source
     assert onnx.numpy_helper.to_array(copy.graph.initializer[0]).tolist() == [4, 5, 6]
     assert source.SerializeToString(deterministic=True) == before
-    graph.insert_behind(mul, "Abs")
+    put_behind(graph, mul, "Abs")
     assert graph.write() is copy
     assert ops(copy) == ["Relu", "Mul", "Abs", "Neg"]
