@@ -11,7 +11,7 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
   Nahshan et al., 2019, https://arxiv.org/abs/1911.07190, which finds the best ``p`` between 2 and 4).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -275,19 +275,19 @@ ESTIMATORS: Final[Mapping[str, Callable[[Sketch, int], Range]]] = {
 """By name, the range of a distribution on a grid of some levels."""
 
 
-def estimate(
+def estimates(
     statistics: TensorStatistics,
-    estimator: str,
+    estimators: Sequence[str],
     *,
     low_limit: float | None = None,
     high_limit: float | None = None,
     levels: int = 256,
-) -> Range:
-    """The range of a tensor.
+) -> dict[str, Range]:
+    """The ranges of a tensor by estimator.
 
     Args:
         statistics: What was seen of it, with a histogram.
-        estimator: One of `ESTIMATORS`.
+        estimators: Some of `ESTIMATORS`.
         low_limit: Nothing below matters to the consumers (an absorbed Relu or Clip, a saturating function): such
             values count as this one, and the range does not reach below.
         high_limit: The same above.
@@ -301,32 +301,36 @@ def estimate(
         CalibrationError: There is no histogram.
     """
     if statistics.fixed is not None or not statistics.count:
-        return _within(statistics.fixed or (statistics.low, statistics.high), low_limit, high_limit)
-    return ESTIMATORS[estimator](sketch(statistics, low_limit=low_limit, high_limit=high_limit), levels)
+        given = statistics.fixed or (statistics.low, statistics.high)
+        return dict.fromkeys(estimators, _within(given, low_limit, high_limit))
+    values = sketch(statistics, low_limit=low_limit, high_limit=high_limit)
+    return {each: ESTIMATORS[each](values, levels) for each in estimators}
 
 
 def estimate_all(
     table: CalibrationTable,
-    estimator: str,
+    estimators: Sequence[str],
     *,
     limits: Mapping[str, RangeLimit] = MappingProxyType({}),
     levels: Mapping[str, int] = MappingProxyType({}),
-) -> dict[str, Range]:
-    """The ranges of all tensors of a table by one estimator.
+) -> dict[str, dict[str, Range]]:
+    """The ranges of all tensors of a table, by estimator and tensor name.
 
     Args:
         table: A table; tensors without a histogram (constants, tables from stock's files) keep their own range.
-        estimator: As in `estimate`.
+        estimators: As in `estimates`.
         limits: Bounds by tensor name, e.g. those of a plan's ``limits`` and ``saturations`` together.
-        levels: As in `estimate`, by tensor name; 256 of those that are not named.
+        levels: As in `estimates`, by tensor name; 256 of those that are not named.
     """
-    found = {}
+    found: dict[str, dict[str, Range]] = {each: {} for each in estimators}
     for name, own in table.tensors.items():
         limit = limits.get(name)
         low, high = (None, None) if limit is None else (limit.low, limit.high)
         if own.histogram is None:
             seen = table.range_of(name) if table.method == "minmax" else own.fixed or (own.low, own.high)
-            found[name] = _within(seen, low, high)
+            ranges = dict.fromkeys(estimators, _within(seen, low, high))
         else:
-            found[name] = estimate(own, estimator, low_limit=low, high_limit=high, levels=levels.get(name, 256))
+            ranges = estimates(own, estimators, low_limit=low, high_limit=high, levels=levels.get(name, 256))
+        for each, range_ in ranges.items():
+            found[each][name] = range_
     return found

@@ -7,7 +7,7 @@ Recipes that quantize weights alone: in blocks of 4 or 8 bits, activations float
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Final
 
@@ -225,7 +225,7 @@ def with_weight_passes(
         changed = changed if model is changed.proto else changed_weights(changed, model, ())
 
     def with_ranges() -> tuple[Builder, CalibrationTable]:
-        completed = builder if changed is prepared else drafted.for_integers(changed, builder)
+        completed = builder if changed is prepared else ranges.completed(changed)
         with call.stage("equalize"):
             return completed, ranges.final(completed, replace(state, prepared=changed))
 
@@ -252,21 +252,29 @@ class _Ranges:
     builder: Builder
     table: CalibrationTable
     feeds: Sequence[Feed]
+    _completed: list[tuple[PreparedModel, Builder]] = field(default_factory=list, init=False)
+
+    def completed(self, prepared: PreparedModel) -> Builder:
+        """The builder of the net with other weights, in forms for integers; the last one is remembered."""
+        if not self._completed or self._completed[0][0] is not prepared:
+            self._completed.clear()  # it holds a model in memory
+            self._completed.append((prepared, self.drafted.for_integers(prepared, self.builder)))
+        return self._completed[0][1]
 
     def context(self) -> Context:
         """The context of passes whose states have no build yet."""
-        drafted, prepared = self.drafted, self.drafted.prepared
+        prepared = self.drafted.prepared
 
         def build_of(state: State) -> Build:
             if state.prepared is prepared:
                 return self.builder.quantize(self.fitted)
-            completed = drafted.for_integers(state.prepared, self.builder)
+            completed = self.completed(state.prepared)
             needs_histograms = self.table.method != "minmax" or not completed.request.widths.are_bytes
             few = self._few(completed) if needs_histograms else None
             return completed.quantize(self._following(self.fitted, completed, state, few))
 
         context = context_of(self.call, *self._divided, self.builder)
-        return replace(context, build_of=build_of, nodes=drafted.adjustable)
+        return replace(context, build_of=build_of, nodes=self.drafted.adjustable)
 
     def final(self, builder: Builder, state: State) -> CalibrationTable:
         """The ranges of a changed net over all samples, and as its part those of the samples to fit to."""

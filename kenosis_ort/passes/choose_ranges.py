@@ -44,7 +44,8 @@ def fitted_to_widths(table: CalibrationTable, plan: PlacementPlan) -> Calibratio
     if not narrow or table.method != "minmax":
         return table
     limits = {limit.value: limit for limit in (*plan.limits, *plan.saturations)}
-    return table.with_ranges(estimate_all(replace(table, tensors=narrow), "mse", limits=limits, levels=levels))
+    found = estimate_all(replace(table, tensors=narrow), ("mse",), limits=limits, levels=levels)
+    return table.with_ranges(found["mse"])
 
 
 def _without_farthest(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
@@ -119,5 +120,5 @@ def _candidates(build: Build, table: CalibrationTable, estimators: Sequence[str]
     limits = {limit.value: limit for limit in (*build.plan.limits, *build.plan.saturations)}
     plain = fitted_to_widths(table, build.plan)
     present = {name: plain.range_of(name) for name in table.tensors}
-    estimated = {e: estimate_all(table, e, limits=limits, levels=levels_of(build.plan)) for e in estimators}
+    estimated = estimate_all(table, estimators, limits=limits, levels=levels_of(build.plan))
     return {"minmax": present, **{e: {**present, **ranges} for e, ranges in estimated.items()}}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
 from kenosis_ort.calibration.estimators import (
     ESTIMATORS,
-    estimate,
+    Range,
     estimate_all,
+    estimates,
     least_error_range,
     quantile_range,
     sketch,
@@ -32,6 +33,10 @@ methods = st.sampled_from(METHODS)
 
 def statistics_of(data: Floats) -> TensorStatistics:
     return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=histogram_of(data))
+
+
+def estimate(statistics: TensorStatistics, method: str, **bounds: Any) -> Range:
+    return estimates(statistics, (method,), **bounds)[method]
 
 
 def quantization_error(data: Floats, low: float, high: float, power: float, levels: int = 256) -> float:
@@ -129,7 +134,9 @@ def test_a_whole_table() -> None:
     data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     statistics = statistics_of(data)
     table = CalibrationTable({"a": statistics, "b": statistics, "constant": TensorStatistics(-1.0, 5.0, 3)})
-    ranges = estimate_all(table, "mse", limits={"b": RangeLimit("b", 0.0, 6.0)})
+    found = estimate_all(table, ("mse", "percentile"), limits={"b": RangeLimit("b", 0.0, 6.0)})
+    assert found["percentile"]["a"] == estimate(statistics, "percentile") != found["mse"]["a"]
+    ranges = found["mse"]
     assert ranges["a"] == estimate(statistics, "mse")
     assert ranges["b"] == estimate(statistics, "mse", low_limit=0.0, high_limit=6.0)
     assert ranges["constant"] == (-1.0, 5.0)
@@ -139,7 +146,7 @@ def test_a_whole_table() -> None:
 def test_what_has_no_histogram_keeps_its_own_range() -> None:
     averaged = TensorStatistics(-9.0, 9.0, 5, averaged=(-2.0, 3.0))
     table = CalibrationTable({"a": averaged}, CalibrationConfig(moving_average=True))
-    assert estimate_all(table, "mse") == {"a": (-2.0, 3.0)}
+    assert estimate_all(table, ("mse",)) == {"mse": {"a": (-2.0, 3.0)}}
 
 
 def test_statistics_without_a_histogram() -> None:
