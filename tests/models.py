@@ -122,14 +122,6 @@ class Net:
         b = self.const(self.rng.normal(0, 0.1, n_out), f"{name}_b")
         return self.op("Gemm", [x, w, b], name=name, transB=1, **attributes)
 
-    def batch_norm(self, x: str, c: int, *, name: str | None = None) -> str:
-        """Adds BatchNormalization in inference form."""
-        name = name or f"{self.tag}bn_{len(self.nodes)}"
-        params = [self.const(v, f"{name}_{k}") for k, v in
-                  (("gamma", self.rng.uniform(0.5, 1.5, c)), ("beta", self.rng.normal(0, 0.1, c)),
-                   ("mean", self.rng.normal(0, 0.1, c)), ("var", self.rng.uniform(0.5, 1.5, c)))]  # fmt: skip
-        return self.op("BatchNormalization", [x, *params], name=name)
-
     def both(self, op_type: str, left: Any, right: Any, flip: bool = False) -> str:
         """Adds a node of two operands, in the other order if ``flip``."""
         return self.op(op_type, [right, left] if flip else [left, right])
@@ -185,25 +177,16 @@ def feeds(model: onnx.ModelProto, count: int = 4, *, seed: int = 0, dims: Mappin
     """
     rng = np.random.default_rng(seed)
     held = {i.name for i in model.graph.initializer}
-    result: list[Feed] = []
-    for _ in range(count):
-        feed: Feed = {}
-        for value in model.graph.input:
-            if value.name in held:
-                continue
-            tensor = value.type.tensor_type
-            shape = [
-                d.dim_value if d.HasField("dim_value") else (dims or {}).get(d.dim_param, 1) for d in tensor.shape.dim
-            ]
-            dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-            if dtype.kind == "f":
-                feed[value.name] = rng.normal(0, 1, shape).astype(dtype)
-            elif dtype.kind == "b":
-                feed[value.name] = rng.integers(0, 2, shape).astype(bool)
-            else:
-                feed[value.name] = rng.integers(0, high, shape).astype(dtype)
-        result.append(feed)
-    return result
+    fed = {value.name: value.type.tensor_type for value in model.graph.input if value.name not in held}
+
+    def drawn(tensor: onnx.TypeProto.Tensor) -> Array:
+        shape = [d.dim_value if d.HasField("dim_value") else (dims or {}).get(d.dim_param, 1) for d in tensor.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        if dtype.kind == "f":
+            return rng.normal(0, 1, shape).astype(dtype)
+        return rng.integers(0, 2 if dtype.kind == "b" else high, shape).astype(dtype)
+
+    return [{name: drawn(tensor) for name, tensor in fed.items()} for _ in range(count)]
 
 
 class FeedReader(CalibrationDataReader):  # type: ignore[misc]
@@ -316,7 +299,13 @@ def bn_net(*, channels: int = 8) -> onnx.ModelProto:
     net = Net()
     y = net.input("x", [1, 3, 8, 8])
     for i, c in enumerate((3, channels)):
-        y = net.batch_norm(net.conv(y, c, channels, bias=False, name=f"conv{i}"), channels, name=f"bn{i}")
+        y = net.conv(y, c, channels, bias=False, name=f"conv{i}")
+        drawn = {
+            "gamma": net.rng.uniform(0.5, 1.5, channels), "beta": net.rng.normal(0, 0.1, channels),
+            "mean": net.rng.normal(0, 0.1, channels), "var": net.rng.uniform(0.5, 1.5, channels),
+        }  # fmt: skip
+        params = [net.const(values, f"bn{i}_{kind}") for kind, values in drawn.items()]
+        y = net.op("BatchNormalization", [y, *params], name=f"bn{i}")
         y = net.op("Relu", [y], name=f"relu{i}")
     return net.of(y, graph_name="bn_net")
 

@@ -213,6 +213,10 @@ def test_percentile_is_within_the_bound(net: str, options: dict[str, Any]) -> No
     same_as_stock(models.ALL[net](), models.feeds(models.ALL[net](), 5), "Percentile", error=error, **options)
 
 
+def test_percentile_of_a_constant_is_exactly_stock() -> None:
+    same_as_stock(one_node_model(), [{"x": np.full((4, 4), 3.3, np.float32)}], "Percentile", num_bins=129)
+
+
 @FOUR
 def test_default_entropy_is_exactly_stock(net: str) -> None:
     same_as_stock(models.ALL[net](), models.feeds(models.ALL[net](), 4), "Entropy")

@@ -42,6 +42,7 @@ STEPS = {
     "loop": """$o = Loop(three, "", $x) <body = b (int64 ${o}i, bool ${o}k, $t[N,4] ${o}s)
         => (bool ${o}g, $t[N,4] ${o}n) { ${o}n = Tanh(${o}s) ${o}g = Identity(${o}k) }>""",
     "sequence": "${o}e = SequenceEmpty<dtype = $k>() ${o}s = SequenceInsert(${o}e, $x) $o = SequenceAt(${o}s, first)",
+    "optional": "${o}p = Optional<type = $t[N,4]>($x) $o = OptionalGetElement(${o}p)",
     "contrib": "$o = com.microsoft.QuickGelu<alpha = 1.0>($x)",
     # a function of the model whose caller names the type
     "function": "$o = local.Through<kind = $k>($x)",
@@ -85,6 +86,7 @@ def inner_types(model: onnx.ModelProto) -> set[int]:
     tensors = [t.data_type for g in all_graphs(model.graph) for t in g.initializer]
     attributes = [a for n in all_nodes(model) for a in n.attribute if not n.name.endswith("_Cast")]
     named = [a.i for a in attributes if a.name in ("to", "dtype", "kind")] + [a.t.data_type for a in attributes]
+    named += [a.tp.tensor_type.elem_type for a in attributes]
     bodies = [v.type.tensor_type.elem_type for g in list(all_graphs(model.graph))[1:] for v in (*g.input, *g.output)]
     return {*tensors, *named, *bodies}
 

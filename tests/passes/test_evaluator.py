@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, LEAST_HELD_OUT, Evaluator, Rows, Score, least_ratio, split_feeds
+from kenosis_ort.passes.evaluator import (
+    LEAST_FEEDS,
+    LEAST_HELD_OUT,
+    Evaluator,
+    Rows,
+    Score,
+    _parts,
+    least_ratio,
+    split_feeds,
+)
 from kenosis_ort.passes.model_runs import Candidates, Reference
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
@@ -103,6 +112,15 @@ def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: i
     assert (len(whole.without), len(apart.without)) == (2, 2 * parts)
     assert apart.error == pytest.approx(whole.error)
     assert (whole.without == apart.without) == (rows == 1)
+
+
+def test_an_output_without_rows_is_in_no_part() -> None:
+    whole = {"y": np.arange(6), "loss": np.float32(2)}
+    found = list(_parts([whole, whole], [1, 3]))
+    assert found[0] is whole
+    assert [{name: rows.tolist() for name, rows in part.items()} for part in found[1:]] == [
+        {"y": [0, 1]}, {"y": [2, 3]}, {"y": [4, 5]}
+    ]  # fmt: skip
 
 
 def classifier(noise: float = 0.0) -> onnx.ModelProto:

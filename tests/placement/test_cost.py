@@ -124,6 +124,20 @@ def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix:
         assert "first 1 of 4" in regions.reason
 
 
+def test_two_nodes_are_left_in_float_together_where_neither_would_be_alone():
+    borders = {"quantize": (60, 60), "dequantize": (60, 60), "channels_last": (0, 0), "blocked": (0, 0)}
+    case = Case(chain(*[32] * 5, slow=1))
+    regions = case.regions(flat_table(conv_dense=(100, 40), conv_depthwise=(100, 240), **borders))
+    assert set(regions.keep_float) == {"conv0", "conv1"}
+    assert "first 2 of 4" in regions.reason
+
+
+@pytest.mark.parametrize(("integer_us", "whole_net"), [(11, False), (13, True)])
+def test_a_loss_has_to_be_more_than_the_tables_error(integer_us: float, whole_net: bool):
+    regions = Case(chain(32, 32)).regions(flat_table(conv_dense=(10, integer_us)))
+    assert (regions.whole_net, regions.keep_float) == (whole_net, {})
+
+
 def test_a_region_within_a_net_is_left_in_float_for_a_clear_gain():
     case = Case(chain(*[32] * 6, slow=2))
     kernels = {"conv_dense": (10, 4), "quantize": (0.5, 0.5), "dequantize": (0.5, 0.5), "channels_last": (0, 0)}

@@ -116,7 +116,9 @@ STEPS = {
     "constant": lambda net, at, n, first: net.op(
         str(net.rng.choice(["Add", "Mul", "PRelu"])), [at, net.constant(*([1] * int(net.rng.integers(2))), n, 1, 1)]
     ),
-    "scalar": lambda net, at, n, first: net.op("Add", [at, net.constant()]),
+    "scalar": lambda net, at, n, first: net.op(
+        "Max", [net.constant(), at, net.layer(net.op("GlobalAveragePool", [at]), n, n)]
+    ),
     "gate": lambda net, at, n, first: net.op("Mul", [at, net.op(
         "HardSigmoid", [net.layer(net.layer(net.op("GlobalAveragePool", [at]), 3, n), n, 3)]
     )]),

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 
 import numpy as np
+import onnx
 import pytest
 
+from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
+from kenosis_ort.targets.ort_cpu.reasons import why_float
 from kenosis_ort.verify import Cause, Status, verify_fusion
 from tests.targets.qdq import QdqGraph
+from tests.targets.test_precisions import _conv_int4_weight
 from tests.verify.expect import one, report
 
 Build = Callable[[QdqGraph], list[str]]
@@ -48,6 +52,7 @@ CASES: dict[str, tuple[Build, str, Cause, str]] = {
     "16-bit-input": (lambda g: [g.q(g.conv(g.q(g.input((1, 16, 12, 12)), act=np.uint16)))],
                      "Conv", Cause.SIXTEEN_BIT, "16 bit"),
     "16-bit-output": (lambda g: [g.q(_conv(g), act=np.uint16)], "Conv", Cause.SIXTEEN_BIT, "16 bit"),
+    "4-bit-weight": (lambda g: [_conv_int4_weight(g, np.uint8)], "Conv", Cause.WEIGHT_TYPE, "4 bit"),
     "scale-mismatch": (lambda g: [g.q(g.op("MaxPool", _nchw(g), kernel_shape=[2, 2]), 0.05)],
                        "MaxPool", Cause.SCALE_MISMATCH, "differs"),
     "float-constant": (lambda g: [g.q(g.op("Mul", _nchw(g), g.const(g.random(1, 16, 1, 1))))],
@@ -80,11 +85,14 @@ def test_cause(case: str) -> None:
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_signed_activation_with_a_branch(moved: bool) -> None:
-    """Behind an operator that moves data the Conv may be integer all the same."""
+    """Behind an operator that moves data the Conv may be integer all the same; if not, the branch is why."""
     graph = QdqGraph(act=np.int8)
     x = graph.q(_conv(graph))
     x = graph.q(graph.op("Transpose", x, perm=[0, 2, 3, 1])) if moved else x
-    found = report(graph.model(graph.q(graph.op("Mul", x, graph.q(graph.op("Sigmoid", x))))))
+    model = graph.model(graph.q(graph.op("Mul", x, graph.q(graph.op("Sigmoid", x)))))
+    source = SourceGraph(onnx.shape_inference.infer_shapes(model))
+    assert [why_float(n, source, None)[1] for n in source.nodes if n.op_type == "Conv"] == [Cause.SIGNED_BRANCH]
+    found = report(model)
     conv = one(found, "Conv")
     assert conv.integer if moved and conv.integer else conv.cause is Cause.SIGNED_BRANCH
     assert moved or {k.cause for k in found.float_nodes()} == {Cause.SIGNED_BRANCH}
