@@ -103,11 +103,11 @@ def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> Non
 
 
 def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) -> None:
-    """SiLU as one operator hides the Sigmoid; what is between stays as the calibrator saw it where that gives more."""
-    model, _, data = calibrated(models.silu_net(), tmp_path, op_types=["Conv", "Sigmoid", "Mul"])
+    """A rewrite joins what the calibrator saw apart: the net stays as it came where that gives more integer nodes."""
+    model, _, data = calibrated(models.two_input_detector(), tmp_path, op_types=["Conv"])
     quantizer = build(QDQQuantizer, model, data)
     kernels = verify_fusion(quantizer.model.model).kernels
-    assert sum(k.integer for k in kernels if k.op_type == "Conv") == 3
+    assert sum(k.integer for k in kernels if k.op_type == "Conv") == 4
 
 
 def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> Any:

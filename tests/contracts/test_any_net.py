@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.plan import Kind
 from tests import models, planning
+from tests.fuzz.gentle import loosen_interface, move_weight, reroute
+from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model
 from tests.graph.build import run
+from tests.models import Feed, FeedReader
 from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
@@ -33,22 +36,40 @@ def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model: onnx.Mode
     assert verify_fusion(done.quantized, plan=done.plan).avoidable(done.plan) == ()
 
 
+@st.composite
+def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[Feed]]:
+    """A seed of the fuzzer, wired and stored otherwise, of open sizes; its numbers are as sound as they were."""
+    name = draw(st.sampled_from(sorted(SEEDS.keys() - {"digits", "external", "quantized"})))
+    model, dice = seed_model(name), draw(st.randoms(use_true_random=False))
+    for change in draw(st.lists(st.sampled_from([reroute, move_weight, loosen_interface]), max_size=4)):
+        change(model, dice)
+    feeds = seed_feeds(name)
+    try:
+        run(model, feeds[0])
+    except Exception:  # any class of the runtime's
+        assume(False)
+    return model, feeds
+
+
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
-@given(nets())
-def test_the_public_call(model: onnx.ModelProto) -> None:
+@given(nets().map(lambda model: (model, models.feeds(model, 3))) | structures())
+def test_the_public_call(case: tuple[onnx.ModelProto, list[Feed]]) -> None:
+    model, feeds = case
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random nets may well be of poor quality
         out = Path(folder) / "out.onnx"
-        report = quantize_static(model, out, models.reader(model, 3))
+        report = quantize_static(model, out, FeedReader(feeds))
         quantized = onnx.load(out)
         assert [p.name for p in Path(folder).iterdir()] == ["out.onnx"]
-    assert [v.name for v in quantized.graph.output] == [v.name for v in model.graph.output]
-    feed = models.feeds(model, 1)[0]
-    for want, got in zip(run(model, feed), run(quantized, feed), strict=True):
-        assert want.shape == got.shape
-        assert np.isfinite(got).all()
-        noise = np.linalg.norm((want - got).astype(np.float64))
-        assert noise <= 0.5 * np.linalg.norm(want.astype(np.float64)) + 1e-3
+    names = [value.name for value in model.graph.output]
+    assert [value.name for value in quantized.graph.output] == names
+    for name, want, got in zip(names, run(model, feeds[0]), run(quantized, feeds[0]), strict=True):
+        assert (want.dtype, want.ndim) == (got.dtype, got.ndim)
+        if want.dtype.kind == "f" and want.shape == got.shape:  # how many rows there are may depend on the numbers
+            assert np.isfinite(got).all()
+            noise = np.linalg.norm((want - got).astype(np.float64))
+            is_close = noise <= 0.5 * np.linalg.norm(want.astype(np.float64)) + 1e-3
+            assert is_close or f"'{name}'" in " ".join(report.warnings)  # that random nets may well earn
     assert report.fusion is not None
     planned = [n.node for n in report.plan.nodes if n.kind is Kind.INTEGER and n.op_type in HEAVY]
     assert [n for n in planned if not report.fusion.by_node[n].integer] == []
