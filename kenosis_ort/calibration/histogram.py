@@ -24,8 +24,6 @@ of the tensor, ``w`` the width of one of its bins and ``v <= T / 2048`` the widt
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,13 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 HALF = 4096
 """Bins on each side of zero."""
-BLOCK = 1 << 16
-"""Elements binned at a time, so that the scratch arrays stay in the processor's cache."""
-_MIN_EXPONENT = -100
+MIN_EXPONENT = -100
 _LEVELS = HALF.bit_length() - 1
 
 
@@ -56,22 +51,6 @@ class Extremes:
     low: float = math.inf
     high: float = -math.inf
     count: int = 0
-
-
-def extremes(array: npt.NDArray[np.floating]) -> Extremes:
-    """The extremes of an array, in one pass over memory."""
-    low, high = math.inf, -math.inf
-    for block in blocks(array):
-        block_low, block_high = ends(block)
-        if math.isnan(block_low):
-            return Extremes(math.nan, math.nan, array.size)
-        low, high = min(low, block_low), max(high, block_high)
-    return Extremes(low, high, array.size)
-
-
-def exponent_of(magnitude: float) -> int:
-    """The smallest exponent (at least -100) with ``magnitude < 2**exponent``."""
-    return max(math.frexp(magnitude)[1], _MIN_EXPONENT) if magnitude else _MIN_EXPONENT
 
 
 def fold(counts: Counts, steps: int) -> Counts:
@@ -160,60 +139,6 @@ class Histogram:
             below = below - self.cumulative_at(-edges)
         below[0], below[-1] = 0, self.total
         return np.diff(np.rint(below)).astype(np.int64)
-
-
-class _Scratch(threading.local):
-    """Arrays that a thread works in; made anew for each block, their pages would cost as much as the work."""
-
-    def __init__(self) -> None:
-        self.arrays = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.empty(BLOCK, np.intp)
-
-
-_SCRATCH = _Scratch()
-
-
-class HistogramBuilder:
-    """Counts values into a growing histogram."""
-
-    def __init__(self) -> None:
-        self._exponent = _MIN_EXPONENT
-        self._counts: Counts = np.zeros(2 * HALF, np.int64)
-
-    def add(self, values: npt.NDArray[np.floating], seen: Extremes) -> None:
-        """Adds elements of an array.
-
-        Args:
-            values: All or some of them, of any shape, finite.
-            seen: The extremes of the array; it has elements.
-        """
-        exponent = exponent_of(max(-seen.low, seen.high))
-        if exponent > self._exponent:
-            self._counts = fold(self._counts, exponent - self._exponent)
-            self._exponent = exponent
-        for block in blocks(values):
-            scaled, narrow, index = (scratch[: block.size] for scratch in _SCRATCH.arrays)
-            np.multiply(block, np.float32(math.ldexp(HALF, -self._exponent)), out=scaled)
-            np.floor(scaled, out=scaled)  # first: a sum would be rounded, and not alike under every exponent
-            np.add(scaled, np.float32(HALF), out=scaled)
-            np.copyto(narrow, scaled, casting="unsafe")
-            np.copyto(index, narrow)  # in two steps that are vectorized each
-            self._counts += np.bincount(index, minlength=2 * HALF)
-
-    def finish(self) -> Histogram:
-        """The histogram of everything added so far."""
-        return Histogram(self._exponent, self._counts)
-
-
-def ends(values: npt.NDArray[np.floating]) -> tuple[float, float]:
-    """The least and the largest value of an array that has some; NaN in both where there is one."""
-    return float(np.minimum.reduce(values, axis=None)), float(np.maximum.reduce(values, axis=None))
-
-
-def blocks(values: npt.NDArray[np.floating]) -> Iterator[Floats]:
-    """Yields the elements of an array, `BLOCK` at a time, as flat float32 arrays."""
-    flat = np.asarray(values).reshape(-1)
-    for start in range(0, flat.size, BLOCK):
-        yield flat[start : start + BLOCK].astype(np.float32, copy=False)
 
 
 _SMOOTHING = 1e-4

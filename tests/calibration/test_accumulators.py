@@ -12,8 +12,16 @@ from hypothesis.extra import numpy as hnp
 
 from kenosis_ort.calibration import CalibrationConfig
 from kenosis_ort.calibration import part_session as session
-from kenosis_ort.calibration.accumulators import WHOLE_BELOW, Accumulator, extremes_and_some, pick
-from kenosis_ort.calibration.histogram import BLOCK, HALF, Histogram, exponent_of, extremes
+from kenosis_ort.calibration.accumulators import (
+    BLOCK,
+    WHOLE_BELOW,
+    Accumulator,
+    exponent_of,
+    extremes,
+    extremes_and_some,
+    pick,
+)
+from kenosis_ort.calibration.histogram import HALF, Histogram
 from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators
-from kenosis_ort.calibration.accumulators import Collector, Function, unions_of
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, derived
+from kenosis_ort.calibration.accumulators import Collector
+from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.histogram import Extremes
 from kenosis_ort.runtime.counting import counted
 from tests.calibration.support import histogram_of, swept
@@ -111,7 +112,7 @@ def test_unions_have_what_their_parts_have(method, channels, monkeypatch):
         return table, counts.total.copied
 
     found, copied = both()
-    monkeypatch.setattr(accumulators, "unions_of", lambda *_: {})
+    monkeypatch.setattr(derived, "unions_of", lambda *_: {})
     seen, most = both()
     assert (found.tensors, found.part.tensors) == (seen.tensors, seen.part.tensors)
     assert copied < most

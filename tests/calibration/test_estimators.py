@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
+from kenosis_ort.calibration.accumulators import ends
 from kenosis_ort.calibration.estimators import (
     ESTIMATORS,
     Range,
@@ -19,7 +20,7 @@ from kenosis_ort.calibration.estimators import (
     quantile_range,
     sketch,
 )
-from kenosis_ort.calibration.histogram import _divergence, ends, entropy_range, percentile_range
+from kenosis_ort.calibration.histogram import _divergence, entropy_range, percentile_range
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import RangeLimit
