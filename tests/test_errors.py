@@ -129,7 +129,7 @@ def test_names_are_spelled_out_in_all_texts(tmp_path: Path) -> None:
 
 
 WITHOUT_A_FIX = {
-    ("flow/finish.py", "RewriteMismatchError"): "the call undoes the rewrite, goes on, and tells that with a fix"
+    ("flow/call.py", "RewriteMismatchError"): "the call undoes the rewrite, goes on, and tells that with a fix"
 }
 """Errors that come without a fix, by file and class, and why."""
 PACKAGE = Path(of_the_package.__file__).parent

@@ -17,16 +17,18 @@ from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
-from kenosis_ort.flow import fit, preparation
+from kenosis_ort.flow import preparation
 from kenosis_ort.flow.request import Request
+from kenosis_ort.flow.tables import RewrittenNet
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
-from kenosis_ort.passes.contract import Build, Overlay, materialize
+from kenosis_ort.passes.contract import Build, Overlay, WeightPass, materialize, overflown
 from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.recipe import PASSES
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.placement.decisions import beyond_scales
@@ -34,9 +36,9 @@ from kenosis_ort.placement.eligibility import with_widths
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
-from kenosis_ort.quantizer.int8_cache import quantize_cache
+from kenosis_ort.quantizer.int8_cache import quantize_cache, with_scales
 from kenosis_ort.quantizer.stock import stock_tensors
-from kenosis_ort.runtime.session import make_room
+from kenosis_ort.runtime.session import WHOLE_LIMIT, make_room
 from kenosis_ort.targets import Hooks
 
 
@@ -81,6 +83,7 @@ def emit(
 _REPAIR_ROUNDS = 3
 _REAL: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 NOTHING: Final[Overlay] = MappingProxyType({})
+_WEIGHT_PASSES: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,32 @@ class Builder:
     def tensors(self) -> tuple[str, ...]:
         """The activations whose ranges are needed."""
         return self.observed(self.plan)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether passes can do anything for the weights: the net is ours to place, and can be run as a whole."""
+        whole = len(self.prepared.proto.graph.node) <= WHOLE_LIMIT
+        return self.request.stock_reason is None and whole and bool(self.plan.integer_nodes())
+
+    def channels_to_follow(self, integer: Builder, *, all_passes: bool) -> dict[str, int]:
+        """The observed values whose channels a pass may scale, with the axis of their channels.
+
+        Args:
+            integer: The same net in forms for integers, whose values are observed.
+            all_passes: Those of every recipe, for a table that is kept; else those of the request's.
+        """
+        if not self.may_change:
+            return {}
+        own = [each for each in self.request.passes if isinstance(each, WeightPass)]
+        nodes, insert, axes = self.adjustable, self.request.inserts_smoothing, dict[str, int]()
+        for each in _WEIGHT_PASSES if all_passes else own:
+            axes = {**each.scaled(self.prepared.graph, nodes=nodes, insert=insert), **axes}
+        origins = self.rewritten_as(integer).origins
+        return {name: axes[origin] for name in integer.tensors if (origin := origins.get(name)) in axes}
+
+    def rewritten_as(self, integer: Builder) -> RewrittenNet:
+        """The net with what became of it in forms for integers."""
+        return RewrittenNet(self.prepared.proto, integer.prepared.proto, integer.tensors)
 
     @property
     def quantizes_bodies(self) -> bool:
@@ -235,7 +264,7 @@ class Builder:
         with self.journal.stage("quantize"):
             plan = self.planned(keep, table)
             beyond = beyond_scales(self.prepared.graph, plan, _ranges(table)) if plan else {}
-            if beyond := {**beyond, **_overflown(corrections)}:
+            if beyond := {**beyond, **overflown(corrections)}:
                 keep.update(beyond)
                 plan = self.planned(keep, table)
             integer = set(plan.integer_nodes())
@@ -252,7 +281,7 @@ class Builder:
                 self.request.target.hooks.spell(quantized, plan)
         whole = self._put_bodies(quantized, plan, keep)
         if self.request.caches:
-            quantize_cache(quantized, fit.with_scales(self.request.caches, table))
+            quantize_cache(quantized, with_scales(self.request.caches, table))
         elif plan and self.request.target.hooks.spell is Hooks().spell:
             self._latest = _Emitted(quantizer, plan, keep, own, whole)
         return Build(self.prepared.proto, table, keep, whole, quantized, corrections=corrections)
@@ -357,7 +386,7 @@ def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder
     """
     with journal.stage("prepare"):
         prepared = preparation.prepare_model(proto, request, journal)
-    builder = Builder.of(prepared, fit.with_names_of(prepared, request), journal)
+    builder = Builder.of(prepared, request.with_names_of(prepared), journal)
     if builder.planner is not None and not builder.plan.quantizes() and not builder.quantizes_bodies:
         heavy = [n for n in builder.plan.nodes if n.op_type in HEAVY]
         why = f"'{heavy[0].node}' ({heavy[0].op_type}): {heavy[0].reason}" if heavy else "no Conv, Gemm or MatMul"
@@ -402,16 +431,6 @@ def _differ_in_weights_alone(one: onnx.ModelProto, other: onnx.ModelProto) -> bo
             a == b or (a.dims and a.data_type in _REAL and np.isfinite(outside.array_in(a)).all()) for a, b in pairs
         )
     )
-
-
-def _overflown(corrections: Overlay) -> dict[str, str]:
-    """The nodes whose corrections no float32 holds, with the reason: they run as they came."""
-    return {
-        node: f"its '{name}', once corrected, holds NaN or infinity"
-        for node, tensors in corrections.items()
-        for name, tensor in tensors.items()
-        if not np.isfinite(outside.array_in(tensor)).all()
-    }
 
 
 def _ranges(table: CalibrationTable) -> dict[str, tuple[float, float]]:

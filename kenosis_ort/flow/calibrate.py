@@ -1,24 +1,16 @@
-"""Activation ranges: from a table, from samples, or from made-up samples with the trust in them.
-
-Ranges are carried over to a model whose weights a pass has changed, without its data: what the net computes stays, but
-for the channels that were scaled, and their ranges follow from the ranges by channel that calibration collected,
-exactly. Histograms do not follow; they are collected again, of the kept samples alone.
-"""
+"""Activation ranges: from a table, from samples, or from made-up samples with the trust in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
-
-import onnx
+from typing import Any
 
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
 from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds
-from kenosis_ort.calibration.statistics import Rescaling, TensorStatistics
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust
@@ -26,12 +18,8 @@ from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
-from kenosis_ort.graph.outside import array_in
-from kenosis_ort.passes.contract import WeightPass
-from kenosis_ort.passes.recipe import PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
-from kenosis_ort.runtime.session import WHOLE_LIMIT
 
 
 def calibrate(
@@ -63,139 +51,6 @@ def _points(builder: Builder, channels: Mapping[str, int], keep: int = 0) -> Poi
     request, providers = builder.request, builder.request.calibration_providers or ()
     more: Mapping[str, Any] = {"providers": providers, "channels": channels, "keep": keep}
     return builder.points(builder.tensors, calibration_config(request), **more)
-
-
-Observe = Callable[[Sequence[str]], CalibrationTable]
-"""Collects statistics of tensors of the changed model."""
-
-
-@dataclass(frozen=True)
-class RewrittenNet:
-    """A model whose weights passes change, with the same in forms for integers.
-
-    Attributes:
-        drafted: The model whose values passes speak of.
-        model: It in forms for integers.
-        tensors: The values of that whose ranges are needed.
-    """
-
-    drafted: onnx.ModelProto
-    model: onnx.ModelProto
-    tensors: Collection[str]
-
-    @classmethod
-    def of(cls, drafted: Builder, builder: Builder) -> RewrittenNet:
-        """The net of a draft and of what became of it."""
-        return cls(drafted.prepared.proto, builder.prepared.proto, builder.tensors)
-
-    @cached_property
-    def origins(self) -> dict[str, str]:
-        """Names in the model before by value: a rewrite keeps a value's name, or that of the node that computes it."""
-        before = {node.name: node for node in self.drafted.graph.node}
-        known = [*(v.name for v in self.drafted.graph.input), *(name for n in before.values() for name in n.output)]
-        found = dict(zip(known, known, strict=True))
-        for node in self.model.graph.node:
-            old = before.get(node.name)
-            if old is not None and old.op_type == node.op_type:
-                for new, name in zip(node.output, old.output, strict=False):
-                    found.setdefault(new, name)
-        return found
-
-    def way_to(self, value: str) -> list[Any]:
-        """What makes a value that a rewrite made: operators with their constants, and values from before."""
-        makers = {name: node for node in self.model.graph.node for name in node.output}
-        constants = {tensor.name: tensor for tensor in self.model.graph.initializer}
-        waiting, seen, found = [value], {value}, list[Any]()
-        while waiting:
-            name = waiting.pop()
-            node = makers.get(name)
-            if name in self.origins or node is None:
-                found.append(self.origins.get(name, name))
-                continue
-            known = (constants.get(name) for name in node.input)
-            read = [None if t is None else (tuple(t.dims), hash(array_in(t).tobytes())) for t in known]
-            found.append((node.op_type, read))
-            more = [i for i in node.input if i and i not in seen and i not in constants]
-            seen.update(more)
-            waiting += more
-        return found
-
-
-def following_table(
-    table: CalibrationTable,
-    old: RewrittenNet,
-    new: RewrittenNet,
-    rescaled: Mapping[str, Rescaling] | None,
-    observe: Observe,
-    few: Observe | None,
-) -> CalibrationTable:
-    """The table of a net with changed weights; it has no part and no fingerprint.
-
-    Args:
-        table: The ranges of the weights as they came; tensors of the old net that it lacks have a type without a range.
-        old: The net that the table is of.
-        new: The same with changed weights.
-        rescaled: What became of values, by their names where passes change it; None where any may have changed.
-        observe: Collects what does not follow, over the samples of the table that are kept.
-        few: Collects histograms of what was scaled, over as many as they need; None where they are not needed.
-    """
-    found: dict[str, TensorStatistics] = {}
-    scaled: list[str] = []
-    for name in new.tensors:
-        if rescaled is None:
-            break
-        known, how = table.tensors.get(name), rescaled.get(new.origins.get(name, ""))
-        if how is not None:
-            source = table.tensors.get(how.source or name)
-            follows = None if source is None else how.of(source)
-            if follows is not None:
-                found[name] = follows
-                scaled.append(name)
-        elif known is not None and (not rescaled or name in new.origins or _stays(name, old, new, rescaled)):
-            found[name] = known
-    missing = [n for n in new.tensors if n not in found and (n in table.tensors or n not in old.tensors)]
-    if missing:
-        seen = observe(tuple(new.tensors))
-        found |= {name: seen.tensors[name] for name in missing if name in seen.tensors}
-    if scaled and few is not None:
-        seen = seen if missing else few(tuple(scaled))
-        found |= {n: replace(found[n], histogram=seen.tensors[n].histogram) for n in scaled if n in seen.tensors}
-    tensors = {name: found[name] for name in new.tensors if name in found}
-    return replace(table, tensors=tensors, model_fingerprint=None, part=None)
-
-
-def _stays(name: str, old: RewrittenNet, new: RewrittenNet, rescaled: Mapping[str, Rescaling]) -> bool:
-    """Whether a value that a rewrite made is surely what it was: it reads the same values and constants."""
-    before = old.way_to(name)
-    return before == new.way_to(name) and not any(isinstance(part, str) and part in rescaled for part in before)
-
-
-_ALL_OF_THEM: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
-
-
-def channels_to_follow(drafted: Builder, builder: Builder, *, all_passes: bool) -> dict[str, int]:
-    """The observed values whose channels a pass may scale, with the axis of their channels.
-
-    Args:
-        drafted: The net whose weights passes change.
-        builder: The same in forms for integers.
-        all_passes: Those of every recipe, for a table that is kept; else those of the request's.
-    """
-    request = builder.request
-    if not may_change(drafted):
-        return {}
-    passes = _ALL_OF_THEM if all_passes else [each for each in request.passes if isinstance(each, WeightPass)]
-    nodes, axes = drafted.adjustable, dict[str, int]()
-    for each in passes:
-        axes = {**each.scaled(drafted.prepared.graph, nodes=nodes, insert=request.inserts_smoothing), **axes}
-    origins = RewrittenNet.of(drafted, builder).origins
-    return {name: axes[origin] for name in builder.tensors if (origin := origins.get(name)) in axes}
-
-
-def may_change(drafted: Builder) -> bool:
-    """Whether passes can do anything for a net: it is ours to place, and can be run as a whole."""
-    whole = len(drafted.prepared.proto.graph.node) <= WHOLE_LIMIT
-    return drafted.request.stock_reason is None and whole and bool(drafted.plan.integer_nodes())
 
 
 _UNSTABLE = 0.3  # spread of a range over seeds beyond which the report says so
@@ -258,7 +113,7 @@ def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTab
     config, data = calibration_config(builder.request), call.data
     reader = None if data is None else data.reader
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
-    channels = {} if plain else channels_to_follow(drafted, builder, all_passes=call.cache is not None)
+    channels = {} if plain else drafted.channels_to_follow(builder, all_passes=call.cache is not None)
     if plain or data is None or not isinstance(reader, SyntheticReader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import onnx
-import onnxruntime as ort
 
 from kenosis_ort import errors
 from kenosis_ort.accuracy.measured import Measured
-from kenosis_ort.calibration.feeds import Cut, Part
-from kenosis_ort.flow import fit, preparation, target_options
-from kenosis_ort.flow.calibration_cache import CalibrationCache
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
+from kenosis_ort.calibration.feeds import Cut, Part, sample_feeds
+from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
-from kenosis_ort.graph.external_data import weights_on_disk
-from kenosis_ort.graph.load import LoadedModel, load_model
+from kenosis_ort.flow.tables import CalibrationCache
+from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
@@ -33,7 +29,6 @@ from kenosis_ort.passes.model_runs import Reference
 from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.report import sections
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime import session
 
 _log = logging.getLogger(__name__)
@@ -42,6 +37,12 @@ _FEW_FEEDS: Final = 16
 """Fewer are taken apart where they are batches."""
 _PIECES: Final = 32
 """So many at least are made of them: of so many a fourth is enough to evaluate on."""
+REWRITTEN_DB: Final = 30.0  # the runtime's own LRN is off by three digits
+REWRITTEN_ABSOLUTE: Final = 1e-6  # where the output is zero, or next to it
+
+
+class RewriteMismatchError(errors.VerificationError):
+    """A rewritten float model computes something else than the original."""
 
 
 @dataclass(kw_only=True)
@@ -110,6 +111,50 @@ class Call(Journal):
         if self._prepared is None:
             self._prepared = self._reference_of(prepared)
         return self._prepared
+
+    def compared(
+        self, prepared: onnx.ModelProto, model: onnx.ModelProto, feeds: Sequence[Feed]
+    ) -> tuple[OutputComparison, ...]:
+        """A model's outputs beside the float model's; of large models one is open at a time.
+
+        Args:
+            prepared: As for `reference`.
+            model: It.
+            feeds: At least one.
+
+        Raises:
+            VerificationError: One of them does not run.
+        """
+        reference = self.reference(prepared)
+        expected, random = reference.outputs(feeds), reference.random(feeds[0])
+        with session.open_session(model, custom_op_libraries=self.request.custom_op_libraries) as runner:
+            return compare_pairs(list(expected[0]), zip(expected, map(runner.answer, feeds), strict=True), random)
+
+    def check_rewritten(self, rewritten: onnx.ModelProto, feed: Feed) -> None:
+        """Checks that a rewritten float model computes what the original does.
+
+        Raises:
+            RewriteMismatchError: It does not.
+            VerificationError: It does not run.
+        """
+        if self.original is None:
+            return
+        for found in self.compared(rewritten, rewritten, [feed]):
+            if found.skipped and not found.random:
+                off = f"returns another number of rows in output '{found.name}'"
+            elif found.floating and found.sqnr_db < REWRITTEN_DB and found.max_abs > REWRITTEN_ABSOLUTE:
+                off = f"is off by {found.max_abs:.3g} in output '{found.name}' ({found.sqnr_db:.1f} dB)"
+            else:
+                continue
+            raise RewriteMismatchError(f"the rewritten float model {off}", where=self.loaded.name)
+
+    def made_up(self) -> list[Feed]:
+        """Synthetic feed where no sample is at hand; none where its kind is not known."""
+        try:
+            return list(sample_feeds(SyntheticReader(self.loaded, samples=1)))
+        except errors.CalibrationError as error:
+            _log.info("no sample made up: %s", error)
+            return []
 
     def _reference_of(self, model: Path | onnx.ModelProto) -> Reference:
         stays_open = weight_bytes(self.loaded.proto) <= _MOST_WEIGHTS
@@ -201,70 +246,3 @@ class Call(Journal):
             count = _PIECES if 0 < len(feeds) < _FEW_FEEDS and not numbered else 0
             self.division = find_division(lambda feed: self.reference(model).run(feed), feeds, count=count)
         return self.division
-
-    def report(self, **facts: Any) -> QuantizationReport:
-        """The report of what gathered, with facts of the written file by the names that it has for them."""
-        target, taken = self.request.target, None if self.speed is None else self.speed.taken
-        passes, trust = tuple(self.passes), self.trust
-        if "float_because" in facts or (taken is not None and not taken.is_planned):  # the file holds nothing of these
-            form = "the float model" if taken is None else taken.description
-            undone = f"not in the file, which is {form}"
-            passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
-            trust = None
-        if trust is not None and trust.verdict == "do not ship":
-            self.warnings.append(
-                f"The made-up calibration samples do not fit this net: {trust.reason}. Fix: {trust.advice}."
-            )
-        return QuantizationReport(
-            model_input=self.loaded.name,
-            model_output=self.request.output_name,
-            target=target.name,
-            host=self.request.host_label,
-            unproved="" if target.hooks.prove is not None else target.unasked,
-            options=self.request.choices,
-            notes=tuple(self.notes),
-            warnings=tuple(self.warnings),
-            size_before=self.size_before,
-            size_after=self.size_after,
-            seconds=self.seconds,
-            recipe=replace(self.request.recipe, speed=self.choice),
-            passes=passes,
-            speed=self.speed,
-            trust=trust,
-            fallbacks=tuple(self.fallbacks),
-            measure=self.measure,
-            versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
-            **facts,
-        )
-
-
-@contextmanager
-def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -> Iterator[Call]:
-    """A call with its model as target and caller let it be, and the request fitted to it.
-
-    The weights of a large model stay on disk, and so do those that are made of them inside.
-
-    Args:
-        source: The float model.
-        request: What the caller wants.
-
-    Raises:
-        KenosisError: The model is not usable, or the request does not fit it.
-    """
-    start = time.perf_counter()
-    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
-    with weights_on_disk(loaded.proto):
-        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
-        call.notes += loaded.notes
-        if request.target.static_shapes and not request.is_stock:
-            call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
-            call.notes += notes
-        if request.max_opset is not None:
-            call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
-            call.notes += notes
-        call.seconds["load"] = time.perf_counter() - start
-        with call.stage("profile"):
-            request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
-        call.request = fit.fitted(call.loaded.proto, request)
-        call.warnings += call.request.complaints
-        yield call

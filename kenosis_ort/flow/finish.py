@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 
-from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs, compare_pairs
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.bench.op_times import with_measurements
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.call import REWRITTEN_ABSOLUTE, REWRITTEN_DB, Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
 from kenosis_ort.graph import load, save
@@ -23,7 +24,6 @@ from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.model_runs import Reference
 from kenosis_ort.placement.cost import estimate
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
@@ -87,19 +87,6 @@ def check_biases(quantized: onnx.ModelProto, request: Request) -> None:
     if problems and request.stock_reason is None:
         what = f"{len(problems)} int32 biases are off their grid"
         raise VerificationError(what, where=str(problems[0]), fix=_REPORT)
-
-
-def compared_to(
-    reference: Reference, model: onnx.ModelProto, feeds: Sequence[Mapping[str, Any]], request: Request
-) -> tuple[OutputComparison, ...]:
-    """A model's outputs beside the float model's; of large models one is open at a time.
-
-    Raises:
-        VerificationError: One of them does not run.
-    """
-    expected, random = reference.outputs(feeds), reference.random(feeds[0])
-    with open_session(model, custom_op_libraries=request.custom_op_libraries) as runner:
-        return compare_pairs(list(expected[0]), zip(expected, map(runner.answer, feeds), strict=True), random)
 
 
 def worthless(compared: Sequence[OutputComparison]) -> str | None:
@@ -184,8 +171,6 @@ def check_files(
 
 
 _SHOWN = 3
-_REWRITTEN_DB = 30.0  # the runtime's own LRN is off by three digits
-_REWRITTEN_ABSOLUTE = 1e-6  # where the output is zero, or next to it
 
 
 def finish(
@@ -273,7 +258,8 @@ def finish(
         "The times of layers", lambda: layers_of(view, build.plan, request.target, fusion, times), none
     )
     method, observed = build.table.config.method, len(build.table.tensors)
-    return call.report(
+    return report_of(
+        call,
         plan=build.plan,
         fusion=fusion,
         calibration=CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
@@ -282,6 +268,43 @@ def finish(
         layers=layers,
         cache=scales,
         clipping=losses,
+    )
+
+
+def report_of(call: Call, **facts: Any) -> QuantizationReport:
+    """The report of what gathered, with facts of the written file by the names that it has for them."""
+    request, target = call.request, call.request.target
+    taken = None if call.speed is None else call.speed.taken
+    passes, trust = tuple(call.passes), call.trust
+    if "float_because" in facts or (taken is not None and not taken.is_planned):  # the file holds nothing of these
+        form = "the float model" if taken is None else taken.description
+        undone = f"not in the file, which is {form}"
+        passes = tuple(replace(p, kept=False, reason=undone) if p.kept else p for p in passes)
+        trust = None
+    if trust is not None and trust.verdict == "do not ship":
+        call.warnings.append(
+            f"The made-up calibration samples do not fit this net: {trust.reason}. Fix: {trust.advice}."
+        )
+    return QuantizationReport(
+        model_input=call.loaded.name,
+        model_output=request.output_name,
+        target=target.name,
+        host=request.host_label,
+        unproved="" if target.hooks.prove is not None else target.unasked,
+        options=request.choices,
+        notes=tuple(call.notes),
+        warnings=tuple(call.warnings),
+        size_before=call.size_before,
+        size_after=call.size_after,
+        seconds=call.seconds,
+        recipe=replace(request.recipe, speed=call.choice),
+        passes=passes,
+        speed=call.speed,
+        trust=trust,
+        fallbacks=tuple(call.fallbacks),
+        measure=call.measure,
+        versions={"onnxruntime": ort.__version__, "onnx": onnx.__version__, "numpy": np.__version__},
+        **facts,
     )
 
 
@@ -305,7 +328,7 @@ def _check_written(path: Path, build: Build, request: Request, feeds: Sequence[F
         found = spell_out(load.load_model(path, ask_runtime=False).proto)
     libraries = request.custom_op_libraries
     for output in compare_outputs(build.quantized, found, feeds, custom_op_libraries=libraries):
-        if output.floating and output.sqnr_db < _REWRITTEN_DB / 2 and output.max_abs > _REWRITTEN_ABSOLUTE:
+        if output.floating and output.sqnr_db < REWRITTEN_DB / 2 and output.max_abs > REWRITTEN_ABSOLUTE:
             raise VerificationError(
                 f"output '{output.name}' in format '{request.format}' is off by {output.max_abs:.3g} from the same "
                 f"model in QDQ form ({output.sqnr_db:.1f} dB)",
@@ -328,33 +351,10 @@ def compare(call: Call, build: Build, feeds: Sequence[Feed]) -> tuple[OutputComp
         if not feeds or not build.is_whole:
             return ()
         if call.evaluator is None or call.validation is not None:
-            return compared_to(call.reference(build.float_model), build.quantized, few_of(feeds), request)
+            return call.compared(build.float_model, build.quantized, few_of(feeds))
         compared, measured = call.evaluator.comparison(build.quantized)
         call.measured = None if measured is None else (build, measured)
         return compared
-
-
-class RewriteMismatchError(VerificationError):
-    """A rewritten float model computes something else than the original."""
-
-
-def check_rewritten(call: Call, rewritten: onnx.ModelProto, feed: Feed) -> None:
-    """Checks that a rewritten float model computes what the original does.
-
-    Raises:
-        RewriteMismatchError: It does not.
-        VerificationError: It does not run.
-    """
-    if call.original is None:
-        return
-    for found in compared_to(call.reference(rewritten), rewritten, [feed], call.request):
-        if found.skipped and not found.random:
-            off = f"returns another number of rows in output '{found.name}'"
-        elif found.floating and found.sqnr_db < _REWRITTEN_DB and found.max_abs > _REWRITTEN_ABSOLUTE:
-            off = f"is off by {found.max_abs:.3g} in output '{found.name}' ({found.sqnr_db:.1f} dB)"
-        else:
-            continue
-        raise RewriteMismatchError(f"the rewritten float model {off}", where=call.loaded.name)
 
 
 def _evidence(call: Call, reference: onnx.ModelProto, build: Build, feeds: Sequence[Feed]) -> ReportEvidence | None:

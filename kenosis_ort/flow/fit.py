@@ -1,9 +1,12 @@
-"""A request fitted to the model at hand: names of nodes and tensors, inputs that stay open, the cache of a decoder."""
+"""A call with its model open, and its request fitted to that: names, inputs that stay open, a decoder's cache."""
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +14,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
+from kenosis_ort.flow import preparation, target_options
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request, not_taken, runs_float
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import bodies, constants, walk
+from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import check_not_quantized, load_model
-from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import INT8_CACHE
 from kenosis_ort.quantizer import int8_cache, stock
 from kenosis_ort.targets import Role, Target
@@ -115,21 +119,6 @@ def _all_types(proto: onnx.ModelProto, request: Request) -> bool:
     return missing.isdisjoint(stock.QUANTIZABLE_OPS) or all(runs_float(request.target, op) for op in missing)
 
 
-def with_names_of(prepared: PreparedModel, request: Request) -> Request:
-    """The request with the caller's node names as they are in the prepared model."""
-
-    def renamed(name: str) -> list[str]:
-        return [name, *(n for n in prepared.nodes.get(name, ()) if n.startswith(name))]
-
-    exclude, only = (
-        tuple(dict.fromkeys(new for name in names for new in renamed(name)))
-        for names in (request.nodes_to_exclude, request.nodes_to_quantize)
-    )
-    by_node = {new: bits for name, bits in request.widths.by_node.items() for new in renamed(name)}
-    widths = replace(request.widths, by_node=by_node)
-    return replace(request, nodes_to_exclude=exclude, nodes_to_quantize=only, widths=widths)
-
-
 def _serve_override(target: Target, name: str, entries: Sequence[Mapping[str, Any]], *, weight: bool) -> None:
     """Refuses parameters of one tensor that the target cannot serve.
 
@@ -218,15 +207,6 @@ def find_caches(model: onnx.ModelProto, source: str | os.PathLike[str]) -> tuple
     return found if source == INT8_CACHE else _with_scales_of(Path(source), found)
 
 
-def with_scales(caches: Sequence[int8_cache.Cache], table: CalibrationTable) -> tuple[int8_cache.Cache, ...]:
-    """Caches with the scales that they have by ranges, where they have none yet."""
-    ranges = ([table.range_of(name) for name in cache.names] for cache in caches)
-    return tuple(
-        replace(cache, scale=cache.scale or int8_cache.scale_for(seen))
-        for cache, seen in zip(caches, ranges, strict=True)
-    )
-
-
 def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int8_cache.Cache, ...]:
     known = int8_cache.cache_scales(load_model(path, ask_runtime=False).proto, str(path))
     scales = {bodies.state_stem(name): scale for name, scale in known.items()}
@@ -244,3 +224,35 @@ def _is_cache(value: onnx.ValueInfoProto) -> bool:
     tensor = value.type.tensor_type
     named = _NAMED.search(value.name.lower().replace("_", " "))
     return named is not None and tensor.elem_type == TensorProto.FLOAT and len(tensor.shape.dim) >= _LEAST_RANK
+
+
+@contextmanager
+def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -> Iterator[Call]:
+    """A call with its model as target and caller let it be, and the request fitted to it.
+
+    The weights of a large model stay on disk, and so do those that are made of them inside.
+
+    Args:
+        source: The float model.
+        request: What the caller wants.
+
+    Raises:
+        KenosisError: The model is not usable, or the request does not fit it.
+    """
+    start = time.perf_counter()
+    loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
+    with weights_on_disk(loaded.proto):
+        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
+        call.notes += loaded.notes
+        if request.target.static_shapes and not request.is_stock:
+            call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
+            call.notes += notes
+        if request.max_opset is not None:
+            call.loaded, notes = preparation.with_lowered_opset(call.loaded, preparation.highest_opset(request))
+            call.notes += notes
+        call.seconds["load"] = time.perf_counter() - start
+        with call.stage("profile"):
+            request = call.attempt("The host profile", partial(target_options.with_own_profile, request), request)
+        call.request = fitted(call.loaded.proto, request)
+        call.warnings += call.request.complaints
+        yield call

@@ -20,22 +20,21 @@ from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
-from kenosis_ort.flow import calibrate, finish, samples
+from kenosis_ort.flow import samples
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
-from kenosis_ort.flow.speed import WEIGHT_ONLY, made_up
+from kenosis_ort.flow.tables import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
-from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of, split_feeds
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import MeasureSummary
 from kenosis_ort.runtime.session import open_session
+from kenosis_ort.targets.model import WEIGHT_ONLY
 
 _MEASURE_SHARE: Final = 0.05
 """Of the call so far, for measuring what is lost on further samples."""
@@ -198,7 +197,7 @@ def with_weight_passes(
         VerificationError: The prepared model does not compute what the original does.
     """
     request, prepared = call.request, drafted.prepared
-    if not calibrate.may_change(drafted):
+    if not drafted.may_change:
         return builder, table
     feeds = call.feeds
     passes = [each for each in request.passes if each.before_calibration]
@@ -235,7 +234,7 @@ def with_weight_passes(
         # A sample whose outputs are at hand, and of one row where batches were taken apart.
         held_out = [] if call.divided is None else call.divided[1].feeds
         with call.stage("check"):
-            finish.check_rewritten(call, builder.prepared.proto, (held_out or feeds)[0])
+            call.check_rewritten(builder.prepared.proto, (held_out or feeds)[0])
     return builder, table
 
 
@@ -297,39 +296,39 @@ class _Ranges:
         )
 
     @cached_property
-    def _net(self) -> calibrate.RewrittenNet:
-        return calibrate.RewrittenNet.of(self.drafted, self.builder)
+    def _net(self) -> RewrittenNet:
+        return self.drafted.rewritten_as(self.builder)
 
     @cached_property
     def _divided(self) -> tuple[list[Feed], Evaluator]:
         return self.call.divide(self.drafted.prepared.proto, self.feeds)
 
     def _following(
-        self, table: CalibrationTable, builder: Builder, state: State, few: calibrate.Observe | None
+        self, table: CalibrationTable, builder: Builder, state: State, few: Observe | None
     ) -> CalibrationTable:
-        return calibrate.following_table(
+        return following_table(
             table,
             self._net,
-            calibrate.RewrittenNet(state.prepared.proto, builder.prepared.proto, builder.tensors),
+            RewrittenNet(state.prepared.proto, builder.prepared.proto, builder.tensors),
             state.rescaled if state.is_reported else None,
             partial(self._collected, builder, self.feeds if table is self.table else self._divided[0]),
             few,
         )
 
-    def _few(self, builder: Builder) -> calibrate.Observe:
+    def _few(self, builder: Builder) -> Observe:
         """Collector of histograms over a few of the samples to fit to, once for the same tensors."""
         return cache(lambda tensors: self._collected(builder, some_of(self._divided[0], _ENOUGH), tensors))
 
     def _collected(self, builder: Builder, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
-        channels = calibrate.channels_to_follow(self.drafted, self.builder, all_passes=False)
+        channels = self.drafted.channels_to_follow(self.builder, all_passes=False)
         return builder.collected(feeds, tensors, self.table.config, channels)
 
 
 _FLOAT: Final = "the recipe quantizes weights of linear layers and embeddings alone"
 
 
-def weight_only(call: Call) -> QuantizationReport:
-    """Quantizes the weights of linear layers and embeddings, writes and reports.
+def weight_only(call: Call) -> tuple[Build, list[Feed], int]:
+    """The build with weights in blocks, samples to compare it on, and how many were given.
 
     Where the recipe has a budget that 4 bits do not keep, 8 are delivered.
 
@@ -377,11 +376,9 @@ def weight_only(call: Call) -> QuantizationReport:
     count = count if low else f"{len(made.layers)} layers and embeddings have 8 bits"
     call.notes.append(f"Weights alone: {count}; activations are float.")
     given = len(feeds)
-    if not feeds and (feeds := made_up(call)):
+    if not feeds and (feeds := call.made_up()):
         call.notes.append("Outputs were compared on made-up samples: real ones were not given.")
-    return finish.finish(
-        call, PreparedModel(call.loaded.proto), build, feeds, given, finish.compare(call, build, feeds)
-    )
+    return build, feeds, given
 
 
 def planned_weights(loaded: LoadedModel, request: Request) -> PlacementPlan:

@@ -27,8 +27,8 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import body_plans, calibrate, finish, improve, samples
 from kenosis_ort.flow.builder import draft, for_integers
-from kenosis_ort.flow.call import Call, opened
-from kenosis_ort.flow.fit import with_open_defaults
+from kenosis_ort.flow.call import Call
+from kenosis_ort.flow.fit import opened, with_open_defaults
 from kenosis_ort.flow.request import Progress, Request, calibration_config
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.plan import PlacementPlan
@@ -236,7 +236,7 @@ def _calibrated(call: Call, reader: CalibrationDataReader, *, keep_samples: bool
     found = calibrate.calibrate(
         builder,
         data.reader if away else data,
-        channels=calibrate.channels_to_follow(drafted, builder, all_passes=True),
+        channels=drafted.channels_to_follow(builder, all_passes=True),
         keep=request.most_feeds(proto, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )

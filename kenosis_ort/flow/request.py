@@ -16,6 +16,7 @@ from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph import bodies
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
@@ -118,6 +119,20 @@ class Request:
         open_ones = {name: value for name, value in default.items() if not self.is_explicit(name)}
         choices = {name: OptionChoice(value, "stock default") for name, value in open_ones.items()}
         return replace(self, stock_reason=why, choices={**self.choices, **choices}, **open_ones)
+
+    def with_names_of(self, prepared: PreparedModel) -> Request:
+        """The request with the caller's node names as they are in the prepared model."""
+
+        def renamed(name: str) -> list[str]:
+            return [name, *(n for n in prepared.nodes.get(name, ()) if n.startswith(name))]
+
+        exclude, only = (
+            tuple(dict.fromkeys(new for name in names for new in renamed(name)))
+            for names in (self.nodes_to_exclude, self.nodes_to_quantize)
+        )
+        by_node = {new: bits for name, bits in self.widths.by_node.items() for new in renamed(name)}
+        widths = replace(self.widths, by_node=by_node)
+        return replace(self, nodes_to_exclude=exclude, nodes_to_quantize=only, widths=widths)
 
     def rewrites_with(self, rule: Callable[..., Any]) -> bool:
         """Whether the caller allows a rewrite."""

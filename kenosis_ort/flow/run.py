@@ -20,12 +20,13 @@ from kenosis_ort.calibration.feeds import input_specs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
-from kenosis_ort.flow.calibration_cache import CalibrationCache
-from kenosis_ort.flow.call import Call, opened
+from kenosis_ort.flow.call import Call, RewriteMismatchError
 from kenosis_ort.flow.request import EIGHT_BIT, Request
 from kenosis_ort.flow.samples import KeepingReader, Validation
+from kenosis_ort.flow.tables import CalibrationCache
 from kenosis_ort.graph import outside, save
 from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.recipe import RECIPES
@@ -136,7 +137,7 @@ def deliver_float(
     seconds = call.seconds.get("calibrate", 0.0)
     calibration = CalibrationSummary(str(request.choices["calibrate_method"].value), samples, 0, seconds)
     plan = PlacementPlan(request.target.name)
-    return call.report(plan=plan, fusion=None, calibration=calibration, float_because=why)
+    return finish.report_of(call, plan=plan, fusion=None, calibration=calibration, float_because=why)
 
 
 _EFFECTS: Final[Mapping[str, str]] = {
@@ -202,7 +203,7 @@ def run(
         configured(request.target.session_entries),
     ):
         save.check_destination(request.output)
-        with _executor_of(request) as executor, opened(source, request) as call:
+        with _executor_of(request) as executor, fit.opened(source, request) as call:
             call.executor = executor
             if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
                 call.warnings.append(
@@ -255,7 +256,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
         attempted = attempts.pop(0)
         call = first.again(attempted)
         try:
-            return improve.weight_only(call) if request.recipe.weight_only else _quantized(call)
+            return _weights_alone(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:
             return deliver_float(call, reason_of(error))
         except Exception as error:
@@ -265,7 +266,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
                 first.tell("The proof", error)
                 request = replace(attempted, verify=False, speed=replace(attempted.speed, promise=False))
                 attempts = [request, without_optional_work(request)]
-            elif not isinstance(error, (finish.RewriteMismatchError, *OF_THE_MODEL)):  # a defect
+            elif not isinstance(error, (RewriteMismatchError, *OF_THE_MODEL)):  # a defect
                 if request.on_failure == "error":
                     raise defect(first, error) from error
                 report_it = "please report this as a bug of kenosis-ort, with the model"
@@ -292,6 +293,13 @@ def _check_numbers(request: Request, data: KeepingReader) -> None:
         )
 
 
+def _weights_alone(call: Call) -> QuantizationReport:
+    """Quantizes weights of linear layers and embeddings in blocks; activations stay float, and nothing is placed."""
+    build, feeds, given = improve.weight_only(call)
+    compared = finish.compare(call, build, feeds)
+    return finish.finish(call, PreparedModel(call.loaded.proto), build, feeds, given, compared)
+
+
 def _quantized(call: Call) -> QuantizationReport:
     """Quantizes in one way; a result that is of no use gives way to the float model.
 
@@ -316,7 +324,7 @@ def _quantized(call: Call) -> QuantizationReport:
         return deliver_float(call, bad, samples)
     if request.caches and not int8_cache.cache_scales(chosen.quantized):  # another form than planned int8
         chosen = replace(chosen, quantized=outside.copy_model(chosen.quantized))
-        int8_cache.quantize_cache(chosen.quantized, fit.with_scales(request.caches, chosen.table))
+        int8_cache.quantize_cache(chosen.quantized, int8_cache.with_scales(request.caches, chosen.table))
     if chosen is not build:
         compared = finish.compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)

@@ -19,9 +19,6 @@ import onnx
 
 from kenosis_ort.bench.harness import MARGIN
 from kenosis_ort.calibration.cached_samples import model_fingerprint
-from kenosis_ort.calibration.feeds import sample_feeds
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
@@ -39,6 +36,7 @@ from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import openable
 from kenosis_ort.storage.writing import Scratch
+from kenosis_ort.targets.model import DYNAMIC, WEIGHT_ONLY
 from kenosis_ort.tuning import promise, races
 
 _log = logging.getLogger(__name__)
@@ -50,8 +48,6 @@ TINY_US: Final = 20.0
 _TRIAL_RUNS: Final = 30
 _CUTS: Final = (1, 3)
 INT8: Final = "int8"
-DYNAMIC: Final = "dynamic"
-WEIGHT_ONLY: Final = "weight-only"
 
 
 Delivery = tuple[Build, SpeedSummary]
@@ -304,7 +300,7 @@ def delivered(
     model = model_fingerprint(call.loaded.proto)
     recorded = request.recipe.speed
     recorded = None if recorded is None or recorded.model != model else recorded
-    feeds = feeds or made_up(call)
+    feeds = feeds or call.made_up()
     if not feeds and recorded is None:
         call.notes.append("Nothing was timed: there is no sample to run the model on.")
         return as_it_is
@@ -341,12 +337,3 @@ def delivered(
         "Fix: nothing, or promise=False to get INT8 all the same."
     )
     return made, True
-
-
-def made_up(call: Call) -> list[Feed]:
-    """Synthetic feed where no sample is at hand; none where its kind is not known."""
-    try:
-        return list(sample_feeds(SyntheticReader(call.loaded, samples=1)))
-    except CalibrationError as error:
-        _log.info("no sample made up: %s", error)
-        return []

@@ -18,13 +18,14 @@ from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import onnx
 
 from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.outside import copy_with
+from kenosis_ort.graph.outside import array_in, copy_with
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
@@ -45,6 +46,16 @@ def materialize(model: onnx.ModelProto, overlay: Overlay, nodes: Collection[str]
     found = (tensors for node, tensors in overlay.items() if nodes is None or node in nodes)
     own = {name: tensor for tensors in found for name, tensor in tensors.items()}
     return copy_with(model, own) if own else model
+
+
+def overflown(overlay: Overlay) -> dict[str, str]:
+    """The nodes whose corrections no float32 holds, with the reason: they run as they came."""
+    return {
+        node: f"its '{name}', once corrected, holds NaN or infinity"
+        for node, tensors in overlay.items()
+        for name, tensor in tensors.items()
+        if not np.isfinite(array_in(tensor)).all()
+    }
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ The file in between computes exactly what the last one does, from caches in floa
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import replace_nodes
@@ -60,6 +61,14 @@ def scale_for(ranges: Sequence[tuple[float, float]]) -> float:
     largest = max((abs(end) for pair in ranges for end in pair), default=0.0)
     scale = np.float32(largest / _LEVELS)
     return float(scale) if np.isfinite(scale) and scale > 0 else 1.0
+
+
+def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache, ...]:
+    """Caches with the scales that they have by ranges, where they have none yet."""
+    ranges = ([table.range_of(name) for name in cache.names] for cache in caches)
+    return tuple(
+        replace(cache, scale=cache.scale or scale_for(seen)) for cache, seen in zip(caches, ranges, strict=True)
+    )
 
 
 def quantize_cache(model: onnx.ModelProto, caches: Sequence[Cache]) -> None:

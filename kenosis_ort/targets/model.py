@@ -184,6 +184,10 @@ class Runner(Protocol):
         """Runs the model once."""
 
 
+DYNAMIC, WEIGHT_ONLY = "dynamic", "weight-only"
+"""Forms beside the planned one: ranges of activations found as they run; weights alone in few bits."""
+
+
 @dataclass(frozen=True)
 class TimedRuntime:
     """Timing of models on a target's runtime.
@@ -194,7 +198,7 @@ class TimedRuntime:
             nothing. What the function that it returns opens runs as fast as what `open` opens.
         in_calling_thread: With one thread it runs in the thread that calls it, whose processor time then times it.
         clock: The seconds that all its runs took so far, where it measures them itself, as in a process of its own.
-        other_forms: Forms beside the planned one that the runtime has kernels for: ``dynamic``, ``weight-only``.
+        other_forms: Forms beside the planned one that the runtime has kernels for.
     """
 
     open: Callable[..., Runner]
