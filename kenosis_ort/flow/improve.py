@@ -112,7 +112,7 @@ def context_of(call: Call, fit: Sequence[Feed], evaluator: Evaluator, builder: B
         prove=builder.build,
         plan=lambda table, keep: builder.planned(keep, table),
         fitted_ranges=fitted_ranges,
-        active=frozenset(each.name for each in request.passes),
+        active={each.name: each for each in request.passes},
         forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
         per_channel=request.per_channel,
         inserts_scales=request.inserts_smoothing,

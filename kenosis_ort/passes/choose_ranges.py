@@ -25,7 +25,6 @@ import onnx
 from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.passes.contract import Build, Candidate, Context, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.correct_biases import corrected, uncorrected
 from kenosis_ort.passes.evaluator import LEAST_HELD_OUT
 from kenosis_ort.plan import PlacementPlan
 
@@ -110,9 +109,9 @@ class RangeChoice(Pass):
         if best is None:
             return Skipped("no other estimator is better than minmax")
         table = build.table.with_ranges(_candidates(build, build.table, (best,))[best])
-        chosen = context.with_placement(uncorrected(state), table=table)
+        chosen = context.with_placement(state.with_own_biases(), table=table)
         if state.uncorrected is not None:
-            chosen = corrected(chosen, context.with_more_to_fit())
+            chosen = context.with_more_to_fit().after("bias_correction", chosen)
         return Candidate(chosen, f"{best} ranges", decided=True, scores=(plain, scores[best]))
 
 

@@ -125,6 +125,12 @@ class State:
         assert self.build is not None
         return self.build
 
+    def with_own_biases(self) -> State:
+        """The state with the biases that were there before they were corrected; its build is not made anew."""
+        if self.uncorrected is None:
+            return self
+        return replace(self, build=replace(self.built, corrections=self.uncorrected), uncorrected=None)
+
     def with_weights(self, model: onnx.ModelProto, notes: Sequence[str], rescaled: Mapping[str, Rescaling]) -> State:
         """The state with other weights, what was done, and what became of the values whose channels were scaled."""
         changed = changed_weights(self.prepared, model, notes)
@@ -194,7 +200,7 @@ class Context:
         fit: Samples to fit to.
         evaluator: Knows other samples; for passes that compare several candidates of their own.
         nodes: Names of the nodes whose weights passes may change.
-        active: Names of the passes of this run.
+        active: The passes of this run, by name: what one pass leaves to another it asks for here.
         forced: Names of those that the caller requires: applied without being evaluated.
         per_channel: Weights have a scale a channel.
         inserts_scales: A Mul may be inserted where nothing can take a scale.
@@ -220,7 +226,7 @@ class Context:
     plan: Callable[[CalibrationTable, Mapping[str, str]], PlacementPlan]
     fitted_ranges: Callable[[State], CalibrationTable]
     nodes: frozenset[str] = frozenset()
-    active: frozenset[str] = frozenset()
+    active: Mapping[str, Pass] = field(default_factory=dict)
     forced: frozenset[str] = frozenset()
     per_channel: bool = True
     inserts_scales: bool = False
@@ -246,6 +252,12 @@ class Context:
         keep = build.keep_float if keep_float is None else keep_float
         made = self.prove(table or build.table, keep, build.corrections)
         return replace(state, build=replace(made, notes=(*build.notes, *made.notes)))
+
+    def after(self, name: str, state: State) -> State:
+        """A state after another pass of this run; as it is without that one, or where it has nothing to offer."""
+        other = self.active.get(name)
+        found = None if other is None else other.apply(state, {}, self)
+        return found.state if isinstance(found, Candidate) else state
 
     def score(self, state: State, evaluator: Evaluator | None = None) -> Score:
         """Error of a state on the held-out samples, or those of another evaluator."""

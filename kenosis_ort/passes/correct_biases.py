@@ -217,26 +217,14 @@ class BiasCorrection(Pass):
     bias_correction: bool = True
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
-        return Candidate(corrected(state, context))
-
-
-def corrected(state: State, context: Context) -> State:
-    """A state with the mean error of its layers, against the float model's, moved into the biases."""
-    build = state.built
-    shifts = bias_shifts(
-        state.prepared.graph,
-        build.quantized,
-        context.fit,
-        nodes=set(build.plan.integer_nodes()),
-        custom_op_libraries=context.custom_op_libraries,
-        float_means=context.memory.setdefault("float means", FloatMeans()),
-    )
-    shifted = context.with_corrections(state, with_shifts(state.prepared.graph, shifts, build.corrections))
-    return replace(shifted, uncorrected=build.corrections)
-
-
-def uncorrected(state: State) -> State:
-    """A state with the biases that were there before they were corrected; its build is not made anew."""
-    if state.uncorrected is None:
-        return state
-    return replace(state, build=replace(state.built, corrections=state.uncorrected), uncorrected=None)
+        build = state.built
+        shifts = bias_shifts(
+            state.prepared.graph,
+            build.quantized,
+            context.fit,
+            nodes=set(build.plan.integer_nodes()),
+            custom_op_libraries=context.custom_op_libraries,
+            float_means=context.memory.setdefault("float means", FloatMeans()),
+        )
+        shifted = context.with_corrections(state, with_shifts(state.prepared.graph, shifts, build.corrections))
+        return Candidate(replace(shifted, uncorrected=build.corrections))

@@ -34,7 +34,6 @@ from kenosis_ort.graph.product_pairs import LARGEST_PAIR, PairOrder, can_clip, p
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.correct_biases import BiasCorrection, corrected
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Float64, Layer, Weights, layers
 from kenosis_ort.runtime.session import HERE, Executor
@@ -380,4 +379,4 @@ class LearnedRounding(Pass):
             executor=context.executor,
         )
         changed = context.with_corrections(state, rounded)
-        return Candidate(corrected(changed, context) if BiasCorrection.name in context.active else changed)
+        return Candidate(context.after("bias_correction", changed))

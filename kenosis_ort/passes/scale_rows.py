@@ -33,7 +33,6 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.input_moments import observe
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
-from kenosis_ort.passes.smooth import SmoothQuant
 
 _AXES_ARE_INPUTS: Final = 18
 _LEAST: Final = 1e-30
@@ -220,7 +219,8 @@ class RowScales(contract.WeightPass):
     row_scales: bool = True
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
-        return SmoothQuant().points(state, context) if SmoothQuant.name in context.active else {}
+        smoothing = context.active.get("smooth")
+        return {} if smoothing is None else smoothing.points(state, context)
 
     def apply(
         self, state: contract.State, statistics: contract.Statistics, context: contract.Context
@@ -244,7 +244,8 @@ class RowScales(contract.WeightPass):
         first = best = context.score(changed)
         if not (first.beats(before) and first.error < _WORTH * before.error):
             return contract.Skipped(f"the error does not fall by 1 dB with {count} values scaled by row")
-        smoothed = SmoothQuant().apply(state, statistics, context)
+        smoothing = context.active.get("smooth")
+        smoothed = None if smoothing is None else smoothing.apply(state, statistics, context)
         if isinstance(smoothed, contract.Candidate) and not first.error < _WORTH * context.score(smoothed.state).error:
             return contract.Skipped(
                 "the outliers are channels: smoothing them leaves no more of the error, and costs no time"

@@ -82,7 +82,7 @@ def test_fewer_values_are_tried_as_long_as_they_serve(errors: dict[int, float], 
         return Score(errors[seen[-1]], (errors[seen[-1]],) * 8)
 
     context: Any = SimpleNamespace(
-        mixes=True, fit=[{"i": outlying()}], nodes=layers(model), custom_op_libraries=(), score=score
+        mixes=True, fit=[{"i": outlying()}], nodes=layers(model), custom_op_libraries=(), active={}, score=score
     )
     found = RowScales().apply(State(PreparedModel(model)), {}, context)
     assert seen == tried
