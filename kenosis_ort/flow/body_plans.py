@@ -24,7 +24,7 @@ from kenosis_ort.flow.builder import BodyBuilder, Builder, draft
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.bodies import Body, Place, has_layers, owners, places, take_out
+from kenosis_ort.graph.bodies import Body, Place, has_layers, places, take_out
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
@@ -156,7 +156,7 @@ class Trial:
 
     def _tried(self, builder: Builder) -> list[str]:
         """The places of loops, whose errors add up, and of branches unless these are nearly all of the net."""
-        kinds = {node.name: node.op_type for node in owners(builder.prepared.proto)}
+        kinds = {node.name: node.op_type for node in walk.owners(builder.prepared.proto)}
         branches = {str(b.body.place): b for b in builder.bodies if kinds[b.body.place.owner] == "If"}
         inside = sum(_work(b.builder, b.quantize()) for b in branches.values())
         exempt = branches if self.work < _LEAST_SHARE * (self.work + inside) else {}
@@ -220,7 +220,7 @@ def planned_in_bodies(builder: Builder) -> tuple[NodeDecision, ...]:
 def _with_layers(builder: Builder) -> Iterator[tuple[onnx.NodeProto, Place, onnx.GraphProto, Body | None]]:
     """Yields the bodies that are worth a look, with the nodes that own them; None where a type is not known."""
     outer, libraries = builder.prepared.proto, builder.request.custom_op_libraries
-    for owner in owners(outer) if builder.quantizes_bodies else ():
+    for owner in walk.owners(outer) if builder.quantizes_bodies else ():
         for place, graph in places(owner):
             if has_layers(graph):
                 types = value_types(outer, walk.outer_names(graph), libraries)

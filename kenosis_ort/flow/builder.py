@@ -21,10 +21,11 @@ from kenosis_ort.flow import preparation
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.tables import RewrittenNet
 from kenosis_ort.graph import outside
-from kenosis_ort.graph.bodies import Body, Opened, has_layers, owners, places
+from kenosis_ort.graph.bodies import Body, Opened, has_layers, places
 from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView, PreparedModel
+from kenosis_ort.graph.walk import owners
 from kenosis_ort.passes.choose_ranges import fitted_to_widths
 from kenosis_ort.passes.contract import Build, Overlay, WeightPass, materialize, overflown
 from kenosis_ort.passes.evaluator import Feed
@@ -199,7 +200,8 @@ class Builder:
         rewritten, made, of = prepared or self.prepared, self, self.request
         if self.planner is not None:
             with self.journal.stage("rewrite"):
-                found = preparation.rewrite_for_integers(rewritten, self.planner, of, self.journal)
+                nodes = self.planner.integer_candidates() - set(of.nodes_to_exclude) - self.planner.constrained
+                found = preparation.rewrite_for_integers(rewritten, nodes, of, self.journal)
                 rewritten = found or rewritten
         if rewritten is not self.prepared:
             if like is not None and not _differ_in_weights_alone(rewritten.proto, like.prepared.proto):

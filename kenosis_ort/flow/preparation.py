@@ -1,7 +1,7 @@
 """The float model in the forms that suit quantization: of static shapes, prepared, rewritten for integer kernels."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -16,7 +16,6 @@ from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.cost import least_us
-from kenosis_ort.placement.planner import Planner
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
@@ -259,16 +258,22 @@ def _prepared_at_first(prepare_at: Callable[..., PreparedModel], opsets: Sequenc
 
 
 def rewrite_for_integers(
-    prepared: PreparedModel, planner: Planner, request: Request, journal: Journal
+    prepared: PreparedModel, nodes: Collection[str], request: Request, journal: Journal
 ) -> PreparedModel | None:
-    """The model in forms that suit integer kernels better, None if there is nothing to rewrite."""
-    return _without_what_fails(partial(_rewrite_for_integers, prepared, planner, request), journal)
+    """The model in forms that suit integer kernels better, None if there is nothing to rewrite.
+
+    Args:
+        prepared: The model.
+        nodes: Names of the nodes that may change.
+        request: What the caller wants.
+        journal: Is told of a rewrite that failed and was left out.
+    """
+    return _without_what_fails(partial(_rewrite_for_integers, prepared, nodes, request), journal)
 
 
 def _rewrite_for_integers(
-    prepared: PreparedModel, planner: Planner, request: Request, skipped: frozenset[str]
+    prepared: PreparedModel, nodes: Collection[str], request: Request, skipped: frozenset[str]
 ) -> PreparedModel | None:
-    nodes = planner.integer_candidates() - set(request.nodes_to_exclude) - planner.constrained
     editor = Editor(outside.copy_model(prepared.proto))
     notes: list[str] = []
     merged = dict(prepared.nodes)

@@ -15,8 +15,8 @@ from kenosis_ort.accuracy.metric import CheckedMetric
 from kenosis_ort.calibration import cached_samples
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph import bodies
 from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.graph.walk import owners
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
 from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
@@ -174,7 +174,7 @@ class Request:
             model: The float model.
             for_all: They are to serve every recipe, as in a table that is written.
         """
-        if any(True for _ in bodies.owners(model)):
+        if any(True for _ in owners(model)):
             return _FEEDS_OF_BODIES
         if for_all or self.cache_path is not None:
             return max(self.feeds_wanted, cached_samples.MOST_FOR_PASSES)

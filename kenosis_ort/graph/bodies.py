@@ -16,9 +16,8 @@ import onnx
 from kenosis_ort.graph.constants import HEAVY
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import content_bytes, copy_model, raw_bytes
-from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, reserve_name, subgraphs
+from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names, rename_all, reserve_name
 
-_OWNERS = ("If", "Loop", "Scan")
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
 
 
@@ -48,11 +47,6 @@ class Body:
     model: onnx.ModelProto
     captured: tuple[str, ...]
     constants: Mapping[str, onnx.TensorProto]
-
-
-def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yields the nodes of the main graph that have bodies."""
-    return (node for node in model.graph.node if node.op_type in _OWNERS and not node.domain)
 
 
 def has_layers(graph: onnx.GraphProto) -> bool:
@@ -166,38 +160,6 @@ class Opened:
             self._model.graph.initializer.append(tensor)
             self._model.graph.initializer[-1].name = self._shared[key]
         return self._shared[key]
-
-
-def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames nodes and values of a graph and of the bodies in it."""
-    for nested in all_graphs(graph):
-        for value in (*nested.input, *nested.output, *nested.value_info, *nested.initializer):
-            value.name = names.get(value.name, value.name)
-        for node in nested.node:
-            node.name = names.get(node.name, node.name)
-            for values in (node.input, node.output):
-                for at, name in enumerate(values):
-                    if name in names:
-                        values[at] = names[name]
-
-
-def part_names(graph: onnx.GraphProto) -> None:
-    """Renames values so that no two bodies side by side have one name for two values, in place.
-
-    A name that hides one of a graph around it stays: it is for the runtime to refuse.
-    """
-    taken, known = all_names(graph), set[str]()
-    pending = [(graph, frozenset[str]())]
-    while pending:
-        nested, around = pending.pop()
-        own = {value.name for value in (*nested.input, *nested.initializer)}
-        own.update(name for node in nested.node for name in node.output if name)
-        renamed = {name: reserve_name(name, taken) for name in sorted(own & known - around)}
-        if renamed:
-            rename_all(nested, renamed)
-        known |= own
-        inside = around.union(own, renamed.values())
-        pending += [(body, inside) for node in nested.node for body in subgraphs(node)]
 
 
 _WHEN = "past|present|prev|previous|next|new|old|in|out|input|output|initial|final|last|cur|current|updated|tm1|t"

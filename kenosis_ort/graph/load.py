@@ -25,13 +25,12 @@ import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError, VerificationError
 from kenosis_ort.graph import external_data, outside
-from kenosis_ort.graph.bodies import part_names
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
 from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
 from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, name_nodes, opset_of
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, name_nodes, opset_of, part_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, regular

@@ -16,7 +16,6 @@ import onnx.helper
 import onnx.numpy_helper
 
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import all_names, reserve_name
 
 Array = npt.NDArray[np.generic]
@@ -29,13 +28,19 @@ class NoEquivalentError(Exception):
 class AdapterContext:
     """What adapters may ask for and add around the node at hand.
 
+    Args:
+        model: The model.
+        value_types: Infers types by value, which few adapters ask for.
+
     Attributes:
         before: Nodes to put in front of the node.
         after: Nodes to put behind it.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self._model = model
+    def __init__(
+        self, model: onnx.ModelProto, value_types: Callable[[onnx.ModelProto], Mapping[str, onnx.TypeProto]]
+    ) -> None:
+        self._model, self._value_types = model, value_types
         self._shared: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._owner = model.graph
         self._node = onnx.NodeProto()
@@ -53,7 +58,7 @@ class AdapterContext:
 
     @cached_property
     def _types(self) -> Mapping[str, onnx.TypeProto]:
-        return value_types(self._model)
+        return self._value_types(self._model)
 
     def fresh(self, base: str) -> str:
         """A value or node name that nothing in the model has yet."""

@@ -3,7 +3,7 @@
 Every node gets a unique name; names that are already there stay.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ MICROSOFT = "com.microsoft"
 _ALIKE = frozenset({"DequantizeLinear", "FastGelu", "Gelu", "QuantizeLinear", "QuickGelu"})
 """Operators that mean the same in the main domain and in the runtime's own."""
 
+_OWNERS = ("If", "Loop", "Scan")
 _LATEST = 2**31 - 1  # what ONNX takes for a version
 
 NodeOwner = onnx.GraphProto | onnx.FunctionProto
@@ -67,6 +68,11 @@ def all_nodes(model: onnx.ModelProto, *, functions: bool = True) -> Iterator[onn
         yield from graph.node
     for function in model.functions if functions else ():
         yield from nodes_within(function.node)
+
+
+def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of the main graph that have bodies."""
+    return (node for node in model.graph.node if node.op_type in _OWNERS and not node.domain)
 
 
 def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -177,6 +183,38 @@ def all_names(owner: onnx.ModelProto | onnx.GraphProto) -> set[str]:
     for function in owner.functions if is_model else ():
         names.update(name for node in function.node for name in (node.name, *node.input, *node.output))
     return names - {""}
+
+
+def rename_all(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Renames nodes and values of a graph and of the bodies in it."""
+    for nested in all_graphs(graph):
+        for value in (*nested.input, *nested.output, *nested.value_info, *nested.initializer):
+            value.name = names.get(value.name, value.name)
+        for node in nested.node:
+            node.name = names.get(node.name, node.name)
+            for values in (node.input, node.output):
+                for at, name in enumerate(values):
+                    if name in names:
+                        values[at] = names[name]
+
+
+def part_names(graph: onnx.GraphProto) -> None:
+    """Renames values so that no two bodies side by side have one name for two values, in place.
+
+    A name that hides one of a graph around it stays: it is for the runtime to refuse.
+    """
+    taken, known = all_names(graph), set[str]()
+    pending = [(graph, frozenset[str]())]
+    while pending:
+        nested, around = pending.pop()
+        own = {value.name for value in (*nested.input, *nested.initializer)}
+        own.update(name for node in nested.node for name in node.output if name)
+        renamed = {name: reserve_name(name, taken) for name in sorted(own & known - around)}
+        if renamed:
+            rename_all(nested, renamed)
+        known |= own
+        inside = around.union(own, renamed.values())
+        pending += [(body, inside) for node in nested.node for body in subgraphs(node)]
 
 
 @dataclass(frozen=True)

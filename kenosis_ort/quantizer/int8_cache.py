@@ -22,10 +22,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.qdq import DQ, Q
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_names, read_names, reserve_name
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, all_names, read_names, rename_all, reserve_name
 
 _REORDERING: Final = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Identity"}

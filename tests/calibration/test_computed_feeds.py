@@ -9,8 +9,8 @@ import pytest
 
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.bodies import Body, owners, places, take_out
-from kenosis_ort.graph.walk import outer_names
+from kenosis_ort.graph.bodies import Body, places, take_out
+from kenosis_ort.graph.walk import outer_names, owners
 from tests.flow import control
 from tests.graph.build import ready, run
 from tests.models import normal

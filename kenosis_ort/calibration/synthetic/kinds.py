@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 
 from kenosis_ort.calibration.feeds import Known, Shape, declared_shape, fits
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
+from kenosis_ort.calibration.synthetic.consumers import Consumers
 from kenosis_ort.calibration.synthetic.drawing import Draws
-from kenosis_ort.calibration.synthetic.stem import Consumers
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import HEAVY
 

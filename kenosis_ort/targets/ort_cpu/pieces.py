@@ -14,10 +14,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from kenosis_ort.graph import qdq, walk
-from kenosis_ort.graph.bodies import rename_all
 from kenosis_ort.graph.load import base_op, token_of
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.walk import rename_all
 from kenosis_ort.targets.ort_cpu.work import DIRECT, PRODUCT, has_direct_kernel
 
 _INTEGER_OPS: Final = frozenset(
