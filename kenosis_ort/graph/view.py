@@ -61,6 +61,7 @@ __all__ = ["ir"]
 
 Bounds = tuple[float | None, float | None]
 _LARGEST = 3.4e38
+FLOAT = ir.DataType.FLOAT
 CAPTURED = -1  # input index of a consumer that reads the value inside its body
 
 
@@ -232,7 +233,7 @@ class GraphView:
 
     def is_float32(self, value: ir.Value) -> bool:
         """Whether a value is known to be float32."""
-        return value.dtype == ir.DataType.FLOAT
+        return value.dtype == FLOAT
 
     def rank(self, value: ir.Value | None) -> int | None:
         """The rank of a value, None if it is not known."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.view import CAPTURED, Bounds, Consumer, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, Bounds, Consumer, GraphView, ir
 from kenosis_ort.placement.constraints import Constraints
 from kenosis_ort.plan import PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role
@@ -62,10 +62,6 @@ class Absorption:
         activations = [node for node in self.view.nodes if classes[str(node.name)].role is Role.ACTIVATION]
         left = [node for node in activations if str(node.name) not in self.by_activation]
         self.refused: dict[str, str] = {str(node.name): self._why_not(node) for node in left}
-
-    def partner(self, node: ir.Node) -> ir.Node | None:
-        """The node whose kernel may take a node in."""
-        return self.by_activation.get(str(node.name))
 
     def _follow(self, producer: ir.Node) -> None:
         """Takes in what stands behind a node, as far as its kernel goes."""
@@ -109,7 +105,7 @@ class Absorption:
         others = [v for v in node.inputs if v is not None and v is not value]
         if len(others) != 1 or not self._is_free(node):
             return ()
-        if self.view.is_constant(others[0]):
+        if others[0].is_initializer():
             return (node,) if node.op_type in self.target.constant_steps else ()
         if self.target.residual != "shortcut" or not self._adds_shortcut(producer, node, others[0]):
             return ()
@@ -134,7 +130,7 @@ class Absorption:
         """Whether a node adds a value from elsewhere, of the same shape, to what an anchor computes."""
         dims, anchor = self.view.dims(other), self.classes[str(producer.name)].role is Role.ANCHOR
         same = dims is not None and dims == self.view.dims(node.outputs[0])
-        return node.op_type == "Add" and anchor and same and self.view.is_float32(other)
+        return node.op_type == "Add" and anchor and same and other.dtype == FLOAT
 
     def _is_free(self, node: ir.Node) -> bool:
         """Whether the table alone decides about a node: neither the caller nor protection keeps it float."""
@@ -142,14 +138,14 @@ class Absorption:
         by_table = c.rule == (_BY_TABLE if rule is None else rule.id) or c.rule == "constant-operand"
         out = str(node.outputs[0].name)
         inner = self.constraints.provider(out) is None or node.op_type in self.target.clamps
-        return by_table and inner and self.view.is_float32(node.outputs[0])
+        return by_table and inner and node.outputs[0].dtype == FLOAT
 
     def _refusal(self, node: ir.Node, value: ir.Value) -> str | None:
         """Reason why an activation that the table lists is not taken in, None if it may be."""
         view = self.view
         if view.sole_consumer(value) is None or node.inputs[0] is not value:
             return f"'{value.name}' has a second consumer, or is an output of the graph"
-        if any(v is not None and not view.is_constant(v) for v in node.inputs[1:]):
+        if any(v is not None and not v.is_initializer() for v in node.inputs[1:]):
             return "its bounds are computed at run time"
         if node.op_type not in self.target.clamps:
             return None
@@ -179,7 +175,7 @@ class Absorption:
     def _is_on_wider_grid(self, node: ir.Node, bounds: Bounds) -> bool:
         """Whether a Concat puts what an activation writes on one grid with values of other bounds."""
         view, joined = self.view, False
-        stack, seen = [node.outputs[0]], {id(node.outputs[0])}
+        stack, seen = [node.outputs[0]], {node.outputs[0]}
         made: list[ir.Node | None] = []
         while stack:
             value = stack.pop()
@@ -191,8 +187,8 @@ class Absorption:
                 if role not in (Role.PASS_THROUGH, Role.CONCAT):
                     continue
                 joined = joined or role is Role.CONCAT
-                ends = [v for v in (*self.classes[str(mover.name)].data, *mover.outputs) if id(v) not in seen]
-                seen.update(map(id, ends))
+                ends = [v for v in (*self.classes[str(mover.name)].data, *mover.outputs) if v not in seen]
+                seen.update(ends)
                 stack += ends
             if producer is None:
                 made.append(None)
@@ -277,7 +273,7 @@ def _shifted_bounds(view: GraphView, node: ir.Node) -> Bounds | None:
 
 def _scalar_operand(view: GraphView, node: ir.Node) -> float | None:
     """The constant operand of one number, None if there is none."""
-    constants = [v for v in node.inputs if v is not None and view.is_constant(v)]
+    constants = [v for v in node.inputs if v is not None and v.is_initializer()]
     if len(constants) != 1 or view.content(constants[0]).size != 1:
         return None
     return float(view.content(constants[0]).reshape(-1)[0])
@@ -400,7 +396,7 @@ def _filling(view: GraphView, value: ir.Value) -> float | None:
     if node is None or node.op_type != "Pad" or node.attributes.get_string("mode", "constant") != "constant":
         return None
     constant = node.inputs[2] if len(node.inputs) > 2 else None
-    if constant is None or not view.is_constant(constant):
+    if constant is None or not constant.is_initializer():
         return None
     filling = float(view.content(constant).reshape(-1)[0])
     return filling if filling <= _FAR_BELOW else None

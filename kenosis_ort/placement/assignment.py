@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import Constraints, constrain
@@ -47,6 +47,8 @@ class Domain:
         self.classes, self.absorption, self.constraints = classes, absorption, absorption.constraints
         self.view, self.target, self.options = absorption.view, absorption.target, self.constraints.options
         self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
+        self._readers = {value: self.view.consumers(value) for node in self.view.nodes for value in node.outputs}
+        self._outputs = frozenset(self.view.outputs)
         self.float_output: set[str] = set()
         self.heads: dict[str, bool] = {}
         self.between: set[str] = set()
@@ -85,30 +87,30 @@ class Domain:
         if not mixed:
             self._write_float(anchors, demanded)
         light = {name: c for name, c in self.classes.items() if c.role in _LIGHT and self._ready(c, available)}
-        return anchors | {name for name, c in light.items() if any(id(v) in demanded for v in c.node.outputs)}
+        return anchors | {name for name, c in light.items() if not demanded.isdisjoint(c.node.outputs)}
 
-    def _write_float(self, anchors: set[str], read: set[int]) -> None:
+    def _write_float(self, anchors: set[str], read: set[ir.Value]) -> None:
         """Notes the anchors that may write float and whose output is not among values that integer kernels read."""
         for node in (self.classes[name].node for name in anchors):
             carries = any(str(v.name) in self.constraints.values for v in node.outputs)
-            if not carries and id(node.outputs[0]) not in read and self._may_write_float(node):
+            if not carries and node.outputs[0] not in read and self._may_write_float(node):
                 self.float_output.add(str(node.name))
 
-    def _between(self, available: set[int], anchors: set[str]) -> set[str]:
+    def _between(self, available: set[ir.Value], anchors: set[str]) -> set[str]:
         """The float nodes all of whose data comes out of integer kernels and whose result reaches one again."""
         found: set[str] = set()
-        reaching: set[int] = set()
+        reaching: set[ir.Value | None] = set()
         for node in reversed(self.view.nodes):
             c = self.classes[str(node.name)]
-            if not any(id(v) in reaching for v in node.outputs) and str(node.name) not in anchors:
+            if reaching.isdisjoint(node.outputs) and str(node.name) not in anchors:
                 continue
             if str(node.name) in anchors:
-                reaching.add(id(node.inputs[0]))
+                reaching.update(node.inputs[:1])
             elif c.role is not Role.FLOAT:
-                reaching.update(id(v) for v in c.data)
+                reaching.update(c.data)
             rule = self.target.rule(node.op_type)
             by_rule = rule is not None and c.rule == rule.id  # not kept float by the caller or by protection
-            if by_rule and c.role is Role.ISLAND and c.data and all(id(v) in available for v in c.data):
+            if by_rule and c.role is Role.ISLAND and c.data and available.issuperset(c.data):
                 found.add(str(node.name))
         return found
 
@@ -129,9 +131,9 @@ class Domain:
         listed = node.op_type in self.target.float_output
         return listed and self.target.hooks.writes_float(self.view, node, self.options)
 
-    def _ready(self, c: NodeClass, available: set[int]) -> bool:
+    def _ready(self, c: NodeClass, available: set[ir.Value]) -> bool:
         """Whether all that a light node reads is available; a small gate of a product may be quantized for it."""
-        missing = [v for v in c.data if id(v) not in available]
+        missing = [v for v in c.data if v not in available]
         if not missing:
             return True
         if c.role is not Role.BINARY or len(missing) == len(c.data):
@@ -139,12 +141,13 @@ class Domain:
         whole = _elements(self.view, c.node.outputs[0])
         return all(0 < _elements(self.view, v) * 8 <= whole for v in missing)
 
-    def _available(self, anchors: set[str]) -> set[int]:
-        available: set[int] = set()
+    def _available(self, anchors: set[str]) -> set[ir.Value]:
+        available: set[ir.Value] = set()
         writes = anchors - self.float_output
-        for value in filter(self.view.is_float32, self.view.inputs):
-            if any(str(c.node.name) in anchors and c.index == 0 for c in self.view.consumers(value)):
-                available.add(id(value))
+        for value in self.view.inputs:
+            first = (str(c.node.name) for c in self.view.consumers(value) if c.index == 0)
+            if value.dtype == FLOAT and not anchors.isdisjoint(first):
+                available.add(value)
         for node in self.view.nodes:
             c = self.classes[str(node.name)]
             if c.role is Role.ANCHOR:
@@ -152,13 +155,13 @@ class Domain:
             elif c.role in _LIGHT:
                 reached = bool(c.data) and self._ready(c, available)
             else:
-                reached = c.role is not Role.FLOAT and bool(c.data) and all(id(v) in available for v in c.data)
+                reached = c.role is not Role.FLOAT and bool(c.data) and available.issuperset(c.data)
             if reached:
-                available.update(id(v) for v in node.outputs)
+                available.update(node.outputs)
         return available
 
-    def _demanded(self, anchors: set[str], available: set[int]) -> set[int]:
-        demanded: set[int] = set()
+    def _demanded(self, anchors: set[str], available: set[ir.Value]) -> set[ir.Value]:
+        demanded: set[ir.Value] = set()
 
         def asks(reader: Consumer) -> bool:
             c = self.classes[str(reader.node.name)]
@@ -167,62 +170,61 @@ class Domain:
             if reader.index == 0 and str(reader.node.name) in anchors:
                 return True
             is_light = c.role in _LIGHT and self._ready(c, available)
-            onward = is_light or self.absorption.partner(reader.node) is not None
-            return onward and any(id(v) in demanded for v in reader.node.outputs)
+            onward = is_light or str(reader.node.name) in self.absorption.by_activation
+            return onward and not demanded.isdisjoint(reader.node.outputs)
 
         for node in reversed(self.view.nodes):
             c = self.classes[str(node.name)]
             passes = c.role is Role.PASS_THROUGH
             if node.op_type in self.target.eager and self._is_eager(c, anchors, available):
-                demanded.update(id(v) for v in node.outputs)
+                demanded.update(node.outputs)
             for value in node.outputs:
-                readers, is_output = self.view.consumers(value), self.view.is_output(value)
+                readers, is_output = self._readers[value], value in self._outputs
                 # Without a Q behind it the runtime moves DQ over a shape operator, and dies where a body reads that.
                 moved = passes and (is_output or any(c.index == CAPTURED for c in readers))
                 if moved or (is_output and self._outputs_take_int8) or any(map(asks, readers)):
-                    demanded.add(id(value))
+                    demanded.add(value)
         return demanded
 
-    def _is_eager(self, c: NodeClass, anchors: set[str], available: set[int]) -> bool:
+    def _is_eager(self, c: NodeClass, anchors: set[str], available: set[ir.Value]) -> bool:
         """Whether a light node stands right behind an integer anchor, or a sum of integers."""
         producer = c.data[0].producer() if c.data else None
         if c.role is not Role.UNARY or producer is None or not self._ready(c, available):
             return False
         return str(producer.name) in anchors or producer.op_type == "Add"
 
-    def _feeds_integer_only(self, anchors: set[str]) -> set[int]:
+    def _feeds_integer_only(self, anchors: set[str]) -> set[ir.Value]:
         """The values all of whose readers, through shapes and absorbed activations, are integer anchors."""
-        feeds: set[int] = set()
+        feeds: set[ir.Value] = set()
 
         def is_integer(reader: Consumer, value: ir.Value) -> bool:
             inside = reader.index != CAPTURED
             if inside and self.absorption.shortcuts.get(str(reader.node.name)) is value:
                 return True
-            taken = inside and self.absorption.partner(reader.node) is not None
+            taken = inside and str(reader.node.name) in self.absorption.by_activation
             through = taken or self.classes[str(reader.node.name)].role is Role.PASS_THROUGH
-            onward = through and all(id(v) in feeds for v in reader.node.outputs)
+            onward = through and feeds.issuperset(reader.node.outputs)
             return (reader.index == 0 or taken) and (str(reader.node.name) in anchors or onward)
 
         for node in reversed(self.view.nodes):
             for value in node.outputs:
-                readers = self.view.consumers(value)
-                ends_well = self._outputs_take_int8 if self.view.is_output(value) else bool(readers)
+                readers = self._readers[value]
+                ends_well = self._outputs_take_int8 if value in self._outputs else bool(readers)
                 if ends_well and all(is_integer(reader, value) for reader in readers):
-                    feeds.add(id(value))
+                    feeds.add(value)
         return feeds
 
     def _heads(self, anchors: set[str]) -> dict[str, bool]:
         """The anchors behind which no anchor lies, and whether the output policy keeps each float."""
-        reaches: set[int] = set()  # values from which an anchor can be reached
+        reaches: set[ir.Value | None] = set()  # values from which an anchor can be reached
         heads: dict[str, bool] = {}
         for node in reversed(self.view.nodes):
-            onward = any(id(v) in reaches for v in node.outputs)
+            onward = not reaches.isdisjoint(node.outputs)
             is_anchor = str(node.name) in anchors
             if is_anchor and not onward:
                 heads[str(node.name)] = False
             if is_anchor or onward:
-                reaches.update(id(v) for v in node.inputs if v is not None)
-                reaches.update(id(v) for v in self.view.captured_by(node))
+                reaches.update(node.inputs, self.view.captured_by(node))
         convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
         keep = self.options.protect_outputs == "float"
         if self.options.protect_outputs == "auto":
@@ -265,6 +267,7 @@ class Assignment:
         biased: Adds that only put a bias on an integer MatMul: Add name to (MatMul, bias position).
         absorbed: Names of the nodes that do vanish into an integer kernel.
         requested: Nodes that are quantized because the caller insists, with the option that says so.
+        carrying: Names of the nodes that read and write through Q/DQ, whatever kernel the runtime has for them.
         quantized: The values that carry Q/DQ, by name.
     """
 
@@ -296,6 +299,7 @@ class Assignment:
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
         self.requested = self._find_requested()
+        self.carrying = self.domain.integer | self.requested.keys()
         self.quantized = self._find_quantized()
         # An activation that could not vanish but lies between quantized values: Q on both sides of it.
         for node in view.nodes:
@@ -310,18 +314,10 @@ class Assignment:
             apart = {n: c for n, c in self.classes.items() if c.role is Role.ACTIVATION and self._is_apart(c)}
             self.classes.update({name: replace(c, role=Role.UNARY) for name, c in apart.items()})
 
-    def is_integer(self, node: ir.Node | None) -> bool:
-        """Whether a node runs in integer."""
-        return node is not None and str(node.name) in self.domain.integer
-
-    def carries(self, node: ir.Node | None) -> bool:
-        """Whether a node reads and writes through Q/DQ, whatever kernel the runtime has for it."""
-        return node is not None and (str(node.name) in self.domain.integer or str(node.name) in self.requested)
-
     def data(self, node: ir.Node) -> tuple[ir.Value, ...]:
         """The values that a node reads through Q/DQ."""
         if str(node.name) in self.constraints.requested and str(node.name) not in self.domain.integer:
-            return tuple(v for v in fed_by(self.view, node) if self.view.is_float32(v))
+            return tuple(v for v in fed_by(self.view, node) if v.dtype == FLOAT)
         return self.classes[str(node.name)].data
 
     def q_values(self, node: ir.Node) -> list[ir.Value]:
@@ -331,7 +327,7 @@ class Assignment:
         activation = self.absorption.by_producer.get(str(node.name))
         if activation is not None and str(activation.name) in self.absorbed:
             return [activation.outputs[0]]
-        return [v for v in node.outputs if v.name and self.view.is_float32(v)]
+        return [v for v in node.outputs if v.name and v.dtype == FLOAT]
 
     def shortcut(self, node: ir.Node) -> ir.Value | None:
         """The value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
@@ -347,14 +343,14 @@ class Assignment:
             return str(value.name) in self.constraints.values
         if str(producer.name) in self.absorbed:
             producer = self.absorption.by_activation[str(producer.name)]
-        elif not self.carries(producer):
+        elif str(producer.name) not in self.carrying:
             return False
         return str(producer.name) not in self.domain.float_output
 
     def natural_axis(self, node: ir.Node) -> int | None:
         """The axis of output channels of a node's weight, None for a node without weights."""
         weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
-        return channel_axis(node) if weight is not None and self.view.is_constant(weight) else None
+        return channel_axis(node) if weight is not None and weight.is_initializer() else None
 
     def bias_follows(self, node: ir.Node) -> bool:
         """Whether the bias of a node becomes int32 where its data is quantized."""
@@ -399,7 +395,7 @@ class Assignment:
     def _find_quantized(self) -> dict[str, ir.Value]:
         found: list[ir.Value | None] = []
         for node in self.view.nodes:
-            if self.carries(node):
+            if str(node.name) in self.carrying:
                 free = self.constraints.free if str(node.name) in self.requested else ()
                 found += [*self.data(node), *(v for v in self.q_values(node) if str(v.name) not in free)]
             else:

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import OptionError
-from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.targets.model import Role, Target
 
@@ -174,7 +174,7 @@ class Constraints:
         Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.rules`.
         """
         weight = node.inputs[1] if node.op_type in LINEAR and len(node.inputs) > 1 else None
-        if weight is None or not self.view.is_constant(weight) or self.view.rank(weight) != 2:
+        if weight is None or not weight.is_initializer() or self.view.rank(weight) != 2:
             return None
         if self.options.block_size:
             return f"weights in blocks of {self.options.block_size} have kernels with float data only"
@@ -189,8 +189,8 @@ class Constraints:
         name, expected = str(node.name), self.options.activation_type
         if name in self.torn:
             return "TensorQuantOverrides gives what it reads and what it writes different parameters"
-        types = [(v, self.overrides.type_read(v, name)) for v in _activations(self.view, node.inputs)]
-        types += [(v, self.overrides.type_of(v)) for v in _activations(self.view, node.outputs)]
+        types = [(v, self.overrides.type_read(v, name)) for v in _activations(node.inputs)]
+        types += [(v, self.overrides.type_of(v)) for v in _activations(node.outputs)]
         if self.options.mixes_types and len({kind for _, kind in types}) == 1:
             return None
         odd = next((value for value, kind in types if kind != expected), None)
@@ -221,7 +221,7 @@ class Constraints:
     def weight_axis(self, node: ir.Node, natural_axis: int | None) -> int | None:
         """The axis of a weight's scales, None for one scale."""
         weight = node.inputs[1]
-        if weight is None or not self.view.is_constant(weight):
+        if weight is None or not weight.is_initializer():
             return None
         name, rank = str(weight.name), self.view.rank(weight) or 1
         if name in self.overrides:
@@ -254,7 +254,7 @@ def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:
 def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Constraints:
     """Constraints by the caller's options for a model."""
     overrides = Overrides(options.overrides, activation_type=options.activation_type, weight_type=options.weight_type)
-    reasons = ((str(node.name), _requested(view, target, options, overrides, node)) for node in view.nodes)
+    reasons = ((str(node.name), _requested(target, options, overrides, node)) for node in view.nodes)
     requested = {name: why for name, why in reasons if why is not None}
     values = frozenset(_overridden(view, options, overrides))
     free = {str(v.name) for node in view.nodes if node.op_type in options.float_outputs for v in node.outputs if v.name}
@@ -273,7 +273,7 @@ def _shared(
     movers = [n for n in view.nodes if (rule := target.rule(n.op_type)) and rule.role is Role.PASS_THROUGH and n.inputs]
     for sweep in (movers, movers[::-1]):
         for node in sweep:
-            ends = [*_activations(view, node.inputs[:1]), *_activations(view, node.outputs)]
+            ends = [*_activations(node.inputs[:1]), *_activations(node.outputs)]
             own = {found[v] for v in ends if v in found}
             if any(overrides.converts(v) for v in own) or any(not overrides.same(a, b) for a in own for b in own):
                 torn.add(str(node.name))
@@ -282,9 +282,7 @@ def _shared(
     return found, frozenset(torn)
 
 
-def _requested(
-    view: GraphView, target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node
-) -> str | None:
+def _requested(target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node) -> str | None:
     """The option by which the caller wants a node quantized whatever the target says."""
     if closed(options, node) is not None or node.op_type in _NEVER_NAMED:
         return None
@@ -295,7 +293,7 @@ def _requested(
         return f"the caller's op_types_to_quantize names {node.op_type}"
     if options.force_latent and node.op_type in _LATENT:
         return "ForceQuantizeNoInputCheck"
-    constants = [v for v in node.inputs if v is not None and view.is_constant(v) and view.is_float32(v)]
+    constants = [v for v in node.inputs if v is not None and v.is_initializer() and v.dtype == FLOAT]
     if any(str(v.name) in overrides for v in constants):
         return "TensorQuantOverrides says how its weight is quantized"
     return None
@@ -306,7 +304,7 @@ def _overridden(view: GraphView, options: PlacementOptions, overrides: Overrides
     if not overrides:
         return
     for value in (*view.inputs, *(out for node in view.nodes for out in node.outputs)):
-        if str(value.name) not in overrides or not view.is_float32(value) or view.is_constant(value):
+        if str(value.name) not in overrides or value.dtype != FLOAT or value.is_initializer():
             continue
         beside = [c.node for c in view.consumers(value) if c.index != CAPTURED]
         producer = value.producer()
@@ -314,7 +312,7 @@ def _overridden(view: GraphView, options: PlacementOptions, overrides: Overrides
             yield str(value.name)
 
 
-def _activations(view: GraphView, values: Iterable[ir.Value | None]) -> Iterator[str]:
+def _activations(values: Iterable[ir.Value | None]) -> Iterator[str]:
     for value in values:
-        if value is not None and value.name and view.is_float32(value) and not view.is_constant(value):
+        if value is not None and value.name and value.dtype == FLOAT and not value.is_initializer():
             yield str(value.name)

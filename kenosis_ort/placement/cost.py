@@ -19,7 +19,7 @@ import onnx
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import FLOAT, GraphView, ir
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
 from kenosis_ort.rewrite.norms import norm_around
 from kenosis_ort.rewrite.rule import Editor
@@ -246,8 +246,8 @@ def cheapest_in_float(
             cut.cost(name, here=math.inf, there=0.0)
     # Conversions of what is written on one side and read on the other.
     for value in (*view.inputs, *(v for node in view.nodes for v in node.outputs)):
-        shape = None if view.is_constant(value) else view.shape_of_one(value)
-        if shape is None or not view.is_float32(value):
+        shape = None if value.is_initializer() else view.shape_of_one(value)
+        if shape is None or value.dtype != FLOAT:
             continue
         read, producer = str(value.name), value.producer()
         maker = outside if producer is None else ("node", str(producer.name))
@@ -320,7 +320,7 @@ class _Net:
             if producer is not None and producer.op_type == "MatMul" and bias is not None:
                 weight = producer.inputs[1]
                 alone = self.view.sole_consumer(producer.outputs[0]) is not None
-                if alone and weight is not None and self.view.is_constant(weight) and self.view.is_row_bias(node, bias):
+                if alone and weight is not None and weight.is_initializer() and self.view.is_row_bias(node, bias):
                     return True
         return False
 
@@ -341,7 +341,7 @@ class _Net:
         values = [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]
         for value in values:
             name = str(value.name)
-            if name not in quantized or self.view.is_constant(value):
+            if name not in quantized or value.is_initializer():
                 continue
             shape, producer = self.view.shape_of_one(value), value.producer()
             if shape is None:

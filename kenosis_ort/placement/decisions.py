@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import CAPTURED, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.placement.assignment import Assignment, channel_axis
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
@@ -110,7 +110,7 @@ def share_scales(
 
     for node in view.nodes:
         c = assignment.classes[str(node.name)]
-        if not assignment.carries(node):
+        if str(node.name) not in assignment.carrying:
             continue
         for out in (str(v.name) for v in assignment.q_values(node)):
             if c.role is Role.PASS_THROUGH:
@@ -195,10 +195,10 @@ class Decider:
         c = self.classes[name]
         self.nodes.append(NodeDecision(name, node.op_type, *self._kind(node, c)))
         for index, value in enumerate(node.inputs):
-            if value is not None and self.view.is_float32(value):
+            if value is not None and value.dtype == FLOAT:
                 self.decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
         for value in self.view.captured_by(node):
-            if self.view.is_float32(value) and not self.view.is_constant(value):
+            if value.dtype == FLOAT and not value.is_initializer():
                 edge = Edge(str(value.name), name, CAPTURED)
                 self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
@@ -210,7 +210,7 @@ class Decider:
         if name in assigned.absorbed:
             into = "requantization" if node.op_type in assigned.target.clamps else "kernel"
             return Kind.ABSORBED, c.rule, f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
-        if assigned.is_integer(node):
+        if name in domain.integer:
             missing = self.constraints.without_kernel(node, assigned.natural_axis(node))
             if missing is not None:
                 return Kind.FLOAT, "caller-types", missing
@@ -235,9 +235,9 @@ class Decider:
     def _read(self, node: ir.Node, c: NodeClass, edge: Edge, value: ir.Value) -> Decision:
         """How a node reads one of its inputs."""
         name, assigned = edge.consumer, self.assignment
-        if self.view.is_constant(value):
+        if value.is_initializer():
             return self._read_constant(node, c, edge)
-        carries = assigned.carries(node) and edge.value in self.quantized
+        carries = name in assigned.carrying and edge.value in self.quantized
         if carries and any(value is v for v in assigned.data(node)):
             return self._quantized(edge, EdgeRole.ACTIVATION, c.rule, f"'{name}' reads integers")
         if value is assigned.shortcut(node):
@@ -247,7 +247,7 @@ class Decider:
 
     def _read_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> Decision:
         name, assigned, overrides = edge.consumer, self.assignment, self.constraints.overrides
-        integer, requested = assigned.is_integer(node), name in assigned.requested
+        integer, requested = name in assigned.domain.integer, name in assigned.requested
         weighted = (integer and c.role is Role.ANCHOR) or (requested and node.op_type in LAYERS)
         if name in assigned.biased and edge.index == assigned.biased[name][1]:
             rule, grids = "matmul-add-int32-bias", _grids(assigned.biased[name][0])
@@ -278,8 +278,8 @@ class Decider:
         weight = node.inputs[1]
         assert weight is not None
         if weight not in self._axes:
-            readers = (c.node for c in self.view.consumers(weight) if c.index == 1)
-            known = [r for r in readers if self.assignment.carries(r) or self.classes[str(r.name)].rule == WEIGHTS_ONLY]
+            readers, carrying = [c.node for c in self.view.consumers(weight) if c.index == 1], self.assignment.carrying
+            known = [r for r in readers if str(r.name) in carrying or self.classes[str(r.name)].rule == WEIGHTS_ONLY]
             axes = {self.constraints.weight_axis(node, self.assignment.natural_axis(node)) for node in known}
             self._axes[weight] = axes.pop() if len(axes) == 1 else None
         return self._axes[weight]
@@ -305,7 +305,7 @@ class Decider:
         for index, value in enumerate(self.view.outputs):
             edge, producer = Edge(str(value.name), "", index), value.producer()
             owned = edge.value in self.quantized and self.assignment.owned_by_integer(value)
-            if not self.view.is_float32(value):
+            if value.dtype != FLOAT:
                 continue
             if owned and producer is not None:
                 rule = self.classes[str(producer.name)].rule
@@ -336,7 +336,7 @@ class Decider:
             symmetric = self.options.weight_symmetric
             symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric
         elif symmetric is None:
-            symmetric = self.options.activation_symmetric and not self.view.initializer(value)
+            symmetric = self.options.activation_symmetric and value not in self.view.graph.initializers
             symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
 

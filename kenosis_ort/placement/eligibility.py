@@ -22,7 +22,7 @@ from typing import Final
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
-from kenosis_ort.graph.view import CAPTURED, Consumer, GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
@@ -104,9 +104,9 @@ def _of_output(node: ir.Node, widths: Widths) -> int:
 
 def _constant_weight(view: GraphView, node: ir.Node) -> str | None:
     weight = node.inputs[1] if len(node.inputs) > 1 else None
-    if weight is None or not view.is_constant(weight):
+    if weight is None or not weight.is_initializer():
         return "its second operand is not a constant weight"
-    if not view.is_float32(weight):
+    if weight.dtype != FLOAT:
         return f"its weight '{weight.name}' is {weight.dtype}, not float32"
     dims = view.dims(weight)
     if not dims or 0 in dims:
@@ -120,7 +120,7 @@ def _constant_or_no_bias(view: GraphView, node: ir.Node) -> str | None:
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is None:
         return None
-    if not view.is_constant(bias):
+    if not bias.is_initializer():
         return f"its bias '{bias.name}' is not a constant"
     channels = _out_channels(view, node)
     rows = (1, channels) if node.op_type == "Gemm" else None
@@ -176,22 +176,22 @@ def _whole_pool(view: GraphView, node: ir.Node) -> str | None:
     return None
 
 
-def _constants(view: GraphView, node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None and view.is_constant(value)]
+def _constants(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None and value.is_initializer()]
 
 
 def _scalar_constant(view: GraphView, node: ir.Node) -> str | None:
-    several = [v.name for v in _constants(view, node) if view.content(v).size != 1]
+    several = [v.name for v in _constants(node) if view.content(v).size != 1]
     return f"its constant operand '{several[0]}' holds several values, which one scale would blur" if several else None
 
 
 def _exact_constant(view: GraphView, node: ir.Node) -> str | None:
-    several = [v.name for v in _constants(view, node) if exact_grid(view.content(v)) is None]
+    several = [v.name for v in _constants(node) if exact_grid(view.content(v)) is None]
     return f"its constant operand '{several[0]}' holds several values, which 8 bits would blur" if several else None
 
 
-def _no_constant(view: GraphView, node: ir.Node) -> str | None:
-    found = [v.name for v in _constants(view, node)]
+def _no_constant(_: GraphView, node: ir.Node) -> str | None:
+    found = [v.name for v in _constants(node)]
     return f"its operand '{found[0]}' is constant" if found else None
 
 
@@ -273,46 +273,46 @@ def protect(view: GraphView, primary: Sequence[str] | None) -> dict[str, str]:
     """The nodes that must stay float because of where their data comes from, node name to reason."""
     protected: dict[str, str] = {}
     by_name = secondary_inputs(view, primary)
-    origin = {id(v): by_name[str(v.name)] for v in view.inputs if str(v.name) in by_name}  # why, by protected value
+    origin = {v: by_name[str(v.name)] for v in view.inputs if str(v.name) in by_name}  # why, by protected value
     for node in view.nodes:
         if node.op_type in _SHAPE_SOURCES:
             why = f"derives from a shape (by {node.op_type})"
         else:
             data = fed_by(view, node)
-            tainted = [v for v in data if id(v) in origin]
+            tainted = [v for v in data if v in origin]
             if not tainted:
                 continue
-            why = origin[id(tainted[0])]
+            why = origin[tainted[0]]
             if len(tainted) < len(data):
                 protected[str(node.name)] = f"mixes main data with a protected tensor: {why}"
                 continue
         protected[str(node.name)] = why
         for out in node.outputs:
-            origin[id(out)] = why
-    steering: set[int] = set()
+            origin[out] = why
+    steering: set[ir.Value] = set()
     for node in reversed(view.nodes):
         for out in node.outputs:
             uses = view.consumers(out)
             if uses and not view.is_output(out) and all(_steers(c, steering) for c in uses):
-                steering.add(id(out))
-        if node.outputs and all(id(v) in steering for v in node.outputs):
+                steering.add(out)
+        if node.outputs and steering.issuperset(node.outputs):
             protected.setdefault(str(node.name), "computes a shape, a bound or an index, not data")
     return protected
 
 
-def _steers(reader: Consumer, steering: set[int]) -> bool:
+def _steers(reader: Consumer, steering: set[ir.Value]) -> bool:
     """Whether a value steers the node that reads it, or feeds what steers further ones."""
     if reader.index in _STEERING.get(reader.node.op_type, ()):
         return True
     outputs = reader.node.outputs
-    return reader.index != CAPTURED and bool(outputs) and all(id(v) in steering for v in outputs)
+    return reader.index != CAPTURED and bool(outputs) and steering.issuperset(outputs)
 
 
 def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
     """The non-constant values that feed (rather than steer) a node, those that its bodies read included."""
     steering = _STEERING.get(node.op_type, ())
     fed = [v for i, v in enumerate(node.inputs) if v is not None and i not in steering]
-    return [v for v in (*fed, *view.captured_by(node)) if not view.is_constant(v)]
+    return [v for v in (*fed, *view.captured_by(node)) if not v.is_initializer()]
 
 
 _ATTENTION = "matmul-activations"
@@ -342,7 +342,7 @@ def _by_rule(
     constraints: Constraints, protected: Mapping[str, str], node: ir.Node, rule: FusionRule | None
 ) -> NodeClass:
     view, target = constraints.view, constraints.target
-    data = tuple(v for v in node.inputs if v is not None and view.is_float32(v) and not view.is_constant(v))
+    data = tuple(v for v in node.inputs if v is not None and v.dtype == FLOAT and not v.is_initializer())
     if rule is None or (node.domain not in MAIN_DOMAINS and rule.role is not Role.ISLAND):
         named = not node.domain or node.op_type.startswith(f"{node.domain}.")
         reason = f"{target.name} has no integer kernel for {'' if named else f'{node.domain}.'}{node.op_type}"
@@ -357,10 +357,10 @@ def _by_rule(
     # What the integer kernel would read as quantized data.
     positions = range(len(node.inputs)) if rule.data_inputs is None else rule.data_inputs
     read = [node.inputs[i] for i in positions if i < len(node.inputs)]
-    data = tuple(v for v in read if v is not None and not (rule.role is Role.BINARY and view.is_constant(v)))
-    if not data or not all(view.is_float32(v) for v in (*data, *node.outputs[:1])):
+    data = tuple(v for v in read if v is not None and not (rule.role is Role.BINARY and v.is_initializer()))
+    if not data or not all(v.dtype == FLOAT for v in (*data, *node.outputs[:1])):
         return NodeClass(node, Role.FLOAT, "not-float32", "its data is not known to be float32", data)
-    if any(view.is_constant(v) for v in data):
+    if any(v.is_initializer() for v in data):
         return NodeClass(node, cheap, "constant-operand", "its data input is a constant", data)
     if view.opset() < rule.min_opset:
         reason = f"needs opset {rule.min_opset}, the model has {view.opset()}"
@@ -380,8 +380,7 @@ def _stays_float(
     session dies of it (rule pass-through-into-body-dies).
     """
     name, options = str(node.name), constraints.options
-    read_by_body = any(c.index == CAPTURED for value in node.outputs for c in constraints.view.consumers(value))
-    if rule.role is Role.PASS_THROUGH and read_by_body:
+    if rule.role is Role.PASS_THROUGH and any(map(constraints.view.is_captured, node.outputs)):
         return None
     wish = closed(options, node)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves

@@ -180,14 +180,16 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
     Before calibration nothing is known about which Concats share their grid: all values are observed then.
     """
     providers: dict[str, str] = {}
-    for node in filter(assignment.is_integer, assignment.view.nodes):
-        if assignment.classes[str(node.name)].role not in (Role.PASS_THROUGH, Role.CONCAT):
+    for node in assignment.view.nodes:
+        name = str(node.name)
+        moves = assignment.classes[name].role in (Role.PASS_THROUGH, Role.CONCAT)
+        if not moves or name not in assignment.domain.integer:
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
-        for name in (str(value.name) for value in assignment.q_values(node)):
-            free = name in assignment.quantized and name not in assignment.constraints.values
-            if free and read == {groups.root(name)}:
-                providers[name] = str(node.name)
+        for value in (str(v.name) for v in assignment.q_values(node)):
+            free = value in assignment.quantized and value not in assignment.constraints.values
+            if free and read == {groups.root(value)}:
+                providers[value] = name
     return providers
 
 
@@ -275,7 +277,8 @@ class _Placement:
 
     def _clipping_little(self, limit: RangeLimit) -> RangeLimit | None:
         """A limit that an integer kernel seldom clips at: below 0, where half of the values may be, far off."""
-        if limit.low != 0.0 or not self.assignment.is_integer(self.assignment.quantized[limit.value].producer()):
+        producer = self.assignment.quantized[limit.value].producer()
+        if limit.low != 0.0 or producer is None or str(producer.name) not in self.assignment.domain.integer:
             return limit
         return None if limit.high is None else replace(limit, low=-limit.high)
 
