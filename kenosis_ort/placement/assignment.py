@@ -268,6 +268,8 @@ class Assignment:
         absorbed: Names of the nodes that do vanish into an integer kernel.
         requested: Nodes that are quantized because the caller insists, with the option that says so.
         carrying: Names of the nodes that read and write through Q/DQ, whatever kernel the runtime has for them.
+        written: The values behind each of these on which its Q sits, by name: behind the activation it absorbs.
+        shortcuts: The values from elsewhere that kernels add in integer, by the name of the Add.
         quantized: The values that carry Q/DQ, by name.
     """
 
@@ -300,6 +302,8 @@ class Assignment:
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}
         self.requested = self._find_requested()
         self.carrying = self.domain.integer | self.requested.keys()
+        self.written = {str(n.name): self._q_values(n) for n in view.nodes if str(n.name) in self.carrying}
+        self.shortcuts = self._find_shortcuts()
         self.quantized = self._find_quantized()
         # An activation that could not vanish but lies between quantized values: Q on both sides of it.
         for node in view.nodes:
@@ -320,7 +324,7 @@ class Assignment:
             return tuple(v for v in fed_by(self.view, node) if v.dtype == FLOAT)
         return self.classes[str(node.name)].data
 
-    def q_values(self, node: ir.Node) -> list[ir.Value]:
+    def _q_values(self, node: ir.Node) -> list[ir.Value]:
         """The values behind an integer node on which its Q sits: behind the activation it absorbs."""
         if str(node.name) in self.domain.float_output:
             return []
@@ -329,12 +333,11 @@ class Assignment:
             return [activation.outputs[0]]
         return [v for v in node.outputs if v.name and v.dtype == FLOAT]
 
-    def shortcut(self, node: ir.Node) -> ir.Value | None:
-        """The value from elsewhere that a kernel adds in integer; one that writes float adds it in float."""
-        name = str(node.name)
-        if name not in self.absorbed or str(self.absorption.by_activation[name].name) in self.domain.float_output:
-            return None
-        return self.absorption.shortcuts.get(name)
+    def _find_shortcuts(self) -> dict[str, ir.Value]:
+        """The values from elsewhere that kernels add in integer; one that writes float adds it in float."""
+        into, writes_float = self.absorption.by_activation, self.domain.float_output
+        known = {name: value for name, value in self.absorption.shortcuts.items() if name in self.absorbed}
+        return {name: value for name, value in known.items() if str(into[name].name) not in writes_float}
 
     def owned_by_integer(self, value: ir.Value) -> bool:
         """Whether the value comes out of an integer kernel (through the activation it absorbs)."""
@@ -397,9 +400,9 @@ class Assignment:
         for node in self.view.nodes:
             if str(node.name) in self.carrying:
                 free = self.constraints.free if str(node.name) in self.requested else ()
-                found += [*self.data(node), *(v for v in self.q_values(node) if str(v.name) not in free)]
+                found += [*self.data(node), *(v for v in self.written[str(node.name)] if str(v.name) not in free)]
             else:
-                found.append(self.shortcut(node))
+                found.append(self.shortcuts.get(str(node.name)))
         values = (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs))
         found += [value for value in values if str(value.name) in self.constraints.values]
         return {str(value.name): value for value in found if value is not None}

@@ -112,7 +112,7 @@ def share_scales(
         c = assignment.classes[str(node.name)]
         if str(node.name) not in assignment.carrying:
             continue
-        for out in (str(v.name) for v in assignment.q_values(node)):
+        for out in [str(v.name) for v in assignment.written[str(node.name)]]:
             if c.role is Role.PASS_THROUGH:
                 read = str(c.data[0].name)
                 groups.tie(*((read, out) if groups.root(out) in fixed else (out, read)))  # the caller's own provide
@@ -169,38 +169,39 @@ _SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
 
 class Decider:
-    """Collects the decisions of one plan.
+    """The decisions that hold for all ranges, of which a plan's follow.
 
     Args:
         assignment: What each node is.
-        groups: Which values share their parameters.
         own_grids: Values whose kernels write on a grid of their own.
 
     Attributes:
-        nodes: A decision by node, in the order of :meth:`decide_node`.
-        decisions: A decision by edge.
+        nodes: A decision by node, in the order of the graph.
     """
 
-    def __init__(self, assignment: Assignment, groups: ScaleGroups, own_grids: Container[str]) -> None:
-        self.assignment, self.groups, self.own_grids = assignment, groups, own_grids
+    def __init__(self, assignment: Assignment, own_grids: Container[str]) -> None:
+        self.assignment, self.own_grids = assignment, own_grids
         self.view, self.options, self.constraints = assignment.view, assignment.options, assignment.constraints
         self.classes, self.absorption, self.quantized = assignment.classes, assignment.absorption, assignment.quantized
         self._axes: dict[ir.Value, int | None] = {}  # of the scales of weights
         self.nodes: list[NodeDecision] = []
-        self.decisions: list[Decision] = []
+        self._decisions: list[Decision] = []  # by edge, each value with parameters of its own
+        for node in self.view.nodes:
+            self._decide_node(node)
+        self._decide_outputs()
 
-    def decide_node(self, node: ir.Node) -> None:
+    def _decide_node(self, node: ir.Node) -> None:
         """Decides on a node and all that it reads."""
         name = str(node.name)
         c = self.classes[name]
         self.nodes.append(NodeDecision(name, node.op_type, *self._kind(node, c)))
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == FLOAT:
-                self.decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
+                self._decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
         for value in self.view.captured_by(node):
             if value.dtype == FLOAT and not value.is_initializer():
                 edge = Edge(str(value.name), name, CAPTURED)
-                self.decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
+                self._decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
 
     def _kind(self, node: ir.Node, c: NodeClass) -> tuple[Kind, str, str]:
         """What a node becomes, with rule and reason."""
@@ -239,10 +240,10 @@ class Decider:
             return self._read_constant(node, c, edge)
         carries = name in assigned.carrying and edge.value in self.quantized
         if carries and any(value is v for v in assigned.data(node)):
-            return self._quantized(edge, EdgeRole.ACTIVATION, c.rule, f"'{name}' reads integers")
-        if value is assigned.shortcut(node):
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, f"'{name}' reads integers")
+        if value is assigned.shortcuts.get(name):
             reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
-            return self._quantized(edge, EdgeRole.ACTIVATION, c.rule, reason)
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, reason)
         return self._float_read(edge, value, EdgeRole.ACTIVATION)
 
     def _read_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> Decision:
@@ -284,23 +285,15 @@ class Decider:
             self._axes[weight] = axes.pop() if len(axes) == 1 else None
         return self._axes[weight]
 
-    def _quantized(self, edge: Edge, role: EdgeRole, rule: str, reason: str) -> Decision:
-        root = self.groups.root(edge.value)
-        if root == edge.value:
-            return Decision(edge, role, How.OWN, rule, reason)
-        return Decision(edge, role, How.SHARED, rule, f"{reason}, with the parameters of '{root}'", provider=root)
-
     def _float_read(self, edge: Edge, value: ir.Value, role: EdgeRole) -> Decision:
         if str(value.name) not in self.quantized:
             return Decision(edge, role, How.FLOAT, "not-quantized", "neither side needs integers")
         if self.assignment.owned_by_integer(value):
-            root = self.groups.root(edge.value)
             reason = "the integer kernel before it writes integers only"
-            provider = None if root == edge.value else root
-            return Decision(edge, role, How.DEQUANTIZED, "integer-producer", reason, provider)
+            return Decision(edge, role, How.DEQUANTIZED, "integer-producer", reason)
         return Decision(edge, role, How.FLOAT, "float-producer", "reads the float value beside its Q")
 
-    def decide_outputs(self) -> None:
+    def _decide_outputs(self) -> None:
         """Decides how the graph's outputs are read."""
         for index, value in enumerate(self.view.outputs):
             edge, producer = Edge(str(value.name), "", index), value.producer()
@@ -309,17 +302,19 @@ class Decider:
                 continue
             if owned and producer is not None:
                 rule = self.classes[str(producer.name)].rule
-                self.decisions.append(self._quantized(edge, EdgeRole.OUTPUT, rule, "comes out of an integer kernel"))
+                reason = "comes out of an integer kernel"
+                self._decisions.append(Decision(edge, EdgeRole.OUTPUT, How.OWN, rule, reason))
             else:
-                self.decisions.append(self._float_read(edge, value, EdgeRole.OUTPUT))
+                self._decisions.append(self._float_read(edge, value, EdgeRole.OUTPUT))
 
-    def with_grids(self, moved: Mapping[str, str]) -> tuple[Decision, ...]:
+    def with_grids(self, groups: ScaleGroups, moved: Mapping[str, str]) -> tuple[Decision, ...]:
         """The decisions with integer types and symmetry; values that an operator moved to a grid are read as they are.
 
         Args:
+            groups: Which values share their parameters.
             moved: Values that lie on a grid without Q of their own, with what moved them.
         """
-        return tuple(_read_as_is(self._with_grid(d), moved) for d in self.decisions)
+        return tuple([_read_as_is(self._with_grid(_shared(d, groups)), moved) for d in self._decisions])
 
     def _with_grid(self, decision: Decision) -> Decision:
         """A decision with the integer type and symmetry that its value is read in."""
@@ -339,6 +334,20 @@ class Decider:
             symmetric = self.options.activation_symmetric and value not in self.view.graph.initializers
             symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
         return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
+
+
+def _shared(decision: Decision, groups: ScaleGroups) -> Decision:
+    """A decision with the value that provides the parameters of what is read."""
+    if decision.how not in (How.OWN, How.DEQUANTIZED) or decision.role is EdgeRole.WEIGHT:
+        return decision
+    root = groups.root(decision.edge.value)
+    if root == decision.edge.value:
+        return decision
+    if decision.how is How.DEQUANTIZED:
+        return replace(decision, provider=root)
+    return replace(
+        decision, how=How.SHARED, reason=f"{decision.reason}, with the parameters of '{root}'", provider=root
+    )
 
 
 def _grids(node: ir.Node) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from kenosis_ort.graph.constants import HEAVY
@@ -186,7 +187,7 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
         if not moves or name not in assignment.domain.integer:
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
-        for value in (str(v.name) for v in assignment.q_values(node)):
+        for value in [str(v.name) for v in assignment.written[name]]:
             free = value in assignment.quantized and value not in assignment.constraints.values
             if free and read == {groups.root(value)}:
                 providers[value] = name
@@ -282,14 +283,14 @@ class _Placement:
             return limit
         return None if limit.high is None else replace(limit, low=-limit.high)
 
+    @cached_property
+    def _decider(self) -> Decider:
+        return Decider(self.assignment, self.own_grids)
+
     def plan(self, groups: ScaleGroups, ranges: Mapping[str, Range] | None) -> PlacementPlan:
         """The plan for values that share their scales in groups."""
-        decider = Decider(self.assignment, groups, self.own_grids)
-        for node in self.view.nodes:
-            decider.decide_node(node)
-        decider.decide_outputs()
         moved = values_moved(self.assignment, groups) if ranges and self.target.keeps_grid else {}
-        decisions = decider.with_grids(moved)
+        decisions = self._decider.with_grids(groups, moved)
         by_value: dict[str, list[Decision]] = {}
         for d in decisions:
             by_value.setdefault(d.edge.value, []).append(d)
@@ -300,7 +301,7 @@ class _Placement:
         return PlacementPlan(
             target=self.target.name,
             decisions=decisions,
-            nodes=tuple(decider.nodes),
+            nodes=tuple(self._decider.nodes),
             limits=self.limits,
             saturations=tuple(s for s in self.saturations if groups.members(s.value) == [s.value]),
             grids=grid_limits(self.assignment, self.own_grids, groups),
