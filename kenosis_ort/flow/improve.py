@@ -26,6 +26,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.tables import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
+from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of, split_feeds
