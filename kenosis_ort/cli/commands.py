@@ -10,8 +10,6 @@ from typing import Final
 
 from kenosis_ort.cli import flags, parser
 
-SHELLS: Final = ("bash", "zsh", "tcsh")
-
 
 @dataclass(frozen=True)
 class Command:
@@ -411,16 +409,5 @@ fusion proof.
         ),
         "machine_commands:demo",
         one="done, but a node that was planned as integer runs in float",
-    ),
-    "completion": Command(
-        "print the completion script of a shell",
-        """Prints a script that completes kenosis-ort's commands and options, for the
-shell to read.
-
-  kenosis-ort completion bash > ~/.local/share/bash-completion/completions/kenosis-ort
-  kenosis-ort completion zsh > "${fpath[1]}/_kenosis-ort"
-""",
-        (flags.argument("shell", "SHELL", ", ".join(SHELLS), choices=SHELLS),),
-        "file_commands:completion",
     ),
 }

@@ -1,11 +1,9 @@
-"""Commands that write a file: convert, fuse, calibrate, merge, weights; and completion, which writes a script."""
+"""Commands that write a file: convert, fuse, calibrate, merge, weights."""
 
 import argparse
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
-import shtab
 from rich.text import Text
 
 from kenosis_ort import api
@@ -111,23 +109,3 @@ def weights(arguments: argparse.Namespace, screen: Screen) -> None:
         lambda: facts,
         lambda: Text("\n".join([*report.notes, f"{arguments.out}: {len(report.layers)} layers, {sizes}{losses}"])),
     )
-
-
-def completion(arguments: argparse.Namespace, screen: Screen) -> None:
-    """The command ``completion``."""
-    _complete_files(arguments.program, shtab.FILE)
-    script = shtab.complete(arguments.program, shell=arguments.shell)
-    if screen.as_json:
-        screen.result(lambda: {"shell": arguments.shell, "script": script}, lambda: Text(script))
-    else:  # a script is printed as it is, not wrapped to a width
-        print(script)
-
-
-def _complete_files(parser: argparse.ArgumentParser, how: Any) -> None:
-    """Marks the arguments of all commands that take a path."""
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of its arguments
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            for command in action.choices.values():
-                _complete_files(command, how)
-        elif action.type is Path or action.dest in ("data", "recipe", "custom_op_libraries", "calibration_cache_path"):
-            action.complete = how  # type: ignore[attr-defined]

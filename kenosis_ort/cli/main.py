@@ -82,7 +82,7 @@ def build_parser() -> Parser:
         subparser: Parser = subparsers.add_parser(name, help=command.summary, first=command.first, **settings)
         flags.add_arguments(subparser, command.arguments)
         flags.add_arguments(subparser, _OUTPUT, default=SUPPRESS)
-        subparser.set_defaults(command_data=command, parser=subparser, program=parser)
+        subparser.set_defaults(command_data=command, parser=subparser)
     return parser
 
 

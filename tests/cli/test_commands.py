@@ -1,14 +1,11 @@
-"""inspect, explain, verify, compare, calibrate and merge, bench, targets, doctor, completion: what each says."""
+"""inspect, explain, verify, compare, calibrate and merge, bench, targets, doctor: what each says."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kenosis_ort import CalibrationTable
 from kenosis_ort.bench import doctor
-from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.demo import measurements as measured
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
@@ -143,7 +140,7 @@ def test_targets_are_compared_on_a_net(shell: Shell) -> None:
     assert "They do the same" in shell("compare-targets float.onnx --target arm --target arm").out
 
 
-# -- doctor and completion
+# -- doctor
 
 
 def test_the_doctor_tells_facts_types_and_problems(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +149,6 @@ def test_the_doctor_tells_facts_types_and_problems(shell: Shell, monkeypatch: py
     monkeypatch.setattr(doctor.ort, "get_available_providers", lambda: ["SomeExecutionProvider"])
     problem = "problem: The runtime has no CPU execution provider. Fix: pip install"
     assert shell("doctor --no-timing", code=1).lacks(problem, "uint8 x int8") == ["uint8 x int8"]
-
-
-@pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_completion_knows_the_commands_and_parses(name: str, shell: Shell) -> None:
-    script = shell(f"completion {name}")
-    assert not script.lacks(*COMMANDS, "--accuracy-budget", "_files")
-    if shutil.which(name):
-        Path("script").write_text(script.out)
-        subprocess.run([name, "-n", "script"], check=True)
 
 
 # -- demo

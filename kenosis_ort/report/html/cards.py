@@ -53,23 +53,21 @@ class RegionStyle:
 
     Attributes:
         label: In the legend and in tables.
-        short: On a node.
         meaning: One sentence for the legend.
     """
 
     label: str
-    short: str
     meaning: str
 
 
 REGIONS: Final[dict[Region, RegionStyle]] = {
-    "integer": RegionStyle("Integer", "int8", "Runs on an integer kernel."),
-    "moves": RegionStyle("Pass-through", "moves int8", "Moves quantized bytes; same scale in and out."),
-    "fused": RegionStyle("Fused", "fused", "Gone: merged into another node's kernel."),
-    "float": RegionStyle("Float", "float", "Runs in float: no integer kernel, or it would not pay."),
-    "protected": RegionStyle("Protected", "kept float", "Kept float on purpose, for accuracy or at the caller's wish."),
-    "other": RegionStyle("Other", "no data", "Shapes, indices and control flow, or computed at load."),
-    "terminal": RegionStyle("Input or output", "", "Where data enters and leaves."),
+    "integer": RegionStyle("Integer", "Runs on an integer kernel."),
+    "moves": RegionStyle("Pass-through", "Moves quantized bytes; same scale in and out."),
+    "fused": RegionStyle("Fused", "Gone: merged into another node's kernel."),
+    "float": RegionStyle("Float", "Runs in float: no integer kernel, or it would not pay."),
+    "protected": RegionStyle("Protected", "Kept float on purpose, for accuracy or at the caller's wish."),
+    "other": RegionStyle("Other", "Shapes, indices and control flow, or computed at load."),
+    "terminal": RegionStyle("Input or output", "Where data enters and leaves."),
 }
 
 _PROTECTED_RULES: Final = frozenset(

@@ -1,98 +1,23 @@
-"""The data behind the interactive picture: nodes with all that is known of them, laid out as nodes and as blocks.
-
-Repeated stretches of a graph, so that a deep net is first seen as a few blocks.
-"""
+"""The data behind the interactive picture: nodes with all that is known of them, laid out."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from kenosis_ort.plan import Decision
 from kenosis_ort.report.evidence import GraphSketch, ReportEvidence, SketchNode, TensorProfile, by_key, explain_plan
 from kenosis_ort.report.html.cards import REGIONS, Region, region_of
-from kenosis_ort.report.html.layout import GraphLayout, crossing, layout_of
+from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.storage.data import finite
 
 if TYPE_CHECKING:  # which makes pages
     from kenosis_ort.report.quantization_report import QuantizationReport
 
-_SHORTEST: Final = 4  # nodes of a block
-_LONGEST: Final = 400
-_CANDIDATES: Final = 400
-
-
-@dataclass(frozen=True)
-class RepeatedNodes:
-    """Consecutive nodes that repeat.
-
-    Attributes:
-        start: Number of the first node.
-        length: Number of nodes.
-        number: Which repetition this is, from 1.
-        repeats: How many there are.
-    """
-
-    start: int
-    length: int
-    number: int
-    repeats: int
-
-
-def find_blocks(operators: Sequence[str], crossing: Sequence[int] | None = None) -> tuple[RepeatedNodes, ...]:
-    """The repetitions of stretches of the same operators, in order and without overlap.
-
-    Args:
-        operators: Operator types in topological order.
-        crossing: By node, how many values go from before it to it or behind it; where a repetition may begin at
-            several places, it begins where there are few.
-
-    Returns:
-        The blocks; nodes that repeat nothing are in none. Work grows with the number of nodes times `_LONGEST`.
-    """
-    count = len(operators)
-    numbers = {name: index for index, name in enumerate(dict.fromkeys(operators))}
-    ids = np.array([numbers[name] for name in operators], np.int64)
-    found: list[tuple[int, int, int]] = []  # covered nodes, first node, period
-    for period in range(_SHORTEST, min(_LONGEST, count // 2) + 1):
-        for start, length in _runs(ids[:-period] == ids[period:], period):
-            repeats = (length + period) // period
-            slack = length + period - repeats * period
-            begin = start
-            if crossing is not None:
-                begin = min(range(start, start + min(slack, period - 1) + 1), key=lambda i: (crossing[i], i))
-            found.append((repeats * period, begin, period))
-    found.sort(key=lambda run: (-run[0], run[2], run[1]))
-    taken = np.zeros(count, bool)
-    blocks: list[RepeatedNodes] = []
-    for covered, start, period in found[:_CANDIDATES]:
-        if taken[start : start + covered].any():
-            continue
-        taken[start : start + covered] = True
-        repeats = covered // period
-        blocks += [RepeatedNodes(start + n * period, period, n + 1, repeats) for n in range(repeats)]
-    return tuple(sorted(blocks, key=lambda block: block.start))
-
-
-def _runs(same: npt.NDArray[np.bool_], shortest: int) -> list[tuple[int, int]]:
-    """Start and length of the stretches of True that are long enough."""
-    change = np.diff(np.concatenate(([False], same, [False])).astype(np.int8))
-    starts, ends = np.flatnonzero(change == 1), np.flatnonzero(change == -1)
-    long = ends - starts >= shortest
-    return list(zip(starts[long].tolist(), (ends - starts)[long].tolist(), strict=True))
-
-
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
-_BLOCKS_FROM: Final = 90
-"""Nodes from which on blocks are shown first."""
-_LEAST_COVER: Final = 0.4  # share of the nodes that blocks must cover to be of use
 
 
 @dataclass(frozen=True)
@@ -180,15 +105,10 @@ def picture_data(
     nodes = [
         _node(fact, node, reads.get(node.name, ()), tensors, add) for fact, node in zip(facts, graph.nodes, strict=True)
     ]
-    items = _Items(graph)
+    edges = _edges(graph)
     regions: list[Region] = ["terminal"] * len(graph.inputs)
     regions += [fact.region for fact in facts] + ["terminal"] * len(graph.outputs)
     order = list(REGIONS)
-    views = [_node_view(items)]
-    blocks = find_blocks([node.op_type for node in graph.nodes], items.crossing())
-    covered = sum(block.length for block in blocks)
-    if covered >= _LEAST_COVER * len(graph.nodes) and len(graph.nodes) >= _BLOCKS_FROM // 3:
-        views.append(_block_view(items, blocks, regions))
     return {
         "texts": list(texts),
         "inputs": list(graph.inputs),
@@ -197,10 +117,8 @@ def picture_data(
         "regions": [order.index(region) for region in regions],
         "regionNames": order,
         "regionLabels": [REGIONS[region].label for region in order],
-        "regionShorts": [REGIONS[region].short for region in order],
         "tensors": [_tensor(tensor) for tensor in evidence.tensors],
-        "views": views,
-        "first": len(views) - 1 if len(graph.nodes) >= _BLOCKS_FROM else 0,
+        "view": _view(layout_of(len(regions), edges), edges),
     }
 
 
@@ -253,70 +171,21 @@ def _short(number: float | None) -> float | str | None:
 # ---- graph --------------------------------------------------------------------------------------------------------
 
 
-class _Items:
-    """The graph's inputs, nodes and outputs, numbered in this order, and the edges between them."""
-
-    def __init__(self, graph: GraphSketch) -> None:
-        self.graph = graph
-        self.first_node = len(graph.inputs)
-        self.first_output = self.first_node + len(graph.nodes)
-        self.count = self.first_output + len(graph.outputs)
-        maker = {name: index for index, name in enumerate(graph.inputs)}
-        for index, node in enumerate(graph.nodes, self.first_node):
-            maker.update((name, index) for name in node.outputs)
-        edges: dict[tuple[int, int], None] = {}
-        for index, node in enumerate(graph.nodes, self.first_node):
-            edges.update(((maker[name], index), None) for name in node.inputs if name in maker)
-        for index, name in enumerate(graph.outputs, self.first_output):
-            if name in maker:
-                edges[maker[name], index] = None
-        self.edges = list(edges)
-
-    def crossing(self) -> list[int]:
-        """Number of edges by node that lead from before it to it or behind it."""
-        forward = (edge for edge in self.edges if edge[0] < edge[1])
-        return crossing(forward, self.count)[self.first_node : self.first_output]
+def _edges(graph: GraphSketch) -> list[tuple[int, int]]:
+    """The edges between inputs, nodes and outputs, which are numbered in this order."""
+    maker = {name: index for index, name in enumerate(graph.inputs)}
+    for index, node in enumerate(graph.nodes, len(graph.inputs)):
+        maker.update((name, index) for name in node.outputs)
+    readers = [*(node.inputs for node in graph.nodes), *((name,) for name in graph.outputs)]
+    found = ((maker[name], i) for i, names in enumerate(readers, len(graph.inputs)) for name in names if name in maker)
+    return list(dict.fromkeys(found))
 
 
-def _node_view(items: _Items) -> dict[str, Any]:
-    layout = layout_of(items.count, items.edges)
-    placed = [[0, index, *_pixels(centre)] for index, centre in enumerate(layout.centres)]
-    return _view("All nodes", layout, placed, items.edges)
-
-
-def _block_view(items: _Items, blocks: Sequence[RepeatedNodes], regions: Sequence[Region]) -> dict[str, Any]:
-    """The picture in which each block is one box."""
-    starts = {block.start + items.first_node: block for block in blocks}
-    box_of = [0] * items.count
-    boxes: list[list[Any]] = []
-    index = 0
-    while index < items.count:
-        block = starts.get(index)
-        length = 1 if block is None else block.length
-        box_of[index : index + length] = [len(boxes)] * length
-        boxes.append([0, index] if block is None else _box(items, block, regions))
-        index += length
-    edges = list(dict.fromkeys((box_of[a], box_of[b]) for a, b in items.edges if box_of[a] != box_of[b]))
-    layout = layout_of(len(boxes), edges)
-    placed = [[*box, *_pixels(centre)] for box, centre in zip(boxes, layout.centres, strict=True)]
-    return _view("Repeated blocks", layout, placed, edges)
-
-
-def _box(items: _Items, block: RepeatedNodes, regions: Sequence[Region]) -> list[Any]:
-    first = items.first_node + block.start
-    operators = Counter(node.op_type for node in items.graph.nodes[block.start : block.start + block.length])
-    label = ", ".join(op if n == 1 else f"{n} {op}" for op, n in operators.most_common())
-    shares = Counter(regions[first : first + block.length])
-    counts = [shares.get(region, 0) for region in REGIONS]
-    return [1, first, block.length, block.number, block.repeats, label, counts]
-
-
-def _view(label: str, layout: GraphLayout, placed: list[list[Any]], edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def _view(layout: GraphLayout, edges: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {
-        "label": label,
         "width": round(layout.width),
         "height": round(layout.height),
-        "items": placed,
+        "items": [_pixels(centre) for centre in layout.centres],
         "edges": [
             [a, b, [n for point in route for n in _pixels(point)], *([1] if faint else [])]
             for (a, b), route, faint in zip(edges, layout.routes, layout.faint, strict=True)

@@ -107,22 +107,6 @@ def test_the_keyboard_walks_along_the_edges(open_page):
     page.wait_for_function(f"document.getElementById('zoom-level').textContent !== {before!r}")
 
 
-def test_a_deep_net_is_first_seen_as_blocks_that_open(open_page):
-    page = open_page("deep", reduced_motion="reduce")
-    assert page.get_by_role("button", name="Repeated blocks").get_attribute("aria-pressed") == "true"
-    page.focus("#graph-canvas")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    assert "Block 1 of 60" in page.inner_text("#graph-panel")
-    page.get_by_role("button", name="Show its 4 nodes").click()
-    assert page.get_by_role("button", name="All nodes").get_attribute("aria-pressed") == "true"
-    assert "/layer.0/conv_0" in page.inner_text("#graph-panel")
-    page.fill("#graph-search", "layer.33/")
-    assert page.inner_text("#graph-matches").startswith("4 found")
-    page.press("#graph-search", "Enter")
-    assert "/layer.33/conv_0" in page.inner_text("#graph-panel")
-
-
 def test_the_table_sorts_and_searches(open_page):
     page = open_page()
     rows = page.locator("#decision-table tbody tr")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kenosis_ort.report.evidence import OpTime, OpTimes
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
-from kenosis_ort.report.html.picture import find_blocks
 from kenosis_ort.report.html.plots import time_plot
 
 
@@ -64,29 +63,6 @@ def test_a_value_that_all_read_is_drawn_faintly():
 def test_odd_edges_do_no_harm(edges):
     assert len(layout_of(3, edges).centres) == 3
     assert layout_of(0, []).centres == ()
-
-
-LAYER = ["Norm", "MatMul", "MatMul", "Softmax", "MatMul", "Add"]
-
-
-def test_layers_of_a_transformer_are_its_blocks_and_begin_where_little_goes_across():
-    blocks = find_blocks(["Gather", "Cast", *LAYER * 12, "Gemm"])
-    assert [(b.start, b.length, b.number, b.repeats) for b in blocks] == [(2 + 6 * i, 6, i + 1, 12) for i in range(12)]
-    assert find_blocks([f"Op{i}" for i in range(50)]) == find_blocks([]) == ()
-    assert find_blocks(LAYER * 4 + LAYER[:3], [5, 5, 1, *[5] * 24])[0].start == 2
-
-
-@given(st.lists(st.sampled_from("abc"), max_size=80))
-def test_blocks_repeat_and_do_not_overlap(operators):
-    blocks = find_blocks(operators)
-    end = 0
-    for block in blocks:
-        assert block.start >= end
-        end = block.start + block.length
-        first = block.start - (block.number - 1) * block.length
-        assert operators[block.start : end] == operators[first : first + block.length]
-        assert 1 <= block.number <= block.repeats
-    assert end <= len(operators)
 
 
 def test_operators_of_equal_time_keep_their_order_in_every_process():

@@ -1,4 +1,4 @@
-/** Draws a view of the graph: regions, edges, boxes; less of it the smaller it is shown. */
+/** Draws the graph: regions, edges, boxes; less of it the smaller it is shown. */
 
 const BOX = { width: 148, height: 40, radius: 7 };
 const DETAIL = { text: 0.3, names: 0.55, arrows: 0.3, regions: 0.12 };
@@ -44,7 +44,7 @@ class Painter {
   paintRegions(view, sight) {
     const { context: c } = this;
     for (const box of view.boxes) {
-      if (box.region < 0 || box.isTerminal || !inSight(box, sight)) continue;
+      if (box.isTerminal || !inSight(box, sight)) continue;
       c.fillStyle = this.tint[box.region];
       c.fillRect(box.x - BOX.width / 2 - 12, box.y - BOX.height / 2 - 16, BOX.width + 24, BOX.height + 32);
     }
@@ -85,13 +85,12 @@ class Painter {
     c.globalAlpha = dimmed ? 0.3 : 1;
     c.beginPath();
     c.roundRect(left, top, BOX.width, BOX.height, box.isTerminal ? BOX.height / 2 : BOX.radius);
-    c.fillStyle = scale < DETAIL.text && box.region >= 0 ? this.solid[box.region] : this.colours.surface;
+    c.fillStyle = scale < DETAIL.text ? this.solid[box.region] : this.colours.surface;
     c.fill();
     c.lineWidth = chosen ? 3 : index === scene.hovered ? 2.2 : 1.3;
-    c.strokeStyle = chosen ? this.colours.accent : box.region >= 0 ? this.solid[box.region] : this.colours.edge;
+    c.strokeStyle = chosen ? this.colours.accent : this.solid[box.region];
     c.stroke();
-    if (box.block) this.paintShares(box, left, top, scale);
-    else if (scale >= DETAIL.text && !box.isTerminal) {
+    if (scale >= DETAIL.text && !box.isTerminal) {
       c.fillStyle = this.solid[box.region];
       c.beginPath();
       c.roundRect(left, top, 6, BOX.height, [BOX.radius, 0, 0, BOX.radius]);
@@ -101,37 +100,18 @@ class Painter {
     c.globalAlpha = 1;
   }
 
-  /** For a block: how many of its nodes are of which region. */
-  paintShares(box, left, top, scale) {
-    const { context: c } = this;
-    const whole = scale < DETAIL.text;
-    let x = left;
-    c.save();
-    c.beginPath();
-    c.roundRect(left, top, BOX.width, BOX.height, BOX.radius);
-    c.clip();
-    box.block.counts.forEach((count, region) => {
-      const width = (BOX.width * count) / box.block.length;
-      c.fillStyle = this.solid[region];
-      c.fillRect(x, whole ? top : top + BOX.height - 6, width, whole ? BOX.height : 6);
-      x += width;
-    });
-    c.restore();
-  }
-
   paintText(box, left, top, scale) {
     const { context: c } = this;
     const room = BOX.width - 24;
     const two = scale >= DETAIL.names && box.under;
-    const lift = box.block ? -2.5 : 0;
     c.fillStyle = this.colours.ink;
     c.textBaseline = "middle";
     c.font = `600 ${two ? 12.5 : 15}px ${this.sans}`;
-    c.fillText(fitted(c, box.title, room), left + 14, top + (two ? 13.5 : 20.5) + lift);
+    c.fillText(fitted(c, box.title, room), left + 14, top + (two ? 13.5 : 20.5));
     if (!two) return;
     c.fillStyle = this.colours.muted;
-    c.font = `10.5px ${box.block ? this.sans : this.mono}`;
-    c.fillText(fitted(c, box.under, room, !box.block), left + 14, top + 28.5 + lift);
+    c.font = `10.5px ${this.mono}`;
+    c.fillText(fitted(c, box.under, room, true), left + 14, top + 28.5);
   }
 }
 

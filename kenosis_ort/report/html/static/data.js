@@ -5,10 +5,9 @@ class Picture {
     this.raw = raw;
     this.firstNode = raw.inputs.length;
     this.firstOutput = this.firstNode + raw.nodes.length;
-    this.views = raw.views;
     this.readers = new Map();
     this.makers = new Map();
-    for (const [from, to] of raw.views[0].edges) {
+    for (const [from, to] of raw.view.edges) {
       push(this.readers, from, to);
       push(this.makers, to, from);
     }
@@ -25,10 +24,6 @@ class Picture {
 
   regionLabel(item) {
     return this.raw.regionLabels[this.raw.regions[item]];
-  }
-
-  regionShort(item) {
-    return this.raw.regionShorts[this.raw.regions[item]];
   }
 
   isNode(item) {

@@ -9,18 +9,13 @@ class Graph {
     this.picture = picture;
     this.listeners = listeners;
     this.painter = new Painter(canvas, picture);
-    this.views = picture.views.map((view) => prepared(view, picture));
-    this.current = picture.raw.first;
+    this.view = prepared(picture.raw.view, picture);
     this.camera = { x: 0, y: 0, scale: 1 };
     this.scene = { selected: null, hovered: null, found: null };
     this.pointers = new Map();
     this.moved = false;
     this.calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
     this.listen();
-  }
-
-  get view() {
-    return this.views[this.current];
   }
 
   get selected() {
@@ -69,16 +64,6 @@ class Graph {
     });
   }
 
-  /** Shows another view, with the same node selected where it has one. */
-  show(index) {
-    const item = this.selected?.item ?? null;
-    this.current = index;
-    this.scene = { selected: null, hovered: null, found: null };
-    this.fit();
-    if (item !== null) this.select(this.view.boxOf(item), { centre: false });
-    else this.listeners.select(null);
-  }
-
   fit() {
     const { clientWidth: width, clientHeight: height } = this.canvas;
     const { width: wide, height: tall } = this.view;
@@ -100,18 +85,6 @@ class Graph {
   centre(x, y, scale = Math.max(this.camera.scale, 0.8)) {
     const { clientWidth: width, clientHeight: height } = this.canvas;
     this.glide({ scale, x: width / 2 - x * scale, y: height / 2 - y * scale });
-  }
-
-  /** Shows a stretch of nodes as large as possible. */
-  frame(items) {
-    const boxes = items.map((item) => this.view.boxes[this.view.boxOf(item)]);
-    const xs = boxes.map((box) => box.x);
-    const ys = boxes.map((box) => box.y);
-    const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-    const wide = right - left + 2 * BOX.width;
-    const tall = bottom - top + 4 * BOX.height;
-    const scale = Math.min(ZOOM.start, this.canvas.clientWidth / wide, this.canvas.clientHeight / tall);
-    this.centre((left + right) / 2, (top + bottom) / 2, scale);
   }
 
   glide(goal) {
@@ -140,15 +113,6 @@ class Graph {
     if (box && centre) this.centre(box.x, box.y);
     this.draw();
     this.listeners.select(box);
-  }
-
-  /** Selects an item in the view that shows it alone. */
-  selectItem(item) {
-    if (this.view.boxes[this.view.boxOf(item)].block) {
-      this.current = 0;
-      this.scene = { selected: null, hovered: null, found: null };
-    }
-    this.select(this.view.boxOf(item));
   }
 
   /** Marks boxes by a test; returns how many, null for no search. */

@@ -5,73 +5,38 @@ const find = (id) => document.getElementById(id);
 function startGraph(raw) {
   const picture = new Picture(raw);
   const live = find("graph-live");
-  const buttons = [];
   let graph;
-  const openBlock = (box) => {
-    if (!box.block) {
-      find("graph-panel").focus();
-      return;
-    }
-    const items = Array.from({ length: box.block.length }, (_, index) => box.item + index);
-    graph.show(0);
-    mark();
-    graph.frame(items);
-    graph.select(graph.view.boxOf(box.item), { centre: false });
-  };
-  const mark = () => buttons.forEach((button, index) => button.setAttribute("aria-pressed", String(index === graph.current)));
-  const go = (item) => {
-    graph.selectItem(item);
-    mark();
-  };
-  const panel = new Panel(find("graph-panel"), picture, { go, open: openBlock });
+  const panel = new Panel(find("graph-panel"), picture, (item) => graph.select(item));
   graph = new Graph(find("graph-canvas"), picture, {
     select: (box) => {
       panel.show(box);
-      live.textContent = box ? `${box.full}${box.block || box.isTerminal ? "" : `, ${picture.regionLabel(box.item)}`}` : "Nothing selected";
+      live.textContent = box ? `${box.full}${box.isTerminal ? "" : `, ${picture.regionLabel(box.item)}`}` : "Nothing selected";
     },
-    open: openBlock,
+    open: () => find("graph-panel").focus(),
     zoom: (scale) => {
       find("zoom-level").textContent = `${Math.round(scale * 100)} %`;
     },
   });
-  if (picture.views.length > 1) {
-    picture.views.forEach((view, index) => {
-      const button = element("button", { type: "button" }, view.label);
-      button.addEventListener("click", () => {
-        graph.show(index);
-        mark();
-      });
-      buttons.push(button);
-    });
-    buttons.reverse();
-    find("graph-views").append(...buttons);
-    buttons.reverse();
-    mark();
-  }
   find("zoom-in").addEventListener("click", () => graph.zoom(ZOOM.step));
   find("zoom-out").addEventListener("click", () => graph.zoom(1 / ZOOM.step));
   find("zoom-fit").addEventListener("click", () => graph.fit());
-  startSearch(graph, picture, mark);
+  startSearch(graph);
   document.addEventListener("click", (event) => {
     const target = event.target.closest?.("[data-node]");
     if (!target) return;
-    go(Number(target.dataset.node) + picture.firstNode);
+    graph.select(Number(target.dataset.node) + picture.firstNode);
     find("graph").scrollIntoView();
     find("graph-canvas").focus({ preventScroll: true });
   });
 }
 
-function startSearch(graph, picture, mark) {
+function startSearch(graph) {
   const input = find("graph-search");
   const output = find("graph-matches");
   let matches = [];
   let next = 0;
   input.addEventListener("input", () => {
     const wanted = input.value.trim().toLowerCase();
-    if (wanted && graph.current !== 0) {
-      graph.show(0);
-      mark();
-    }
     matches = graph.find(wanted ? (box) => box.full.toLowerCase().includes(wanted) : null) ?? [];
     next = 0;
     output.textContent = wanted ? `${matches.length} found${matches.length ? ", Enter shows the next" : ""}` : "";

@@ -1,18 +1,16 @@
 /** The panel beside the graph: all that is known of the selected node. */
 
 class Panel {
-  /** `go(item)` selects another item, `open(box)` shows a block's nodes. */
-  constructor(root, picture, { go, open }) {
+  /** `go(item)` selects another item. */
+  constructor(root, picture, go) {
     this.root = root;
     this.picture = picture;
     this.go = go;
-    this.open = open;
     this.empty = [...root.childNodes];
   }
 
   show(box) {
     if (box === null) this.root.replaceChildren(...this.empty);
-    else if (box.block) this.root.replaceChildren(...this.block(box));
     else if (box.isTerminal) this.root.replaceChildren(...this.terminal(box.item));
     else this.root.replaceChildren(...this.node(box.item));
     this.root.scrollTop = 0;
@@ -20,36 +18,6 @@ class Panel {
 
   title(text) {
     return element("h3", { id: "panel-title" }, text);
-  }
-
-  block(box) {
-    const { block } = box;
-    const button = element("button", { type: "button" }, `Show its ${block.length} nodes`);
-    button.addEventListener("click", () => this.open(box));
-    const shares = block.counts.flatMap((count, region) => {
-      if (!count) return [];
-      const name = this.picture.raw.regionNames[region];
-      const chip = element("span", { class: `chip region-${name}` }, this.picture.raw.regionLabels[region]);
-      return [element("li", {}, chip, ` ${count} ${count === 1 ? "node" : "nodes"}`)];
-    });
-    return [
-      this.title(`Block ${block.number} of ${block.repeats}`),
-      element("p", { class: "muted" }, `${block.length} nodes that repeat: ${block.label}`),
-      element("h4", {}, "What became of them"),
-      element("ul", {}, ...shares),
-      element("p", { class: "reason" }, button),
-      ...this.neighbours("Reads from", this.outside(box, this.picture.makers)),
-      ...this.neighbours("Read by", this.outside(box, this.picture.readers)),
-    ];
-  }
-
-  outside(box, sides) {
-    const inside = (item) => item >= box.item && item < box.item + box.block.length;
-    const found = new Set();
-    for (let item = box.item; item < box.item + box.block.length; item += 1) {
-      for (const other of sides.get(item) ?? []) if (!inside(other)) found.add(other);
-    }
-    return [...found];
   }
 
   terminal(item) {

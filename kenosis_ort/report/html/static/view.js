@@ -1,17 +1,12 @@
-/** Views of the graph: their boxes and lines, ready to draw and to find. */
+/** Boxes and lines of the graph, ready to draw and to find. */
 
-/** Turns a view's data into boxes and lines, with what finding them quickly needs. */
+/** Turns the data into boxes and lines, with what finding them quickly needs. */
 function prepared(view, picture) {
-  const boxes = view.items.map((entry) => (entry[0] ? blockBox(entry) : itemBox(entry, picture)));
-  const owner = new Map();
+  const boxes = view.items.map(([x, y], item) => itemBox(item, x, y, picture));
   const above = new Map();
   const below = new Map();
   const cells = new Map();
-  boxes.forEach((box, index) => {
-    const length = box.block ? box.block.length : 1;
-    for (let item = box.item; item < box.item + length; item += 1) owner.set(item, index);
-    push(cells, cellOf(box.x, box.y), index);
-  });
+  boxes.forEach((box, index) => push(cells, cellOf(box.x, box.y), index));
   const lines = view.edges.map(([from, to, points, faint]) => {
     push(below, from, to);
     push(above, to, from);
@@ -24,27 +19,19 @@ function prepared(view, picture) {
     }
     return found;
   };
-  return { ...view, boxes, lines, above, below, near, boxOf: (item) => owner.get(item) };
+  return { ...view, boxes, lines, above, below, near };
 }
 
 function cellOf(x, y) {
   return `${Math.floor(x / 200)},${Math.floor(y / 200)}`;
 }
 
-function itemBox([, item, x, y], picture) {
+function itemBox(item, x, y, picture) {
   const name = picture.name(item);
   const operator = picture.operator(item);
   return {
-    item, x, y, region: picture.raw.regions[item], isTerminal: !picture.isNode(item), block: null,
+    item, x, y, region: picture.raw.regions[item], isTerminal: !picture.isNode(item),
     title: operator, under: name, full: `${operator} ${name}`,
-  };
-}
-
-function blockBox([, item, length, number, repeats, label, counts, x, y]) {
-  const most = Math.max(...counts);
-  return {
-    item, x, y, region: most >= 0.75 * length ? counts.indexOf(most) : -1, isTerminal: false, block: { length, number, repeats, label, counts },
-    title: `Block ${number} of ${repeats}`, under: label, full: `Block ${number} of ${repeats}: ${label}`,
   };
 }
 
