@@ -234,18 +234,10 @@ def clip_bounds(graph: GraphView, nodes: Sequence[ir.Node]) -> tuple[float, floa
     """The bounds where an activation is nothing but a clip, (-inf, inf) for none; None for any other."""
     if not nodes:
         return -np.inf, np.inf
-    node = nodes[0]
-    kind = known_as(node.domain, node.op_type)
-    if len(nodes) > 1 or kind not in ("Relu", "Clip"):
+    if len(nodes) > 1 or known_as(nodes[0].domain, nodes[0].op_type) not in ("Relu", "Clip"):
         return None
-    if kind == "Relu":
-        return 0.0, np.inf
-    given = [node.attributes.get_float("min", -np.inf), node.attributes.get_float("max", np.inf)]
-    for at, value in enumerate(node.inputs[1:3]):
-        array = graph.array(value)
-        if array is not None:
-            given[at] = float(array.reshape(-1)[0])
-    return given[0], given[1]
+    low, high = graph.activation_bounds(nodes[0]) or (None, None)
+    return -np.inf if low is None else low, np.inf if high is None else high
 
 
 class Response:

@@ -145,18 +145,11 @@ class _Writer(Edits):
         """Whether no integer represents a value outside the bounds of a Relu or Clip, to half a step."""
         scale, zero = float(quantizer.scale), int(quantizer.zero_point)
         least, most = ((end - zero) * scale for end in quantizer.bounds)
-        low, high = (0.0, np.inf) if node.op_type == "Relu" else self._bounds(node)
-        return least > low - scale / 2 and most < high + scale / 2
-
-    def _bounds(self, node: ir.Node) -> tuple[float, float]:
-        ends = [node.attributes.get_float("min", -np.inf), node.attributes.get_float("max", np.inf)]
-        for position, value in enumerate(node.inputs[1:3]):
-            array = self.array(value)
-            if value is not None and array is None:
-                return np.inf, -np.inf
-            if array is not None:
-                ends[position] = float(array.reshape(()))
-        return ends[0], ends[1]
+        bounds = self.activation_bounds(node)
+        if bounds is None:
+            return False
+        low, high = bounds
+        return (low is None or least > low - scale / 2) and (high is None or most < high + scale / 2)
 
     def real(self, value: ir.Value) -> npt.NDArray[np.float64] | None:
         """A constant's real content, behind DQ or not."""

@@ -327,16 +327,11 @@ def _follow(first: Layer, known: dict[str, Layer], graph: GraphView) -> Link | N
 
 
 def _bounds(node: ir.Node, graph: GraphView) -> Bounds | None:
-    ends = []
-    for position, name, default in ((1, "min", -math.inf), (2, "max", math.inf)):
-        given = optional(node, position)
-        if given is None:
-            ends.append(node.attributes.get_float(name, default))
-        elif graph.constant(given) is None:
-            return None
-        else:
-            ends.append(float(graph.content(given).reshape(-1)[0]))
-    low, high = (b if abs(b) < 3.4e38 else math.copysign(math.inf, b) for b in ends)
+    """The bounds of a Clip, infinite for none; None where they are not constant, or 0 lies beyond them."""
+    found = graph.activation_bounds(node)
+    if found is None:
+        return None
+    low, high = (-math.inf if found[0] is None else found[0]), (math.inf if found[1] is None else found[1])
     return (low, high) if low <= 0.0 <= high and low < high else None
 
 
