@@ -194,13 +194,13 @@ def drop_unread(graph: onnx.GraphProto) -> None:
 def constants_to_initializers(model: onnx.ModelProto) -> tuple[str, ...]:
     """Turns the main graph's Constant nodes into initializers of the same names, in place.
 
-    Sparse constants and those that are graph outputs stay nodes; bodies of control flow are left alone.
+    Sparse constants stay nodes, and graph outputs that are not inputs too; bodies of control flow are left alone.
 
     Returns:
         The names of the nodes that are gone.
     """
     graph = model.graph
-    outputs = {value.name for value in graph.output}
+    outputs = {value.name for value in graph.output} - {value.name for value in graph.input}
     others, gone = [], []
     for node in graph.node:
         tensor = constant_value(node) if node.op_type == "Constant" and node.output[0] not in outputs else None

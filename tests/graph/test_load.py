@@ -56,8 +56,9 @@ def test_a_path_gives_a_complete_model_and_a_proto_is_copied(tmp_path):
     assert given == linear()
 
 
-def test_a_constant_that_is_listed_as_an_input_is_its_default() -> None:
-    model = net("(float[2] x, float[2] w) => (float[2] y) { w = Constant<value_floats=[1.0, 2.0]>() y = Add(x, w) }")
+@pytest.mark.parametrize("outputs", ["float[2] y", "float[2] y, float[2] w"])
+def test_a_constant_that_is_listed_as_an_input_is_its_default(outputs: str) -> None:
+    model = net(f"(float[2] x, float[2] w) => ({outputs}) {{ w = Constant<value_floats=[1.0, 2.0]>() y = Add(x, w) }}")
     loaded = load_model(model).proto
     assert [node.op_type for node in loaded.graph.node] == ["Add"]
     assert [tensor.name for tensor in loaded.graph.initializer] == ["w"]
