@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.plan import Kind
 from tests import models, planning
-from tests.fuzz.gentle import loosen_interface, move_weight, reroute
+from tests.fuzz.gentle import add_output, loosen_interface, move_weight, reroute
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model
 from tests.graph.build import run
 from tests.models import Feed, FeedReader
@@ -41,7 +41,7 @@ def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[Feed]]:
     """A seed of the fuzzer, wired and stored otherwise, of open sizes; its numbers are as sound as they were."""
     name = draw(st.sampled_from(sorted(SEEDS.keys() - {"digits", "external", "quantized"})))
     model, dice = seed_model(name), draw(st.randoms(use_true_random=False))
-    for change in draw(st.lists(st.sampled_from([reroute, move_weight, loosen_interface]), max_size=4)):
+    for change in draw(st.lists(st.sampled_from([reroute, move_weight, loosen_interface, add_output]), max_size=4)):
         change(model, dice)
     feeds = seed_feeds(name)
     try:
