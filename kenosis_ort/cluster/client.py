@@ -338,6 +338,11 @@ class Sender:
         self._bundles: dict[str, Any] = {}  # by digest, the task whose result holds a content
         self._new: dict[str, bytes] = {}
 
+    def release(self) -> None:
+        """Lets go of what was sent: the scheduler forgets the tasks that nothing else refers to."""
+        self._bundles.clear()
+        self._models.clear()
+
     def packed(self, content: Any, *, anew: bool = False) -> tuple[bytes, list[Any]]:
         """Message for a worker, and the tasks whose results go with it.
 
@@ -346,8 +351,7 @@ class Sender:
             anew: Send contents again whose workers died; those that the scheduler has forgotten are in any case.
         """
         if anew or any(bundle.status in FORGOTTEN for bundle in self._bundles.values()):
-            self._bundles.clear()
-            self._models.clear()
+            self.release()
         buffer, needs = io.BytesIO(), set[str]()
 
         class Pickler(pickle.Pickler):  # Python 3.13 takes the method of a class alone

@@ -65,6 +65,7 @@ class ClusterExecutor(Executor, Closing):
     def close(self) -> None:
         """Releases what was sent, and the caches of workers."""
         if self._sender is not None:
+            self._sender.release()  # a frame or a cycle may still refer to it
             self._sender = None
             self.cluster.release(rest)
 
