@@ -169,7 +169,7 @@ def settle_duplicates(model: onnx.ModelProto) -> int:
         How many were dropped.
     """
     count = 0
-    for graph in walk.all_graphs(model.graph):
+    for graph in walk.all_graphs(model.graph)[::-1]:  # bodies first: replacing nodes copies them
         names = [t.name for t in graph.initializer] + [s.values.name for s in graph.sparse_initializer]
         names += [name for node in graph.node if _is_constant(node) for name in node.output]
         several = {name for name, times in Counter(names).items() if times > 1}
@@ -215,7 +215,7 @@ def sort_nodes(model: onnx.ModelProto) -> bool:
         Whether the main graph was out of order.
     """
     changed = False
-    for graph in list(walk.all_graphs(model.graph))[::-1]:  # bodies first: replacing nodes copies them
+    for graph in walk.all_graphs(model.graph)[::-1]:  # bodies first, as above
         order = _order(graph)
         if order is not None:
             replace_nodes(graph, [graph.node[at] for at in order])

@@ -282,7 +282,7 @@ def tag(model: onnx.ModelProto) -> Tagged:
 
 def indexed(model: onnx.ModelProto, base: Path | None = None) -> SourceGraph:
     """The index of a model of any origin; where it has bodies, of a copy in which no two of them share a name."""
-    if len(list(all_graphs(model.graph))) == 1:
+    if len(all_graphs(model.graph)) == 1:
         return SourceGraph(model, base)
     copy = tag(model)
     return SourceGraph(copy.proto, base, labels=copy.labels, paths=copy.paths)

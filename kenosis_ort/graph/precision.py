@@ -13,7 +13,6 @@ and inputs or outputs that are no tensors.
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 
 import numpy as np
 import onnx
@@ -129,8 +128,7 @@ class _Conversion:
             _NotConvertibleError: It has to keep its type.
         """
         source = self._source
-        bodies = islice(walk.all_graphs(source.graph), 1, None)
-        inner = (*bodies, *walk.all_graphs_of_functions(source), *source.functions)
+        inner = (*walk.all_graphs(source.graph)[1:], *walk.all_graphs_of_functions(source), *source.functions)
         for node in (node for owner in inner for node in owner.node):
             if self._is_bound(node):
                 raise _NotConvertibleError(f"'{node.name or node.op_type}' in a body or function needs the type")
@@ -244,7 +242,7 @@ class _Conversion:
         """Puts Casts behind inputs, in front of outputs, and around the nodes that need the type."""
         constants = {tensor.name for tensor in graph.initializer}
         read = {name for nested in walk.all_graphs(graph) for node in nested.node for name in node.input}
-        read.update(value.name for nested in islice(walk.all_graphs(graph), 1, None) for value in nested.output)
+        read.update(value.name for nested in walk.all_graphs(graph)[1:] for value in nested.output)
         first = [
             self._edge(graph, value, value.name, inputs[value.name], inwards=True)
             for value in graph.input

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +22,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.outside import array_in, is_outside
-from kenosis_ort.graph.walk import known_as
+from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as
 
 _LEVELS = 255
 _TOLERANCE = 1e-6  # of the largest value: what float32 leaves of a quotient such as 25 / 9
@@ -162,18 +161,16 @@ class SourceNode:
     Attributes:
         index: Position over all graphs; the token of the node in the runtime's graph.
         proto: The node.
+        op_type: Its operator by the name of `known_as`.
         label: Its name, or ``<OpType value>`` where it has none.
         graph: Path of the body it stands in, empty for the main graph.
     """
 
     index: int
     proto: onnx.NodeProto
+    op_type: str
     label: str
     graph: str
-
-    @cached_property
-    def op_type(self) -> str:
-        return known_as(self.proto.domain, self.proto.op_type)
 
     @property
     def is_qdq(self) -> bool:
@@ -262,7 +259,8 @@ class SourceGraph:
     def _add_node(self, proto: onnx.NodeProto, path: str) -> None:
         label = self._labels[len(self.nodes)] if self._labels is not None else label_of(proto)
         where = self._paths[len(self.nodes)] if self._paths is not None else path
-        node = SourceNode(len(self.nodes), proto, label, where)
+        op_type = proto.op_type if proto.domain in MAIN_DOMAINS else known_as(proto.domain, proto.op_type)
+        node = SourceNode(len(self.nodes), proto, op_type, label, where)
         self.nodes.append(node)
         for value in filter(None, dict.fromkeys(proto.input)):
             self.consumers.setdefault(value, []).append(node)

@@ -52,22 +52,23 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yields a graph and every body nested in it at any depth."""
-    stack = [graph]
+def all_graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
+    """A graph and every body nested in it at any depth, each behind the one that it stands in."""
+    found, stack = list[onnx.GraphProto](), [graph]
     while stack:
-        current = stack.pop()
-        yield current
-        for node in current.node:
-            stack.extend(subgraphs(node))
+        found.append(stack.pop())
+        for node in found[-1].node:
+            if node.attribute:
+                stack.extend(subgraphs(node))
+    return found
 
 
-def all_nodes(model: onnx.ModelProto, *, functions: bool = True) -> Iterator[onnx.NodeProto]:
-    """Yields every node of the main graph, of nested bodies and (optionally) of model-local functions."""
-    for graph in all_graphs(model.graph):
-        yield from graph.node
+def all_nodes(model: onnx.ModelProto, *, functions: bool = True) -> list[onnx.NodeProto]:
+    """Every node of the main graph, of nested bodies and (optionally) of model-local functions."""
+    nodes = [node for graph in all_graphs(model.graph) for node in graph.node]
     for function in model.functions if functions else ():
-        yield from nodes_within(function.node)
+        nodes += nodes_within(function.node)
+    return nodes
 
 
 def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -75,46 +76,39 @@ def owners(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     return (node for node in model.graph.node if node.op_type in _OWNERS and not node.domain)
 
 
-def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields nodes and those of their bodies, at any depth."""
-    stack = list(nodes)
+def nodes_within(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Nodes and those of their bodies, at any depth."""
+    found, stack = list[onnx.NodeProto](), list(nodes)
     while stack:
-        node = stack.pop()
-        yield node
-        for body in subgraphs(node):
+        found.append(stack.pop())
+        for body in subgraphs(found[-1]):
             stack.extend(body.node)
+    return found
 
 
-def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields every tensor stored in the model: initializers, sparse ones and attributes, at any depth."""
-    for graph in all_graphs(model.graph):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield sparse.values
-            yield sparse.indices
+def all_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Every tensor stored in the model: initializers, sparse ones and attributes, at any depth."""
+    tensors, sparse = list[onnx.TensorProto](), list[onnx.SparseTensorProto]()
+    for graph in (*all_graphs(model.graph), *all_graphs_of_functions(model)):
+        tensors += graph.initializer
+        sparse += graph.sparse_initializer
     for node in all_nodes(model):
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.TENSOR:
-                yield attribute.t
+                tensors.append(attribute.t)
             elif attribute.type == onnx.AttributeProto.TENSORS:
-                yield from attribute.tensors
+                tensors += attribute.tensors
             elif attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
-                yield attribute.sparse_tensor.values
-                yield attribute.sparse_tensor.indices
+                sparse.append(attribute.sparse_tensor)
             elif attribute.type == onnx.AttributeProto.SPARSE_TENSORS:
-                for sparse in attribute.sparse_tensors:
-                    yield sparse.values
-                    yield sparse.indices
-    for graph in all_graphs_of_functions(model):
-        yield from graph.initializer
+                sparse += attribute.sparse_tensors
+    return [*tensors, *(part for each in sparse for part in (each.values, each.indices))]
 
 
-def all_graphs_of_functions(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Yields every body nested in model-local functions."""
-    for function in model.functions:
-        for node in function.node:
-            for body in subgraphs(node):
-                yield from all_graphs(body)
+def all_graphs_of_functions(model: onnx.ModelProto) -> list[onnx.GraphProto]:
+    """Every body nested in model-local functions."""
+    nodes = (node for function in model.functions for node in function.node)
+    return [graph for node in nodes for body in subgraphs(node) for graph in all_graphs(body)]
 
 
 def outer_names(body: onnx.GraphProto) -> tuple[str, ...]:

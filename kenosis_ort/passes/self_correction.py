@@ -192,8 +192,9 @@ class _Made:
     def __init__(self, model: onnx.ModelProto, values: Collection[str], *, renamed: bool = False) -> None:
         self._model = model
         self._opset = walk.opset_of(model)
-        self._taken = walk.all_names(model)
-        self._raw = {name: walk.reserve_name(f"{name}/raw", self._taken) for name in values} if renamed else {}
+        self._prefix = walk.reserve_name("correction", {name.partition("/")[0] for name in walk.all_names(model)})
+        self._count = 0
+        self._raw = {name: self._name(name) for name in values} if renamed else {}
         self._initializers: list[onnx.TensorProto] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._reads = set(values)
@@ -269,18 +270,23 @@ class _Made:
                 if name in constants and name not in now:
                     constant = onnx.TensorProto()
                     constant.CopyFrom(constants[name])
-                    constant.name = now[name] = walk.reserve_name(f"{name}/copy", self._taken)
+                    constant.name = now[name] = self._name(name)
                     self._initializers.append(constant)
                 copy.input[at] = now.get(name, name)
             for at, name in enumerate(copy.output):
-                copy.output[at] = now[name] = walk.reserve_name(f"{name}/copy", self._taken)
+                copy.output[at] = now[name] = self._name(name)
             nodes.append(copy)
         return now[target.activation.output]
 
     def _add(self, op_type: str, inputs: list[str], nodes: list[onnx.NodeProto], **attributes: Any) -> str:
-        output = walk.reserve_name(f"{inputs[0]}/{op_type}", self._taken)
+        output = self._name(op_type)
         nodes.append(helper.make_node(op_type, inputs, [output], **attributes))
         return output
+
+    def _name(self, what: str) -> str:
+        """A new name; none of the model begins like it."""
+        self._count += 1
+        return f"{self._prefix}/{what}/{self._count}"
 
     def _mean(self, value: str, axes: list[int], nodes: list[onnx.NodeProto]) -> str:
         if self._opset < _AXES_ARE_INPUTS:
@@ -293,7 +299,7 @@ class _Made:
     def _constant(self, array: Array) -> str:
         key = array.dtype.str, array.shape, array.tobytes()
         if key not in self._constants:
-            self._constants[key] = walk.reserve_name(f"correction/{len(self._constants)}", self._taken)
+            self._constants[key] = self._name("constant")
             self._initializers.append(numpy_helper.from_array(array, self._constants[key]))
         return self._constants[key]
 
