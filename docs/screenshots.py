@@ -1,7 +1,6 @@
 """Pictures of the report for the documentation, in light and dark.
 
     python docs/screenshots.py                       # quantizes the shipped digits net and takes pictures of its report
-    python docs/screenshots.py --report report.json  # of a report saved with QuantizationReport.to_json
     python docs/screenshots.py --all --out pictures  # every section, not only those that the documentation shows
 
 Needs playwright and pillow (``pip install playwright pillow``) and a Chromium: one on the PATH, or named by
@@ -36,7 +35,6 @@ SHOWN = {"page": SCHEMES, "graph": SCHEMES, "signal": SCHEMES[:1], "speed": SCHE
 def main(argv: list[str] | None = None) -> int:
     """Takes the pictures; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, help="JSON of a report with evidence")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images", help="folder of the pictures")
     parser.add_argument("--node", help="part of the name of the node whose details are shown")
     parser.add_argument("--all", action="store_true", help="every section in both colours")
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     executable = arguments.browser or next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if executable is None:
         parser.error("there is no Chromium on the PATH; name one with --browser")
-    report = _read(arguments.report) if arguments.report else _digits()
+    report = _digits()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_file = Path(folder) / "report.html"
@@ -119,10 +117,6 @@ def _telling_node(report: QuantizationReport) -> str:
     integer = set(report.plan.integer_nodes())
     layers = [] if report.evidence is None else [layer for layer in report.evidence.layers if layer.node in integer]
     return min(layers, key=lambda layer: layer.sqnr_db).node if layers else next(iter(integer), "")
-
-
-def _read(path: Path) -> QuantizationReport:
-    return QuantizationReport.from_json(path.read_text(encoding="utf-8"))
 
 
 def _digits() -> QuantizationReport:

@@ -1,7 +1,7 @@
 """The placement plan: what is quantized, how, and why, decided before the graph is touched.
 
 A plan holds one `Decision` per edge ``(value, consumer, input index)`` and one `NodeDecision` per compute
-node. It is pure data: it round-trips JSON, can be diffed, and is what ``explain`` prints.
+node. It is pure data, which goes to JSON, and what ``explain`` prints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 from kenosis_ort.errors import OptionError, did_you_mean, printable
-from kenosis_ort.storage.data import of_data, to_data
+from kenosis_ort.storage.data import to_data
 
 SCHEMA_VERSION = 1
 
@@ -216,25 +216,3 @@ class PlacementPlan:
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA_VERSION, **to_data(self)}, indent=1, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> PlacementPlan:
-        raw = json.loads(text)
-        if raw.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"placement plan of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
-        return of_data(cls, raw)
-
-    def diff(self, other: PlacementPlan) -> list[str]:
-        """One line per edge or node that the two plans decide differently."""
-        lines = []
-        for edge in sorted(self.by_edge.keys() | other.by_edge.keys()):
-            a, b = self.by_edge.get(edge), other.by_edge.get(edge)
-            if (a and a.how) != (b and b.how) or (a and a.provider) != (b and b.provider):
-                lines.append(f"{edge}: {a.how.value if a else 'absent'} -> {b.how.value if b else 'absent'}")
-            elif a is not None and b is not None and a.grid != b.grid:
-                lines.append(f"{edge}: {a.grid} -> {b.grid}")
-        for node in sorted(self.by_node.keys() | other.by_node.keys()):
-            x, y = self.by_node.get(node), other.by_node.get(node)
-            if (x and x.kind) != (y and y.kind):
-                lines.append(f"{node}: {x.kind.value if x else 'absent'} -> {y.kind.value if y else 'absent'}")
-        return lines

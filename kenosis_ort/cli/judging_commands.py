@@ -81,7 +81,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> None:
             arguments.model, reader, threads=arguments.threads, custom_op_libraries=libraries, **wanted
         )
         layers = tuple(layer for layer in layers if node in (None, layer.node))
-        screen.result(lambda: [layer.to_dict() for layer in layers], lambda: render_layers(layers))
+        screen.result(lambda: to_data(layers), lambda: render_layers(layers))
         return
     if summarize(arguments.model).is_float:
         explained = _planned(arguments.model, libraries, arguments.target)

@@ -20,11 +20,10 @@ from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State
 from kenosis_ort.passes.evaluator import Evaluator, Score, some_of
 from kenosis_ort.runtime.counting import at_stage
 from kenosis_ort.runtime.session import make_room
-from kenosis_ort.storage.data import Data
 
 
 @dataclass(frozen=True)
-class PassOutcome(Data):
+class PassOutcome:
     """One accuracy pass that was tried.
 
     Attributes:

@@ -20,14 +20,13 @@ from typing import Any, Final, Literal
 from kenosis_ort.errors import printable
 from kenosis_ort.graph.constants import HEAVY, Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.storage.data import Data
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 _RUNNING = ("integer", "float")
 
 
 @dataclass(frozen=True)
-class LayerTime(Data):
+class LayerTime:
     """One layer of the delivered model.
 
     Attributes:
@@ -228,7 +227,7 @@ class OpTimes:
 
 
 @dataclass(frozen=True)
-class ReportEvidence(Data):
+class ReportEvidence:
     """Everything that was gathered; any part may be missing.
 
     Attributes:

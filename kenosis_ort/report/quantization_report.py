@@ -1,4 +1,4 @@
-"""The report of one quantization: frozen pure data that round-trips JSON; renderers only format it."""
+"""The report of one quantization: frozen pure data that goes to JSON; renderers only format it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.evidence import LayerTime, ReportEvidence, fusion_verdict
 from kenosis_ort.report.sections import MeasureSummary, SpeedSummary, TrustSummary
-from kenosis_ort.storage.data import of_data, plain, to_data
+from kenosis_ort.storage.data import plain, to_data
 from kenosis_ort.storage.writing import check_apart, write_text
 from kenosis_ort.targets import DEFAULT_TARGET
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport, ProcessorClass
@@ -287,30 +287,3 @@ class QuantizationReport:
         """`to_dict` as JSON text."""
         raw = self.to_dict(include_plan=include_plan, include_evidence=include_evidence)
         return json.dumps(raw, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> QuantizationReport:
-        """Reads what `to_dict` returned. Options come back as plain data.
-
-        Raises:
-            ValueError: Written by another schema version.
-        """
-        if raw.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"quantization report of schema {raw.get('schema')}, this version reads {SCHEMA_VERSION}")
-        plan, fusion, recipe = raw["plan"], raw["fusion"], raw.get("recipe")
-        return of_data(
-            cls,
-            raw,
-            options={k: OptionChoice(o["value"], o["source"]) for k, o in raw["options"].items()},
-            plan=PlacementPlan(raw["target"]) if plan is None else PlacementPlan.from_json(json.dumps(plan)),
-            fusion=None if fusion is None else FusionReport.from_dict(fusion),
-            recipe=None if recipe is None else Recipe.from_dict(recipe),
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> QuantizationReport:
-        """Reads what `to_json` returned."""
-        raw = json.loads(text)
-        if not isinstance(raw, dict):
-            raise ValueError("not a quantization report: the JSON text does not hold an object")
-        return cls.from_dict(raw)

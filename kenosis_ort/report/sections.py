@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kenosis_ort.storage.data import Data
-
 OTHER_FORMS = ("dynamic", "weight-only", "float")
 """Names of the forms that are delivered where int8 by a placement plan is slower than the float model."""
 
@@ -12,7 +10,7 @@ TrustVerdict = Literal["trusted", "usable", "do not ship"]
 
 
 @dataclass(frozen=True)
-class SpeedCandidate(Data):
+class SpeedCandidate:
     """One form of the model that was considered for delivery.
 
     Attributes:
@@ -51,7 +49,7 @@ class SpeedCandidate(Data):
 
 
 @dataclass(frozen=True)
-class SpeedSummary(Data):
+class SpeedSummary:
     """Speed of the result beside the float model, and the candidates that were tried.
 
     Attributes:
@@ -87,7 +85,7 @@ class SpeedSummary(Data):
 
 
 @dataclass(frozen=True)
-class TensorTrust(Data):
+class TensorTrust:
     """Trust in the range of one tensor.
 
     Attributes:
@@ -104,7 +102,7 @@ class TensorTrust(Data):
 
 
 @dataclass(frozen=True)
-class TrustSummary(Data):
+class TrustSummary:
     """Trust in the calibration.
 
     Attributes:
@@ -123,7 +121,7 @@ class TrustSummary(Data):
 
 
 @dataclass(frozen=True)
-class MeasureSummary(Data):
+class MeasureSummary:
     """Measure of the delivered model beside the float model, on samples that no pass was fitted to.
 
     Attributes:

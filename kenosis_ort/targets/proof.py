@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kenosis_ort.errors import VerificationError, printable
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.storage.data import of_data, to_data
+from kenosis_ort.storage.data import to_data
 
 if TYPE_CHECKING:
     from kenosis_ort.graph.qdq import SourceNode
@@ -239,17 +239,6 @@ class FusionReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {"schema": SCHEMA_VERSION, **to_data(self)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> FusionReport:
-        """Builds the report from `to_dict`'s data.
-
-        Raises:
-            ValueError: The data is of another schema.
-        """
-        if data.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"fusion report of schema {data.get('schema')}, this version reads {SCHEMA_VERSION}")
-        return of_data(cls, data)
 
     def __str__(self) -> str:
         heavy = self.heavy()

@@ -1,5 +1,6 @@
 """``kenosis-ort quantize``: what it writes, prints and returns; held-out data and metrics of the caller's."""
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -44,10 +45,10 @@ def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothin
 
 def test_json_is_the_whole_report(shell: Shell) -> None:
     printed = shell.quantize("--json --report report.html")
-    report = QuantizationReport.from_json(printed.out)
-    assert (report.model_output, report.calibration.samples) == ("out.onnx", 12)
-    assert report.plan.integer_nodes()
-    assert report.size_after == len(shell.files()["out.onnx"])
+    report = json.loads(printed.out)
+    assert (report["model_output"], report["calibration"]["samples"]) == ("out.onnx", 12)
+    assert any(node["kind"] == "integer" for node in report["plan"]["nodes"])
+    assert report["size_after"] == len(shell.files()["out.onnx"])
     assert printed.data["files"] == {"report": "report.html", "recipe": "out.recipe.toml"}
     assert b"5 of 5 Conv/Gemm/MatMul" in shell.files()["report.html"]
 

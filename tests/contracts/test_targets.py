@@ -1,6 +1,7 @@
 """What every target has to hold, whatever its rules say."""
 
 import importlib
+import json
 import pkgutil
 import re
 from dataclasses import replace
@@ -126,14 +127,17 @@ OWN_WORDS = {
 
 @each_target
 @each_model
-def test_plans_are_consistent_explain_every_node_and_round_trip(target: Target, name: str) -> None:
+def test_plans_are_consistent_and_explain_every_node(target: Target, name: str) -> None:
     """What a reader of a plan may rely on, whoever made it; planning changes neither the model nor the view."""
     proto, view = prepared(models.ALL[name]()), GraphView(prepared(models.ALL[name]()))
     nodes = [*map(str, view.nodes)]
     plan, again = (Planner(view, target, PlacementOptions()).plan() for _ in range(2))
     assert (plan, view.proto, [*map(str, view.nodes)]) == (again, proto, nodes)
-    back = PlacementPlan.from_json(plan.to_json())
-    assert (back, back.to_json(), plan.diff(back)) == (plan, plan.to_json(), [])
+    raw = json.loads(plan.to_json())
+    assert [(n["node"], n["rule"]) for n in raw["nodes"]] == [(n.node, n.rule) for n in plan.nodes]
+    assert [(d["edge"]["value"], d["how"]) for d in raw["decisions"]] == [
+        (d.edge.value, d.how.value) for d in plan.decisions
+    ]
     for n in plan.nodes:
         text = plan.explain(n.node)
         assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
@@ -158,27 +162,6 @@ def test_plans_are_consistent_explain_every_node_and_round_trip(target: Target, 
     assert {*plan.barriers, *(r.value for r in (*plan.limits, *plan.saturations))} <= set(quantized)
 
 
-@each_target
-@each_model
-def test_diff_tells_what_an_exclusion_changes_and_nothing_where_nothing_changed(target: Target, name: str) -> None:
-    plan = plan_for(target, name)
-    excluded = plan.integer_nodes()[0]
-    other = plan_for(target, name, nodes_to_exclude=frozenset({excluded}))
-    lines = plan.diff(other)
-    assert f"{excluded}: {plan.by_node[excluded].kind.value} -> float" in lines
-    assert len(lines) == len(other.diff(plan))
-    everything = plan.diff(PlacementPlan(target.name))
-    assert len(everything) == len(plan.by_edge) + len(plan.by_node)
-    wider = tuple(replace(d, dtype="int16") for d in plan.decisions)
-    grids = {f"{a.edge}: {a.grid} -> {b.grid}" for a, b in zip(plan.decisions, wider, strict=True)}
-    assert set(plan.diff(replace(plan, decisions=wider))) == grids
-
-
-def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="schema 99"):
-        PlacementPlan.from_json('{"schema": 99}')
-
-
 def test_an_empty_plan_is_false() -> None:
     assert not PlacementPlan("ort-cpu")
     assert plan_for(TARGETS["ort-cpu"], "mlp")
@@ -194,7 +177,6 @@ def test_on_another_processor_plans_are_of_types_that_kernels_take(target, machi
     assert target.data_types().activation in target.types.activations
     plan = preview(models.ALL["residual_block"](), target=target)
     assert plan.integer_nodes()
-    assert PlacementPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("told", [True, False])

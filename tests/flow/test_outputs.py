@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 from dataclasses import fields
 from functools import partial
@@ -15,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
-from kenosis_ort import ArrayReader, QuantizationReport, Stages, quantize_static
+from kenosis_ort import ArrayReader, Stages, quantize_static
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.verify import check_bias_alignment
 from tests import models
@@ -47,7 +48,7 @@ def test_without_verification_or_kept_feeds_nothing_is_compared(tmp_path: Path, 
     made = make(models.residual_block(), tmp_path, verify=False)
     assert (made.report.fusion, made.report.outputs) == (None, ())
     assert made.db() > 30
-    assert QuantizationReport.from_json(made.report.to_json()).fusion is None
+    assert json.loads(made.report.to_json())["fusion"] is None
     monkeypatch.setattr("kenosis_ort.flow.run.KeepingReader", partial(KeepingReader, budget=0))
     report = quantized(models.residual_block(), made.out)
     assert (report.outputs, report.calibration.samples) == ((), 4)

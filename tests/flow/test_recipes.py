@@ -237,7 +237,6 @@ def alone(folder: Path, data: Any = None, *, model: Any = MODEL, **options: Any)
 def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -> None:
     report = alone(tmp_path, recipe="data-free")
     assert (report.calibration.samples, report.trust.source) == (64, "synthetic")
-    assert kenosis_ort.QuantizationReport.from_json(report.to_json()).trust == report.trust
     assert quality(MODEL, tmp_path / "out.onnx", models.feeds(MODEL, 8)) > 15
     with pytest.raises(errors.CalibrationError, match="data-free"):
         alone(tmp_path)

@@ -312,7 +312,6 @@ def test_a_budget_on_labels_of_held_out_data(tmp_path: Path) -> None:
     assert (found.measure, found.samples, found.float_value) == ("metric 'top1'", 60, pytest.approx(0.9))
     assert (found.source, found.budget, found.kept) == ("evaluation sample", 0.05, found.loss <= 0.05)
     assert found.value == pytest.approx(np.mean(labels_of(out, held_out) == labels))
-    assert QuantizationReport.from_json(report.to_json()).measure == found
     assert all(text in str(report) for text in ("metric 'top1'", "allowed"))
     assert "evaluation sample" in report.to_html()
 

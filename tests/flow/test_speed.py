@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import KenosisWarning, QuantizationReport, Recipe, quantize_static
+from kenosis_ort import KenosisWarning, Recipe, quantize_static
 from kenosis_ort.flow import speed
 from kenosis_ort.flow.timed_feeds import scenarios
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
@@ -53,7 +53,6 @@ def test_what_is_delivered(tmp_path: Path, pace: Pace, net: str, times: Any, opt
         names = (found.taken.name, found.taken.description)
         assert taken in names
         assert found.basis == "measured"
-        assert QuantizationReport.from_json(report.to_json()).speed == found
         statuses = [form.status for form in found.candidates]
         assert taken != "int8" or found.taken.verdict == "faster"
         assert "as asked for" not in taken or len(statuses) == 1

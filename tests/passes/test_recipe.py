@@ -171,8 +171,7 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     report = quantize_static(source, out, FeedReader(feeds), **CALLS[case])
     first = out.read_bytes()
     report.save_recipe(tmp_path / "out.recipe.toml")
-    script = python_call(QuantizationReport.from_json(report.to_json()))
-    assert python_call(report) == script
+    script = python_call(report)
     assert script.count("= ...") == 1
     out.unlink()
     script = script.replace("reader = ...", "")

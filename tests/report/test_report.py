@@ -55,36 +55,32 @@ class Shade(Enum):
 
 
 @pytest.mark.parametrize("original", [report(), full_report(), report(fusion=None)], ids=["bare", "full", "unproved"])
-def test_json_round_trip_keeps_everything(original: QuantizationReport) -> None:
-    copy = QuantizationReport.from_json(original.to_json())
-    assert copy.to_dict() == original.to_dict()
-    for name in ("plan", "calibration", "outputs", "fusion", "recipe", "passes", "speed", "trust", "evidence"):
-        assert getattr(copy, name) == getattr(original, name), name
-    assert bool(copy.evidence) is (original.evidence is not None)
+def test_json_has_every_field_under_its_name(original: QuantizationReport) -> None:
+    raw = json.loads(original.to_json())
+    assert raw == original.to_dict()
+    assert raw.keys() == {"schema", "verdict", *(f.name for f in dataclasses.fields(original))}
+    assert {name for name, value in raw.items() if value is None} == {
+        f.name for f in dataclasses.fields(original) if getattr(original, f.name) is None
+    }
+    assert [n["node"] for n in raw["plan"]["nodes"]] == [n.node for n in original.plan.nodes]
+    for name in ("trust", "evidence"):
+        part = getattr(original, name)
+        assert raw[name] == (None if part is None else json.loads(json.dumps(dataclasses.asdict(part)))), name
     assert not ReportEvidence()
 
 
-def test_parts_may_be_left_out_and_missing() -> None:
-    raw = full_report().to_dict(include_plan=False, include_evidence=False)
-    assert (raw["plan"], raw["evidence"]) == (None, None)
-    assert not QuantizationReport.from_dict(raw).plan.decisions
-    for key in ("recipe", "passes", "speed", "trust", "evidence"):
-        del raw[key]
-    copy = QuantizationReport.from_dict(raw)
-    assert (copy.recipe, copy.passes, copy.speed, copy.trust, copy.evidence) == (None, (), None, None, None)
+def test_plan_and_evidence_may_be_left_out() -> None:
+    whole, raw = full_report().to_dict(), full_report().to_dict(include_plan=False, include_evidence=False)
+    assert raw == {**whole, "plan": None, "evidence": None}
+    assert whole["plan"]["decisions"]
 
 
-@given(st.floats(allow_nan=False), numbers, numbers, st.booleans())
-def test_any_number_survives_json(db: float, first: float | None, second: float | None, kept: bool) -> None:
+@given(st.floats(allow_nan=False))
+def test_any_number_survives_json(db: float) -> None:
     text = report(outputs=[OutputQuality(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
     assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]][1:] == ["inf", "nan"]
-    assert QuantizationReport.from_json(text).outputs[0].sqnr_db == db
-    for part in (
-        PassOutcome("p", kept, first, second),
-        SpeedSummary((SpeedCandidate("a", ratio=first, low=second),), float_milliseconds=first),
-    ):
-        assert type(part).from_dict(json.loads(json.dumps(part.to_dict(), allow_nan=False))) == part
+    assert float(json.loads(text)["outputs"][0]["sqnr_db"]) == db
 
 
 @pytest.mark.parametrize(("value", "plain"), [
@@ -95,12 +91,6 @@ def test_any_number_survives_json(db: float, first: float | None, second: float 
 def test_option_values_become_plain_data(value: object, plain: object) -> None:
     raw = report(options={"option": OptionChoice(value, "caller")}).to_dict()
     assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"schema": 99}', '"schema"'])
-def test_foreign_json_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"report"):
-        QuantizationReport.from_json(text)
 
 
 def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
@@ -271,7 +261,6 @@ def test_text_json_and_page_hold_the_layers() -> None:
     told = "Convs: 1 on the direct kernel, 1 on the matrix product kernel, estimated 37 us a run"
     assert not lacking(" ".join(text.split()), told, "25.0 us", "Layers")
     assert "Layers" not in text_of(made)
-    assert QuantizationReport.from_json(made.to_json()).layers == LAYERS
     assert made.to_dict()["layers"][0]["path"] == "direct"
     laid_out = "This file is laid out for &#39;vnni&#39; (a processor), measured here."
     assert not lacking(made.to_html(), laid_out, "matrix product", "30.0 µs")

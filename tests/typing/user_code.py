@@ -51,9 +51,8 @@ def read_the_report(report: ko.QuantizationReport) -> tuple[float, list[str]]:
     if report.fusion is not None:
         floats = [kernel.node for kernel in report.fusion.kernels if not kernel.integer]
     text: str = report.to_json() + report.verdict() + str(report) + plan.to_json()
-    back: ko.QuantizationReport = ko.QuantizationReport.from_json(text)
-    source: str = back.options["per_channel"].source
-    return sizes[0] / sizes[1] + sum(quality.values()), [*floats, source, ko.__version__]
+    source: str = report.options["per_channel"].source
+    return sizes[0] / sizes[1] + sum(quality.values()), [*floats, source, text, ko.__version__]
 
 
 def prove() -> float:

@@ -17,6 +17,7 @@ from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call, region_of
 from kenosis_ort.report.quantization_report import QuantizationReport
+from kenosis_ort.storage.data import to_data
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
 
 VOID = {"meta", "link", "br", "input", "img", "hr", "line", "rect", "circle", "path", "polyline"}
@@ -139,9 +140,9 @@ def test_sections_appear_where_there_is_something_to_show():
         assert (text in full, text in bare) == (True, True), text
 
 
-def test_a_report_read_again_saves_the_same_page_and_says_why_it_cannot(tmp_path: Path):
+def test_a_report_saves_its_page_and_says_why_it_cannot(tmp_path: Path):
     original = full_report()
-    QuantizationReport.from_json(original.to_json()).save_html(tmp_path / "r.html")
+    original.save_html(tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == original.to_html()
     with pytest.raises(OutputError, match="cannot be written"):
         original.save_html(tmp_path / "no" / "r.html")
@@ -170,7 +171,7 @@ def test_a_large_model_stays_below_two_megabytes():
     names = [f"/encoder/layer.{i // 20}/{'relu' if i % 2 else 'conv'}_{i}" for i in range(1000)]
     large = full_report(plan=plan(*names[::2]), fusion=fusion(*map(kernel, names)), evidence=evidence(*names))
     assert len(large.to_html()) < 2_000_000
-    assert len(json.dumps(large.evidence.to_dict())) < 2_000_000
+    assert len(json.dumps(to_data(large.evidence))) < 2_000_000
 
 
 # ---- colours ------------------------------------------------------------------------------------------------------
