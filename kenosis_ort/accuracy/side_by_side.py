@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.accuracy.grids import GridReader, ValueGrid
 from kenosis_ort.accuracy.outputs import Array, decibels
+from kenosis_ort.accuracy.value_grids import GridReader, ValueGrid
 from kenosis_ort.calibration.parts import estimate_bytes
 from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q
 from kenosis_ort.graph.shapes import infer_shapes, value_types

@@ -142,7 +142,7 @@ def _stand_ins() -> list[tuple[Any, Any]]:
             return super().__new__(cls)
 
         def quantize_model(self) -> Any:
-            return _call("QDQQuantizer", super().quantize_model, {}, told=self)
+            return _call("QDQQuantizer", super().quantize_model, {}, noted=self)
 
     Quantizer.__name__ = Quantizer.__qualname__ = QDQQuantizer.__name__
     Quantizer.__module__ = QDQQuantizer.__module__
@@ -173,7 +173,7 @@ def _counting(
     return called
 
 
-def _call(name: str, function: Callable[..., Any], named: Mapping[str, Any], *arguments: Any, told: Any = None) -> Any:
+def _call(name: str, function: Callable[..., Any], named: Mapping[str, Any], *arguments: Any, noted: Any = None) -> Any:
     """Result of a call of ours, which all active patches count; what stock's code calls in it is stock's."""
     before, _inside.now = _is_inside(), True
     try:
@@ -188,7 +188,7 @@ def _call(name: str, function: Callable[..., Any], named: Mapping[str, Any], *ar
     with _lock:
         handles = list(_active)
     for handle in handles:
-        handle.note(name, result if told is None else told)
+        handle.note(name, result if noted is None else noted)
     return result
 
 

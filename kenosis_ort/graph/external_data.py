@@ -146,9 +146,9 @@ def _opened(path: Path, where: str) -> BinaryIO:
 
 
 def _checked_length(tensor: onnx.TensorProto, span: _Span, size: int, where: str) -> int:
-    location, offset, said = span
+    location, offset, declared = span
     expected = tensor_bytes(tensor)
-    length = next(known for known in (said, expected, size - offset) if known is not None)
+    length = next(known for known in (declared, expected, size - offset) if known is not None)
     if expected is not None and length != expected:
         what = f"The external data entry holds {length} bytes, a tensor of shape {list(tensor.dims)} takes {expected}."
         raise ModelLoadError(what, where=where, fix=_EXPORT)

@@ -8,6 +8,7 @@ the body, so that a rule about single consumers never misses one.
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -252,6 +253,19 @@ class GraphView:
             return None
         known = [1 if size is None and index == 0 else size for index, size in enumerate(dims)]
         return None if None in known else tuple(size for size in known if size is not None)
+
+    def elements(self, value: ir.Value) -> int:
+        """The number of elements of a value, dimensions without a number counted as 1; 0 if the rank is not known."""
+        dims = self.dims(value)
+        return 0 if dims is None else math.prod(1 if size is None else size for size in dims)
+
+    def multiply_accumulates(self, node: ir.Node) -> int:
+        """The multiply-accumulates by sample of a node with weights, dimensions without a number counted as 1."""
+        data, weight = node.inputs[:2]
+        # every element that ConvTranspose reads, or Conv writes, meets every weight of its channel
+        times = self.dims(data if node.op_type == "ConvTranspose" else node.outputs[0]) or ()
+        times = times[2:] if node.op_type in ("Conv", "ConvTranspose") else times[:-1]
+        return 0 if weight is None else self.elements(weight) * math.prod(size or 1 for size in times)
 
     def is_row_bias(self, matmul: ir.Node, bias: ir.Value) -> bool:
         """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""

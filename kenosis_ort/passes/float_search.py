@@ -21,7 +21,7 @@ import onnx
 
 from kenosis_ort.accuracy.metric import OutputError
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.plan import Kind, PlacementPlan
 
@@ -141,14 +141,14 @@ def multiply_accumulates(model: onnx.ModelProto) -> dict[str, float]:
     for node in view.nodes:
         weight = node.inputs[1] if node.op_type in LAYERS and len(node.inputs) > 1 else None
         if weight is not None and view.is_constant(weight):
-            found[str(node.name)] = float(_work(view, node, weight))
+            found[str(node.name)] = float(view.multiply_accumulates(node))
     return found
 
 
 def default_cost(model: onnx.ModelProto) -> dict[str, float]:
     """A price by node name: multiply-accumulates, and 16 for every element that another node writes."""
     view = GraphView(model)
-    light = {str(node.name): _BY_ELEMENT * sum(_elements(view, value) for value in node.outputs) for node in view.nodes}
+    light = {str(node.name): _BY_ELEMENT * sum(view.elements(value) for value in node.outputs) for node in view.nodes}
     return {**light, **multiply_accumulates(model)}
 
 
@@ -156,23 +156,6 @@ def float_share(work: Mapping[str, float], nodes: set[str]) -> float:
     """The share of the work that some nodes do, 0..1."""
     total = sum(work.values())
     return sum(work.get(name, 0.0) for name in nodes) / total if total else 0.0
-
-
-def _work(view: GraphView, node: ir.Node, weight: ir.Value) -> int:
-    weights = _elements(view, weight)
-    if node.op_type == "ConvTranspose":  # every input element meets every weight of its channel
-        data = node.inputs[0]
-        dims = view.dims(data) if data is not None else None
-        return weights * math.prod(d or 1 for d in dims[2:]) if dims else weights
-    dims = view.dims(node.outputs[0])
-    if not dims:
-        return weights
-    return weights * math.prod(d or 1 for d in (dims[2:] if node.op_type == "Conv" else dims[:-1]))
-
-
-def _elements(view: GraphView, value: ir.Value) -> int:
-    dims = view.dims(value)
-    return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
 
 
 _LEAST_GAIN = 0.01  # share of all errors that a move has to remove, and a tensor has to make to be worth one

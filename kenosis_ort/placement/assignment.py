@@ -11,7 +11,6 @@ the first Conv to the head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -138,8 +137,8 @@ class Domain:
             return True
         if c.role is not Role.BINARY or len(missing) == len(c.data):
             return False
-        whole = _elements(self.view, c.node.outputs[0])
-        return all(0 < _elements(self.view, v) * 8 <= whole for v in missing)
+        whole = self.view.elements(c.node.outputs[0])
+        return all(0 < self.view.elements(v) * 8 <= whole for v in missing)
 
     def _available(self, anchors: set[str]) -> set[ir.Value]:
         available: set[ir.Value] = set()
@@ -228,23 +227,10 @@ class Domain:
         convs = [name for name in heads if self.classes[name].node.op_type not in self.target.float_output]
         keep = self.options.protect_outputs == "float"
         if self.options.protect_outputs == "auto":
-            work = {name: multiply_accumulates(self.view, self.classes[name].node) for name in anchors}
+            work = {name: self.view.multiply_accumulates(self.classes[name].node) for name in anchors}
             most = self.target.head_float_share * sum(work.values())
             keep = len(convs) < len(anchors) and sum(work[name] for name in convs) <= most
         return {name: keep and name in convs for name in heads}
-
-
-def _elements(view: GraphView, value: ir.Value) -> int:
-    """The number of elements by image, symbolic dimensions counted as 1; 0 if the rank is unknown."""
-    dims = view.dims(value)
-    return 0 if dims is None else math.prod(1 if d is None else d for d in dims)
-
-
-def multiply_accumulates(view: GraphView, node: ir.Node) -> int:
-    """The multiply-accumulates of an anchor by sample, symbolic dimensions counted as 1."""
-    weight, dims = node.inputs[1], view.dims(node.outputs[0]) or ()
-    times = dims[2:] if node.op_type == "Conv" else dims[:-1]
-    return 0 if weight is None else _elements(view, weight) * math.prod(d or 1 for d in times)
 
 
 class Assignment:

@@ -183,8 +183,8 @@ def values_moved(assignment: Assignment, groups: ScaleGroups) -> dict[str, str]:
     providers: dict[str, str] = {}
     for node in assignment.view.nodes:
         name = str(node.name)
-        moves = assignment.classes[name].role in (Role.PASS_THROUGH, Role.CONCAT)
-        if not moves or name not in assignment.domain.integer:
+        copies = assignment.classes[name].role in (Role.PASS_THROUGH, Role.CONCAT)
+        if not copies or name not in assignment.domain.integer:
             continue
         read = {groups.root(str(v.name)) for v in assignment.data(node)}
         for value in [str(v.name) for v in assignment.written[name]]:

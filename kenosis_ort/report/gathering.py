@@ -12,8 +12,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.accuracy.grids import ValueGrid, read_grids
 from kenosis_ort.accuracy.outputs import decibels
+from kenosis_ort.accuracy.value_grids import ValueGrid, read_grids
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.graph.outside import array_in, is_outside, tensor_bytes

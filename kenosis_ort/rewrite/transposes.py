@@ -114,7 +114,7 @@ def _regions(editor: Editor, order: Order) -> Iterator[_Region]:
             if region is not whole:
                 whole.transposes.extend(region.transposes)
                 whole.nodes.update(region.nodes)
-                regions.update({value: whole for value, held in regions.items() if held is region})
+                regions.update({value: whole for value, old in regions.items() if old is region})
         whole.nodes[node] = form
         regions[node.outputs[0]] = whole
     for region in {id(region): region for region in regions.values()}.values():

@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
-from kenosis_ort.accuracy.grids import read_grids
 from kenosis_ort.accuracy.side_by_side import Pairing
+from kenosis_ort.accuracy.value_grids import read_grids
 from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.conventions import to_qonnx
 from kenosis_ort.formats.tensors import quantizers_of

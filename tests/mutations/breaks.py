@@ -64,7 +64,7 @@ BREAKS = (
     Break("checks.py", "if number < least or (", "if (", "cli/test_wrong_values.py flow/test_bad_input.py"),
     Break("cli/parser.py", "ERROR: Final = 2", "ERROR: Final = 1", "cli/test_mistakes.py"),
     Break("cli/main.py", "code = SHORT if last_gate", "code = SUCCESS if last_gate", "cli/test_commands.py"),
-    Break("accuracy/grids.py", ") if self.bounds is None else self.bounds", ")", "formats/test_emission.py"),
+    Break("accuracy/value_grids.py", ") if self.bounds is None else self.bounds", ")", "formats/test_emission.py"),
     Break("storage/writing.py", "    lock = lock_folder(path)\n    if lock is None:\n        return\n",
           "    lock = os.open(path, os.O_RDONLY)\n", "storage/test_writing.py"),
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),

@@ -7,7 +7,7 @@ import pytest
 
 from kenosis_ort.errors import OptionError
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.assignment import Assignment, Domain, multiply_accumulates
+from kenosis_ort.placement.assignment import Assignment, Domain
 from kenosis_ort.placement.eligibility import protect, secondary_inputs
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
@@ -132,7 +132,7 @@ def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: i
 ])  # fmt: skip
 def test_multiply_accumulates(text: str, macs: int) -> None:
     view = view_of(text)
-    assert multiply_accumulates(view, view.nodes[0]) == macs
+    assert view.multiply_accumulates(view.nodes[0]) == macs
 
 
 # ---- scale factors, masks, ids and shapes keep out of int8, and so does the node where they meet the data ------------

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from kenosis_ort.accuracy.grids import read_grids
+from kenosis_ort.accuracy.value_grids import read_grids
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph

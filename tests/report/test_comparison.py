@@ -13,9 +13,9 @@ from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
 from kenosis_ort import quantize_static
-from kenosis_ort.accuracy.grids import ValueGrid
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.accuracy.side_by_side import ChannelSums, compare_layers
+from kenosis_ort.accuracy.value_grids import ValueGrid
 from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from kenosis_ort.report.comparison import Comparison, TensorComparison, advise, compare
 from tests import models, planning
