@@ -145,14 +145,11 @@ def test_values_that_would_change_are_refused(dtype: str, value: Any) -> None:
         check_feed({"v": value}, [InputSpec("v", np.dtype(dtype), None)], [], 7)
 
 
-@pytest.mark.parametrize(
-    ("says", "reader", "stride"),
-    [
-        ("not divisible", ListReader(random_feeds(4)), 3),
-        ("__len__", models.FeedReader([]), 2),
-        ("set_range", NoRange([]), 2),
-    ],
-)
+@pytest.mark.parametrize(("says", "reader", "stride"), [
+    ("not divisible", ListReader(random_feeds(4)), 3),
+    ("__len__", models.FeedReader([]), 2),
+    ("set_range", NoRange([]), 2),
+])  # fmt: skip
 def test_stride_needs_length_range_and_a_divisor(says: str, reader: Any, stride: int) -> None:
     with pytest.raises(CalibrationError, match=says):
         run(reader, strided=stride)

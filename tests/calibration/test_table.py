@@ -156,17 +156,14 @@ def test_ranges_set_by_hand_and_tables_are_frozen() -> None:
         table.tensors["x"] = None  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        *(("not json", "not valid JSON"), ("[]", "not a calibration table"), ('{"a": 1}', "not a calibration table")),
-        ('{"CLS": "TensorsData", "kenosis": {"schema": 99}}', "schema 99"),
-        ('{"CLS": "TensorsData", "kenosis": {"schema": 1}}', "damaged"),
-        ('{"CLS": "TensorsData", "kenosis": {"schema": 1, "tensors": [], "config": {}}}', "damaged"),
-        ('{"CLS": "TensorsData", "data": {}}', "damaged"),
-        ('{"CLS": "TensorsData", "data": {"a": {}}, "calibration_method": {"value": "X.MinMax"}}', "damaged"),
-    ],
-)
+@pytest.mark.parametrize(("text", "match"), [
+    *(("not json", "not valid JSON"), ("[]", "not a calibration table"), ('{"a": 1}', "not a calibration table")),
+    ('{"CLS": "TensorsData", "kenosis": {"schema": 99}}', "schema 99"),
+    ('{"CLS": "TensorsData", "kenosis": {"schema": 1}}', "damaged"),
+    ('{"CLS": "TensorsData", "kenosis": {"schema": 1, "tensors": [], "config": {}}}', "damaged"),
+    ('{"CLS": "TensorsData", "data": {}}', "damaged"),
+    ('{"CLS": "TensorsData", "data": {"a": {}}, "calibration_method": {"value": "X.MinMax"}}', "damaged"),
+])  # fmt: skip
 def test_bad_files_are_named_errors(text: str, match: str, tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     path.write_text(text)

@@ -33,24 +33,21 @@ def verdict(**changes: Any) -> tuple[trust.TrustLevel, tuple[str, ...], tuple[st
     return trust.verdict_on(**{**known, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected", "cause", "supply"),
-    [
-        ({}, trust.TrustLevel.TRUSTED, "", ""),
-        ({"known": {"x": Known.CONVENTION}}, trust.TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
-        ({"known": {"x": Known.GUESS}}, trust.TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
-        ({"natural": False}, trust.TrustLevel.USABLE, "made up", "ten real samples"),
-        ({"natural": False, "misfits": {"bn": 0.1}}, trust.TrustLevel.TRUSTED, "", ""),
-        ({"misfits": {"bn": 0.6}}, trust.TrustLevel.USABLE, "'bn'", "mean="),
-        ({"misfits": {"bn": 3.0}}, trust.TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
-        ({"silent": {"y": "is zero"}}, trust.TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
-        ({"silent": {"y": "is zero"}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
-        ({"tensors": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
-        ({"known": {"x": Known.GUESS}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
-        ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
-        ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected", "cause", "supply"), [
+    ({}, trust.TrustLevel.TRUSTED, "", ""),
+    ({"known": {"x": Known.CONVENTION}}, trust.TrustLevel.USABLE, "'x'", "input_ranges={'x'"),
+    ({"known": {"x": Known.GUESS}}, trust.TrustLevel.DO_NOT_SHIP, "guess", "ten real samples"),
+    ({"natural": False}, trust.TrustLevel.USABLE, "made up", "ten real samples"),
+    ({"natural": False, "misfits": {"bn": 0.1}}, trust.TrustLevel.TRUSTED, "", ""),
+    ({"misfits": {"bn": 0.6}}, trust.TrustLevel.USABLE, "'bn'", "mean="),
+    ({"misfits": {"bn": 3.0}}, trust.TrustLevel.DO_NOT_SHIP, "misfit 3.00", "mean="),
+    ({"silent": {"y": "is zero"}}, trust.TrustLevel.DO_NOT_SHIP, "'y' is zero", "ten real samples"),
+    ({"silent": {"y": "is zero"}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
+    ({"tensors": SHAKY}, trust.TrustLevel.DO_NOT_SHIP, "'b'", "more samples"),
+    ({"known": {"x": Known.GUESS}, "real": 9}, trust.TrustLevel.TRUSTED, "", ""),
+    ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
+    ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
+])  # fmt: skip
 def test_rules(changes: dict[str, Any], expected: trust.TrustLevel, cause: str, supply: str) -> None:
     found, causes, supplies = verdict(**changes)
     assert found is expected

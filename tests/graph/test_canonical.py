@@ -1,11 +1,23 @@
-"""Each spelling of a model means to the prepared model what it means to the runtime."""
+"""Each spelling of a model, of every operator set, means to the prepared model what it means to the runtime."""
+
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
+from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.canonical import sort_nodes
+from kenosis_ort.graph.opset import fit_opset
+from kenosis_ort.graph.opset_adapters import ADAPTERS
+from kenosis_ort.graph.shapes import has_rank
 from kenosis_ort.rewrite import PREPARATION
+from kenosis_ort.runtime.limits import runtime_limits
+from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run
 from tests.models import normal
 
@@ -147,3 +159,197 @@ def test_outputs_of_open_size_get_no_made_up_names():
     (dim, open_dim) = ready(proto).proto.graph.output[0].type.tensor_type.shape.dim
     assert dim.dim_value == 2
     assert not open_dim.WhichOneof("value")
+
+
+# ---- each change of an operator between operator sets 7 and 26 -------------------------------------------------------
+
+
+TARGETS = (13, 18, 21, runtime_limits().max_opset)
+GRID = np.random.default_rng(0).uniform(-1, 1, (2, 4, 4, 2)).astype(np.float32)
+PADS = "pads = [0, 0, 1, 2, 0, 0, 3, 0]"
+
+
+def scales(*numbers: float) -> dict[str, Any]:
+    return {"s": np.float32([1, 1, *numbers])}
+
+
+CASES: list[tuple[Any, ...]] = [
+    (7, "Clip<min = -0.5, max = 0.5>(x)"), (10, "Clip<max = 0.25>(x)"), (9, "Clip(x)"),
+    (9, "Slice<starts = [1, 0], ends = [5, -1], axes = [1, 3]>(x)"), (7, "Slice<starts = [0, 1], ends = [1, 9999]>(x)"),
+    (10, f"Pad<{PADS}, value = 1.5>(x)"), (7, f'Pad<{PADS}, mode = "reflect">(x)'),
+    (7, f"Pad<{PADS}, value = 2.0>(x)", {"x": "double[2,6,8,10]", "y": "double[] y"}), (7, "Dropout<ratio = 0.3>(x)"),
+    (10, "Dropout(x)"),
+    *((opset, "y, mask = Dropout<ratio = 0.25>(x)", {"y": f"float[] y, {mask}[] mask"})
+      for opset, mask in ((7, "float"), (10, "bool"), (11, "bool"))),
+    (10, "Clip<min = -0.5>(x)", {"x": "float16[3]", "y": "float16[] y"}), (9, "y, indices = TopK<k = 3, axis = 2>(x)"),
+    (7, "Upsample<scales = [1.0, 1.0, 2.0, 3.0]>(x)"),
+    (8, 'Upsample<scales = [1.0, 1.0, 2.0, 2.0], mode = "linear">(x)'),
+    (9, 'Upsample<mode = "nearest">(x, s)', scales(1.7, 2.3)), (9, 'Upsample<mode = "linear">(x, s)', scales(2, 3)),
+    *((10, 'Resize<mode = "nearest">(x, s)', scales(*by))
+      for by in ((0.6, 2.5), (0.6, 0.7), (1.7, 2.5), (1, 0.3), (1.0, 1.0))),
+    (10, 'Resize<mode = "linear">(x, s)', scales(0.5, 2)),
+    *((11, f"{op}<axis = {axis}>(x)") for op in ("Softmax", "LogSoftmax") for axis in (0, 1, 2, 3, -1, -2)),
+    (7, "Softmax(x)"), (9, "Softmax(x)", {"x": "float[3,5]"}), (11, "Hardmax<axis = 2>(x)"),
+    (11, "Squeeze<axes = [1, -1]>(x)", {"x": "float[3,1,4,1]"}), (7, "Squeeze(x)", {"x": "float[3,1,4,1]"}),
+    (11, "Unsqueeze<axes = [0, -1]>(x)"),
+    (11, "y, z = Split<axis = 1, split = [2, 4]>(x)", {"y": "float[] y, float[] z"}),
+    (7, "y, z = Split<axis = -1>(x)", {"y": "float[] y, float[] z"}),
+    (13, "y, z, u, v = Split<axis = 2>(x)", {"y": "float[] y, float[] z, float[] u, float[] v"}),
+    (11, "ReduceSum<axes = [-1], keepdims = 0>(x)"), (7, "ReduceSum(x)"),
+    *((12, f"Reduce{kind}<axes = [1, 3], keepdims = 1>(x)")
+      for kind in ("L1", "L2", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")),
+    (17, "ReduceMean<keepdims = 0>(x)"), (16, 'GridSample<mode = "bicubic">(x, g)', {"g": GRID}),
+    (16, "GridSample(x, g)", {"g": GRID}),
+    (18, "GroupNormalization<num_groups = 3>(x, s, b)", {"s": normal([3]), "b": normal([3], 1)}),
+    (17, "DFT<axis = 2>(x)", {"x": "float[1,6,8,2]"}), (17, "DFT(x)", {"x": "float[1,6,2]"}),
+    # the runtime has no kernel for a later one
+    (10, "RoiAlign<output_height = 3, output_width = 2, spatial_scale = 0.5>(x, r, i)",
+     {"r": np.float32([[0, 0, 9, 9], [2, 1, 7, 8]]), "i": np.array([0, 1]), "last": 21}),
+    (9, "Scatter<axis = 1>(x, i, u)", {"x": "float[2,4]", "i": np.array([[1], [3]]), "u": np.float32([[9], [8]])}),
+    (7, "BatchNormalization<epsilon = 0.001, spatial = 1>(x, g, b, m, v)",
+     {name: np.abs(normal([6], at)) + np.float32(0.1) for at, name in enumerate("gbmv")}),
+    (8, "BatchNormalization<spatial = 0, epsilon = 0.1>(x, s, b, m, v)",
+     {"x": "float[2,3,4,4]",
+      **{name: np.abs(normal((3, 4, 4), at)) + np.float32(0.5) for at, name in enumerate("sbmv")}}),
+    *((7, f"{op}(x)")
+      for op in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Elu", "Softplus", "GlobalAveragePool", "Identity")),
+    (7, "MaxPool<kernel_shape = [3, 3], strides = [2, 2]>(x)"),
+    (7, "AveragePool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x)"),
+    (7, "Conv<kernel_shape = [3, 3]>(x, w)", {"w": normal((4, 6, 3, 3))}),
+    (7, "Gemm<transB = 1>(x, w, c)", {"x": "float[3,6]", "w": normal((4, 6)), "c": np.ones(4, np.float32)}),
+    (7, "Flatten<axis = 2>(x)"), (7, "Transpose<perm = [0, 2, 3, 1]>(x)"),
+    (7, "PRelu(x, s)", {"s": np.full((6, 1, 1), 0.1, np.float32)}), (9, "Cast<to = 6>(x)", {"y": "int32[] y"}),
+    (11, "ArgMax<axis = 1>(x)", {"y": "int64[] y"}), (7, "Pow(x, e)", {"e": np.float32(2)}),
+    (7, "InstanceNormalization(x, s, b)", {"s": np.ones(6, np.float32), "b": np.zeros(6, np.float32)}),
+    (7, "DepthToSpace<blocksize = 2>(x)", {"x": "float[1,8,3,3]"}),
+]  # fmt: skip
+"""Operator set, call, and by name its constants or the types of ``x`` and ``y``, or the last target to try."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_converted_operators_compute_the_same(case):
+    opset, call, more = (*case, {})[:3]
+    x, y, last = more.get("x", "float[2,6,8,10]"), more.get("y", "float[] y"), more.get("last", 99)
+    constants = {name: value for name, value in more.items() if name not in ("x", "y", "last")}
+    text = f"({x} x) => ({y}) {{ [the_node] {call if '= ' in call.split('(')[0].split('<')[0] else f'y = {call}'} }}"
+    before = net(text, constants, opset=opset)
+    (feed,) = models.feeds(before, 1)
+    for target in TARGETS:
+        if not opset < target <= last:
+            continue
+        after = ready(before, min_opset=target).proto
+        assert onnx.defs.get_schema(after.graph.node[-1].op_type, target).deprecated is False
+        assert {e.domain: e.version for e in after.opset_import}[""] == target
+        assert "the_node" in {node.name for node in after.graph.node}
+        if all(has_rank(output) for output in after.graph.output):
+            onnx.checker.check_model(after, full_check=True)
+        assert_same(before, after, feed, rtol=1e-6)
+
+
+def test_every_changed_signature_has_an_adapter():
+    """An operator whose later definition cannot read an earlier node must be listed."""
+    history = sorted(onnx.defs.get_all_schemas_with_history(), key=lambda s: (s.domain, s.name, s.since_version))
+    for old, new in pairwise(history):
+        if old.name != new.name or new.domain or not 7 < new.since_version <= runtime_limits().max_opset:
+            continue
+        lost = set(old.attributes) - set(new.attributes)
+        shifted = [i.name for i in old.inputs] != [i.name for i in new.inputs][: len(old.inputs)]
+        common = set(old.attributes) & set(new.attributes)
+        changed = any(old.attributes[a].default_value != new.attributes[a].default_value for a in common)
+        if new.deprecated or lost or changed or (shifted and new.name != "BatchNormalization"):
+            listed = [version for version, _ in ADAPTERS.get(new.name, ())]
+            assert any(v > old.since_version for v in listed), (new.name, new.since_version)
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data(), known=st.booleans())
+def test_softmax_over_any_axis(shape, data, known):
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    dims = ",".join(str(size) if known else f"d{at}" for at, size in enumerate(shape))
+    before = net(f"(float[{dims}] x) => (float[] y) {{ y = Softmax<axis = {axis}>(x) }}", opset=11)
+    assert_same(before, ready(before).proto, {"x": normal(shape, 1)}, rtol=1e-6)
+
+
+def choice(out: str, body: str) -> str:
+    """An If both of whose branches are this body."""
+    return f"""If(c) <then_branch = t () => (float[] {out}) {{ {body} }},
+                      else_branch = e () => (float[] {out}) {{ {body} }}>"""
+
+
+INNER = choice("i", "i = Unsqueeze<axes = [0]>(x)")
+
+
+@pytest.mark.parametrize(("x", "body"), [
+    ("float[] x", f"y = {choice('b', 'b = Softmax<axis = 1>(x)')}"),
+    ("float[2,3,4] x", f"q = {choice('p', f'o = {INNER} p = Softmax<axis = 1>(o)')} y = Softmax(q)"),
+], ids=["of unknown rank", "nested"])  # fmt: skip
+def test_bodies_are_converted(x, body):
+    before = net(f"(bool c, {x}) => (float[] y) {{ {body} }}", opset=11)
+    for flag in (True, False):
+        assert_same(before, ready(before).proto, {"c": np.array(flag), "x": normal((2, 3, 4))})
+
+
+def test_the_domain_alias_is_normalized():
+    before = net("(float[2] x) => (float[2] y) { y = Relu(x) }", domains=())
+    before.graph.node[0].domain = before.opset_import[0].domain = "ai.onnx"
+    after = ready(before).proto
+    assert [(e.domain, e.version) for e in after.opset_import] == [("", 17)]
+    assert after.graph.node[0].domain == ""
+
+
+def test_a_model_of_an_older_operator_set_than_seven():
+    weights = {"w": normal((4, 3)), "b": normal((2, 3), 1)}
+    text = "(float[2,4] x, float[4,3] w, float[2,3] b) => (float[] y) { h = Gemm<broadcast = 1>(x, w, b) y = Relu(h) }"
+    after = ready(net(text, weights, opset=6, ir_version=3, domains=())).proto
+    assert [i.name for i in after.graph.input] == ["x"]
+    x = normal((2, 4), 2)
+    np.testing.assert_allclose(run(after, {"x": x})[0], np.maximum(x @ weights["w"] + weights["b"], 0), atol=1e-5)
+
+
+def test_what_cannot_be_converted_is_named():
+    text = "(float[2,3] x, float[3] a) => (float[] y) { [bad] y = BatchNormalization<spatial = 0>(x, a, a, a, a) }"
+    with pytest.raises(UnsupportedModelError, match="spatial") as caught:
+        ready(net(text, opset=8))
+    assert "node 'bad'" in str(caught.value)
+    assert caught.value.fix
+
+
+# ---- newer than the runtime -----------------------------------------------------------------------------------------
+
+
+def test_a_relabel_is_enough_where_nothing_changed():
+    limits, newest = runtime_limits(), onnx.defs.onnx_opset_version()
+    if newest <= limits.max_opset:
+        pytest.skip("the installed onnx is not newer than the runtime")
+    text = "(float[2,3] x) => (float[2,3] y) { h = Cast<to = 1, saturate = 1>(x) y = Relu(h) }"
+    prepared = ready(net(text, opset=newest, ir_version=onnx.IR_VERSION))
+    assert prepared.proto.ir_version <= limits.max_ir
+    assert any("lowered" in note for note in prepared.notes)
+    x = normal((2, 3))
+    np.testing.assert_array_equal(run(prepared.proto, {"x": x})[0], np.maximum(x, 0))
+
+
+def test_default_attributes_that_came_later_are_dropped():
+    before = net("(float[2] x) => (float[2] y) { y = Cast<to = 1, saturate = 1>(x) }", opset=19)
+    assert fit_opset(before, min_opset=13, max_opset=18)
+    assert [a.name for a in before.graph.node[0].attribute] == ["to"]
+
+
+@pytest.mark.parametrize(("call", "opset"), [
+    ("Cast<to = 1, saturate = 0>(x)", 19), ("Gelu(x)", 20), ("ReduceMean(x, a)", 18), ("GridSample(x, a)", 20),
+])  # fmt: skip
+def test_what_the_runtime_cannot_read_is_refused(call, opset):
+    before = net(f"(float[2] x, int64[1] a) => (float[2] y) {{ [bad] y = {call} }}", opset=opset)
+    with pytest.raises(UnsupportedModelError, match="bad"):
+        fit_opset(before, min_opset=13, max_opset=opset - 1)
+
+
+def test_unknown_operator_sets_are_refused():
+    with pytest.raises(UnsupportedModelError, match="operator set 999"):
+        ready(net("(float[2] x) => (float[2] y) { y = Relu(x) }", opset=999))
+
+
+def test_nothing_changes_when_nothing_must():
+    before = net("(float[2] x) => (float[2] y) { y = Relu(x) }", opset=15)
+    stored = before.SerializeToString()
+    assert fit_opset(before, min_opset=13, max_opset=20) is None
+    assert before.SerializeToString() == stored

@@ -1,6 +1,8 @@
-"""Sessions: counted by stage; large weights are mapped from a file that does not stay behind; what comes back."""
+"""Sessions, counted and mapped; the limits of the runtime, found once; runtimes in a process of their own."""
 
+import json
 import re
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,11 +13,13 @@ import pytest
 from onnx import TensorProto, helper
 
 import kenosis_ort
-from kenosis_ort.errors import VerificationError
+from kenosis_ort.errors import RuntimeEndedError, VerificationError
 from kenosis_ort.graph.external_data import uses_external_data
 from kenosis_ort.graph.outside import weight_bytes, write_external_data
-from kenosis_ort.runtime import session
+from kenosis_ort.runtime import limits, session
+from kenosis_ort.runtime.child import Child
 from kenosis_ort.runtime.counting import Cost, at_stage, counted
+from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from kenosis_ort.runtime.session import open_session
 from tests.planning import parse
 
@@ -128,3 +132,95 @@ def test_no_other_module_opens_sessions() -> None:
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if opens.search(p.read_text("utf-8"))}
     # the limits of the runtime are probed before all else; another process imports nothing of this package
     assert found <= {"runtime/session.py", "runtime/limits.py", "targets/other_process.py"}
+
+
+# ---- what the installed runtime takes --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A process that knows nothing yet, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    runtime_limits.cache_clear()
+    yield tmp_path
+    runtime_limits.cache_clear()
+
+
+def _file(folder):
+    (found,) = folder.rglob("runtime-*.json")
+    return found
+
+
+def test_limits_are_probed_once_for_an_installation(fresh):
+    with counted() as first:
+        found = runtime_limits()
+    runtime_limits.cache_clear()
+    with counted() as second:
+        assert runtime_limits() == found
+    assert first.total.sessions > 0
+    assert second.total.sessions == 0
+    assert found.version == onnxruntime.__version__
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", json.dumps({"max_ir": 10, "max_opset": "21", "max_ml": 3, "version": "1"}),
+             json.dumps({"max_ir": 10**9, "max_opset": 21, "max_ml": 3, "version": onnxruntime.__version__}),
+             json.dumps({"max_ir": 10, "max_opset": 199, "max_ml": 3, "version": "0.1.0"})],
+)  # fmt: skip
+def test_what_a_damaged_file_or_that_of_another_runtime_says_is_not_believed(fresh, text):
+    found = runtime_limits()
+    _file(fresh).write_text(text)
+    runtime_limits.cache_clear()
+    assert runtime_limits() == found
+    assert json.loads(_file(fresh).read_text())["max_ir"] == found.max_ir
+
+
+def test_without_a_place_to_keep_them_limits_are_found_all_the_same(fresh, monkeypatch):
+    monkeypatch.setattr(limits, "recall", lambda name: None)
+    monkeypatch.setattr("kenosis_ort.storage.writing.user_cache", lambda: fresh / "file" / "below")
+    (fresh / "file").write_text("no folder")
+    assert isinstance(runtime_limits(), RuntimeLimits)
+
+
+# ---- a runtime in a process of its own -------------------------------------------------------------------------------
+
+
+_SQUARES = """
+import json, os, signal, sys
+for line in sys.stdin:
+    asked = json.loads(line)["n"]
+    print("asked", asked, file=sys.stderr, flush=True)
+    if asked == 3:
+        os.kill(os.getpid(), signal.SIGABRT)
+    print(json.dumps({"square": asked**2}), flush=True)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "squares.py").write_text(_SQUARES)
+    return [sys.executable, str(tmp_path / "squares.py")]
+
+
+def test_it_answers_and_says_in_the_end_what_it_printed(command: list[str]) -> None:
+    with Child(command, "squares") as child:
+        assert [child.ask({"n": n})["square"] for n in (1, 2, 4)] == [1, 4, 16]
+        assert child.runs
+    assert not child.runs
+    assert child.log.split("\n") == ["asked 1", "asked 2", "asked 4", ""]
+
+
+@pytest.mark.parametrize(
+    ("killed", "said"), [(False, "squares ended its process, with code -6: .*asked 3"), (True, "code -9")]
+)
+def test_its_death_is_told_with_code_and_last_words(killed: bool, said: str, command: list[str]) -> None:
+    child = Child(command, "squares")
+    assert child.ask({"n": 5}) == {"square": 25}
+    if killed:
+        child._process.kill()
+    with pytest.raises(RuntimeEndedError, match=said):
+        child.ask({"n": 3})
+    assert not child.runs
+    child.close()

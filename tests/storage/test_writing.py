@@ -87,15 +87,12 @@ def test_both_are_named(tmp_path: Path) -> None:
     check_apart([out], [model, model])
 
 
-@pytest.mark.parametrize(
-    ("platform", "said", "expected"),
-    [
-        ("linux", "/cache", "/cache"),
-        *(("linux", said, "/home/me/.cache") for said in ("", "relative/folder")),
-        ("darwin", "", "/home/me/Library/Caches"),
-        ("win32", "", "/home/me/AppData/Local"),
-    ],
-)
+@pytest.mark.parametrize(("platform", "said", "expected"), [
+    ("linux", "/cache", "/cache"),
+    *(("linux", said, "/home/me/.cache") for said in ("", "relative/folder")),
+    ("darwin", "", "/home/me/Library/Caches"),
+    ("win32", "", "/home/me/AppData/Local"),
+])  # fmt: skip
 def test_the_folder_for_facts(monkeypatch: pytest.MonkeyPatch, platform: str, said: str, expected: str) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setenv("XDG_CACHE_HOME", said)

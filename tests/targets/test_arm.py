@@ -40,15 +40,12 @@ NORM_IN_PARTS = """a = MatMul (x, w16_32) m = ReduceMean (a, last) d = Sub (a, m
     b = Add (g, gain) y = MatMul (b, w32_4)"""
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "kind"),
-    [
-        (BRANCHES, {}, "int8"),
-        (BRANCHES, {"weight_type": QuantType.QUInt8}, "uint8"),
-        # The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm.
-        (models.transformer_block(), {}, "int8"),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "kind"), [
+    (BRANCHES, {}, "int8"),
+    (BRANCHES, {"weight_type": QuantType.QUInt8}, "uint8"),
+    # The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm.
+    (models.transformer_block(), {}, "int8"),
+])  # fmt: skip
 def test_activations_are_int8_unless_weights_are_uint8(model, options, kind, tmp_path):
     assert written(model, tmp_path, **options).types == {kind}
 

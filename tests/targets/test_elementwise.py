@@ -320,13 +320,10 @@ IN_LAYOUT: dict[str, qdq.Step] = {
 
 
 @pytest.mark.since("1.31")
-@pytest.mark.parametrize(
-    ("op_type", "fast"),
-    [
-        *((o, True) for o in sorted(CHANNELS_LAST)),
-        *((o, False) for o in ("LRN", "InstanceNormalization", "AveragePool")),
-    ],
-)
+@pytest.mark.parametrize(("op_type", "fast"), [
+    *((o, True) for o in sorted(CHANNELS_LAST)),
+    *((o, False) for o in ("LRN", "InstanceNormalization", "AveragePool")),
+])  # fmt: skip
 def test_rule_maxpool_channels_first_slow(op_type: str, fast: bool) -> None:
     """Some hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
     ops = between_convs(lambda g, x: pool(g, g.relu_q(IN_LAYOUT.get(op_type, step(op_type))(g, x))), opset=20)

@@ -201,17 +201,14 @@ def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport
     return report_of(graph, found, None, "0")
 
 
-@pytest.mark.parametrize(
-    ("between", "said", "parts"),
-    [
-        # a node without a name is where its readers are
-        ("[Sigmoid] d = Sigmoid (c) [Mul] e = Mul (c, d) y = Q (e)", "conv Mul", "Sigmoid Mul"),
-        # a Clip that vanished is where its Quantize is
-        ("[Clip] d = Clip (c) y = Q (d)", "conv y_Q", "Clip"),
-        # a Conv without a name is the one that its reader names
-        ("[Mul] d = Mul (c, half) y = Q (d)", "Mul", "Mul"),
-    ],
-)
+@pytest.mark.parametrize(("between", "said", "parts"), [
+    # a node without a name is where its readers are
+    ("[Sigmoid] d = Sigmoid (c) [Mul] e = Mul (c, d) y = Q (e)", "conv Mul", "Sigmoid Mul"),
+    # a Clip that vanished is where its Quantize is
+    ("[Clip] d = Clip (c) y = Q (d)", "conv y_Q", "Clip"),
+    # a Conv without a name is the one that its reader names
+    ("[Mul] d = Mul (c, half) y = Q (d)", "Mul", "Mul"),
+])  # fmt: skip
 def test_what_has_no_name_is_part_of_the_conv(between: str, said: str, parts: str) -> None:
     report = told(net(between), ("Convolution", "u8", said))
     assert report.by_node["conv"].status is Status.INTEGER

@@ -156,14 +156,11 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
     assert (65535 - zero_point) * scale >= 65535 / 65536 * 0.9999
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        ("n = Neg (x) j = Concat <axis = 1> (x, n) [act] y = Relu (j)", Kind.INTEGER),
-        (f"{CONV} [act] y = Relu (c)", Kind.ABSORBED),
-        (f"{CONV} [act] y = Clip (c, zero, one)", Kind.ABSORBED),
-    ],
-)
+@pytest.mark.parametrize(("body", "kind"), [
+    ("n = Neg (x) j = Concat <axis = 1> (x, n) [act] y = Relu (j)", Kind.INTEGER),
+    (f"{CONV} [act] y = Relu (c)", Kind.ABSORBED),
+    (f"{CONV} [act] y = Clip (c, zero, one)", Kind.ABSORBED),
+])  # fmt: skip
 def test_rule_qnn_relu(body: str, kind: Kind, tmp_path: Path) -> None:
     assert preview(net_of(body), target="qnn").by_node["act"].kind is kind
     runs_whole(net_of(body), tmp_path, {}, WIDE)

@@ -163,18 +163,15 @@ def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -
     assert made.before("Add_a") == ["Conv", ""]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"quant_format": QuantFormat.QOperator}, "does not read files in format 'qop'"),
-        ({"extra_options": {"ActivationSymmetric": False}}, "ActivationSymmetric is False"),
-        ({"extra_options": {"WeightSymmetric": False}}, "WeightSymmetric is False"),
-        *(
-            ({"extra_options": {"TensorQuantOverrides": {name: [{"symmetric": False}]}}}, f"entry of '{name}'")
-            for name in ("x", "conv0_w")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"quant_format": QuantFormat.QOperator}, "does not read files in format 'qop'"),
+    ({"extra_options": {"ActivationSymmetric": False}}, "ActivationSymmetric is False"),
+    ({"extra_options": {"WeightSymmetric": False}}, "WeightSymmetric is False"),
+    *(
+        ({"extra_options": {"TensorQuantOverrides": {name: [{"symmetric": False}]}}}, f"entry of '{name}'")
+        for name in ("x", "conv0_w")
+    ),
+])  # fmt: skip
 def test_rule_trt_no_integer_operators(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         written(models.conv_relu_chain(2), tmp_path, **options)

@@ -1,16 +1,150 @@
-"""`quantize_weights` as users call it."""
+"""Linear layers of few bits and dynamic ones against float arithmetic; `quantize_weights` as users call it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
 
 import kenosis_ort
+from kenosis_ort.accuracy.outputs import compare_outputs
+from kenosis_ort.quantizer.linear_layers import dynamic
+from kenosis_ort.weights.kernels import weight_only, with_block_embeddings
 from tests import models
 from tests.flow.support import changed, quality
 from tests.models import FeedReader
+from tests.planning import parse
+
+FORMS = [weight_only, dynamic]
+Form = Callable[[onnx.ModelProto], onnx.ModelProto | None]
+KERNELS = {"MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+
+
+def kernels(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.op_type in KERNELS]
+
+
+def decibels(reference: onnx.ModelProto, model: onnx.ModelProto, *, count: int = 3) -> float:
+    return min(c.sqnr_db for c in compare_outputs(reference, model, models.feeds(reference, count)))
+
+
+def one_layer(nodes: str = "y = Gemm(x, w, b)", b: object = models.normal((24,), 1), *, x: str = "3,32",
+              w: str = "32,24", seed: int = 0) -> onnx.ModelProto:  # fmt: skip
+    return parse(f"(float[{x}] x) => (y) <float[{w}] w> {{ {nodes} }}", {"b": np.float32(b)}, seed=seed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("model", "least"), [
+    (models.mlp(n_in=48, hidden=64, n_out=32), 30), (models.mlp(n_in=48, hidden=64, n_out=32, gemm=False), 30),
+    (models.mlp(n_in=200, hidden=130, n_out=17), 30), (models.transformer_block(tokens=6, width=32), 30),
+    (one_layer("y = MatMul(x, w)"), 35),
+    (one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"), 35),
+    (one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5), 35),
+    (one_layer("y = Gemm(x, w)"), 35),
+    (one_layer("y = Gemm<transB = 1>(x, w, b)", w="24,32"), 35),
+    (one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"), 35),
+    (one_layer(b=np.full((1, 24), 2.0)), 35),
+    (one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)), 35),
+])  # fmt: skip
+def test_all_linear_layers_run_on_the_kernels(form: Form, model: onnx.ModelProto, least: float):
+    before = model.SerializeToString(deterministic=True)
+    made = form(model)
+    assert model.SerializeToString(deterministic=True) == before
+    constants = {t.name for t in model.graph.initializer}
+    linear = [n for n in model.graph.node if n.op_type in ("Gemm", "MatMul") and n.input[1] in constants]
+    assert len(kernels(made)) == len(linear)
+    assert decibels(model, made) > least
+    assert made.ByteSize() < model.ByteSize()
+    assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
+
+
+def overridable() -> onnx.ModelProto:
+    model = one_layer()
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [32, 24]))
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("build", [
+    lambda: models.conv_relu_chain(2),
+    lambda: models.mlp(n_in=8, hidden=12, n_out=4),  # too small to pay
+    lambda: one_layer("y = Gemm<alpha = 0.5>(x, w, b)"),
+    lambda: one_layer(b=np.ones((3, 24))),
+    lambda: one_layer(b=np.ones((3, 1))),
+    lambda: one_layer("y = Gemm(x, w)", w="32,8"),
+    overridable,  # what callers may override is no constant
+    lambda: changed(one_layer(), w=np.inf),
+])  # fmt: skip
+def test_other_nets_have_no_such_form(form: Form, build: Callable[[], onnx.ModelProto]):
+    assert form(build()) is None
+
+
+def test_data_that_several_layers_read_is_quantized_once():
+    made = dynamic(models.transformer_block(tokens=6, width=32))
+    assert kernels(made).count("MatMulIntegerToFloat") == 3  # q, k and v
+    assert sum(n.op_type == "DynamicQuantizeLinear" for n in made.graph.node) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
+    model = parse("""(float[2,32] x) => (float[2,32] y) <float[32,32] w>
+        { a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) d = Gemm<transB = 1>(c, w) y = Relu(d) }""")  # another matrix
+    made = form(model)
+    assert len(kernels(made)) == 3
+    assert len(made.graph.initializer) == 4
+    assert decibels(model, made) > 30
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_with_another_reader_stays_too(form: Form):
+    text = """(int64[4] ids) => (float[4,50] y) <float[50,32] table>
+        { rows = Gather(table, ids) y = Gemm<transB = 1>(rows, table) }"""
+    model = parse(text)
+    made = form(model)
+    assert "table" in {t.name for t in made.graph.initializer}
+    assert decibels(model, made) > 30
+
+
+def test_seven_bit_weights():
+    made = dynamic(one_layer(), reduce_range=True)
+    (weight,) = (onnx.numpy_helper.to_array(t) for t in made.graph.initializer if t.data_type == TensorProto.INT8)
+    assert np.abs(weight).max() == 64
+
+
+@given(st.integers(16, 150), st.integers(16, 40), st.integers(1, 5), st.integers(0, 1000))
+def test_any_shape(rows: int, columns: int, lines: int, seed: int):
+    for nodes, w in (("y = Gemm(x, w)", f"{rows},{columns}"), ("y = Gemm<transB = 1>(x, w)", f"{columns},{rows}")):
+        model = one_layer(nodes, x=f"{lines},{rows}", w=w, seed=seed)
+        for form in FORMS:
+            assert decibels(model, form(model), count=1) > 28
+
+
+def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
+    text = f"(int64[4] ids) => (y) <float[{rows},{width}] table> {{ [look] y = Gather (table, ids) }}"
+    return parse(text, seed=seed)
+
+
+@given(
+    rows=st.integers(16, 60), width=st.sampled_from([32, 64]), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99)
+)  # fmt: skip
+def test_embeddings_are_looked_up_in_blocks(rows: int, width: int, bits: int, seed: int):
+    model = look_up(rows, width, seed)
+    made, names = with_block_embeddings(model, bits, 32)
+    assert names == ("look",)
+    feeds = [{"ids": np.random.default_rng(seed).integers(0, rows, 4)}]
+    (compared,) = compare_outputs(model, made, feeds)
+    assert compared.sqnr_db > (17 if bits == 4 else 40)
+
+
+def test_embeddings_that_do_not_fit_blocks_stay():
+    assert with_block_embeddings(look_up(50, 40), 4, 32)[1] == ()
+
+
+# ---- the public call -------------------------------------------------------------------------------------------------
 
 
 def decoder(width: int = 64, rows: int = 50, seed: int = 0) -> onnx.ModelProto:

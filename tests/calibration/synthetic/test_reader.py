@@ -160,27 +160,24 @@ IMAGE, MYSTERY = ("image", F, [1, 3, 8, 8]), ("mystery", I64, [1, 4])
 REAL = [{"image": np.zeros((1, 3, 8, 8), np.float32)}]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "wishes", "says"),
-    [
-        ([IMAGE, MYSTERY], {}, "input 'mystery'.*looks nothing up.*kinds={"),
-        ([IMAGE, ("text", TensorProto.STRING, [1])], {}, "input 'text'.*takes text.*ArrayReader"),
-        ([IMAGE, ("x", F, None)], {}, "input 'x'.*how many axes.*kinds={"),
-        ([IMAGE, ("x", F, [1, 2, 3, 4, 5])], {}, "input 'x'.*cannot be told.*kinds={"),
-        ([IMAGE], {"input_ranges": {"imag": (0, 1)}}, "Did you mean 'image'"),
-        ([IMAGE], {"input_shapes": {"image": (1, 4, 8, 8)}}, "does not fit"),
-        ([IMAGE], {"kinds": {"image": "imag"}}, r"'imag' is not known\. Did you mean 'image'"),
-        ([IMAGE], {"kinds": {"y": "image"}}, "no input 'y'"),
-        ([IMAGE], {"std": 0}, "std must not be 0"),
-        ([IMAGE], {"mean": [1, 2]}, "one a channel"),
-        ([IMAGE], {"input_range": (2, 1)}, "upside down"),
-        ([IMAGE], {"input_range": (0, float("inf"))}, "not finite"),
-        ([IMAGE], {"input_ranges": {"image": 3}}, "no pair of numbers"),
-        ([IMAGE], {"real": []}, "yields none"),
-        ([IMAGE, ("features", F, [1, 6])], {"real": REAL}, "'features'"),
-        ([("x", F, [1, 8])], {"mean": 1.0}, "for images"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "wishes", "says"), [
+    ([IMAGE, MYSTERY], {}, "input 'mystery'.*looks nothing up.*kinds={"),
+    ([IMAGE, ("text", TensorProto.STRING, [1])], {}, "input 'text'.*takes text.*ArrayReader"),
+    ([IMAGE, ("x", F, None)], {}, "input 'x'.*how many axes.*kinds={"),
+    ([IMAGE, ("x", F, [1, 2, 3, 4, 5])], {}, "input 'x'.*cannot be told.*kinds={"),
+    ([IMAGE], {"input_ranges": {"imag": (0, 1)}}, "Did you mean 'image'"),
+    ([IMAGE], {"input_shapes": {"image": (1, 4, 8, 8)}}, "does not fit"),
+    ([IMAGE], {"kinds": {"image": "imag"}}, r"'imag' is not known\. Did you mean 'image'"),
+    ([IMAGE], {"kinds": {"y": "image"}}, "no input 'y'"),
+    ([IMAGE], {"std": 0}, "std must not be 0"),
+    ([IMAGE], {"mean": [1, 2]}, "one a channel"),
+    ([IMAGE], {"input_range": (2, 1)}, "upside down"),
+    ([IMAGE], {"input_range": (0, float("inf"))}, "not finite"),
+    ([IMAGE], {"input_ranges": {"image": 3}}, "no pair of numbers"),
+    ([IMAGE], {"real": []}, "yields none"),
+    ([IMAGE, ("features", F, [1, 6])], {"real": REAL}, "'features'"),
+    ([("x", F, [1, 8])], {"mean": 1.0}, "for images"),
+])  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(inputs: Any, wishes: dict[str, Any], says: str) -> None:
     with pytest.raises(CalibrationError, match=says):
         SyntheticReader(model_of(*inputs), **wishes)
@@ -263,19 +260,16 @@ def test_metadata_tells() -> None:
     assert reader.provenance.known["image"] is Known.GRAPH
 
 
-@pytest.mark.parametrize(
-    ("wishes", "low", "high"),
-    [
-        ({"input_range": (0, 255)}, 0, 255),
-        ({"input_range": (-1, 1)}, -1, 1),
-        ({"input_ranges": {"image": (-1, 1)}}, -1, 1),
-        ({"mean": 127.5, "std": 127.5}, -1, 1),
-        ({"mean": (104, 117, 123)}, -123, 151),
-        ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
-        ({"input_range": (0, 1), "mean": 0.5, "std": 0.5}, -1, 1),
-        ({"input_range": (0, 255), "mean": 0.0, "std": 255.0}, 0, 1),
-    ],
-)
+@pytest.mark.parametrize(("wishes", "low", "high"), [
+    ({"input_range": (0, 255)}, 0, 255),
+    ({"input_range": (-1, 1)}, -1, 1),
+    ({"input_ranges": {"image": (-1, 1)}}, -1, 1),
+    ({"mean": 127.5, "std": 127.5}, -1, 1),
+    ({"mean": (104, 117, 123)}, -123, 151),
+    ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
+    ({"input_range": (0, 1), "mean": 0.5, "std": 0.5}, -1, 1),
+    ({"input_range": (0, 255), "mean": 0.0, "std": 255.0}, 0, 1),
+])  # fmt: skip
 def test_the_caller_tells(wishes: dict[str, Any], low: float, high: float) -> None:
     reader = SyntheticReader(model_of(("image", F, [1, 3, 48, 48])), samples=8, **wishes)
     made, near = np.stack([reader.feed(i)["image"] for i in range(8)]), 0.15 * (high - low)
