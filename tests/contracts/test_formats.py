@@ -20,8 +20,7 @@ from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
 from tests import models, planning
-from tests.formats.qonnx import DOMAIN, X86, Net, conv_net, operators, run
-from tests.formats.test_model import model_of
+from tests.formats.qonnx import DOMAIN, X86, Net, conv_net, model_of, operators, run
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,22 @@
-"""The examples run as they stand and print what they promise."""
+"""The examples run as they stand and print what they promise; their index and the README name what exists."""
 
+import ast
 import difflib
+import importlib
+import inspect
+import os
 import re
+import shlex
+import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kenosis_ort import Stages
+from kenosis_ort import Placement, Speed, Stages, quantize_static
+from kenosis_ort.options import KEYWORDS
+from kenosis_ort.targets.ort_web import VARIABLE, missing
 from tests.examples.conftest import ROOT
 
 # Small settings make small nets: int8 may not pay, and a hardly trained net loses more.
@@ -141,3 +150,110 @@ def test_clients_of_stock(load_example, capsys: pytest.CaptureFixture[str], name
         assert (stock[0], stock[1], patched[1]) == (patched[0], "stock", "patched")
         assert float(patched[4]) >= float(stock[4]) - 0.2, printed
     assert any(float(p[4]) > float(s[4]) + 1 or int(p[2]) > int(s[2]) for s, p in pairs), printed
+
+
+# ---- the page, in headless Chromium where there is one ---------------------------------------------------------------
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+def test_it_says_what_is_missing(load_example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(SystemExit, match="npm install"):
+        load_example("web_page").main(["--folder", str(tmp_path / "page")])
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_page_runs_the_quantized_net(load_example, tmp_path: Path):
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    executable = os.environ.get("KENOSIS_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        pytest.skip("no Chromium is installed")
+    example = load_example("web_page")
+    example.write_page(tmp_path / "page", Path(os.environ[VARIABLE]))
+    serving = example.server(tmp_path / "page")
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    try:
+        with api.sync_playwright() as playwright:
+            browser = playwright.chromium.launch_persistent_context(
+                str(tmp_path / "profile"), executable_path=executable, args=ARGUMENTS
+            )
+            page = browser.new_page()
+            page.goto(f"http://127.0.0.1:{serving.server_port}/")
+            page.wait_for_function("/done|failed/.test(document.title)", timeout=60_000)
+            said, rows = page.inner_text("#said"), page.locator("tr").all_inner_texts()
+            browser.close()
+    finally:
+        serving.shutdown()
+        serving.server_close()
+    assert said == ""
+    print(rows)
+    float_, int8 = (row.split() for row in rows[1:])
+    assert (float_[0], int8[0]) == ("float.onnx", "web.onnx")
+    assert int(int8[1]) < int(float_[1])
+    right = [int(row[2].split("/")[0]) for row in (float_, int8)]
+    assert right[0] > 580
+    assert abs(right[0] - right[1]) <= 6
+
+
+# ---- the index of the examples, and the README -----------------------------------------------------------------------
+
+
+FOLDER = ROOT / "examples"
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_named_and_documented(script: Path):
+    assert f"({script.name})" in INDEX
+    assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", INDEX, re.DOTALL)
+    docstrings = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in SCRIPTS]
+    lines = [line.strip() for text in (*blocks, *docstrings) for line in text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("python examples/")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_name_scripts_and_options_that_exist(line: str):
+    _, script, *arguments = shlex.split(line, comments=True)
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script, FOLDER / "cifar10_data.py"))
+    assert [option for option in arguments if option.startswith("--") and f'"{option}"' not in source] == []
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+SHELL = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+def test_there_are_exactly_two_set_up_commands():
+    demo, tests = (line for line in SHELL if "pip install" in line)
+    assert (demo.endswith("kenosis-ort demo"), "pytest" in tests) == (True, True)
+
+
+def test_the_names_it_imports_are_public():
+    imports = re.findall(r"^from (kenosis_ort\S*) import (.+)$", README, re.MULTILINE)
+    assert imports
+    for module, names in imports:
+        assert {*names.split(", ")} <= {*importlib.import_module(module).__all__}
+
+
+def test_the_page_of_options_lists_them_all():
+    def listed(heading: str) -> list[str]:
+        rows = re.findall(r"^\| (`.*?) \|", OPTIONS.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
+        return [name.strip("`") for row in rows for name in row.split(", ")]
+
+    parameters = inspect.signature(quantize_static).parameters.values()
+    assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    in_groups = {*Speed.__dataclass_fields__, *Placement.__dataclass_fields__}
+    assert listed("Keyword") == [name for name in KEYWORDS if name not in in_groups]
+    fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
+    assert {*listed("Field")} == fields

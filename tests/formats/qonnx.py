@@ -11,8 +11,10 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from kenosis_ort.graph.qdq import annotate
 from kenosis_ort.targets.model import DataTypes
 from tests import models
+from tests.planning import parse
 
 DOMAIN = "qonnx.custom_op.general"
 X86 = DataTypes(single_reader=(TensorProto.INT8,), largest_pair=2**15 - 1)  # what ONNX Runtime's kernels take there
@@ -135,3 +137,18 @@ def conv_net(
     pooled = net.quant(net.op("Flatten", [net.op("GlobalAveragePool", [total])]), 0.03, bits=8, signed=0)
     w = net.quant(rng.normal(size=(5, 8)), 0.2, bits=bits, narrow=1)
     return net.of(net.quant(net.op("Gemm", [pooled, w, np.zeros(5)], transB=1), 0.4, bits=8))
+
+
+def model_of(low: int | None, high: int | None, *, weight: str = "") -> onnx.ModelProto:
+    """x -> Q -> Clip -> DQ -> Conv with int8 weights behind DQ, and a data type said of the weights."""
+    clip, clipped = ("", "q") if high is None else ("[clip] c = Clip (q, lo, hi)", "c")
+    text = f"""(float[1,3,4,4] x) => (float[1,2,4,4] y) {{ q = QuantizeLinear (x, s, z) {clip}
+        [dq] d = DequantizeLinear ({clipped}, s, z) wd = DequantizeLinear <axis = 0> (w, ws, wz) y = Conv (d, wd) }}"""
+    constants = {
+        "s": np.float32(0.1), "z": np.uint8(3), "lo": np.uint8(low or 0), "hi": np.uint8(high or 0),
+        "w": np.int8([-7, 7, 0, 1, 2, -3]).reshape(2, 3, 1, 1), "ws": np.float32([0.5, 0.25]), "wz": np.int8([0, 0]),
+    }  # fmt: skip
+    model = parse(text, constants, opset=13, ir_version=8)
+    if weight:
+        annotate(model.graph, "w", weight)
+    return model

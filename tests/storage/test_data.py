@@ -1,4 +1,4 @@
-"""Values as JSON has them, what is kept on disk; from files of others no code is loaded, no pipe read, no bomb unfolded."""
+"""Values as JSON has them, and on disk; from files of others no code is loaded, no pipe is read, no bomb unfolds."""
 
 import contextlib
 import json
