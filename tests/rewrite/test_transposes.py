@@ -74,61 +74,31 @@ def test_any_net_of_transposes_computes_the_same_and_moves_no_more(data):
 
 
 @pytest.mark.parametrize("step", [
-    "Softmax(t)",
-    "LogSoftmax<axis = 1>(t)",
-    "Concat<axis = -1>(t, t)",
-    "Clip(t, low, high)",
-    "PRelu(t, slope)",
-    "Sub(slope, t)",
-    "Pad(t, four)",
-    "Pad(t, two, , axes)",
-    "ReduceMax<keepdims = 1>(t, axes)",
-    "ReduceMean(t)",
+    "Softmax(t)", "LogSoftmax<axis = 1>(t)", "Concat<axis = -1>(t, t)", "Clip(t, low, high)", "PRelu(t, slope)",
+    "Sub(slope, t)", "Pad(t, four)", "Pad(t, two, , axes)", "ReduceMax<keepdims = 1>(t, axes)", "ReduceMean(t)",
     "ReduceSum<keepdims = 1>(t, axes)",
 ])  # fmt: skip
 def test_each_kind_of_step_between_two_of_them(step):
-    text = f"""
-        (float[1,4,5,6] x) => (float y) <float low = {{-0.5}}, float high = {{0.5}}, float[4] slope,
-            int64[2] axes = {{1,-1}}, int64[4] two = {{0,1,2,3}}, int64[8] four = {{0,1,2,0,0,0,1,3}}> {{
-            t = Transpose<perm = [0,2,3,1]>(x)
-            s = {step}
-            u = Transpose<perm = [0,3,1,2]>(s)
-            y = Softplus(u)
-        }}"""
-    check(
-        cancel_transposes,
-        parse(text, opset=18),
-        normal((1, 4, 5, 6)),
-        f"{step.partition('(')[0].partition('<')[0]} Softplus",
-    )
+    text = f"""(float[1,4,5,6] x) => (float y) <float low = {{-0.5}}, float high = {{0.5}}, float[4] slope,
+        int64[2] axes = {{1,-1}}, int64[4] two = {{0,1,2,3}}, int64[8] four = {{0,1,2,0,0,0,1,3}}> {{
+        t = Transpose<perm = [0,2,3,1]>(x) s = {step} u = Transpose<perm = [0,3,1,2]>(s) y = Softplus(u) }}"""
+    operator = step.partition("(")[0].partition("<")[0]
+    check(cancel_transposes, parse(text, opset=18), normal((1, 4, 5, 6)), f"{operator} Softplus")
 
 
 def test_a_transpose_is_put_where_another_order_is_needed():
-    text = """
-        (float[1,4,5,6] x) => (float[1,6,5,4] y, float[1,5,6,4] r)
-        {
-            t = Transpose<perm = [0,2,3,1]>(x)
-            r = Relu(t)
-            s = Sigmoid(r)
-            u = Transpose<perm = [0,3,1,2]>(s)
-            v = Transpose<perm = [0,3,1,2]>(r)
-            a = Add(u, v)
-            y = Transpose<perm = [0,3,2,1]>(a)
-        }"""
+    text = """(float[1,4,5,6] x) => (float[1,6,5,4] y, float[1,5,6,4] r) {
+        t = Transpose<perm = [0,2,3,1]>(x) r = Relu(t) s = Sigmoid(r)
+        u = Transpose<perm = [0,3,1,2]>(s) v = Transpose<perm = [0,3,1,2]>(r)
+        a = Add(u, v) y = Transpose<perm = [0,3,2,1]>(a) }"""
     check(cancel_transposes, parse(text), normal((1, 4, 5, 6)), "Relu Transpose Sigmoid Add Transpose")
     kept = rewritten(cancel_transposes, parse(text), keep_values=["s", "t", "u"])
     assert ops(kept.proto) == [node.op_type for node in parse(text).graph.node]
 
 
 def test_what_comes_from_elsewhere_is_transposed_where_it_is_small():
-    text = """
-        (float[1,4,5,6] x, float[1,h,w,4] z) => (float[1,4,5,6] y) {{
-            t = Transpose<perm = [0,2,3,1]>(x)
-            k = Sigmoid(z)
-            {}
-            u = Transpose<perm = [0,3,1,2]>(m)
-            y = Softplus(u)
-        }}"""
+    text = """(float[1,4,5,6] x, float[1,h,w,4] z) => (float[1,4,5,6] y) {{
+        t = Transpose<perm = [0,2,3,1]>(x) k = Sigmoid(z) {} u = Transpose<perm = [0,3,1,2]>(m) y = Softplus(u) }}"""
     x, gate, whole = normal((1, 4, 5, 6)), normal((1, 1, 1, 4)), normal((1, 5, 6, 4))
     once, often = parse(text.format("m = Mul(t, k)")), parse(text.format("c = Cos(z) d = Sin(z) m = Sum(c, d, t, k)"))
     for z in (gate, whole):
@@ -141,15 +111,9 @@ def test_what_comes_from_elsewhere_is_transposed_where_it_is_small():
 
 
 def test_an_order_that_undoes_itself_within_a_square():
-    text = """
-        (float[1,4,5,5] x) => (float y) <float[4,4,1,1] w> {
-            t = Transpose<perm = [0,1,3,2]>(x)
-            s = Sigmoid(t)
-            u = Transpose<perm = [0,1,3,2]>(s)
-            a = Sub(s, u)
-            v = Transpose<perm = [0,1,3,2]>(a)
-            y = Conv(v, w)
-        }"""
+    text = """(float[1,4,5,5] x) => (float y) <float[4,4,1,1] w> {
+        t = Transpose<perm = [0,1,3,2]>(x) s = Sigmoid(t) u = Transpose<perm = [0,1,3,2]>(s)
+        a = Sub(s, u) v = Transpose<perm = [0,1,3,2]>(a) y = Conv(v, w) }"""
     check(cancel_transposes, parse(text), normal((1, 4, 5, 5)), "Sigmoid Transpose Sub Conv")
 
 

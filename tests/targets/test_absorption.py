@@ -130,15 +130,13 @@ EXAMPLES: dict[str, list[Case]] = {
         behind_conv("QLinearConv", lambda g, c: g.relu_q(relu(g, c)), act=np.int8, marks=(pytest.mark.x86_only,)),
     ],
     "activation-q-on-both-sides": [
-        *(
-            behind_conv(f"QLinearConv {kernels}", lambda g, c, m=make: g.q(m(g, g.q(c))), step=STEP, opset=20)
-            for make, kernels in ACTIVATIONS.values()
-        ),
+        *(behind_conv(f"QLinearConv {kernels}", lambda g, c, m=make: g.q(m(g, g.q(c))), step=STEP, opset=20)
+          for make, kernels in ACTIVATIONS.values()),
         behind_conv("QLinearConv QLinearMul QLinearSigmoid", partial(siluish, everywhere=True)),
         behind_conv("Mul QLinearConv Sigmoid", partial(siluish, everywhere=False)),
         *(behind_conv(FLOAT_CONV, lambda g, c, m=make: g.q(m(g, c)), opset=20) for make in DEFERRED),
     ],
-}
+}  # fmt: skip
 
 
 @each_case(EXAMPLES)

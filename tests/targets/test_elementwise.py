@@ -136,20 +136,16 @@ SOFTMAXES = (((4, 10), -1), ((4, 10), 0), (IMAGE, 1))
 TWO = "QLinearConcat QLinearConv QLinearConv"
 EXAMPLES: dict[str, list[Case]] = {
     "mul-integer": [
-        *(
-            Case("QLinearMul", binary("Mul", partial(QdqGraph.act_input, shape=shape), OUT, 100), OUT)
-            for shape in (IMAGE, (1, 16, 1, 1), (12,))
-        ),
+        *(Case("QLinearMul", binary("Mul", partial(QdqGraph.act_input, shape=shape), OUT, 100), OUT)
+          for shape in (IMAGE, (1, 16, 1, 1), (12,))),
         # A constant operand stands behind DequantizeLinear, of the type of the activations; no operand is float.
-        *(
-            Case(kernel.format(op_type), binary(op_type, CONSTANT[kind], OUT, 100))
-            for op_type in BOTH
-            for kernel, kinds in (
-                ("QLinear{}", ("dq", "dq scalar")),
-                ("{}", ("dq int8", "float", "float scalar", "float value")),
-            )
-            for kind in kinds
-        ),
+        *(Case(kernel.format(op_type), binary(op_type, CONSTANT[kind], OUT, 100))
+          for op_type in BOTH
+          for kernel, kinds in (
+              ("QLinear{}", ("dq", "dq scalar")),
+              ("{}", ("dq int8", "float", "float scalar", "float value")),
+          )
+          for kind in kinds),
         *(Case(o, lambda g, o=o: g.op(o, g.act_input(), g.act_input())) for o in BOTH),
     ],
     "sub-div-float": [Case(o, binary(o, CONSTANT["value"], *q)) for o in FLOAT_BINARY for q in ((), (OUT, 100))],
@@ -197,11 +193,9 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("BatchNormalization QLinearConv", lambda g: normed(g, g.q(g.conv(g.act_input())))),
     ],
     "lstm-float": [
-        *(
-            Case(op_type, recurrent(op_type, gates, weight), weights=count)
-            for op_type, gates in (("LSTM", 4), ("GRU", 3))
-            for weight, count in (("dq", 2), ("float", 0))
-        ),
+        *(Case(op_type, recurrent(op_type, gates, weight), weights=count)
+          for op_type, gates in (("LSTM", 4), ("GRU", 3))
+          for weight, count in (("dq", 2), ("float", 0))),
         Case("Einsum", lambda g: g.q(g.op("Einsum", g.act_input((4, 8)), g.act_input((8, 4)), equation="ij,jk->ik"))),
         *(Case(f"{name} {ISLAND}", alone(other)) for name, other in OTHERS.items()),
     ],
@@ -213,11 +207,9 @@ EXAMPLES: dict[str, list[Case]] = {
         Case(f"MaxPool {ISLAND}", lambda g: g.q(g.ops("MaxPool", g.act_input(), count=2, **POOL)[0])),  # and indices
     ],
     "average-pool": [
-        *(
-            Case("QLinearAveragePool", unary("AveragePool", scale, 100, kernel_shape=[3, 3], **how), scale)
-            for scale in (STEP, OUT)
-            for how in ({}, {"pads": [1] * 4}, {"pads": [1] * 4, "count_include_pad": 1})
-        ),
+        *(Case("QLinearAveragePool", unary("AveragePool", scale, 100, kernel_shape=[3, 3], **how), scale)
+          for scale in (STEP, OUT)
+          for how in ({}, {"pads": [1] * 4}, {"pads": [1] * 4, "count_include_pad": 1})),
         Case("AveragePool", bare("AveragePool", **POOL)),
         Case("AveragePool", bare("AveragePool", dilations=[2, 2], **POOL), options={"opset": 19}),
     ],
@@ -232,11 +224,9 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("LpPool", unary("LpPool", kernel_shape=[2, 2])),
     ],
     "sixteen-bit-float": [
-        *(
-            Case(kernel, lambda g, m=make: g.q(m(g), STEP16), options={"opset": 21, "act": act})
-            for act in (np.uint16, np.int16)
-            for kernel, make in WIDE.items()
-        ),
+        *(Case(kernel, lambda g, m=make: g.q(m(g), STEP16), options={"opset": 21, "act": act})
+          for act in (np.uint16, np.int16)
+          for kernel, make in WIDE.items()),
         # One side of 16 bits is enough.
         Case("Conv", lambda g: g.q(g.conv(wide(g)), act=np.uint8), options={"opset": 21, "act": np.uint16}),
         Case("Conv", lambda g: g.q(g.conv(g.act_input()), STEP16, act=np.uint16), options={"opset": 21}),
@@ -260,7 +250,7 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("Q > MaxPool > DQ > Exp", lambda g: g.op("Exp", pool(g, g.act_input()))),
         Case("Q > DQ > Max > MaxPool > Exp", lambda g: g.op("Exp", pool(g, g.op("Max", g.act_input())))),
     ],
-}
+}  # fmt: skip
 
 
 @qdq.each_case(EXAMPLES)

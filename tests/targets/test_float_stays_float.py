@@ -47,11 +47,9 @@ def normed(g: QdqGraph) -> str:
 
 EXAMPLES: dict[str, list[Case]] = {
     "float-weight-silently-quantized": [
-        *(
-            Case(f"{kernel} {'' if between in ('Relu', 'Clip') else between}", before_q(node, between), weights=1)
-            for node, (kernel, _) in NODES.items()
-            for between in ("", "Relu", "Clip", "Slice")
-        ),
+        *(Case(f"{kernel} {'' if between in ('Relu', 'Clip') else between}", before_q(node, between), weights=1)
+          for node, (kernel, _) in NODES.items()
+          for between in ("", "Relu", "Clip", "Slice")),
         *(Case(ANY, before_q(node, "Clip, not absorbed"), weights=1) for node in NODES),
     ],
     # That the float value is a graph output too does not help: int8 weights, and a float Conv on top.
@@ -73,16 +71,12 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     # An operator that changes nothing, directly in front of Q: the weight stays float, the numbers the file's.
     "barrier-keeps-float": [
-        *(
-            Case(ANY, before_q(node, between, barrier), exact=True, weights=0)
-            for node in NODES
-            for between in BETWEEN
-            for barrier in BARRIERS
-        ),
-        *(
-            Case(ANY, before_q("Conv", "", BARRIERS[0]), weights=0, options={"opset": opset}, marks=marks)
-            for opset, marks in ((13, ()), (19, ()), (21, ()), (23, since("1.24")), (24, since("1.24")))
-        ),
+        *(Case(ANY, before_q(node, between, barrier), exact=True, weights=0)
+          for node in NODES
+          for between in BETWEEN
+          for barrier in BARRIERS),
+        *(Case(ANY, before_q("Conv", "", BARRIERS[0]), weights=0, options={"opset": opset}, marks=marks)
+          for opset, marks in ((13, ()), (19, ()), (21, ()), (23, since("1.24")), (24, since("1.24")))),
     ],
     # What the optimizer removes or sees through is no barrier.
     "barrier-must-survive": [Case(ANY, before_q("Conv", "", step), weights=1) for step in NO_BARRIERS],
@@ -91,7 +85,7 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("ConvTranspose", lambda g: g.q(g.conv(g.act_input(), transpose=True, axis=1)), weights=1),
         Case("ConvTranspose", lambda g: g.conv(g.act_input(), transpose=True, axis=1), weights=1),
     ],
-}
+}  # fmt: skip
 
 
 @each_case(EXAMPLES)

@@ -109,11 +109,9 @@ def of_activations(g: QdqGraph, *, turned: bool = False) -> str:
 OPSETS = ((13, ()), (17, ()), (21, ()), (23, since("1.24")))
 EXAMPLES: dict[str, list[Case]] = {
     "conv-integer": [
-        *(
-            Case("QLinearConv", conv(axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
-            for opset, marks in OPSETS
-            for axis, bias in ((0, "int32"), (None, "int32"), (0, "none"), (0, "float"))
-        ),
+        *(Case("QLinearConv", conv(axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
+          for opset, marks in OPSETS
+          for axis, bias in ((0, "int32"), (None, "int32"), (0, "none"), (0, "float"))),
         *(Case("QLinearConv", conv_of_rank(rank)) for rank in (3, 5)),
         *(Case("QLinearConv", conv(("N", 16, *size))) for size in ((12, 12), ("H", "W"))),
         *(Case("QLinearConv", conv(group=group), STEP) for group in (4, 16)),
@@ -123,35 +121,28 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("QLinearConv", conv(zero_point=-1, axis=None), STEP),
         # An int32 bias has to have the product of the scales, or nearly so: then it counts as if it had.
         *(Case("QLinearConv", conv(bias_factor=factor)) for factor in (1.005, 1.015)),
-        *(  # integer and wrong before
-            Case("Conv", conv(bias_factor=factor), STEP, marks=since("1.27")) for factor in (0.5, 1.03, 1.05, 2.0, 4.0)
-        ),
+        # integer and wrong before
+        *(Case("Conv", conv(bias_factor=factor), STEP, marks=since("1.27")) for factor in (0.5, 1.03, 1.05, 2.0, 4.0)),
         Case("Conv", one_bias_scale, marks=since("1.27")),
         Case("Conv QLinearConv", partial(shared, bias=True), marks=since("1.27")),
     ],
     "conv-needs-output-q": [
         Case("Conv", conv(q=False)),
         Case("Conv", lambda g: [g.q(y := conv(q=False)(g)), y]),
-        *(
-            Case(f"Conv {op}", alone(lambda g, x, o=op: g.op(o, g.conv(x), g.const(g.random(16, 1, 1)))))
-            for op in ("Mul", "Add")
-        ),
+        *(Case(f"Conv {op}", alone(lambda g, x, o=op: g.op(o, g.conv(x), g.const(g.random(16, 1, 1)))))
+          for op in ("Mul", "Add")),
     ],
     "gemm-integer": [
-        *(
-            Case("QGemm", gemm(transposed=transposed, axis=axis, bias=bias), STEP)
-            for transposed, axis in ((True, 0), (False, 1), (True, None))
-            for bias in ("int32", "float", "none")
-        ),
+        *(Case("QGemm", gemm(transposed=transposed, axis=axis, bias=bias), STEP)
+          for transposed, axis in ((True, 0), (False, 1), (True, None))
+          for bias in ("int32", "float", "none")),
         Case("QGemm", gemm(), options={"weight": np.uint8}),
         # alpha or beta other than 1 makes a Gemm with a bias float; without a bias both are fine.
-        *(
-            Case(kernel, gemm(q=q, bias=bias, **{name: value}), marks=since("1.28") if name == "alpha" else ())
-            for kernel, bias in (("Gemm", "int32"), ("QGemm", "none"))
-            for name in ("alpha", "beta")
-            for value in (0.5, 2.0)
-            for q in (True, False)
-        ),
+        *(Case(kernel, gemm(q=q, bias=bias, **{name: value}), marks=since("1.28") if name == "alpha" else ())
+          for kernel, bias in (("Gemm", "int32"), ("QGemm", "none"))
+          for name in ("alpha", "beta")
+          for value in (0.5, 2.0)
+          for q in (True, False)),
     ],
     "gemm-float-output": [
         *(Case("QGemm", gemm(q=False, bias=bias), exact=True) for bias in ("int32", "none")),
@@ -162,11 +153,9 @@ EXAMPLES: dict[str, list[Case]] = {
         Case("QGemm", gemm(bias="float")),
     ],
     "matmul-integer": [
-        *(
-            Case("QLinearMatMul", alone(lambda g, x, a=axis: g.matmul(x, axis=a), shape=shape), STEP)
-            for shape in RANKS
-            for axis in (1, None)
-        ),
+        *(Case("QLinearMatMul", alone(lambda g, x, a=axis: g.matmul(x, axis=a), shape=shape), STEP)
+          for shape in RANKS
+          for axis in (1, None)),
         *(Case("MatMulIntegerToFloat", matmul(shape), exact=True) for shape in RANKS),
         # Behind DQ and Transpose: before 1.31 the form by channel aborted the process that loaded it.
         Case("FusedMatMul", transposed_weight(0), marks=since("1.31")),
@@ -193,19 +182,15 @@ EXAMPLES: dict[str, list[Case]] = {
     ],
     # With three axes and a symbolic one, or a bias of further axes, MatMul and Add are not merged.
     "matmul-add-int32-bias": [
-        *(
-            Case("Add MatMulIntegerToFloat", alone(lambda g, x, b=bias: g.matmul(x, bias=b), shape=("N", 4, 32)))
-            for bias in ("int32", "float")
-        ),
+        *(Case("Add MatMulIntegerToFloat", alone(lambda g, x, b=bias: g.matmul(x, bias=b), shape=("N", 4, 32)))
+          for bias in ("int32", "float")),
         Case("QGemm", shaped_bias(LINES, (1,), "int32")),
         Case("Gemm", shaped_bias(LINES, (1,), "float")),
-        *(
-            Case("Add MatMulIntegerToFloat", shaped_bias(BATCH, lead, kind))
-            for lead in ((1,), (1, 1))
-            for kind in ("int32", "float")
-        ),
+        *(Case("Add MatMulIntegerToFloat", shaped_bias(BATCH, lead, kind))
+          for lead in ((1,), (1, 1))
+          for kind in ("int32", "float")),
     ],
-}
+}  # fmt: skip
 
 
 @qdq.each_case(EXAMPLES)

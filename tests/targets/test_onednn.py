@@ -97,9 +97,8 @@ EXAMPLES: dict[str, list[Case]] = {
     "onednn-resize": [Case(RESIZED, "Resize", share=1.0)],
     "onednn-epilogue": [
         *(Case(f"d = {op} (c) b = Q (d)", part=op, share=1.0) for op in IN_KERNEL),
-        *(  # the session takes Relu and Clip out of the way of a Q all the same
-            Case(f"d = Q (c) e = {op} (d) b = Q (e)", apart=op) for op in IN_KERNEL if op not in ("Relu", "Clip")
-        ),
+        # the session takes Relu and Clip out of the way of a Q all the same
+        *(Case(f"d = Q (c) e = {op} (d) b = Q (e)", apart=op) for op in IN_KERNEL if op not in ("Relu", "Clip")),
     ],
     "onednn-deferred-q": [
         Case("d = Sigmoid (c) e = Mul (c, d) b = Q (e)", part="Sigmoid Mul"),
@@ -113,7 +112,7 @@ EXAMPLES: dict[str, list[Case]] = {
     "onednn-tiles-slow-exponential": [
         Case("d = Max (c, least) e = Sigmoid (d) f = Mul (d, e) b = Q (f)", apart="Mul", share=1.0)
     ],
-}
+}  # fmt: skip
 
 
 @openvino

@@ -81,15 +81,13 @@ EXAMPLES: dict[str, list[Case]] = {
         )
     ],
     "trt-fused-activations": [
-        *(
-            Case(
-                f"a = {op} (c) d = {SAME} (a, w8_8_3_3) e = {op} (d) {NEXT.format('e')}",
-                behind={"Conv_c": op, "Conv_d": op},
-                decibels=15,
-                options={"rewrites": False},
-            )
-            for op in ACTIVATIONS
-        ),
+        *(Case(
+              f"a = {op} (c) d = {SAME} (a, w8_8_3_3) e = {op} (d) {NEXT.format('e')}",
+              behind={"Conv_c": op, "Conv_d": op},
+              decibels=15,
+              options={"rewrites": False},
+          )
+          for op in ACTIVATIONS),
         Case(
             f"s = Sigmoid (c) a = Mul (c, s) {NEXT.format('a')}",
             behind={"Conv_c": "Mul Sigmoid", "Mul_a": Q},
