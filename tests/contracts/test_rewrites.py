@@ -12,11 +12,15 @@ from onnx import TensorProto, helper, numpy_helper
 from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
+from kenosis_ort.rewrite.rule import rule as rewrite
 from tests import models
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
+from tests.models import Net
 from tests.planning import quantize
 from tests.targets.qdq import kernels
 
@@ -204,3 +208,20 @@ def test_all_of_them_in_a_row() -> None:
     kinds = {n.op_type for n in after.graph.node}
     assert not kinds & {"Identity", "Dropout", "BatchNormalization", "Sum", "Sigmoid", "Erf", "Softmax", "If", "LRN"}
     assert {"Attention", "Gelu", "QuickGelu", "LayerNormalization", "RMSNormalization", "Gemm", "Conv"} <= kinds
+
+
+@rewrite("Abs", "Neg", did="nodes became Relu", stays="nodes stay")
+def to_relu(editor: Editor, node: ir.Node) -> None:
+    """Turns what is not called odd into Relu."""
+    if node.name == "odd":
+        raise NotCollapsibleError("it is odd")
+    editor.become(node, "Relu", list(node.inputs))
+
+
+def test_one_that_stays_holds_up_no_other_and_says_why():
+    graph = Net.over([2])
+    odd = graph.op("Neg", [graph.op("Abs", ["x"])], name="odd")
+    model = graph.of(graph.op("Abs", [odd]))
+    result = to_relu(model)
+    assert ops(model) == ["Relu", "Neg", "Relu"]
+    assert result.notes == ("2 nodes became Relu.", "1 nodes stay ('odd': it is odd).")
