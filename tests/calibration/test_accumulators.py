@@ -10,18 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, derived
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators, derived
 from kenosis_ort.calibration import part_session as session
-from kenosis_ort.calibration.accumulators import (
-    BLOCK,
-    WHOLE_BELOW,
-    Accumulator,
-    Collector,
-    exponent_of,
-    extremes,
-    extremes_and_some,
-    pick,
-)
+from kenosis_ort.calibration.accumulators import Accumulator, Collector, exponent_of, extremes, extremes_and_some, pick
 from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.histogram import HALF, Extremes, Histogram
 from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
@@ -53,7 +44,7 @@ def test_channels_and_the_whole(shape: tuple[int, ...], axis: int, config: Calib
     np.testing.assert_array_equal(found.channels.low, data.min(axis=over))
     np.testing.assert_array_equal(found.channels.high, data.max(axis=over))
     assert (found.low, found.high, found.count) == (data.min(), data.max(), data.size)
-    if found.histogram is not None and data[0].size < WHOLE_BELOW:
+    if found.histogram is not None and data[0].size < accumulators.WHOLE_BELOW:
         assert found.histogram == build(data)
 
 
@@ -76,7 +67,7 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
     histogram = statistics.histogram
     assert (statistics.low, statistics.high, statistics.count) == (data.min(), data.max(), data.size)
     assert data.size / 20 < histogram.total <= data.size / 5 + 1
-    assert data.size >= WHOLE_BELOW
+    assert data.size >= accumulators.WHOLE_BELOW
     share = 1 - histogram.cumulative_at(np.array([50.0]))[0] / histogram.total
     assert share == pytest.approx(1 / shape[-1], rel=0.1)
 
@@ -214,7 +205,7 @@ def arrays(draw: st.DrawFn) -> Blocked:
 
 
 def plain_arrays() -> st.SearchStrategy[np.ndarray]:
-    flat = st.integers(1, 3 * BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
+    flat = st.integers(1, 3 * accumulators.BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
     return st.builds(np.asarray, flat, st.sampled_from([np.float16, np.float32]))
 
 

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends
-from kenosis_ort.calibration.estimators import (
-    ESTIMATORS,
-    Range,
-    estimate_all,
-    estimates,
-    least_error_range,
-    quantile_range,
-    sketch,
-)
+from kenosis_ort.calibration.estimators import Range, estimates, least_error_range, sketch
 from kenosis_ort.calibration.histogram import _divergence, entropy_range, percentile_range
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
@@ -28,7 +20,7 @@ from tests import models
 from tests.calibration.support import histogram_of, one_node_model, random_feeds, same_as_stock, stock, swept
 
 Floats = npt.NDArray[np.float32]
-METHODS = [*ESTIMATORS]
+METHODS = [*estimators.ESTIMATORS]
 methods = st.sampled_from(METHODS)
 
 
@@ -108,7 +100,7 @@ def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> No
 def test_what_a_percentile_leaves_in() -> None:
     data = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for percentile in (99.0, 99.9, 99.99):
-        low, high = quantile_range(sketch(statistics_of(data)), percentile)
+        low, high = estimators.quantile_range(sketch(statistics_of(data)), percentile)
         assert ((data >= low) & (data <= high)).mean() * 100 == pytest.approx(percentile, abs=0.03)
 
 
@@ -135,7 +127,7 @@ def test_a_whole_table() -> None:
     data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     statistics = statistics_of(data)
     table = CalibrationTable({"a": statistics, "b": statistics, "constant": TensorStatistics(-1.0, 5.0, 3)})
-    found = estimate_all(table, ("mse", "percentile"), limits={"b": RangeLimit("b", 0.0, 6.0)})
+    found = estimators.estimate_all(table, ("mse", "percentile"), limits={"b": RangeLimit("b", 0.0, 6.0)})
     assert found["percentile"]["a"] == estimate(statistics, "percentile") != found["mse"]["a"]
     ranges = found["mse"]
     assert ranges["a"] == estimate(statistics, "mse")
@@ -147,7 +139,7 @@ def test_a_whole_table() -> None:
 def test_what_has_no_histogram_keeps_its_own_range() -> None:
     averaged = TensorStatistics(-9.0, 9.0, 5, averaged=(-2.0, 3.0))
     table = CalibrationTable({"a": averaged}, CalibrationConfig(moving_average=True))
-    assert estimate_all(table, ("mse",)) == {"mse": {"a": (-2.0, 3.0)}}
+    assert estimators.estimate_all(table, ("mse",)) == {"mse": {"a": (-2.0, 3.0)}}
 
 
 def test_statistics_without_a_histogram() -> None:

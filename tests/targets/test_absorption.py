@@ -15,25 +15,7 @@ from onnx import TensorProto
 from tests.models import Net
 
 from . import qdq
-from .qdq import (
-    BYTES,
-    FLOAT_CONV,
-    ISLAND,
-    PRODUCERS,
-    RELU_STEP,
-    STEP,
-    Case,
-    QdqGraph,
-    Step,
-    alone,
-    build,
-    compute_ops,
-    conv_then,
-    each_case,
-    op_types,
-    since,
-    step,
-)
+from .qdq import FLOAT_CONV, STEP, Case, QdqGraph, Step, alone, build, compute_ops, conv_then, op_types, step
 
 SIX = 6 / 255
 
@@ -110,15 +92,15 @@ def of_any_size(kernels: str, make: Callable[[QdqGraph, str], list[str]]) -> Cas
 
 ABSORPTION: dict[str, list[Case]] = {
     "absorb-relu": [
-        *(Case(k, lambda g, k=k: g.relu_q(relu(g, qdq.produced(g, k))), RELU_STEP) for k in PRODUCERS),
-        *(behind_conv(FLOAT_CONV, lambda g, c, z=z: g.q(relu(g, c), RELU_STEP, z)) for z in (1, 3)),
+        *(Case(k, lambda g, k=k: g.relu_q(relu(g, qdq.produced(g, k))), qdq.RELU_STEP) for k in qdq.PRODUCERS),
+        *(behind_conv(FLOAT_CONV, lambda g, c, z=z: g.q(relu(g, c), qdq.RELU_STEP, z)) for z in (1, 3)),
         behind_conv("QLinearConv", lambda g, c: g.relu_q(relu(g, c), rank=1)),
     ],
     "absorb-clip": [
-        *(Case(k, lambda g, k=k: clip_q(g, qdq.produced(g, k)), SIX) for k in PRODUCERS),
+        *(Case(k, lambda g, k=k: clip_q(g, qdq.produced(g, k)), SIX) for k in qdq.PRODUCERS),
         # rint(low / s) + zp <= qmin and rint(high / s) + zp >= qmax; before 1.31 without the half step of rounding
         behind_conv("QLinearConv", partial(clip_q, scale=5.9 / 255)),
-        behind_conv("QLinearConv", partial(clip_q, scale=6.01 / 255), marks=since("1.31")),
+        behind_conv("QLinearConv", partial(clip_q, scale=6.01 / 255), marks=qdq.since("1.31")),
         behind_conv("QLinearConv", partial(clip_q, low=-1.0, high=1.0, scale=1 / 128, zero=128)),
         *(behind_conv(FLOAT_CONV, partial(clip_q, scale=s)) for s in (6.02 / 255, 6.2 / 255)),
         behind_conv(FLOAT_CONV, partial(clip_q, zero=1)),
@@ -249,22 +231,22 @@ EXAMPLES: dict[str, list[Case]] = {
         rule: [
             Case(f"{name} {kind}", alone(move, *other), most, options={"opset": opset})
             for name, move, opset in found
-            for kind, other, most in ((BYTES, (), 0.0), (ISLAND, (6 / 255, 100), None))
+            for kind, other, most in ((qdq.BYTES, (), 0.0), (qdq.ISLAND, (6 / 255, 100), None))
         ]
         for rule, found in BY_SCALE.items()
     },
     "pad-float": [
-        *(Case(f"{n.split()[0]} {ISLAND}", alone(m)) for n, m in FLOAT.items()),
+        *(Case(f"{n.split()[0]} {qdq.ISLAND}", alone(m)) for n, m in FLOAT.items()),
         Case("Pad", alone(lambda g, v: g.op("Pad", v, g.ints(*PADS), g.dq_constant(0.0)))),
     ],
     "resize-linear-float": [
-        Case(f"Resize {ISLAND}", alone(step("Resize", "", TWICE, mode=mode)), marks=since("1.27"))
+        Case(f"Resize {qdq.ISLAND}", alone(step("Resize", "", TWICE, mode=mode)), marks=qdq.since("1.27"))
         for mode in ("linear", "cubic")
     ],
 }
 
 
-@each_case(EXAMPLES)
+@qdq.each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     case.check()
 
@@ -325,5 +307,5 @@ def test_rule_split_same_scale(opset: int, sizes: bool) -> None:
         parts = g.ops("Split", *inputs, count=2, axis=1, **attributes)
         return [g.q(parts[0]), g.q(parts[1], last_scale)]
 
-    Case(f"Split {BYTES}", partial(make, last_scale=8 / 255), options={"opset": opset}).check()
+    Case(f"Split {qdq.BYTES}", partial(make, last_scale=8 / 255), options={"opset": opset}).check()
     assert op_types(build(partial(make, last_scale=6 / 255), opset=opset)).count("QuantizeLinear") == 3

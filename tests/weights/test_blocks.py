@@ -11,13 +11,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kenosis_ort import quantize_weights
+from kenosis_ort.weights import blocks
 from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
 from kenosis_ort.weights.blocks import (
-    Float64,
     block_of,
     find_grid,
     fitted_steps,
-    pack,
     relative_error,
     round_in_blocks,
     weigh_channels,
@@ -53,14 +52,14 @@ def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is
     steps = 2.0 * span / (2**bits - 2)  # of a grid that is symmetric and clips nothing
     count = np.diff(starts, append=rows)[:, None]
     assert (off <= count * steps**2 * 1.001 + 1e-30).all()
-    packed, scales, zeros = pack(integers, grid)
-    blocks = len(starts)
-    assert packed.shape == (columns, blocks, block * bits // 8)
-    assert scales.shape == (columns, blocks)
+    packed, scales, zeros = blocks.pack(integers, grid)
+    number = len(starts)
+    assert packed.shape == (columns, number, block * bits // 8)
+    assert scales.shape == (columns, number)
     if bits == 4:
         packed = np.stack([packed & 15, packed >> 4], axis=-1)
-        zeros = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(columns, -1)[:, :blocks]
-    back = packed.reshape(columns, blocks * block)[:, :rows].T.astype(np.float64)
+        zeros = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(columns, -1)[:, :number]
+    back = packed.reshape(columns, number * block)[:, :rows].T.astype(np.float64)
     np.testing.assert_array_equal(back, integers)
     np.testing.assert_array_equal(zeros.T, grid.zero)
     np.testing.assert_array_equal(scales.T, grid.scale.astype(np.float32))
@@ -162,7 +161,7 @@ def error(matrix: Any, hessian: Any) -> float:
     return relative_error(matrix, found, grid, hessian)
 
 
-def weighed(model: onnx.ModelProto, error: Any = error, **options: Any) -> tuple[onnx.ModelProto, dict[str, Float64]]:
+def weighed(model: onnx.ModelProto, error: Any = error, **options: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
     hessian = moments(model)
     return weigh_channels(model, options.get("moments", lambda _: hessian), error, options.get("excluded", ()))
 
