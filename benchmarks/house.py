@@ -40,7 +40,7 @@ from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.limits import machine, on, processor_class
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models, processor
-from tests.golden.plan_text import plan_text
+from tests.golden.regenerate import plan_text
 from tests.planning import parse
 
 FROZEN = Path(__file__).with_name("house.json")

@@ -20,7 +20,7 @@ from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from kenosis_ort.targets.proof import Status
 from tests import models
-from tests.golden.plan_text import FOLDER, plan_text, quantized
+from tests.golden.regenerate import FOLDER, plan_text, quantized
 
 HEAVY = ("Conv", "Gemm", "MatMul")
 
