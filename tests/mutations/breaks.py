@@ -70,7 +70,7 @@ BREAKS = (
     Break("errors.py", "if c in keep or unicodedata.category(c) not in _SPELLED_OUT", "if c", "test_errors.py"),
     Break("api.py", '            fix="leave it out, or name the float model",\n', "", "test_errors.py"),
     Break("passes/recipe.py", 'place = where if place in ("recipe", where) else', "place =", "passes/test_recipe.py"),
-    Break("accuracy/outputs.py", "axis = -1 if a.ndim <= 3 else 1", "axis = -1", "accuracy/test_outputs.py"),
+    Break("accuracy/outputs.py", "axis = -1 if a.ndim <= 3 else 1", "axis = -1", "accuracy/test_error.py"),
     Break("clients/patching.py", "if name not in _OPTIONS:", "if not name:", "clients/test_patching.py"),
     Break("cluster/client.py",
           '{"python": ".".join(platform.python_version_tuple()[:2]), "machine": platform.machine()}', "{}",
