@@ -1,4 +1,4 @@
-"""What every measure keeps, what intervals hold, and what measure an output gets by operator, shape and values together."""
+"""What every measure keeps, what intervals hold, and what measure an output gets by operator, shape and values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,9 +1,15 @@
 """Ratio, interval and verdict; and rounds, blocks, order and budget, on a clock that only fakes move."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,7 +17,61 @@ from hypothesis import strategies as st
 from kenosis_ort.bench import harness
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, Schedule, Verdict, compare, time_interleaved
 from kenosis_ort.errors import VerificationError
-from tests.bench.fakes import FakeBench, FakeRunner
+
+
+@dataclass
+class FakeRunner:
+    bench: FakeBench
+    name: str
+    factor: float = 1.0
+    ran: int = 0
+
+    def run(self, output_names: None, input_feed: Any) -> Any:
+        self.ran += 1
+        self.bench.runs.append((self.name, input_feed))
+        self.bench.now += self.bench.cost(self.name, self.ran) * self.factor
+
+
+@dataclass
+class FakeBench:
+    """Opens runners and records what is done with them; a session keeps its own noise factor.
+
+    Attributes:
+        seconds: Time of a run by name, or what tells it by name and number of the run within its session; an exception
+            is raised when it is run.
+        load: Seconds to open a session.
+        spread: Of the noise between sessions, as standard deviation of the logarithm.
+    """
+
+    seconds: Mapping[str, float | Exception] | Callable[[str, int], float]
+    load: float = 0.0
+    spread: float = 0.0
+    seed: int = 0
+    now: float = 1000.0
+    opened: list[str] = field(default_factory=list)
+    runs: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def clock(self) -> float:
+        return self.now
+
+    def cost(self, name: str, ran: int) -> float:
+        """Seconds of a run now."""
+        found = self.seconds[name] if isinstance(self.seconds, Mapping) else self.seconds(name, ran)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def open(self, name: str) -> FakeRunner:
+        self.opened.append(name)
+        self.now += self.load
+        return FakeRunner(self, name, float(np.exp(self.rng.normal(0, self.spread))))
+
+
+# ---- ratio, interval and verdict ------------------------------------------------------------------------------------
+
 
 MIRRORED = {Verdict.FASTER: Verdict.SLOWER, Verdict.SLOWER: Verdict.FASTER}
 times, near = st.floats(1e-6, 1e3), st.floats(0.9, 1.1)  # near each other, so that all verdicts turn up

@@ -48,7 +48,7 @@ def folder(shell: Shell, demonstration: Demonstration, monkeypatch: pytest.Monke
     onnx.save(models.mlp(n_in=48, hidden=64, n_out=32), "linear.onnx")
     Path("models.toml").write_text("[models.digits]\nmodel = 'float.onnx'\ndata = 'samples.npz'\n")
     row = Row("digits", "20 of 20", False, "out.onnx", 1.0, 30.0, 2.0, 100, 30)
-    monkeypatch.setattr("kenosis_ort.cli.sweep_command.perform", lambda _: row)  # see test_sweep
+    monkeypatch.setattr("kenosis_ort.cli.sweep_command.perform", lambda _: row)  # see test_script
     return shell
 
 

@@ -122,7 +122,7 @@ WRONG = "options = 3, data = [], recipe = 5, = =, [data] batch_size = 'x', [data
 
 @pytest.mark.parametrize("text", WRONG.split(", "))
 def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text: str, shell: Shell) -> None:
-    """What is no value of an option: see `tests.cli.test_wrong_values`."""
+    """What is no value of an option: see `tests.cli.test_options`."""
     written = f"{text}\n".replace("] ", "]\n")
     (shell.folder / "r.toml").write_text(written if "recipe" in text else f"{written}[recipe]\nname = 'mine'\n")
     told = shell.complaint("quantize float.onnx out.onnx --synthetic 1 --recipe r.toml")

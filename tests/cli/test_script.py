@@ -1,15 +1,23 @@
-"""``python -m kenosis_ort SCRIPT ARGS``: an existing script, unchanged, with ours in stock's place."""
+"""Scripts of the caller's with ours in stock's place, and sweeps over models."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime.quantization as stock
 import pytest
 
 from kenosis_ort.__main__ import is_script, run_script
+from kenosis_ort.cli import sweep_command as sweeping
+from kenosis_ort.cli.main import main
+from kenosis_ort.cli.sweep_command import Job, Row, done_before, perform, read_jobs, render, share_of
+from kenosis_ort.errors import KenosisError
+from kenosis_ort.report.text import to_text
 from kenosis_ort.verify import verify_fusion
 from tests import models
 
@@ -94,3 +102,119 @@ def test_a_client_that_builds_the_quantizer_itself_is_told_what_came_of_it(tmp_p
     assert "kenosis-ort: QDQQuantizer: onnxruntime" in told
     assert told.splitlines()[-1] == "kenosis-ort: called create_calibrator 1 time, QDQQuantizer 1 time"
     assert verify_fusion(tmp_path / "q.onnx").integer_share() == 1.0
+
+
+# ---- sweeps: one call a model, the table, and nothing done twice ----------------------------------------------------
+
+
+NET = "[models.a]\nmodel = 'net.onnx'\ndata = 'data.npz'"
+PLAIN = "recipe = 'plain'\nno_promise = true\n"
+ONE = f"{NET}\n{PLAIN}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    onnx.save(models.conv_relu_chain(2), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=models.normal((4, 4, 8, 8)))
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "models.toml"
+    file.write_text(text)
+    return file
+
+
+def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    models = "[models.good]\nmodel = 'net.onnx'\n[models.bad]\nmodel = 'net.onnx'\nexclude = ['no such node']\n"
+    file = write(folder, f"[defaults]\ndata = 'data.npz'\n{PLAIN}{models}")
+    assert main(["sweep", str(file), "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    results = folder / "models.sweep"
+    assert data == json.loads((results / "sweep.json").read_text())
+    good, bad = data["models"]
+    output = str(results / "good.int8.onnx")
+    assert good.items() >= {"name": "good", "failed": False, "earlier": False, "output": output}.items()
+    assert min(good["sqnr_db"], good["size_after"]) > 10
+    assert (bad["failed"], "no such node" in bad["verdict"]) == (True, True)
+
+    done: list[str] = []
+
+    def performed(job: Job, *_: Any) -> Row:
+        done.append(job.name)
+        return Row(job.name, "done", False, str(job.output))
+
+    monkeypatch.setattr(sweeping, "perform", performed)
+
+    def repeated() -> list[str]:
+        done.clear()
+        main(["sweep", str(file), "-q"])
+        return list(done)
+
+    assert repeated() == ["bad"], "what failed is tried again, what is done is left"
+    (results / "good.int8.onnx").write_bytes(b"edited")
+    assert repeated() == ["good", "bad"], "another output than the recorded one"
+
+
+def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(text: str = ONE) -> Job:
+        return read_jobs(write(folder, text), folder)[0]
+
+    row = perform(job())
+    assert not row.failed, row.verdict
+    assert done_before(job()) is not None
+    assert done_before(job(ONE.replace("no_promise = true", "threads = 1"))) is None, "other options"
+    with monkeypatch.context() as patched:
+        patched.setattr("kenosis_ort.cli.sweep_command.versions", lambda: {"onnxruntime": "0"})
+        assert done_before(job()) is None, "other versions"
+    for name in ("net.onnx", "data.npz"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + b"\0")
+        assert done_before(job()) is None, f"another {name}"
+        (folder / name).write_bytes(content)
+    job().record.write_text("{}")
+    assert done_before(job()) is None, "a record that is none"
+
+
+def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = read_jobs(write(folder, ONE), folder)[0]
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    row = perform(job)
+    assert (row.failed, "killed by signal 9" in row.verdict, done_before(job)) == (True, True, None)
+
+
+@pytest.mark.parametrize(("text", "what"), [
+    ("[models.a", "not valid TOML"),
+    ("", "names no model"),
+    ("models = 3", "names no model"),
+    ("[modles.a]\nmodel = 'net.onnx'", r"unknown table \[modles\]. Did you mean 'models'"),
+    ("[models.a]\ndata = 'data.npz'", "it names no model"),
+    ("[models.a]\nmodel = 'no.onnx'\ndata = 'data.npz'", "model file does not exist"),
+    ("[models.a]\nmodel = 'net.onnx'", "names no data"),
+    (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
+    (f"{NET}\njson = true", "no setting of one model"),
+    (f'{NET}\ncache = "a\\u0000b"', "'--cache' is given a null character"),
+    (f"{NET}\nthreads = 'x'", "threads"),
+    (f"{NET}\nset = {{a = 1}}", "no string, number"),
+    ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
+    ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),
+    (f"[defaults]\nout = 'o'\n{NET}\n{NET.replace('models.a', 'models.b')}", "output of 'b' is the output of 'a'"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_done(folder: Path, text: str, what: str) -> None:
+    with pytest.raises(KenosisError, match=what):
+        read_jobs(write(folder, text), folder / "results")
+    assert not (folder / "results").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system gives processors to none")
+def test_no_processor_is_two_workers() -> None:
+    everything = os.sched_getaffinity(0)
+    shares = [share_of(number, len(everything)) for number in range(len(everything))]
+    assert sorted(processor for share in shares for processor in share) == sorted(everything)
+
+
+def test_names_cannot_do_anything_on_a_terminal() -> None:
+    row = Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
+    text = to_text(render([row]))
+    assert ("[red]<script>" in text, "\x1b" in text) == (True, False)

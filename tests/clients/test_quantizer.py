@@ -1,22 +1,28 @@
-"""The public `QDQQuantizer`: stock's in behaviour, never worse, and stock's own result where nothing can be planned."""
+"""The public QDQQuantizer: stock's in behaviour, never worse, stock's own result where nothing can be planned."""
 
 import inspect
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnxruntime.quantization import QDQQuantizer as StockQDQQuantizer
 from onnxruntime.quantization import QuantType
+from onnxruntime.quantization import qdq_loss_debug as debug
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_fusion
+from kenosis_ort.clients.quantizer import with_derived
 from kenosis_ort.graph.outside import copy_model
-from tests import models
+from tests import models, planning
 from tests.clients.support import build, calibrated, ranges, worst_db
+from tests.flow.support import quantized, run
 
 NETS = [models.ALL[name] for name in models.ALL if name not in ("conv_relu_chain", "mlp_matmul", "net_with_if")]
 
@@ -148,3 +154,108 @@ def test_errors_are_stocks(tmp_path: Path) -> None:
             build(kind, model, None)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
+
+
+# ---- ranges that follow from others hold what the runtime computes --------------------------------------------------
+
+
+# Each takes the value named "{0}" of shape (1, 4, 4, 4) to one of the same shape.
+STEPS = {
+    "Relu": "Relu ({0})",
+    "Clip": "Clip ({0}, low, high)",
+    "Clip above": "Clip ({0}, , high)",
+    "Transpose": "Transpose <perm = [0, 2, 3, 1]> ({0})",
+    "Identity": "Identity ({0})",
+    "MaxPool": "MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
+    "AveragePool": "AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
+    "Reshape": "Reshape ({0}, shape)",
+}
+CONSTANTS = {
+    "low": np.float32(-0.5),
+    "high": np.float32(1),
+    "beyond": np.float32(-9),
+    "shape": np.array([1, 4, 4, 4]),
+    "pads": np.array([0, 1, 0, 0, 0, 0, 0, 0]),
+    "extra": np.full((1, 1, 4, 4), 7, np.float32),
+}
+
+
+def net(steps: list[str], *last: str) -> onnx.ModelProto:
+    lines = [f"v{i + 1} = {STEPS[s].format(f'v{i}')}" for i, s in enumerate(steps)]
+    lines += [f"w{i} = {text.format(f'v{len(steps)}')}" for i, text in enumerate(last)]
+    names = [f"v{i + 1}" for i in range(len(steps))] + [f"w{i}" for i in range(len(last))]
+    text = f"(float[1,4,4,4] v0) => ({', '.join(names)}) {{ {chr(10).join(lines)} }}"
+    return planning.parse(text, CONSTANTS, checked=False)
+
+
+@given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), st.integers(0, 2**16))
+def test_derived_ranges_hold_what_is_computed(steps: list[str], seed: int) -> None:
+    model = net(steps, "Pad ({0}, pads)", "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)")
+    x = models.normal((1, 4, 4, 4), seed, 2)
+    found = with_derived(model, {"v0": (float(x.min()), float(x.max()))})
+    for name, array in zip((o.name for o in model.graph.output), run(model, [{"v0": x}])[0], strict=True):
+        low, high = np.nextafter(np.float32(found[name]), np.float32([-9e9, 9e9]))
+        assert low <= array.min() <= array.max() <= high, name
+
+
+ENDS = "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)"
+
+
+@pytest.mark.parametrize(("model", "known", "more"), [
+    (net(["Relu", "Clip"], *ENDS), {"v0": (-3, 2)}, {"v1": (0, 2), "v2": (0, 1), "w0": (-9, 1), "w1": (0, 7)}),
+    (net(["Relu", "Reshape", "Transpose", "MaxPool"]), {"v3": (0, 2)}, dict.fromkeys(("v1", "v2", "v4"), (0, 2))),
+    (net(["Relu", "Identity"]), {"v0": (-1, 1), "v1": (0, 9), "v2": (0, 5)}, {}),
+    *((net([], text), {"v0": (0, 1)}, {}) for text in ("Sigmoid ({0})", "Concat <axis = 1> ({0}, no)", "Exp ({0})")),
+], ids=["ends", "moved", "known", "sigmoid", "unknown", "exp"])  # fmt: skip
+def test_the_ends_are_those_of_the_operator_and_nothing_is_made_up(model: Any, known: Any, more: Any) -> None:
+    assert with_derived(model, known) == {**known, **more}
+
+
+# ---- the runtime's own qdq_loss_debug on our files pairs weights and activations with the float ones by name --------
+
+
+SAME = "pads = [1, 1, 1, 1]"
+STEM = """(float[1,3,16,16] x) => (y) <float[16,3,3,3] w, float[8,16,3,3] v> {{
+    [stem] s = Conv <{}> (x, w) r = Relu (s) [second] y = Conv <pads = [1, 1, 1, 1]> (r, v) }}"""
+BLOCK = """[expand{0}] e{0} = Conv (r{0}, we{0}) f{0} = Relu (e{0})
+    [depthwise{0}] d{0} = Conv <group = 24, pads = [1, 1, 1, 1]> (f{0}, wd{0}) g{0} = Relu (d{0})
+    [project{0}] p{0} = Conv (g{0}, wp{0}) r{1} = Relu (p{0})"""
+WEIGHTS = ", ".join(f"float[24,16,1,1] we{i}, float[24,1,3,3] wd{i}, float[16,24,1,1] wp{i}" for i in range(2))
+DEPTHWISE = f"""(float[1,4,16,16] x) => (y) <float[16,4,3,3] w, {WEIGHTS}, float[8,16,3,3] v> {{
+    [stem] s = Conv <{SAME}> (x, w) r0 = Relu (s) {BLOCK.format(0, 1)} {BLOCK.format(1, 2)}
+    [last] y = Conv <{SAME}> (r2, v) }}"""
+LINEAR = """(float[N,T,16] x) => (float[N,T,16] y)
+    <float[16,16] w0, float[1,1,16] b0, float[16,16] w1, float[1,1,16] b1> {
+    m0 = MatMul (x, w0) a0 = Add (m0, b0) r0 = Relu (a0) m1 = MatMul (r0, w1) a1 = Add (m1, b1) y = Relu (a1) }"""
+REWRITTEN = {
+    "SpaceToDepth": lambda: planning.parse(STEM.format(f"strides = [2, 2], {SAME}")),
+    "read a multiple of 4": lambda: planning.parse(STEM.format(SAME)),
+    "depthwise": lambda: planning.parse(DEPTHWISE),
+    "MatMul and Add became Gemm": lambda: planning.parse(LINEAR),
+    "": models.two_input_detector,
+}
+"""Nets by what the notes say of the rewrite that they meet."""
+
+
+@pytest.mark.parametrize("rewrite", REWRITTEN, ids=lambda r: r or "none")
+def test_weights_and_activations_are_paired_and_compared(rewrite: str, tmp_path: Path) -> None:
+    model = REWRITTEN[rewrite]()
+    feeds = models.feeds(model, 3)
+    float_path, path = tmp_path / "float.onnx", tmp_path / "q.onnx"
+    onnx.save(model, float_path)
+    report = quantized(model, path, feeds)
+    assert any(rewrite in note for note in report.notes), report.notes
+
+    errors = debug.compute_weight_error(debug.create_weight_matching(str(float_path), str(path)))
+    assert errors
+    assert all(map(math.isfinite, errors.values()))
+
+    activations = []
+    for source in (float_path, path):
+        augmented = tmp_path / f"augmented_{source.name}"
+        debug.modify_model_output_intermediate_tensors(str(source), str(augmented))
+        activations.append(debug.collect_activations(str(augmented), models.FeedReader(feeds)))
+    pairs = debug.create_activation_matching(activations[1], activations[0])
+    assert pairs or rewrite.startswith("MatMul"), "there only reshaped values are quantized, which are new"
+    for name, error in debug.compute_activation_error(pairs).items():
+        assert min(error["qdq_err"], error["xmodel_err"]) > 10, name

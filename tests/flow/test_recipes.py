@@ -54,7 +54,7 @@ def test_the_callers_metric_decides(tmp_path: Path) -> None:
 
 
 def test_a_broken_metric_ends_the_call(tmp_path: Path) -> None:
-    """What else is no metric is in `tests.accuracy.test_metric`."""
+    """What else is no metric is in `tests.accuracy.test_error`."""
     with pytest.raises(kenosis_ort.OptionError, match="the metric raised KeyError"):
         fast(tmp_path, 8, metric=lambda outputs, reference: {}["boxes"])
     assert not list(tmp_path.iterdir())

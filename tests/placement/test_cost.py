@@ -1,24 +1,143 @@
-"""Estimates of whole nets, and what is left in float by them."""
+"""What nodes do, what nets cost by the table, what is left float by it, and which kernel Convs are laid out for."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import numpy_helper
+from onnxruntime.quantization import QuantType
 
+from kenosis_ort import preview
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.cost import CostEstimate, MinCut, estimate
 from kenosis_ort.placement.planner import Planner, Regions, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.profile import CostTable, KernelCost
+from kenosis_ort.targets.ort_cpu.work import CLASSES, conv_work, linear_work, work_of
+from kenosis_ort.targets.profile import CostTable, KernelCost, Work
 from tests import models
+from tests.flow.support import Made, changed, make, proof, run
+from tests.models import Net
+from tests.placement.build import view_of
 from tests.planning import parse, prepared
+
+
+def work(text: str) -> Work | None:
+    """The work of the only node of a net."""
+    view = view_of(text)
+    return work_of(view, view.nodes[0])
+
+
+LINEAR = Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("(float[2,8,10,12] x) => (y) <float[20,8,3,3] w> { y = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w) }",
+     Work("conv-dense", 60 * 20 * 72, 60 * 32 * 72, 60 * 20, 60 * 3, 60 * 72, 20 * 72)),
+    ("(float[3,40] x) => (y) <float[40,24] w> { y = MatMul (x, w) }", LINEAR),
+    ("(float[3,40] x) => (y) <float[40,24] w> { y = Gemm (x, w) }", LINEAR),
+    ("(float[3,40] x) => (y) <float[24,40] w> { y = Gemm <transB = 1> (x, w) }", LINEAR),
+    ("(float[2,5,7] a, float[2,7,3] b) => (y) { y = MatMul (a, b) }", Work("matmul", 2 * 5 * 7 * 3, 210, 30)),
+    ("(float[batch,4] x) => (y) { y = Relu (x) }", Work("clip", elements=4)),  # one of them
+    ("(float[1,length] x) => (y) { y = Relu (x) }", None),  # of an unknown size
+])  # fmt: skip
+def test_products_and_free_sizes(text: str, expected: Work | None):
+    assert work(text) == expected
+
+
+@pytest.mark.parametrize(("arguments", "name"), [
+    ({"inputs": 64, "outputs": 64}, "conv-pointwise"),
+    ({"inputs": 64, "outputs": 64, "stride": 2}, "conv-dense"),
+    ({"inputs": 64, "outputs": 64, "window": (3, 3)}, "conv-dense"),
+    ({"inputs": 64, "outputs": 64, "window": (5,)}, "conv-dense"),
+    ({"inputs": 3, "outputs": 64, "window": (3, 3)}, "conv-few-channels"),
+    ({"inputs": 1, "outputs": 64, "window": (10, 4)}, "conv-dense"),
+    ({"inputs": 96, "outputs": 96, "groups": 96, "window": (3, 3)}, "conv-depthwise"),
+    ({"inputs": 72, "outputs": 72, "groups": 72, "window": (3, 3)}, "conv-depthwise-odd"),
+    ({"inputs": 8, "outputs": 16, "groups": 8, "window": (3, 3)}, "conv-grouped-odd"),
+    ({"inputs": 64, "outputs": 64, "groups": 4}, "conv-grouped"),
+    ({"inputs": 64, "outputs": 32, "groups": 4}, "conv-grouped-odd"),
+    ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
+])  # fmt: skip
+def test_classes_of_convolutions(arguments: dict, name: str):
+    assert conv_work(pixels=49, **arguments).shape_class == name
+    assert name in get_target("ort-cpu").costs.kernels
+
+
+@given(
+    pixels=st.integers(1, 500), read=st.integers(1, 40), written=st.integers(1, 40), groups=st.integers(1, 6),
+    window=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+)  # fmt: skip
+def test_kernels_never_do_less_than_the_arithmetic(pixels, read, written, groups, window):
+    work = conv_work(pixels=pixels, inputs=read * groups, outputs=written * groups, groups=groups, window=window)
+    assert work.products >= work.macs > 0
+    assert work.elements == pixels * written * groups
+    assert work.macs % work.elements == 0
+
+
+def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
+    assert linear_work(lines=1, rows=64, columns=64).pieces == 0
+    assert linear_work(lines=1, rows=1024, columns=1024).pieces == 1024 * 1024
+    assert linear_work(lines=1, rows=64, columns=64).shape_class == "linear-one"
+
+
+@pytest.mark.parametrize(("op", "expected"), [
+    ("Relu", Work("clip", elements=2 * 4 * 36)),
+    ("Sigmoid", Work("sigmoid", elements=2 * 4 * 36)),
+    ("GlobalAveragePool", Work("global-pool", elements=2 * 4 * 36)),
+    ("MaxPool <kernel_shape = [2,3], strides = [2,2]>", Work("max-pool", 0, 6 * 48, 48, 6 * 48, 2 * 4 * 36)),
+    ("AveragePool <kernel_shape = [2,2]>", Work("average-pool", 0, 4 * 200, 200, 4 * 200, 2 * 4 * 36)),
+    ("Softmax <axis = -1>", Work("softmax", elements=2 * 4 * 36, pieces=48)),
+    ("Softmax <axis = 1>", Work("softmax", elements=2 * 4 * 36, pieces=72, reads=2 * 4 * 36)),
+    ("SpaceToDepth <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, reads=2 * 4 * 36)),
+    ("DepthToSpace <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, pieces=2 * 4 * 36)),
+    ("Flatten", Work("nothing")),
+    ("Sin", Work("other", elements=2 * 4 * 36)),
+])  # fmt: skip
+def test_other_operators(op: str, expected: Work):
+    assert work(f"(float[2,4,6,6] x) => (y) {{ y = {op} (x) }}") == expected
+
+
+def test_a_recurrent_layer():
+    found = work("""(float[6,1,10] x) => (float[6,1,1,8] y) <float[1,32,10] w, float[1,32,8] r>
+        { y = LSTM <hidden_size = 8> (x, w, r) }""")
+    assert found.macs == 6 * 4 * 8 * (10 + 8)
+
+
+def test_every_class_has_a_cost():
+    borders = {"nothing", "other", "quantize", "dequantize", "channels-last", "blocked"}
+    assert {*CLASSES.values(), *borders} < get_target("ort-cpu").costs.kernels.keys()
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])
+def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inputs: int, outputs: int, second: bool):
+    costs = get_target("ort-cpu").costs
+    for window in ((1, 1), (2, 2)):
+        work = conv_work(pixels=100, inputs=inputs, outputs=outputs, window=window)
+        assert work.second is second
+        assert (costs.integer_us(work) == costs.shifted_us(work)) is second
+
+
+def test_weights_that_are_used_once_come_from_near_caches_in_small_nets():
+    costs = get_target("ort-cpu").costs
+    for lines, cold, share in ((1, 0.2, 0.5), (1, 0.7, 0.7), (16, 0.2, 1.0)):
+        work = linear_work(lines=lines, rows=128, columns=640)
+        cost = replace(costs.kernels[work.shape_class][0], fixed=0.0, weight=7.0)
+        assert cost.microseconds(work, cold) == pytest.approx(share * cost.microseconds(work))
+
+
+# ---- estimates of whole nets ----------------------------------------------------------------------------------------
+
 
 TARGET = get_target("ort-cpu")
 assert TARGET.costs is not None
@@ -179,3 +298,73 @@ def test_no_parting_is_cheaper(sides: list[tuple[float, int]], pairs: list[tuple
     subsets = itertools.chain.from_iterable(itertools.combinations(things, n) for n in range(len(sides) + 1))
     found = cut.solve()
     assert total(found) == min(total(set(subset)) for subset in subsets)
+
+
+# ---- which Convs get weights that select the matrix product ---------------------------------------------------------
+
+
+def net_of_convs(size: int = 12) -> onnx.ModelProto:
+    """A small stem, a deep Conv, a depthwise one and a narrow one."""
+    net = Net()
+    y = net.op("Relu", [net.conv(net.input("x", [1, 3, size, size]), 3, 64, name="stem")], name="r0")
+    y = net.op("Relu", [net.conv(y, 64, 64, name="deep")], name="r1")
+    y = net.op("Conv", [y, net.weight((64, 1, 3, 3), name="dw")], name="depthwise", group=64, pads=[1] * 4)
+    y = net.op("Relu", [net.conv(y, 64, 16, name="narrow")], name="r2")
+    return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * size * size, 64, name="head"))
+
+
+def on_tiles(folder: Path, model: onnx.ModelProto | None = None, **options: Any) -> Made:
+    return make(model or net_of_convs(), folder, tune="model", host="amx", **options)
+
+
+def zero_points(model: onnx.ModelProto) -> dict[str, set[int]]:
+    held = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    makers = {n.output[0]: n for n in model.graph.node}
+    layers = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm") and n.input[1] in makers]
+    return {n.name: set(np.ravel(held[makers[n.input[1]].input[2]]).tolist()) for n in layers}
+
+
+def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
+    made = on_tiles(tmp_path, protect_outputs="int8")
+    report, found = made.report, zero_points(made.written)
+    assert found["deep"] == {-1}
+    assert all(points == {0} for name, points in found.items() if name != "deep")
+    assert "matrix product" in report.plan.explain("deep")
+    assert any("zero point -1" in note for note in report.notes)
+    assert report.left_float() == ()
+    assert all(k.integer for k in proof(report).kernels if k.op_type == "Conv")
+
+
+@pytest.mark.parametrize(("size", "shifted"), [(112, {"deep"}), (160, set())])
+def test_pictures_beyond_near_caches_stay_on_the_direct_kernel(size: int, shifted: set[str]) -> None:
+    plan = preview(net_of_convs(size), tune="model", host="amx")
+    assert {d.edge.consumer for d in plan.decisions if d.zero_point} == shifted
+
+
+@pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
+def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    made = on_tiles(tmp_path, **options)
+    raised = dict.fromkeys(("deep_w_quantized", "deep_w_zero_point"), lambda w: w + np.int8(1))
+    without = changed(made.written, **raised)  # the same weights, stored as they are
+    assert zero_points(without)["deep"] == {0}
+    assert np.array_equal(run(made.written, made.feeds), run(without, made.feeds))
+
+
+@pytest.mark.parametrize("weights", [np.full((64, 64, 3, 3), -1.0), np.ones((64, 64, 3, 3))])
+def test_weights_at_the_end_of_the_grid(tmp_path: Path, weights: Any) -> None:
+    """Alike weights of one sign: two of them stored one lower sum to what 16 bits hold."""
+    held = on_tiles(tmp_path, changed(net_of_convs(), deep_w=lambda _: weights)).held["deep_w_quantized"]
+    assert set(np.unique(held)) <= {-64, 62}
+
+
+@pytest.mark.parametrize("options", [
+    {"TensorQuantOverrides": {"deep_w": [{"symmetric": True, "reduce_range": True}]}},
+    {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}},
+    {"WeightSymmetric": False},
+    {"MinimumRealRange": 0.01},
+], ids=["range", "type", "asymmetric", "least range"])  # fmt: skip
+def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(tmp_path, options):
+    made = on_tiles(tmp_path, extra_options=options)
+    assert zero_points(made.written)["deep"] != {-1}
+    assert all(d.zero_point == 0 for d in made.report.plan.decisions)
+    assert not any("zero point -1" in note for note in made.report.notes)

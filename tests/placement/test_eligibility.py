@@ -1,13 +1,19 @@
-"""What each rule of the target makes of a single node, and what forbids the integer kernel."""
+"""What each rule of the target makes of a single node, and which nodes are integer together."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kenosis_ort.errors import OptionError
+from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.assignment import Assignment, Domain
+from kenosis_ort.placement.eligibility import protect, secondary_inputs
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import Role
-from tests.placement.build import CONV, classes_of
+from kenosis_ort.targets.ort_cpu import ORT_CPU
+from tests import models
+from tests.placement.build import CONV, classes_of, view_of
 from tests.planning import parse, plan_of
 
 CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y = Conv <{CONV}> (x, w, b) }}"
@@ -108,3 +114,179 @@ def test_a_pool_runs_on_bytes_from_operator_set_12_on() -> None:
     pools = [plan_of(parse(text, opset=opset), min_opset=opset).by_node["MaxPool_p"] for opset in (11, 12)]
     assert [node.kind for node in pools] == [Kind.FLOAT, Kind.PASS_THROUGH]
     assert pools[0].reason == "needs opset 12, the model has 11"
+
+
+# ---- which nodes are integer: availability forward, demand backward, heads, the output policy, protected inputs -----
+
+
+def domain_of(model: Any, weights: dict[str, Any] | None = None, **options: Any) -> Domain:
+    given = {"protect_inputs": False, **options}
+    return Assignment(view_of(model, weights), ORT_CPU, PlacementOptions(**given)).domain
+
+
+def net(body: str) -> str:
+    return f"net (float[1,4,8,8] x, bool when) => (y) <float[4,4,1,1] w, float[4,4,1,1] v> {{ {body} }}"
+
+
+def linear(op: str, body: str, shape: str = "2,4") -> str:
+    return f"net (float[{shape}] x) => (y) <float[4,4] w, float[4,4] m, float[4] b> {{ {op} {body} }}"
+
+
+INTEGER: dict[str, tuple[str, str, str]] = {
+    "a light node between anchors is integer": (
+        "c = Conv (x, w) s = Sigmoid (c) y = Conv (s, v)", "Conv_c Sigmoid_s Conv_y", ""
+    ),
+    "behind the last anchor it is float: nothing demands integers": (
+        "c = Conv (x, w) y = Sigmoid (c)", "Conv_c", "Sigmoid_y"
+    ),
+    "before the first anchor it is float": ("s = Sigmoid (x) y = Conv (s, v)", "Conv_y", "Sigmoid_s"),
+    "unless the input is quantized anyway": (
+        "s = Sigmoid (x) c = Conv (x, w) a = Add (c, s) y = Conv (a, v)", "Sigmoid_s Conv_c Add_a Conv_y", ""
+    ),
+    "a sum of an integer and a float branch is float": (
+        "c = Conv (x, w) f = Softmax (c) a = Add (c, f) y = Conv (a, v)", "Conv_c Conv_y", "Add_a"
+    ),
+    "a small float gate, as of SE, is quantized for the product": (
+        "c = Conv (x, w) p = GlobalAveragePool (c) g = Softmax <axis = 1> (p) a = Mul (c, g) y = Conv (a, v)",
+        "Mul_a", "",
+    ),
+    "islands are transparent": ("c = Conv (x, w) t = Tanh (c) a = Add (c, t) y = Conv (a, v)", "Add_a", "Tanh_t"),
+    "heavy float nodes are not": (
+        "c = Conv (x, w) t = ArgMax <axis = 1> (c) k = Cast <to = 1> (t) a = Add (c, k) y = Conv (a, v)", "", "Add_a"
+    ),
+    # The runtime dies of a DQ in front of them (rule pass-through-into-body-dies).
+    "shape operators before a body move bytes": (
+        """c = Conv (x, w) r = Flatten (c) y = If (when) <then_branch = t () => (float[1,256] a) { a = Neg (r) },
+           else_branch = e () => (float[1,256] b) { b = Abs (r) }>""", "Flatten_r", ""
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_light_nodes(name: str) -> None:
+    body, integer, stays_float = INTEGER[name]
+    found = domain_of(net(body)).integer
+    assert set(integer.split()) <= found
+    assert found.isdisjoint(stays_float.split())
+
+
+@pytest.mark.parametrize("policy", ["auto", "float", "int8", None])
+def test_shape_operators_at_an_output_move_bytes(policy: str | None) -> None:
+    """One DQ at the end, in front of the output."""
+    found = domain_of(net("c = Conv (x, w) d = Conv (c, v) y = Flatten (d)"), protect_outputs=policy)
+    assert ("Flatten_y" in found.integer) == (policy != "float")
+
+
+# ---- anchors that write float ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("behind", "floats"), [
+    ("y = Identity (p)", True), ("y = Tanh (p)", True), ("y = MatMul (p, m)", False), ("y = Relu (p)", True),
+    ("r = Relu (p) y = MatMul (r, m)", False), ("r = Reshape (p, s) y = MatMul (r, m)", False),
+    ("t = Tanh (p) n = Neg (p) y = Add (t, n)", True), ("q = MatMul (p, m) y = Add (p, q)", True),
+    ("r = Relu (p) y = Softmax (r)", False),
+])  # fmt: skip
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_gemm_and_matmul_write_float_unless_only_integer_kernels_read_it(op: str, behind: str, floats: bool) -> None:
+    found = domain_of(linear(f"p = {op} (x, w)", behind), {"s": np.array([2, 4])})
+    assert (f"{op}_p" in found.float_output) == floats
+
+
+@pytest.mark.parametrize(("shape", "other", "merged"), [("2,4", "x", True), ("2,3,4", "x", False), ("2,4", "b", False)])
+def test_a_matmul_that_the_session_would_merge_into_a_float_gemm_writes_integers(shape, other, merged):
+    """Rule matmul-residual-float-gemm: in two dimensions, with an Add that is no bias."""
+    found = domain_of(linear("p = MatMul (x, w)", f"y = Add (p, {other})", shape))
+    assert ("MatMul_p" in found.float_output) == (not merged)
+
+
+@pytest.mark.parametrize(("policy", "floats"), [("auto", {"MatMul_y"}), ("int8", set()), (None, set())])
+def test_int8_outputs_are_stocks(policy: str | None, floats: set[str]) -> None:
+    assert domain_of(linear("y = MatMul (x, w)", ""), protect_outputs=policy).float_output == floats
+
+
+# ---- heads ------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_the_anchors_behind_which_no_anchor_lies() -> None:
+    assert set(domain_of(models.two_input_detector()).heads) == {"box_head", "score_head"}
+    assert set(domain_of(models.net_with_if()).heads) == {"conv1"}
+    assert domain_of(net("y = Conv (x, w)")).heads == {"Conv_y": False}, "auto never keeps the only Conv float"
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("float", True), ("int8", False), (None, False)])
+def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy: str | None, stays: bool) -> None:
+    found = domain_of(models.concat_net(), protect_outputs=policy)
+    assert found.heads == {"head": stays}
+    assert ("head" in found.integer) != stays
+    assert "fc2" in domain_of(models.mlp(), protect_outputs=policy).integer
+
+
+@pytest.mark.parametrize(("channels", "stays"), [(8, True), (512, False)])
+def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: int, stays: bool) -> None:
+    """Of the multiply-accumulates the head has 0.3 % or 18 %."""
+    text = f"""net (float[1,16,64,64] x) => (y) <float[64,16,3,3] w, float[{channels},64,1,1] v> {{
+      c = Conv <{CONV}> (x, w) p = AveragePool <kernel_shape = [4,4], strides = [4,4]> (c) y = Conv (p, v) }}"""
+    assert domain_of(text).heads == {"Conv_y": stays}
+
+
+@pytest.mark.parametrize(("text", "macs"), [
+    (f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w> {{ y = Conv <{CONV}> (x, w) }}", 4 * 3 * 9 * 64),
+    (f"net (float[1,4,8,8] x) => (y) <float[4,1,3,3] w> {{ y = Conv <{CONV}, group = 4> (x, w) }}", 4 * 9 * 64),
+    ("net (float[5,8] x) => (y) <float[8,2] w> { y = MatMul (x, w) }", 8 * 2 * 5),
+    ("net (float[N,8] x) => (float[N,2] y) <float[8,2] w> { y = Gemm (x, w) }", 8 * 2),
+])  # fmt: skip
+def test_multiply_accumulates(text: str, macs: int) -> None:
+    view = view_of(text)
+    assert view.multiply_accumulates(view.nodes[0]) == macs
+
+
+# ---- scale factors, masks, ids and shapes keep out of int8, and so does the node where they meet the data ------------
+
+
+def secondary(declared: str, primary: list[str] | None = None) -> list[str]:
+    """The secondary inputs of a net with these inputs."""
+    body = " ".join(f"y{i} = Neg ({each.split()[-1]})" for i, each in enumerate(declared.split(", ")))
+    return list(secondary_inputs(view_of(f"({declared}) => (y0) {{ {body} }}"), primary))
+
+
+SECONDARY = """scale_factor im_shape image_shape im_info attention_mask token_type_ids position_ids sr h0 c0 state
+    hidden_state past_key_values cache_k orig_target_sizes x_lengths"""
+PRIMARY = "image x input pixel_values audio src features tokens"
+
+
+@pytest.mark.parametrize(("declared", "found"), [
+    *((f"float[1,3,8,8] image, float[1,2] {name}", [name]) for name in SECONDARY.split()),
+    *((f"float[1,3,8,8] {name}", []) for name in PRIMARY.split()),
+    ("float[1,3,8,8] picture, float[1,2] extra, float[1,64] embedding", ["extra"]),  # small beside a picture
+    ("float[1,4] a, float[1,2] b", []),  # two matrices
+    ("float[1,3,8,8] mask", []),  # never all of them
+])  # fmt: skip
+def test_inputs_are_secondary_by_name_or_as_small_vectors(declared: str, found: list[str]) -> None:
+    assert secondary(declared) == found
+
+
+def test_the_callers_word_counts() -> None:
+    declared = "float[1,3,8,8] image, float[1,3,8,8] mask"
+    assert secondary(declared, ["mask"]) == ["image"]
+    assert secondary(declared, ["image", "mask"]) == []
+    with pytest.raises(OptionError, match=r"'imge'.*Did you mean 'image'"):
+        secondary(declared, ["imge"])
+
+
+@pytest.mark.parametrize(("text", "found", "why"), [
+    # The flood of a mask stops where it meets the data.
+    ("(float[1,3,8,8] x, float[1,1,1,8] mask) => (y) { h = Mul (mask, half) a = Add (x, h) y = Neg (a) }",
+     "Mul_h Add_a", "mixes main data with a protected tensor"),
+    ("""(float[1,C,8,8] x) => (float[D] y, float[1,C,8,8] z)
+        { s = Shape (x) f = Cast <to = 1> (s) y = Mul (f, half) z = Neg (x) }""", "Shape_s Cast_f Mul_y", ""),
+    # The bound of a Clip is computed from the data: the chain to it is float, the data are not protected.
+    ("(float[1,3,8,8] x) => (y) { m = ReduceMax <keepdims = 0> (x) h = Mul (m, half) y = Clip (x, zero, h) }",
+     "Mul_h ReduceMax_m", "computes a shape, a bound or an index, not data"),
+    # What steers and feeds is data.
+    ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", "", ""),
+], ids=["mask", "shape", "bound", "both"])  # fmt: skip
+def test_what_only_steers_stays_float(text: str, found: str, why: str) -> None:
+    known = {name: np.float32(value) for name, value in (("half", 0.5), ("zero", 0)) if name in text}
+    protected = protect(view_of(text, known), None)
+    assert [*protected] == found.split()
+    assert not protected or why in [*protected.values()][-1]

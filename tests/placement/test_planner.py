@@ -1,18 +1,23 @@
-"""What is decided for whole blocks, edge by edge: the plan as the user reads it. Those of shared nets are golden."""
+"""What is decided for whole blocks, edge by edge, as the user reads it; plans of shared nets are golden."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.placement.decisions import ScaleGroups
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan, RangeLimit
+from kenosis_ort.targets import Hooks
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
-from tests.placement.build import how, nodes_of, pairs
+from tests.placement.build import CONV, how, nodes_of, pairs
 from tests.planning import parse, plan_of, prepared
 
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
@@ -179,3 +184,143 @@ def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_ne
     assert decision(plan, "conv2_w", "conv2").how is How.FLOAT
     first = plan_of(models.conv_relu_chain(6), nodes_to_exclude=frozenset({"conv0"}))
     assert (how(first, "x", "conv0"), first.barriers) == (How.FLOAT, ())
+
+
+# ---- scale groups: union-find against a plain model, and when a Concat's producers may join -------------------------
+
+
+NAMES = list("abcdefgh")
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)), max_size=15))
+def test_groups_are_the_connected_components(ties: list[tuple[str, str]]) -> None:
+    groups, roots = ScaleGroups({}, {}, 1.5), {name: name for name in NAMES}
+    for value, provider in ties:
+        groups.tie(value, provider)
+        joined = roots[value]
+        roots = {name: roots[provider] if root == joined else root for name, root in roots.items()}
+    for name in NAMES:
+        assert groups.root(name) == roots[name], "the provider's root keeps providing"
+        assert sorted(groups.members(name)) == [other for other in NAMES if roots[other] == roots[name]]
+
+
+@pytest.mark.parametrize(("own", "limit", "shared", "elsewhere", "said"), [
+    # Read elsewhere, a value must not lose resolution; ranges are widened to hold 0 before they are compared.
+    ((0.0, 1.0), None, (0.0, 1.4), True, None),
+    ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
+    ((0.0, 1.0), None, (0.0, 100.0), False, None),
+    ((2.0, 3.0), None, (0.0, 4.0), True, None),
+    ((-1.0, 0.0), None, (-1.0, 1.0), True, "'v' is read elsewhere"),
+    # An absorbed activation must stay absorbed.
+    ((0.0, 4.0), (0.0, None), (-1.0, 4.0), False, "below 0.0"),
+    ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
+    ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
+    ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
+    # Before calibration everything may be shared, so that every value that may need its own range is observed.
+    (None, (0.0, None), None, True, None),
+])  # fmt: skip
+def test_what_a_value_may_share(own: Any, limit: Any, shared: Any, elsewhere: bool, said: str | None) -> None:
+    limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
+    groups = ScaleGroups({} if own is None else {"v": own, "out": shared}, limits, 1.5)
+    reason = groups.may_share("v", "out", lambda _: elsewhere)
+    assert (reason is None) if said is None else (reason is not None and said in reason)
+
+
+def test_every_member_of_the_group_counts() -> None:
+    groups = ScaleGroups({"v": (0, 1), "u": (0, 1), "out": (-1, 1)}, {"u": RangeLimit("u", 0.0, None)}, 1.5)
+    assert groups.may_share("v", "out", lambda _: False) is None
+    groups.tie("u", "v")
+    assert groups.may_share("v", "out", lambda _: False) is not None
+
+
+# ---- what ort-cpu leaves float though its table says integer: stems of mobile nets, and slow pools ------------------
+
+
+WIDE_POOL = "MaxPool <kernel_shape = [3,3], pads = [1,1,1,1]>"
+DEPTHWISE = f"Conv <{CONV}, group = 8>"
+
+
+def behind_stem(body: str, channels: int = 3, outputs: str = "y", wide: int = 8) -> str:
+    weights = f"float[8,{channels},3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t"
+    given = f"(float[1,{channels},8,8] x) => ({outputs}) <{weights}, float[8,8,3,3] f, float[8] one>"
+    return f"net {given} {{ c = Conv <{CONV}> (x, w) {body} }}"
+
+
+def stem(
+    between: str = "r = Relu (c)", depthwise: str = f"d = {DEPTHWISE} (r, v)", behind: str = "", **how: object
+) -> str:
+    return behind_stem(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)  # type: ignore[arg-type]
+
+
+def mobile(tail: str, project: str = "p = Conv (a, u)", wide: int = 8) -> str:
+    return behind_stem(f"r = HardSwish (c) d = {DEPTHWISE} (r, v) a = Relu (d) {project} {tail}", wide=wide)
+
+
+def float_convs(text: str, **options: object) -> str:
+    plan = plan_of(text, **options)
+    assert all(n.rule == "float-prefix" for n in plan.nodes if n.op_type == "Conv" and n.kind is Kind.FLOAT)
+    return "".join(name.removeprefix("Conv_") for name in nodes_of(plan, Kind.FLOAT) if name.startswith("Conv"))
+
+
+GATED = "g = GlobalAveragePool (a) e = Conv (g, t) h = Sigmoid (e) m = Mul (a, h) p = Conv (m, u)"
+
+
+@pytest.mark.parametrize(("text", "convs"), [
+    # The stem and the depthwise Conv behind it, through light nodes.
+    *((stem(between), "cd") for between in ("r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)",
+                                            "s = Sigmoid (c) r = Mul (c, s)", "r = LeakyRelu (c)")),
+    # Others are no stem: of many channels, before a dense Conv, a pool, two Convs, an output, a second Conv.
+    (stem(channels=16), ""),
+    (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
+    (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""),
+    (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
+    (stem(outputs="y, r"), ""),
+    (behind_stem(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
+    # A net of nothing else is integer.
+    (behind_stem(f"y = {DEPTHWISE} (c, v)"), ""),
+    # The projection joins them where it does not widen; a residual around them takes all three.
+    (mobile("y = Conv (p, t)"), "cdp"),
+    (mobile("y = Conv (p, t)", wide=16), "cd"),
+    (mobile("s = Add (r, p) y = Conv (s, t)"), "cdp"),
+    # A sum with anything else takes none, and a gate between them leaves the projection integer.
+    (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
+    (mobile("y = Conv (p, t)", GATED), "cd"),
+])  # fmt: skip
+def test_convs_left_float(text: str, convs: str) -> None:
+    assert float_convs(text) == convs
+
+
+def test_what_is_behind_them_is_integer_on_a_q_of_its_own() -> None:
+    for text, values in ((stem(), ["a", "y"]), (mobile("s = Add (r, p) y = Conv (s, t)"), ["s", "y"])):
+        assert nodes_of(plan_of(text), Kind.INTEGER) == ["Conv_y"]
+        assert [v for v, _ in plan_of(text).quantized_values()] == values
+
+
+def test_a_target_may_switch_it_off() -> None:
+    assert float_convs(stem(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == ""
+
+
+# ---- pools on bytes, which are fast where an integer Conv made the layout channels-last ---------------------------
+
+
+@pytest.mark.parametrize(("between", "fast"), [
+    (f"p = {WIDE_POOL} (c)", True),
+    (f"r = Relu (c) p = {WIDE_POOL} (r)", True),
+    (f"s = Sigmoid (c) m = Mul (c, s) p = {WIDE_POOL} (m)", True),
+    (f"h = HardSwish (c) p = {WIDE_POOL} (h)", True),
+    (f"d = Conv <{CONV}> (c, f) a = Concat <axis = 1> (c, d) b = Slice (a, o, e, n) p = {WIDE_POOL} (b)", True),
+    (f"q = {WIDE_POOL} (c) p = {WIDE_POOL} (q)", True),
+    (f"l = LRN <size = 3> (c) p = {WIDE_POOL} (l)", False),
+    (f"l = InstanceNormalization (c, one, one) p = {WIDE_POOL} (l)", False),
+    (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {WIDE_POOL} (l)", False),
+    (f"i = {WIDE_POOL} (x) p = Add (c, i)", False),  # a pool of the input
+], ids=["conv", "relu", "silu", "island", "concat", "pool", "lrn", "norm", "average pool", "input"])  # fmt: skip
+def test_behind_an_integer_conv_a_pool_moves_bytes(between: str, fast: bool) -> None:
+    """One that stays float is held back from the Q behind it, or the session would hoist that above the pool."""
+    weights = {"o": [0], "e": [8], "n": [1]} if "Slice" in between else None
+    plan = plan_of(behind_stem(f"{between} y = Conv <{CONV}> (p, f)", channels=8), weights=weights)
+    pool = "i" if "i = " in between else "p"
+    assert f"MaxPool_{pool}" in nodes_of(plan, Kind.PASS_THROUGH if fast else Kind.FLOAT)
+    if not fast:
+        assert pool in plan.barriers
+        assert pool == "i" or how(plan, "p", "Conv_y") is How.OWN

@@ -1,0 +1,353 @@
+"""Channels brought to one range between two layers and behind norms: exact in float, better in integers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenosis_ort.accuracy.channel_statistics import channel_statistics
+from kenosis_ort.calibration.statistics import Rescaling
+from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.passes.equalize_layers import Equalized, equalize, values_for_equalization
+from kenosis_ort.passes.layers import LinkNoise, find_links
+from kenosis_ort.passes.smooth import Smoothed, smooth, values_for_smoothing
+from kenosis_ort.runtime.limits import runtime_limits
+from tests import models, planning
+from tests.flow.support import changed, run
+from tests.models import Feed, Net
+from tests.passes.support import array, first
+from tests.planning import parse, prepared
+
+
+def distance(model: onnx.ModelProto, other: onnx.ModelProto, feeds: list[Feed]) -> float:
+    """Largest difference over the largest value of each output."""
+    pairs = [p for a, b in zip(run(model, feeds), run(other, feeds), strict=True) for p in zip(a, b, strict=True)]
+    return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-6)) for a, b in pairs)
+
+
+def equalized(model: onnx.ModelProto, feeds: list[Feed] | None = None, nodes: set[str] | None = None) -> Equalized:
+    feeds, values = feeds or models.feeds(model, 4), values_for_equalization(LiveGraph(model))
+    return equalize(model, peaks=channel_statistics(model, feeds, values), nodes=nodes)
+
+
+def of_first(pair: Mapping[str, Rescaling]) -> Rescaling:
+    """What became of the output of the pair's first layer."""
+    return next(iter(pair.values()))
+
+
+def spread(model: onnx.ModelProto, *, axis: int, seed: int = 0) -> onnx.ModelProto:
+    """The model with channels of the first layer's weight that differ by up to a hundred times."""
+    held = array(model.graph.initializer, "a_w")
+    factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, held.shape[axis]))
+    return changed(model, a_w=factors.reshape([-1 if at == axis else 1 for at in range(held.ndim)]))
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "relu": lambda net, y, flat: net.op("Relu", [y]),
+    "leaky": lambda net, y, flat: net.op("LeakyRelu", [y], alpha=0.1),
+    "prelu": lambda net, y, flat: net.op("PRelu", [y, np.linspace(-0.5, 0.5, 8).reshape((8,) if flat else (8, 1, 1))]),
+    "none": lambda net, y, flat: y,
+    "clip": lambda net, y, flat: net.op("Clip", [y, np.float32(0), np.float32(3)]),
+    "pool": lambda net, y, flat: net.op("AveragePool", [net.op("Relu", [y])], kernel_shape=[3, 3], pads=[1] * 4),
+}
+LINEAR = {"gemm": Net.gemm, "matmul": Net.linear}
+
+
+def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 0) -> onnx.ModelProto:
+    """Two layers with eight channels of unlike range between them."""
+    net, flat = Net(seed=seed), first in LINEAR
+    x = net.input("x", ["n", 6] if flat else ["n", 4, 6, 6])
+    if flat:
+        y = LINEAR[first](net, x, 6, 8, name="a")
+    elif first == "conv":
+        y = net.conv(x, 4, 8, name="a")
+    else:
+        y = net.op("ConvTranspose", [x, net.weight((4, 4, 3, 3), name="a_w")], name="a", group=2)
+    y = ACTIVATIONS[act](net, y, flat)
+    if second in LINEAR:
+        y = LINEAR[second](net, y, 8, 5, name="b")
+    elif second == "flat":
+        y = net.gemm(net.op("Flatten", [y]), 8 * 36, 5, name="b")
+    elif second == "conv":
+        y = net.conv(y, 8, 8, groups=groups, name="b")
+    else:
+        y = net.op("ConvTranspose", [y, net.weight((8, 3, 3, 3), name="b_w")], name="b", group=groups)
+    return planning.prepared(spread(net.of(y), axis=0 if first in ("gemm", "conv") else 1, seed=seed))
+
+
+@given(
+    first=st.sampled_from(["conv", "transposed"]), act=st.sampled_from(["relu", "leaky", "prelu", "none", "pool"]),
+    second=st.sampled_from(["conv", "transposed"]), groups=st.sampled_from([1, 2, 8]), seed=st.integers(0, 2**16),
+)  # fmt: skip
+def test_convolutions_compute_the_same_for_every_input(first, act, second, groups, seed):
+    model = pair_net(first, act, second, groups=groups, seed=seed)
+    result = equalized(model, models.feeds(model, 2, seed=seed))
+    others = [{"x": 50 * f["x"]} for f in models.feeds(model, 2, seed=seed + 1)]  # far beyond what was observed
+    assert distance(model, result.model, others) < 1e-5
+
+
+CASES = [(a, act, b) for a in LINEAR for b in LINEAR for act in ("relu", "leaky", "prelu", "none")]
+
+
+@pytest.mark.parametrize(("first", "act", "second"), [*CASES, ("conv", "relu", "flat")])
+def test_linear_layers_compute_the_same_and_features_behind_a_flatten_follow_their_channel(first, act, second):
+    model = pair_net(first, act, second)
+    result = equalized(model, models.feeds(model, 4))
+    assert len(result.pairs) == 1
+    assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
+
+
+def test_the_noise_is_as_predicted() -> None:
+    model = changed(pair_net("gemm", "none", "gemm"), b_w=10.0 ** np.linspace(-2, 1, 5)[:, None])
+    (link,), feeds = find_links(LiveGraph(model)), models.feeds(model, 4, dims={"n": 500})
+    (seen,) = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model))).values()
+    a, bias, b = (array(model.graph.initializer, name).astype(np.float64) for name in ("a_w", "a_b", "b_w"))
+    x = np.concatenate([feed["x"] for feed in feeds]) @ a.T + bias
+    step, steps = (x.max() - x.min()) / 255, np.abs(b).max(axis=1, keepdims=True) / 127
+    off = (np.rint(x / step) * step) @ (np.rint(b / steps) * steps).T - x @ b.T
+    noise = ((off**2).mean(axis=0) / ((x**2).mean(axis=0) @ (b**2).T)).sum()
+    assert LinkNoise(link, seen, link.second.canonical(b), per_channel=True).of(np.ones(8)) == pytest.approx(noise, 0.1)
+
+
+@pytest.mark.parametrize("pool", ["MaxPool", "AveragePool"])
+def test_a_pool_mixes_the_channels_of_linear_layers(pool: str) -> None:
+    text = f"""(float[n,2,5,6] x) => (y) <float[6,8] a_w, float[8,5] b_w>
+        {{ a = MatMul (x, a_w) p = {pool} <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (a) y = MatMul (p, b_w) }}"""
+    assert equalized(planning.prepared(spread(planning.parse(text), axis=1))).pairs == ()
+
+
+@given(groups=st.sampled_from([1, 8]), seed=st.integers(0, 2**16))
+def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
+    model = pair_net("conv", "clip", "conv", groups=groups, seed=seed)
+    feeds = models.feeds(model, 4, seed=seed)
+    result = equalized(model, feeds)
+    assert distance(model, result.model, feeds) < 1e-5
+    peaks = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model)))
+    for pair in result.pairs:
+        assert np.all(of_first(pair).factors[next(iter(peaks.values())).high >= 3.0] == 1.0)
+
+
+def test_without_statistics_channels_stay() -> None:
+    model = pair_net("gemm", "relu", "gemm")
+    assert equalized(model).pairs
+    assert (equalize(model, peaks={}).pairs, equalize(model, peaks={}).model is model) == ((), True)
+
+
+def test_high_biases_move_on_to_a_layer_that_does_not_pad() -> None:
+    text = """(float[n,4,6,6] x) => (y) <float[8,4,1,1] a_w, float[8] a_b, float[4,8,{0},{0}] b_w, float[4] b_b>
+        {{ a = Conv (x, a_w, a_b) r = Relu (a) y = Conv <pads = [{1}, {1}, {1}, {1}]> (r, b_w, b_b) }}"""
+    high = {"a_b": np.full(8, 40.0)}
+    model, padded = (planning.prepared(planning.parse(text.format(*how), high)) for how in ((1, 0), (3, 1)))
+    feeds = models.feeds(model, 16)
+    result = equalized(model, feeds)
+    absorbed = of_first(result.pairs[0]).shift
+    assert np.all(absorbed > 10)
+    assert distance(model, result.model, feeds) < 1e-5
+    assert not any(of_first(p).shift.any() for p in equalized(padded, feeds).pairs)
+    # Factors are those of the net whose biases had moved before.
+    weight = array(model.graph.initializer, "b_w")[:, :, 0, 0]
+    moved = changed(model, a_b=lambda bias: bias - absorbed, b_b=lambda bias: bias + weight @ absorbed)
+    (again,) = equalized(moved, feeds).pairs
+    np.testing.assert_allclose(of_first(again).factors, of_first(result.pairs[0]).factors, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "pairs"), [("4", 1), ("1,4", 1), ("1", 0), ("4,1", 0)])
+def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape: str, pairs: int) -> None:
+    text = f"""(float[4,6] x) => (y) <float[6,4] a_w, float[{shape}] a_b, float[4,5] b_w, float[5] b_b>
+        {{ [a] p = Gemm (x, a_w, a_b) q = Relu (p) [b] y = Gemm (q, b_w, b_b) }}"""
+    weight = models.normal((6, 4)) * [0.01, 0.1, 1.0, 1.0]
+    model = planning.prepared(planning.parse(text, {"a_w": weight}))
+    result = equalized(model, models.feeds(model, 16))
+    assert len(result.pairs) == pairs
+    assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["two consumers", "output", "shared weight", "sigmoid", "excluded"])
+def test_what_others_need_is_not_touched(case: str) -> None:
+    net = Net(seed=5)
+    y = net.op("Sigmoid" if case == "sigmoid" else "Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, name="a")])
+    if case in ("two consumers", "output"):
+        net.output(y if case == "output" else net.op("Exp", [y]))
+    z = net.conv(y, 8, 8, name="b")
+    if case == "shared weight":
+        z = net.op("Conv", [net.op("Relu", [z]), "b_w"], name="c", pads=[1, 1, 1, 1])
+    model = planning.prepared(spread(net.of(z), axis=0))
+    assert equalized(model, nodes={"b"} if case == "excluded" else None).pairs == ()
+
+
+# ---- SmoothQuant: folded where it can be, and better where channels differ ------------------------------------------
+
+
+D = 32
+NORMS = {
+    "layer norm": "n = LayerNormalization <axis = -1> (x, gamma, beta)",
+    "rms norm": "n = RMSNormalization <axis = -1> (x, gamma)",
+    "rms norm in pieces": """q = Mul (x, x)\n m = ReduceMean <axes = [-1]> (q)\n e = Add (m, eps)\n r = Sqrt (e)
+        d = Div (x, r)\n n = Mul (gamma, d)""",
+    "affine": "d = Mul (x, gamma)\n n = Add (d, beta)",
+}
+ALPHAS = ("auto", 0.0, 0.3, 0.5, 0.85, 1.0)
+INSTALLED = sorted(NORMS if runtime_limits().max_opset >= 23 else NORMS.keys() - {"rms norm"})  # its operator set
+READERS = {
+    "two linears": "a = MatMul (n, w1)\n b = MatMul (n, w2)\n c = Add (b, b2)\n y = Mul (a, c)",
+    "gemm behind a reshape": "f = Reshape (n, flat)\n g = Gemm <transB = 1> (f, w1, b2)\n y = Reshape (g, back)",
+    "transposed": "t = Transpose <perm = [1, 0, 2]> (n)\n g = MatMul (t, w1)\n y = Transpose <perm = [1, 0, 2]> (g)",
+}
+
+
+def with_outliers(gain: float = 30.0, seed: int = 0) -> dict[str, Any]:
+    """Weights of which the norm's gains have a few channels far above the rest."""
+    rng = np.random.default_rng(seed)
+    gamma = rng.uniform(0.5, 1.5, D)
+    gamma[rng.choice(D, 3, replace=False)] *= gain
+    dense = {f"w{i}": rng.standard_normal((D, D)) / D**0.5 for i in range(1, 5)}
+    arrays = {"gamma": gamma, "beta": rng.standard_normal(D) * 0.1, "b2": rng.standard_normal(D), **dense}
+    shapes = {"flat": np.array([-1, D], np.int64), "back": np.array([1, 10, D], np.int64)}
+    return {**{k: v.astype(np.float32) for k, v in arrays.items()}, "eps": np.float32(1e-5), **shapes}
+
+
+def behind_norm(
+    body: str, given_weights: dict[str, Any] | None = None, outputs: str = "float[1,10,32] y"
+) -> onnx.ModelProto:
+    used = {
+        k: v for k, v in (given_weights or with_outliers()).items() if k in body.replace("(", " ").replace(")", " ")
+    }
+    opset = 23 if "RMSNormalization" in body else 17
+    return prepared(parse(f"net (float[1,10,{D}] x) => ({outputs}) {{ {body} }}", used, opset=opset))
+
+
+def token_feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [{"x": rng.standard_normal((1, 10, D)).astype(np.float32)} for _ in range(count)]
+
+
+def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
+    insert = options.get("insert")
+    wanted = values_for_smoothing(LiveGraph(model), nodes=options.get("nodes"), insert=insert)
+    return smooth(model, peaks=channel_statistics(model, token_feeds(), wanted), **options)
+
+
+def check_exact(model: onnx.ModelProto, result: Smoothed) -> None:
+    before, after = (np.stack(first(m, token_feeds(seed=5))) for m in (model, result.model))
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5 * np.abs(before).max())
+
+
+@pytest.mark.parametrize("norm", INSTALLED)
+@pytest.mark.parametrize("reader", READERS)
+def test_folded_into_what_is_before(norm: str, reader: str) -> None:
+    model = behind_norm(f"{NORMS[norm]}\n{READERS[reader]}")
+    result = smoothed(model)
+    (done,) = result.layers
+    assert (done.value, len(done.layers)) == ("n", 2 if reader == "two linears" else 1)
+    assert done.gain_db > 5
+    assert [n.op_type for n in result.model.graph.node] == [n.op_type for n in model.graph.node]
+    assert len(result.notes) == 1
+    check_exact(model, result)
+
+
+@given(st.sampled_from(INSTALLED), st.floats(1, 300), st.sampled_from(ALPHAS), st.integers(0, 99))
+def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
+    model = behind_norm(f"{NORMS[norm]}\n{READERS['two linears']}", with_outliers(gain, seed))
+    check_exact(model, smoothed(model, alpha=alpha))
+
+
+@pytest.mark.parametrize(("body", "values"), [
+    ("h = MatMul (x, w1)\n r = Relu (h)\n y = MatMul (r, w2)", ["r"]),
+    ("h = MatMul (x, w1)\n a = Add (h, b2)\n r = LeakyRelu (a)\n y = MatMul (r, w2)", ["r"]),
+    ("g = MatMul (x, w1)\n s = Sigmoid (g)\n u = MatMul (x, w2)\n h = Mul (s, u)\n y = MatMul (h, w3)", ["h"]),
+    ("h = MatMul (x, w1)\n r = Tanh (h)\n y = MatMul (r, w2)", []),
+    ("h = MatMul (x, w1)\n s = Softmax (h)\n p = Add (h, s)\n y = MatMul (p, w2)", []),
+])  # fmt: skip
+def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> None:
+    arrays = with_outliers()
+    arrays["w1"][:, :2] *= 40.0  # outlier channels of the first layer's output
+    arrays["w2"][:, 5] *= 40.0
+    model = behind_norm(body, arrays)
+    result = smoothed(model)
+    assert [done.value for done in result.layers] == values
+    check_exact(model, result)
+
+
+NORMED = f"{NORMS['layer norm']}\n a = MatMul (n, w1)\n "
+
+
+@pytest.mark.parametrize(("body", "options"), [
+    (f"{NORMED} y = Add (a, n)", {"insert": False}),  # a residual reads it
+    (f"{NORMED} y = Add (a, b2)", {"nodes": ["other"]}),
+    ("y = MatMul (x, w1)", {}),
+    (f"{NORMS['layer norm']}\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
+])  # fmt: skip
+def test_left_alone(body: str, options: dict[str, Any]) -> None:
+    arrays = {**with_outliers(), "w": np.zeros((10, 32), np.float32)}
+    model = behind_norm(body, arrays, "float[1,32,32] y" if "Transpose" in body else "float[1,10,32] y")
+    result = smoothed(model, **options)
+    assert result.layers == result.notes == ()
+    assert result.model == model
+
+
+def rounding_noise(model: onnx.ModelProto) -> float:
+    """Power of what 8 bits change of the products behind a norm, as a share of theirs."""
+    x = np.concatenate([feed["x"] for feed in token_feeds(seed=7)]).astype(np.float64)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    n, share = x * array(model.graph.initializer, "gamma") + array(model.graph.initializer, "beta"), 0.0
+    step = (n.max() - n.min()) / 255
+    for name in ("w1", "w2"):
+        w = array(model.graph.initializer, name).astype(np.float64)
+        steps = np.abs(w).max(axis=0) / 127
+        off = (np.round(n / step) * step) @ (np.round(w / steps) * steps) - n @ w
+        share += float((off**2).mean() / ((n @ w) ** 2).mean())
+    return share
+
+
+@pytest.mark.parametrize("gain", [3.0, 30.0, 100.0])
+def test_the_gain_is_as_predicted(gain: float) -> None:
+    model = behind_norm(f"{NORMS['layer norm']}\n{READERS['two linears']}", with_outliers(gain))
+    result = smoothed(model)
+    gained = 10 * np.log10(rounding_noise(model) / rounding_noise(result.model))
+    assert gained == pytest.approx(result.layers[0].gain_db, abs=1.0)
+
+
+def test_auto_asks_for_a_gain_and_a_number_does_not() -> None:
+    arrays = with_outliers()
+    arrays["gamma"][:] = 1.0
+    model = behind_norm(f"{NORMS['layer norm']}\n{READERS['two linears']}", arrays)
+    peaks = channel_statistics(model, token_feeds(), values_for_smoothing(LiveGraph(model)))
+    (fixed,) = smooth(model, peaks=peaks, alpha=0.0).layers  # moves the weights' difficulty to the activations
+    assert fixed.alpha == 0.0
+    assert all(done.gain_db > 0.45 for done in smooth(model, peaks=peaks).layers)
+
+
+@pytest.mark.parametrize("insert", [True, None])
+def test_a_mul_where_nothing_takes_it(insert: bool | None) -> None:
+    model = behind_norm(f"{NORMED} b = MatMul (n, w2)\n c = Add (a, b)\n y = Add (c, n)")
+    assert values_for_smoothing(LiveGraph(model), insert=False) == {}
+    result = smoothed(model, insert=insert)
+    assert [n.op_type for n in result.model.graph.node].count("Mul") == 1
+    assert result.layers[0].gain_db > 5
+    onnx.checker.check_model(result.model)
+    check_exact(model, result)
+
+
+def test_weights_shared_with_others_are_not_changed() -> None:
+    more = "m = LayerNormalization <axis = -1> (a, gamma, beta)\n s = Sigmoid (m)\n b = MatMul (s, w1)\n y = Add (b, m)"
+    model = behind_norm(NORMED + more)
+    result = smoothed(model)
+    assert [done.value for done in result.layers] == ["n"]
+    for name in ("w1", "gamma"):
+        np.testing.assert_array_equal(array(result.model.graph.initializer, name), with_outliers()[name])
+    check_exact(model, result)
+
+
+def test_dead_channels() -> None:
+    arrays = with_outliers()
+    arrays["gamma"][4] = arrays["beta"][4] = 0.0
+    arrays["w1"][7] = 0.0
+    model = behind_norm(f"{NORMED} y = Add (a, b2)", arrays)
+    result = smoothed(model)
+    factors = result.rescaled["n"].factors
+    assert factors[4] == factors[7] == 1.0
+    check_exact(model, result)
