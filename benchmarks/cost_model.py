@@ -43,7 +43,7 @@ from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.fit import fitted
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.placement.cost import CostEstimate, estimate
+from kenosis_ort.placement.cost import CostEstimate, NetCosts
 from kenosis_ort.tuning import RaceSetup, race
 
 HEADER = f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
@@ -98,7 +98,7 @@ def laid_out(path: str, host: str | None, **options: Any) -> tuple[Builder, Cost
     builder = for_integers(proto, fitted(proto, _previewed(path, {"host": host, **options})))
     costs = builder.request.target.costs
     none = builder.planner is None or costs is None
-    return None if none else (builder, estimate(builder.prepared.graph, builder.plan, costs))
+    return None if none else (builder, NetCosts(builder.prepared.graph, costs).estimate(builder.plan))
 
 
 class Nodes:

@@ -24,7 +24,7 @@ from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.placement.cost import estimate
+from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.fusion_aware import name_made_values
@@ -423,6 +423,6 @@ def layers_of(
     """
     if target.costs is None or not target.costs.shows_times:
         return layer_times(fusion, {}, None, times)
-    cost = estimate(view, plan, target.costs)
+    cost = NetCosts(view, target.costs).estimate(plan)
     between = cost.run_us + sum(cost.borders_us.values())
     return layer_times(fusion, {n.node: (n.op_type, n.planned_us) for n in cost.nodes}, between, times)

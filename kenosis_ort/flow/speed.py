@@ -29,7 +29,7 @@ from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.passes.runner import Journal
-from kenosis_ort.placement.cost import estimate
+from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
@@ -214,11 +214,11 @@ class _Forms:
         costs = request.target.costs
         if costs is None or not plan.integer_nodes():
             return None
-        found = estimate(self._builder.prepared.graph, plan, costs)
+        found = NetCosts(self._builder.prepared.graph, costs).estimate(plan)
         if found.unknown:
             return None
         plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
-        in_float = estimate(plain.graph, PlacementPlan(request.target.name), costs)
+        in_float = NetCosts(plain.graph, costs).estimate(PlacementPlan(request.target.name))
         return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
 
     def _summary(self, records: Sequence[SpeedCandidate], notes: Sequence[str] = (), **more: Any) -> SpeedSummary:

@@ -17,7 +17,7 @@ from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.flow.request import Request, not_taken
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.recipe import Recipe
-from kenosis_ort.placement.cost import estimate
+from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.placement.eligibility import BYTE, Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import stock
@@ -314,7 +314,7 @@ def elsewhere(view: GraphView, plan: PlacementPlan, target: Target) -> Iterator[
     )
     for profile in target.profiles:
         if profile.name != target.costs.host:
-            costs = profile.table(target.costs)
-            there = estimate(view, plain, costs).planned_us / estimate(view, plan, costs).planned_us
+            net = NetCosts(view, profile.table(target.costs))
+            there = net.estimate(plain).planned_us / net.estimate(plan).planned_us
             if there < _SLOWER:
                 yield f"On '{profile.name}' they make it slower: {there:.2f}x of a file laid out for it, by estimate."

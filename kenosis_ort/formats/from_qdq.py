@@ -29,9 +29,8 @@ from onnx import TensorProto
 
 from kenosis_ort.formats.tensors import Array, Edits
 from kenosis_ort.graph.constants import LAYERS, LAYOUT
-from kenosis_ort.graph.live import optional, required
 from kenosis_ort.graph.qdq import INTEGERS, annotate, declared_datatypes, integer_bounds, width_of
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _INTEGERS = (np.int8, np.uint8)

@@ -28,9 +28,8 @@ from onnx import TensorProto
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats import qonnx_nodes, tensors
 from kenosis_ort.graph import qdq
-from kenosis_ort.graph.live import required
 from kenosis_ort.graph.shapes import rank_in
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, required
 
 _CONTAINERS: dict[bool, type[np.int8] | type[np.uint8]] = {True: np.int8, False: np.uint8}
 _LARGEST = np.float32(2**31 - 128)  # the largest float32 that an int32 holds

@@ -19,8 +19,7 @@ from kenosis_ort.formats.from_qdq import is_quantize
 from kenosis_ort.formats.qonnx_nodes import refuse
 from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.live import optional, required
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 DATA, WEIGHT, BIAS, RESULT, OTHER = "data", "weight", "bias", "result", "other"

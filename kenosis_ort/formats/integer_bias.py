@@ -27,8 +27,7 @@ import onnx
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize
 from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.live import optional, required
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 _DATA_MOVEMENT: Final = having(Is.MOVE) - {"Dropout", "Identity"} | {"MaxPool", "Slice"}

@@ -23,10 +23,10 @@ import onnx
 from kenosis_ort.errors import ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits
 from kenosis_ort.graph.constants import constant_value, replace_entries
-from kenosis_ort.graph.live import LiveGraph, required
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in, copy_model
 from kenosis_ort.graph.qdq import integer_bounds
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, ir, required
 from kenosis_ort.graph.walk import all_graphs, all_nodes, subgraphs
 
 QONNX: Final = "qonnx.custom_op.general"

@@ -30,9 +30,8 @@ from kenosis_ort.formats import integer_bias
 from kenosis_ort.formats.from_qdq import is_dequantize, is_quantize, to_unsigned
 from kenosis_ort.formats.from_qop import weight_axis
 from kenosis_ort.formats.tensors import Array, Edits
-from kenosis_ort.graph.live import further_outputs, optional, required
 from kenosis_ort.graph.qdq import annotate, declared_datatypes
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import further_outputs, ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.channel_affine import affine_step
 from kenosis_ort.targets.model import DataTypes

@@ -21,10 +21,10 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.from_qop import BIAS, DATA, OPERATORS, OTHER, RESULT, WEIGHT, weight_axis
 from kenosis_ort.formats.tensors import Edits, QuantizationSpec, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import drop_stale_value_info
-from kenosis_ort.graph.live import Attribute, further_outputs, optional, required
+from kenosis_ort.graph.live import Attribute
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.shapes import rank_in, value_types
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import further_outputs, ir, optional, required
 from kenosis_ort.graph.walk import MAIN_DOMAINS, MICROSOFT
 
 _BYTES: Final = (TensorProto.UINT8, TensorProto.INT8)

@@ -18,7 +18,7 @@ import onnx
 
 from kenosis_ort.graph.constants import drop_stale_value_info, replace_nodes
 from kenosis_ort.graph.outside import copy_without_weights, put_outside
-from kenosis_ort.graph.view import GraphView, holds_map, ir
+from kenosis_ort.graph.view import GraphView, holds_map, ir, optional
 from kenosis_ort.graph.walk import reserve_name
 
 Attribute = int | float | str | Sequence[int]
@@ -73,11 +73,12 @@ class LiveGraph(GraphView):
 
     def read_types(self) -> None:
         """Takes the types and shapes that the protobuf declares, which is up to date; a view of it from then on."""
-        declared = {info.name: info for info in (*self.proto.graph.value_info, *self.proto.graph.output)}
+        infos = (*self.proto.graph.value_info, *self.proto.graph.output)
+        declared = {info.name: info for info in infos if not holds_map(info.type)}
         for output in (output for node in self.graph for output in node.outputs):
             output.type = output.shape = None
             info = declared.get(output.name or "")
-            if info is not None and not holds_map(info.type):
+            if info is not None:
                 ir.serde.deserialize_value_info_proto(info, output)
         self._by_name.clear()
         self._largest.clear()
@@ -393,21 +394,3 @@ class LiveGraph(GraphView):
             del stored.attribute[:]
             stored.attribute.extend(map(ir.serde.serialize_attribute, node.attributes.values()))
         return stored
-
-
-def optional(node: ir.Node, position: int) -> ir.Value | None:
-    """The input at a position, None where the node has none there."""
-    return node.inputs[position] if position < len(node.inputs) else None
-
-
-def required(node: ir.Node, position: int) -> ir.Value:
-    """The input at a position where a valid node has one."""
-    value = optional(node, position)
-    if value is None:
-        raise ValueError(f"node '{node.name}' lacks its input {position}")
-    return value
-
-
-def further_outputs(node: ir.Node) -> list[ir.Value]:
-    """The outputs behind the first one that have a name."""
-    return [output for output in node.outputs[1:] if output.name]

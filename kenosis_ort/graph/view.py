@@ -74,6 +74,24 @@ class Consumer:
     index: int
 
 
+def optional(node: ir.Node, position: int) -> ir.Value | None:
+    """The input at a position, None where the node has none there."""
+    return node.inputs[position] if position < len(node.inputs) else None
+
+
+def required(node: ir.Node, position: int) -> ir.Value:
+    """The input at a position where a valid node has one."""
+    value = optional(node, position)
+    if value is None:
+        raise ValueError(f"node '{node.name}' lacks its input {position}")
+    return value
+
+
+def further_outputs(node: ir.Node) -> list[ir.Value]:
+    """The outputs behind the first one that have a name."""
+    return [output for output in node.outputs[1:] if output.name]
+
+
 class GraphView:
     """Look-ups in the main graph of a prepared model.
 
@@ -155,6 +173,8 @@ class GraphView:
 
     def captured_by(self, node: ir.Node) -> list[ir.Value]:
         """The main-graph values that the bodies of a node read."""
+        if not self._owners:
+            return []
         read = (value for body in _bodies_in(node) for inner in body for value in inner.inputs if value is not None)
         return [value for value in dict.fromkeys(read) if (value.producer() or value).graph is self.graph]
 

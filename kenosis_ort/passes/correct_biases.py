@@ -30,9 +30,9 @@ from onnx import numpy_helper
 from kenosis_ort.accuracy.channel_statistics import Response, activation_behind, float_ranks
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings, run
 from kenosis_ort.calibration.parts import cut_behind, estimate_bytes
-from kenosis_ort.graph.live import LiveGraph, optional
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import GraphView
+from kenosis_ort.graph.view import GraphView, optional
 from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipped, State, Statistics
 from kenosis_ort.passes.layers import Float64, bias_of, layers
 from kenosis_ort.passes.self_correction import Corrected, Feed, FloatMeans, shifts_in_one_run

@@ -23,8 +23,7 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import LAYERS, Is, having, what
-from kenosis_ort.graph.live import further_outputs, optional
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.live import LiveGraph, optional
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.live import LiveGraph
+from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.graph.walk import known_as
 from kenosis_ort.passes.layers import Float64, Layer, layer_of, weights_of
 

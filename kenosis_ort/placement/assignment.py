@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
@@ -336,17 +335,6 @@ class Assignment:
             return False
         return str(producer.name) not in self.domain.float_output
 
-    def natural_axis(self, node: ir.Node) -> int | None:
-        """The axis of output channels of a node's weight, None for a node without weights."""
-        weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
-        return channel_axis(node) if weight is not None and weight.is_initializer() else None
-
-    def bias_follows(self, node: ir.Node) -> bool:
-        """Whether the bias of a node becomes int32 where its data is quantized."""
-        axis = self.natural_axis(node)
-        own = None if axis is None else self.constraints.weight_axis(node, axis)
-        return self.options.quantize_bias and axis is not None and own in (None, axis)
-
     def _is_apart(self, c: NodeClass) -> bool:
         """Whether an activation has a kernel of its own: nothing takes it in, nor would but for verification."""
         producer = c.data[0].producer() if c.data else None
@@ -370,7 +358,7 @@ class Assignment:
             if consumer is None or consumer.node.op_type != "Add":
                 continue
             bias = consumer.node.inputs[1 - consumer.index]
-            if bias is not None and self.view.is_row_bias(node, bias) and self.bias_follows(node):
+            if bias is not None and self.view.is_row_bias(node, bias) and self.constraints.bias_follows(node):
                 found[str(consumer.node.name)] = (node, 1 - consumer.index)
         return found
 
@@ -392,12 +380,3 @@ class Assignment:
         values = (*self.view.inputs, *(out for node in self.view.nodes for out in node.outputs))
         found += [value for value in values if str(value.name) in self.constraints.values]
         return {str(value.name): value for value in found if value is not None}
-
-
-def channel_axis(node: ir.Node) -> int:
-    """The axis of output channels of a layer's weight."""
-    if node.op_type == "ConvTranspose":
-        return 1
-    if node.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0:
-        return 0
-    return 1

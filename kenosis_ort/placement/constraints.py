@@ -18,8 +18,10 @@ import numpy as np
 import onnx
 
 from kenosis_ort.errors import OptionError
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.options import PlacementOptions
+from kenosis_ort.plan import Decision, EdgeRole
 from kenosis_ort.targets.model import Role, Target
 
 _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), onnx.TensorProto.INT8: (-128, 127)}
@@ -27,7 +29,7 @@ _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), 
 Entry = Mapping[str, Any]
 
 
-class Overrides:
+class Overrides(dict[str, tuple[Entry, ...]]):
     """The caller's overrides by tensor name.
 
     Args:
@@ -37,15 +39,9 @@ class Overrides:
     """
 
     def __init__(self, entries: Mapping[str, Sequence[Entry]], *, activation_type: int, weight_type: int) -> None:
-        self._entries = {name: tuple(given) for name, given in entries.items() if given}
+        super().__init__({name: tuple(given) for name, given in entries.items() if given})
         self._activation_type = activation_type
         self._weight_type = weight_type
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
 
     def type_of(self, name: str) -> int:
         """The element type that an activation's Q writes."""
@@ -66,10 +62,15 @@ class Overrides:
         """The element type of a weight."""
         return _element_type(self._first(name).get("quant_type"), self._weight_type)
 
-    def symmetric(self, name: str) -> bool | None:
-        """Whether the caller wants a tensor's zero point to be that of no offset, None for no word."""
-        given = self._first(name).get("symmetric")
-        return None if given is None else bool(given)
+    def grids(self, decisions: Iterable[Decision]) -> list[tuple[int, bool | None]]:
+        """Element types in which tensors are read, and whether the caller wants no offset, None for no word."""
+        found = list[tuple[int, bool | None]]()
+        for d in decisions:
+            root, is_weight = d.provider or d.edge.value, d.role is EdgeRole.WEIGHT
+            kind = self.weight_type(d.edge.value) if is_weight else self.type_read(root, d.edge.consumer)
+            symmetric = self._first(root).get("symmetric")
+            found.append((kind, None if symmetric is None else bool(symmetric)))
+        return found
 
     def has_scale(self, name: str) -> bool:
         """Whether the caller gives a tensor its scale."""
@@ -98,7 +99,7 @@ class Overrides:
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors have the same entries."""
-        return repr(self._entries.get(one)) == repr(self._entries.get(other))
+        return repr(self.get(one)) == repr(self.get(other))
 
     def absorb(self, name: str, low: float | None, high: float | None) -> bool:
         """Whether a Relu or Clip of these bounds vanishes in front of a Q with the caller's parameters."""
@@ -115,7 +116,7 @@ class Overrides:
         return bool(below and (high is None or np.float32(qmax - zero_point) * scale <= np.float32(high)))
 
     def _first(self, name: str) -> Entry:
-        return self._entries[name][0] if name in self._entries else {}
+        return self[name][0] if name in self else {}
 
 
 def _element_type(given: Any, default: int) -> int:
@@ -196,14 +197,13 @@ class Constraints:
         odd = next((value for value, kind in types if kind != expected), None)
         return None if odd is None else f"TensorQuantOverrides gives '{odd}' a type that the other tensors do not have"
 
-    def without_kernel(self, node: ir.Node, natural_axis: int | None) -> str | None:
+    def without_kernel(self, node: ir.Node) -> str | None:
         """Reason why a node that is quantized as the caller says runs in float, None if it may run in integer.
 
         Args:
             node: A node that reads and writes integers.
-            natural_axis: The axis of output channels of its weight; None without weights.
         """
-        options = self.options
+        options, natural_axis = self.options, _natural_axis(node)
         if options.activation_type not in options.kernel_activations:
             return "the runtime has no integer kernels for activations of the type that the caller asks for"
         if str(node.name) in options.keep_float and str(node.name) in self.requested:
@@ -213,30 +213,50 @@ class Constraints:
             return None
         if self.overrides.weight_type(str(weight.name)) not in options.kernel_weights:
             return "the runtime has no integer kernels for weights of the type that the caller asks for"
-        axis = self.weight_axis(node, natural_axis)
+        axis = self.weight_axis(node)
         if axis is not None and axis != natural_axis:
             return f"the runtime has no integer kernel for weights by channel of axis {axis}, which the caller asks for"
         return None
 
-    def weight_axis(self, node: ir.Node, natural_axis: int | None) -> int | None:
+    def bias_follows(self, node: ir.Node) -> bool:
+        """Whether the bias of a node becomes int32 where its data is quantized."""
+        axis = _natural_axis(node)
+        return self.options.quantize_bias and axis is not None and self.weight_axis(node) in (None, axis)
+
+    def weight_axis(self, node: ir.Node) -> int | None:
         """The axis of a weight's scales, None for one scale."""
         weight = node.inputs[1]
         if weight is None or not weight.is_initializer():
             return None
-        name, rank = str(weight.name), self.view.rank(weight) or 1
+        name, rank = str(weight.name), len(weight.shape or ()) or 1
         if name in self.overrides:
             axis = self.overrides.axis(name)
         elif not self.options.per_channel or node.op_type in self.options.per_tensor or self._is_ambiguous(node):
             axis = None
         else:
             axis = self.options.matmul_axis if node.op_type == "MatMul" else None
-            axis = natural_axis if axis is None else axis
+            axis = _natural_axis(node) if axis is None else axis
         return None if axis is None or not -rank <= axis < rank else axis % rank
 
     def _is_ambiguous(self, node: ir.Node) -> bool:
         """Whether all groups would share the scales of one, beside an int32 bias that has one a channel."""
         groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
         return groups > 1 and self.options.quantize_bias
+
+
+def channel_axis(node: ir.Node) -> int:
+    """The axis of output channels of a layer's weight."""
+    if node.op_type == "ConvTranspose":
+        return 1
+    if node.op_type == "Conv" or node.attributes.get_int("transB", 0) != 0:
+        return 0
+    return 1
+
+
+def _natural_axis(node: ir.Node) -> int | None:
+    """The axis of output channels of a node's weight, None for a node without weights."""
+    weight = node.inputs[1] if len(node.inputs) > 1 and node.op_type in LAYERS else None
+    return channel_axis(node) if weight is not None and weight.is_initializer() else None
 
 
 def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:

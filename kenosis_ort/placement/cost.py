@@ -10,7 +10,7 @@ directed graph from source to sink, found by a maximum flow (Dinic's algorithm).
 
 import math
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Generic, TypeVar
@@ -172,20 +172,6 @@ class CostEstimate:
         return self.float_us / self.planned_us
 
 
-def estimate(view: GraphView, plan: PlacementPlan, costs: CostTable) -> CostEstimate:
-    """Estimates a net as planned and in float, for a batch of one where the batch is free.
-
-    Args:
-        view: The prepared model.
-        plan: Its placement; an empty one stands for float.
-        costs: The runtime's table.
-    """
-    net = _Net(view, plan, costs)
-    nodes = tuple(net.cost_of(node, work) for node in view.nodes if (work := net.works[str(node.name)]) is not None)
-    unknown = tuple(name for name, work in net.works.items() if work is None)
-    return CostEstimate(nodes, dict(net.borders()), costs.run, unknown)
-
-
 def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
     """Microseconds of a float model if each node ran on the faster of its kernels, conversions left out.
 
@@ -203,113 +189,108 @@ def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
         del model.graph.value_info[:]
         infer_shapes(model, thorough=False)
     editor = Editor(model)
-    found = estimate(editor, PlacementPlan(""), costs)
+    found = NetCosts(editor, costs).estimate(PlacementPlan(""))
     norms = [norm for node in editor.find("Sqrt") if (norm := norm_around(editor, node))]
     parts = {node.name for norm in norms for node in norm.inner}
     return found.run_us + sum(min(c.float_us, c.integer_us or c.float_us) for c in found.nodes if c.node not in parts)
 
 
-def cheapest_in_float(
-    view: GraphView, plan: PlacementPlan, costs: CostTable, writes_float: Collection[str]
-) -> set[str]:
-    """The integer nodes of a plan that had better be float, wherever they are: the sum of all is the least.
-
-    Each node costs what its kernel does on its side, each value that is written on one side and read on the other a
-    conversion. A minimum cut of the net finds the cheapest way to part it.
+class NetCosts:
+    """Costs of a net's kernels, counted once for all its plans, for a batch of one where the batch is free.
 
     Args:
         view: The prepared model.
-        plan: Its placement.
-        costs: The runtime's table.
-        writes_float: Operators whose integer kernels write float without a DQ.
-    """
-    net = _Net(view, plan, costs)
-    outside = ("outside", "")
-    cut: MinCut[tuple[str, str]] = MinCut()
-    cut.cost(outside, here=math.inf, there=0.0)
-    # Kernels: here is integer, there is float.
-    for node in view.nodes:
-        name, kind, work = ("node", str(node.name)), net.kind(node), net.works[str(node.name)]
-        in_integer = None if work is None else costs.integer_us(work, net.cold)
-        in_float = 0.0 if work is None or net.is_fused(node, work) else costs.float_us(work, net.cold)
-        producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        before = None if producer is None else ("node", str(producer.name))
-        if kind is Kind.ABSORBED and before is not None:
-            cut.cost(name, here=0.0, there=in_float)
-            cut.part(name, before, math.inf)
-            cut.part(before, name, math.inf)
-        elif kind in _INTEGER and in_integer is not None:
-            cut.cost(name, here=in_integer, there=in_float)
-            if work is not None and before is not None and not in_float:
-                cut.part(before, name, costs.float_us(work, net.cold))
-        else:
-            cut.cost(name, here=math.inf, there=0.0)
-    # Conversions of what is written on one side and read on the other.
-    for value in (*view.inputs, *(v for node in view.nodes for v in node.outputs)):
-        shape = None if value.is_initializer() else view.shape_of_one(value)
-        if shape is None or value.dtype != FLOAT:
-            continue
-        read, producer = str(value.name), value.producer()
-        maker = outside if producer is None else ("node", str(producer.name))
-        free = producer is not None and producer.op_type in writes_float
-        cut.part(maker, ("dequantized", read), 0.0 if free else net.conversion("dequantize", value, shape, []))
-        cut.part(("quantized", read), maker, net.conversion("quantize", value, shape, []))
-        readers = {("node", str(c.node.name)) for c in view.consumers(value)}
-        for reader in (*readers, *([outside] if view.is_output(value) else [])):
-            cut.part(("dequantized", read), reader, math.inf)
-            cut.part(reader, ("quantized", read), math.inf)
-    return set(plan.integer_nodes()) - {name for what, name in cut.solve() if what == "node"}
-
-
-class _Net:
-    """What the nodes and borders of a planned net cost.
-
-    Args:
-        view: The prepared model.
-        plan: Its placement.
         costs: The runtime's table.
 
     Attributes:
         works: What each node does, by name; None where shapes are not known.
         cold: Share of the kernels' own costs that counts.
+        float_us: Times in float of the nodes whose work is known, by name.
+        integer_us: Times on integer kernels, likewise; None where there is none.
+        shifted_us: Times on second integer kernels, likewise.
+        fused: Names of those that a float session makes a part of a Conv before them, or of the node behind them.
     """
 
-    def __init__(self, view: GraphView, plan: PlacementPlan, costs: CostTable) -> None:
-        self.view, self.plan, self.costs = view, plan, costs
+    def __init__(self, view: GraphView, costs: CostTable) -> None:
+        self.view, self.costs = view, costs
         self.works = {str(node.name): costs.work(view, node) for node in view.nodes}
-        self.cold = costs.cold([work for work in self.works.values() if work is not None])
-        self._fused: dict[str, bool] = {}  # by node, in the order of the graph
-        self._shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
+        known = {name: work for name, work in self.works.items() if work is not None}
+        self.cold = costs.cold(known.values())
+        self.float_us = {name: costs.float_us(work, self.cold) for name, work in known.items()}
+        self.integer_us = {name: costs.integer_us(work, self.cold) for name, work in known.items()}
+        self.shifted_us = {name: costs.shifted_us(work, self.cold) for name, work in known.items()}
+        self._alone = {node: view.sole_consumer(node.outputs[0]) for node in view.nodes if node.outputs}
+        self.fused = set[str]()
+        for node in view.nodes:  # in the order of the graph: a node may be taken in by one that is taken in
+            if (work := known.get(str(node.name))) is not None and self._is_fused(node, work):
+                self.fused.add(str(node.name))
 
-    def cost_of(self, node: ir.Node, work: Work) -> NodeCost:
-        """The cost of a node of known work."""
-        kind = self.kind(node)
-        in_float = 0.0 if self.is_fused(node, work) else self.costs.float_us(work, self.cold)
-        second = self.costs.shifted_us(work, self.cold) if str(node.name) in self._shifted else None
-        in_integer = self.costs.integer_us(work, self.cold) if second is None else second
-        if kind in _INTEGER and in_integer is not None:
-            planned = in_integer
-        elif kind is Kind.ABSORBED:
-            planned = 0.0
-        else:
-            # A float activation behind an integer kernel cannot be one with it.
-            alone = any(self.kind(producer) in _INTEGER for producer in self._producers(node))
-            planned = self.costs.float_us(work, self.cold) if alone else in_float
-        return NodeCost(str(node.name), node.op_type, kind, in_float, in_integer, planned)
+    def estimate(self, plan: PlacementPlan) -> CostEstimate:
+        """The net as planned and in float; an empty plan stands for float."""
+        planned = _Planned(self, plan)
+        nodes = tuple(planned.cost_of(node) for node in self.view.nodes if str(node.name) in self.float_us)
+        unknown = tuple(name for name, work in self.works.items() if work is None)
+        return CostEstimate(nodes, planned.borders(), self.costs.run, unknown)
 
-    def kind(self, node: ir.Node) -> Kind:
-        """What the plan makes of a node."""
-        decision = self.plan.by_node.get(str(node.name))
-        return Kind.FLOAT if decision is None else decision.kind
+    def cheapest_in_float(self, plan: PlacementPlan, writes_float: Collection[str]) -> set[str]:
+        """The integer nodes of a plan that had better be float, wherever they are: the sum of all is the least.
 
-    def is_fused(self, node: ir.Node, work: Work) -> bool:
-        """Whether a float session makes the node a part of a Conv before it, or of the node behind it."""
-        if str(node.name) not in self._fused:
-            behind = self.view.sole_consumer(node.outputs[0]) if node.op_type in self.costs.gates else None
-            gates = behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs
-            taken = work.shape_class in self.costs.fused and any(map(self._takes_in, self._producers(node)))
-            self._fused[str(node.name)] = gates or taken or self._is_bias(node)
-        return self._fused[str(node.name)]
+        Each node costs what its kernel does on its side, each value that is written on one side and read on the other a
+        conversion. A minimum cut of the net finds the cheapest way to part it.
+
+        Args:
+            plan: The placement.
+            writes_float: Operators whose integer kernels write float without a DQ.
+        """
+        view, planned = self.view, _Planned(self, plan)
+        outside = ("outside", "")
+        cut: MinCut[tuple[str, str]] = MinCut()
+        cut.cost(outside, here=math.inf, there=0.0)
+        # Kernels: here is integer, there is float.
+        for node in view.nodes:
+            name, kind = ("node", str(node.name)), planned.kind(node)
+            in_integer, own = self.integer_us.get(name[1]), self.float_us.get(name[1])
+            in_float = 0.0 if own is None or name[1] in self.fused else own
+            producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+            before = None if producer is None else ("node", str(producer.name))
+            if kind is Kind.ABSORBED and before is not None:
+                cut.cost(name, here=0.0, there=in_float)
+                cut.part(name, before, math.inf)
+                cut.part(before, name, math.inf)
+            elif kind in _INTEGER and in_integer is not None:
+                cut.cost(name, here=in_integer, there=in_float)
+                if own is not None and before is not None and not in_float:
+                    cut.part(before, name, own)
+            else:
+                cut.cost(name, here=math.inf, there=0.0)
+        # Conversions of what is written on one side and read on the other.
+        values = [v for v in self.values() if v.dtype == FLOAT]
+        consumers = {value: view.consumers(value) for value in values}
+        outputs = {value for value in values if view.is_output(value)}
+        to_float, to_integer = (planned.conversions(n, dict.fromkeys(values, ())) for n in ("dequantize", "quantize"))
+        for value, us in to_float.items():
+            read, producer = str(value.name), value.producer()
+            maker = outside if producer is None else ("node", str(producer.name))
+            free = producer is not None and producer.op_type in writes_float
+            cut.part(maker, ("dequantized", read), 0.0 if free else us)
+            cut.part(("quantized", read), maker, to_integer[value])
+            readers = {("node", str(c.node.name)) for c in consumers[value]}
+            for reader in (*readers, *([outside] if value in outputs else [])):
+                cut.part(("dequantized", read), reader, math.inf)
+                cut.part(reader, ("quantized", read), math.inf)
+        return set(plan.integer_nodes()) - {name for what, name in cut.solve() if what == "node"}
+
+    def values(self) -> list[ir.Value]:
+        """The inputs, and what nodes compute."""
+        values = (*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs))
+        return [value for value in values if not value.is_initializer()]
+
+    def _is_fused(self, node: ir.Node, work: Work) -> bool:
+        behind = self._alone.get(node) if node.op_type in self.costs.gates else None
+        if behind is not None and behind.node.op_type == "Mul" and node.inputs[0] in behind.node.inputs:
+            return True
+        taken = work.shape_class in self.costs.fused and any(map(self._takes_in, _producers(node)))
+        return taken or self._is_bias(node)
 
     def _is_bias(self, node: ir.Node) -> bool:
         """Whether an Add only puts a bias on constant weights' product: float sessions make both a Gemm."""
@@ -318,58 +299,95 @@ class _Net:
         for product, bias in (node.inputs, node.inputs[::-1]):
             producer = None if product is None else product.producer()
             if producer is not None and producer.op_type == "MatMul" and bias is not None:
-                weight = producer.inputs[1]
-                alone = self.view.sole_consumer(producer.outputs[0]) is not None
+                weight, alone = producer.inputs[1], self._alone.get(producer) is not None
                 if alone and weight is not None and weight.is_initializer() and self.view.is_row_bias(node, bias):
                     return True
         return False
 
     def _takes_in(self, producer: ir.Node) -> bool:
         """Whether a float node takes in what stands behind it."""
-        if self.view.sole_consumer(producer.outputs[0]) is None:
+        if self._alone.get(producer) is None:
             return False
         return producer.op_type in ("Conv", "Gemm") or (
-            self._fused.get(str(producer.name), False) and producer.op_type not in self.costs.gates
+            str(producer.name) in self.fused and producer.op_type not in self.costs.gates
         )
 
-    def _producers(self, node: ir.Node) -> list[ir.Node]:
-        return [p for value in node.inputs if value is not None and (p := value.producer()) is not None]
 
-    def borders(self) -> Iterator[tuple[str, float]]:
-        """Yields the conversions of each value that is read or written on both sides."""
+class _Planned:
+    """What the nodes and borders of a net cost under one plan.
+
+    Args:
+        net: The costs of its kernels.
+        plan: Its placement.
+    """
+
+    def __init__(self, net: NetCosts, plan: PlacementPlan) -> None:
+        self.net, self.plan = net, plan
+        self._shifted = {d.edge.consumer for d in plan.decisions if d.zero_point}
+
+    def cost_of(self, node: ir.Node) -> NodeCost:
+        """The cost of a node of known work."""
+        name, kind = str(node.name), self.kind(node)
+        in_float = 0.0 if name in self.net.fused else self.net.float_us[name]
+        second = self.net.shifted_us[name] if name in self._shifted else None
+        in_integer = self.net.integer_us[name] if second is None else second
+        if kind in _INTEGER and in_integer is not None:
+            planned = in_integer
+        elif kind is Kind.ABSORBED:
+            planned = 0.0
+        else:
+            # A float activation behind an integer kernel cannot be one with it.
+            alone = any(self.kind(producer) in _INTEGER for producer in _producers(node))
+            planned = self.net.float_us[name] if alone else in_float
+        return NodeCost(name, node.op_type, kind, in_float, in_integer, planned)
+
+    def kind(self, node: ir.Node) -> Kind:
+        """What the plan makes of a node."""
+        decision = self.plan.by_node.get(str(node.name))
+        return Kind.FLOAT if decision is None else decision.kind
+
+    def borders(self) -> dict[str, float]:
+        """The conversions of each value that is read or written on both sides."""
         quantized = {value for value, _ in self.plan.quantized_values()}
-        values = [*self.view.inputs, *(v for node in self.view.nodes for v in node.outputs)]
+        written, read = dict[ir.Value, list[ir.Node | None]](), dict[ir.Value, list[ir.Node | None]]()
+        values = [value for value in self.net.values() if str(value.name) in quantized]
         for value in values:
-            name = str(value.name)
-            if name not in quantized or value.is_initializer():
-                continue
-            shape, producer = self.view.shape_of_one(value), value.producer()
-            if shape is None:
-                continue
-            us = 0.0
+            producer, decisions = value.producer(), self.plan.by_value[str(value.name)]
             if producer is None or self.kind(producer) is Kind.FLOAT:
-                us += self.conversion("quantize", value, shape, [producer])
-            floats = [d for d in self.plan.by_value[name] if d.how is How.DEQUANTIZED or d.role is EdgeRole.OUTPUT]
+                written[value] = [producer]
+            floats = [d for d in decisions if d.how is How.DEQUANTIZED or d.role is EdgeRole.OUTPUT]
             if floats:  # read as float, or handed out
-                us += self.conversion("dequantize", value, shape, [self.view.node(d.edge.consumer) for d in floats])
-            if us:
-                yield name, us
+                read[value] = [self.net.view.node(d.edge.consumer) for d in floats]
+        to_integer, to_float = self.conversions("quantize", written), self.conversions("dequantize", read)
+        found = {str(value.name): to_integer.get(value, 0.0) + to_float.get(value, 0.0) for value in values}
+        return {name: us for name, us in found.items() if us}
 
-    def conversion(
-        self, name: str, value: ir.Value, shape: Sequence[int], neighbours: Sequence[ir.Node | None]
-    ) -> float:
-        """The cost of one side of a border; ``neighbours`` are the float nodes there."""
-        elements = math.prod(shape)
-        us = self.costs.float_us(Work(name, elements=elements), self.cold)
-        if self.view.rank(value) == _PICTURE_RANK:
-            us += self.costs.float_us(Work("channels-last", elements=elements), self.cold)
-            if any(node is not None and self._is_blocked(node) for node in neighbours):
-                us += self.costs.float_us(Work("blocked", elements=elements), self.cold)
-        return us
+    def conversions(self, name: str, neighbours: Mapping[ir.Value, Sequence[ir.Node | None]]) -> dict[ir.Value, float]:
+        """The cost of one side of the borders at values, for those of known shapes.
 
-    def _is_blocked(self, node: ir.Node) -> bool:
+        Args:
+            name: ``quantize`` or ``dequantize``.
+            neighbours: The float nodes there, by value.
+        """
+        shapes = zip(neighbours, map(self.net.view.shape_of_one, neighbours), strict=True)
+        known = {value: shape for value, shape in shapes if shape is not None}
+        pictures = [value for value, shape in known.items() if len(shape) == _PICTURE_RANK]
+        blocked = [value for value in pictures if any(map(self._is_blocked, neighbours[value]))]
+        sizes = {value: math.prod(shape) for value, shape in known.items()}
+        found = dict.fromkeys(known, 0.0)
+        for kind, values in ((name, list(known)), ("channels-last", pictures), ("blocked", blocked)):
+            for value in values:
+                found[value] += self.net.costs.float_us(Work(kind, elements=sizes[value]), self.net.cold)
+        return found
+
+    def _is_blocked(self, node: ir.Node | None) -> bool:
         """Whether a float node works on blocks of channels: a Conv, a pool, or what is part of one."""
-        if node.op_type in self.costs.blocked:
-            return True
+        blocked = self.net.costs.blocked
+        if node is None or node.op_type in blocked:
+            return node is not None
         producer = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-        return producer is not None and producer.op_type in self.costs.blocked and self.kind(producer) is Kind.FLOAT
+        return producer is not None and producer.op_type in blocked and self.kind(producer) is Kind.FLOAT
+
+
+def _producers(node: ir.Node) -> list[ir.Node]:
+    return [p for value in node.inputs if value is not None and (p := value.producer()) is not None]

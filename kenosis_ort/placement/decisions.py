@@ -9,13 +9,14 @@ the scales of its data and its weights in float32. Where that underflows or over
 kernel and the int32 bias beside it compute on different grids.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
-from kenosis_ort.placement.assignment import Assignment, channel_axis
+from kenosis_ort.placement.assignment import Assignment
+from kenosis_ort.placement.constraints import channel_axis
 from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role
@@ -138,21 +139,23 @@ def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Ran
     """
     found: dict[str, str] = {}
     data: dict[str, float] = {}
-    weights: dict[str, tuple[str, float]] = {}
+    weights: dict[str, str] = {}
     integer = {n.node for n in plan.nodes if n.kind in (Kind.INTEGER, Kind.PASS_THROUGH)}
     for d in plan.decisions:
         node = d.edge.consumer
         if node not in integer or d.how not in (How.OWN, How.SHARED):
             continue
         if d.role is EdgeRole.WEIGHT:
-            value = view.initializer(d.edge.value)
-            weights[node] = d.edge.value, view.largest(value) if value is not None else 0.0
+            weights[node] = d.edge.value
         elif d.edge.value in ranges:
             largest = max(abs(end) for end in ranges[d.edge.value])
             data[node] = max(largest, data.get(node, 0.0))
             if not _fits(largest):
                 found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
-    for node, (name, largest) in weights.items():
+    stored = [value for name in dict.fromkeys(weights.values()) if (value := view.initializer(name)) is not None]
+    reach = {str(value.name): view.largest(value) for value in stored}
+    for node, name in weights.items():
+        largest = reach.get(name, 0.0)
         if not _fits(largest):
             found[node] = f"its weight '{name}' reaches {largest:.1e}: beyond what scales hold"
         elif not _fits(largest * data.get(node, 0.0)):
@@ -186,19 +189,20 @@ class Decider:
         self._axes: dict[ir.Value, int | None] = {}  # of the scales of weights
         self.nodes: list[NodeDecision] = []
         self._decisions: list[Decision] = []  # by edge, each value with parameters of its own
-        for node in self.view.nodes:
-            self._decide_node(node)
+        captured = [self.view.captured_by(node) for node in self.view.nodes]
+        for node, values in zip(self.view.nodes, captured, strict=True):
+            self._decide_node(node, values)
         self._decide_outputs()
 
-    def _decide_node(self, node: ir.Node) -> None:
-        """Decides on a node and all that it reads."""
+    def _decide_node(self, node: ir.Node, captured: Iterable[ir.Value]) -> None:
+        """Decides on a node and all that it reads, in its bodies too."""
         name = str(node.name)
         c = self.classes[name]
         self.nodes.append(NodeDecision(name, node.op_type, *self._kind(node, c)))
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype == FLOAT:
                 self._decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
-        for value in self.view.captured_by(node):
+        for value in captured:
             if value.dtype == FLOAT and not value.is_initializer():
                 edge = Edge(str(value.name), name, CAPTURED)
                 self._decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
@@ -212,7 +216,7 @@ class Decider:
             into = "requantization" if node.op_type in assigned.target.clamps else "kernel"
             return Kind.ABSORBED, c.rule, f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
         if name in domain.integer:
-            missing = self.constraints.without_kernel(node, assigned.natural_axis(node))
+            missing = self.constraints.without_kernel(node)
             if missing is not None:
                 return Kind.FLOAT, "caller-types", missing
             return (Kind.PASS_THROUGH if c.role is Role.PASS_THROUGH else Kind.INTEGER), c.rule, c.reason
@@ -261,7 +265,7 @@ class Decider:
             return Decision(edge, EdgeRole.WEIGHT, How.OWN, c.rule, reason, axis=axis)
         if weighted and edge.index == 2:
             data = node.inputs[0]
-            if not assigned.bias_follows(node) or data is None or str(data.name) not in self.quantized:
+            if not self.constraints.bias_follows(node) or data is None or str(data.name) not in self.quantized:
                 return Decision(edge, EdgeRole.BIAS, How.FLOAT, c.rule, "the bias stays float")
             beta, grids = node.attributes.get_float("beta", 1.0), _grids(node)
             return Decision(edge, EdgeRole.BIAS, How.DERIVED, c.rule, _AS_INT32, scale_from=grids, beta=beta)
@@ -281,7 +285,7 @@ class Decider:
         if weight not in self._axes:
             readers, carrying = [c.node for c in self.view.consumers(weight) if c.index == 1], self.assignment.carrying
             known = [r for r in readers if str(r.name) in carrying or self.classes[str(r.name)].rule == WEIGHTS_ONLY]
-            axes = {self.constraints.weight_axis(node, self.assignment.natural_axis(node)) for node in known}
+            axes = {self.constraints.weight_axis(node) for node in known}
             self._axes[weight] = axes.pop() if len(axes) == 1 else None
         return self._axes[weight]
 
@@ -314,19 +318,19 @@ class Decider:
             groups: Which values share their parameters.
             moved: Values that lie on a grid without Q of their own, with what moved them.
         """
-        return tuple([_read_as_is(self._with_grid(_shared(d, groups)), moved) for d in self._decisions])
+        shared = [_shared(d, groups) for d in self._decisions]
+        grids = zip(shared, self.constraints.overrides.grids(shared), strict=True)
+        return tuple([_read_as_is(self._with_grid(d, *grid), moved) for d, grid in grids])
 
-    def _with_grid(self, decision: Decision) -> Decision:
-        """A decision with the integer type and symmetry that its value is read in."""
-        overrides, value = self.constraints.overrides, decision.edge.value
+    def _with_grid(self, decision: Decision, dtype: int, symmetric: bool | None) -> Decision:
+        """A decision with the integer type that its value is read in, and symmetry, as given or by the options."""
+        value = decision.edge.value
         if decision.how is How.FLOAT:
             return decision
         if decision.how is How.DERIVED:
             return replace(decision, dtype=_type_name(ir.DataType.INT32), symmetric=True)
         root = decision.provider or value
         weight = decision.role is EdgeRole.WEIGHT
-        dtype = overrides.weight_type(value) if weight else overrides.type_read(root, decision.edge.consumer)
-        symmetric = overrides.symmetric(root)
         if symmetric is None and weight:
             symmetric = self.options.weight_symmetric
             symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric

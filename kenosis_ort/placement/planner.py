@@ -23,7 +23,7 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import saturation_limits
 from kenosis_ort.placement.assignment import Assignment
-from kenosis_ort.placement.cost import CostEstimate, cheapest_in_float, estimate
+from kenosis_ort.placement.cost import CostEstimate, NetCosts
 from kenosis_ort.placement.decisions import Decider, Range, ScaleGroups, share_scales
 from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit
 from kenosis_ort.targets import model as targets
@@ -78,11 +78,12 @@ def choose_regions(
     Returns:
         The regions; none where shapes are not known, or no gain is clear.
     """
-    base = estimate(view, plan, costs)
+    net = NetCosts(view, costs)
+    base = net.estimate(plan)
     whole = Regions(plan, base, base)
     if base.unknown or not plan.integer_nodes():
         return whole
-    parted = _parted(view, whole, costs, replan, writes_float)
+    parted = _parted(net, whole, replan, writes_float)
     if costs.anywhere:
         if parted.plan.integer_nodes() and parted.cost.speed >= _WORTH_IT:
             return parted
@@ -99,7 +100,7 @@ def choose_regions(
         reason = f"float is estimated to be faster for {first}"
         keep = dict.fromkeys(names, reason)
         changed = replan(keep)
-        cost = estimate(view, changed, costs)
+        cost = net.estimate(changed)
         if cost.planned_us * _PREFIX_GAIN < best.cost.planned_us:
             best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base, costs))
     gains = parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
@@ -111,21 +112,21 @@ def choose_regions(
     return best
 
 
-def _parted(view: GraphView, best: Regions, costs: CostTable, replan: Replan, writes_float: Collection[str]) -> Regions:
+def _parted(net: NetCosts, best: Regions, replan: Replan, writes_float: Collection[str]) -> Regions:
     """The cheapest parting of a net, found from the last one until none is cheaper."""
     base = best.all_integer
     for _ in range(_ROUNDS):
-        slower = cheapest_in_float(view, best.plan, costs, writes_float)
+        slower = net.cheapest_in_float(best.plan, writes_float)
         if not slower:
             break
         reason = "float is estimated to be faster there, with the conversions around it"
         keep = {**best.keep_float, **dict.fromkeys(sorted(slower), reason)}
         changed = replan(keep)
-        cost = estimate(view, changed, costs)
+        cost = net.estimate(changed)
         if cost.planned_us >= best.cost.planned_us:
             break
         count = sum(base.by_node[name].op_type in HEAVY for name in keep)
-        reason = _compared(f"{count} heavy nodes stay float", cost, base, costs)
+        reason = _compared(f"{count} heavy nodes stay float", cost, base, net.costs)
         best = Regions(changed, cost, base, keep, reason=reason)
     return best
 

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import drop_stale_value_info
-from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, optional
+from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.product_pairs import LARGEST_PAIR, ROWS_DOWN
 from kenosis_ort.graph.shapes import value_types
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS, opset_of
 from kenosis_ort.quantizer.grids import quantize_weight
 

@@ -4,8 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import LAYERS
-from kenosis_ort.graph.live import further_outputs, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import further_outputs, ir, optional
 from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, operand, other_operand, rule
 
 Weights = npt.NDArray[np.generic]

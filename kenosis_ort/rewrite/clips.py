@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import HEAVY, Is, what
-from kenosis_ort.graph.live import optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 

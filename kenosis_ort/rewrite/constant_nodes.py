@@ -11,10 +11,9 @@ import onnx.numpy_helper
 
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.graph.constants import Is, constants_to_initializers, having, replace_nodes
-from kenosis_ort.graph.live import further_outputs, optional
 from kenosis_ort.graph.outside import PLAIN, array_in, copy_model, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import further_outputs, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS, all_names, rename_all, reserve_name
 from kenosis_ort.rewrite.rule import Editor, operand, rule
 from kenosis_ort.runtime.session import open_session

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.graph.live import optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.rewrite.norms import LAYER_NORM_OPSET, RMS_NORM_OPSET, norm_around
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 

@@ -7,8 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.live import optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other_operand, rule
 
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kenosis_ort.graph.live import optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.rewrite.rule import Editor, FloatArray, NotCollapsibleError, Picture, operand, rule
 
 _OPSET = 13  # Unsqueeze and Squeeze with axes as an input

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import onnx
 
 from kenosis_ort.graph.constants import HasOperator
-from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, RewriteResult, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.live import Attributes, Inputs, LiveGraph, RewriteResult
+from kenosis_ort.graph.view import ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS, known_as, opset_of
 
 FloatArray = npt.NDArray[np.float64]

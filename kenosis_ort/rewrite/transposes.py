@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.live import Attribute, further_outputs, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.live import Attribute
+from kenosis_ort.graph.view import further_outputs, ir, optional
 from kenosis_ort.rewrite.rule import Editor, operand, rule
 
 Order = tuple[int, ...]

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.live import LiveGraph, optional
+from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import array_in
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.quantizer.linear_layers import CONTRIB, LinearLayer, become, exchange_layers
 from kenosis_ort.weights.blocks import LEAST_BLOCK, BlockGrid, Float64, UInt8, in_bytes, nearest, pack

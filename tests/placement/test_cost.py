@@ -19,7 +19,7 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort import preview
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.cost import CostEstimate, MinCut, estimate
+from kenosis_ort.placement.cost import CostEstimate, MinCut, NetCosts
 from kenosis_ort.placement.planner import Planner, Regions, choose_regions
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.targets import get_target
@@ -164,7 +164,7 @@ class Case:
         return Planner(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8")).plan()
 
     def estimate(self, table: CostTable = ORT, plan: PlacementPlan | None = None) -> CostEstimate:
-        return estimate(self.view, self.plan if plan is None else plan, table)
+        return NetCosts(self.view, table).estimate(self.plan if plan is None else plan)
 
     def regions(self, table: CostTable = ORT) -> Regions:
         return choose_regions(self.view, self.plan, table, self.replan)

@@ -16,7 +16,7 @@ from kenosis_ort.errors import KenosisWarning, VerificationError
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
-from kenosis_ort.placement.cost import cheapest_in_float
+from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets import Target, TimedRuntime, get_target, ort_web
@@ -103,7 +103,7 @@ def test_rule_web_depthwise_float() -> None:
     model = onnx.shape_inference.infer_shapes(net_of(body, "1,64,28,28"))
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
-    slower = cheapest_in_float(GraphView(model), plan, get_target("ort-web").costs, ())
+    slower = NetCosts(GraphView(model), get_target("ort-web").costs).cheapest_in_float(plan, ())
     assert "depthwise" in slower
     assert "project" not in slower
 

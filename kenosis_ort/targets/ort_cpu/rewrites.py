@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kenosis_ort.graph.constants import Is, what
-from kenosis_ort.graph.live import further_outputs, optional
-from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.view import further_outputs, ir, optional
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.rewrite.pools import Axis, window_attributes, window_axes
 from kenosis_ort.rewrite.rule import PADDED, Editor, NotCollapsibleError, operand, rule
