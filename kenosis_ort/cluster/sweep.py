@@ -25,7 +25,6 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.cluster.client import Cluster, ShardDone, lock
 from kenosis_ort.cluster.executor import MOST_KEPT, ClusterExecutor, Done, chunked, idle
 from kenosis_ort.errors import CalibrationError, ClusterError, KenosisError, OptionError, callers_own, warn_caller
-from kenosis_ort.storage.writing import remove_leftovers
 
 _log = logging.getLogger(__name__)
 
@@ -237,7 +236,6 @@ def _sweep_of(job: SweepJob) -> Iterator[Sweep]:
         known = idle.get(job.key)
         sweep = cast(Sweep, known.pop()) if known else None
     if sweep is None:
-        remove_leftovers()  # of workers that were killed here
         sweep = Sweep(job.model, pickle.loads(job.points))
     try:
         yield sweep

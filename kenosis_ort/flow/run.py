@@ -196,7 +196,6 @@ def run(
     Raises:
         KenosisError: One of its subclasses; nothing was written.
     """
-    writing.remove_leftovers()
     with (
         writing.Scratch("run"),  # where none can be made, nothing is begun
         writing.room_is_needed(),

@@ -27,7 +27,7 @@ from kenosis_ort.errors import OutputError, warn_caller
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.outside import serialized, weight_bytes, write_external_data
 from kenosis_ort.graph.walk import all_tensors
-from kenosis_ort.storage.writing import Scratch, is_possible, lock_folder, remove_leftovers, sha256_of
+from kenosis_ort.storage.writing import Scratch, is_possible, locked, sha256_of
 
 _KEY: Final = "kenosis_ort.target"
 _PROCESSORS: Final = "kenosis_ort.processors"
@@ -92,8 +92,7 @@ def swap_in(new: Path, final: Path) -> str | None:
     """
     data = data_file(new)
     why: str | None = None
-    lock = lock_folder(final.parent, wait_s=_PATIENCE_S)
-    try:
+    with locked(final.parent, wait_s=_PATIENCE_S):
         leftovers = _own_data(final)
         known = external_files(final) if leftovers or os.path.exists(data_file(final)) else []
         readers = _other_readers(final, {data_file(final), *leftovers})
@@ -114,9 +113,6 @@ def swap_in(new: Path, final: Path) -> str | None:
             read = _swap_pair(new, data, final, known)
         _remove([file for file in known if file not in {read, *readers} and file in {data_file(final), *leftovers}])
         _remove([file for file in _own_data(final) if file not in {read, *readers}])
-    finally:
-        if lock is not None:
-            os.close(lock)
     return why
 
 
@@ -243,8 +239,7 @@ def write_model(
     The model is first written to a temporary folder beside the destination, ``check`` loads it from there,
     and only then does it take the destination's place. On any failure, also one that ``check`` raises, nothing
     new is left and a file that stood at the destination is as it was. Whenever the process is killed, what stands at
-    the destination is the old model or the new one, each with its own data (see `kenosis_ort.graph.save`); what a
-    killed process left is removed by the next call.
+    the destination is the old model or the new one, each with its own data (see `kenosis_ort.graph.save`).
 
     Args:
         proto: The model; not changed.
@@ -263,7 +258,6 @@ def write_model(
     """
     check_destination(destination)
     final = Path(os.path.realpath(destination))
-    remove_leftovers(final.parent)
     with Scratch("write", beside=final.parent) as folder:
         temporary = folder / final.name
         external = store_model(proto, temporary, external_data=external_data, content=content)

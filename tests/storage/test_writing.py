@@ -2,9 +2,8 @@
 
 import errno
 import os
-import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +11,7 @@ import pytest
 
 from kenosis_ort.errors import CalibrationError, OutputError
 from kenosis_ort.storage import writing
-from kenosis_ort.storage.writing import Scratch, check_apart, lock_folder, remove_leftovers, same_file, write_text
+from kenosis_ort.storage.writing import Scratch, check_apart, locked, same_file, write_text
 from tests.storage.killing import killed_at_every_step
 
 
@@ -23,8 +22,6 @@ def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path: Path) -> 
     for _ in killed_at_every_step(lambda: write_text(file, "new", "the file")):
         seen.add(file.read_text())
         file.write_text("old")
-        write_text(tmp_path / "other", "x", "the file")
-        assert {p.name for p in tmp_path.iterdir()} == {"file.txt", "other"}
     assert seen == {"old", "new"}
 
 
@@ -113,15 +110,6 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- temporary folders -----------------------------------------------------------------------------------------------
 
 
-_HOLDS_ONE = """
-import sys, time, pathlib
-from kenosis_ort.storage.writing import Scratch
-
-held = Scratch("test", beside=pathlib.Path(sys.argv[1]))
-(held.path / "big").write_text("x")
-print("made", flush=True)
-time.sleep(60)
-"""
 LOCKS = pytest.mark.skipif(writing.fcntl is None, reason="the system has no locks on folders")
 
 
@@ -135,69 +123,16 @@ def test_it_is_there_and_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_another_run_takes_for_a_dead_ones_is_made_anew(tmp_path, monkeypatch):
-    taken = FileNotFoundError(2, "No such file or directory")  # between making and locking it
-    monkeypatch.setattr(writing, "lock_folder", Mock(side_effect=[taken, None]))
-    with Scratch("test", beside=tmp_path) as folder:
-        assert folder.is_dir()
-    monkeypatch.setattr(writing, "lock_folder", Mock(side_effect=taken))
-    with pytest.raises(OutputError, match="No such file"):
-        Scratch("test", beside=tmp_path)
-
-
 @LOCKS
-def test_a_living_one_is_left_alone_and_a_dead_one_removed(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", _HOLDS_ONE, str(tmp_path)], stdout=subprocess.PIPE)
-    assert child.stdout.readline() == b"made\n"
-    remove_leftovers(tmp_path)
-    assert len(list(tmp_path.glob(".kenosis-test-*/big"))) == 1
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    assert len(list(tmp_path.iterdir())) == 1
-    remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@LOCKS
-def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    for name in ("kenosis-experiments", f"kenosis-verify-{'0' * 24}", f".kenosis-write-{'a' * 24}", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "target").mkdir()
-    with Scratch("test", beside=tmp_path) as folder:
-        ours = folder
-    ours.symlink_to(tmp_path / "target")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / ours.name).write_text("a file")
-    before = sorted(tmp_path.rglob("*"))
-    remove_leftovers(tmp_path)
-    remove_leftovers(tmp_path / "sub")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_step_it_is_removed_by_the_next_run(tmp_path: Path) -> None:
-    def use() -> None:
-        with Scratch("test", beside=tmp_path) as folder:
-            (folder / "file").write_text("x")
-
-    left = 0
-    for _ in killed_at_every_step(use):
-        left += len([*tmp_path.iterdir()])
-        remove_leftovers(tmp_path)
-        assert not [*tmp_path.iterdir()]
-    assert left > 2
-
-
-@LOCKS
-def test_the_lock_of_a_folder_waits_and_gives_up(tmp_path: Path) -> None:
-    first = lock_folder(tmp_path)
-    assert first is not None
-    assert lock_folder(tmp_path, wait_s=0.05) is None
-    os.close(first)
-    second = lock_folder(tmp_path)
-    assert second is not None
-    os.close(second)
+def test_the_lock_of_a_folder_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with locked(tmp_path, wait_s=0):
+        with locked(tmp_path, wait_s=0.01):
+            assert waits
+        del waits[:]
+    with locked(tmp_path, wait_s=60):
+        assert not waits
 
 
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,4 +141,3 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutputError, match="No temporary folder can be made") as caught:
         Scratch("test")
     assert "TMPDIR" in str(caught.value.fix)
-    remove_leftovers()
