@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["CalibrationTable", "TensorStatistics"]
 
 _DIGEST_SIZE = 2**256
-_SCHEMAS: Final = (1, 2)
+_SCHEMA: Final = 2
 """Versions that are read; the last one is written."""
 _SAMPLES: Final = "kenosis_samples"
 _STOCK_NAMES: Final = {
@@ -57,9 +57,8 @@ class CalibrationTable:
         model_fingerprint: Of the calibrated model, from `model_fingerprint`; None where it is not known.
         data_fingerprint: Of the feeds, independent of their order; None where it is not known.
         made_up: All samples were made up.
-        cached: Some of the samples, for the passes that need them; None where it holds none, as a table of an earlier
-            version, one of stock's, or one that was to hold no data.
-        outdated: It is of weights that an earlier version changed before it collected.
+        cached: Some of the samples, for the passes that need them; None where it holds none, as a table of stock's or
+            one that was to hold no data.
         part: The same of some of the samples alone, as far as `collect` was asked for it; files do not hold it.
     """
 
@@ -70,7 +69,6 @@ class CalibrationTable:
     data_fingerprint: str | None = None
     made_up: bool = False
     cached: CachedSamples | None = None
-    outdated: bool = False
     part: CalibrationTable | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +78,7 @@ class CalibrationTable:
         return name in self.tensors
 
     def __reduce__(self) -> tuple[object, ...]:
-        known = (self.model_fingerprint, self.data_fingerprint, self.made_up, self.cached, self.outdated)
+        known = (self.model_fingerprint, self.data_fingerprint, self.made_up, self.cached)
         return (type(self), (dict(self.tensors), self.config, self.samples, *known))
 
     @property
@@ -168,11 +166,6 @@ class CalibrationTable:
             raise CalibrationError(
                 "A moving average over chunks depends on the order of the samples, so that tables cannot be merged.",
                 fix="Collect without strided and max_intermediate_outputs.",
-            )
-        if self.outdated or other.outdated:
-            raise CalibrationError(
-                "Calibration tables for weights that were changed by different data cannot be merged.",
-                fix="Write the tables with kenosis_ort.calibrate of this version.",
             )
         if self.model_fingerprint != other.model_fingerprint:
             raise CalibrationError("Calibration tables of different models cannot be merged.", fix=_ALIKE)
@@ -354,7 +347,7 @@ def _to_dict(table: CalibrationTable) -> dict[str, Any]:
         },
         "smooth_quant": False,
         "kenosis": {
-            "schema": _SCHEMAS[-1],
+            "schema": _SCHEMA,
             "config": table.config.to_dict(),
             "samples": table.samples,
             "model_fingerprint": table.model_fingerprint,
@@ -391,26 +384,23 @@ def _from_dict(raw: Any) -> CalibrationTable:
     try:
         if ours is None:
             return _from_stock(raw)
-        if ours.get("schema") not in _SCHEMAS:
-            known = " and ".join(map(str, _SCHEMAS))
+        if ours.get("schema") != _SCHEMA:
             raise CalibrationError(
-                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {known}.",
+                f"The calibration table is of schema {ours.get('schema')!r}, and this version reads {_SCHEMA}.",
                 fix=_DAMAGED,
             )
         if ours.get("checksum") != _checksum(raw):
             raise CalibrationError(
                 "The calibration table is damaged or was edited: its check sum does not fit.", fix=_DAMAGED
             )
-        origin = ours.get("origin") or {}  # of schema 1, whose tables were of weights that passes had changed
         return CalibrationTable(
             {name: _statistics_from_dict(s) for name, s in ours["tensors"].items()},
             CalibrationConfig(**ours["config"]),
             int(ours["samples"]),
             ours["model_fingerprint"],
             ours["data_fingerprint"],
-            made_up=bool(ours.get("made_up", origin.get("made_up", False))),
+            made_up=bool(ours["made_up"]),
             cached=unpack_samples(ours["kept"], raw[_SAMPLES]) if "kept" in ours else None,
-            outdated=bool(origin.get("changes") or origin.get("biases")),
         )
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, CalibrationError) and not isinstance(error, OptionError):

@@ -93,12 +93,6 @@ def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTa
     table = _collected(call, drafted, builder)
     if cache is None:
         return table
-    if cache.table is not None:
-        cache.check_data(table.data_fingerprint)
-        call.notes.append(
-            "Calibrated again: the calibration cache is of an earlier version, which had changed the weights before."
-        )
-        return table
     replace(table, cached=None if data is None else data.cached).save(cache.path)
     if data is not None and len(data.cached):
         call.notes.append(

@@ -65,19 +65,14 @@ class CalibrationCache:
             data: The samples at hand, or those of the table; read to their end where the table is returned.
 
         Returns:
-            The table; None where there is none yet, or one of changed weights, and the reader is at hand.
+            The table; None where there is none yet.
 
         Raises:
             CalibrationCacheError: The table is of another model, other options or other data.
         """
         table = self.table
-        has_reader = data is not None and data.is_whole
-        if table is None or (table.outdated and has_reader):
+        if table is None:
             return None
-        if table.outdated:
-            raise self._refusal(
-                "The calibration cache is of an earlier version, which had changed the weights before calibration."
-            )
         with self._refusing():
             table.check_matches(cached_samples.model_fingerprint(model), replace(config, sketch=False))
             missing = [t for t in tensors if t not in table]
@@ -87,21 +82,12 @@ class CalibrationCache:
                     fix="delete the cache, or pass the options that it was made with",
                 )
         if data is not None:
-            found = data.read_all()
-            if has_reader:
-                self.check_data(f"{found:064x}")
+            found = f"{data.read_all():064x}"
+            if data.is_whole and table.data_fingerprint not in (None, found):
+                what = "The calibration cache was produced from other data."
+                raise CalibrationCacheError(what, where=str(self.path), fix=_FIX)
         self.is_used = True
         return table
-
-    def check_data(self, fingerprint: str | None) -> None:
-        """Checks that the data at hand are the table's.
-
-        Raises:
-            CalibrationCacheError: They are others.
-        """
-        known = None if self.table is None else self.table.data_fingerprint
-        if None not in (known, fingerprint) and known != fingerprint:
-            raise self._refusal("The calibration cache was produced from other data.")
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -109,9 +95,6 @@ class CalibrationCache:
             yield
         except CalibrationError as error:
             raise CalibrationCacheError(error.what, where=str(self.path), fix=error.fix or _FIX) from error
-
-    def _refusal(self, what: str) -> CalibrationCacheError:
-        return CalibrationCacheError(what, where=str(self.path), fix=_FIX)
 
 
 def _check_writable(path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat
 
 from kenosis_ort import CalibrationTable, Recipe, SyntheticReader, calibrate, errors, quantize_static
-from kenosis_ort.calibration.table import _checksum
 from tests import models
 from tests.flow.support import changed
 from tests.models import Feed, FeedReader
@@ -261,33 +260,3 @@ def test_labels_need_numbered_samples(tmp_path: Path) -> None:
     assert "eval_reader" in str(caught.value)
     options = {"metric": by_labels, "eval_reader": FeedReader(models.feeds(MODEL, 8, seed=4))}
     run(tmp_path / "out.onnx", None, calibration_cache_path=merged, **options)
-
-
-def older(path: Path, **origin: Any) -> None:
-    """Turns a table into one that an earlier version wrote."""
-    raw = json.loads(path.read_text())
-    raw.pop("kenosis_samples", None)
-    said = {"model_fingerprint": "0" * 64, "changes": [], "settings": None, "biases": False, "made_up": False}
-    ours = {k: v for k, v in raw["kenosis"].items() if k not in ("kept", "made_up", "checksum")}
-    raw["kenosis"] = ours | {"schema": 1, "origin": {**said, **origin}}
-    for tensor in ours["tensors"].values():
-        tensor.pop("channels", None)
-    raw["kenosis"]["checksum"] = _checksum(raw)
-    path.write_text(json.dumps(raw))
-
-
-def test_tables_of_an_earlier_version_load(tmp_path: Path) -> None:
-    table, out = tmp_path / "table.json", tmp_path / "out.onnx"
-    calibrate(MODEL, table, FeedReader(FEEDS))
-    older(table)
-    assert CalibrationTable.load(table).samples == len(FEEDS)
-    report = run(out, None, calibration_cache_path=table)
-    assert any("were not tried" in note for note in report.notes)
-    report = run(out, calibration_cache_path=table)  # no ranges by channel: they are observed again where needed
-    assert "equalize" in kept(report)
-    older(table, biases=True)
-    report = run(out, calibration_cache_path=table)
-    assert any("Calibrated again" in note for note in report.notes)
-    assert made(cached=False)[0] == out.read_bytes()
-    with pytest.raises(errors.CalibrationError, match="of an earlier version"):
-        run(out, None, calibration_cache_path=table)
