@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -50,8 +49,7 @@ class Use(str, Enum):
     DENSE = "dense"
 
 
-@dataclass(frozen=True)
-class OutputUse:
+class OutputUse(NamedTuple):
     """Measure of one output.
 
     Attributes:

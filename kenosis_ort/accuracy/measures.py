@@ -8,7 +8,7 @@ error remains where nothing is decided by the output, or nobody can tell what.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -207,8 +207,7 @@ class ClassOverlap(Measure):
         return np.asarray(np.clip(labels, 0, self.classes - 1).ravel(), np.int64)
 
 
-@dataclass(frozen=True)
-class BoxLayout:
+class BoxLayout(NamedTuple):
     """Layout of boxes and scores in the outputs.
 
     Attributes:

@@ -9,8 +9,7 @@ whatever the number of samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,7 @@ _SUFFIXES = ("_QuantizeLinear_Input", "_DequantizeLinear_Output", "_barrier")
 _LOOKED_THROUGH = 4  # nodes between a float value and its Q that only the quantized model has
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One activation.
 
     Attributes:
@@ -51,8 +49,7 @@ class Pair:
     grid: ValueGrid | None
 
 
-@dataclass(frozen=True)
-class WeightPair:
+class WeightPair(NamedTuple):
     """One constant.
 
     Attributes:

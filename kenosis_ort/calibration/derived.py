@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,7 @@ _HARD_SIGMOID = (0.2, 0.5)
 _HARD_SWISH = (1.0 / 6.0, 0.5)
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """A gate, or the product of its input and the gate.
 
     Attributes:

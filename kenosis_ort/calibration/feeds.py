@@ -66,8 +66,7 @@ class Sample(dict[str, Any]):
 _NO_NUMBERS = (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING)
 
 
-@dataclass(frozen=True)
-class InputSpec:
+class InputSpec(NamedTuple):
     """What the model says about one of its inputs.
 
     Attributes:

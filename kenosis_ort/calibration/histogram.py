@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -146,8 +146,7 @@ _SMOOTHING = 1e-4
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Mean and standard deviation as the distribution method defines them, with the bins they come from."""
 
     mean: float

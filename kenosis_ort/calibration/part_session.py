@@ -8,10 +8,9 @@ Extremes do not ask for order, extremes by channel and single elements can be ha
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -105,8 +104,7 @@ def in_order(array: Blocked) -> Array:
     return plain
 
 
-@dataclass(frozen=True)
-class SessionSettings:
+class SessionSettings(NamedTuple):
     """How sessions are made.
 
     Attributes:
@@ -122,8 +120,7 @@ class SessionSettings:
     optimize: bool = True
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A contiguous part of a graph.
 
     Attributes:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort.calibration.feeds import Feed, InputSpec, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, InputSpec, Provenance, sample_feeds
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from kenosis_ort.storage.writing import absolute, regular
 
@@ -37,6 +37,11 @@ class OwnReader(CalibrationDataReader):  # type: ignore[misc]
     def files(self) -> Sequence[Path]:
         """The files that feeds are read from, as far as they are known."""
         return ()
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """How well is known what made-up feeds rest on; None of real ones."""
+        return None
 
 
 class IndexedReader(OwnReader):
@@ -95,6 +100,11 @@ class StreamReader(OwnReader):
     def rewind(self) -> None:
         """Starts over; readers that the caller gave have to start over by themselves."""
         self._feeds = None
+
+
+def is_made_up(reader: Any) -> bool:
+    """Whether a reader makes its feeds up; code that asks does not load what they are made up with."""
+    return isinstance(reader, OwnReader) and reader.provenance is not None
 
 
 def source_files(reader: Any) -> Sequence[Path]:

@@ -8,9 +8,9 @@ body alone shows. What is too much is told by the net in integers but for its bo
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -101,8 +101,7 @@ def _left_float(place: Place, graph: onnx.GraphProto, rule: str, why: str, notes
         yield NodeDecision(node.name, node.op_type, Kind.FLOAT, rule, f"it is in {place}: {why.rstrip('.')}")
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What bodies in integers have to come up to: the net in integers but for them, without any pass.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -87,8 +87,7 @@ NOTHING: Final[Overlay] = MappingProxyType({})
 _WEIGHT_PASSES: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
-@dataclass(frozen=True)
-class _Emitted:
+class _Emitted(NamedTuple):
     """One quantized model with what made it, of which others with the same plan are copies with other numbers.
 
     Attributes:
@@ -341,8 +340,7 @@ class Builder:
         return replace(built, fusion=fusion, notes=tuple(notes))
 
 
-@dataclass(frozen=True)
-class BodyBuilder:
+class BodyBuilder(NamedTuple):
     """One body of control flow, quantized as a model of its own.
 
     Attributes:
@@ -371,7 +369,7 @@ class BodyBuilder:
         seen = builder.collected(fed(), table.tensors, table.config)
         tensors = {name: s if s.fixed else seen.tensors[name] for name, s in table.tensors.items()}
         build = replace(self.build, table=replace(table, tensors=tensors))
-        return replace(self, builder=replace(builder, bodies=nested), build=build)
+        return self._replace(builder=replace(builder, bodies=nested), build=build)
 
 
 def draft(proto: onnx.ModelProto, request: Request, journal: Journal) -> Builder:

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.feeds import Part
-from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds
-from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.calibration.trust import CalibrationTrust, collect_with_trust
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.sections import TensorTrust, TrustSummary
+
+if TYPE_CHECKING:
+    from kenosis_ort.calibration.trust import CalibrationTrust
 
 
 def calibrate(
@@ -105,13 +106,15 @@ def find_ranges(call: Call, drafted: Builder, builder: Builder) -> CalibrationTa
 def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTable:
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
     config, data = calibration_config(builder.request), call.data
-    reader = None if data is None else data.reader
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
     channels = {} if plain else drafted.channels_to_follow(builder, all_passes=call.cache is not None)
-    if plain or data is None or not isinstance(reader, SyntheticReader):
+    if plain or data is None or not is_made_up(data.reader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)
-    libraries = builder.request.custom_op_libraries
+    from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds  # few calls make samples up
+    from kenosis_ort.calibration.trust import collect_with_trust
+
+    reader, libraries = data.reader, builder.request.custom_op_libraries
     table, trust = collect_with_trust(
         builder.prepared.proto,
         data,

@@ -17,7 +17,6 @@ from kenosis_ort import errors
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.calibration.feeds import Cut, Part, sample_feeds
-from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
 from kenosis_ort.flow.tables import CalibrationCache
@@ -150,6 +149,8 @@ class Call(Journal):
 
     def made_up(self) -> list[Feed]:
         """Synthetic feed where no sample is at hand; none where its kind is not known."""
+        from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
+
         try:
             return list(sample_feeds(SyntheticReader(self.loaded, samples=1)))
         except errors.CalibrationError as error:

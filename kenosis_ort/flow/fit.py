@@ -217,7 +217,7 @@ def _with_scales_of(path: Path, caches: Sequence[int8_cache.Cache]) -> tuple[int
                 what = f"the cache of '{path}' has nothing like '{cache.names[0]}'"
                 fix = "give the file that goes on with this one's cache"
             raise OptionError(what, where="kv_cache", fix=fix)
-    return tuple(replace(cache, scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
+    return tuple(cache._replace(scale=scales[bodies.state_stem(cache.names[0])]) for cache in caches)
 
 
 def _is_cache(value: onnx.ValueInfoProto) -> bool:

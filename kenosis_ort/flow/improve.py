@@ -17,7 +17,7 @@ from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.metric import is_within
 from kenosis_ort.calibration import cached_samples
-from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
 from kenosis_ort.flow import samples
@@ -209,7 +209,7 @@ def with_weight_passes(
     if passes and feeds:
 
         def change() -> State:
-            made_up = call.data is not None and isinstance(call.data.reader, SyntheticReader)
+            made_up = call.data is not None and is_made_up(call.data.reader)
             known = batch_norm_statistics(call.loaded.proto) if made_up else {}  # which say more about channels
             return PassRunner(replace(ranges.context(), known=known), call).run(passes, state)
 

@@ -22,7 +22,6 @@ from kenosis_ort.bench.op_times import profile_in_fresh_sessions
 from kenosis_ort.calibration import readers
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import check_feed, input_specs, sample_feeds
-from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, OptionError, warn_caller
 from kenosis_ort.flow import body_plans, calibrate, finish, improve, samples
@@ -240,7 +239,7 @@ def _calibrated(call: Call, reader: CalibrationDataReader, *, keep_samples: bool
         keep=request.most_feeds(proto, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )
-    return replace(found, made_up=isinstance(reader, SyntheticReader))
+    return replace(found, made_up=readers.is_made_up(reader))
 
 
 @contextmanager

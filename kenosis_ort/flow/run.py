@@ -17,7 +17,6 @@ import onnx
 
 from kenosis_ort import errors
 from kenosis_ort.calibration.feeds import input_specs
-from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.flow import body_plans, calibrate, finish, fit, improve, speed
 from kenosis_ort.flow.builder import Builder, draft, nothing_to_quantize
 from kenosis_ort.flow.call import Call, RewriteMismatchError
@@ -236,6 +235,8 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     # Where samples come from: the reader, made-up data, or those that the cache holds.
     known = None if first.cache is None else first.cache.table
     if reader is None and known is None and request.recipe.synthetic:
+        from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
+
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     if request.eval_reader is not None:
         with first.stage("evaluation data"):

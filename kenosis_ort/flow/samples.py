@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ _TRIED = 8  # parts of a batch, two of which are run to know whether its rows ar
 _ALIKE = 1e-3  # relative; another batch size may take another kernel
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """Division of feeds into samples.
 
     Attributes:

@@ -145,7 +145,7 @@ class _Forms:
             why = f"the float model takes {least:.0f} us a run, most of it the call itself, and is not timed"
             return self.by_table(why, notes)
         few = any(each.few_rows for each in found)
-        forms = [replace(form, challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
+        forms = [form._replace(challenges=few and form.name in (DYNAMIC, WEIGHT_ONLY)) for form in self.candidates]
         budget_s = min(budget_s * len(setups), PROMISE_BUDGET_S)
         model, raced = promise.keep_promise(self._original, forms, setups[0], further=setups[1:], budget_s=budget_s)
         assert raced.taken is not None  # the float model at last

@@ -7,9 +7,8 @@ are cut or repeated to those.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -28,8 +27,7 @@ FEW_ROWS: Final = 8
 _CACHE_RANK, _CACHE_AXIS = 4, 2
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """Feeds that a model is timed on.
 
     Attributes:

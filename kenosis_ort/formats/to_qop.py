@@ -9,8 +9,7 @@ Source: Pappalardo et al., "QONNX", 2022, sections III and IV; the operators' sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +56,7 @@ def to_qop(model: onnx.ModelProto, *, clip: bool = False) -> onnx.ModelProto:
     return _Writer(model, tensors).run()
 
 
-@dataclass(frozen=True)
-class _Integers:
+class _Integers(NamedTuple):
     """A value of integers as an operator takes it, with its scale and zero point."""
 
     value: ir.Value

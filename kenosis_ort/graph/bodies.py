@@ -9,7 +9,7 @@ Recurrent states and caches are pairs of an output and the input whose next valu
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import onnx
 
@@ -21,8 +21,7 @@ from kenosis_ort.graph.walk import all_graphs, all_names, opset_of, outer_names,
 _SHARED_FROM = 1024  # bytes; two branches often read one weight, and each would get a quantized copy of its own
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Place of a body: ``attribute`` of the main-graph node named ``owner``."""
 
     owner: str
@@ -32,8 +31,7 @@ class Place:
         return f"the {self.attribute} of '{self.owner}'"
 
 
-@dataclass(frozen=True)
-class Body:
+class Body(NamedTuple):
     """A body taken out.
 
     Attributes:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx
 
@@ -247,8 +247,7 @@ _BASE: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Tagged:
+class Tagged(NamedTuple):
     """A copy of a model whose nodes are named by tokens.
 
     Attributes:
@@ -298,8 +297,7 @@ def base_op(op_type: str) -> str:
     return _BASE.get(op_type) or (op_type[7:] if op_type.startswith("QLinear") else op_type)
 
 
-@dataclass(frozen=True)
-class LoadedSource:
+class LoadedSource(NamedTuple):
     """The model under proof.
 
     Attributes:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,7 @@ _GEMMS: Final = frozenset({"Gemm", "QGemm"})
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class PairOrder:
+class PairOrder(NamedTuple):
     """The order in which a kernel reads a weight tensor.
 
     Attributes:

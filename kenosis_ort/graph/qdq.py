@@ -189,8 +189,7 @@ class SourceNode:
         return default
 
 
-@dataclass(frozen=True)
-class QuantParams:
+class QuantParams(NamedTuple):
     """Scale and zero point of one Q or DQ; None where they are not constant.
 
     Attributes:

@@ -4,8 +4,8 @@ Every node gets a unique name; names that are already there stay.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import onnx
 import onnx.defs
@@ -211,8 +211,7 @@ def part_names(graph: onnx.GraphProto) -> None:
         pending += [(body, inside) for node in nested.node for body in subgraphs(node)]
 
 
-@dataclass(frozen=True)
-class Naming:
+class Naming(NamedTuple):
     """Names given to nodes.
 
     Attributes:

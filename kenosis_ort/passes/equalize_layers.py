@@ -27,7 +27,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import onnx
@@ -48,8 +48,7 @@ _CLIP_HEADROOM = 1.5  # the same up to a Clip's bound, where what exceeds it is 
 _CLIP_WORTH = 0.8  # and by 20 % through a Clip, as the net is then the same on the observed range only
 
 
-@dataclass(frozen=True)
-class Equalized:
+class Equalized(NamedTuple):
     """The equalized model.
 
     Attributes:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
@@ -75,8 +74,7 @@ def least_ratio(samples: int) -> float:
     return 0.98 - 0.46 / max(samples, 1)
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Error of a candidate.
 
     Attributes:

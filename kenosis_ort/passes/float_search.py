@@ -14,8 +14,8 @@ nobody says better: its multiply-accumulates, and a little for cheap operators.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import onnx
 
@@ -31,8 +31,7 @@ Replan = Callable[[Mapping[str, str]], PlacementPlan]
 """The plan that leaves further nodes float: node name to reason."""
 
 
-@dataclass(frozen=True)
-class TensorSensitivity:
+class TensorSensitivity(NamedTuple):
     """Error that quantizing one tensor causes.
 
     Attributes:
@@ -97,7 +96,7 @@ def tensor_sensitivity(
         for part, expected in parts:
             count, error = len(part), known.get(_together(part), expected)
             if count == 1 or error <= floor:
-                found |= {unit.gates: replace(unit, error=error / count, exact=count == 1) for unit in part}
+                found |= {unit.gates: unit._replace(error=error / count, exact=count == 1) for unit in part}
             else:
                 halves = part[: count // 2], part[count // 2 :]
                 smaller += [(half, error * len(half) / count) for half in halves]
@@ -164,8 +163,7 @@ _MOST_STEPS = 48
 _INTEGER = (Kind.INTEGER, Kind.PASS_THROUGH)
 
 
-@dataclass(frozen=True)
-class FloatSet:
+class FloatSet(NamedTuple):
     """A placement on the way of the search.
 
     Attributes:

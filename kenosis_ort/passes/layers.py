@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -207,8 +207,7 @@ Bounds = tuple[float, float]
 _HOMOGENEOUS = having(Is.POOL) | {"Relu", "LeakyRelu", "PRelu", "Identity", "Dropout", "Clip", "Flatten", "Reshape"}
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A pair of layers between which scales can move.
 
     Attributes:

@@ -8,7 +8,7 @@ How many of them are needed is found by bisection over real builds, scored on fe
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -102,7 +102,7 @@ class _Trials:
 
     def add(self, state: FloatSet, quantized: onnx.ModelProto | None) -> FloatSet:
         """Measures a placement; one that could not be built loses everything."""
-        self.made.append(replace(state, loss=math.inf if quantized is None else self._loss(quantized)))
+        self.made.append(state._replace(loss=math.inf if quantized is None else self._loss(quantized)))
         return self.made[-1]
 
     def cheapest(self, path: Sequence[FloatSet]) -> FloatSet | None:

@@ -22,7 +22,7 @@ All groups of a layer are rounded together, for a depthwise one has as many as c
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -173,8 +173,7 @@ def descend(real: Float64, start: Float64, fixed: Flags, hessian: Float64, grid:
     return found
 
 
-@dataclass(frozen=True)
-class WeightGrid:
+class WeightGrid(NamedTuple):
     """The quantized weights of a layer.
 
     Attributes:

@@ -18,7 +18,7 @@ Layers that read one value share the sizes of its rows. Not changed: layers over
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ _LEVELS: Final = 255
 _LEAST_SIZE: Final = 16  # of both sides of a matrix; sizing rows costs more than smaller products
 
 
-@dataclass(frozen=True)
-class RowNoise:
+class RowNoise(NamedTuple):
     """Rounding noise of a value by row, for layers that read it.
 
     Attributes:

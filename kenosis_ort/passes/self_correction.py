@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +40,7 @@ _ALIVE = 6  # times the largest layer output of all samples: outputs of neighbou
 _TINY = 1e-37
 
 
-@dataclass(frozen=True)
-class Corrected:
+class Corrected(NamedTuple):
     """A layer whose bias may move.
 
     Attributes:

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import onnx
@@ -47,8 +47,7 @@ _WEIGHT_LEVELS = 127
 _ACTIVATION_LEVELS = 255
 
 
-@dataclass(frozen=True)
-class SmoothedValue:
+class SmoothedValue(NamedTuple):
     """Factors of one smoothed value.
 
     Attributes:
@@ -66,8 +65,7 @@ class SmoothedValue:
     rescaled: Mapping[str, Rescaling]
 
 
-@dataclass(frozen=True)
-class Smoothed:
+class Smoothed(NamedTuple):
     """The smoothed model.
 
     Attributes:

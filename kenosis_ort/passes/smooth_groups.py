@@ -7,6 +7,7 @@ a constant factor.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,8 +51,7 @@ class Fold:
         return found
 
 
-@dataclass(frozen=True)
-class SmoothGroup:
+class SmoothGroup(NamedTuple):
     """A value and the layers that read it.
 
     Attributes:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import onnx
 
@@ -114,8 +114,7 @@ _PICTURE_RANK: Final = 4
 _INTEGER: Final = (Kind.INTEGER, Kind.PASS_THROUGH)
 
 
-@dataclass(frozen=True)
-class NodeCost:
+class NodeCost(NamedTuple):
     """One node, times in microseconds.
 
     Attributes:

@@ -22,8 +22,7 @@ Source: Kenosis paper, stages 2 to 4.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +35,7 @@ _SMALLEST: Final = float(np.finfo(np.float32).tiny)
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class ActivationParameters:
+class ActivationParameters(NamedTuple):
     """``real = scale * (quantized - zero_point)``; ``scale`` is a float32 value."""
 
     scale: float
@@ -127,8 +125,7 @@ _SAMPLED = 4096  # weights a channel
 _LEAST_PRODUCT = 2.0 * _SMALLEST  # of two scales; below float32 rounds it coarsely
 
 
-@dataclass(frozen=True)
-class QuantizedWeight:
+class QuantizedWeight(NamedTuple):
     """Weights as integers.
 
     Attributes:
@@ -298,8 +295,7 @@ def least_scale(biases: Sequence[tuple[float, Float64]], scale: Float64) -> Floa
     return needed
 
 
-@dataclass(frozen=True)
-class QuantizedBias:
+class QuantizedBias(NamedTuple):
     """Attributes: ``values`` int32 (channels,); ``scale`` float32, shape () or (channels,)."""
 
     values: npt.NDArray[np.int32]

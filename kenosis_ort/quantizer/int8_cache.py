@@ -13,8 +13,7 @@ The file in between computes exactly what the last one does, from caches in floa
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -35,8 +34,7 @@ _LEVELS: Final = 127
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """One tensor of a cache.
 
     Attributes:
@@ -66,7 +64,7 @@ def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache
     """Caches with the scales that they have by ranges, where they have none yet."""
     ranges = ([table.range_of(name) for name in cache.names] for cache in caches)
     return tuple(
-        replace(cache, scale=cache.scale or scale_for(seen)) for cache, seen in zip(caches, ranges, strict=True)
+        cache._replace(scale=cache.scale or scale_for(seen)) for cache, seen in zip(caches, ranges, strict=True)
     )
 
 

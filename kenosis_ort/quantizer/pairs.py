@@ -1,9 +1,8 @@
 """Edits of the model that stock's quantizer holds, and Q and DQ on its activations: parameters, and who reads what."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -128,8 +127,7 @@ def listed(name: str, array: Array, elem_type: int | None = None) -> onnx.Tensor
     return onnx.TensorProto(data_type=kind, name=name, dims=array.shape, **{field: array.ravel().tolist()})
 
 
-@dataclass(frozen=True)
-class GridNames:
+class GridNames(NamedTuple):
     """Names of the initializers that hold scale and zero point, and the scale itself."""
 
     names: tuple[str, str]
@@ -193,7 +191,7 @@ class Pairs:
         return found
 
     def _changed(self, grid: GridNames, params: QuantizationParams, found: dict[str, onnx.TensorProto]) -> GridNames:
-        grid = replace(grid, scale=float(np.asarray(params["scale"]).item()))
+        grid = grid._replace(scale=float(np.asarray(params["scale"]).item()))
         found.update((tensor.name, tensor) for tensor in _tensors(grid, params))
         return grid
 

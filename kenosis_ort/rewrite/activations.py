@@ -7,8 +7,7 @@ to write one compares equal; a rule that compares polynomials need not list the 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -211,8 +210,7 @@ _ALPHA, _BETA = 1.0 / 6.0, 0.5
 _HARD_SWISH_STEPS = 3  # behind the Clip: times x, divided by 6 in one or two nodes
 
 
-@dataclass(frozen=True)
-class _Gate:
+class _Gate(NamedTuple):
     """``last`` computes ``HardSigmoid(x)``, times ``x`` if ``times_x``; ``inner`` are the nodes between."""
 
     x: ir.Value

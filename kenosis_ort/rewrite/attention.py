@@ -7,8 +7,8 @@ layer of queries, keys and values [B, S, 3 * N * H] is transposed whole and then
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial, reduce
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +129,7 @@ _SPLIT = (0, 2, 1, 3)  # [B, S, N, H] to [B, N, S, H]
 _SPLIT_PACKED = (2, 0, 3, 1, 4)  # [B, S, 3, N, H] to [3, B, N, S, H]
 
 
-@dataclass(frozen=True)
-class FlatHeads:
+class FlatHeads(NamedTuple):
     """Inputs of three dimensions.
 
     Attributes:
@@ -228,8 +227,7 @@ class Heads:
         return editor.insert_before(before, "Reshape", [value, shape])
 
 
-@dataclass(frozen=True)
-class _Split:
+class _Split(NamedTuple):
     value: ir.Value  # [B, S, heads, width], or packed [B, S, count, heads, width]
     heads: int
     width: int

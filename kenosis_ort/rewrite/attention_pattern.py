@@ -9,6 +9,7 @@ fit one version of one exporter. Here a value is asked what it is: a product, a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ _MASKED = -1e9
 _DEEPEST = 12
 
 
-@dataclass(frozen=True)
-class MaskTerm:
+class MaskTerm(NamedTuple):
     """One of the masks of an attention.
 
     Attributes:
@@ -66,8 +66,7 @@ class Scores:
         return rank - 2 if self.k_perm is None else self.k_perm[-2]
 
 
-@dataclass(frozen=True)
-class FoundAttention:
+class FoundAttention(NamedTuple):
     """An attention and its parts.
 
     Attributes:

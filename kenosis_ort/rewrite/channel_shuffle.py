@@ -8,6 +8,7 @@ each as another one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,7 @@ _MOST_ELEMENTS = 1 << 23
 _STAND_INS = (2, 0, 3, 5)  # for unknown dimensions of [N, C, H, W]; channels have to be known
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """``value`` is ``source`` with only the channels ``chosen``, in this order.
 
     Attributes:

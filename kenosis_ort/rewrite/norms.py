@@ -1,8 +1,7 @@
 """Norms that are written as arithmetic, as one operator each, or in the spelling that the runtime knows."""
 
 import math
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,7 @@ from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, other
 LAYER_NORM_OPSET, RMS_NORM_OPSET = 17, 23
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """The nodes of ``d / sqrt(mean(d * d) + epsilon)``, the last of which is ``last``.
 
     ``d`` is ``x`` or, if centred, what is left of it without its mean.

@@ -17,9 +17,9 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx
 
@@ -59,8 +59,7 @@ class Basis(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Speed of a form by the cost table.
 
     Attributes:
@@ -91,8 +90,7 @@ class Estimate:
         )
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """One candidate.
 
     Attributes:
@@ -182,8 +180,7 @@ def keep_promise(
     return ladder.outcome()
 
 
-@dataclass(frozen=True)
-class _Trial:
+class _Trial(NamedTuple):
     """What became of a form.
 
     Attributes:
@@ -321,7 +318,7 @@ class _Ladder:
         is_clear = any(comparison.verdict is Verdict.FASTER for comparison in known)
         if not is_clear or gain < WORTH_IT:
             return _Trial(FormStatus.SPARE, text)
-        return replace(self._against_float(replace(form, build=lambda: model)), gain=text)
+        return self._against_float(form._replace(build=lambda: model))._replace(gain=text)
 
     def _race(self, reference: onnx.ModelProto, model: onnx.ModelProto, setup: RaceSetup, border: float) -> Race:
         budget = max(_SHARE * (self._deadline - self._clock()) / len(self._setups), 0.0)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kenosis_ort.bench import harness
 from kenosis_ort.bench.harness import MARGIN, Clock, SpeedComparison, Verdict, compare, interval_rank
@@ -60,8 +60,7 @@ _PROBES: Final = 4
 _REASON_LIMIT: Final = 600
 
 
-@dataclass(frozen=True)
-class Race:
+class Race(NamedTuple):
     """Result of a race.
 
     Attributes:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -234,8 +234,7 @@ def _sums(data: Array, zero: int, stored: Array, zeros: Array, *, clips: bool) -
     return np.asarray(sums)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One run of a layer.
 
     Attributes:
@@ -356,7 +355,7 @@ def _dynamic(call: _Call) -> Array:
     scale = np.float32((np.float32(high) - np.float32(low)) / np.float32(255)) or np.float32(1)
     zero = np.uint8(np.rint(np.clip(np.float32(-low) / scale, 0, 255)))
     data = np.clip(np.rint(a / scale) + np.float32(zero), 0, 255).astype(np.uint8)
-    return _to_float(replace(call, values=(data, b, scale, b_scale, np.asarray(zero), b_zero, bias)))
+    return _to_float(call._replace(values=(data, b, scale, b_scale, np.asarray(zero), b_zero, bias)))
 
 
 _OPERATORS: Final[Mapping[str, Callable[[_Call], Array]]] = {

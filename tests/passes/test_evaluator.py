@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,12 +78,12 @@ def test_a_metric_decides_where_it_is_clear() -> None:
     assert better.is_better(plain)
     assert better.beats(plain)
     assert not plain.is_better(better)
-    unclear = replace(scored(base + np.array([0.3, -0.2, 0.2, -0.2])), error=0.5, without=(0.5, 0.5))
+    unclear = scored(base + np.array([0.3, -0.2, 0.2, -0.2]))._replace(error=0.5, without=(0.5, 0.5))
     assert unclear.beats(plain)  # by its error
     assert not plain.beats(unclear)
-    alone = replace(plain, scored=Scored(0.8))
-    assert not replace(unclear, scored=Scored(0.7)).is_better(alone)
-    assert replace(unclear, scored=Scored(0.8)).is_better(alone)
+    alone = plain._replace(scored=Scored(0.8))
+    assert not unclear._replace(scored=Scored(0.7)).is_better(alone)
+    assert unclear._replace(scored=Scored(0.8)).is_better(alone)
 
 
 # ---- of models ------------------------------------------------------------------------------------------------

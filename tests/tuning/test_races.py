@@ -285,7 +285,7 @@ def test_which_form_is_taken(costs: dict[str, float], quality: dict[str, float],
     stadium = FakeStadium({**costs, "float": 0.02})
     forms = [form(n) for n in costs]
     if expected == "taken spare spare":
-        forms[1:] = [replace(each, build=failing(AssertionError("built"))) for each in forms[1:]]
+        forms[1:] = [each._replace(build=failing(AssertionError("built"))) for each in forms[1:]]
     found = consider(stadium, [*forms, FLOAT_FORM], quality=lambda model: quality.get(model.graph.name, 30.0))
     assert [record.status for record in found.candidates] == expected.split()
     assert all(text in found.candidates[at].reason for at, text in said.items())
@@ -311,7 +311,7 @@ def test_a_rung_that_fails_is_dropped_and_named():
     ]  # fmt: skip
     assert outcome.taken.name == "good"
     assert "wrong" not in stadium.opened
-    checked = [replace(form("wrong"), checked=True), FLOAT_FORM]
+    checked = [form("wrong")._replace(checked=True), FLOAT_FORM]
     assert consider(stadium, checked, failing(AssertionError("asked"))).taken.name == "wrong"
 
 
@@ -327,7 +327,7 @@ def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
         assert "the machine is too noisy to tell" in outcome.candidates[0].reason
         assert "the cost table says nothing of it" in outcome.candidates[0].reason
         for speed, taken in ((2.0, "int8"), (0.7, "fp32")):
-            estimated = replace(form("int8"), estimate=lambda speed=speed: Estimate(speed, 1.4))
+            estimated = form("int8")._replace(estimate=lambda speed=speed: Estimate(speed, 1.4))
             told = consider(FakeStadium(stadium.seconds, spread=0.5, seed=seed), [estimated, FLOAT_FORM])
             assert (told.taken.name, told.basis) == (taken, Basis.ESTIMATED if taken == "int8" else Basis.UNDECIDED)
             assert f"estimated at {speed:.2f}x" in told.candidates[0].reason
@@ -389,9 +389,9 @@ def test_the_float_model_has_to_run_and_to_be_the_last_form():
 def test_on_the_installed_runtime_unusable_outputs_are_seen():
     model = models.mlp()
     made = {"zeroed": changed(model, **{tensor.name: 0.0 for tensor in model.graph.initializer}), "same": model}
-    candidates = [replace(form(name), build=lambda name=name: made[name]) for name in made]
+    candidates = [form(name)._replace(build=lambda name=name: made[name]) for name in made]
     setup = RaceSetup(models.feeds(model, 2))
-    _, outcome = keep_promise(model, [*candidates, replace(FLOAT_FORM, build=lambda: model)], setup, budget_s=1.0)
+    _, outcome = keep_promise(model, [*candidates, FLOAT_FORM._replace(build=lambda: model)], setup, budget_s=1.0)
     assert outcome.candidates[0].status == FormStatus.DROPPED
     assert "dB" in outcome.candidates[0].reason
     assert outcome.taken.name in ("same", "fp32")
@@ -409,7 +409,7 @@ def test_a_form_must_be_slower_in_no_situation():
 def challenged(dynamic: float, long: float | None = None, **more: Any) -> SpeedSummary:
     """What becomes of INT8 and of one that challenges it, by the latter's time of a run and of a long one."""
     further = [FakeStadium({"float": 2, "int8": 1.0, "dynamic": long}).setup(name="long")] if long else []
-    candidates = [replace(form("int8"), checked=True), replace(form("dynamic"), challenges=True), FLOAT_FORM]
+    candidates = [form("int8")._replace(checked=True), form("dynamic")._replace(challenges=True), FLOAT_FORM]
     stadium = FakeStadium({"float": 0.02, "int8": 0.01, "dynamic": dynamic})
     return consider(stadium, candidates, further=further, **more)
 

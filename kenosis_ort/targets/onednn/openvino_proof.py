@@ -16,9 +16,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import onnx
 
@@ -36,8 +35,7 @@ _DATA: Final = frozenset({"Const", "Input", "Output", "Parameter", "Result"})
 _MESSAGE_LIMIT: Final = 600
 
 
-@dataclass(frozen=True)
-class Executed:
+class Executed(NamedTuple):
     """One node of the graph that the plugin executes.
 
     Attributes:
