@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
@@ -57,6 +58,17 @@ def test_a_look_at_a_file_loads_no_more_than_it_needs(tmp_path: Path, command: s
     assert packages(modules) <= _FOR_A_VERDICT
     own = {name.split(".")[1] for name in modules if name.startswith("kenosis_ort.")}
     assert not own & {"flow", "calibration", "accuracy", "passes", "cluster", "tuning", "weights", "placement"}
+
+
+def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path: Path) -> None:
+    onnx.save(models.mlp(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **models.feeds(models.mlp(), 1)[0])
+    code = f"{OURS}\nfrom kenosis_ort import ArrayReader\n"
+    files = ", ".join(repr(str(tmp_path / name)) for name in ("model.onnx", "out.onnx"))
+    code += f"quantize_static({files}, ArrayReader({str(tmp_path / 'data.npz')!r}))"
+    modules = loaded_by(code, tmp_path)
+    assert "kenosis_ort.flow.finish" in modules
+    assert not [name for name in modules if ".synthetic" in name or name.endswith((".trust", ".net_evidence"))]
 
 
 def test_no_name_of_the_package_loads_what_is_heavy(tmp_path: Path) -> None:
