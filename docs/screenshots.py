@@ -121,13 +121,13 @@ def _telling_node(report: QuantizationReport) -> str:
 
 def _digits() -> QuantizationReport:
     """Returns the report of the shipped digits net with everything measured."""
-    from kenosis_ort import quantize_static
+    from kenosis_ort import ArrayReader, quantize_static
     from kenosis_ort.demo import load_digits, model_path
-    from kenosis_ort.demo.measurements import DigitsReader
+    from kenosis_ort.demo.measurements import INPUT_NAME
 
     with tempfile.TemporaryDirectory() as folder, model_path() as model:
         out = Path(folder) / "digits_kenosis.onnx"
-        return quantize_static(model, out, DigitsReader(load_digits().calibration), evidence="full")
+        return quantize_static(model, out, ArrayReader({INPUT_NAME: load_digits().calibration}), evidence="full")
 
 
 def _without_folders(report: QuantizationReport) -> QuantizationReport:

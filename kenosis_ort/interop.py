@@ -5,7 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
-from kenosis_ort.accuracy.outputs import compare_pairs
+from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError, printable
@@ -45,23 +45,6 @@ from kenosis_ort.verify import verify_fusion
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """One output of the model as it came and of the result, on made-up inputs.
-
-    Attributes:
-        output: Its name.
-        sqnr_db: Power of the output over that of the difference, dB; inf where both are equal.
-        equal: Share of equal elements, 0..1.
-        largest: Largest absolute difference.
-    """
-
-    output: str
-    sqnr_db: float
-    equal: float
-    largest: float
-
-
-@dataclass(frozen=True)
 class Conversion:
     """Result of `kenosis_ort.convert`.
 
@@ -71,7 +54,7 @@ class Conversion:
         read_as: The format that was found: ``"qonnx"``, ``"qop"``, ``"qcdq"`` or ``"qdq"``.
         written_as: The format that was asked for.
         tensors: How many activations and constants have how many bits, as ``"4-bit unsigned activations"``.
-        agreement: How the outputs of both models compare; empty where no inputs could be made up.
+        agreement: The outputs beside those of the model as it came; empty where no inputs could be made up.
         notes: Sentences on what was done.
         fusion: The proof of what the runtime executes, of ``"qdq"`` and ``"qop"``.
         size: Bytes written.
@@ -82,7 +65,7 @@ class Conversion:
     read_as: str
     written_as: str
     tensors: dict[str, int]
-    agreement: tuple[Agreement, ...]
+    agreement: tuple[OutputComparison, ...]
     notes: tuple[str, ...]
     fusion: FusionReport | None
     size: int
@@ -101,7 +84,7 @@ class Conversion:
         lines = [f"{self.source} ({self.read_as}) -> {self.output} ({self.written_as}): {counted}"]
         for entry in self.agreement:
             same = "equal" if entry.equal == 1.0 else f"{100 * entry.equal:.2f} % equal, {entry.sqnr_db:.1f} dB"
-            lines.append(f"  output '{entry.output}' beside the model as it came: {same}")
+            lines.append(f"  output '{entry.name}' beside the model as it came: {same}")
         lines += [f"  {note}" for note in self.notes]
         if self.fusion is not None:
             lines.append(f"  {self.fusion}")
@@ -313,7 +296,7 @@ def convert_model(
 
 def _written(
     found: ReadModel, to: str, feeds: Feeds, libraries: Sequence[str]
-) -> tuple[onnx.ModelProto, dict[str, int], tuple[Agreement, ...], tuple[str, ...]]:
+) -> tuple[onnx.ModelProto, dict[str, int], tuple[OutputComparison, ...], tuple[str, ...]]:
     """The result, its tensors by bits, how it agrees with the model as it came, and layers of weights now uint8."""
     canonical = form = found.canonical
     stored_anew: tuple[str, ...] = ()
@@ -362,7 +345,7 @@ def _compare(
     *,
     optimize: bool,
     nudged: bool = False,
-) -> tuple[Agreement, ...]:
+) -> tuple[OutputComparison, ...]:
     """Runs two models on the same feeds; the reference as the file says it, without any rewriting at load."""
     if not feeds:
         return ()
@@ -383,9 +366,7 @@ def _compare(
     actual = (second.answer(_nudged(feed) if nudged else feed) for feed in taken)
     compared = compare_pairs(first.outputs, zip(expected, actual, strict=True), random)
     return tuple(
-        Agreement(o.name, -np.inf, 0.0, np.inf) if o.skipped else Agreement(o.name, o.sqnr_db, o.equal, o.max_abs)
-        for o in compared
-        if not o.random
+        replace(o, sqnr_db=-np.inf, equal=0.0, max_abs=np.inf) if o.skipped else o for o in compared if not o.random
     )
 
 
@@ -405,12 +386,12 @@ def _noise(found: ReadModel, feeds: Feeds, libraries: Sequence[str]) -> dict[str
     nudged = _compare(found.reference, found.reference, feeds, libraries, optimize=False, nudged=True)
     least: dict[str, float] = {}
     for entry in (*rounded, *nudged):
-        least[entry.output] = min(entry.sqnr_db, least.get(entry.output, np.inf))
+        least[entry.name] = min(entry.sqnr_db, least.get(entry.name, np.inf))
     return least
 
 
 def _check(
-    agreement: Sequence[Agreement],
+    agreement: Sequence[OutputComparison],
     least_db: float,
     what: str,
     *,
@@ -419,10 +400,10 @@ def _check(
 ) -> None:
     """Raises where a float output differs from that of the model as it came."""
     for entry in agreement:
-        off = entry.sqnr_db < least_db and entry.largest > 0 and entry.output in _float_outputs(found.reference)
-        if off and entry.sqnr_db < noise().get(entry.output, np.inf) - _BELOW_NOISE_DB:
+        off = entry.sqnr_db < least_db and entry.max_abs > 0 and entry.name in _float_outputs(found.reference)
+        if off and entry.sqnr_db < noise().get(entry.name, np.inf) - _BELOW_NOISE_DB:
             raise VerificationError(
-                f"output '{entry.output}' of {what} is off by up to {entry.largest:.3g} from the model as it came "
+                f"output '{entry.name}' of {what} is off by up to {entry.max_abs:.3g} from the model as it came "
                 f"({entry.sqnr_db:.1f} dB, {100 * entry.equal:.1f} % equal); nothing was written",
                 where=found.loaded.name,
                 fix="please report this, if you can with the model",

@@ -183,17 +183,6 @@ def _feed(model: onnx.ModelProto) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Advice with its fix; the fix is empty where none is needed."""
-
-    what: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.what} Fix: {self.fix}" if self.fix else self.what
-
-
-@dataclass(frozen=True)
 class Examination:
     """Findings about the machine and the packages.
 
@@ -208,8 +197,7 @@ class Examination:
         max_opset: Highest operator set that it reads.
         threads: Threads of the sessions that were timed.
         speeds: By operator and data types; empty if nothing was timed.
-        problems: What is wrong and has a fix.
-        notes: What is worth knowing.
+        notes: What is worth knowing, with a fix where there is one.
     """
 
     architecture: str
@@ -222,15 +210,11 @@ class Examination:
     max_opset: int
     threads: int = 1
     speeds: tuple[KernelSpeed, ...] = ()
-    problems: tuple[Advice, ...] = ()
-    notes: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
-
-
-_NO_CPU: Final = Advice("The runtime has no CPU execution provider.", "pip install --force-reinstall onnxruntime")
 
 
 def examine(
@@ -246,7 +230,6 @@ def examine(
     """
     limits, types = runtime_limits(), get_target(DEFAULT_TARGET).data_types()
     speeds = kernel_speeds(threads=threads, budget_s=budget_s, progress=progress) if budget_s > 0 else ()
-    providers = tuple(ort.get_available_providers())
     return Examination(
         architecture=platform.machine(),
         flags=tuple(flags),
@@ -258,41 +241,36 @@ def examine(
             "python": platform.python_version(),
         },
         build=" ".join(str(ort.get_build_info()).split()),
-        providers=providers,
+        providers=tuple(ort.get_available_providers()),
         max_ir=limits.max_ir,
         max_opset=limits.max_opset,
         threads=threads,
         speeds=speeds,
-        problems=() if "CPUExecutionProvider" in providers else (_NO_CPU,),
         notes=tuple(_notes(limits, saturates=types.saturates, flags=flags, speeds=speeds)),
     )
 
 
 def _notes(
     limits: RuntimeLimits, *, saturates: bool, flags: Sequence[str], speeds: Sequence[KernelSpeed]
-) -> Iterator[Advice]:
+) -> Iterator[str]:
     if onnx.defs.onnx_opset_version() - limits.max_opset > 2:
-        yield Advice(
+        yield (
             f"onnx {onnx.__version__} writes operator set {onnx.defs.onnx_opset_version()}; "
-            f"onnxruntime {limits.version} reads up to {limits.max_opset}.",
-            "upgrade onnxruntime, or export models with an older operator set",
+            f"onnxruntime {limits.version} reads up to {limits.max_opset}. "
+            "Fix: upgrade onnxruntime, or export models with an older operator set"
         )
     if limits.max_ir < onnx.IR_VERSION:
-        yield Advice(
+        yield (
             f"onnx {onnx.__version__} saves IR version {onnx.IR_VERSION} by default; this runtime reads up to "
             f"{limits.max_ir}. kenosis-ort writes what the runtime reads; for other files set model.ir_version."
         )
-    yield Advice(
-        f"{sums_of_products(flags, saturates=saturates)}"
-        + (" and clipped there; files that are made here keep pairs of weights below that." if saturates else ".")
-    )
+    clipped = " and clipped there; files that are made here keep pairs of weights below that."
+    yield sums_of_products(flags, saturates=saturates) + (clipped if saturates else ".")
     if flags and not has_dot_products(flags):
-        yield Advice("The processor has no 8-bit dot product (VNNI, AMX or dotprod): int8 gains less here.")
+        yield "The processor has no 8-bit dot product (VNNI, AMX or dotprod): int8 gains less here."
     fast = [s for s in speeds if s.verdict == "fast" and s.types not in (FLOAT32, FLOAT16)]
     if speeds and not fast:
-        yield Advice(
-            "No 8-bit type is faster than float32 here, as measured; the speed promise will often deliver float."
-        )
+        yield "No 8-bit type is faster than float32 here, as measured; the speed promise will often deliver float."
     half = [s for s in speeds if s.types == FLOAT16 and s.verdict in ("slow", "refused")]
     if half:
-        yield Advice("float16 does not pay on this CPU.")
+        yield "float16 does not pay on this CPU."

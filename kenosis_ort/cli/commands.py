@@ -360,7 +360,7 @@ that made it.
         "show what this machine's runtime can do, and what is fast on it",
         """Shows the processor, the runtime and the formats it reads, times small
 convolutions and matrix products in each data type (some 3 seconds), and says
-what to fix.
+what follows.
 
   kenosis-ort doctor
   kenosis-ort doctor --threads 4 --json
@@ -371,7 +371,6 @@ what to fix.
             flags.switch("--no-timing", "do not time data types"),
         ),
         "machine_commands:doctor",
-        one="done, but there is a problem that has a fix",
     ),
     "profile": Command(
         "measure what kernels cost on this machine, so that files are laid out for it",

@@ -6,7 +6,6 @@ The types of the options stand in `kenosis_ort.option_types`, which loads onnx; 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from kenosis_ort.cli import parser
-from kenosis_ort.storage.writing import absolute
 
 # -- the table
 
@@ -336,23 +334,6 @@ def to_api(words: Mapping[str, Any]) -> dict[str, Any]:
 
     found = {name: word if name == "extra_options" else value_of(name, word) for name, word in words.items()}
     return {**found, "format": "qop"} if words.get("format") == "qoperator" else found
-
-
-def with_absolute_paths(called: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `kenosis_ort.quantize_static` with paths that hold wherever the working directory goes."""
-    from kenosis_ort.options import INT8_CACHE
-    from kenosis_ort.passes.recipe import is_recipe_file
-
-    found = dict(called)
-    for name in {"calibration_cache_path", "host", "kv_cache", "recipe"} & called.keys():
-        value = called[name]
-        is_word = (name == "host" and not os.path.exists(value)) or (name == "kv_cache" and value == INT8_CACHE)
-        if not is_word and (name != "recipe" or is_recipe_file(value)):
-            found[name] = absolute(value)
-    if "custom_op_libraries" in called:  # one that is no file here is for the system's loader to find
-        paths = called["custom_op_libraries"]
-        found["custom_op_libraries"] = [str(absolute(path)) if os.path.exists(path) else path for path in paths]
-    return found
 
 
 _BARE: Final = "|".join(option for option in FLAGS if "_" in option)

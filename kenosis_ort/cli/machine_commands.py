@@ -118,7 +118,7 @@ _SPEEDS: dict[str, Form] = {
 }
 
 
-def doctor(arguments: argparse.Namespace, screen: Screen) -> bool:
+def doctor(arguments: argparse.Namespace, screen: Screen) -> None:
     """The command ``doctor``."""
     here, cores = machine(), os.cpu_count() or 1
     with screen.progress("timing") as progress:
@@ -132,7 +132,6 @@ def doctor(arguments: argparse.Namespace, screen: Screen) -> bool:
         lambda: {"cpu": here.cpu, "cores": cores, **found.to_dict()},
         lambda: _render_examination(here.cpu, cores, found),
     )
-    return bool(found.problems)
 
 
 def _render_examination(cpu: str, cores: int, found: Examination) -> RenderableType:
@@ -150,11 +149,7 @@ def _render_examination(cpu: str, cores: int, found: Examination) -> RenderableT
         on = {0: "all threads", 1: "one thread"}.get(found.threads, f"{found.threads} threads")
         title = f"Data types, {on}: speed beside float32, measured"
         blocks.append(table(found.speeds, _SPEEDS, title=title))
-    blocks += [Text.assemble(("problem: ", "bold red"), str(p)) for p in found.problems]
-    blocks += [Text.assemble(("note: ", "cyan"), str(n)) for n in found.notes]
-    if not found.problems:
-        blocks.append(Text("Nothing to fix.", style="bold green"))
-    return Group(*blocks)
+    return Group(*blocks, *(Text.assemble(("note: ", "cyan"), note) for note in found.notes))
 
 
 # -- profile

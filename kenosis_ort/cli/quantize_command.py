@@ -93,7 +93,7 @@ def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
     names = {"recipe": _recipe_path(arguments), "report": arguments.report}
     paths = {name: None if path is None else absolute(path) for name, path in names.items()}
     model, output = absolute(arguments.model), absolute(output_path(arguments))
-    called = flags.with_absolute_paths(flags.to_api(words))
+    called = flags.to_api(words)
     _check_files(arguments, output, paths)
     synthetic = resolve(words.get("recipe", "fast")).recipe.synthetic
     cache = arguments.calibration_cache_path

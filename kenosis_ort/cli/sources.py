@@ -9,6 +9,7 @@ import argparse
 import glob
 import importlib
 import logging
+import os
 import re
 import runpy
 import sys
@@ -338,9 +339,11 @@ def _blamed(source: str, fix: str = "correct the function; -v shows the tracebac
 
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
+    """Has Python find modules of the current folder first; code of the caller's may leave it for as long as it runs."""
+    before, folder = list(sys.path), Path.cwd()
+    sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.path[:] = before
+        os.chdir(folder)

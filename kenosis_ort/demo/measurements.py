@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import onnxruntime as ort
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kenosis_ort.accuracy.outputs import sqnr_db
 from kenosis_ort.api import quantize_static
 from kenosis_ort.bench.benchmark import bench
+from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.report.evidence import fusion_verdict
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.text import format_bytes, make_table, render_fusion
+from kenosis_ort.report.text import Form, format_bytes, render_fusion, table
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion
@@ -75,115 +75,27 @@ OURS = "kenosis-ort"
 _TIMING_SECONDS = 4.0
 
 
-class DigitsReader(stock.CalibrationDataReader):  # type: ignore[misc]
-    """Calibration reader as in a user's script: it yields one image at a time, once."""
-
-    def __init__(self, images: npt.NDArray[np.float32]) -> None:
-        self._feeds = iter([{INPUT_NAME: image[None]} for image in images])
-
-    def get_next(self) -> dict[str, npt.NDArray[np.float32]] | None:
-        """The next feed, None at the end."""
-        return next(self._feeds, None)
-
-
 @dataclass(frozen=True)
-class Quality:
-    """One model's quality on the held-out images.
+class MeasuredModel:
+    """One model on the held-out images.
 
     Attributes:
+        name: It.
         accuracy: Share of the images classified right, 0..1.
         sqnr_db: Signal-to-noise ratio of its logits against the float net's, in dB.
         size: Bytes on disk.
+        microseconds: Median time per image on one thread.
+        ratio: Speed relative to float, the median of per-round ratios.
+        proof: The fusion proof; None for the float net.
     """
 
+    name: str
     accuracy: float
     sqnr_db: float
     size: int
-
-
-@dataclass(frozen=True)
-class DemoSpeed:
-    """Median time per image in microseconds, and speed relative to float (median of per-round ratios)."""
-
     microseconds: float
     ratio: float
-
-
-def build_models(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[str, Path], QuantizationReport]:
-    """Quantizes the net in three ways from the same calibration images.
-
-    Returns:
-        Paths by name, `FLOAT` first, and the report of ours.
-    """
-    default, best, ours = (folder / f"digits_{name}.onnx" for name in ("stock_default", "stock_best", "kenosis"))
-    prepared = folder / "digits_prepared.onnx"
-    with _quiet_root_logger():
-        stock.quantize_static(float_model, default, DigitsReader(digits.calibration))
-        quant_pre_process(float_model, prepared)
-        stock.quantize_static(
-            prepared,
-            best,
-            DigitsReader(digits.calibration),
-            per_channel=True,
-            activation_type=stock.QuantType.QUInt8,
-            weight_type=stock.QuantType.QInt8,
-        )
-    report = quantize_static(float_model, ours, DigitsReader(digits.calibration))
-    return {FLOAT: float_model, STOCK_DEFAULT: default, STOCK_BEST: best, OURS: ours}, report
-
-
-def measure_quality(models: Mapping[str, Path], digits: Digits) -> dict[str, Quality]:
-    """Runs the held-out images through every model."""
-    logits = {name: _run(open_session(path), digits.images) for name, path in models.items()}
-    reference = logits[FLOAT]
-    return {
-        name: Quality(
-            accuracy=float((values.argmax(1) == digits.labels).mean()),
-            sqnr_db=sqnr_db(reference, values),
-            size=models[name].stat().st_size,
-        )
-        for name, values in logits.items()
-    }
-
-
-def measure_speed(
-    models: Mapping[str, Path],
-    digits: Digits,
-    *,
-    batch: int,
-    rounds: int,
-    on_round: Callable[[int, int | None], None] | None = None,
-) -> dict[str, DemoSpeed]:
-    """Times every model on one thread, side by side, see `kenosis_ort.bench`.
-
-    Args:
-        models: Paths by name, with `FLOAT` among them.
-        digits: Where the input comes from.
-        batch: Images per run.
-        rounds: Number of rounds.
-        on_round: Called with (rounds done, rounds) after each.
-    """
-    feed = {INPUT_NAME: digits.images[:batch]}
-    report = bench(models, [feed], rounds=rounds, budget_s=_TIMING_SECONDS, baseline=FLOAT, progress=on_round)
-    images = len(feed[INPUT_NAME])
-    return {t.name: DemoSpeed(microseconds=t.p50_ms * 1e3 / images, ratio=t.ratio) for t in report.models}
-
-
-def _run(session: ort.InferenceSession, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    output: npt.NDArray[np.float32] = session.run(None, {INPUT_NAME: images})[0]
-    return output
-
-
-@contextmanager
-def _quiet_root_logger() -> Iterator[None]:
-    """Stock writes advice to the root logger; here it would stand between the reader and the result."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
+    proof: FusionReport | None
 
 
 @dataclass(frozen=True)
@@ -191,9 +103,7 @@ class Demonstration:
     """Measurements on the digits net.
 
     Attributes:
-        quality: Accuracy, signal to noise ratio and size by model.
-        speed: Time per image by model.
-        proofs: The fusion proof by quantized model.
+        models: The models, the float one first.
         report: Of kenosis-ort's quantization.
         calibration_images: Number of images calibrated on.
         test_images: Number of held-out images.
@@ -201,9 +111,7 @@ class Demonstration:
         rounds: Timing rounds at most.
     """
 
-    quality: Mapping[str, Quality]
-    speed: Mapping[str, DemoSpeed]
-    proofs: Mapping[str, FusionReport]
+    models: tuple[MeasuredModel, ...]
     report: QuantizationReport
     calibration_images: int
     test_images: int
@@ -212,14 +120,8 @@ class Demonstration:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        models = {
-            name: {
-                **asdict(measured),
-                **asdict(self.speed[name]),
-                "proof": fusion_verdict(self.proofs[name]) if name in self.proofs else None,
-            }
-            for name, measured in self.quality.items()
-        }
+        verdicts = {m.name: None if m.proof is None else fusion_verdict(m.proof) for m in self.models}
+        models = {m.name: {**asdict(replace(m, proof=None)), "proof": verdicts[m.name]} for m in self.models}
         counts = ("calibration_images", "test_images", "batch", "rounds")
         return {"models": models, **{name: getattr(self, name) for name in counts}}
 
@@ -243,17 +145,63 @@ def demonstrate(
     with Scratch("demo") as scratch, model_path() as float_model:
         folder = scratch if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
-        models, report = build_models(float_model, digits, folder)
-        return Demonstration(
-            quality=measure_quality(models, digits),
-            speed=measure_speed(models, digits, batch=batch, rounds=rounds, on_round=progress),
-            proofs={name: verify_fusion(path) for name, path in models.items() if name != FLOAT},
-            report=report,
-            calibration_images=len(digits.calibration),
-            test_images=len(digits.images),
-            batch=batch,
-            rounds=rounds,
+        paths, report = _quantized(float_model, digits, folder)
+        logits = {name: open_session(path).run(None, {INPUT_NAME: digits.images})[0] for name, path in paths.items()}
+        feed = {INPUT_NAME: digits.images[:batch]}
+        timed = bench(paths, [feed], rounds=rounds, budget_s=_TIMING_SECONDS, baseline=FLOAT, progress=progress).by_name
+        models = tuple(
+            MeasuredModel(
+                name,
+                accuracy=float((values.argmax(1) == digits.labels).mean()),
+                sqnr_db=sqnr_db(logits[FLOAT], values),
+                size=paths[name].stat().st_size,
+                microseconds=timed[name].p50_ms * 1e3 / len(feed[INPUT_NAME]),
+                ratio=timed[name].ratio,
+                proof=None if name == FLOAT else verify_fusion(paths[name]),
+            )
+            for name, values in logits.items()
         )
+    return Demonstration(models, report, len(digits.calibration), len(digits.images), batch, rounds)
+
+
+def _quantized(float_model: Path, digits: Digits, folder: Path) -> tuple[dict[str, Path], QuantizationReport]:
+    """Paths of the net and of what three ways make of it from the same calibration images; and the report of ours."""
+    default, best, ours = (folder / f"digits_{name}.onnx" for name in ("stock_default", "stock_best", "kenosis"))
+    prepared = folder / "digits_prepared.onnx"
+
+    def reader() -> ArrayReader:
+        return ArrayReader({INPUT_NAME: digits.calibration})
+
+    with _quiet_root_logger():
+        stock.quantize_static(float_model, default, reader())
+        quant_pre_process(float_model, prepared)
+        types = {"activation_type": stock.QuantType.QUInt8, "weight_type": stock.QuantType.QInt8}
+        stock.quantize_static(prepared, best, reader(), per_channel=True, **types)
+    report = quantize_static(float_model, ours, reader())
+    return {FLOAT: float_model, STOCK_DEFAULT: default, STOCK_BEST: best, OURS: ours}, report
+
+
+@contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    """Stock writes advice to the root logger; here it would stand between the reader and the result."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+
+
+_COLUMNS: Mapping[str, Form] = {
+    "model": "{0.name}",
+    ">accuracy": lambda m: f"{100 * m.accuracy:.2f} %",
+    ">SQNR": lambda m: "-" if m.proof is None else f"{m.sqnr_db:.1f} dB",
+    ">us/image": "{0.microseconds:.1f}",
+    ">speed": "{0.ratio:.2f}x",
+    ">size": lambda m: format_bytes(m.size),
+    ">integer": lambda m: "-" if m.proof is None else _integer_count(m.proof),
+}
 
 
 def render(found: Demonstration) -> RenderableType:
@@ -271,32 +219,13 @@ def render(found: Demonstration) -> RenderableType:
     )
     blocks: list[RenderableType] = [
         Text(head),
-        _table(found.quality, found.speed, found.proofs),
+        table(found.models, _COLUMNS, styles=["bold" if m.name == OURS else "" for m in found.models]),
         Text(legend, style="dim"),
         Text("The fusion proof of kenosis-ort's model", style="bold underline"),
     ]
     if found.report.fusion is not None:
         blocks.append(render_fusion(found.report.fusion, plan=found.report.plan))
     return Group(*blocks)
-
-
-def _table(quality: Mapping[str, Quality], speed: Mapping[str, DemoSpeed], proofs: Mapping[str, FusionReport]) -> Table:
-    rows = []
-    for name, measured in quality.items():
-        exact = name == FLOAT
-        cells = (
-            name,
-            f"{100 * measured.accuracy:.2f} %",
-            "-" if exact else f"{measured.sqnr_db:.1f} dB",
-            f"{speed[name].microseconds:.1f}",
-            f"{speed[name].ratio:.2f}x",
-            format_bytes(measured.size),
-            "-" if exact else _integer_count(proofs[name]),
-        )
-        rows.append(cells)
-    styles = ["bold" if name == OURS else "" for name in quality]
-    headings = ("model", ">accuracy", ">SQNR", ">us/image", ">speed", ">size", ">integer")
-    return make_table(*headings, rows=rows, styles=styles)
 
 
 def _integer_count(fusion: FusionReport) -> str:

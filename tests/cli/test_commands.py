@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kenosis_ort import CalibrationTable
-from kenosis_ort.bench import doctor
 from kenosis_ort.demo import measurements as measured
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
@@ -143,12 +142,10 @@ def test_targets_are_compared_on_a_net(shell: Shell) -> None:
 # -- doctor
 
 
-def test_the_doctor_tells_facts_types_and_problems(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_tells_facts_and_types(shell: Shell) -> None:
     shown = ("processor", "onnxruntime", "CPUExecutionProvider", "operator sets up to", "uint8 x int8")
     assert not shell("doctor --seconds 0.1").lacks(*shown)
-    monkeypatch.setattr(doctor.ort, "get_available_providers", lambda: ["SomeExecutionProvider"])
-    problem = "problem: The runtime has no CPU execution provider. Fix: pip install"
-    assert shell("doctor --no-timing", code=1).lacks(problem, "uint8 x int8") == ["uint8 x int8"]
+    assert shell("doctor --no-timing").lacks("note: ", "uint8 x int8") == ["uint8 x int8"]
 
 
 # -- demo
