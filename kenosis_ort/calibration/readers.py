@@ -321,7 +321,6 @@ class Shards(StreamReader):
             raise OptionError(f"count={count!r} is no number of shards", where="count", fix="give 1 or more")
         self._source = source
         self.batch_size = batch_size
-        self._first = 0  # of those that these are some of
         self.count = count
         self.inputs: frozenset[str] | None = None
         self.left_aside: tuple[str, ...] = ()
@@ -350,16 +349,10 @@ class Shards(StreamReader):
         """
         return partial(self._source, number) if callable(self._source) else self._source[number]
 
-    def some(self, numbers: Sequence[int]) -> Shards:
-        """Some of the parts, one behind the other, as shards of their own; messages call them what they did."""
-        some = Shards([self.part(number) for number in numbers], batch_size=self.batch_size)
-        some._first, some.inputs = self._first + numbers[0], self.inputs
-        return some
-
     def name(self, number: int) -> str:
         """Name of a part in messages."""
-        part, called = self.part(number), self._first + number
-        return f"shard {called} ({part})" if isinstance(part, Path) else f"shard {called}"
+        part = self.part(number)
+        return f"shard {number} ({part})" if isinstance(part, Path) else f"shard {number}"
 
     def opened(self, number: int) -> Iterator[Feed]:
         """Yields the feeds of a part.

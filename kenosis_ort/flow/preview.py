@@ -4,7 +4,6 @@ Calibration piece by piece: what is done is kept on disk. Tables of pieces merge
 where a piece ends: a run that was killed goes on with the samples behind the last one that its checkpoint holds.
 """
 
-import json
 import logging
 import os
 import time
@@ -33,7 +32,6 @@ from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
-from kenosis_ort.storage.writing import write_text
 from kenosis_ort.verify import verify_fusion
 
 Source = str | os.PathLike[str] | onnx.ModelProto
@@ -77,92 +75,6 @@ def running_layers(
 _log = logging.getLogger(__name__)
 _PIECE_S: Final = 30.0
 """Seconds after which what is done is written."""
-_SHARDS: Final = 64  # that are sent to a cluster at a time
-_SCHEMA: Final = 1
-
-
-class _Checkpoint:
-    """What is done of a calibration in pieces.
-
-    Args:
-        path: The file; read if it exists.
-
-    Attributes:
-        table: Of all samples so far; None before any.
-        shards: How many of these it holds, where they are read by workers.
-
-    Raises:
-        CalibrationError: It is no table.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.table: CalibrationTable | None = None
-        self.shards = 0
-        if not path.exists():
-            return
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw["schema"] != _SCHEMA:
-                raise self.refusal(f"it is of schema {raw['schema']}, and this version reads {_SCHEMA}")
-            self.table, self.shards = CalibrationTable.from_json(json.dumps(raw["table"])), int(raw["shards"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            what = error.what if isinstance(error, CalibrationError) else repr(error)
-            raise self.refusal(f"it is damaged: {what}") from error
-        _log.info("%d samples are done already", self.table.samples)
-
-    def add(self, table: CalibrationTable) -> None:
-        """Merges the table of a piece, and writes what is done.
-
-        Raises:
-            CalibrationError: It is of another model.
-        """
-        try:
-            self.table = table if self.table is None else self.table.merge(table)
-        except CalibrationError as error:
-            raise self.refusal(error.what) from error
-        raw = {"schema": _SCHEMA, "shards": self.shards, "table": json.loads(self.table.to_json())}
-        write_text(self.path, json.dumps(raw), "the checkpoint")
-        _log.info("%d samples are kept in %s", self.table.samples, self.path)
-
-    def left(self, source: Any, model: onnx.ModelProto) -> Iterator[Iterator[Any]]:
-        """Yields the samples that are not done, in pieces of some seconds.
-
-        Raises:
-            CalibrationError: Those that are done are other samples than the source begins with.
-        """
-        feeds = sample_feeds(source)
-        if self.table is not None:
-            defaults, inputs, digest = meant_as_defaults(model), input_specs(model), 0
-            for number, feed in zip(range(self.table.samples), feeds, strict=False):
-                digest = (digest + feed_digest({**defaults, **check_feed(feed, *inputs, number)})) % 2**256
-            if f"{digest:064x}" != self.table.data_fingerprint:
-                raise self.refusal("it holds other samples than the reader begins with")
-        for ahead in feeds:  # no piece is empty
-            yield _for_a_while(chain([ahead], feeds))
-
-    def left_of_shards(self, shards: readers.Shards) -> Iterator[readers.Shards]:
-        """Yields the shards that are not done, some at a time."""
-        while self.shards < shards.count:
-            numbers = range(self.shards, min(self.shards + _SHARDS, shards.count))
-            self.shards = numbers.stop
-            yield shards.some(numbers)
-
-    def refusal(self, why: str) -> CalibrationError:
-        """The error for a checkpoint that does not fit."""
-        return CalibrationError(
-            f"What an earlier calibration left cannot be gone on with: {why}.",
-            where=str(self.path),
-            fix="Delete the file, and calibrate from the beginning.",
-        )
-
-
-def _for_a_while(feeds: Iterable[Any]) -> Iterator[Any]:
-    begun = time.monotonic()
-    for feed in feeds:
-        yield feed
-        if time.monotonic() - begun >= _PIECE_S:
-            break
 
 
 def plan_only(source: Source, request: Request) -> PlacementPlan:
@@ -187,37 +99,82 @@ def calibrate_only(
         resume: Keep what is done beside the table, and go on with what is there; it has a cache path.
 
     Raises:
+        CalibrationError, OptionError: As `_in_pieces`.
+    """
+    path = request.cache_path
+    with _opened(source, request) as call:
+        if resume and path is not None:
+            return _in_pieces(call, reader, path, keep_samples=keep_samples)
+        table = _calibrated(call, reader, keep_samples=keep_samples)
+        if path is not None:
+            table.save(path)
+        return table
+
+
+def _in_pieces(call: Call, reader: CalibrationDataReader, path: Path, *, keep_samples: bool) -> CalibrationTable:
+    """The table of all samples, collected some seconds at a time; the file beside it, ``.part``, becomes it in the end.
+
+    Raises:
+        CalibrationError: That file holds other samples than the reader begins with, or is of another model.
         OptionError: A range depends on the order of all samples, which cannot be collected in pieces.
     """
-    path, progress, counted = request.cache_path, request.progress, 0
-    with _opened(source, request) as call:
-        if not resume or path is None:
-            table = _calibrated(call, reader, keep_samples=keep_samples)
-            if path is not None:
-                table.save(path)
-            return table
-        if calibration_config(request).depends_on_order:
-            raise OptionError(
-                "a moving average depends on the order of all samples, and cannot be collected in pieces",
-                where="resume",
-                fix="leave out CalibMovingAverage and CalibStridedMinMax",
-            )
-        done = _Checkpoint(path.with_name(f"{path.name}.part"))
-        away = request.executor is not None and isinstance(reader, readers.Shards)
-        for piece in done.left_of_shards(reader) if away else done.left(reader, call.loaded.proto):
-            if progress is not None:
-                call.request = replace(call.request, progress=partial(_count_on, progress, counted))
-            table = _calibrated(call, piece, keep_samples=keep_samples)
-            counted += table.samples
-            done.add(table)
-    if done.table is None:
+    request, proto, part = call.request, call.loaded.proto, path.with_name(f"{path.name}.part")
+    if calibration_config(request).depends_on_order:
+        raise OptionError(
+            "a moving average depends on the order of all samples, and cannot be collected in pieces",
+            where="resume",
+            fix="leave out CalibMovingAverage and CalibStridedMinMax",
+        )
+
+    def refusal(why: str) -> CalibrationError:
+        return CalibrationError(
+            f"What an earlier calibration left cannot be gone on with: {why.rstrip('.')}.",
+            where=str(part),
+            fix="Delete the file, and calibrate from the beginning.",
+        )
+
+    inputs, defaults = input_specs(proto), meant_as_defaults(proto)
+    feeds = sample_feeds(readers.for_model(reader, chain(*inputs)))
+    # What is done, and the samples behind it.
+    done, counted = None, 0
+    if part.exists():
+        try:
+            done = CalibrationTable.load(part)
+        except CalibrationError as error:
+            raise refusal(f"it is damaged: {error.what}") from error
+        digest = 0
+        for number, feed in zip(range(done.samples), feeds, strict=False):
+            digest = (digest + feed_digest({**defaults, **check_feed(feed, *inputs, number)})) % 2**256
+        if f"{digest:064x}" != done.data_fingerprint:
+            raise refusal("it holds other samples than the reader begins with")
+        _log.info("%d samples are done already", done.samples)
+    # The others, piece by piece; no piece is empty.
+    for ahead in feeds:
+        if request.progress is not None:
+            call.request = replace(request, progress=partial(_count_on, request.progress, counted))
+        found = _calibrated(call, _for_a_while(chain([ahead], feeds)), keep_samples=keep_samples)
+        counted += found.samples
+        try:
+            done = found if done is None else done.merge(found)
+        except CalibrationError as error:
+            raise refusal(error.what) from error
+        done.save(part)
+        _log.info("%d samples are kept in %s", done.samples, part)
+    if done is None:
         raise CalibrationError(
             "No data is collected: the calibration data reader yields no sample.",
             fix="Pass a reader that yields at least one feed; one that was read before has to be rewound.",
         )
-    done.table.save(path)
-    done.path.unlink(missing_ok=True)
-    return done.table
+    os.replace(part, path)
+    return done
+
+
+def _for_a_while(feeds: Iterable[Any]) -> Iterator[Any]:
+    begun = time.monotonic()
+    for feed in feeds:
+        yield feed
+        if time.monotonic() - begun >= _PIECE_S:
+            break
 
 
 def _count_on(progress: Progress, before: int, now: int, _: int | None) -> None:
