@@ -3,8 +3,7 @@
 What a name means (a node, a target, a rewrite) is not decided here. A recipe file, TOML, makes a model again: the
 command writes one, and ``recipe=`` reads it. ``[recipe]`` is a `kenosis_ort.Recipe`; ``[options]`` holds options of
 `kenosis_ort.quantize_static` by name, those that a machine decided included; ``[data]`` holds how the command read its
-samples or made them up, in the words of its options; ``[made]`` says what came out, and with which versions. What is
-unknown in it is an error.
+samples or made them up, in the words of its options. What is unknown in it is an error.
 """
 
 from __future__ import annotations
@@ -239,19 +238,16 @@ class RecipeFile:
         recipe: The accuracy passes.
         options: Options of `kenosis_ort.quantize_static`, as that takes them.
         data: Options of the command about samples, as it spells them.
-        made: What came out; empty in a file that no output belongs to.
     """
 
     recipe: Recipe
     options: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, Any] = field(default_factory=dict)
 
     def to_toml(self) -> str:
         """The recipe as text that `from_toml` reads."""
         options = {name: _word(name, value) for name, value in self.options.items()}
-        tables = {"options": options, "data": dict(self.data), "made": dict(self.made)}
-        filled = {name: table for name, table in tables.items() if table}
+        filled = {name: table for name, table in (("options", options), ("data", dict(self.data))) if table}
         return tomli_w.dumps({"schema": SCHEMA, "recipe": self.recipe.to_dict(), **filled})
 
     @classmethod
@@ -264,7 +260,7 @@ class RecipeFile:
         raw = parse(text, where)
         recipe = Recipe.from_dict(raw["recipe"], where=where)
         options = {name: _value(name, word, where) for name, word in raw.get("options", {}).items()}
-        return cls(recipe, options, raw.get("data", {}), raw.get("made", {}))
+        return cls(recipe, options, raw.get("data", {}))
 
     def with_settings(self, given: Mapping[str, Any]) -> RecipeFile:
         """A copy with settings of the recipe replaced; ``my_pass.strength`` is one of a further pass.

@@ -91,6 +91,11 @@ class Decision:
     symmetric: bool = False
 
     @property
+    def sentence(self) -> str:
+        """The decision as one line of an explanation of its consumer."""
+        return f"input {self.edge.index} '{self.edge.value}': {self.how.value} by {self.rule}: {self.reason}"
+
+    @property
     def grid(self) -> str:
         """The integer type, its symmetry and axis, in words; empty where the value is read in float."""
         if not self.dtype:
@@ -207,11 +212,7 @@ class PlacementPlan:
             known = did_you_mean(node, self.by_node)
             raise OptionError(f"the plan has no node '{node}'.{known}", fix="a name from plan.by_node")
         lines = [f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: {n.reason}"]
-        lines += [
-            f"  input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"
-            for d in self.decisions
-            if d.edge.consumer == node
-        ]
+        lines += [f"  {d.sentence}" for d in self.decisions if d.edge.consumer == node]
         return printable("\n".join(lines))
 
     def to_json(self) -> str:

@@ -1,8 +1,7 @@
 """The command quantize, its dry run, and the ``.recipe.toml`` that it saves beside an output.
 
 The library reads ``[recipe]`` and ``[options]`` of it (`kenosis_ort.option_types`). The command's own are ``[data]``,
-how samples were read or made up, in the words of its options, and ``[made]``, what came out, to tell whether it is the
-same again.
+how samples were read or made up, in the words of its options.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kenosis_ort import __version__
 from kenosis_ort.api import preview, quantize_static
 from kenosis_ort.cli import flags
 from kenosis_ort.cli.flags import in_shell_words
@@ -33,7 +31,7 @@ from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.report.evidence import Explanation, explain_plan
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.text import Form, listed, make_table, render_report, table
-from kenosis_ort.storage.writing import absolute, sha256_of
+from kenosis_ort.storage.writing import absolute
 
 
 def saved_data(file: RecipeFile, where: str) -> dict[str, Any]:
@@ -71,11 +69,6 @@ def spelled(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(f"{number:.17g}" if float(f"{number:g}") != number else f"{number:g}" for number in value)
     return value
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a model file, and of ``<file>.data`` behind it where there is one."""
-    return sha256_of(*(part for part in (path, path.with_name(f"{path.name}.data")) if part.is_file()))
 
 
 # -- quantize
@@ -117,20 +110,13 @@ def quantize(arguments: argparse.Namespace, screen: Screen) -> bool:
         evidence: Literal["full", "none"] = "none" if paths["report"] is None else "full"  # only the page shows it
         made = quantize_static(model, output, reader, progress=progress, evidence=evidence, executor=cluster, **called)
     report = replace(made, model_input=str(arguments.model), model_output=str(output_path(arguments)))
-    is_known = paths["recipe"] is not None or saved is not None  # else nobody asks for the digests
-    digests = {"model_sha256": sha256(model), "output_sha256": sha256(output)} if is_known else {}
     if (path := paths["recipe"]) is not None:
         head = f"Makes {output.name} again: kenosis-ort quantize {model.name} --recipe {path.name}, with the same data."
-        facts = {"model": model.name, "output": output.name, **digests, "samples": report.calibration.samples}
-        facts["versions"] = {"kenosis_ort": __version__, **report.versions}
         kept = {name: spelled(value) for name, value in data.items()}
-        replace(report.recipe_file(), data=kept, made=facts).save(path, head=head)
+        replace(report.recipe_file(), data=kept).save(path, head=head)
     if paths["report"] is not None:
         report.save_html(paths["report"])
-    same = None  # of an output that no recipe records, or one of another model
-    if saved is not None and saved.made.get("model_sha256") == digests["model_sha256"]:
-        same = saved.made.get("output_sha256") == digests["output_sha256"]
-    _show(report, screen, full=arguments.full, files=names, same=same)
+    _show(report, screen, full=arguments.full, files=names)
     return bool(report.left_float() or (arguments.strict and report.is_float))
 
 
@@ -180,14 +166,12 @@ def _files_read(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     return files
 
 
-def _show(
-    report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None], same: bool | None
-) -> None:
+def _show(report: QuantizationReport, screen: Screen, *, full: bool, files: Mapping[str, Path | None]) -> None:
     written = {name: str(path) for name, path in files.items() if path is not None}
     warned = tuple(map(in_shell_words, report.warnings))
     trust = None if report.trust is None else replace(report.trust, advice=in_shell_words(report.trust.advice))
     screen.result(
-        lambda: {**report.to_dict(), "files": written, "same_as_recorded": same},
+        lambda: {**report.to_dict(), "files": written},
         lambda: render_report(replace(report, warnings=warned, trust=trust), full=full),
     )
     if screen.quiet and not screen.as_json:
@@ -195,9 +179,6 @@ def _show(
             screen.warn(text)
     for name, path in written.items():
         screen.note(f"{name}: {path}")
-    if same is not None:
-        other = "is not the recorded one: other data, versions, or a choice that timing made differently."
-        screen.note(f"The output {'is the recorded one, byte for byte.' if same else other}")
 
 
 # -- dry run

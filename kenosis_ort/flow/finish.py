@@ -31,7 +31,7 @@ from kenosis_ort.quantizer.fusion_aware import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
 from kenosis_ort.report.gathering import gather_evidence
-from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target
@@ -263,7 +263,7 @@ def finish(
         plan=build.plan,
         fusion=fusion,
         calibration=CalibrationSummary(method, samples, observed, call.seconds["calibrate"]),
-        outputs=tuple(OutputQuality(c.name, c.sqnr_db) for c in compared if c.skipped < max(c.samples, 1)),
+        outputs=tuple(c for c in compared if c.skipped < max(c.samples, 1)),
         evidence=evidence,
         layers=layers,
         cache=scales,

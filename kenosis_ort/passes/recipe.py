@@ -39,7 +39,7 @@ else:
 
 SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
-_TABLES: Final = ("recipe", "options", "data", "made")
+_TABLES: Final = ("recipe", "options", "data")
 
 
 # ---- the passes, in the order in which they run: those that change weights first ----
@@ -198,10 +198,6 @@ class Recipe:
         found = {**own, **{each.name: asdict(each) for each in self.passes}}
         return found if self.speed is None else {**found, "speed": asdict(self.speed)}
 
-    def to_toml(self) -> str:
-        """The recipe as TOML text that `from_toml` reads."""
-        return tomli_w.dumps({"schema": SCHEMA, "recipe": self.to_dict()})
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Reads what `to_dict` returned; settings that are missing keep their defaults.
@@ -230,22 +226,13 @@ class Recipe:
             kind = ArgumentTypeError if isinstance(error, ArgumentTypeError) else OptionError
             raise kind(error.what, where=f"{place}: {key}" if key else place, fix=error.fix) from error
 
-    @classmethod
-    def from_toml(cls, text: str, *, where: str = "recipe") -> Recipe:
-        """Reads what `to_toml` returned.
-
-        Raises:
-            OptionError: Not TOML, not a recipe, or of another schema version.
-        """
-        return cls.from_dict(parse(text, where)["recipe"], where=where)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the recipe as TOML.
 
         Raises:
             OutputError: The file cannot be written.
         """
-        write_text(path, self.to_toml(), "the recipe")
+        write_text(path, tomli_w.dumps({"schema": SCHEMA, "recipe": self.to_dict()}), "the recipe")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -255,7 +242,7 @@ class Recipe:
             OptionError: It is missing, too large, or no recipe.
         """
         file = Path(path)
-        return cls.from_toml(read_text(file), where=str(file))
+        return cls.from_dict(parse(read_text(file), str(file))["recipe"], where=str(file))
 
 
 def read_text(file: Path) -> str:

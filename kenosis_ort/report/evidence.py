@@ -379,8 +379,7 @@ def explain_plan(plan: PlacementPlan) -> list[Explanation]:
     """An explanation of every planned node."""
     inputs: dict[str, list[str]] = {}
     for d in plan.decisions:
-        text = f"input {d.edge.index} '{d.edge.value}': {d.how.value} by {d.rule}: {d.reason}"
-        inputs.setdefault(d.edge.consumer, []).append(text)
+        inputs.setdefault(d.edge.consumer, []).append(d.sentence)
     return [
         Explanation(
             n.node,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.option_types import IN_FILE, RecipeFile, value_of
 from kenosis_ort.options import OptionChoice, Stages
 from kenosis_ort.passes.recipe import Recipe
@@ -58,19 +59,6 @@ class CalibrationSummary:
 
 
 @dataclass(frozen=True)
-class OutputQuality:
-    """Signal of one graph output against the float model's on calibration samples.
-
-    Attributes:
-        name: Name of the graph output.
-        sqnr_db: Signal power over quantization noise power in dB; ``inf`` for identical outputs.
-    """
-
-    name: str
-    sqnr_db: float
-
-
-@dataclass(frozen=True)
 class QuantizationReport:
     """Result of `quantize_static`: decisions with reasons, and the kernels that the runtime uses.
 
@@ -87,7 +75,7 @@ class QuantizationReport:
         size_before: Bytes of the float model, external data included.
         size_after: Bytes of the quantized model, external data included.
         seconds: Wall time per stage, in order.
-        outputs: Signal-to-noise ratio per graph output on calibration samples; empty if not measured.
+        outputs: The graph outputs beside the float model's on calibration samples; empty if not measured.
         versions: Versions of the packages that took part.
         recipe: What was done for accuracy; None where the placement is stock's.
         passes: The accuracy passes that were tried, in order.
@@ -116,7 +104,7 @@ class QuantizationReport:
     size_before: int = 0
     size_after: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    outputs: tuple[OutputQuality, ...] = ()
+    outputs: tuple[OutputComparison, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     recipe: Recipe | None = None
     passes: tuple[PassOutcome, ...] = ()

@@ -154,16 +154,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_recipe_makes_the_same_bytes_again_and_others_are_told(case: str, shell: Shell) -> None:
+def test_the_recipe_makes_the_same_bytes_again(case: str, shell: Shell) -> None:
     shell(f"quantize float.onnx first.onnx {CASES[case]}")
     data = "" if case == "made up" else "--data samples.npz"  # made-up data come from the recipe
-    assert shell(f"quantize float.onnx again.onnx {data} --recipe first.recipe.toml --json").data["same_as_recorded"]
+    shell(f"quantize float.onnx again.onnx {data} --recipe first.recipe.toml")
     before = shell.files()
     assert before["first.onnx"] == before["again.onnx"]
     if case == "made up":
-        assert "byte for byte" in shell("quantize float.onnx again.onnx --recipe first.recipe.toml").out
-        printed = shell("quantize float.onnx first.onnx --synthetic 2 --recipe first.recipe.toml")
-        assert "is not the recorded one" in printed.line
+        shell("quantize float.onnx first.onnx --synthetic 2 --recipe first.recipe.toml")
+        assert shell.files()["first.onnx"] != before["first.onnx"], "what is given goes before what is recorded"
         assert shell.files()["first.recipe.toml"] == before["first.recipe.toml"], "one that is used is not written over"
 
 
@@ -175,7 +174,6 @@ def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
     assert (recipe.mixed_precision, recipe.accuracy_budget) == (True, 0.01)
     assert recipe.speed.form == "int8", "what timing decided"
     file = RecipeFile.load("mine.toml")
-    assert file.made["output_sha256"] == quantize_command.sha256(Path("o.onnx"))
     assert set(HOST_CHOICES) <= file.options.keys()
     assert str(shell.folder) not in str(replace(file, data={})), "no folder of this machine but where the data were"
 

@@ -15,6 +15,7 @@ from kenosis_ort import RECIPES, OptionError, Recipe
 from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
+from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.passes import PASSES, between, passes_of, register
 from kenosis_ort.passes import recipe as recipes
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
@@ -169,7 +170,7 @@ def known() -> Iterator[None]:
 @pytest.mark.parametrize("each", [Seen(), Seen(0.1, 0, "hard", -1e-9, False), Seen(2, 99, "soft", 3.0)])
 def test_a_recipe_file_holds_its_settings(known: None, each: Seen) -> None:
     recipe = Recipe("mine", equalize=False, passes=(each,))
-    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert RecipeFile.from_toml(RecipeFile(recipe).to_toml()).recipe == recipe
 
 
 @pytest.mark.parametrize(("given", "says"), [
@@ -190,7 +191,7 @@ def test_settings_are_checked_by_their_types(given: dict[str, Any], says: str) -
 ])  # fmt: skip
 def test_mistakes_in_a_file_are_named(known: None, text: str, says: str) -> None:
     with pytest.raises(OptionError, match=says) as caught:
-        Recipe.from_toml(text, where="recipe.toml")
+        RecipeFile.from_toml(text, where="recipe.toml")
     assert caught.value.where in ("recipe.toml", "recipe.toml: mode")
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.passes.runner import PassOutcome
@@ -16,7 +17,7 @@ from kenosis_ort.report.evidence import (
     SketchNode,
     TensorProfile,
 )
-from kenosis_ort.report.quantization_report import CalibrationSummary, OutputQuality, QuantizationReport
+from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
@@ -24,6 +25,10 @@ from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 def kernel(node: str, op_type: str = "Conv", **changes: Any) -> KernelReport:
     values = {"kernel": "com.microsoft.QLinearConv", "integer": True, "status": Status.INTEGER, **changes}
     return KernelReport(node=node, op_type=op_type, **{**values, "status": Status(values["status"])})
+
+
+def compared(name: str, sqnr_db: float) -> OutputComparison:
+    return OutputComparison(name, sqnr_db, cosine=1.0, max_abs=0.25, agreement=None, equal=0.5, elements=10, samples=8)
 
 
 def fusion(*kernels: KernelReport) -> FusionReport:
@@ -48,7 +53,7 @@ def report(**changes: Any) -> QuantizationReport:
         "options": {"per_channel": OptionChoice(True, "host default")}, "plan": plan("stem", "head"),
         "calibration": CalibrationSummary("minmax", 8, 5, 0.25), "notes": ("opset raised from 9 to 13",),
         "warnings": ("one [odd] thing",), "size_before": 4_000_000, "size_after": 1_000_000,
-        "seconds": {"calibrate": 0.25, "quantize": 0.5}, "outputs": (OutputQuality("logits", 31.25),),
+        "seconds": {"calibrate": 0.25, "quantize": 0.5}, "outputs": (compared("logits", 31.25),),
         "versions": {"onnxruntime": "1.2.3"},
     }  # fmt: skip
     return QuantizationReport(**{**values, **changes})

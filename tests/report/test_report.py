@@ -29,12 +29,12 @@ from kenosis_ort.report.evidence import (
     layer_times,
 )
 from kenosis_ort.report.html.cards import cards
-from kenosis_ort.report.quantization_report import OutputQuality, QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models, planning
-from tests.report.samples import full_report, fusion, kernel, plan, report, speed
+from tests.report.samples import compared, full_report, fusion, kernel, plan, report, speed
 
 numbers = st.none() | st.floats(allow_nan=False)
 
@@ -77,7 +77,7 @@ def test_plan_and_evidence_may_be_left_out() -> None:
 
 @given(st.floats(allow_nan=False))
 def test_any_number_survives_json(db: float) -> None:
-    text = report(outputs=[OutputQuality(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
+    text = report(outputs=[compared(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
     assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]][1:] == ["inf", "nan"]
     assert float(json.loads(text)["outputs"][0]["sqnr_db"]) == db

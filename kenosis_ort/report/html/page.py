@@ -13,9 +13,9 @@ from markupsafe import Markup
 
 from kenosis_ort.errors import printable
 from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words, processors_line
-from kenosis_ort.report.html import plots
+from kenosis_ort.report.html import picture
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
-from kenosis_ort.report.html.picture import NodeFacts, node_facts, picture_data
+from kenosis_ort.report.html.picture import NodeFacts, node_facts
 from kenosis_ort.report.text import format_bytes
 from kenosis_ort.storage.data import plain
 
@@ -47,17 +47,17 @@ def render_html(report: QuantizationReport) -> str:
             processors="" if report.fusion is None else processors_line(report.fusion, report.clipping),
             regions=REGIONS,
             counts=_counts(facts),
-            picture=_spelled_out(picture_data(report, shown, facts)),
-            signal=plots.signal_plot(shown, facts),
-            losses=plots.signal_losses(shown, facts),
+            picture=_spelled_out(picture.picture_data(report, shown, facts)),
+            signal=picture.signal_plot(shown, facts),
+            losses=picture.signal_losses(shown, facts),
             broken=_broken(report, facts),
             slowest=_slowest(facts),
-            ranges=plots.range_plot(shown),
-            activation_bars=plots.histograms(shown, kind="activation"),
-            weight_bars=plots.histograms(shown, kind="weight"),
-            times=plots.time_plot(shown.times),
+            ranges=picture.range_plot(shown),
+            activation_bars=picture.histograms(shown, kind="activation"),
+            weight_bars=picture.histograms(shown, kind="weight"),
+            times=picture.time_plot(shown.times),
             kernels=kernels_in_words(report.layers),
-            frame=plots,
+            frame=picture,
             toml=report.recipe_file().to_toml().strip(),
             call=python_call(report),
             style=style,

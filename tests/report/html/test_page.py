@@ -22,7 +22,7 @@ from kenosis_ort.report.evidence import OpTime, OpTimes
 from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call, region_of
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
-from kenosis_ort.report.html.plots import time_plot
+from kenosis_ort.report.html.picture import time_plot
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.storage.data import to_data
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
