@@ -44,7 +44,7 @@ from kenosis_ort.flow.builder import Builder, for_integers
 from kenosis_ort.flow.fit import fitted
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.placement.cost import CostEstimate, NetCosts
-from kenosis_ort.tuning import RaceSetup, race
+from kenosis_ort.tuning.races import RaceSetup, race
 
 HEADER = f"{'net':28s} {'float ms: est. meas.':>22s} {'int8 ms: est. meas.':>22s} {'speed: est. meas.':>20s}  error"
 _SAMPLES = 4

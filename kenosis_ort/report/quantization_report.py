@@ -252,26 +252,19 @@ class QuantizationReport:
         check_apart([("the report", Path(path))], [(role, Path(name)) for role, name in models])
         write_text(path, self.to_html(), "the report")
 
-    def to_dict(self, *, include_plan: bool = True, include_evidence: bool = True) -> dict[str, Any]:
-        """The report as data that any JSON writer takes.
-
-        Args:
-            include_plan: Whether the placement plan (one entry per edge, the bulk of the data) goes in too.
-            include_evidence: Whether the evidence goes in too.
-        """
-        apart = {"options", "plan", "fusion", "recipe", *(() if include_evidence else ("evidence",))}
+    def to_dict(self) -> dict[str, Any]:
+        """The report as data that any JSON writer takes."""
+        apart = {"options", "plan", "fusion", "recipe"}
         return {
             "schema": SCHEMA_VERSION,
             "verdict": self.verdict(),
             **{f.name: to_data(getattr(self, f.name)) for f in fields(self) if f.name not in apart},
             "options": {k: {"value": plain(value), "source": source} for k, (value, source) in self.options.items()},
-            "plan": json.loads(self.plan.to_json()) if include_plan else None,
+            "plan": json.loads(self.plan.to_json()),
             "fusion": None if self.fusion is None else self.fusion.to_dict(),
             "recipe": None if self.recipe is None else self.recipe.to_dict(),
-            **({} if include_evidence else {"evidence": None}),
         }
 
-    def to_json(self, *, include_plan: bool = True, include_evidence: bool = True) -> str:
+    def to_json(self) -> str:
         """`to_dict` as JSON text."""
-        raw = self.to_dict(include_plan=include_plan, include_evidence=include_evidence)
-        return json.dumps(raw, indent=1, allow_nan=False)
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)

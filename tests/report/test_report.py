@@ -69,12 +69,6 @@ def test_json_has_every_field_under_its_name(original: QuantizationReport) -> No
     assert not ReportEvidence()
 
 
-def test_plan_and_evidence_may_be_left_out() -> None:
-    whole, raw = full_report().to_dict(), full_report().to_dict(include_plan=False, include_evidence=False)
-    assert raw == {**whole, "plan": None, "evidence": None}
-    assert whole["plan"]["decisions"]
-
-
 @given(st.floats(allow_nan=False))
 def test_any_number_survives_json(db: float) -> None:
     text = report(outputs=[compared(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
