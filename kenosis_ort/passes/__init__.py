@@ -3,48 +3,10 @@
 A pass of your own is a class like those in the files here, made known by `register`: see `docs/extending.md`.
 """
 
-from __future__ import annotations
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
+from kenosis_ort.exports import deferred, homes_in_stub
 
-from kenosis_ort.exports import deferred
-
-if TYPE_CHECKING:
-    from kenosis_ort.passes.contract import (
-        Build,
-        Candidate,
-        Context,
-        Pass,
-        Skipped,
-        State,
-        Statistics,
-        WeightPass,
-        between,
-        changed_weights,
-    )
-    from kenosis_ort.passes.recipe import PASSES, passes_of, register, registered
-
-_NAMES: Final = {
-    "kenosis_ort.passes.contract": "Build Candidate Context Pass Skipped State Statistics WeightPass between "
-    "changed_weights",
-    "kenosis_ort.passes.recipe": "PASSES passes_of register registered",
-}
-
-__all__ = [
-    "PASSES",
-    "Build",
-    "Candidate",
-    "Context",
-    "Pass",
-    "Skipped",
-    "State",
-    "Statistics",
-    "WeightPass",
-    "between",
-    "changed_weights",
-    "passes_of",
-    "register",
-    "registered",
-]
-
-__getattr__ = deferred(__name__, _NAMES)
+_HOMES: Final = homes_in_stub(__file__)
+__all__ = [*_HOMES]
+__getattr__ = deferred(__name__, _HOMES)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from kenosis_ort.targets.model import DataTypes, FusionRule, Hooks, Requirement, Role, Target, TimedRuntime
 
 DEFAULT_TARGET: Final = "ort-cpu"
-_NAMES: Final = {"kenosis_ort.targets.model": "DataTypes FusionRule Hooks Requirement Role Target TimedRuntime"}
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -29,7 +28,7 @@ __all__ = [
     "get_target",
 ]
 
-__getattr__ = deferred(__name__, _NAMES)
+__getattr__ = deferred(__name__, dict.fromkeys(__all__, "kenosis_ort.targets.model"))  # all that is not here
 
 _CONSTANTS: Final = {
     "ort-cpu": "ORT_CPU",
