@@ -305,10 +305,9 @@ def resolve(given: str | os.PathLike[str] | Recipe | RecipeFile) -> RecipeFile:
 
 
 def value_of(name: str, word: Any) -> Any:
-    """An option's value for the word that stands for it in a file, or for its name in a report's JSON."""
-    words = OPTIONS[name].words if name in OPTIONS else {}
-    if words and isinstance(word, str):
-        return words.get(word) or next((e for e in words.values() if e.name == word), word)
+    """An option's value for the word that stands for it in a file."""
+    if name in OPTIONS and isinstance(word, str):
+        return OPTIONS[name].words.get(word, word)
     if name == "stages" and isinstance(word, Mapping):
         return Stages(**word)
     if name == "extra_options" and isinstance(word, Mapping):
@@ -320,7 +319,6 @@ def _word(name: str, value: Any) -> Any:
     if name == "stages":
         switches = value if isinstance(value, Mapping) else {f.name: getattr(value, f.name) for f in fields(value)}
         return {stage: False for stage, on in switches.items() if not on}
-    value = value_of(name, value)
     if name in OPTIONS and OPTIONS[name].words:
         return next((word for word, kind in OPTIONS[name].words.items() if kind is value), value)
     return _packed(value)

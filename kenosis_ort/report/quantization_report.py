@@ -231,7 +231,7 @@ class QuantizationReport:
         if self.recipe is None or self.recipe.speed is None:
             options["promise"] = False
         if extra:
-            options["extra_options"] = value_of("extra_options", extra)
+            options["extra_options"] = extra
         return RecipeFile(self.recipe or Recipe(), options)
 
     def save_recipe(self, path: str | os.PathLike[str]) -> None:

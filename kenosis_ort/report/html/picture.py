@@ -82,7 +82,7 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
                 rule="" if decision is None else decision.rule,
                 reason="" if decision is None else decision.reason,
                 kernel="" if kernel is None else kernel.kernel,
-                status="" if kernel is None else getattr(kernel.status, "value", kernel.status),
+                status="" if kernel is None else kernel.status.value,
                 why="" if kernel is None else kernel.reason,
                 absorbed=() if kernel is None else tuple(kernel.absorbed),
                 remedy=remedies.get(node.name, ""),
