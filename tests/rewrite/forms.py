@@ -1,6 +1,7 @@
 """Support for the tests of rewrites: a rule applied, float outputs compared, and the kernels after quantization."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,32 @@ def refused(rule, proto: onnx.ModelProto, why: str | None, *nodes: str, **option
     assert list(result.proto.graph.node) == list(plain.proto.graph.node)
     added = [note for note in result.notes if note not in plain.notes]
     assert [why in note for note in added] == ([] if why is None else [True]), added
+
+
+def spelled(
+    body: str, shape: Sequence[int | str], *, seed: int = 0, opset: int = 17, **constants: Any
+) -> onnx.ModelProto:
+    """Returns the net of a body from ``x`` to its last value, sums and products in an order that the seed says.
+
+    Args:
+        body: Its nodes; ``Mean(v)`` is ReduceMean over the axes ``axes`` as the operator set has it.
+        shape: Of ``x``.
+        seed: Of random weights and of the order of operands.
+        opset: Version of the ONNX operator set.
+        constants: What the body names, floats as float32.
+    """
+    axes = constants.pop("axes", None)
+    if axes is not None and opset < 18:
+        body = re.sub(r"Mean\((\w+)\)", rf"ReduceMean<axes = {[*axes]}>(\1)", body)
+    elif axes is not None:
+        body, constants["axes"] = re.sub(r"Mean\((\w+)\)", r"ReduceMean(\1, axes)", body), np.array(axes)
+    known = {name: np.asarray(value) for name, value in constants.items() if re.search(rf"\b{name}\b", body)}
+    known = {name: array.astype(np.float32) if array.dtype.kind == "f" else array for name, array in known.items()}
+    size = ",".join(map(str, shape))
+    last = re.findall(r"(\w+) = ", body)[-1]
+    proto = parse(f"(float[{size}] x) => (float {last}) {{ {body} }}", known, opset=opset, seed=seed)
+    dice = np.random.default_rng(seed)
+    for node in proto.graph.node:
+        if node.op_type in ("Add", "Mul") and dice.random() < 0.5:
+            node.input[:] = node.input[::-1]
+    return proto

@@ -1,9 +1,10 @@
 """Activations written in arithmetic: rows of bounds, SiLU, GELU, hard swish; the last as products and Clips."""
 
 import math
+import re
+from functools import partial
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from onnx import helper
 from kenosis_ort import rewrite
 from tests.graph.build import run
 from tests.models import Net, normal
-from tests.rewrite.forms import check, ops, parse, refused
+from tests.rewrite.forms import check, ops, parse, refused, spelled
 
 BOUND = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 6.0])
 STEP = st.one_of(
@@ -44,152 +45,118 @@ def test_every_row_computes_the_same_to_the_bit(steps, seed):
 
 
 QUICK = "com.microsoft.QuickGelu"
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-def silu(g, x, *, alpha=None, divided=False, swap=False, gate_first=False, shape=()):
-    argument = x
-    if alpha is not None and divided:
-        argument = g.op("Div", [x, np.full(shape, 1.0 / alpha)])
-    elif alpha is not None:
-        argument = g.both("Mul", x, np.full(shape, alpha), swap)
-    return g.both("Mul", x, g.op("Sigmoid", [argument]), gate_first)
+SILU = {
+    "plain": "s = Sigmoid(x) y = Mul(x, s)", "times": "a = Mul(x, alpha) s = Sigmoid(a) y = Mul(x, s)",
+    "divided": "a = Div(x, inverse) s = Sigmoid(a) y = Mul(x, s)",
+}  # fmt: skip
 
 
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    alpha=st.none() | st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10), divided=st.booleans(),
-    swap=st.booleans(), gate_first=st.booleans(), factor_rank=st.integers(0, 1),
+    form=st.sampled_from([*SILU]), shape=SHAPES, rank=st.integers(0, 1), seed=st.integers(0, 2**16),
+    alpha=st.sampled_from([1.702, 1.0, -0.5, 3.0]) | st.floats(0.01, 10),
     magnitude=st.sampled_from([1e-3, 1.0, 30.0, 1e4, 1e30]), opset=st.sampled_from([13, 17, 18, 21]),
-    seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_every_silu_computes_the_same(shape, alpha, divided, swap, gate_first, factor_rank, magnitude, opset, seed):
-    g = Net.over(shape, opset=opset)
-    y = silu(g, "x", alpha=alpha, divided=divided, swap=swap, gate_first=gate_first, shape=(1,) * factor_rank)
-    result = check(rewrite.collapse_silu, g.of(y), normal(shape, seed, magnitude), [QUICK], rtol=2e-6)
+def test_every_silu_computes_the_same(form, shape, rank, seed, alpha, magnitude, opset):
+    numbers = {"alpha": np.full((1,) * rank, alpha), "inverse": np.full((1,) * rank, 1 / alpha)}
+    proto = spelled(SILU[form], shape, seed=seed, opset=opset, **numbers)
+    result = check(rewrite.collapse_silu, proto, normal(shape, seed, magnitude), [QUICK], rtol=2e-6)
     (node,) = result.proto.graph.node
-    assert onnx.helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if alpha is None else alpha, rel=1e-6)
+    assert helper.get_node_attr_value(node, "alpha") == pytest.approx(1.0 if form == "plain" else alpha, rel=1e-6)
 
 
 GELU, FAST = "com.microsoft.Gelu", "com.microsoft.FastGelu"
-SLOPE = math.sqrt(2 / math.pi)
-
-
-class Writer(Net):
-    """Writes arithmetic with operands in the orders that ``swaps`` says, constants of the given rank."""
-
-    def __init__(self, *, swaps=(), constant_rank=0, **options):
-        super().__init__(**options)
-        self.swaps, self.constant_rank = iter(swaps), constant_rank
-
-    def number(self, content):
-        return self.const(np.full((1,) * self.constant_rank, content))
-
-    def times(self, left, right, op_type="Mul"):
-        right = right if isinstance(right, str) else self.number(right)
-        return self.both(op_type, left, right, not next(self.swaps, False))
-
-    def plus(self, left, right):
-        return self.times(left, right, "Add")
-
-
-def erf_of(g, x, form):
-    if form == "div":
-        return g.op("Erf", [g.op("Div", [x, g.number(math.sqrt(2))])])
-    return g.op("Erf", [g.times(x, math.sqrt(0.5))])
-
-
-def tanh_of(g, x, form):
-    if form == "fast":  # x * b * (1 + k * x * x)
-        inner = g.plus(g.times(g.times(x, 0.044715), x), 1.0)
-        return g.op("Tanh", [g.times(g.times(x, SLOPE), inner)])
-    cube = g.op("Pow", [x, g.number(3.0)]) if form == "pow" else g.times(x, g.times(x, x))
-    if form == "spread":  # b * x + (b * k) * x^3
-        return g.op("Tanh", [g.plus(g.times(x, SLOPE), g.times(cube, SLOPE * 0.044715))])
-    return g.op("Tanh", [g.times(g.plus(x, g.times(cube, 0.044715)), SLOPE)])
-
-
-AROUND = {
-    "half last": lambda g, x, bend: g.times(g.times(x, g.plus(bend, 1.0)), 0.5),
-    "half first": lambda g, x, bend: g.times(g.times(x, 0.5), g.plus(bend, 1.0)),
-    "halved gate": lambda g, x, bend: g.times(x, g.times(g.plus(bend, 1.0), 0.5)),
-    "divided": lambda g, x, bend: g.op("Div", [g.times(x, g.plus(bend, 1.0)), g.number(2.0)]),
-    "spread": lambda g, x, bend: g.times(g.plus(g.times(bend, 0.5), 0.5), x),
-    "product first": lambda g, x, bend: g.times(g.plus(x, g.times(x, bend)), 0.5),
+BENDS = {
+    "erf div": "a = Div(x, root2) b = Erf(a)",
+    "erf mul": "a = Mul(x, root_half) b = Erf(a)",
+    "tanh pow": "c = Pow(x, three) d = Mul(c, k) e = Add(x, d) a = Mul(e, slope) b = Tanh(a)",
+    "tanh mul": "q = Mul(x, x) c = Mul(x, q) d = Mul(c, k) e = Add(x, d) a = Mul(e, slope) b = Tanh(a)",
+    "tanh fast": "d = Mul(x, k) q = Mul(d, x) e = Add(q, one) c = Mul(x, slope) a = Mul(c, e) b = Tanh(a)",
+    "tanh spread": "q = Mul(x, x) c = Mul(x, q) d = Mul(x, slope) e = Mul(c, both) a = Add(d, e) b = Tanh(a)",
 }
+"""``b``, by which GELU bends: Erf, or its approximation by Tanh, as exporters spell them."""
+AROUND = {
+    "half last": "s = Add(b, one) p = Mul(x, s) y = Mul(p, half)",
+    "half first": "s = Add(b, one) p = Mul(x, half) y = Mul(p, s)",
+    "halved gate": "s = Add(b, one) p = Mul(s, half) y = Mul(x, p)",
+    "divided": "s = Add(b, one) p = Mul(x, s) y = Div(p, two)",
+    "spread": "s = Mul(b, half) p = Add(s, half) y = Mul(p, x)",
+    "product first": "p = Mul(x, b) s = Add(x, p) y = Mul(s, half)",
+}
+SLOPE = math.sqrt(2 / math.pi)
+NUMBERS = {
+    "root2": math.sqrt(2), "root_half": math.sqrt(0.5), "k": 0.044715, "slope": SLOPE, "both": SLOPE * 0.044715,
+    "half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0,
+}  # fmt: skip
 
 
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    kind=st.sampled_from([(erf_of, "div"), (erf_of, "mul"), *((tanh_of, f) for f in ("pow", "mul", "fast", "spread"))]),
-    form=st.sampled_from([*AROUND]), swaps=st.lists(st.booleans(), max_size=9), constant_rank=st.integers(0, 1),
+    bend=st.sampled_from([*BENDS]), form=st.sampled_from([*AROUND]), shape=SHAPES, rank=st.integers(0, 1),
     scaled=st.booleans(), magnitude=st.sampled_from([1e-3, 0.5, 3.0, 30.0, 1e4, 1e20]),
     opset=st.sampled_from([13, 17, 20]), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_every_gelu_computes_the_same(shape, kind, form, swaps, constant_rank, scaled, magnitude, opset, seed):
-    g = Writer.over(shape, swaps=swaps, constant_rank=constant_rank, opset=opset)
-    given_x = g.op("Mul", ["x", 1.5]) if scaled else "x"  # x may be arithmetic itself
-    y = AROUND[form](g, given_x, kind[0](g, given_x, kind[1]))
+def test_every_gelu_computes_the_same(bend, form, shape, rank, scaled, magnitude, opset, seed):
+    body, numbers = f"{BENDS[bend]} {AROUND[form]}", {name: np.full((1,) * rank, n) for name, n in NUMBERS.items()}
+    if scaled:  # x may be arithmetic itself
+        body = "v = Mul(x, factor) " + re.sub(r"\bx\b", "v", body)
+    proto = spelled(body, shape, seed=seed, opset=opset, factor=1.5, **numbers)
     x = normal(shape, seed, magnitude)
     x.reshape(-1)[0] = magnitude  # sets the size of the outputs: for negative x the arithmetic cancels
-    expected = "Gelu" if opset >= 20 else GELU if kind[0] is erf_of else FAST
-    check(rewrite.collapse_gelu, g.of(y), x, ["Mul"] * scaled + [expected])
+    expected = "Gelu" if opset >= 20 else GELU if bend.startswith("erf") else FAST
+    check(rewrite.collapse_gelu, proto, x, ["Mul"] * scaled + [expected])
 
 
 # ---- hard swish and hard sigmoid: collapsed from arithmetic, and as integer products and Clips -----------------------
 
 
-def clip_gate(g, x, *, slope=1.0, shift=3.0, high=6.0, order=(), divide=True, times_x=None):
-    """Clip(slope * x + shift, 0, high) / high; ``times_x`` multiplies by x before ("first") or behind ("last") it."""
-    flips = iter(order)
-
-    def both(op_type, left, right):
-        return g.both(op_type, left, right, not next(flips, True))
-
-    line = x if slope == 1.0 else both("Mul", x, slope)
-    y = g.op("Clip", [both("Add", line, shift), 0.0, high])
-    y = both("Mul", y, x) if times_x == "first" else y
-    if high != 1.0:
-        y = g.op("Div", [y, high]) if divide else both("Mul", y, 1.0 / high)
-    return both("Mul", y, x) if times_x == "last" else y
-
-
-SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
-ORDER = st.lists(st.booleans(), max_size=6)
 MAGNITUDE = st.sampled_from([1e-3, 1.0, 5.0, 1e4, 1e30])
 
 
 @given(
     shape=SHAPES, high=st.sampled_from([1.0, 6.0, 2.5]), slope=st.sampled_from([1.0, 0.2, 3.0]),
-    shift=st.sampled_from([3.0, 0.5]), order=ORDER, divide=st.booleans(),
-    times_x=st.sampled_from([None, "first", "last"]), magnitude=MAGNITUDE, opset=st.sampled_from([13, 14, 17, 22]),
-    seed=st.integers(0, 2**16),
+    shift=st.sampled_from([3.0, 0.5]), divide=st.booleans(), times_x=st.sampled_from([None, "first", "last"]),
+    magnitude=MAGNITUDE, opset=st.sampled_from([13, 14, 17, 22]), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_every_clip_computes_the_same(shape, high, slope, shift, order, divide, times_x, magnitude, opset, seed):
-    g = Net.over(shape, opset=opset)
-    y = clip_gate(g, "x", slope=slope, shift=shift, high=high, order=order, divide=divide, times_x=times_x)
+def test_every_clip_computes_the_same(shape, high, slope, shift, divide, times_x, magnitude, opset, seed):
+    """Clip(slope * x + shift, 0, high) / high, times x before the division or behind it."""
+    product = "p = Mul({}, x)"
+    steps = ["l = Mul({}, slope)"] * (slope != 1) + ["a = Add({}, shift)", "c = Clip({}, zero, high)"]
+    steps += [product] * (times_x == "first")
+    steps += ["d = Div({}, high)" if divide else "d = Mul({}, inverse)"] * (high != 1)
+    steps += [product] * (times_x == "last")
+    names = ["x", *(step.split()[0] for step in steps)]
+    body = " ".join(step.format(name) for step, name in zip(steps, names, strict=False))
+    numbers = {"slope": slope, "shift": shift, "zero": 0.0, "high": high, "inverse": 1 / high}
+    proto = spelled(body, shape, seed=seed, opset=opset, **numbers)
     swish = opset >= 14 and (slope / high, shift / high) == (1 / 6, 0.5)
     expected = "HardSigmoid" if times_x is None else "HardSwish" if swish else "HardSigmoid Mul"
-    result = check(rewrite.collapse_hard_swish, g.of(y), normal(shape, seed, magnitude), expected)
+    result = check(rewrite.collapse_hard_swish, proto, normal(shape, seed, magnitude), expected)
     gate = result.proto.graph.node[0]
     if gate.op_type == "HardSigmoid":
         assert helper.get_node_attr_value(gate, "alpha") == pytest.approx(slope / high, rel=1e-6)
         assert helper.get_node_attr_value(gate, "beta") == pytest.approx(shift / high, rel=1e-6)
 
 
-@pytest.mark.parametrize(("build", "expected"), [
-    (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]), times_x="last")], "Mul HardSwish"),
-    (lambda g: [clip_gate(g, g.op("Mul", ["x", 2.0]))], "HardSigmoid"),
-    (lambda g: [g.op("Mul", [g.op("Relu", ["x"]), clip_gate(g, "x")])], "Relu HardSigmoid Mul"),
-    (lambda g: [gate := clip_gate(g, "x"), g.op("Mul", ["x", gate])], "HardSigmoid Mul"),
-    (lambda g: [g.op("Mul", [g.op("HardSigmoid", ["x"], alpha=1 / 6), "x"])], "HardSwish"),
-    (lambda g: [g.op("Neg", [g.op("Neg", [g.op("Neg", [clip_gate(g, "x")])])])], "HardSigmoid Neg"),
+CLIP_GATE = "a = Add({0}, three) c = Clip(a, zero, six) g = Div(c, six)"
+
+
+@pytest.mark.parametrize(("body", "outputs", "expected"), [
+    (f"d = Mul(x, two) {CLIP_GATE.format('d')} y = Mul(g, d)", "y", "Mul HardSwish"),
+    (f"d = Mul(x, two) {CLIP_GATE.format('d')}", "g", "HardSigmoid"),
+    (f"r = Relu(x) {CLIP_GATE.format('x')} y = Mul(r, g)", "y", "Relu HardSigmoid Mul"),
+    (f"{CLIP_GATE.format('x')} y = Mul(x, g)", "g, float[2,3] y", "HardSigmoid Mul"),
+    ("g = HardSigmoid<alpha = 0.16666667>(x) y = Mul(g, x)", "y", "HardSwish"),
+    (f"{CLIP_GATE.format('x')} l = Neg(g) m = Neg(l) y = Neg(m)", "y", "HardSigmoid Neg"),
 ], ids=["x is scaled", "a scale within", "gate of another", "gate needed elsewhere", "node", "behind"])  # fmt: skip
-def test_what_a_gate_becomes(build, expected):
-    g = Net.over([2, 3])
-    check(rewrite.collapse_hard_swish, g.of(*build(g)), normal([2, 3], 0, 3.0), expected)
+def test_what_a_gate_becomes(body, outputs, expected):
+    numbers = {"zero": 0.0, "two": 2.0, "three": 3.0, "six": 6.0}
+    known = {name: np.float32(number) for name, number in numbers.items() if f" {name}" in body}
+    make = partial(parse, f"(float[2,3] x) => (float[2,3] {outputs}) {{ {body} }}", known)
+    check(rewrite.collapse_hard_swish, make(), normal([2, 3], 0, 3.0), expected)
     if expected == "HardSwish":
-        old = Net.over([2, 3], opset=13)
-        refused(rewrite.collapse_hard_swish, old.of(*build(old)), None)
+        refused(rewrite.collapse_hard_swish, make(opset=13), None)
 
 
 CONV = "c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)"
