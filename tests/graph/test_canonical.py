@@ -211,17 +211,6 @@ CASES: list[tuple[Any, ...]] = [
     (8, "BatchNormalization<spatial = 0, epsilon = 0.1>(x, s, b, m, v)",
      {"x": "float[2,3,4,4]",
       **{name: np.abs(normal((3, 4, 4), at)) + np.float32(0.5) for at, name in enumerate("sbmv")}}),
-    *((7, f"{op}(x)")
-      for op in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Elu", "Softplus", "GlobalAveragePool", "Identity")),
-    (7, "MaxPool<kernel_shape = [3, 3], strides = [2, 2]>(x)"),
-    (7, "AveragePool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x)"),
-    (7, "Conv<kernel_shape = [3, 3]>(x, w)", {"w": normal((4, 6, 3, 3))}),
-    (7, "Gemm<transB = 1>(x, w, c)", {"x": "float[3,6]", "w": normal((4, 6)), "c": np.ones(4, np.float32)}),
-    (7, "Flatten<axis = 2>(x)"), (7, "Transpose<perm = [0, 2, 3, 1]>(x)"),
-    (7, "PRelu(x, s)", {"s": np.full((6, 1, 1), 0.1, np.float32)}), (9, "Cast<to = 6>(x)", {"y": "int32[] y"}),
-    (11, "ArgMax<axis = 1>(x)", {"y": "int64[] y"}), (7, "Pow(x, e)", {"e": np.float32(2)}),
-    (7, "InstanceNormalization(x, s, b)", {"s": np.ones(6, np.float32), "b": np.zeros(6, np.float32)}),
-    (7, "DepthToSpace<blocksize = 2>(x)", {"x": "float[1,8,3,3]"}),
 ]  # fmt: skip
 """Operator set, call, and by name its constants or the types of ``x`` and ``y``, or the last target to try."""
 

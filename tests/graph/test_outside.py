@@ -10,12 +10,10 @@ import onnx
 import pytest
 
 import kenosis_ort
-from kenosis_ort.calibration.cached_samples import model_fingerprint
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph import external_data, outside
 from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import load_model
-from kenosis_ort.runtime.session import open_session
 from tests import models
 from tests.weights.test_quantize import decoder, feeds
 
@@ -35,26 +33,6 @@ def split(model: onnx.ModelProto, folder: Path) -> Path:
     copy = outside.copy_model(model)  # which saving changes
     onnx.save_model(copy, path, save_as_external_data=True, location="model.data", size_threshold=256)
     return path
-
-
-def test_large_weights_are_referred_to_and_read_when_needed(tmp_path: Path, on_disk: None) -> None:
-    whole = decoder()
-    path = split(whole, tmp_path)
-    lazy = load_model(path, lazily=True).proto
-    assert outside.refers_outside(lazy)
-    for tensor, same in zip(lazy.graph.initializer, whole.graph.initializer, strict=True):
-        assert outside.is_outside(tensor) or not tensor.name.endswith("_w")
-        assert not (outside.is_outside(tensor) and tensor.raw_data)
-        assert np.array_equal(outside.array_in(tensor), outside.array_in(same))
-    assert outside.weight_bytes(lazy) == outside.weight_bytes(whole)
-    assert model_fingerprint(lazy) == model_fingerprint(load_model(path).proto)
-    again = onnx.load_model_from_string(b"".join(outside.serialized(lazy)))
-    assert again.graph.node == whole.graph.node
-    results = []
-    for model in (lazy, whole, again):
-        with open_session(model) as runner:
-            results.append(runner.answer(feeds(1)[0]))
-    np.testing.assert_equal(results[:2], results[1:])
 
 
 def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:

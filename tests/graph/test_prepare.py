@@ -180,13 +180,6 @@ def test_types_are_those_that_the_runtime_infers(text, dims):
     assert [d.dim_value or d.dim_param for d in found.shape.dim] == dims
 
 
-def test_wrong_value_info_does_not_stop_preparation():
-    proto = net("(float[2,3] x) => (float[2,3] y) <int64[7,7,7] a> { a = Relu(x) y = Relu(a) }")
-    proto.graph.value_info.add(name="ghost").type.tensor_type.elem_type = TensorProto.FLOAT
-    prepared = ready(proto, rewrites=PREPARATION).proto
-    assert "ghost" not in {v.name for v in prepared.graph.value_info}
-
-
 def test_guessed_dimensions_are_not_trusted():
     """Symbolic inference takes a Split by computed sizes for one into equal parts; only its ranks are used."""
     proto = net(

@@ -13,9 +13,7 @@ import pytest
 from onnx import helper
 from onnxruntime.quantization import CalibrationMethod
 
-from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import KenosisWarning
-from kenosis_ort.rewrite.prepare import prepare
 from kenosis_ort.verify import check_bias_alignment
 from tests import models, planning
 from tests.flow import support
@@ -126,13 +124,6 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
     assert peak(32) < 1.2 * peak(4) + 2**18
 
 
-def test_max_intermediate_outputs_is_read() -> None:
-    """Stock: clears what it collected without merging it; for that see `tests.calibration.test_collector`."""
-    options = {"CalibMaxIntermediateOutputs": 1, "CalibStridedMinMax": 2}
-    config = CalibrationConfig.from_extra_options("MinMax", options)
-    assert (config.max_intermediate_outputs, config.strided) == (1, 2)
-
-
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 def test_an_unknown_operator_is_not_ignored(tmp_path: Path) -> None:
     """Stock: silently ignored; of other names see `tests.flow.test_bad_input`."""
@@ -141,15 +132,6 @@ def test_an_unknown_operator_is_not_ignored(tmp_path: Path) -> None:
 
 
 # ---- what is left behind --------------------------------------------------------------------------------------
-
-
-def test_incomplete_shape_inference_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock: symbolic shape inference saves the model in the working folder where it does not get through."""
-    text = """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w>
-    { u = example.custom.Unheard (x) y = Conv (u, w) }"""
-    monkeypatch.chdir(tmp_path)
-    prepare(planning.parse(text, domains=["example.custom"]), min_opset=13, max_ir=10, max_opset=21)
-    assert not list(tmp_path.iterdir())
 
 
 def test_no_prints_no_root_logger_no_files_but_progress_and_the_callers_objects_stay(

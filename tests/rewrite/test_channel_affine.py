@@ -27,18 +27,6 @@ def chain(*steps, x=("N", 3, "H", "W"), outputs=()):
     return g.of(y, *outputs)
 
 
-@given(
-    channels=st.integers(1, 9), size=st.tuples(st.integers(2, 3), st.integers(4, 5), st.integers(4, 5)),
-    epsilon=st.sampled_from([{}, *({"epsilon": e} for e in (1e-5, 1e-3, 0.5))]), opset=st.sampled_from([13, 15, 17]),
-    seed=st.integers(0, 2**16),
-)  # fmt: skip
-def test_any_norm(channels, size, epsilon, opset, seed):
-    g = Net.over(["N", channels, "H", "W"], opset=opset)
-    proto = g.of(g.op(NORM, ["x", *norm_weights(channels, g.rng)], name="bn", **epsilon))
-    prepared = check(batch_norm_to_conv, proto, normal((size[0], channels, *size[1:]), seed), "Conv").proto
-    assert {i.name for i in prepared.graph.initializer} == {"bn_weight", "bn_bias"}
-
-
 X = normal((2, 3, 4, 5))
 
 

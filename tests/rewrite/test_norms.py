@@ -173,16 +173,6 @@ def block(a="b,s,16", b="", *, outputs="float y", constant="", more=""):
         y = LayerNormalization<axis = -1>(s, g, h) {more} }}""")
 
 
-@given(
-    shape=st.tuples(st.integers(1, 3), st.integers(1, 5)), symbolic=st.booleans(),
-    magnitude=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 2**16),
-)  # fmt: skip
-def test_the_result_is_the_same_to_the_bit(shape, symbolic, magnitude, seed):
-    proto = block("b,s,16" if symbolic else f"{shape[0]},{shape[1]},16")
-    feeds = {name: normal((*shape, 16), seed + at, magnitude) for at, name in enumerate("ab")}
-    check(rewrite.residual_to_sum, proto, feeds, f"Relu Relu Sum {LAYER}", rtol=0)
-
-
 @pytest.mark.parametrize("proto", [
     block(), block("2,3,16"), block("b,3,16"), block("2,3,16", constant="2,3,16"),
     block("b,s,16", "c,t,16", outputs="float[u,v,16] y"),
@@ -236,17 +226,3 @@ def test_the_parts_compute_the_same(op, opset, beta, bias, skip, epsilon, total,
 
 def test_a_layer_norm_needs_its_operator_set():
     refused(rewrite.split_skip_norm, joined(opset=16), "needs operator set 17")
-
-
-SHAPES = [(2, 3, 4), (1, 3, 4), (3, 1), (4,), ()]
-
-
-@given(
-    shapes=st.lists(st.sampled_from(SHAPES), min_size=2, max_size=5), twice=st.booleans(), seed=st.integers(0, 2**16)
-)
-def test_any_sum_is_the_same_to_the_bit(shapes, twice, seed):
-    g = Net.over(shapes[0])
-    names = ["x", *(g.input(f"x{at}", shape) for at, shape in enumerate(shapes[1:]))]
-    proto = g.of(g.op("Sum", [*names, *["x"] * twice], name="sum"))
-    feeds = {name: normal(shape, seed + at) for at, (name, shape) in enumerate(zip(names, shapes, strict=True))}
-    check(rewrite.sum_to_add, proto, feeds, ["Add"] * (len(names) - 1 + twice), rtol=0)

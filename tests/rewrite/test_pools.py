@@ -6,7 +6,6 @@ import onnxruntime as ort
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from onnx import numpy_helper
 
 from kenosis_ort.rewrite import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from tests.graph.build import run
@@ -82,13 +81,6 @@ def test_any_pad_of_zeros(operator, size, zeros, own, kernel, stride, dilation, 
         return
     found = check(fold_padding, model, normal((2, 2, *size), seed), f"{front} {operator}").proto
     assert next(list(a.ints) for a in found.graph.node[-1].attribute if a.name == "pads") == total
-
-
-def test_the_border_map_of_the_usual_pool():
-    prepared = rewritten(average_pool_to_conv, pool((3, 3), (4, 5), pads=[1, 1, 1, 1]))
-    borders = {i.name: numpy_helper.to_array(i) for i in prepared.proto.graph.initializer}["pool_borders"]
-    side = np.array([1.5, 1, 1, 1.5])[:, None] * np.array([1.5, 1, 1, 1, 1.5])
-    np.testing.assert_array_equal(borders, side[None, None].astype(np.float32))
 
 
 @pytest.mark.parametrize("proto", [

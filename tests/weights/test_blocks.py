@@ -82,15 +82,6 @@ def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, blo
     assert after <= relative_error(matrix, plain.nearest(matrix), plain, damped) * (1 + 1e-9)
 
 
-def test_rounding_by_moments_gains_where_inputs_go_together():
-    rng = np.random.default_rng(0)
-    matrix, mix = rng.normal(size=(96, 32)), rng.normal(size=(96, 96))
-    x = rng.normal(size=(1000, 96)) @ mix * np.exp(rng.normal(size=96))
-    moments = x.T @ x / len(x)
-    plain, moved = (relative_error(matrix, *round_in_blocks(matrix, 4, 32, m), moments) for m in (None, moments))
-    assert moved < 0.5 * plain
-
-
 def test_inputs_that_are_always_zero_round_to_nearest():
     matrix = np.random.default_rng(0).normal(size=(32, 4))
     found, grid = round_in_blocks(matrix, 4, 16, np.zeros((32, 32)))

@@ -115,14 +115,6 @@ def test_seven_bit_weights():
     assert np.abs(weight).max() == 64
 
 
-@given(st.integers(16, 150), st.integers(16, 40), st.integers(1, 5), st.integers(0, 1000))
-def test_any_shape(rows: int, columns: int, lines: int, seed: int):
-    for nodes, w in (("y = Gemm(x, w)", f"{rows},{columns}"), ("y = Gemm<transB = 1>(x, w)", f"{columns},{rows}")):
-        model = one_layer(nodes, x=f"{lines},{rows}", w=w, seed=seed)
-        for form in FORMS:
-            assert decibels(model, form(model), count=1) > 28
-
-
 def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
     text = f"(int64[4] ids) => (y) <float[{rows},{width}] table> {{ [look] y = Gather (table, ids) }}"
     return parse(text, seed=seed)

@@ -60,13 +60,6 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
     assert len({int(drawing.Draws(*key).words(1)[0]) for key in keys}) == len(keys)
 
 
-@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), axes=st.integers(0, 2), seed=st.integers(0, 1000))
-def test_noise_of_any_shape(shape: list[int], axes: int, seed: int) -> None:
-    noise = drawing.pink(drawing.Draws(seed), shape, axes=min(axes, len(shape)))
-    assert noise.shape == tuple(shape)
-    assert np.abs(noise).max() < 60 * drawing.UNIT
-
-
 @given(values=st.lists(st.integers(-(2**20), 2**20), min_size=1, max_size=200))
 def test_exact_deviation(values: list[int]) -> None:
     array = np.array(values, np.int32)
