@@ -15,7 +15,7 @@ from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.bodies import Body, places, take_out
 from kenosis_ort.graph.walk import outer_names, owners
 from kenosis_ort.runtime.counting import counted
-from tests.contracts.readers import read as drain
+from tests.contracts.test_readers import read as drain
 from tests.flow import control
 from tests.graph.build import ready, run
 from tests.models import normal, session

@@ -20,8 +20,8 @@ from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds, swept
-from tests.contracts.readers import images as pictures
-from tests.contracts.readers import npy, parquet, read, tar
+from tests.contracts.test_readers import images as pictures
+from tests.contracts.test_readers import npy, parquet, read, tar
 from tests.planning import parse
 
 METHODS = pytest.mark.parametrize("method", ["minmax", "percentile"])

@@ -1,8 +1,13 @@
-"""What every calibration reader has to hold, whatever it reads from."""
+"""What every calibration reader has to hold, whatever it reads from; what it refuses, and why."""
 
+import gzip
 import inspect
+import io
+import itertools
 import pickle
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,189 @@ import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationDataReader
 
-from kenosis_ort import KenosisError, calibrate
+from kenosis_ort import (
+    ArrayReader,
+    ClosedLoopReader,
+    ImageFolderReader,
+    KenosisError,
+    ParquetReader,
+    Shards,
+    SyntheticReader,
+    TarReader,
+    calibrate,
+)
 from kenosis_ort.calibration.readers import IndexedReader, source_files
 from tests import models
-from tests.contracts.readers import DATA, EXAMPLES, NEAR_MISSES, SAME, read
+from tests.graph.build import net
+from tests.models import Array, normal
+
+DATA: Array = normal((6, 16))
+"""Samples of the one input of `models.mlp`."""
+
+STATES = "(float[1,4] x, float[1,4] h_in) => (float[1,4] y, float[1,4] h_out) { h_out = Tanh(x) y = Add(x, h_in) }"
+
+
+def npy(array: Any, save: Any = np.save, **options: Any) -> bytes:
+    content = io.BytesIO()
+    save(content, array, **options)
+    return content.getvalue()
+
+
+def tar(path: Path, entries: Mapping[str, bytes], mode: Any = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name, content in entries.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **(arrays or {"x": DATA}))
+    return path
+
+
+def folder(path: Path, **files: bytes) -> Path:
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("_", ".")).write_bytes(content)
+    return path
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns or {"x": [[*row] for row in DATA]}), path)
+    return path
+
+
+def images(path: Path, **others: bytes) -> Path:
+    import PIL.Image
+
+    folder(path, **others)
+    for name in "abc":
+        pixels = np.random.default_rng(ord(name)).integers(0, 255, (9, 7, 3), np.uint8)
+        PIL.Image.fromarray(pixels).save(path / f"{name}.png")
+    return path
+
+
+def feeds_folder(path: Path) -> Path:
+    return folder(path, **{f"{at}_npz": _bytes_of(sample[None]) for at, sample in enumerate(DATA)})
+
+
+def _bytes_of(x: Array) -> bytes:
+    return npy(x, lambda file, x: np.savez(file, x=x))
+
+
+def in_shards(path: Path) -> list[Path]:
+    return [npz(path / f"{at}.npz", x=DATA[at : at + 2]) for at in range(0, 6, 2)]
+
+
+SAME: Mapping[str, Callable[..., Any]] = {
+    "dictionary": lambda path, **how: ArrayReader({"x": DATA}, **how),
+    "npz file": lambda path, **how: ArrayReader(npz(path / "a.npz"), **how),
+    "npy file": lambda path, **how: ArrayReader(folder(path / "a", x_npy=npy(DATA)) / "x.npy", **how),
+    "folder of npy files": lambda path, **how: ArrayReader(folder(path / "a", x_npy=npy(DATA)), **how),
+    "folder of npz files": lambda path: ArrayReader(feeds_folder(path / "a")),
+    "sequence of feeds": lambda path: ArrayReader([{"x": sample[None]} for sample in DATA]),
+    "tar file": lambda path, **how: TarReader(
+        tar(path / "a.tar", {f"{at}.npy": npy(sample) for at, sample in enumerate(DATA)}), {"x": "npy"}, **how
+    ),
+    "Parquet table": lambda path, **how: ParquetReader(parquet(path / "a.parquet"), {"x": "x"}, **how),
+    "shards": lambda path, **how: Shards(in_shards(path), **how),
+    "shards of readers": lambda path: Shards([ArrayReader({"x": DATA[at : at + 1]}) for at in range(6)]),
+    "shards by a function": lambda path: Shards(lambda at: [{"x": DATA[at : at + 1]}], 6),
+}
+"""Readers of `DATA`, one sample a feed or, where they take ``batch_size``, more."""
+
+OTHERS: Mapping[str, Callable[[Path], Any]] = {
+    "images": lambda path: ImageFolderReader(images(path / "a"), input_name="x", size=(8, 8)),
+    "made up": lambda path: SyntheticReader(models.mlp(), samples=4, input_ranges={"x": (-1, 1)}),
+    "closed loop": lambda path: ClosedLoopReader(net(STATES), [{"x": normal((1, 4), at)} for at in range(3)]),
+}
+"""Readers of other data."""
+
+EXAMPLES: Mapping[str, Callable[[Path], Any]] = {**SAME, **OTHERS}
+
+GZ = gzip.compress(npy(DATA))
+OBJECTS = np.array([{}, {}], object)
+SIZE: Mapping[str, Any] = {"input_name": "x", "size": (4, 4)}
+
+
+def _cut(path: Path, content: bytes) -> Path:
+    path.write_bytes(content[: len(content) // 2])
+    return path
+
+
+def _image(path: Path, **options: Any) -> Any:
+    return ImageFolderReader(images(path / "a"), **{**SIZE, **options})
+
+
+def _tar(inputs: Mapping[str, str], entries: Mapping[str, bytes], path: Path) -> Any:
+    return TarReader(tar(path / "a.tar", entries), inputs)
+
+
+def _table(inputs: Mapping[str, str], path: Path, **options: Any) -> Any:
+    table = parquet(path / "a.parquet", a=[[1.0] * 12] * 3, s=["x", "y", None], ids=[[1, 2], [3], [4]])
+    return ParquetReader(table, inputs, **options)
+
+
+NEAR_MISSES: tuple[tuple[str, Callable[[Path], Any]], ...] = (
+    ("does not exist", lambda path: ArrayReader(path / "none.npz")),
+    ("text.npz", lambda path: ArrayReader(_cut(path / "text.npz", b"no archive"))),
+    ("cut.npz", lambda path: ArrayReader(_cut(path / "cut.npz", _bytes_of(DATA)))),
+    ("neither", lambda path: ArrayReader(folder(path / "empty"))),
+    ("both", lambda path: ArrayReader(folder(path / "mixed", a_npy=npy(DATA), b_npz=_bytes_of(DATA)))),
+    ("x.npy", lambda path: ArrayReader(folder(path / "a", x_npy=npy(OBJECTS, allow_pickle=True)) / "x.npy")),
+    ("objects.npz", lambda path: ArrayReader(npz(path / "objects.npz", x=OBJECTS))),
+    ("different numbers of samples", lambda path: ArrayReader({"x": DATA, "y": DATA[:3]})),
+    ("no sample", lambda path: ArrayReader({"x": DATA[:0]})),
+    ("no leading axis", lambda path: ArrayReader({"x": np.float32(3)})),
+    ("from a int", lambda path: ArrayReader(3)),  # type: ignore[arg-type]
+    ("holds no sample", lambda path: ArrayReader([])),
+    ("batch size", lambda path: ArrayReader({"x": DATA}, batch_size=0)),
+    ("NCHW", partial(_image, layout="CHW")),
+    ("letterbox", partial(_image, resize="squash")),
+    ("mean has 2 numbers", partial(_image, mean=[1, 2])),
+    ("std", partial(_image, std=0.0)),
+    ("positive", partial(_image, size=(0, 4))),
+    ("positive", partial(_image, limit=0)),
+    ("does not exist", lambda path: ImageFolderReader(path / "none", **SIZE)),
+    ("no image", lambda path: ImageFolderReader(folder(path / "a", notes_txt=b"none"), **SIZE)),
+    (r"cannot be read.*A\.png", lambda path: ImageFolderReader(images(path / "a", A_png=b"broken"), **SIZE)),
+    ("array cannot be read", partial(_tar, {"x": "npy"}, {"a.npy": b"no array"})),
+    ("array cannot be read", partial(_tar, {"x": "npy"}, {"a.npy": npy(OBJECTS, allow_pickle=True)})),
+    ("no '.png'", partial(_tar, {"x": "npy", "y": "png"}, {"a.npy": npy(1.0), "b.npy": npy(1.0)})),
+    ("How images are prepared", partial(_tar, {"x": "png"}, {"a.png": b""})),
+    ("'npz' is no suffix", partial(_tar, {"x": "npz"}, {"a.npy": npy(1.0)})),
+    ("No input is named", partial(_tar, {}, {})),
+    ("tar file cannot be read", lambda path: TarReader(_cut(path / "a.tar", b"x" * 4000), {"x": "npy"})),
+    ("tar file cannot be read", lambda path: TarReader(_cut(path / "a.gz", GZ), {"x": "npy"})),
+    ("does not exist", lambda path: TarReader(path / "none", {"x": "npy"})),
+    ("no column 'b'", partial(_table, {"x": "b"})),
+    ("no array of numbers", partial(_table, {"x": "s"})),
+    ("12 numbers are not of shape", partial(_table, {"x": "a"}, shapes={"x": (5, 5)})),
+    ("different shapes", partial(_table, {"x": "ids"}, batch_size=2)),
+    ("Parquet file cannot be read", lambda path: ParquetReader(_cut(path / "b", b"no parquet"), {"x": "a"})),
+    ("how many shards", lambda path: Shards(lambda at: [])),
+    ("no number of shards", lambda path: Shards([])),
+    ("count goes with a function", lambda path: Shards([path], 1)),
+    ("shards cannot be made of a str", lambda path: Shards("abc")),
+    ("not positive", lambda path: SyntheticReader(models.mlp(), samples=0)),
+    ("is negative", lambda path: SyntheticReader(models.mlp(), seed=-1)),
+    ("not possible", lambda path: ClosedLoopReader(net(STATES), [], steps=0)),
+    ("No output of the model", lambda path: ClosedLoopReader(models.mlp(), [])),
+)
+"""What a message says, and what it is raised of, at once or when it is read."""
+
+
+def read(reader: Any) -> list[dict[str, Any]]:
+    return list(itertools.takewhile(lambda feed: feed is not None, iter(reader.get_next, None)))
+
+
+# ---- what holds of each ----------------------------------------------------------------------------------------------
+
 
 each_reader = pytest.mark.parametrize("name", EXAMPLES)
 each_of_the_same = pytest.mark.parametrize("name", SAME)

@@ -189,7 +189,7 @@ BREAKS = (
     Break("calibration/net_evidence.py", "gamma * e, gamma * f)", "gamma * e, gamma * e)", "calibration/test_trust.py"),
     Break("calibration/trust.py", "if measured[1] <= 0:", "if False:", "calibration/test_trust.py"),
     Break("placement/absorption.py", "or view.is_output(value) or str(", "or str(", "placement/test_absorption.py"),
-    Break("calibration/statistics.py", "if not found.get(field):", "if True:", "oracle/test_defects.py"),
+    Break("calibration/statistics.py", "if not found.get(field):", "if True:", "calibration/test_table.py"),
     Break("accuracy/error.py", "_log_odds(rows) if use.probabilities else rows", "rows", "accuracy/test_error.py"),
     Break("report/html/cards.py", "and decision.rule in _PROTECTED_RULES", "", "report/html/test_page.py"),
     Break("targets/tensorrt.py", "        weight_symmetric=True,\n", "", "targets/test_tensorrt.py"),
