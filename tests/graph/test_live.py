@@ -13,7 +13,7 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from tests import models
-from tests.graph.build import assert_same, net, ready
+from tests.graph.build import assert_same, net, ops, ready
 
 X = {"x": np.array([[-2.0, 0.5, 3.0]], np.float32)}
 
@@ -143,3 +143,28 @@ def test_a_new_value_has_no_name_of_a_body() -> None:
     body = "b (float[3] row) => (float[3] out) <float[3] k = {1, 2, 3}> { t = Mul(row, k) out = Neg(t) }"
     graph = live(f"y = Scan<num_scan_inputs = 1, body = {body}>(x)")
     assert not {graph.fresh_name(name) for name in ("row", "out", "k", "t")} & {"row", "out", "k", "t"}
+
+
+def test_a_value_renamed_has_its_new_size_in_the_file() -> None:
+    graph = live()
+    graph.rename_grown(node(graph, "Mul").outputs[0], "b_wide", axis=1, size=16)
+    infos = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.write().graph.value_info}
+    assert infos == {"a": [1, 3], "b_wide": [1, 16]}
+
+
+def test_a_copy_is_changed_and_the_model_stays() -> None:
+    source = live().proto
+    before = source.SerializeToString(deterministic=True)
+    graph = LiveGraph(source, copied=True)
+    assert graph.write() is source
+    mul = node(graph, "Mul")
+    assert graph.is_read_once(mul.inputs[1])
+    graph.replace_array(mul.inputs[1], np.array([4, 5, 6], np.float32))
+    graph.move_before(node(graph, "Relu"), mul)
+    copy = graph.write()
+    assert copy is not source
+    assert onnx.numpy_helper.to_array(copy.graph.initializer[0]).tolist() == [4, 5, 6]
+    assert source.SerializeToString(deterministic=True) == before
+    put_behind(graph, mul, "Abs")
+    assert graph.write() is copy
+    assert ops(copy) == ["Relu", "Mul", "Abs", "Neg"]
