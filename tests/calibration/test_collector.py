@@ -76,6 +76,13 @@ def test_max_intermediate_outputs_chunks_the_moving_average_like_a_stride() -> N
     assert by_limit.range_of("y") == swept(model, ListReader(samples), ["y"], strided=2, **average).range_of("y")
 
 
+def test_scalars() -> None:
+    table = swept(one_node_model("ReduceSum <keepdims = 0>"), random_feeds(3), ["y", "z"])
+    sums = [float(f["x"].sum()) for f in random_feeds(3)]
+    assert table.range_of("y") == pytest.approx((min(sums), max(sums)), rel=1e-5)
+    assert table.tensors["y"].count == 3
+
+
 @pytest.mark.parametrize("config", METHODS)
 def test_shapes_differ_from_sample_to_sample_and_no_elements_count_for_nothing(config: CalibrationConfig) -> None:
     rng = np.random.default_rng(0)

@@ -302,42 +302,26 @@ OTHER_NETS: Final[tuple[tuple[str, str, str], ...]] = (
 """Rule, another net that it leaves as it is, and the reason as in `NEAR_MISSES`."""
 
 
-_PICTURE = (
-    "(float[n,16,6,6] x) => (float[n,16,r,s] y) <float[16,16,1,1] w, float[16] b, float[16,16,1,1] u, float[16] e"
-)
-
 KERNELS: Final[Mapping[str, tuple[str, str]]] = {
-    "average_pool_to_conv": ("QLinearConv QLinearConv QLinearConv", f"""{_PICTURE}> {{ c = Conv(x, w, b)
-        p = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c) y = Conv(p, u, e) }}"""),
+    "average_pool_to_conv": ("QLinearConv QLinearConv QLinearConv",
+     "m = AveragePool<kernel_shape = [3,3], pads = [1,1,1,1], count_include_pad = 1>(c)"),
     "batch_norm_to_conv": ("QLinearConv QLinearConv QLinearConv",
-     f"""{_PICTURE}, float[16] g, float[16] h, float[16] i, float[16] j> {{ c = Conv(x, w, b) a = Relu(c)
-        n = BatchNormalization(a, g, h, i, j) r = Relu(n) y = Conv(r, u, e) }}"""),
-    "collapse_clip": ("QLinearConv QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) m = Max(c, zero) k = Min(m, half) y = Conv(k, u, e) }}"),
-    "fold_padding": ("QLinearConv QLinearConv",
-     f"{_PICTURE}, int64[8] edges> {{ c = Conv(x, w, b) p = Pad(c, edges) y = Conv(p, u, e) }}"),
-    "collapse_silu": ("QLinearConv QuickGelu QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) s = Sigmoid(c) m = Mul(c, s) y = Conv(m, u, e) }}"),
+     "a = Relu(c) n = BatchNormalization(a, g, h, i, j) m = Relu(n)"),
+    "collapse_clip": ("QLinearConv QLinearConv", "l = Max(c, zero) m = Min(l, half)"),
+    "fold_padding": ("QLinearConv QLinearConv", "m = Pad(c, edges)"),
+    "collapse_silu": ("QLinearConv QuickGelu QLinearConv", "s = Sigmoid(c) m = Mul(c, s)"),
     "collapse_gelu": ("QLinearConv Gelu QLinearConv",
-     f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Div(c, root2) t = Erf(a) s = Add(t, one) p = Mul(c, s)
-        m = Mul(p, half) y = Conv(m, u, e) }}"""),
+     "a = Div(c, root2) t = Erf(a) s = Add(t, one) p = Mul(c, s) m = Mul(p, half)"),
     "collapse_hard_swish": ("QLinearConv HardSigmoid Mul QLinearConv",
-     f"""{_PICTURE}> {{ c = Conv(x, w, b) a = Add(c, three) l = Clip(a, zero, six) p = Mul(c, l)
-        m = Div(p, six) y = Conv(m, u, e) }}"""),
-    "fold_scale": ("QLinearConv QLinearConv",
-     f"""{_PICTURE}, float[16,1,1] k, float[16,1,1] t> {{ c = Conv(x, w, b) d = Mul(c, k) a = Add(d, t) r = Relu(a)
-        y = Conv(r, u, e) }}"""),
+     "a = Add(c, three) l = Clip(a, zero, six) p = Mul(c, l) m = Div(p, six)"),
+    "fold_scale": ("QLinearConv QLinearConv", "d = Mul(c, k) a = Add(d, t) m = Relu(a)"),
     "sum_to_add": ("QLinearConv QLinearConv QLinearConv QLinearAdd QLinearAdd QLinearConv",
-     f"""{_PICTURE}, float[16,16,1,1] v> {{ c = Conv(x, w, b) d = Conv(x, u, b) f = Conv(x, v, e) s = Sum(c, d, f)
-        r = Relu(s) y = Conv(r, u, e) }}"""),
-    "hard_swish_to_product": ("QLinearConv QLinearAdd QLinearMul QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSwish(c) y = Conv(h, u, e) }}"),
-    "hard_sigmoid_to_clip": ("QLinearConv QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) h = HardSigmoid(c) y = Conv(h, u, e) }}"),
-    "pool_from_mean": ("QLinearConv QLinearGlobalAveragePool QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) m = ReduceMean<axes = [2,3]>(c) y = Conv(m, u, e) }}"),
+     "d = Conv(x, u, b) f = Conv(x, v, e) s = Sum(c, d, f) m = Relu(s)"),
+    "hard_swish_to_product": ("QLinearConv QLinearAdd QLinearMul QLinearConv", "m = HardSwish(c)"),
+    "hard_sigmoid_to_clip": ("QLinearConv QLinearConv", "m = HardSigmoid(c)"),
+    "pool_from_mean": ("QLinearConv QLinearGlobalAveragePool QLinearConv", "m = ReduceMean<axes = [2,3]>(c)"),
     "lrn_to_pool": ("QLinearConv Mul Unsqueeze AveragePool Squeeze Mul Add Sqrt Sqrt Mul Div QLinearConv",
-     f"{_PICTURE}> {{ c = Conv(x, w, b) m = LRN<size = 5, alpha = 0.01, bias = 2.0>(c) y = Conv(m, u, e) }}"),
+     "m = LRN<size = 5, alpha = 0.01, bias = 2.0>(c)"),
     "pad_stem_channels": ("Pad QLinearConv QLinearConv",
      """(float[n,3,12,12] x) => (float[n,8,r,s] y) <float[16,3,3,3] w, float[8,16,3,3] u>
         { c = Conv(x, w) r = Relu(c) y = Conv(r, u) }"""),
@@ -345,7 +329,10 @@ KERNELS: Final[Mapping[str, tuple[str, str]]] = {
      """(float[n,3,16,16] x) => (float[n,8,r,s] y) <float[16,3,2,2] w, float[8,16,3,3] u>
         { c = Conv<strides = [2,2]>(x, w) r = Relu(c) y = Conv(r, u) }"""),
 }  # fmt: skip
-"""The kernels, but for conversions and transposes, that the runtime has for a quantized net after the rule."""
+"""The kernels, but for conversions and transposes, that the runtime has for a quantized net after the rule.
+
+The net is a text, or what stands between two Convs, from ``c`` to ``m``.
+"""
 
 
 def net(text: str, opset: int = 17) -> onnx.ModelProto:
@@ -365,6 +352,16 @@ def net(text: str, opset: int = 17) -> onnx.ModelProto:
             number = np.abs(array) + 0.1
         tensor.CopyFrom(onnx.numpy_helper.from_array(number.astype(array.dtype), tensor.name))
     return model
+
+
+def between_convs(middle: str) -> str:
+    """Returns the text of a net of two Convs and what stands between them, from ``c`` to ``m``."""
+    sizes = {**dict.fromkeys("wuv", "16,16,1,1"), **dict.fromkeys("beghij", "16"), **dict.fromkeys("kt", "16,1,1")}
+    nodes = f"c = Conv(x, w, b) {middle} y = Conv(m, u, e)"
+    computed = re.findall(r"(\w+) = \w+[(<]", nodes)
+    used = [name for name in sizes if re.search(rf"\b{name}\b", nodes) and name not in computed]
+    held = ", ".join(f"float[{sizes[name]}] {name}" for name in used)
+    return f"(float[n,16,6,6] x) => (float[n,16,r,s] y) <{held}> {{ {nodes} }}"
 
 
 def prepared(model: onnx.ModelProto, opset: int = 13) -> onnx.ModelProto:

@@ -9,6 +9,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tests import models, planning
+from tests.flow import control
+from tests.formats.qonnx import model_of
 from tests.models import Feed
 
 DATA_NAME: Final = "weights.bin"
@@ -28,20 +30,6 @@ def _detector() -> onnx.ModelProto:
         [rows] rows = Gather<axis = 1>(chosen, two) [kept] kept = Gather<axis = 1>(boxes, rows) }""",
         {"flat": [1, 4, 64], "pair": [1, 2, 64], "three": 3, "half": 0.5, "third": 0.3, "two": 2},
         checked=False,
-    )
-
-
-def _loop() -> onnx.ModelProto:
-    """A Loop whose body multiplies a carried state by an outer weight, behind and before a Gemm."""
-    return planning.parse(
-        """(float[1,8] x) => (float[1,4] y)
-        <float[8,8] w, float[8] b, float[8,8] body_w, int64 three, bool true, float[8,4] u, float[4] c> {
-        [first] f = Gemm(x, w, b) [relu] h = Relu(f)
-        [loop] s = Loop(three, true, h) <body = body (int64 step, bool going, float[1,8] state)
-            => (bool still, float[1,8] next)
-            { [mix] mixed = MatMul(state, body_w) [squash] next = Tanh(mixed) [go_on] still = Identity(going) }>
-        [last] y = Gemm(s, u, c) }""",
-        {"three": 3, "true": True},
     )
 
 
@@ -107,17 +95,6 @@ def _external() -> onnx.ModelProto:
     return model
 
 
-def _quantized() -> onnx.ModelProto:
-    """A net that is quantized already, as other quantizers write it."""
-    return planning.parse(
-        """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float s, uint8 z, int8[4,3,3,3] w_q, float[4] w_s, int8[4] w_z> {
-        [q_x] a = QuantizeLinear(x, s, z) [dq_x] b = DequantizeLinear(a, s, z)
-        [dq_w] w = DequantizeLinear<axis = 0>(w_q, w_s, w_z) [conv] c = Conv<pads = [1, 1, 1, 1]>(b, w)
-        [relu] r = Relu(c) [q_y] q = QuantizeLinear(r, s, z) [dq_y] y = DequantizeLinear(q, s, z) }""",
-        {"s": 0.02, "z": 128, "w_s": [0.01] * 4, "w_q": np.clip(40 * models.normal((4, 3, 3, 3)), -90, 90)},
-    )
-
-
 SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
     "conv": lambda: models.conv_relu_chain(6),
     "residual": models.residual_block,
@@ -129,13 +106,13 @@ SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
     "detector": _detector,
     "two_inputs": models.two_input_detector,
     "if": models.net_with_if,
-    "loop": _loop,
+    "loop": lambda: control.loop(3),
     "lstm": _lstm,
     "half": _half,
     "functions": _functions,
     "sparse": _sparse,
     "external": _external,
-    "quantized": _quantized,
+    "quantized": lambda: model_of(None, None),
     "digits": models.narrow_digits,
 }
 

@@ -71,6 +71,14 @@ def test_on_refusal_nothing_changes(tmp_path, before, external):
     assert files(tmp_path) == before
 
 
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "out.onnx")
+    write_model(small(), tmp_path / "link.onnx", external_data=False, check=accept)
+    assert (tmp_path / "real" / "out.onnx").is_file()
+    assert (tmp_path / "link.onnx").is_symlink()
+
+
 @pytest.mark.parametrize(("destination", "message"), [
     ("none/out.onnx", "does not exist"), ("", "is a folder"), ("/dev/null", "regular file"),
     ("o" * 250 + ".onnx", "could not be written: File name too long"),

@@ -61,14 +61,6 @@ def test_what_a_nested_body_reads_is_consumed_by_the_outermost_owner() -> None:
     assert {value.name for value in v.captured_by(v.nodes[1])} == {"f", "a"}
 
 
-def test_shapes_constants_and_operator_sets() -> None:
-    v = view("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
-    (x,), w = v.inputs, v.nodes[0].inputs[1]
-    assert (v.dims(x), v.rank(x), v.is_float32(x), v.content(w).shape) == ((None, 3), 2, True, (3, 2))
-    assert [v.is_constant(value) for value in (x, w, None)] == [False, True, False]
-    assert v.opset() == 17
-
-
 def test_operators_of_other_domains_go_by_their_full_names() -> None:
     """A rule about Relu must not take a custom Relu for one, and bound its range from below by 0."""
     names = {("own", "Relu"): "own.Relu", ("com.microsoft", "Pad"): "com.microsoft.Pad"}

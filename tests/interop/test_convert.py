@@ -82,26 +82,14 @@ def test_files_of_others_are_converted(tmp_path, name, to):
     assert all(entry.sqnr_db > 30 for entry in done.agreement), str(done)
 
 
-@pytest.fixture
-def ties(monkeypatch: pytest.MonkeyPatch):
-    """Lets conversions be compared on an input that lies half way between two steps of the first quantizer."""
+def test_ties_that_fall_otherwise_are_no_reason_to_refuse_and_what_is_off_by_more_is(tmp_path, monkeypatch):
+    """Compared on an input that lies half way between two steps of the first quantizer."""
     steps = np.random.default_rng(0).integers(-4, 4, (2, 3, 6, 6)).astype(np.float32) + np.float32(0.5)
     monkeypatch.setattr(convert_module, "_made_up", lambda *_: [{"x": steps / 8}])
+    net, kept, out = Net(), tmp_path / "kept.onnx", tmp_path / "out.onnx"
+    model = net.of(net.quant("x", 0.125, zero_point=101, bits=8))
+    assert convert(model, kept).agreement[0].sqnr_db < 30
 
-
-def tied_net() -> onnx.ModelProto:
-    net = Net()
-    return net.of(net.quant("x", 0.125, zero_point=101, bits=8))
-
-
-@pytest.mark.usefixtures("ties")
-def test_ties_that_fall_otherwise_are_no_reason_to_refuse(tmp_path):
-    done = convert(tied_net(), tmp_path / "out.onnx")
-    assert done.agreement[0].sqnr_db < 30
-
-
-@pytest.mark.usefixtures("ties")
-def test_what_is_off_by_more_than_ties_is_refused(tmp_path, monkeypatch):
     def misread(*args: Any, **kwargs: Any) -> Any:
         found = read_model(*args, **kwargs)
         for scale in (i for i in found.canonical.graph.initializer if i.dims == [] and i.data_type == 1):
@@ -110,5 +98,5 @@ def test_what_is_off_by_more_than_ties_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(convert_module, "read_model", misread)
     with pytest.raises(VerificationError, match="what was read is off"):
-        convert(tied_net(), tmp_path / "out.onnx")
-    assert not (tmp_path / "out.onnx").exists()
+        convert(model, out)
+    assert not out.exists()

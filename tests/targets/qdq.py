@@ -338,10 +338,11 @@ class Case(NamedTuple):
             assert snr_db(model) > FLOAT_ONLY_DB
 
 
-def each_case(examples: Mapping[str, Sequence[Case]]) -> pytest.MarkDecorator:
+def each_case(examples: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """One test a graph, named after its rule."""
     named = ((f"{rule}-{number}", case) for rule, found in examples.items() for number, case in enumerate(found))
-    return pytest.mark.parametrize("case", [pytest.param(case, id=name, marks=case.marks) for name, case in named])
+    each = [pytest.param(case, id=name, marks=getattr(case, "marks", ())) for name, case in named]
+    return pytest.mark.parametrize("case", each)
 
 
 def since(version: str) -> tuple[pytest.MarkDecorator]:

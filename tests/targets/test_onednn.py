@@ -1,5 +1,6 @@
 """The rules of target onednn on the installed OpenVINO, and what its files look like, for which none is needed."""
 
+import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,15 +26,11 @@ from tests import models
 from tests.flow.support import run
 from tests.processor import with_flags
 from tests.targets.files import DQ, Written, net_of, quantized_net
+from tests.targets.qdq import each_case
 
 PADS = "pads = [1,1,1,1]"
-openvino = pytest.mark.usefixtures("_openvino")
+openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed")
 written = partial(Written, target="onednn", verify=False)
-
-
-@pytest.fixture
-def _openvino() -> None:
-    pytest.importorskip("openvino")
 
 
 def is_part(report: FusionReport, op_type: str) -> bool:
@@ -116,9 +113,7 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @openvino
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
-)
+@each_case(EXAMPLES)
 def test_rule(case: Case) -> None:
     report = prove(net(case.graph) if isinstance(case.graph, str) else case.graph)
     assert report.runtime == "OpenVINO"

@@ -14,6 +14,7 @@ from kenosis_ort import OptionError
 from tests import models
 from tests.planning import parse
 from tests.targets.files import DQ, Q, Written, net_of
+from tests.targets.qdq import each_case
 
 written = partial(Written, target="tensorrt")
 
@@ -117,9 +118,7 @@ EXAMPLES: dict[str, list[Case]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=f"{rule}-{n}") for rule, cases in EXAMPLES.items() for n, c in enumerate(cases)]
-)
+@each_case(EXAMPLES)
 def test_rule(case: Case, tmp_path: Path) -> None:
     made = written(net(case.body, case.outputs), tmp_path, **case.options)
     for name, operators in case.before.items():
