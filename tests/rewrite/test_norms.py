@@ -1,5 +1,7 @@
 """Norms written in arithmetic, as one operator or as the runtime knows them; sums, padding, pools, means and LRN."""
 
+import re
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -12,7 +14,7 @@ from kenosis_ort import rewrite
 from kenosis_ort.rewrite import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from tests.graph.build import run
 from tests.models import Net, normal
-from tests.rewrite.forms import RTOL, check, ops, parse, refused, rewritten
+from tests.rewrite.forms import RTOL, check, ops, parse, refused, rewritten, spelled
 from tests.targets.qdq import kernels
 
 LAYER, RMS = "LayerNormalization", "RMSNormalization"
@@ -20,33 +22,33 @@ VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 PRECISE = VERSION >= (1, 30)
 """The runtime's operator subtracts the mean before it squares; earlier ones lose digits over few elements."""
 SIZE = 8
+SQUARES = {"pow": "s = Pow({0}, two)", "mul": "s = Mul({0}, {0})"}
+INVERSES = {"div": "q = Div({0}, r)", "reciprocal": "i = Reciprocal(r) q = Mul({0}, i)",
+            "one over": "i = Div(one, r) q = Mul({0}, i)"}  # fmt: skip
+NUMBERS = {
+    "one": 1.0, "two": 2.0, "epsilon": 1e-5, "gamma": np.linspace(0.5, 1.5, SIZE), "beta": np.linspace(-1, 1, SIZE)
+}  # fmt: skip
 FORMS = {
-    "square": st.sampled_from(["pow", "mul"]),
-    "inverse": st.sampled_from(["div", "reciprocal", "one over"]),
-    "flip": st.booleans(), "epsilon": st.sampled_from([1e-5, 1e-12, 0.5]),
+    "square": st.sampled_from([*SQUARES]), "inverse": st.sampled_from([*INVERSES]),
+    "epsilon": st.sampled_from([1e-5, 1e-12, 0.5]),
 }  # fmt: skip
 
 
-def inverse_root(g, deviation, axes, square, inverse, epsilon, flip):
-    """The root of the mean square, or one over it."""
-    s = g.op("Pow", [deviation, 2.0]) if square == "pow" else g.op("Mul", [deviation, deviation])
-    root = g.op("Sqrt", [g.both("Add", g.mean(s, axes), epsilon, flip)])
-    if inverse == "div":
-        return root
-    return g.op("Reciprocal", [root]) if inverse == "reciprocal" else g.op("Div", [1.0, root])
+def norm(*, centred=True, twice=False, square="pow", inverse="div", scaled=True, shifted=False):
+    """The text of a norm of ``x`` in arithmetic, as `spelled` takes it."""
+    front, d, o = ("m = Mean(x) d = Sub(x, m)", "d", "d") if centred else ("", "x", "x")
+    front, o = (f"{front} o = Sub(x, m)", "o") if centred and twice else (front, o)
+    root = f"{SQUARES[square].format(d)} v = Mean(s) a = Add(v, epsilon) r = Sqrt(a)"
+    factors = [*["w = Mul(q, gamma)"] * scaled, *[f"y = Add({'w' if scaled else 'q'}, beta)"] * shifted]
+    return " ".join([front, root, INVERSES[inverse].format(o), *factors])
 
 
-def norm(
-    g, x="x", *, axes=(-1,), centred=True, square="pow", inverse="div", twice=False, epsilon=1e-5, scale=None,
-    shift=None, flip=False,
-):  # fmt: skip
-    middle = g.mean(x, axes) if centred else None
-    d = g.op("Sub", [x, middle]) if centred else x
-    other = g.op("Sub", [x, middle]) if centred and twice else d
-    root = inverse_root(g, d, axes, square, inverse, epsilon, flip)
-    y = g.op("Div", [other, root]) if inverse == "div" else g.both("Mul", other, root, flip)
-    y = y if scale is None else g.both("Mul", y, scale, flip)
-    return y if shift is None else g.both("Add", y, shift, flip)
+def affine_norm(*, square="mul", inverse="reciprocal", turned=False):
+    """The text of a norm as x * k + (beta - mean * k)."""
+    inverted = "i = Reciprocal(r)" if inverse == "reciprocal" else "i = Div(one, r)"
+    return f"""m = Mean(x) d = Sub({"m, x" if turned else "x, m"}) {SQUARES[square].format("d")} v = Mean(s)
+        a = Add(v, epsilon) r = Sqrt(a) {inverted} k = Mul(i, gamma) n = Mul(m, k) t = Sub(beta, n) o = Mul(x, k)
+        y = Add(o, t)"""
 
 
 def compute(proto):
@@ -70,13 +72,16 @@ LEAD = st.lists(st.integers(1, 3), min_size=1, max_size=2)
     magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]), opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
     **FORMS,
 )  # fmt: skip
-def test_every_layer_norm_computes_the_same(lead, sizes, negative, known, scale, shift, magnitude, opset, seed, **form):
-    g = Net.over([*(lead if known else ["n", "s"][: len(lead)]), *sizes], opset=opset, seed=seed)
-    axes = range(-len(sizes), 0) if negative else range(len(lead), len(lead) + len(sizes))
-    factors = {"scale": affine(g.rng, sizes, scale), "shift": affine(g.rng, sizes, shift)}
-    y = norm(g, axes=axes, **factors, **form)
+def test_every_layer_norm_computes_the_same(
+    lead, sizes, negative, known, scale, shift, magnitude, opset, seed, epsilon, **form
+):
+    axes = [*(range(-len(sizes), 0) if negative else range(len(lead), len(lead) + len(sizes)))]
+    rng, body = np.random.default_rng(seed), norm(scaled=bool(scale), shifted=bool(shift), **form)
+    numbers = NUMBERS | {"gamma": affine(rng, sizes, scale), "beta": affine(rng, sizes, shift), "epsilon": epsilon}
+    shape = [*(lead if known else ["n", "s"][: len(lead)]), *sizes]
+    proto = spelled(body, shape, seed=seed, opset=opset, axes=axes, **numbers)
     x = normal((*lead, *sizes), seed, magnitude)
-    result = check(rewrite.collapse_layer_norm, g.of(y), x, LAYER, rtol=RTOL if PRECISE else 1e-3)
+    result = check(rewrite.collapse_layer_norm, proto, x, LAYER, rtol=RTOL if PRECISE else 1e-3)
     (node,) = result.proto.graph.node
     assert helper.get_node_attr_value(node, "axis") == -len(sizes)
     assert len(result.proto.graph.initializer) == (2 if shift else 1)
@@ -87,52 +92,42 @@ def test_every_layer_norm_computes_the_same(lead, sizes, negative, known, scale,
     lead=LEAD, size=st.integers(2, 9), scale=AFFINE, magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]),
     seed=st.integers(0, 2**16), **FORMS,
 )  # fmt: skip
-def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, **form):
-    g = Net.over([*lead, size], opset=23, seed=seed)
-    y = norm(g, centred=False, scale=affine(g.rng, (size,), scale), **form)
-    check(rewrite.collapse_layer_norm, g.of(y), normal((*lead, size), seed, magnitude), RMS)
+def test_every_rms_norm_computes_the_same(lead, size, scale, magnitude, seed, epsilon, **form):
+    numbers = NUMBERS | {"gamma": affine(np.random.default_rng(seed), (size,), scale), "epsilon": epsilon}
+    body = norm(centred=False, scaled=bool(scale), **form)
+    proto = spelled(body, [*lead, size], seed=seed, opset=23, axes=[-1], **numbers)
+    check(rewrite.collapse_layer_norm, proto, normal((*lead, size), seed, magnitude), RMS)
 
 
-@pytest.mark.parametrize(("rule", "opset", "make"), [
-    (rewrite.collapse_layer_norm, 22, lambda g: norm(g, centred=False, scale=np.ones(SIZE))),
-    (rewrite.collapse_layer_norm, 16, lambda g: norm(g, scale=np.ones(SIZE))),
-    (rewrite.collapse_affine_norm, 16, lambda g: affine_norm(g)),
+@pytest.mark.parametrize(("rule", "opset", "body"), [
+    (rewrite.collapse_layer_norm, 22, norm(centred=False)), (rewrite.collapse_layer_norm, 16, norm()),
+    (rewrite.collapse_affine_norm, 16, affine_norm()),
 ])  # fmt: skip
-def test_a_norm_stays_before_its_operator_set(rule, opset, make):
-    g = Net.over([2, SIZE], opset=opset)
-    refused(rule, g.of(make(g)), None)
+def test_a_norm_stays_before_its_operator_set(rule, opset, body):
+    refused(rule, spelled(body, [2, SIZE], seed=0, opset=opset, axes=[-1], **NUMBERS), None)
 
 
-@pytest.mark.parametrize(("shape", "behind", "expected"), [
-    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 8))])], "Mul"),
-    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones((2, 1))])], "Mul"),
-    ((2, 8), lambda g, y: [g.op("Mul", [y, g.op("Relu", ["x"])])], "Relu Mul"),
-    ((2, 8), lambda g, y: [g.op("Mul", [y, np.ones(8)]), y], "Mul"),
-    ((2,), lambda g, y: [g.op("Mul", [y, np.ones((1, 2))])], "Mul"),
+@pytest.mark.parametrize(("shape", "gamma", "behind", "also"), [
+    ((2, 8), (2, 8), "y = Mul(q, gamma)", []), ((2, 8), (2, 1), "y = Mul(q, gamma)", []),
+    ((2, 8), (), "l = Relu(x) y = Mul(q, l)", []), ((2, 8), (8,), "y = Mul(q, gamma)", ["q"]),
+    ((2,), (1, 2), "y = Mul(q, gamma)", []),
 ])  # fmt: skip
-def test_a_scale_that_is_no_vector_of_it_alone_stays_behind(shape, behind, expected):
-    g = Net.over(shape)
+def test_a_scale_that_is_no_vector_of_it_alone_stays_behind(shape, gamma, behind, also):
+    numbers = NUMBERS | {"gamma": np.ones(gamma)}
+    proto = spelled(f"{norm(scaled=False)} {behind}", shape, seed=0, axes=[-1], **numbers)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name, type=proto.graph.input[0].type) for name in also)
     x = normal(shape) if len(shape) > 1 else np.ones(shape, np.float32)
-    check(rewrite.collapse_layer_norm, g.of(*behind(g, norm(g))), x, f"{LAYER} {expected}")
-
-
-def affine_norm(g, *, square="mul", inverse="reciprocal", flip=False, epsilon=1e-3, turned=False):
-    middle = g.mean("x", [-1])
-    d = g.op("Sub", [middle, "x"] if turned else ["x", middle])
-    inverted = inverse_root(g, d, [-1], square, inverse, epsilon, flip)
-    factor = g.both("Mul", inverted, np.linspace(0.5, 1.5, SIZE), flip)
-    rest = g.op("Sub", [np.linspace(-1, 1, SIZE), g.both("Mul", middle, factor, flip)])
-    return g.both("Add", g.both("Mul", "x", factor, flip), rest, flip)
+    check(rewrite.collapse_layer_norm, proto, x, f"{LAYER} {'Relu ' * ('Relu' in behind)}Mul")
 
 
 @given(
     lead=LEAD, symbolic=st.booleans(), square=FORMS["square"], inverse=st.sampled_from(["reciprocal", "one over"]),
-    flip=st.booleans(), turned=st.booleans(), epsilon=st.sampled_from([1e-3, 1e-5, 0.5]),
-    magnitude=st.sampled_from([0.1, 1.0, 100.0]), opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
+    turned=st.booleans(), epsilon=st.sampled_from([1e-3, 1e-5, 0.5]), magnitude=st.sampled_from([0.1, 1.0, 100.0]),
+    opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, seed, **form):
-    g = Net.over([*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], opset=opset)
-    proto = g.of(affine_norm(g, **form))
+def test_every_affine_form_computes_the_same(lead, symbolic, epsilon, magnitude, opset, seed, **form):
+    shape, numbers = [*(["n", "s"][: len(lead)] if symbolic else lead), SIZE], NUMBERS | {"epsilon": epsilon}
+    proto = spelled(affine_norm(**form), shape, seed=seed, opset=opset, axes=[-1], **numbers)
     result = check(rewrite.collapse_affine_norm, proto, normal((*lead, SIZE), seed, magnitude), LAYER).proto
     assert [LAYER in compute(each) for each in (proto, result)] == [False, True], "the runtime knows the result only"
 
@@ -140,10 +135,9 @@ def test_every_affine_form_computes_the_same(lead, symbolic, magnitude, opset, s
 OPERATORS = {True: LAYER, False: "SimplifiedLayerNormalization"}
 
 
-def scaled(opset, centred, **form):
-    g = Net.over((2, 3, SIZE), opset=opset)
-    shift = np.linspace(-1, 1, SIZE) if centred else None
-    return g.of(norm(g, g.op("Abs", ["x"]), centred=centred, scale=np.linspace(0.5, 1.5, SIZE), shift=shift, **form))
+def scaled(opset, centred, *, seed=0, epsilon=1e-5, **form):
+    body = "p = Abs(x) " + re.sub(r"\bx\b", "p", norm(centred=centred, shifted=centred, **form))
+    return spelled(body, (2, 3, SIZE), seed=seed, opset=opset, axes=[-1], **NUMBERS | {"epsilon": epsilon})
 
 
 @given(
@@ -151,7 +145,7 @@ def scaled(opset, centred, **form):
     magnitude=st.sampled_from([0.1, 1.0, 1e3]), seed=st.integers(0, 2**16), **FORMS,
 )  # fmt: skip
 def test_every_spelling_computes_the_same_and_becomes_the_runtimes_operator(form, magnitude, seed, **spelling):
-    result = check(rewrite.spell_norm, scaled(*form, **spelling), normal((2, 3, SIZE), seed, magnitude))
+    result = check(rewrite.spell_norm, scaled(*form, seed=seed, **spelling), normal((2, 3, SIZE), seed, magnitude))
     assert OPERATORS[form[1]] in compute(result.proto)
     told = any("spelled as the runtime knows them" in note for note in result.notes)
     assert told == ((spelling["square"], spelling["inverse"]) not in (("pow", "div"), ("pow", "one over")))
