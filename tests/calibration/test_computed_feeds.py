@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import PipelineReader
+from kenosis_ort import CalibrationError, PipelineReader
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.calibration.feeds import misfit
-from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.bodies import Body, places, take_out
 from kenosis_ort.graph.walk import outer_names, owners
 from kenosis_ort.runtime.counting import counted

@@ -13,11 +13,9 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader
 
 import kenosis_ort
-from kenosis_ort import ImageFolderReader, ParquetReader, TarReader
+from kenosis_ort import ArrayReader, CalibrationError, ImageFolderReader, ParquetReader, TarReader
 from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.calibration.feeds import InputSpec, check_feed
-from kenosis_ort.calibration.readers import ArrayReader
-from kenosis_ort.errors import CalibrationError
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds, swept
 from tests.contracts.test_readers import images as pictures

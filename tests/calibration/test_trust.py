@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort import KenosisWarning, SyntheticReader, quantize_static
+from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, net_evidence, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
-from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.load import load_model
 from tests import models
 from tests.calibration.support import node_outputs, random_feeds, swept

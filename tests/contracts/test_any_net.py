@@ -15,7 +15,6 @@ from tests import models, planning
 from tests.fuzz.gentle import add_output, loosen_interface, move_weight, reroute
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model
 from tests.graph.build import run
-from tests.models import Feed, FeedReader
 from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
 
@@ -37,7 +36,7 @@ def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model: onnx.Mode
 
 
 @st.composite
-def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[Feed]]:
+def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[models.Feed]]:
     """A seed of the fuzzer, wired and stored otherwise, of open sizes; its numbers are as sound as they were."""
     name = draw(st.sampled_from(sorted(SEEDS.keys() - {"digits", "external", "quantized"})))
     model, dice = seed_model(name), draw(st.randoms(use_true_random=False))
@@ -53,12 +52,12 @@ def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[Feed]]:
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets().map(lambda model: (model, models.feeds(model, 3))) | structures())
-def test_the_public_call(case: tuple[onnx.ModelProto, list[Feed]]) -> None:
+def test_the_public_call(case: tuple[onnx.ModelProto, list[models.Feed]]) -> None:
     model, feeds = case
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random nets may well be of poor quality
         out = Path(folder) / "out.onnx"
-        report = quantize_static(model, out, FeedReader(feeds))
+        report = quantize_static(model, out, models.FeedReader(feeds))
         quantized = onnx.load(out)
         assert [p.name for p in Path(folder).iterdir()] == ["out.onnx"]
     names = [value.name for value in model.graph.output]

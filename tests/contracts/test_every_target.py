@@ -19,7 +19,6 @@ from kenosis_ort.runtime.session import configured, open_session
 from kenosis_ort.targets import TARGETS, DataTypes, Hooks, Target, get_target
 from tests import models
 from tests.flow.support import initializers, quality, run, sqnr_db
-from tests.models import Net
 from tests.oracle.compare import differences
 from tests.planning import parse
 from tests.processor import SATURATES
@@ -54,7 +53,7 @@ def behind(model: onnx.ModelProto, name: str) -> list[str]:
 
 def chain(*activations: str) -> onnx.ModelProto:
     """Convs with each of some activations between them."""
-    net = Net()
+    net = models.Net()
     y = net.input("x", [1, 3, 8, 8])
     channels = 3
     for index, op_type in enumerate((*activations, "Relu")):

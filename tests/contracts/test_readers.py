@@ -29,9 +29,8 @@ from kenosis_ort import (
 from kenosis_ort.calibration.readers import IndexedReader, source_files
 from tests import models
 from tests.graph.build import net
-from tests.models import Array, normal
 
-DATA: Array = normal((6, 16))
+DATA: models.Array = models.normal((6, 16))
 """Samples of the one input of `models.mlp`."""
 
 STATES = "(float[1,4] x, float[1,4] h_in) => (float[1,4] y, float[1,4] h_out) { h_out = Tanh(x) y = Add(x, h_in) }"
@@ -86,7 +85,7 @@ def feeds_folder(path: Path) -> Path:
     return folder(path, **{f"{at}_npz": _bytes_of(sample[None]) for at, sample in enumerate(DATA)})
 
 
-def _bytes_of(x: Array) -> bytes:
+def _bytes_of(x: models.Array) -> bytes:
     return npy(x, lambda file, x: np.savez(file, x=x))
 
 
@@ -114,7 +113,7 @@ SAME: Mapping[str, Callable[..., Any]] = {
 OTHERS: Mapping[str, Callable[[Path], Any]] = {
     "images": lambda path: ImageFolderReader(images(path / "a"), input_name="x", size=(8, 8)),
     "made up": lambda path: SyntheticReader(models.mlp(), samples=4, input_ranges={"x": (-1, 1)}),
-    "closed loop": lambda path: ClosedLoopReader(net(STATES), [{"x": normal((1, 4), at)} for at in range(3)]),
+    "closed loop": lambda path: ClosedLoopReader(net(STATES), [{"x": models.normal((1, 4), at)} for at in range(3)]),
 }
 """Readers of other data."""
 

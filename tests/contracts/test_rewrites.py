@@ -20,7 +20,6 @@ from tests import models
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
-from tests.models import Net
 from tests.planning import quantize
 from tests.targets.qdq import kernels
 
@@ -220,7 +219,7 @@ def to_relu(editor: Editor, node: ir.Node) -> None:
 
 
 def test_one_that_stays_holds_up_no_other_and_says_why():
-    graph = Net.over([2])
+    graph = models.Net.over([2])
     odd = graph.op("Neg", [graph.op("Abs", ["x"])], name="odd")
     model = graph.of(graph.op("Abs", [odd]))
     result = to_relu(model)

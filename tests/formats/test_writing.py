@@ -12,10 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kenosis_ort import KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
+from kenosis_ort import RECIPES, InternalError, KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy.side_by_side import Pairing
 from kenosis_ort.accuracy.value_grids import read_grids
-from kenosis_ort.errors import InternalError
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
 from kenosis_ort.formats.from_qonnx import Reader
 from kenosis_ort.formats.qonnx_nodes import spell_out
@@ -24,7 +23,6 @@ from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import attribute
-from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.placement.eligibility import Widths, with_widths
 from tests import models, planning
 from tests.contracts.test_formats import grids

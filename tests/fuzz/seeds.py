@@ -11,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 from tests import models, planning
 from tests.flow import control
 from tests.formats.qonnx import model_of
-from tests.models import Feed
 
 DATA_NAME: Final = "weights.bin"
 FEEDS: Final = 6
@@ -128,7 +127,7 @@ def seed_model(name: str) -> onnx.ModelProto:
     return onnx.load_model_from_string(seed_bytes(name))
 
 
-def seed_feeds(name: str) -> list[Feed]:
+def seed_feeds(name: str) -> list[models.Feed]:
     """Feeds that fit the seed model."""
     return models.feeds(seed_model(name), FEEDS, dims={"batch": 2})
 

@@ -6,8 +6,7 @@ Run it after a change of placement that is meant, read the diff, and commit the 
 import tempfile
 from pathlib import Path
 
-from kenosis_ort import QuantizationReport, preview, quantize_static
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort import PlacementPlan, QuantizationReport, preview, quantize_static
 from kenosis_ort.runtime.limits import on
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models

@@ -7,8 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort import ArrayReader, compare, preview, quantize_static
-from kenosis_ort.errors import AlreadyQuantizedError, ModelLoadError
+from kenosis_ort import AlreadyQuantizedError, ArrayReader, ModelLoadError, compare, preview, quantize_static
 from kenosis_ort.graph.load import check_not_quantized, load_model, parse_model
 from kenosis_ort.graph.outside import raw_bytes, tensor_bytes
 from kenosis_ort.graph.shapes import infer_shapes

@@ -16,7 +16,6 @@ from kenosis_ort.rewrite.prepare import PRE_PROCESSED_KEY, PRE_PROCESSED_VALUE
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready, run
-from tests.models import normal
 
 ONES = {"x": np.ones((2, 3), np.float32)}
 
@@ -130,7 +129,7 @@ def test_values_that_bodies_capture_keep_their_meaning(tmp_path, monkeypatch):
     prepared = ready(proto, rewrites=PREPARATION, min_opset=18).proto
     assert ops(prepared) == ["Conv", "BatchNormalization", "If", "Relu"]  # a branch reads the Conv's own output
     for flag in (True, False):
-        assert_same(proto, prepared, {"x": normal((1, 3, 4, 4)), "flag": np.array(flag)})
+        assert_same(proto, prepared, {"x": models.normal((1, 3, 4, 4)), "flag": np.array(flag)})
     assert list(tmp_path.iterdir()) == [], "nothing is left in the working folder"
 
 

@@ -16,7 +16,6 @@ from kenosis_ort.graph.walk import known_as
 from kenosis_ort.quantizer.stock import QuantFormat
 from tests import models
 from tests.graph.build import net, run
-from tests.models import normal
 from tests.planning import parse, prepared
 
 
@@ -118,7 +117,7 @@ def compute(op_type: str, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("op_type", ONE_INPUT)
 def test_what_the_table_says_holds(op_type: str) -> None:
-    x = normal((1, 4, 6, 6), 1, 2)
+    x = models.normal((1, 4, 6, 6), 1, 2)
     x = np.abs(x) if op_type == "Sqrt" else x
     y, is_ = compute(op_type, x), OPERATORS.get(op_type, Is(0))
     assert np.allclose(compute(op_type, 3 * x), 3 * y, rtol=1e-4, atol=1e-6) == (Is.HOMOGENEOUS in is_)

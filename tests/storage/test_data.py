@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort import ArrayReader, CalibrationTable, KenosisError, OptionError, quantize_static
+from kenosis_ort import ArrayReader, CalibrationTable, HostProfile, KenosisError, OptionError, quantize_static
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.spool import Spool
-from kenosis_ort.targets.profile import HostProfile
 from tests import models
 
 

@@ -12,7 +12,6 @@ from onnx import numpy_helper
 from kenosis_ort import quantize_static
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import Feed
 from tests.planning import parse
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
@@ -69,7 +68,7 @@ class Written:
     """
 
     def __init__(
-        self, model: onnx.ModelProto, folder: Path, target: str, *, feeds: Sequence[Feed] = (), **options: Any
+        self, model: onnx.ModelProto, folder: Path, target: str, *, feeds: Sequence[models.Feed] = (), **options: Any
     ) -> None:
         self.source, self.path = model, folder / f"{target}.onnx"
         options = {"recipe": "plain", "promise": False, **options}

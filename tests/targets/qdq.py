@@ -25,7 +25,6 @@ from kenosis_ort.graph.load import base_op
 from kenosis_ort.verify import Status, verify_fusion
 from tests import models
 from tests.flow.support import sqnr_db
-from tests.models import Net
 from tests.verify.expect import check_complete
 
 Array = npt.NDArray[Any]
@@ -57,7 +56,7 @@ class QdqGraph:
     def __init__(
         self, *, opset: int = 17, act: npt.DTypeLike = np.uint8, weight: npt.DTypeLike = np.int8, seed: int = 0
     ) -> None:
-        self.net = Net(opset=opset, seed=seed, suffix="")
+        self.net = models.Net(opset=opset, seed=seed, suffix="")
         self.act = act
         self.weight = weight
         self._scales: dict[str, Array] = {}

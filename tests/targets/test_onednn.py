@@ -10,8 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import preview, quantize_static, verify_patterns
-from kenosis_ort.errors import OptionError, VerificationError
+from kenosis_ort import OptionError, VerificationError, preview, quantize_static, verify_patterns
 from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.product_pairs import can_clip, pair_orders
 from kenosis_ort.graph.qdq import SourceGraph

@@ -11,8 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from kenosis_ort import calibrate, preview, quantize_static
-from kenosis_ort.errors import KenosisWarning, VerificationError
+from kenosis_ort import KenosisWarning, VerificationError, calibrate, preview, quantize_static
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
@@ -24,7 +23,6 @@ from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import Status
 from tests import models
 from tests.flow.support import run
-from tests.models import Net
 from tests.targets.files import Written, net_of
 
 there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
@@ -33,7 +31,7 @@ Array = npt.NDArray[Any]
 
 def chain(activation: str = "Relu", width: int = 32, size: int = 14, last: bool = True, **how: int) -> onnx.ModelProto:
     """Convs with activations between them."""
-    net = Net()
+    net = models.Net()
     bounds = [np.float32(0), np.float32(6)] if activation == "Clip" else []
     x = net.input("x", [1, width, size, size])
     for name in ("a", "b", "c"):

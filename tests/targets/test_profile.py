@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenosis_ort import HostProfile, OptionError, preview, quantize_static
+from kenosis_ort import HostProfile, OptionError, Speed, preview, quantize_static
 from kenosis_ort.flow.target_options import profile_for
-from kenosis_ort.options import Speed
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.profile import KernelCost, Work, cached_profile, keep_profile, nearest
 from tests import models
-from tests.models import feeds
 from tests.processor import USUAL, Pretend, with_flags
 
 VNNI = USUAL.features
@@ -124,11 +122,11 @@ def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool
 def test_times_are_of_the_class_of_this_processor_or_absent(pretend, tmp_path, features, saturates, shown):
     pretend(with_flags(*features, saturates=saturates))
     model = models.ALL["residual_block"]()
-    report = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False)
+    report = quantize_static(model, tmp_path / "o.onnx", models.feeds(model, 2), promise=False)
     assert any(layer.estimated_us is not None for layer in report.layers) == bool(shown)
     assert report.host.startswith(shown or "this machine, whose class was not measured")
     assert "'vnni'" not in report.host or shown == "'vnni'"
-    asked = quantize_static(model, tmp_path / "o.onnx", feeds(model, 2), promise=False, host="vnni")
+    asked = quantize_static(model, tmp_path / "o.onnx", models.feeds(model, 2), promise=False, host="vnni")
     assert asked.host.startswith("'vnni'")
     assert "as asked for" in asked.host
     assert any(layer.estimated_us is not None for layer in asked.layers)

@@ -24,7 +24,6 @@ from kenosis_ort.weights.blocks import (
 from tests import models
 from tests.flow import support
 from tests.flow.support import changed, sqnr_db
-from tests.models import FeedReader
 from tests.passes.support import array
 from tests.planning import parse
 
@@ -193,7 +192,7 @@ def test_through_the_public_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("with", "without"):
         if name == "without":
             monkeypatch.setattr("kenosis_ort.weights.blocks.weigh_channels", lambda same, *_: (same, {}))
-        report = quantize_weights(model, tmp_path / f"{name}.onnx", FeedReader(feeds(32)), **options)
+        report = quantize_weights(model, tmp_path / f"{name}.onnx", models.FeedReader(feeds(32)), **options)
         assert any("(AWQ)" in note for note in report.notes) == (name == "with")
         found[name] = sqnr_db(run(model, feeds(8, 9)), run(tmp_path / f"{name}.onnx", feeds(8, 9)))
     assert found["with"] > found["without"] + 0.5

@@ -16,7 +16,6 @@ from kenosis_ort.quantizer.linear_layers import dynamic
 from kenosis_ort.weights.kernels import weight_only, with_block_embeddings
 from tests import models
 from tests.flow.support import changed, quality
-from tests.models import FeedReader
 from tests.planning import parse
 
 FORMS = [weight_only, dynamic]
@@ -159,7 +158,7 @@ def feeds(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
 def test_layers_and_embedding_have_few_bits_and_the_file_runs(tmp_path: Path, bits: int):
     model, out = decoder(), tmp_path / "out.onnx"
     before = model.SerializeToString(deterministic=True)
-    report = kenosis_ort.quantize_weights(model, out, FeedReader(feeds(16)), bits=bits, protect_sensitive=False)
+    report = kenosis_ort.quantize_weights(model, out, models.FeedReader(feeds(16)), bits=bits, protect_sensitive=False)
     assert model.SerializeToString(deterministic=True) == before
     written = [node.op_type for node in onnx.load(out).graph.node]
     assert (written.count("MatMulNBits"), written.count("GatherBlockQuantized")) == (4, 1)
@@ -179,7 +178,7 @@ def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(tmp_path,
     steps = np.random.default_rng(1).integers(0, 16, (50, 64))
     steps[:, ::32], steps[:, 1::32] = 0, 15
     model, out = changed(decoder(), table=lambda table: steps / 8 - 1 if coarse else table), tmp_path / "out.onnx"
-    reader = FeedReader(feeds(samples)) if samples else None
+    reader = models.FeedReader(feeds(samples)) if samples else None
     report = kenosis_ort.quantize_weights(model, out, reader)
     assert {layer.node: layer.bits for layer in report.layers}["embed"] == bits
     assert any("Embeddings have 8 bits" in note for note in report.notes) == (bits == 8)
@@ -191,7 +190,7 @@ def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(tmp_path,
 def test_samples_make_it_better_on_others(tmp_path: Path):
     model = decoder()
     found = {}
-    for name, reader in (("nearest", None), ("rounded", FeedReader(feeds(64)))):
+    for name, reader in (("nearest", None), ("rounded", models.FeedReader(feeds(64)))):
         options = {"embeddings": False, "accuracy_level": 0, "protect_sensitive": False}
         report = kenosis_ort.quantize_weights(model, tmp_path / f"{name}.onnx", reader, **options)
         assert {layer.rounded for layer in report.layers} == {name == "rounded"}
