@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
+from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready
