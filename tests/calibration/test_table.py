@@ -189,6 +189,10 @@ def test_config_takes_stock_names_and_extra_options() -> None:
     on = {"CalibTensorRangeSymmetric": True, "CalibMovingAverage": True, "CalibMovingAverageConstant": 0.5}
     config = CalibrationConfig.from_extra_options(CalibrationMethod.MinMax, {**on, **off})
     assert config == CalibrationConfig(symmetric=True, moving_average=True, averaging_constant=0.5)
+    in_chunks = CalibrationConfig.from_extra_options(
+        "MinMax", {"CalibMaxIntermediateOutputs": 1, "CalibStridedMinMax": 2}
+    )
+    assert (in_chunks.max_intermediate_outputs, in_chunks.strided) == (1, 2), "stock does not read the first"
     assert (CalibrationConfig(method="entropy").bins, PERCENTILE().bins) == (128, 2048)
     assert (PERCENTILE().is_symmetric, CalibrationConfig().is_symmetric) == (True, False)
 
