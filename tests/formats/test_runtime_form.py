@@ -183,3 +183,13 @@ def test_few_bits_are_nearly_always_exact():
     found = fit(step, bias, np.full(200, 3000), 16, Outputs(0.1, 0, 0, 15))
     assert found.exact.mean() > 0.97
     assert np.abs(np.log(found.step / step)).max() < 0.1
+
+
+@pytest.mark.parametrize(("bias", "factor", "outputs", "whole"), [
+    ([3.0, -2.0], 1, Outputs(0.1, 0, 0, 15), [6, -8]), ([0.3, -0.3], 4, None, [2, -5]),
+], ids=["on the grid it stays", "rounded without quantized outputs"])  # fmt: skip
+def test_a_bias_becomes_whole(bias, factor, outputs, whole):
+    found = fit(np.array([0.5, 0.25]), np.array(bias), np.array([10, 10]), factor, outputs)
+    np.testing.assert_array_equal(found.bias, whole)
+    np.testing.assert_array_equal(found.step, [0.5, 0.25])
+    assert found.exact.tolist() == [outputs is not None] * 2

@@ -7,10 +7,11 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto
 
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready
@@ -67,6 +68,17 @@ def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name: str) ->
         assert (one.name, one.op_type, one.domain) == (other.name, other.op_type, other.domain)
         for mine_, fresh_ in ((one.inputs, other.inputs), (one.outputs, other.outputs)):
             assert [seen(mine, value) for value in mine_] == [seen(fresh, value) for value in fresh_]
+
+
+def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_or_not() -> None:
+    graph = live()
+    mul = node(graph, "Mul")
+    made = graph.add_constant(np.zeros((2, 3), np.int64), "made")
+    known = [(graph.element_type(value), graph.dims(value)) for value in (*mul.inputs, made)]
+    assert known == [(TensorProto.FLOAT, (1, 3)), (TensorProto.FLOAT, (3,)), (TensorProto.INT64, (2, 3))]
+    assert graph.element_type(None) is graph.rank(None) is None
+    assert optional(mul, 5) is None
+    assert not further_outputs(mul)
 
 
 def test_types_are_read_again_and_look_ups_begin_anew() -> None:

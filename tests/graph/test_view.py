@@ -35,6 +35,14 @@ def test_consumers_and_the_sole_one() -> None:
     assert v.node("no such node") is None
 
 
+def test_shapes_constants_and_operator_sets() -> None:
+    v = view("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
+    (x,), w = v.inputs, v.nodes[0].inputs[1]
+    assert (v.dims(x), v.rank(x), v.is_float32(x), v.content(w).shape) == ((None, 3), 2, True, (3, 2))
+    assert [v.is_constant(value) for value in (x, w, None)] == [False, True, False]
+    assert v.opset() == 17
+
+
 def test_what_a_body_reads_is_consumed_by_its_owner() -> None:
     v = GraphView(prepared(models.net_with_if()))
     conv, relu = v.node("conv0").outputs[0], v.node("relu0").outputs[0]
