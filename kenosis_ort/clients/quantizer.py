@@ -111,7 +111,6 @@ def _union(ranges: Sequence[Range | None]) -> Range | None:
 
 _log = logging.getLogger(__name__)
 
-_ROUNDS: Final = 50
 _NO_RANGE: Final = "no calibrated range for '{}'"
 
 
@@ -280,12 +279,10 @@ def _without_unknown(builder: Builder, ranges: Mapping[str, Range]) -> dict[str,
     proto = builder.prepared.proto
     producers = {name: node.name for node in proto.graph.node for name in node.output}
     keep: dict[str, str] = {}
-    plan = builder.plan
-    for _ in range(_ROUNDS):
-        unknown = [v for v in builder.observed(plan) if v not in ranges] if plan else []
-        if not unknown:
-            break
-        for value in unknown:
+    plan, known = builder.plan, -1
+    while plan and len(keep) > known:
+        known = len(keep)
+        for value in (v for v in builder.observed(plan) if v not in ranges):
             readers = [d.edge.consumer for d in plan.by_value[value] if d.how is not How.FLOAT]
             fresh = [n for n in (*readers, producers.get(value, "")) if n and n not in keep]
             keep.update(dict.fromkeys(fresh, _NO_RANGE.format(value)))

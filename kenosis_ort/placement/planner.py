@@ -169,7 +169,7 @@ def grid_limits(
     for name in assignment.domain.integer if own_grids and ranges else ():
         c = assignment.classes[name]
         root = groups.root(str(c.node.outputs[0].name))
-        read = [r for v in c.data if (r := groups.root(str(v.name))) in own_grids and r != root]
+        read = [r for v in c.data if (r := groups.root(str(v.name))) in own_grids]
         if c.role is Role.CONCAT and read and root in ranges:
             ends = [found.get(value) or ranges[value] for value in (root, *read) if value in ranges]
             found[root] = min(low for low, _ in ends), max(high for _, high in ends)

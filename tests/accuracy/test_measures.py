@@ -91,16 +91,6 @@ def test_the_reference_itself_is_perfect(measure: measured.Measure, make: Any, s
 
 
 @by_measure
-@given(seed=st.integers(0, 2**16), order=st.permutations(range(9)))
-def test_the_order_of_samples_is_nothing(measure: measured.Measure, make: Any, seed: int, order: list[int]) -> None:
-    outputs, reference = _outputs(make, seed, 1.0, 9), _outputs(make, seed, 0.0, 9)
-    one = _measured(measure, outputs, reference)
-    other = _measured(measure, [outputs[i] for i in order], [reference[i] for i in order])
-    assert one.value == pytest.approx(other.value, rel=1e-12)
-    assert one.expected == (None if other.expected is None else pytest.approx(other.expected, rel=1e-9))
-
-
-@by_measure
 def test_noise_costs(measure: measured.Measure, make: Any) -> None:
     reference = _outputs(make, 3, 0.0, 30)
     less, more = (_measured(measure, _outputs(make, 3, noise, 30), reference).loss for noise in (0.3, 2.0))

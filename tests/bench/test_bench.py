@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto
 
 import kenosis_ort
 from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
@@ -21,7 +20,7 @@ from kenosis_ort.bench.op_times import profile_ops, with_measurements
 from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from tests.flow.support import make
-from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if, residual_block, session
+from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if, residual_block
 from tests.planning import parse
 from tests.processor import VNNI, X86, Pretend
 
@@ -202,21 +201,6 @@ def test_each_type_of_each_operator_is_timed():
         assert {speeds[operator, types].kernel for types in INTEGER} == {f"QLinear{operator}"}
         assert speeds[operator, "uint16 x int8"].kernel == operator
         assert "16 bit" in speeds[operator, "uint16 x int8"].reason
-
-
-@pytest.mark.x86_only
-def test_int8_activations_are_measured_as_int8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def record(source: bytes, **_: Any) -> ort.InferenceSession:
-        return session(onnx.load_from_string(source), saved=tmp_path / f"{len([*tmp_path.iterdir()])}.onnx")
-
-    monkeypatch.setattr(doctor, "open_session", record)
-    kernel_speeds(budget_s=0.1)
-    types = set()
-    for model in map(onnx.load, tmp_path.iterdir()):
-        kinds = {t.name: TensorProto.DataType.Name(t.data_type).lower() for t in model.graph.initializer}
-        nodes = [node for node in model.graph.node if node.op_type.startswith("QLinear")]
-        types |= {(n.op_type, f"{kinds[n.input[2]]} x {kinds[n.input[5]]}") for n in nodes}
-    assert types == {(f"QLinear{operator}", kind) for operator in ("Conv", "MatMul") for kind in INTEGER}
 
 
 @pytest.mark.parametrize(("flags", "saturates", "said"), [

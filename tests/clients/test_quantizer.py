@@ -5,6 +5,7 @@ import logging
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, Te
 from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort import KenosisWarning, QDQQuantizer, create_calibrator, verify_fusion
+from kenosis_ort.clients import quantizer as quantizers
 from kenosis_ort.clients.quantizer import with_derived
 from kenosis_ort.graph.outside import copy_model
 from tests import models, planning
@@ -103,6 +105,7 @@ def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> Non
         data = TensorsData(data.calibration_method, {k: v for k, v in data.items() if k != hidden})
     quantizer = build(QDQQuantizer, model, data)
     assert quantizer.plan is not None
+    assert quantizer.notes, "without the rewrites no more nodes would be integer"
     assert "no calibrated range" in quantizer.plan.by_node["conv2"].reason
     assert quantizer.plan.by_node["conv1"].kind.value == "integer"
     assert worst_db(model, quantizer.model.model, feeds) > 30
@@ -114,6 +117,22 @@ def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) ->
     quantizer = build(QDQQuantizer, model, data)
     kernels = verify_fusion(quantizer.model.model).kernels
     assert sum(k.integer for k in kernels if k.op_type == "Conv") == 4
+
+
+@pytest.mark.parametrize(("lacking", "tries"), [("", 1), ("conv2_out", 2)])
+def test_what_is_slow_in_integers_stays_float_and_is_told(tmp_path, monkeypatch, lacking: str, tries: int) -> None:
+    """A net is tried without rewrites where ranges lack alone, and their lack is the reason that is told."""
+    prepared = Mock(wraps=quantizers.for_integers)
+    monkeypatch.setattr(quantizers, "for_integers", prepared)
+    slow = dict.fromkeys(("conv1", "conv2"), "slow here"), "Two are slow."
+    monkeypatch.setattr(quantizers, "float_regions", lambda *_: slow)
+    model, _, data = calibrated(models.residual_block(), tmp_path)
+    known = TensorsData(data.calibration_method, {k: v for k, v in data.items() if k != lacking})
+    made = build(QDQQuantizer, model, known)
+    reasons = [made.plan.by_node[name].reason for name in ("conv1", "conv2")]
+    assert reasons == ["slow here", "no calibrated range for 'conv2_out'" if lacking else "slow here"]
+    assert slow[1] in made.notes
+    assert prepared.call_count == tries
 
 
 def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> Any:
@@ -214,30 +233,17 @@ def test_the_ends_are_those_of_the_operator_and_nothing_is_made_up(model: Any, k
 # ---- the runtime's own qdq_loss_debug on our files pairs weights and activations with the float ones by name --------
 
 
-SAME = "pads = [1, 1, 1, 1]"
-STEM = """(float[1,3,16,16] x) => (y) <float[16,3,3,3] w, float[8,16,3,3] v> {{
-    [stem] s = Conv <{}> (x, w) r = Relu (s) [second] y = Conv <pads = [1, 1, 1, 1]> (r, v) }}"""
-BLOCK = """[expand{0}] e{0} = Conv (r{0}, we{0}) f{0} = Relu (e{0})
-    [depthwise{0}] d{0} = Conv <group = 24, pads = [1, 1, 1, 1]> (f{0}, wd{0}) g{0} = Relu (d{0})
-    [project{0}] p{0} = Conv (g{0}, wp{0}) r{1} = Relu (p{0})"""
-WEIGHTS = ", ".join(f"float[24,16,1,1] we{i}, float[24,1,3,3] wd{i}, float[16,24,1,1] wp{i}" for i in range(2))
-DEPTHWISE = f"""(float[1,4,16,16] x) => (y) <float[16,4,3,3] w, {WEIGHTS}, float[8,16,3,3] v> {{
-    [stem] s = Conv <{SAME}> (x, w) r0 = Relu (s) {BLOCK.format(0, 1)} {BLOCK.format(1, 2)}
-    [last] y = Conv <{SAME}> (r2, v) }}"""
 LINEAR = """(float[N,T,16] x) => (float[N,T,16] y)
     <float[16,16] w0, float[1,1,16] b0, float[16,16] w1, float[1,1,16] b1> {
     m0 = MatMul (x, w0) a0 = Add (m0, b0) r0 = Relu (a0) m1 = MatMul (r0, w1) a1 = Add (m1, b1) y = Relu (a1) }"""
 REWRITTEN = {
-    "SpaceToDepth": lambda: planning.parse(STEM.format(f"strides = [2, 2], {SAME}")),
-    "read a multiple of 4": lambda: planning.parse(STEM.format(SAME)),
-    "depthwise": lambda: planning.parse(DEPTHWISE),
+    "SpaceToDepth": models.two_input_detector, "read a multiple of 4": models.mobile_block,
     "MatMul and Add became Gemm": lambda: planning.parse(LINEAR),
-    "": models.two_input_detector,
-}
+}  # fmt: skip
 """Nets by what the notes say of the rewrite that they meet."""
 
 
-@pytest.mark.parametrize("rewrite", REWRITTEN, ids=lambda r: r or "none")
+@pytest.mark.parametrize("rewrite", REWRITTEN)
 def test_weights_and_activations_are_paired_and_compared(rewrite: str, tmp_path: Path) -> None:
     model = REWRITTEN[rewrite]()
     feeds = models.feeds(model, 3)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kenosis_ort import Cluster, ShardDone, Shards, calibrate, quantize_static
@@ -144,14 +143,6 @@ def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_p
     with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
         rest = calibrate(MODEL, shards, executor=Cluster(client, bad_shards="skip"))
     assert rest.to_json() == calibrate(MODEL, [feeds(0), feeds(2)]).to_json()
-
-
-def test_labels_in_files_are_left_aside_by_workers(client: Any, tmp_path: Path) -> None:
-    for number in range(2):
-        stacked = {name: np.concatenate([feed[name] for feed in feeds(number)]) for name in feeds(number)[0]}
-        np.savez(tmp_path / f"{number}.npz", label=np.arange(len(feeds(number))), **stacked)
-    paths = sorted(tmp_path.glob("*.npz"))
-    assert calibrate(MODEL, Shards(paths), executor=client).to_json() == calibrate(MODEL, Shards(paths)).to_json()
 
 
 @pytest.mark.parametrize(("make", "number"), [(shards_of.bad, 2), (shards_of.broken, 1)])

@@ -1,7 +1,6 @@
 """Passes on a cluster: the bytes of one process, whoever dies; what travels, travels once; workers of little memory."""
 
 import os
-import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,19 +12,11 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import (
-    RECIPES,
-    CalibrationError,
-    Cluster,
-    ClusterError,
-    Shards,
-    VerificationError,
-    calibrate,
-    quantize_static,
-)
+from kenosis_ort import RECIPES, Cluster, Shards, calibrate, quantize_static
 from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import unpacked
 from kenosis_ort.cluster.executor import ClusterExecutor, Sender, rest
+from kenosis_ort.errors import CalibrationError, ClusterError, VerificationError
 from kenosis_ort.runtime.session import HERE
 from tests import models
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
@@ -77,25 +68,6 @@ def test_passes_make_the_bytes_of_one_process(workers, client, here, works, tmp_
     assert works.count("_round_layer") > 1
     assert works.count("ran") > 10
     assert {"ran", "_round_layer", "swept"} == set(works)
-
-
-def test_passes_survive_the_death_of_all_workers(client, here, tmp_path, monkeypatch):
-    """All of them die when the fifth run of a model is under way, and with them what was sent to them."""
-    submitted = ClusterExecutor._submitted
-    count = 0
-
-    def deadly(self: ClusterExecutor, *how: Any) -> Any:
-        nonlocal count
-        future = submitted(self, *how)
-        count += 1
-        if count == 5:
-            for pid in client.run(os.getpid).values():
-                os.kill(pid, signal.SIGKILL)
-        return future
-
-    monkeypatch.setattr(ClusterExecutor, "_submitted", deadly)
-    assert quantized(tmp_path / "a.onnx", executor=client) == here
-    assert count > 5
 
 
 def test_workers_that_die_of_a_piece_cost_nothing_but_time(client: Any, tmp_path: Path) -> None:

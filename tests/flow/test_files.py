@@ -1,9 +1,15 @@
-"""Files of a quantization: none is input and output, paths are those of the start, a full disk is a clean error."""
+"""What a call writes and costs: no file is mixed up; sessions, runs, work against the number of nodes, peak memory."""
 
+import cProfile
 import errno
 import os
+import pstats
+import subprocess
+import sys
 import tempfile
+from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +20,25 @@ import pytest
 from kenosis_ort import ArrayReader, OutputError, Recipe, quantize_static
 from kenosis_ort.errors import KenosisWarning
 from kenosis_ort.graph.outside import copy_model
-from tests import models
+from kenosis_ort.runtime.counting import counted
+from tests import models, planning
 from tests.flow.support import quality, quantized
-from tests.models import Feed, FeedReader
+from tests.models import Feed, FeedReader, Net
 
-resource = pytest.importorskip("resource")
-
-MODEL = models.residual_block()
+BLOCK_MODEL = models.residual_block()
 
 
 def save_with_data(path: Path, location: str) -> None:
-    onnx.save(copy_model(MODEL), path, save_as_external_data=True, location=location, size_threshold=0)
+    onnx.save(copy_model(BLOCK_MODEL), path, save_as_external_data=True, location=location, size_threshold=0)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model of external data, arrays, a recipe and a cache; the current one."""
     save_with_data(tmp_path / "model.onnx", "weights.bin")
-    np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(MODEL)]))
+    np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(BLOCK_MODEL)]))
     Recipe("plain").save(tmp_path / "recipe.toml")
-    quantized(MODEL, tmp_path / "other.onnx", calibration_cache_path=tmp_path / "cache.json")
+    quantized(BLOCK_MODEL, tmp_path / "other.onnx", calibration_cache_path=tmp_path / "cache.json")
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -65,7 +70,7 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
             return super().get_next()
 
     options: Any = {"recipe": "plain", "promise": False, "calibration_cache_path": "new.json"}
-    report = quantize_static("model.onnx", "out.onnx", Wanderer(models.feeds(MODEL)), **options)
+    report = quantize_static("model.onnx", "out.onnx", Wanderer(models.feeds(BLOCK_MODEL)), **options)
     assert report.model_output == "out.onnx"
     assert {"out.onnx", "new.json"} <= {*os.listdir(folder)}
     assert os.listdir(folder / "sub") == []
@@ -74,6 +79,7 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
 @contextmanager
 def files_of_at_most(size: int) -> Any:
     """Lets writes beyond a size fail, as on a full disk; Python ignores the signal that goes with it."""
+    resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -85,7 +91,7 @@ def files_of_at_most(size: int) -> Any:
 @pytest.mark.parametrize("external", [False, True])
 def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, external: bool) -> None:
     out = tmp_path / "out.onnx"
-    quantized(MODEL, out, use_external_data_format=external)
+    quantized(BLOCK_MODEL, out, use_external_data_format=external)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with files_of_at_most(2000), pytest.raises(OutputError) as caught:
         quantized(models.mlp(hidden=256), out, use_external_data_format=external)
@@ -100,7 +106,7 @@ def full(*_: object, **__: object) -> None:
 def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenosis_ort.calibration.part_session.ObservedModel._strip", full)
     with pytest.raises(OutputError, match="No space left on device") as caught:
-        quantized(MODEL, tmp_path / "out.onnx")
+        quantized(BLOCK_MODEL, tmp_path / "out.onnx")
     assert "TMPDIR" in str(caught.value.fix)
     assert list(tmp_path.iterdir()) == []
 
@@ -124,3 +130,131 @@ def test_the_output_may_take_the_models_place_as_with_stock(tmp_path, net, exter
     onnx.checker.check_model(str(path), full_check=True)
     assert quality(net(), path, feeds) == quality(net(), other, feeds) > 20
     assert external or path.read_bytes() == other.read_bytes()
+
+
+# ---- cost: sessions and runs, work against the number of nodes, peak memory -----------------------------------------
+
+
+def cost(layers: int, samples: int, folder: Path, **options: Any) -> Any:
+    model = models.conv_relu_chain(2 * layers, channels=6, size=12)  # too few for blocks, which take a session
+    reader = FeedReader(models.feeds(model, samples))
+    with counted() as counts:
+        report = quantize_static(model, folder / "out.onnx", reader, promise=False, **options)
+    assert not report.warnings
+    return counts
+
+
+def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path) -> None:
+    """Bias correction went layer by layer: a session a layer, and a run of it for each sample."""
+    shallow, deep = (cost(layers, 24, tmp_path).total for layers in (3, 12))
+    assert abs(deep.sessions - shallow.sessions) <= 4  # a pass may find nothing to do in one of them; nine layers more
+    assert abs(deep.runs - shallow.runs) <= 2 * 24  # nine layers' would be 216
+
+
+@pytest.mark.parametrize(("samples", "options", "sessions", "runs"), [
+    (16, {}, 18, 115), (40, {}, 21, 220), (10, {"recipe": "plain", "verify": False, "evidence": "none"}, 4, 10),
+])  # fmt: skip
+def test_bounds(samples: int, options: dict[str, Any], sessions: int, runs: int, tmp_path: Path) -> None:
+    counts = cost(4, samples, tmp_path, **options)
+    assert counts.total.sessions <= sessions, counts.by_stage
+    assert counts.total.runs <= runs, counts.by_stage
+    calibrated = counts.by_stage["calibrate"]
+    assert (calibrated.sessions, calibrated.runs) == (1, samples)  # with the ranges of the samples to fit to
+
+
+# ---- no function is called more than in proportion to the nodes -----------------------------------------------
+
+FEW = 400
+"""Calls up to which nothing is said about their growth."""
+MOST = 2.6
+"""Times as many calls for twice the nodes; four where each node looks at all others."""
+
+
+def residual(count: int, *, one_weight: bool = False) -> onnx.ModelProto:
+    net, value = Net.over([1, 4, 4, 4]), "x"
+    weights = [net.weight((4, 4, 3, 3)) for _ in range(1 if one_weight else count)]
+    for at in range(count):
+        value = net.op(
+            "Relu", [net.op("Add", [net.op("Conv", [value, weights[at % len(weights)]], pads=[1] * 4), value])]
+        )
+    return net.of(value)
+
+
+def concat(count: int) -> onnx.ModelProto:
+    net = Net.over([1, 4, 4, 4])
+    return net.of(net.op("Concat", [net.op("Relu", [net.conv("x", 4, 4)]) for _ in range(count)], axis=1))
+
+
+BLOCK = """
+    q{0} = MatMul ({1}, w)  k{0} = MatMul ({1}, w)  v{0} = MatMul ({1}, w)
+    qh{0} = Reshape (q{0}, heads)  kh{0} = Reshape (k{0}, heads)  vh{0} = Reshape (v{0}, heads)
+    qt{0} = Transpose <perm = [0,2,1,3]> (qh{0})  kt{0} = Transpose <perm = [0,2,3,1]> (kh{0})
+    vt{0} = Transpose <perm = [0,2,1,3]> (vh{0})
+    p{0} = MatMul (qt{0}, kt{0})  s{0} = Softmax <axis = -1> (p{0})  m{0} = MatMul (s{0}, vt{0})
+    t{0} = Transpose <perm = [0,2,1,3]> (m{0})  f{0} = Reshape (t{0}, wide)  o{0} = MatMul (f{0}, w)
+    a{0} = Add (o{0}, {1})  r{0} = Relu (a{0})"""
+
+
+def transformer(count: int) -> onnx.ModelProto:
+    blocks = "".join(BLOCK.format(at, f"r{at - 1}" if at else "x") for at in range(count))
+    return planning.parse(f"""net (float[1,4,8] x) => (float[1,4,8] y)
+        <float[8,8] w, int64[4] heads = {{1, 4, 2, 4}}, int64[3] wide = {{1, 4, 8}}> {{{blocks}
+        y = Identity (r{count - 1}) }}""")
+
+
+def calls(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+    """Calls of each function by file and name; of a generator, its steps."""
+    feeds = [{"x": 0.1 * feed["x"]} for feed in models.feeds(model, 2)]
+    profile = cProfile.Profile()
+    with profile:
+        quantize_static(model, folder / "out.onnx", FeedReader(feeds), promise=False)
+    found: Counter[str] = Counter()
+    for (file, line, name), (_, count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        found[f"{file}:{line if 'kenosis_ort' in file else ''}:{name}"] += count
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(residual, 16), (partial(residual, one_weight=True), 24), (concat, 24), (transformer, 6)]
+)
+def test_twice_the_nodes_take_twice_the_calls(tmp_path: Path, make: Any, count: int) -> None:
+    calls(make(2), tmp_path)  # imports
+    once, twice = calls(make(count), tmp_path), calls(make(2 * count), tmp_path)
+    grown = {name: (once[name], many) for name, many in twice.items() if many > FEW + MOST * once[name]}
+    assert grown == {}
+
+
+# ---- peak memory of a whole call, in a process of its own, against a plain session of the same model ------------
+
+SIDE = 4096
+CHILD = """
+import sys
+import numpy as np
+kind, source, out, side = sys.argv[1:]
+feeds = [{"x": np.random.default_rng(i).normal(size=(4, int(side))).astype(np.float32)} for i in range(8)]
+if kind == "plain":
+    import onnxruntime as ort
+    ort.InferenceSession(source, providers=["CPUExecutionProvider"]).run(None, feeds[0])
+else:
+    import kenosis_ort
+    report = kenosis_ort.quantize_static(source, out, kenosis_ort.ArrayReader(feeds))
+    assert report.fusion is not None and report.speed is not None
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
+"""
+
+
+def peak(kind: str, source: Path, out: Path) -> float:
+    """MiB."""
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, kind, str(source), str(out), str(SIDE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no peak")
+def test_one_large_weight_is_not_held_again_and_again(tmp_path: Path) -> None:
+    text = f"(float[N,{SIDE}] x) => (float[N,{SIDE}] y) <float[{SIDE},{SIDE}] w> {{ m = MatMul (x, w)  y = Relu (m) }}"
+    source, out = tmp_path / "one.onnx", tmp_path / "out.onnx"
+    onnx.save(planning.parse(text, ir_version=9), source)
+    size = source.stat().st_size / 2**20
+    assert peak("quantize", source, out) <= peak("plain", source, out) + 4 * size + 300  # the promise

@@ -13,16 +13,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quant_utils
 
-from kenosis_ort import (
-    KenosisError,
-    OptionError,
-    Stages,
-    SyntheticReader,
-    compare,
-    quantize_static,
-    quantize_weights,
-    verify_fusion,
-)
+from kenosis_ort import Stages, SyntheticReader, compare, quantize_static, quantize_weights, verify_fusion
+from kenosis_ort.errors import KenosisError, OptionError
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.flow.support import changed, good, interface, make, proof, quality, quantized, session, sqnr_db

@@ -17,9 +17,9 @@ from kenosis_ort.flow.timed_feeds import scenarios
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise
-from kenosis_ort.tuning.promise import Basis, Estimate, FormStatus
+from kenosis_ort.tuning.promise import Basis, Estimate
 from tests import models
-from tests.flow.support import QDQ, make, quantized, run
+from tests.flow.support import QDQ, quantized, run
 from tests.models import FeedReader
 from tests.pace import Pace
 from tests.planning import parse
@@ -87,32 +87,6 @@ def test_the_cost_table_is_asked_where_there_is_one(tmp_path, monkeypatch, costs
     report = quantized(models.mobile_block(), tmp_path / "out.onnx", promise=True, tune="model", target=target)
     assert re.search(said, report.speed.candidates[0].reason)
     assert report.is_float
-
-
-# ---- by the machine's clock -----------------------------------------------------------------------------------
-
-
-@pytest.mark.real_clock
-@pytest.mark.filterwarnings("ignore:INT8 (does not|is not known to) pay here")  # the machine decides
-@pytest.mark.parametrize("model", [
-    models.residual_block(channels=16, size=32), models.mobile_block(channels=8, size=24),
-    models.mlp(n_in=256, hidden=512),
-])  # fmt: skip
-def test_the_default_call(tmp_path: Path, model: onnx.ModelProto) -> None:
-    """As nearly everybody makes it: only structure is asserted."""
-    made = make(model, tmp_path, models.feeds(model, 16), recipe="fast", promise=True, tune="model")
-    report, found = made.report, made.report.speed
-    assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
-    assert made.db() > 15
-    assert report.fusion is not None
-    assert {form.status for form in found.candidates} <= {*map(str, FormStatus)}
-    assert [form for form in found.candidates if form.status == "taken"] == [found.taken]
-    assert all(form.reason for form in found.candidates)
-    timed = [form for form in found.candidates if form.ratio is not None]
-    assert timed, "these nets take longer than a call"
-    assert all(form.verdict and form.milliseconds and form.low <= form.ratio <= form.high for form in timed)
-    assert report.recipe.speed.form == found.taken.name
-    assert "float model" in str(report)
 
 
 # ---- what timing decided is in the report's recipe, which makes the same bytes without any timing --------------

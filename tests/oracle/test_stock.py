@@ -275,7 +275,7 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
 
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 def test_an_unknown_operator_is_not_ignored(tmp_path: Path) -> None:
-    """Stock: silently ignored; of other names see `tests.flow.test_bad_input`."""
+    """Stock: silently ignored; of other names see `tests.flow.test_odd_models`."""
     with pytest.warns(KenosisWarning, match="'Conf'.*Did you mean 'Conv'"):
         made(models.conv_relu_chain(4), tmp_path, op_types_to_quantize=["Conf"])
 
@@ -288,7 +288,7 @@ def test_no_prints_no_root_logger_no_files_but_progress_and_the_callers_objects_
 ) -> None:
     """Stock: no progress; `print` and root-logger lines; changes a ModelProto that is passed in, and lists.
 
-    Its preprocessing leaves files in the working folder; after calls that fail see `tests.flow.test_bad_input`.
+    Its preprocessing leaves files in the working folder; after calls that fail see `tests.flow.test_odd_models`.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

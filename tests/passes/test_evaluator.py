@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
-from kenosis_ort.passes.evaluator import (
-    LEAST_FEEDS,
-    LEAST_HELD_OUT,
-    Evaluator,
-    Rows,
-    Score,
-    _parts,
-    least_ratio,
-    split_feeds,
-)
+from kenosis_ort.passes import evaluator as evaluation
+from kenosis_ort.passes.evaluator import Evaluator, Rows, Score, least_ratio, split_feeds
 from kenosis_ort.passes.model_runs import Candidates, Reference
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
@@ -37,11 +29,11 @@ ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
 @given(st.integers(0, 80))
 def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
     fit, held_out = split_feeds([{"x": np.array([i])} for i in range(count)])
-    if count < LEAST_FEEDS:
+    if count < evaluation.LEAST_FEEDS:
         assert (fit, held_out) == ([], [])
         return
     assert sorted(int(f["x"][0]) for f in (*fit, *held_out)) == list(range(count))
-    assert len(fit) >= len(held_out) >= (LEAST_HELD_OUT if count >= 8 else 1)
+    assert len(fit) >= len(held_out) >= (evaluation.LEAST_HELD_OUT if count >= 8 else 1)
 
 
 @given(ERRORS, st.integers(0, 11), st.floats(0.0, 0.999), st.floats(1e-3, 1e3))
@@ -115,7 +107,7 @@ def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: i
 
 def test_an_output_without_rows_is_in_no_part() -> None:
     whole = {"y": np.arange(6), "loss": np.float32(2)}
-    found = list(_parts([whole, whole], [1, 3]))
+    found = list(evaluation._parts([whole, whole], [1, 3]))
     assert found[0] is whole
     assert [{name: rows.tolist() for name, rows in part.items()} for part in found[1:]] == [
         {"y": [0, 1]}, {"y": [2, 3]}, {"y": [4, 5]}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
-from kenosis_ort import OptionError, Placement, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
+from kenosis_ort import OptionError, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
 from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
 from kenosis_ort.passes.recipe import RECIPES, SpeedChoice, resolve_recipe
 from kenosis_ort.report.html.cards import python_call
@@ -115,20 +115,6 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
 
 def reported(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> QuantizationReport:
     return quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), **{"promise": False, **options})
-
-
-def test_groups_are_the_keywords(tmp_path: Path) -> None:
-    model = models.bn_net()
-    said = {"protect_outputs": "int8", "rewrites": False, "primary_inputs": ["x"], "stages": Stages(bias=False)}
-    apart = reported(tmp_path, model, threads=2, **said)
-    first = (tmp_path / "out.onnx").read_bytes()
-    groups = {"speed": Speed(promise=False, threads=2), "placement": Placement(**said)}
-    grouped = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), **groups)
-    assert ((tmp_path / "out.onnx").read_bytes(), grouped.options) == (first, apart.options)
-    with pytest.raises(OptionError, match="threads=-1"):
-        Speed(threads=-1)
-    with pytest.raises(OptionError, match="Did you mean 'float'"):
-        Placement(protect_outputs="flaot")  # type: ignore[arg-type]
 
 
 def test_settings_in_place_of_a_recipes_own() -> None:

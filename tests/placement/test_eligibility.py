@@ -229,17 +229,6 @@ def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: i
     assert domain_of(text).heads == {"Conv_y": stays}
 
 
-@pytest.mark.parametrize(("text", "macs"), [
-    (f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w> {{ y = Conv <{CONV}> (x, w) }}", 4 * 3 * 9 * 64),
-    (f"net (float[1,4,8,8] x) => (y) <float[4,1,3,3] w> {{ y = Conv <{CONV}, group = 4> (x, w) }}", 4 * 9 * 64),
-    ("net (float[5,8] x) => (y) <float[8,2] w> { y = MatMul (x, w) }", 8 * 2 * 5),
-    ("net (float[N,8] x) => (float[N,2] y) <float[8,2] w> { y = Gemm (x, w) }", 8 * 2),
-])  # fmt: skip
-def test_multiply_accumulates(text: str, macs: int) -> None:
-    view = view_of(text)
-    assert view.multiply_accumulates(view.nodes[0]) == macs
-
-
 # ---- scale factors, masks, ids and shapes keep out of int8, and so does the node where they meet the data ------------
 
 

@@ -1,6 +1,7 @@
 """Tells whether a quantized model is what its plan says, edge by edge."""
 
 from collections import Counter
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class Performed:
         assert set(self.constants) <= read, "an initializer is left that nothing reads"
 
     def _check_nodes(self) -> None:
+        made_by = self.quantized.producer_name, self.quantized.producer_version
+        assert made_by == ("kenosis_ort", version("kenosis-ort"))
         names = [node.name for node in self.quantized.graph.node]
         assert len(names) == len(set(names))
         added = Counter(n.op_type for n in self.quantized.graph.node if n.name not in self.float_nodes)

@@ -7,16 +7,8 @@ from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report.evidence import (
-    Bars,
-    GraphSketch,
-    LayerSignal,
-    OpTime,
-    OpTimes,
-    ReportEvidence,
-    SketchNode,
-    TensorProfile,
-)
+from kenosis_ort.report import evidence as told
+from kenosis_ort.report.evidence import Bars, LayerSignal, OpTime, OpTimes, ReportEvidence, SketchNode, TensorProfile
 from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary, TensorTrust, TrustSummary
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
@@ -95,7 +87,7 @@ def evidence(*names: str) -> ReportEvidence:
     float_times = OpTime("stem", "Conv", "Conv", 2.0), OpTime("head", "Conv", "Conv", 1.0)
     int8_times = OpTime("stem", "Conv", "QLinearConv", 0.5), OpTime("q", "QuantizeLinear", "QuantizeLinear", 0.05)
     return ReportEvidence(
-        graph=GraphSketch(tuple(nodes), ("image",), (value,)),
+        graph=told.GraphSketch(tuple(nodes), ("image",), (value,)),
         tensors=(
             TensorProfile(nodes[0].outputs[0], "activation", -1.0, 2.0, (-0.5, 1.5), bits=8, bars=bars),
             TensorProfile("stem.weight", "weight", -0.5, 0.5, (-0.5, 0.5), 8, 8, 41.5, Bars(-0.5, 0.5, (2, 9, 2))),

@@ -19,15 +19,7 @@ from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.runner import PassOutcome
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report import evidence as reasons
-from kenosis_ort.report.evidence import (
-    LayerTime,
-    OpTime,
-    OpTimes,
-    ReportEvidence,
-    explain_kernel,
-    explain_plan,
-    layer_times,
-)
+from kenosis_ort.report.evidence import OpTime, OpTimes, explain_kernel, explain_plan, layer_times
 from kenosis_ort.report.html.cards import cards
 from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
@@ -66,7 +58,7 @@ def test_json_has_every_field_under_its_name(original: QuantizationReport) -> No
     for name in ("trust", "evidence"):
         part = getattr(original, name)
         assert raw[name] == (None if part is None else json.loads(json.dumps(dataclasses.asdict(part)))), name
-    assert not ReportEvidence()
+    assert not reasons.ReportEvidence()
 
 
 @given(st.floats(allow_nan=False))
@@ -238,12 +230,12 @@ LAYERS = layer_times(PROOF, {"stem": ("Conv", 30.0), "stem_relu": ("Relu", 0.0)}
 
 def test_each_kernel_once_and_what_is_between_them_last() -> None:
     assert (
-        LayerTime("stem", "Conv", "com.microsoft.QLinearConv", "direct", 30.0, 25.0),
-        LayerTime("deep", "Conv", "com.microsoft.QLinearConv", "matrix product", None, None),
-        LayerTime("", "between layers", "", "", 7.0, 4.0),
+        reasons.LayerTime("stem", "Conv", "com.microsoft.QLinearConv", "direct", 30.0, 25.0),
+        reasons.LayerTime("deep", "Conv", "com.microsoft.QLinearConv", "matrix product", None, None),
+        reasons.LayerTime("", "between layers", "", "", 7.0, 4.0),
     ) == LAYERS
     estimated = layer_times(None, {"a": ("Conv", 3.0), "b": ("Relu", 0.0)}, None, None)
-    assert estimated == (LayerTime("a", "Conv", estimated_us=3.0),), "without a proof the estimate alone"
+    assert estimated == (reasons.LayerTime("a", "Conv", estimated_us=3.0),), "without a proof the estimate alone"
     assert layer_times(None, {}, None, None) == ()
     assert reasons.kernels_in_words(()) == ""
     assert "\nkernels " not in text_of(report())

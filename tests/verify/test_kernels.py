@@ -159,12 +159,6 @@ def test_absorbed_activation(head: str, clamp: str) -> None:
     assert found.integer_share() == 1.0
 
 
-def test_matmul_with_bias_runs_as_one_integer_gemm() -> None:
-    found = of(lambda g: g.q(g.op("Add", g.matmul(g.q(g.input((2, 4, 32)))), g.const(g.random(16)))))
-    assert one(found, "MatMul").kernel == f"{CUSTOM}QGemm"
-    assert one(found, "Add").absorbed_into == one(found, "MatMul").node
-
-
 def test_one_value_with_several_dequantizers() -> None:
     found = of(lambda g: [g.q(g.conv(value := g.q(g.conv(g.act_input())))), g.q(g.op("Sigmoid", value))])
     assert all(k.integer for k in found.kernels)
