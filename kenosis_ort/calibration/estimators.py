@@ -106,18 +106,22 @@ class Sketch:
         pairs = np.asarray(ranges, np.float64).reshape(-1, 2)
         if not self.mass.size:
             return np.zeros(len(pairs))
-        edges, weight, points, masses = self._integrable
-        steps, bottoms, tops = (part[:, None] for part in _grids(pairs, levels))
-        integrals = np.diff(_integral(edges, steps, bottoms, tops, power), axis=1)
-        totals = np.array([float(weight @ integral) for integral in integrals])
+        edges, change, points, masses = self._integrable
+        steps, lowest, highest = _grids(pairs, levels)
+        # The integral from 0 to an edge, in steps: whole cells, in each of which x - Q(x) goes from -1/2 to 1/2, and
+        # what is left. That between two edges, times the density, sums up to these times the changes of density.
+        more = power + 1.0
+        cells, rest = _rounded(edges, steps, lowest, highest)
+        integrals = (2.0 * 0.5**more * (cells @ change) + _power(rest, more) @ change) / more
+        totals: Doubles = integrals * steps**more
         if points.size:
-            offsets = np.abs(_offset(points, steps, bottoms, tops)) ** power
-            totals += np.array([float(masses @ offset) for offset in offsets])
+            _, rest = _rounded(points, steps, lowest, highest)
+            totals += (np.abs(rest) ** power @ masses) * steps**power
         return totals / self.total
 
     @cached_property
     def _integrable(self) -> tuple[Doubles, Doubles, Doubles, Doubles]:
-        """Edges and the density between them, then the point masses and their places."""
+        """Edges and by how much the density falls there, then the point masses' places and the masses."""
         wide = self.right > self.left
         edges = np.sort(np.concatenate((self.left[wide], self.right[wide])))
         edges = edges[np.diff(edges, prepend=-np.inf) > 0.0]  # as `np.unique`, which loads numpy.ma
@@ -127,7 +131,7 @@ class Sketch:
         if edges.size:
             # What shares a bin with 0 is mostly exact zeros, which every grid holds; the rest loses less than a bin.
             density[(edges[:-1] <= 0.0) & (edges[1:] >= 0.0)] = 0.0
-        return edges, density, self.left[~wide], self.mass[~wide]
+        return edges, -np.diff(density, prepend=0.0, append=0.0)[: edges.size], self.left[~wide], self.mass[~wide]
 
 
 def sketch(statistics: TensorStatistics, *, low_limit: float | None = None, high_limit: float | None = None) -> Sketch:
@@ -171,46 +175,27 @@ def _occupied(histogram: Histogram, statistics: TensorStatistics) -> tuple[Doubl
 
 
 def _grids(pairs: Doubles, levels: int) -> tuple[Doubles, Doubles, Doubles]:
-    """Step, smallest and largest point of the asymmetric grid of each range, which is widened to hold 0."""
+    """Step of the asymmetric grid of each range, which is widened to hold 0, and its ends in steps."""
     lows, highs = np.minimum(pairs[:, 0], 0.0), np.maximum(pairs[:, 1], 0.0)
     steps = (highs - lows) / (levels - 1)
     has_points = steps > 0.0
     steps[~has_points] = 1.0
     below = np.where(has_points, np.rint(-lows / steps), 0.0)
-    return steps, -below * steps, np.where(has_points, levels - 1 - below, 0.0) * steps
+    return steps, -below, np.where(has_points, levels - 1 - below, 0.0)
 
 
-def _offset(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles) -> Doubles:
-    """``x - Q(x)``, a row for each grid."""
-    return x - np.clip(np.rint(x / step) * step, bottom, top)
-
-
-def _integral(x: Doubles, step: Doubles, bottom: Doubles, top: Doubles, power: float) -> Doubles:
-    """The integral of ``|t - Q(t)|**power`` from 0 to ``x``, in closed form, a row for each grid."""
-    more = power + 1.0
-    half = (step / 2.0) ** more / more
-    cell: Doubles = x / step
-    np.rint(cell, out=cell)
-    np.maximum(cell, np.rint(bottom / step), out=cell)
-    np.minimum(cell, np.rint(top / step), out=cell)
-    rest = cell * step
-    np.subtract(x, rest, out=rest)
-    cell *= 2.0 * half
-    size = _power(np.abs(rest), more)
-    size /= more
-    np.copysign(size, rest, out=size)
-    cell += size
-    return cell
+def _rounded(x: Doubles, steps: Doubles, lowest: Doubles, highest: Doubles) -> tuple[Doubles, Doubles]:
+    """``Q(x)`` and ``x - Q(x)`` in steps, a row for each grid."""
+    rest: Doubles = x / steps[:, None]
+    cells = np.rint(rest)
+    np.clip(cells, lowest[:, None], highest[:, None], out=cells)
+    rest -= cells
+    return cells, rest
 
 
 def _power(x: Doubles, power: float) -> Doubles:
-    """``x**power``, several times faster than numpy for small whole powers."""
-    if power == 3.0:
-        return x * x * x
-    if power == 4.0:
-        square = x * x
-        return square * square
-    return x**power
+    """``abs(x)**power`` with the sign of ``x``, several times faster than numpy for the cube."""
+    return x * x * x if power == 3.0 else np.copysign(np.abs(x) ** power, x)
 
 
 _COARSE = np.geomspace(1.0, 1.0 / 64.0, 19)
@@ -228,29 +213,28 @@ def least_error_range(values: Sketch, *, power: float = 2.0, levels: int = 256) 
         power: Exponent, at least 1.
         levels: Number of levels of the quantization grid, 256 for 8 bits.
     """
-    full = np.array([values.low, values.high])
     if not values.mass.size or not values.high > values.low:
         return values.low, values.high
-    candidates = np.array([values.shrunk(float(share)) for share in _COARSE])
+    candidates = [values.shrunk(float(share)) for share in _COARSE]
     errors = values.errors(candidates, power=power, levels=levels)
-    best, least = candidates[int(errors.argmin())], float(errors.min())
+    best, least = candidates[int(errors.argmin())], errors.min()
     moving = [end for end, used in enumerate((values.low < 0.0, values.high > 0.0)) if used]
     for step in _STEPS:
         for end in moving:
-            tried = _around(best, full, end, step)
+            tried = _around(best, (values.low, values.high), end, step)
             errors = values.errors(tried, power=power, levels=levels)
-            if errors.min() < least:
-                best, least = tried[int(errors.argmin())], float(errors.min())
-    return float(best[0]), float(best[1])
+            if errors.min(initial=np.inf) < least:
+                best, least = tried[int(errors.argmin())], errors.min()
+    return best
 
 
-def _around(best: Doubles, full: Doubles, end: int, step: float) -> Doubles:
-    """Ranges with one end a few steps inward and outward, never beyond the full range."""
-    tried = np.repeat(best[None], 4, axis=0)
-    tried[:, end] *= np.array([step**-2, 1 / step, step, step**2])
+def _around(best: Range, full: Range, end: int, step: float) -> list[Range]:
+    """Other ranges with one end a few steps inward and outward, never beyond the full range."""
     inner = min(0.0, full[1]) if end == 0 else max(0.0, full[0])
-    tried[:, end] = np.clip(tried[:, end], min(full[end], inner), max(full[end], inner))
-    return tried
+    low, high = min(full[end], inner), max(full[end], inner)
+    moved = (min(max(best[end] * by, low), high) for by in (step**-2, 1 / step, step, step**2))
+    places = [place for place in dict.fromkeys(moved) if place != best[end]]
+    return [(place, best[1]) if end == 0 else (best[0], place) for place in places]
 
 
 def quantile_range(values: Sketch, percentile: float) -> tuple[float, float]:
