@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kenosis_ort.accuracy.measured import quantile
 from kenosis_ort.errors import OptionError
 
 Array = npt.NDArray[Any]
@@ -249,9 +250,7 @@ def _score_columns(arrays: Sequence[Array], axis: int) -> tuple[int, ...]:
     rows = np.concatenate([as_rows(a, axis) for a in arrays])
     top = rows.max(axis=0)
     found = np.flatnonzero((rows.min(axis=0) >= 0.0) & (top <= 1.0) & (top > 0.0))
-    place, share = divmod(0.9 * (len(rows) - 1), 1.0)  # of the 90 % quantile; numpy's own loads numpy.ma
-    low, high = np.partition(rows[:, found], [int(place), int(place) + 1], axis=0)[int(place) :][:2]
-    return tuple(int(at) for at in found[low + (high - low) * share < _SPARSE * top[found]])
+    return tuple(int(at) for at in found[quantile(rows[:, found], 0.9) < _SPARSE * top[found]])
 
 
 def as_rows(array: Array, axis: int) -> Float64:

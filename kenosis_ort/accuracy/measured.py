@@ -187,6 +187,14 @@ def wilson(share: float, count: int) -> Interval:
     return max(min(center - half, share), 0.0), min(max(center + half, share), 1.0)
 
 
+def quantile(rows: Float64, share: float) -> Any:
+    """The quantile of rows at a share (0 to 1), as `np.quantile` along the first axis, which loads numpy.ma."""
+    place, between = divmod(share * (len(rows) - 1), 1.0)
+    ends = [int(place), min(int(place) + 1, len(rows) - 1)]
+    low, high = np.partition(rows, ends, axis=0)[ends]
+    return low + (high - low) * between if between < 0.5 else high - (high - low) * (1 - between)
+
+
 def bootstrap(parts: Float64, value: Callable[[Float64], Float64]) -> Interval | None:
     """The interval of a value of sums over samples, by drawing samples anew; None for fewer than eight.
 
@@ -205,7 +213,7 @@ def bootstrap(parts: Float64, value: Callable[[Float64], Float64]) -> Interval |
     values = values[np.isfinite(values)]
     if not len(values):
         return None
-    low, high = np.quantile(values, (0.025, 0.975))
+    low, high = quantile(values, 0.025), quantile(values, 0.975)
     whole = float(value(parts.sum(axis=0)))
     wider = (1.0 + 1.38 / (count - 1)) * math.sqrt(count / (count - 1))  # Student's factor over the normal one
     return whole - wider * max(whole - float(low), 0.0), whole + wider * max(float(high) - whole, 0.0)

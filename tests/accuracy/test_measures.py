@@ -196,6 +196,12 @@ def test_coverage(kind: str) -> None:
     assert 0.88 <= np.mean(held) <= 0.995
 
 
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.sampled_from([0.0, 0.025, 0.9, 0.975, 1.0]))
+def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
+    rows = np.array([values, values[::-1]]).T
+    np.testing.assert_array_equal(measured.quantile(rows, share), np.quantile(rows, share, axis=0))
+
+
 def test_few_samples_tell_no_interval() -> None:
     assert measured.bootstrap(np.ones((measured.LEAST_SAMPLES - 1, 2)), SHARE) is None
     assert measured.of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
