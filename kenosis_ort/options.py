@@ -141,6 +141,16 @@ class PlacementOptions:
     primary_inputs: tuple[str, ...] | None = None
     keep_float: Mapping[str, str] = field(default_factory=dict)
 
+    def closed(self, name: str, op_type: str) -> tuple[str, str] | None:
+        """The rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
+        if name in self.nodes_to_exclude:
+            return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
+        if self.nodes is not None and name not in self.nodes:
+            return "caller-nodes", "not among the caller's nodes_to_quantize"
+        if self.op_types is not None and op_type not in self.op_types:
+            return "caller-op-types", f"{op_type} is not among the caller's op_types_to_quantize"
+        return None
+
 
 def host(name: str, value: Any) -> Any:
     """A machine: a profile, or its name or path; a wrong one is reported later."""

@@ -115,6 +115,7 @@ class CachedSamples:
         copies: Arrays of their own are kept: a reader may refill the same buffer.
 
     Attributes:
+        bytes: Of all of them together.
         cut: The digest from which on nothing is kept, since there is no room for it.
     """
 
@@ -123,7 +124,7 @@ class CachedSamples:
         self.cut = _NO_CUT
         self._copies = copies
         self._samples: list[Sample] = []
-        self._bytes = 0
+        self.bytes = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CachedSamples):
@@ -135,11 +136,6 @@ class CachedSamples:
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all of them."""
-        return self._bytes
 
     @property
     def samples(self) -> list[Sample]:
@@ -155,8 +151,8 @@ class CachedSamples:
         copied = self._copies
         own = {name: np.array(v) if copied and isinstance(v, np.ndarray) else v for name, v in sample.items()}
         self._samples.insert(at, Sample(own, sample.index, digest))
-        self._bytes += size
-        while len(self._samples) > self.most or self._bytes > self.budget:
+        self.bytes += size
+        while len(self._samples) > self.most or self.bytes > self.budget:
             self._drop()
 
     def cut_at(self, digest: int) -> None:
@@ -176,7 +172,7 @@ class CachedSamples:
     def _drop(self) -> None:
         dropped = self._samples.pop()
         self.cut = digest_of(dropped)
-        self._bytes -= bytes_of(dropped)
+        self.bytes -= bytes_of(dropped)
 
 
 def digest_of(sample: Sample) -> int:

@@ -9,20 +9,24 @@ The last layers of such a net work on what it was trained to find. A text detect
 text says zero everywhere, and its last layers keep to a part of the range that they have on text.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import onnx
 
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.part_session import initializer_arrays, outputs_of
-from kenosis_ort.calibration.synthetic.reader import SyntheticReader
 from kenosis_ort.calibration.synthetic.stem import ChannelMoments, distance, is_live
 from kenosis_ort.graph.constants import BOUNDS, Is, having
 from kenosis_ort.graph.walk import attribute_float
+
+if TYPE_CHECKING:
+    from kenosis_ort.calibration.synthetic.reader import SyntheticReader
 
 Range = tuple[float, float]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ import onnx
 from kenosis_ort import errors
 from kenosis_ort.accuracy.measured import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
-from kenosis_ort.calibration.feeds import Cut, Part, sample_feeds
+from kenosis_ort.calibration.feeds import Cut, Part
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
 from kenosis_ort.flow.tables import CalibrationCache
@@ -56,6 +56,7 @@ class Call(Journal):
         choice: What timing decided, for the recipe that makes the same model again.
         begun_cpu: When the call began, by `time.process_time`.
         executor: Where passes have work done.
+        made_up: Makes a feed where no sample is at hand; none where its kind is not known.
         validation: The caller's held-out data.
         measure: What the delivered model loses.
         measured: What the build that was compared last loses on held-out samples.
@@ -80,6 +81,7 @@ class Call(Journal):
     size_after: int = 0
     begun_cpu: float = field(default_factory=time.process_time)
     executor: session.Executor = session.HERE
+    made_up: Callable[[], list[Feed]] = list
     _prepared: Reference | None = field(default=None, init=False)
 
     @property
@@ -146,16 +148,6 @@ class Call(Journal):
             else:
                 continue
             raise RewriteMismatchError(f"the rewritten float model {off}", where=self.loaded.name)
-
-    def made_up(self) -> list[Feed]:
-        """Synthetic feed where no sample is at hand; none where its kind is not known."""
-        from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
-
-        try:
-            return list(sample_feeds(SyntheticReader(self.loaded, samples=1)))
-        except errors.CalibrationError as error:
-            _log.info("no sample made up: %s", error)
-            return []
 
     def _reference_of(self, model: Path | onnx.ModelProto) -> Reference:
         stays_open = weight_bytes(self.loaded.proto) <= _MOST_WEIGHTS

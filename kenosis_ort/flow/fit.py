@@ -1,5 +1,6 @@
 """A call with its model open, and its request fitted to that: names, inputs that stay open, a decoder's cache."""
 
+import logging
 import os
 import re
 import time
@@ -14,17 +15,20 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.errors import OptionError, did_you_mean, unknown_name
+from kenosis_ort.calibration.feeds import Feed, sample_feeds
+from kenosis_ort.errors import CalibrationError, OptionError, did_you_mean, unknown_name
 from kenosis_ort.flow import preparation, target_options
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request, not_taken, runs_float
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import bodies, constants, walk
 from kenosis_ort.graph.external_data import weights_on_disk
-from kenosis_ort.graph.load import check_not_quantized, load_model
+from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
 from kenosis_ort.options import INT8_CACHE
 from kenosis_ort.quantizer import int8_cache, stock
 from kenosis_ort.targets import Role, Target
+
+_log = logging.getLogger(__name__)
 
 _OVERRIDES: Final = "TensorQuantOverrides"
 _NEVER_LISTED: Final = frozenset({"Cast", "QuantizeLinear", "DequantizeLinear"})
@@ -242,7 +246,7 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
     start = time.perf_counter()
     loaded = load_model(source, custom_op_libraries=request.custom_op_libraries, lazily=True)
     with weights_on_disk(loaded.proto):
-        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes)
+        call = Call(loaded=loaded, request=request, size_before=loaded.file_bytes, made_up=partial(_made_up, loaded))
         call.notes += loaded.notes
         if request.target.static_shapes and not request.is_stock:
             call.loaded, notes = preparation.with_static_shapes(call.loaded, request.target.name)
@@ -256,3 +260,13 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
         call.request = fitted(call.loaded.proto, request)
         call.warnings += call.request.complaints
         yield call
+
+
+def _made_up(loaded: LoadedModel) -> list[Feed]:
+    from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
+
+    try:
+        return list(sample_feeds(SyntheticReader(loaded, samples=1)))
+    except CalibrationError as error:
+        _log.info("no sample made up: %s", error)
+        return []

@@ -18,7 +18,6 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
-from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
 from kenosis_ort.passes.recipe import Recipe, passes_of
 from kenosis_ort.placement.eligibility import Widths
@@ -185,7 +184,7 @@ class Request:
         """The passes that the recipe asks for, in order."""
         if not self.target.loads_in_ort:
             return ()  # their changes are evaluated there
-        return tuple(p for p in passes_of(self.recipe) if p.name != RangeChoice.name or self.chooses_ranges)
+        return tuple(p for p in passes_of(self.recipe) if self.chooses_ranges or not p.chooses_ranges)
 
     @property
     def is_proved(self) -> bool:

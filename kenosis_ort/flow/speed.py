@@ -24,6 +24,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
 from kenosis_ort.flow.timed_feeds import scenarios, single_samples
 from kenosis_ort.graph import constants, outside
+from kenosis_ort.graph.product_pairs import weight_pair
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Feed
@@ -115,7 +116,7 @@ class _Forms:
     def _dynamic(self) -> onnx.ModelProto | None:
         from kenosis_ort.quantizer.linear_layers import dynamic  # few calls come to it, nor to the next
 
-        reduced, pair = self._request.reduce_range, self._request.types.largest_weight_pair
+        reduced, pair = self._request.reduce_range, weight_pair(self._request.types.largest_pair)
         return dynamic(self._builder.prepared.proto, reduce_range=reduced, largest_pair=pair)
 
     def _weight_only(self) -> onnx.ModelProto | None:

@@ -44,6 +44,11 @@ _GEMMS: Final = frozenset({"Gemm", "QGemm"})
 Array = npt.NDArray[Any]
 
 
+def weight_pair(largest: int | None) -> int | None:
+    """What two neighbouring int8 weights of one sign may sum to, for the largest sum of their products."""
+    return None if largest is None else largest // LARGEST_ACTIVATION
+
+
 class PairOrder(NamedTuple):
     """The order in which a kernel reads a weight tensor.
 

@@ -173,10 +173,6 @@ class SourceNode:
     graph: str
 
     @property
-    def is_qdq(self) -> bool:
-        return self.op_type in QDQ_OPS
-
-    @property
     def is_compute(self) -> bool:
         return self.op_type not in QDQ_OPS and self.op_type != "Constant"
 
@@ -314,13 +310,10 @@ class SourceGraph:
         node = self.producer.get(value)
         return node if node is not None and node.op_type == DQ else None
 
-    def is_initializer(self, value: str) -> bool:
-        return value in self.initializers
-
     def is_dq_constant(self, value: str) -> bool:
         """Whether a value is a quantized initializer behind DequantizeLinear."""
         dq = self.dq_of(value)
-        return dq is not None and self.is_initializer(dq.proto.input[0])
+        return dq is not None and dq.proto.input[0] in self.initializers
 
     def array(self, name: str, most: int = 1 << 20) -> npt.NDArray[Any] | None:
         """Constant of a name, None if the value is not constant or has more elements than ``most``."""

@@ -130,11 +130,6 @@ class GraphView:
         """The inputs that have no default."""
         return tuple(value for value in self.graph.inputs if value.name not in self.graph.initializers)
 
-    @property
-    def outputs(self) -> tuple[ir.Value, ...]:
-        """The outputs."""
-        return tuple(self.graph.outputs)
-
     def node(self, name: str) -> ir.Node | None:
         """The node of a name."""
         if not self._by_name:
@@ -196,10 +191,6 @@ class GraphView:
 
     # -- constants ----------------------------------------------------------------------------------------------
 
-    def initializer(self, name: str) -> ir.Value | None:
-        """The initializer of a name."""
-        return self.graph.initializers.get(name)
-
     def is_constant(self, value: ir.Value | None) -> bool:
         """Whether a value is an initializer."""
         return value is not None and value.producer() is None and value.const_value is not None
@@ -252,10 +243,6 @@ class GraphView:
 
     # -- types and shapes ---------------------------------------------------------------------------------------
 
-    def is_float32(self, value: ir.Value) -> bool:
-        """Whether a value is known to be float32."""
-        return value.dtype == FLOAT
-
     def rank(self, value: ir.Value | None) -> int | None:
         """The rank of a value, None if it is not known."""
         return None if value is None or value.shape is None else len(value.shape)
@@ -291,11 +278,9 @@ class GraphView:
         """Whether a constant added to a MatMul holds one value a column, so that it can become its bias."""
         columns = self.dims(matmul.inputs[1])
         dims, rank = self.dims(bias), self.rank(matmul.outputs[0])
-        if not columns or not dims or rank is None or rank < 2 or not self.is_constant(bias):
+        if not columns or not dims or rank is None or rank < 2 or not self.is_constant(bias) or bias.dtype != FLOAT:
             return False
-        return (
-            self.is_float32(bias) and dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
-        )
+        return dims[-1] == columns[-1] and all(d == 1 for d in dims[:-1]) and len(dims) <= rank
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ import onnx
 
 from kenosis_ort.calibration.estimators import estimate_all
 from kenosis_ort.calibration.table import CalibrationTable
-from kenosis_ort.passes.contract import Build, Candidate, Context, Pass, Skipped, State, Statistics
-from kenosis_ort.passes.evaluator import LEAST_HELD_OUT
+from kenosis_ort.passes.contract import LEAST_HELD_OUT, Build, Candidate, Context, Pass, Skipped, State, Statistics
 from kenosis_ort.plan import PlacementPlan
 
 _FARTHEST: Final = 0.02
@@ -84,6 +83,7 @@ class RangeChoice(Pass):
     name: ClassVar[str] = "ranges"
     title: ClassVar[str] = "The choice of ranges"
     least_held_out: ClassVar[int] = LEAST_HELD_OUT
+    chooses_ranges: ClassVar[bool] = True
     off: ClassVar[tuple[str, ...]] = ("minmax", "percentile", "entropy")
 
     ranges: Literal["auto", "minmax", "percentile", "entropy"] = "auto"

@@ -16,21 +16,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import onnx
 
 from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in, copy_with
 from kenosis_ort.graph.view import GraphView, PreparedModel
-from kenosis_ort.passes.evaluator import LEAST_HELD_OUT, Evaluator, Feed, Score
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
+
+if TYPE_CHECKING:
+    from kenosis_ort.calibration.table import CalibrationTable
+    from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+
+LEAST_HELD_OUT = 4
+"""Samples that a change of ranges or weights is evaluated on."""
 
 Overlay = Mapping[str, Mapping[str, onnx.TensorProto]]
 """Constants, by node and name, that take the place of the model's own where the node runs in integer.
@@ -188,8 +193,6 @@ def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
 P = TypeVar("P", bound="Pass")
 
 Statistics = Mapping[str, ChannelStatistics]
-Make = Callable[[CalibrationTable, Mapping[str, str], Overlay], Build]
-"""Quantizes with ranges, nodes left float (name to reason), and corrections."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,8 @@ class Context:
         executor: Does work that can be done apart; the evaluator's candidates run there.
         memory: What passes keep for later ones of the same net, under a name of theirs.
         build_of: Quantizes a state; one without a build with the ranges that its weights lead to.
-        quantize: Quantizes without the proof, to compare candidates.
-        prove: Quantizes with the fusion proof and its repair.
+        quantize: Quantizes with ranges, nodes left float (name to reason) and corrections, to compare candidates.
+        prove: Quantizes likewise, with the fusion proof and its repair.
         plan: Plans the same, whatever the corrections, quantizing nothing.
         fitted_ranges: Returns the ranges of a calibrated state over the samples to fit to alone.
     """
@@ -221,8 +224,8 @@ class Context:
     fit: Sequence[Feed]
     evaluator: Evaluator
     build_of: Callable[[State], Build]
-    quantize: Make
-    prove: Make
+    quantize: Callable[[CalibrationTable, Mapping[str, str], Overlay], Build]
+    prove: Callable[[CalibrationTable, Mapping[str, str], Overlay], Build]
     plan: Callable[[CalibrationTable, Mapping[str, str]], PlacementPlan]
     fitted_ranges: Callable[[State], CalibrationTable]
     nodes: frozenset[str] = frozenset()
@@ -319,6 +322,7 @@ class Pass(Settings, ABC):
             better without any single one of them.
         least_held_out: Samples to evaluate on without which it is not tried.
         fits_means: It is fitted to as many samples as possible.
+        chooses_ranges: It has nothing to do where the caller names a method for ranges.
         off: Values of its first setting with which it does nothing.
     """
 
@@ -328,6 +332,7 @@ class Pass(Settings, ABC):
     must_beat: ClassVar[bool] = False
     least_held_out: ClassVar[int] = 1
     fits_means: ClassVar[bool] = False
+    chooses_ranges: ClassVar[bool] = False
     off: ClassVar[tuple[Any, ...]] = (False,)
 
     @property

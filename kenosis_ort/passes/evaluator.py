@@ -31,7 +31,6 @@ Feed = Mapping[str, Any]
 T = TypeVar("T")
 
 LEAST_FEEDS = 4
-LEAST_HELD_OUT = 4  # samples that a change of ranges or weights is evaluated on
 _FEW_FEEDS = 32
 _ABOUT = 1.02  # how much more counts as no more: biases of SqueezeNet correct 34 % on five samples, -0.8 % without one
 _CLEAR = 2.0  # standard errors that a difference of the caller's metric is clear of chance by

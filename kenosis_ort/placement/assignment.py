@@ -17,8 +17,8 @@ from dataclasses import replace
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
-from kenosis_ort.placement.constraints import Constraints, constrain
-from kenosis_ort.placement.eligibility import WEIGHTS_ONLY, classify, fed_by, protect
+from kenosis_ort.placement.constraints import WEIGHTS_ONLY, Constraints, constrain
+from kenosis_ort.placement.eligibility import classify, fed_by, protect
 from kenosis_ort.targets.model import NodeClass, Role, Target
 
 _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
@@ -46,7 +46,7 @@ class Domain:
         self.view, self.target, self.options = absorption.view, absorption.target, self.constraints.options
         self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
         self._readers = {value: self.view.consumers(value) for node in self.view.nodes for value in node.outputs}
-        self._outputs = frozenset(self.view.outputs)
+        self._outputs = frozenset(self.view.graph.outputs)
         self.float_output: set[str] = set()
         self.heads: dict[str, bool] = {}
         self.between: set[str] = set()

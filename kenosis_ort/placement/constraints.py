@@ -124,6 +124,8 @@ def _element_type(given: Any, default: int) -> int:
 
 
 LINEAR: Final = ("Gemm", "MatMul")
+WEIGHTS_ONLY: Final = "caller-weights-only"
+"""The rule by which a linear layer is quantized in its weights alone."""
 _NEVER_NAMED: Final = ("Cast", "QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan")
 _LATENT: Final = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Resize", "MaxPool", "AveragePool", "Slice", "Pad",
@@ -169,8 +171,8 @@ class Constraints:
         touching = {name for name, values in ends.items() if any(v in self.overrides for v in values)}
         return touching | set(self.requested)
 
-    def weights_only(self, node: ir.Node) -> str | None:
-        """Reason why a linear layer is quantized in its weights alone, for kernels that quantize the data themselves.
+    def weights_only(self, node: ir.Node) -> tuple[str, str] | None:
+        """Rule and reason why a linear layer is quantized in its weights alone, for kernels that quantize the data.
 
         Source: rows int4-weights and blocked-int8-weights of `kenosis_ort.targets.ort_cpu.rules`.
         """
@@ -178,9 +180,9 @@ class Constraints:
         if weight is None or not weight.is_initializer() or self.view.rank(weight) != 2:
             return None
         if self.options.block_size:
-            return f"weights in blocks of {self.options.block_size} have kernels with float data only"
+            return WEIGHTS_ONLY, f"weights in blocks of {self.options.block_size} have kernels with float data only"
         if self.overrides.weight_type(str(weight.name)) in (ir.DataType.INT4, ir.DataType.UINT4):
-            return "4-bit weights have kernels with float data only"
+            return WEIGHTS_ONLY, "4-bit weights have kernels with float data only"
         return None
 
     def clashing_types(self, node: ir.Node) -> str | None:
@@ -259,18 +261,6 @@ def _natural_axis(node: ir.Node) -> int | None:
     return channel_axis(node) if weight is not None and weight.is_initializer() else None
 
 
-def closed(options: PlacementOptions, node: ir.Node) -> tuple[str, str] | None:
-    """The rule and reason by which lists of nodes and operators leave a node float, None if they do not."""
-    name = str(node.name)
-    if name in options.nodes_to_exclude:
-        return "caller-excluded", "excluded by the caller (nodes_to_exclude)"
-    if options.nodes is not None and name not in options.nodes:
-        return "caller-nodes", "not among the caller's nodes_to_quantize"
-    if options.op_types is not None and node.op_type not in options.op_types:
-        return "caller-op-types", f"{node.op_type} is not among the caller's op_types_to_quantize"
-    return None
-
-
 def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Constraints:
     """Constraints by the caller's options for a model."""
     overrides = Overrides(options.overrides, activation_type=options.activation_type, weight_type=options.weight_type)
@@ -304,7 +294,7 @@ def _shared(
 
 def _requested(target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node) -> str | None:
     """The option by which the caller wants a node quantized whatever the target says."""
-    if closed(options, node) is not None or node.op_type in _NEVER_NAMED:
+    if options.closed(str(node.name), node.op_type) is not None or node.op_type in _NEVER_NAMED:
         return None
     if options.nodes is not None:
         return "named in the caller's nodes_to_quantize"
@@ -326,9 +316,8 @@ def _overridden(view: GraphView, options: PlacementOptions, overrides: Overrides
     for value in (*view.inputs, *(out for node in view.nodes for out in node.outputs)):
         if str(value.name) not in overrides or value.dtype != FLOAT or value.is_initializer():
             continue
-        beside = [c.node for c in view.consumers(value) if c.index != CAPTURED]
-        producer = value.producer()
-        if any(closed(options, n) is None for n in (*beside, *(() if producer is None else (producer,)))):
+        beside = [*(c.node for c in view.consumers(value) if c.index != CAPTURED), value.producer()]
+        if any(n is not None and options.closed(str(n.name), n.op_type) is None for n in beside):
             yield str(value.name)
 
 

@@ -15,18 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Generic, NamedTuple, TypeVar
 
-import onnx
-
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import FLOAT, GraphView, ir
 from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan
-from kenosis_ort.rewrite.norms import norm_around
-from kenosis_ort.rewrite.rule import Editor
 from kenosis_ort.targets.profile import CostTable, Work
 
 T = TypeVar("T", bound=Hashable)
-_USUAL_SIZE: Final = 128
 _NOTHING: Final = 1e-9  # a capacity below it is none: costs are microseconds
 _SOURCE: Final = 0
 _SINK: Final = 1
@@ -169,29 +162,6 @@ class CostEstimate:
     def speed(self) -> float:
         """Estimated speed as planned relative to float."""
         return self.float_us / self.planned_us
-
-
-def least_us(model: onnx.ModelProto, costs: CostTable) -> float:
-    """Microseconds of a float model if each node ran on the faster of its kernels, conversions left out.
-
-    Norms written as arithmetic count as the one kernel that the runtime makes of them at load.
-
-    Args:
-        model: The model; a free first dimension of an input counts as 1, others as 128.
-        costs: The runtime's table.
-    """
-    if any(not dim.dim_value for value in model.graph.input for dim in value.type.tensor_type.shape.dim):
-        model = copy_model(model)
-        for value in model.graph.input:
-            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-                dim.dim_value = dim.dim_value or (_USUAL_SIZE if axis else 1)
-        del model.graph.value_info[:]
-        infer_shapes(model, thorough=False)
-    editor = Editor(model)
-    found = NetCosts(editor, costs).estimate(PlacementPlan(""))
-    norms = [norm for node in editor.find("Sqrt") if (norm := norm_around(editor, node))]
-    parts = {node.name for norm in norms for node in norm.inner}
-    return found.run_us + sum(min(c.float_us, c.integer_us or c.float_us) for c in found.nodes if c.node not in parts)
 
 
 class NetCosts:

@@ -9,17 +9,21 @@ the scales of its data and its weights in float32. Where that underflows or over
 kernel and the int32 bias beside it compute on different grids.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
-from kenosis_ort.placement.assignment import Assignment
-from kenosis_ort.placement.constraints import channel_axis
-from kenosis_ort.placement.eligibility import WEIGHTS_ONLY
+from kenosis_ort.placement.constraints import WEIGHTS_ONLY, channel_axis
 from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
 from kenosis_ort.targets.model import NodeClass, Role
+
+if TYPE_CHECKING:
+    from kenosis_ort.placement.assignment import Assignment
 
 Range = tuple[float, float]
 
@@ -152,8 +156,8 @@ def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Ran
             data[node] = max(largest, data.get(node, 0.0))
             if not _fits(largest):
                 found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
-    stored = [value for name in dict.fromkeys(weights.values()) if (value := view.initializer(name)) is not None]
-    reach = {str(value.name): view.largest(value) for value in stored}
+    stored = view.graph.initializers
+    reach = {name: view.largest(stored[name]) for name in dict.fromkeys(weights.values()) if name in stored}
     for node, name in weights.items():
         largest = reach.get(name, 0.0)
         if not _fits(largest):
@@ -299,7 +303,7 @@ class Decider:
 
     def _decide_outputs(self) -> None:
         """Decides how the graph's outputs are read."""
-        for index, value in enumerate(self.view.outputs):
+        for index, value in enumerate(self.view.graph.outputs):
             edge, producer = Edge(str(value.name), "", index), value.producer()
             owned = edge.value in self.quantized and self.assignment.owned_by_integer(value)
             if value.dtype != FLOAT:

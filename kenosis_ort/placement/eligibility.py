@@ -13,20 +13,24 @@ a node all of whose data derives from them stays float, and so does the node whe
 is where the flood stops. Source: Kenosis paper, stage 6, "Non-vision tensor protection".
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
-from kenosis_ort.placement.constraints import Constraints, closed
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role
+
+if TYPE_CHECKING:
+    from kenosis_ort.placement.constraints import Constraints
 
 BYTE = 8
 _PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
@@ -316,8 +320,6 @@ def fed_by(view: GraphView, node: ir.Node) -> list[ir.Value]:
 
 
 _ATTENTION = "matmul-activations"
-WEIGHTS_ONLY = "caller-weights-only"
-"""The rule by which a linear layer is quantized in its weights alone."""
 
 
 def classify(
@@ -382,7 +384,7 @@ def _stays_float(
     name, options = str(node.name), constraints.options
     if rule.role is Role.PASS_THROUGH and any(map(constraints.view.is_captured, node.outputs)):
         return None
-    wish = closed(options, node)
+    wish = options.closed(name, node.op_type)
     vanishes = rule.role in (Role.ISLAND, Role.ACTIVATION)  # never quantized themselves
     if wish is not None and (name in options.nodes_to_exclude or not vanishes):
         return wish
@@ -403,5 +405,4 @@ def _unmet(constraints: Constraints, node: ir.Node, rule: FusionRule) -> tuple[s
     clash = constraints.clashing_types(node)
     if clash is not None:
         return "caller-tensor-types", clash
-    weights_only = constraints.weights_only(node) if rule.role is Role.ANCHOR else None
-    return None if weights_only is None else (WEIGHTS_ONLY, weights_only)
+    return constraints.weights_only(node) if rule.role is Role.ANCHOR else None

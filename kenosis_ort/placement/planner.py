@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from kenosis_ort.graph.constants import HEAVY
+from kenosis_ort.graph.product_pairs import weight_pair
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import saturation_limits
@@ -309,7 +310,7 @@ class _Placement:
             barriers=self.target.hooks.barriers(placed),
             splits=self._splits(by_value),
             spared=tuple(value for value in self.spared if groups.members(value) == [value]),
-            largest_pair=self.target.types.largest_weight_pair,
+            largest_pair=weight_pair(self.target.types.largest_pair),
             even_channels=self.target.types.even_channels,
             notes=self._notes(),
         )

@@ -15,12 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kenosis_ort.errors import printable
 from kenosis_ort.graph.constants import HEAVY, Is, having
 from kenosis_ort.plan import Kind, PlacementPlan
-from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
+
+if TYPE_CHECKING:
+    from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 _RUNNING = ("integer", "float")
 

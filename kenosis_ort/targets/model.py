@@ -5,22 +5,24 @@ kernel runs each node and how a model is opened to be timed, and what is done to
 Planning, repair, tuning and the promise read nothing else about the runtime. Every rule names the test that proves it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import onnx
 from onnx import TensorProto
 
-from kenosis_ort.graph.live import RewriteResult
-from kenosis_ort.graph.product_pairs import LARGEST_ACTIVATION
-from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.options import PlacementOptions
-from kenosis_ort.plan import Decision, PlacementPlan
-from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
-from kenosis_ort.targets.proof import FusionReport, PatternReport
+if TYPE_CHECKING:
+    from kenosis_ort.graph.live import RewriteResult
+    from kenosis_ort.graph.view import GraphView, ir
+    from kenosis_ort.options import PlacementOptions
+    from kenosis_ort.plan import Decision, PlacementPlan
+    from kenosis_ort.targets.profile import CostTable, HostProfile, Probe
+    from kenosis_ort.targets.proof import FusionReport, PatternReport
 
 Bias = Literal["int32", "float"]
 Residual = Literal["both", "shortcut"]
@@ -166,11 +168,6 @@ class DataTypes:
     largest_pair: int | None = None
     even_channels: bool = False
     why: str = ""
-
-    @property
-    def largest_weight_pair(self) -> int | None:
-        """Largest sum of two neighbouring int8 weights of one sign, see `kenosis_ort.graph.qdq`."""
-        return None if self.largest_pair is None else self.largest_pair // LARGEST_ACTIVATION
 
     def takes_anywhere(self, elem_type: int) -> bool:
         """Whether there are integer kernels for activations of a type, however many nodes read them."""

@@ -38,8 +38,8 @@ import onnx
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.qdq import on_grid
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
 from kenosis_ort.passes.layers import weights_of
-from kenosis_ort.passes.round_weights import Grid, descend, pass_on
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 
 Float64 = npt.NDArray[np.float64]

@@ -15,10 +15,11 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes import correct_biases
 from kenosis_ort.passes import round_weights as rounding
 from kenosis_ort.passes.contract import materialize
+from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
 from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts
 from kenosis_ort.passes.input_moments import InputMoments
 from kenosis_ort.passes.layers import bias_of, layers
-from kenosis_ort.passes.round_weights import Grid, learn_rounding
+from kenosis_ort.passes.round_weights import learn_rounding
 from kenosis_ort.passes.self_correction import FloatMeans
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
@@ -289,7 +290,7 @@ def test_groups_are_rounded_together_as_each_alone(groups, rows, columns, paired
     assert errors[0] <= errors[1] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("way", [rounding.pass_on, partial(rounding.descend, sweeps=4)])
+@pytest.mark.parametrize("way", [pass_on, partial(descend, sweeps=4)])
 def test_a_grid_that_is_moved_and_stretched_takes_its_weights_along(way: Any) -> None:
     inputs, targets = models.normal((2, 24, 8)), models.normal((2, 8, 5), 1, 40).astype(np.float64)
     hessian, nearest = inputs.transpose(0, 2, 1) @ inputs.astype(np.float64), np.clip(np.rint(targets), -127, 127)

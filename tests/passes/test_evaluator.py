@@ -14,6 +14,7 @@ from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes import evaluator as evaluation
+from kenosis_ort.passes.contract import LEAST_HELD_OUT
 from kenosis_ort.passes.evaluator import Evaluator, Rows, Score, least_ratio, split_feeds
 from kenosis_ort.passes.model_runs import Candidates, Reference
 from kenosis_ort.runtime.counting import counted
@@ -33,7 +34,7 @@ def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
         assert (fit, held_out) == ([], [])
         return
     assert sorted(int(f["x"][0]) for f in (*fit, *held_out)) == list(range(count))
-    assert len(fit) >= len(held_out) >= (evaluation.LEAST_HELD_OUT if count >= 8 else 1)
+    assert len(fit) >= len(held_out) >= (LEAST_HELD_OUT if count >= 8 else 1)
 
 
 @given(ERRORS, st.integers(0, 11), st.floats(0.0, 0.999), st.floats(1e-3, 1e3))

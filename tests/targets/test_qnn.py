@@ -17,7 +17,7 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort import errors, preview, quantize_static
 from kenosis_ort.errors import CalibrationError, OptionError, RuntimeEndedError, VerificationError
 from kenosis_ort.graph.load import tag
-from kenosis_ort.graph.qdq import SourceGraph
+from kenosis_ort.graph.qdq import QDQ_OPS, SourceGraph
 from kenosis_ort.plan import How, Kind, RangeLimit
 from kenosis_ort.quantizer.grids import absorbs, nudged_parameters
 from kenosis_ort.targets import get_target
@@ -190,7 +190,7 @@ def test_rule_qnn_whole(tmp_path: Path) -> None:
             if node.is_compute and kinds.get(node.label) in (Kind.INTEGER, Kind.PASS_THROUGH) and not node.graph:
                 written_values = [v for v in node.proto.output if graph.is_float(v)]
                 readers = [r for v in written_values for r in graph.consumers.get(v, [])]
-                inner = {kinds.get(r.label) for r in readers if not r.is_qdq}
+                inner = {kinds.get(r.label) for r in readers if r.op_type not in QDQ_OPS}
                 assert inner <= {Kind.ABSORBED}, f"{name}: {node.label}"
         floats = {o.name for o in written.model.graph.output if o.type.tensor_type.elem_type == TensorProto.FLOAT}
         assert {graph.producer[o].op_type for o in floats} == {"DequantizeLinear"}, name

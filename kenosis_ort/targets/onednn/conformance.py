@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.graph.load import indexed
-from kenosis_ort.graph.qdq import DQ, Q, SourceGraph, SourceNode
+from kenosis_ort.graph.qdq import DQ, QDQ_OPS, Q, SourceGraph, SourceNode
 from kenosis_ort.targets.proof import BrokenClause, Clause, ConvPattern, PatternReport
 
 _DOCUMENT: Final = "oneDNN, Quantized Convolution Fusion Patterns"
@@ -250,7 +250,7 @@ class _Reading:
     def _shape(self, value: str) -> list[int] | None:
         """The shape of the constant behind the conversions of a value."""
         value, maker = self._through_cast(value)
-        while maker is not None and maker.is_qdq:
+        while maker is not None and maker.op_type in QDQ_OPS:
             value = maker.proto.input[0]
             maker = self._graph.producer.get(value)
         tensor = self._graph.initializers.get(value)

@@ -230,7 +230,7 @@ class KernelMap:
 
     def _is_constant(self, node: SourceNode) -> bool:
         values = [v for v in node.proto.input if v]
-        return all(self._graph.is_initializer(v) or self._graph.is_dq_constant(v) for v in values)
+        return all(v in self._graph.initializers or self._graph.is_dq_constant(v) for v in values)
 
     def _owners(self) -> dict[int, SourceNode]:
         owners: dict[int, SourceNode] = {}

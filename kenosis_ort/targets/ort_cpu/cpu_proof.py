@@ -228,6 +228,6 @@ def _has_float_weight(entry: NodeMapping, graph: SourceGraph) -> bool:
     return (
         entry.node.op_type in _WEIGHTED
         and len(inputs) > 1
-        and graph.is_initializer(inputs[1])
+        and inputs[1] in graph.initializers
         and graph.is_float(inputs[1])
     )

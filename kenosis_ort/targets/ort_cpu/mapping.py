@@ -244,7 +244,7 @@ class Mapping:
 
     def _content(self, value: str) -> object:
         """Identity of a value: for a scalar constant its content, else its name."""
-        array = self._source.array(value) if self._source.is_initializer(value) else None
+        array = self._source.array(value) if value in self._source.initializers else None
         return value if array is None or array.size > 1 else (array.dtype.str, array.shape, array.tobytes())
 
     def _settle_as_twin(self, entry: NodeMapping, twins: dict[tuple[object, ...], SourceNode]) -> None:
@@ -290,12 +290,12 @@ class Mapping:
         entry.note = "not in the optimized graph: computed at load or not needed"
 
     def _is_constant(self, value: str) -> bool:
-        if not value or self._source.is_initializer(value):
+        if not value or value in self._source.initializers:
             return True
         maker = self._source.producer.get(value)
-        while maker is not None and maker.is_qdq:
+        while maker is not None and maker.op_type in QDQ_OPS:
             value = maker.proto.input[0]
-            if self._source.is_initializer(value):
+            if value in self._source.initializers:
                 return True
             maker = self._source.producer.get(value)
         return maker is not None and maker.index in self.entries and self.entries[maker.index].note == _CONSTANT

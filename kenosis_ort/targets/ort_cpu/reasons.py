@@ -89,9 +89,9 @@ def _inputs(node: SourceNode, graph: SourceGraph) -> Why | None:
         dq = graph.dq_of(value)
         weight = node.op_type in HEAVY and index == 1
         if dq is None:
-            if weight and graph.is_initializer(value):
+            if weight and value in graph.initializers:
                 return f"its weights '{value}' are float", Cause.FLOAT_WEIGHT
-            if graph.is_initializer(value):
+            if value in graph.initializers:
                 return f"its constant input {index} '{value}' is float, without DQ", Cause.FLOAT_INPUT
             maker = graph.producer.get(value)
             by = "" if maker is None else f"{maker.op_type} '{maker.label}' makes it, and no Q stands between"
@@ -101,7 +101,7 @@ def _inputs(node: SourceNode, graph: SourceGraph) -> Why | None:
             return f"its input {index} '{value}' is quantized to 16 bit", Cause.SIXTEEN_BIT
         if params.elem_type in _NARROW:
             return f"its input {index} '{value}' is quantized to 4 bit", Cause.WEIGHT_TYPE
-        if graph.is_initializer(dq.proto.input[0]):
+        if dq.proto.input[0] in graph.initializers:
             if not weight and node.op_type in _BINARY and params.elem_type == TensorProto.INT8:
                 return f"its constant input {index} '{value}' is int8, not uint8", Cause.TYPE_MISMATCH
         elif params.scale is not None and params.scale.size > 1:
@@ -194,7 +194,7 @@ def _output(node: SourceNode, graph: SourceGraph) -> Why | None:
 
 def _adds_constant(add: SourceNode, value: str, graph: SourceGraph) -> bool:
     others = [v for v in add.proto.input if v != value]
-    return len(others) == 1 and (graph.is_initializer(others[0]) or graph.is_dq_constant(others[0]))
+    return len(others) == 1 and (others[0] in graph.initializers or graph.is_dq_constant(others[0]))
 
 
 def _matmul_bias(add: SourceNode, value: str, graph: SourceGraph) -> Why:
@@ -203,7 +203,7 @@ def _matmul_bias(add: SourceNode, value: str, graph: SourceGraph) -> Why:
     bias = next(v for v in add.proto.input if v != value)
     if behind is None:
         return f"the runtime did not join it with Add '{add.label}' into an integer Gemm", Cause.FLOAT_OUTPUT
-    if graph.is_initializer(bias):
+    if bias in graph.initializers:
         return f"Add '{add.label}' behind it adds a float bias, and {behind[0]}", Cause.BIAS_TYPE
     return f"Add '{add.label}' behind it: {behind[0]}", behind[1]
 
@@ -318,7 +318,7 @@ def _signed(node: SourceNode, graph: SourceGraph) -> Why | None:
     quantized = [dq.proto.input[0] for dq in values if dq is not None]
     quantized += [q.proto.output[0] for v in node.proto.output if (q := _output_q(v, graph)) is not None]
     for value in quantized:
-        if graph.types.get(value) == TensorProto.INT8 and not graph.is_initializer(value) and _branches(value, graph):
+        if graph.types.get(value) == TensorProto.INT8 and value not in graph.initializers and _branches(value, graph):
             return (
                 f"'{value}' is int8 with several consumers, which the runtime does not turn into uint8 on x86-64",
                 Cause.SIGNED_BRANCH,

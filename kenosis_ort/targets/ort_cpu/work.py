@@ -119,7 +119,7 @@ def with_matrix_products(
 
 def _gains(decision: Decision, view: GraphView, costs: CostTable) -> bool:
     node = view.node(decision.edge.consumer)
-    weight = view.initializer(decision.edge.value)
+    weight = view.graph.initializers.get(decision.edge.value)
     if node is None or weight is None or node.op_type != "Conv" or node.attributes.get_int("group", 1) != 1:
         return False
     outputs, inputs, *window = view.content(weight).shape

@@ -356,7 +356,7 @@ def _absorber(node: SourceNode, graph: SourceGraph) -> SourceNode | None:
 
 def _is_quantized(node: SourceNode, graph: SourceGraph) -> bool:
     """Whether a node reads integers through DQ and writes them through Q, perhaps behind Relu or Clip."""
-    computed = [v for v in node.proto.input if v and graph.is_float(v) and not graph.is_initializer(v)]
+    computed = [v for v in node.proto.input if v and graph.is_float(v) and v not in graph.initializers]
     return bool(computed) and all(graph.dq_of(v) for v in computed) and _is_written(node, graph)
 
 
@@ -374,7 +374,7 @@ def _is_written(node: SourceNode, graph: SourceGraph) -> bool:
 def _why_refused(node: SourceNode, graph: SourceGraph, plan: PlacementPlan | None) -> proof.Why:
     """Reason why HTP does not take a node, and its class."""
     opened = [name for name, shape in graph.shapes.items() if any(not dim.dim_value for dim in shape.dim)]
-    inputs = [name for name in opened if name not in graph.producer and not graph.is_initializer(name)]
+    inputs = [name for name in opened if name not in graph.producer and name not in graph.initializers]
     if inputs:
         return f"input '{inputs[0]}' has symbolic dimensions; HTP takes static shapes alone", proof.Cause.UNSUPPORTED_OP
     if _is_quantized(node, graph):
