@@ -9,7 +9,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from tests import models, planning
-from tests.flow import control
 from tests.formats.qonnx import model_of
 
 DATA_NAME: Final = "weights.bin"
@@ -29,6 +28,20 @@ def _detector() -> onnx.ModelProto:
         [rows] rows = Gather<axis = 1>(chosen, two) [kept] kept = Gather<axis = 1>(boxes, rows) }""",
         {"flat": [1, 4, 64], "pair": [1, 2, 64], "three": 3, "half": 0.5, "third": 0.3, "two": 2},
         checked=False,
+    )
+
+
+def _loop() -> onnx.ModelProto:
+    """A Loop whose body multiplies a carried state by an outer weight, behind and before a Gemm."""
+    return planning.parse(
+        """(float[1,8] x) => (float[1,4] y)
+        <float[8,8] w, float[8] b, float[8,8] body_w, int64 three, bool true, float[8,4] u, float[4] c> {
+        [first] f = Gemm(x, w, b) [relu] h = Relu(f)
+        [loop] s = Loop(three, true, h) <body = body (int64 step, bool going, float[1,8] state)
+            => (bool still, float[1,8] next)
+            { [mix] mixed = MatMul(state, body_w) [squash] next = Tanh(mixed) [go_on] still = Identity(going) }>
+        [last] y = Gemm(s, u, c) }""",
+        {"three": 3, "true": True},
     )
 
 
@@ -105,7 +118,7 @@ SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
     "detector": _detector,
     "two_inputs": models.two_input_detector,
     "if": models.net_with_if,
-    "loop": lambda: control.loop(3),
+    "loop": _loop,
     "lstm": _lstm,
     "half": _half,
     "functions": _functions,
