@@ -135,7 +135,10 @@ def test_the_lock_of_a_folder_is_waited_for_but_not_for_ever(tmp_path: Path, mon
         assert not waits
 
 
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutputError, match="The output folder is not writable: No such file") as caught:
+        Scratch("test", beside=tmp_path / "gone")
+    assert caught.value.where == str(tmp_path / "gone")
     lacking = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
     monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=lacking))
     with pytest.raises(OutputError, match="No temporary folder can be made") as caught:
