@@ -5,9 +5,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper, parser
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper, parser
 from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.onnx_model import ONNXModel
 
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.graph.constants import replace_nodes
@@ -136,6 +139,28 @@ def test_a_missing_range_and_broken_weights_are_errors_that_name_them() -> None:
 
 
 # ---- what edits a quantized model: lists of numbers, the order of nodes, what is taken out --------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> onnx.ModelProto:
+    """Draws a graph in any order of definition, with repeated and left-out inputs."""
+    values, nodes = ["x", "z", "w0", "w1"], []
+    for i in range(draw(st.integers(1, 8))):
+        inputs = draw(st.lists(st.sampled_from(["", *values]), max_size=3))
+        outputs = [f"v{i}", *([f"u{i}"] if draw(st.booleans()) else [])]
+        nodes.append(helper.make_node("Op", inputs, outputs, name=f"n{i}", domain="test"))
+        values += outputs
+    inputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("z", "x", "w1")]
+    constants = [numpy_helper.from_array(np.float32([0]), name) for name in ("w1", "w0")]
+    return helper.make_model(helper.make_graph(draw(st.permutations(nodes)), "g", inputs, inputs[:1], constants))
+
+
+@given(graphs())
+def test_nodes_are_sorted_as_stock_sorts_them(model: onnx.ModelProto) -> None:
+    stock = ONNXModel(copy_model(model))
+    stock.topological_sort()
+    sort_nodes_as_stock(model.graph)
+    assert [n.SerializeToString() for n in model.graph.node] == [n.SerializeToString() for n in stock.nodes()]
 
 
 def test_a_body_s_reads_count_as_the_owner_s_in_sorting_too() -> None:
