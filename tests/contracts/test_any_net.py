@@ -15,8 +15,8 @@ from tests import models, planning
 from tests.fuzz.gentle import add_output, loosen_interface, move_weight, reroute
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model
 from tests.graph.build import run
-from tests.quantizer.performed import Performed
 from tests.quantizer.random_nets import nets
+from tests.quantizer.test_fusion_aware import Performed
 
 HEAVY = ("Conv", "Gemm", "MatMul")
 

@@ -138,7 +138,7 @@ BREAKS = (
     Break("targets/profile.py", "        return processor_class(self.features) == processor_class(features)",
           "        return True", "targets/test_profile.py"),
     Break("targets/proof.py", "heavy) / len(heavy) if heavy else 1.", "heavy) / len(heavy) if heavy else 0.", "verify"),
-    Break("clients/calibrator.py", 'is None or options.get("per_channel"):', "is None:", "clients/test_calibrator.py"),
+    Break("clients/calibrator.py", 'is None or options.get("per_channel"):', "is None:", "clients/test_patching.py"),
     Break("cluster/sweep.py", 'ClusterError) or cluster.bad_shards == "stop":', "ClusterError):", "cluster"),
     Break("quantizer/placed_constants.py",
           "            if not np.array_equal(widened(biases.get(weight, ())), self._scales[weight]):",
