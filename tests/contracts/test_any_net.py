@@ -71,4 +71,5 @@ def test_the_public_call(case: tuple[onnx.ModelProto, list[models.Feed]]) -> Non
             assert is_close or f"'{name}'" in " ".join(report.warnings)  # that random nets may well earn
     assert report.fusion is not None
     planned = [n.node for n in report.plan.nodes if n.kind is Kind.INTEGER and n.op_type in HEAVY]
-    assert [n for n in planned if not report.fusion.by_node[n].integer] == []
+    integer = {kernel.node: kernel.integer for kernel in report.fusion.kernels}  # of bodies too
+    assert [n for n in planned if not integer[n]] == []
