@@ -10,7 +10,6 @@ calibration samples is undone.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,14 @@ import tomli_w
 
 from kenosis_ort.checks import choice, instance, mapping, several, whole, word
 from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean
+from kenosis_ort.passes.choose_ranges import RangeChoice
 from kenosis_ort.passes.contract import Pass
+from kenosis_ort.passes.correct_biases import BiasCorrection
+from kenosis_ort.passes.equalize_layers import Equalization
+from kenosis_ort.passes.leave_float import MixedPrecision
+from kenosis_ort.passes.round_weights import LearnedRounding
+from kenosis_ort.passes.scale_rows import RowScales
+from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.writing import regular, write_text
 
 if sys.version_info >= (3, 11):
@@ -38,28 +44,21 @@ _TABLES: Final = ("recipe", "options", "data")
 
 # ---- the passes, in the order in which they run: those that change weights first ----
 
-_MODULES: Final = {
-    "RowScales": "scale_rows",
-    "Equalization": "equalize_layers",
-    "SmoothQuant": "smooth",
-    "BiasCorrection": "correct_biases",
-    "RangeChoice": "choose_ranges",
-    "LearnedRounding": "round_weights",
-    "MixedPrecision": "leave_float",
-}
-"""The module of this folder that holds a pass, by the name of its class."""
-
-PASSES: Final[tuple[type[Pass], ...]] = tuple(
-    getattr(importlib.import_module(f"kenosis_ort.passes.{module}"), name) for name, module in _MODULES.items()
+PASSES: Final[tuple[type[Pass], ...]] = (
+    RowScales,
+    Equalization,
+    SmoothQuant,
+    BiasCorrection,
+    RangeChoice,
+    LearnedRounding,
+    MixedPrecision,
 )
 """Those that come with the package; their settings, with these defaults, are fields of `Recipe` itself."""
-
-_DEFAULTS: Final[Mapping[str, Any]] = {entry.name: entry.default for kind in PASSES for entry in fields(kind)}
 
 _order: list[type[Pass]] = [*PASSES]
 
 
-def register(kind: type[Pass], *, before: str = PASSES[-1].name) -> None:
+def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
     """Makes a pass known, so that recipes may hold it and recipe files may name it.
 
     It runs where a recipe asks for it: ``Recipe(passes=(MyPass(),))``, or a table ``[recipe.my_pass]`` in a file.
@@ -148,15 +147,15 @@ class Recipe:
     """
 
     name: str = "custom"
-    ranges: Literal["auto", "minmax", "percentile", "entropy"] = _DEFAULTS["ranges"]
-    equalize: bool = _DEFAULTS["equalize"]
-    bias_correction: bool = _DEFAULTS["bias_correction"]
-    rounding: Literal["nearest", "learned"] = _DEFAULTS["rounding"]
-    smooth: float | Literal["auto", "off"] = _DEFAULTS["smooth"]
-    row_scales: bool = _DEFAULTS["row_scales"]
-    mixed_precision: bool = _DEFAULTS["mixed_precision"]
-    accuracy_budget: float = _DEFAULTS["accuracy_budget"]
-    max_float_share: float = _DEFAULTS["max_float_share"]
+    ranges: Literal["auto", "minmax", "percentile", "entropy"] = RangeChoice.ranges
+    equalize: bool = Equalization.equalize
+    bias_correction: bool = BiasCorrection.bias_correction
+    rounding: Literal["nearest", "learned"] = LearnedRounding.rounding
+    smooth: float | Literal["auto", "off"] = SmoothQuant.smooth
+    row_scales: bool = RowScales.row_scales
+    mixed_precision: bool = MixedPrecision.mixed_precision
+    accuracy_budget: float = MixedPrecision.accuracy_budget
+    max_float_share: float = MixedPrecision.max_float_share
     samples: int = 32
     synthetic: int = 0
     weight_only: int = 0
