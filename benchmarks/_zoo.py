@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 from _session import session
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process
-from onnxruntime.quantization import quantize_static as stock_quantize_static
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantType,
+    quant_pre_process,
+    quantize_static as stock_quantize_static,
+)
 
 ZOO = Path(__file__).resolve().parents[1] / "../shared/zoo"
 

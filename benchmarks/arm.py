@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static as stock
+from onnxruntime.quantization import QuantType, quantize_static as stock
 
 from kenosis_ort import quantize_static
 from kenosis_ort.plan import Kind

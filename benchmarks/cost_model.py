@@ -34,8 +34,7 @@ import onnx
 import onnxruntime as ort
 from _zoo import ZOO, OneShotReader, load_zoo, single_sample
 from nets import NETS
-from rewrites import NETS as REWRITTEN
-from rewrites import images
+from rewrites import NETS as REWRITTEN, images
 
 import kenosis_ort
 from kenosis_ort.api import _previewed

@@ -32,8 +32,7 @@ import onnx
 import onnxruntime as ort
 from _session import outputs
 from onnx import numpy_helper
-from onnxruntime.quantization import CalibrationDataReader
-from onnxruntime.quantization import quantize_static as stock_quantize_static
+from onnxruntime.quantization import CalibrationDataReader, quantize_static as stock_quantize_static
 
 import kenosis_ort
 

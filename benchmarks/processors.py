@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static as stock
+from onnxruntime.quantization import QuantType, quantize_static as stock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kenosis_ort import SyntheticReader, quantize_static

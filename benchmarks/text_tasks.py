@@ -19,8 +19,7 @@ import numpy as np
 from _session import outputs, session, sqnr_by_output
 from _timing import interleaved
 from _zoo import OneShotReader, quiet_folder
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static as stock_static
+from onnxruntime.quantization import QuantType, quantize_static as stock_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from weights import Text
 

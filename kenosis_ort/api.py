@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import onnx
 from typing_extensions import Unpack
 
-from kenosis_ort.checks import MOST_THREADS, flag, real, whole, word
-from kenosis_ort.checks import path as check_path
+from kenosis_ort.checks import MOST_THREADS, flag, path as check_path, real, whole, word
 from kenosis_ort.errors import ArgumentTypeError, OptionError, OutputError, callers_own, last_gate
 from kenosis_ort.options import UNSET, Format, Keywords, Placement, Speed
 from kenosis_ort.quantizer.stock import (

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenosis_ort import KenosisError, KenosisWarning, OptionError, bench, preview, quantize_static
-from kenosis_ort import errors as of_the_package
+from kenosis_ort import (
+    KenosisError,
+    KenosisWarning,
+    OptionError,
+    bench,
+    errors as of_the_package,
+    preview,
+    quantize_static,
+)
 from kenosis_ort.calibration.collector import _Adder
 from kenosis_ort.errors import InternalError, UnsupportedModelError, callers_own, last_gate, printable
 from tests import models

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration import derived, part_session
-from kenosis_ort.calibration import feeds as sources
+from kenosis_ort.calibration import derived, feeds as sources, part_session
 from kenosis_ort.calibration.accumulators import Collector, SeenAs
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
 from kenosis_ort.calibration.derived import Array

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kenosis_ort.calibration.archives import SUFFIXES as IMAGE_SUFFIXES
-from kenosis_ort.calibration.archives import ImageFolderReader
+from kenosis_ort.calibration.archives import SUFFIXES as IMAGE_SUFFIXES, ImageFolderReader
 from kenosis_ort.calibration.feeds import InputSpec, input_specs
 from kenosis_ort.calibration.readers import ArrayReader, Shards
 from kenosis_ort.cli import flags

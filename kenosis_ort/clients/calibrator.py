@@ -23,8 +23,8 @@ from onnxruntime.quantization.calibrate import (
     MinMaxCalibrater,
     PercentileCalibrater,
     TensorsData,
+    create_calibrator as stock_create_calibrator,
 )
-from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
 
 from kenosis_ort.calibration.collector import Points, Sweep
 from kenosis_ort.calibration.statistics import CalibrationConfig

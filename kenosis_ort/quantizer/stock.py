@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from onnxruntime.quantization import quant_utils
-from onnxruntime.quantization.calibrate import CalibrationDataReader as CalibrationDataReader
-from onnxruntime.quantization.calibrate import CalibrationMethod as CalibrationMethod
-from onnxruntime.quantization.quant_utils import QuantFormat as QuantFormat
-from onnxruntime.quantization.quant_utils import QuantType as QuantType
+from onnxruntime.quantization import (
+    CalibrationDataReader as CalibrationDataReader,
+    CalibrationMethod as CalibrationMethod,
+    QuantFormat as QuantFormat,
+    QuantType as QuantType,
+    StaticQuantConfig as StaticQuantConfig,
+    quant_utils,
+)
 from onnxruntime.quantization.quant_utils import load_model_with_shape_infer, update_opset_version
-from onnxruntime.quantization.quantize import StaticQuantConfig as StaticQuantConfig
 from onnxruntime.quantization.quantize import check_static_quant_arguments as check_static_quant_arguments
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.tensor_quant_overrides import TensorQuantOverridesHelper

@@ -13,8 +13,7 @@ import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs
-from kenosis_ort.checks import flag, several, whole
-from kenosis_ort.checks import path as check_path
+from kenosis_ort.checks import flag, path as check_path, several, whole
 from kenosis_ort.errors import OptionError, last_gate
 from kenosis_ort.graph.external_data import weights_on_disk
 from kenosis_ort.graph.load import load_model

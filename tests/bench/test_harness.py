@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kenosis_ort.bench import harness
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, Schedule, Verdict, compare, time_interleaved

@@ -6,12 +6,10 @@ from unittest.mock import Mock
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators, derived
-from kenosis_ort.calibration import part_session as session
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators, derived, part_session as session
 from kenosis_ort.calibration.accumulators import Accumulator, Collector, exponent_of, extremes, extremes_and_some, pick
 from kenosis_ort.calibration.derived import Function, unions_of
 from kenosis_ort.calibration.histogram import HALF, Extremes, Histogram
@@ -19,8 +17,7 @@ from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
-from tests.calibration.support import histogram_of, one_node_model, random_feeds, swept
-from tests.calibration.support import histogram_of as build
+from tests.calibration.support import histogram_of, histogram_of as build, one_node_model, random_feeds, swept
 from tests.planning import parse
 
 PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends

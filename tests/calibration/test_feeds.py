@@ -18,8 +18,7 @@ from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.calibration.feeds import InputSpec, check_feed
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds, swept
-from tests.contracts.test_readers import images as pictures
-from tests.contracts.test_readers import npy, parquet, read, tar
+from tests.contracts.test_readers import images as pictures, npy, parquet, read, tar
 from tests.planning import parse
 
 METHODS = pytest.mark.parametrize("method", ["minmax", "percentile"])

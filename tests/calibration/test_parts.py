@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import TensorProto
 
 from kenosis_ort.calibration import CalibrationTable, collector, part_session, parts

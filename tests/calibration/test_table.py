@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import helper, numpy_helper
-from onnxruntime.quantization import CalibrationMethod
-from onnxruntime.quantization import calibrate as stock_calibrate
+from onnxruntime.quantization import CalibrationMethod, calibrate as stock_calibrate
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, model_fingerprint
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, pack_samples, unpack_samples

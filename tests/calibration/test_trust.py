@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, net_evidence, trust

@@ -14,8 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import tomli_w
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort import RECIPES, OptionError, Recipe, quantize_static
 from kenosis_ort.cli import flags, parser

@@ -7,8 +7,11 @@ from typing import Any
 
 import onnx
 from onnxruntime.quantization import QuantType
-from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
-from onnxruntime.quantization.calibrate import create_calibrator as stock_create_calibrator
+from onnxruntime.quantization.calibrate import (
+    CalibrationMethod,
+    TensorsData,
+    create_calibrator as stock_create_calibrator,
+)
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS

@@ -10,11 +10,8 @@ from unittest.mock import Mock
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from onnxruntime.quantization import QDQQuantizer as StockQDQQuantizer
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import qdq_loss_debug as debug
+from hypothesis import given, strategies as st
+from onnxruntime.quantization import QDQQuantizer as StockQDQQuantizer, QuantType, qdq_loss_debug as debug
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.onnx_model import ONNXModel
 

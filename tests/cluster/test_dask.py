@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from kenosis_ort import Cluster, ShardDone, Shards, calibrate, quantize_static
-from kenosis_ort.cluster import client as cluster_client
-from kenosis_ort.cluster import executor as cluster_executor
+from kenosis_ort.cluster import client as cluster_client, executor as cluster_executor
 from kenosis_ort.cluster.client import connected, versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, ClusterError, KenosisWarning, OptionError
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.plan import Kind

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static as stock
+from onnxruntime.quantization import QuantType, quantize_static as stock
 
 from kenosis_ort import KenosisWarning, QuantizationReport, Stages, preview, quantize_static, verify_fusion
 from kenosis_ort.errors import OptionError, VerificationError

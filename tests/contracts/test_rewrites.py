@@ -14,8 +14,7 @@ from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError
-from kenosis_ort.rewrite.rule import rule as rewrite
+from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule as rewrite
 from tests import models
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared

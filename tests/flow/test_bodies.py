@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnxruntime.quantization import QuantType
-from onnxruntime.quantization import quantize_static as stock
+from onnxruntime.quantization import QuantType, quantize_static as stock
 
 from kenosis_ort.api import preview
 from kenosis_ort.calibration.computed_feeds import Feeds

@@ -10,8 +10,7 @@ import numpy as np
 import onnx
 import onnx.version_converter
 import pytest
-from onnxruntime.quantization import CalibrationMethod, QuantType
-from onnxruntime.quantization import quantize_static as stock_quantize_static
+from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_static as stock_quantize_static
 
 from kenosis_ort import KenosisWarning, OptionError, Stages, quantize_static, verify_fusion
 from kenosis_ort.passes.evaluator import Score

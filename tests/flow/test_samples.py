@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort import ArrayReader, KenosisWarning, QuantizationReport, Recipe, errors, quantize_static
 from kenosis_ort.calibration.cached_samples import feed_digest

@@ -3,16 +3,14 @@
 import json
 import tempfile
 from dataclasses import replace
-from functools import cache as once
-from functools import reduce
+from functools import cache as once, reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantFormat
 
 from kenosis_ort import CalibrationTable, Recipe, SyntheticReader, calibrate, errors, quantize_static

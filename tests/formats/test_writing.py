@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kenosis_ort import RECIPES, InternalError, KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
 from kenosis_ort.accuracy.side_by_side import Pairing

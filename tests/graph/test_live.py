@@ -5,8 +5,7 @@ import gc
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import TensorProto
 
 from kenosis_ort.graph.live import LiveGraph

@@ -5,8 +5,7 @@ from string import Template
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import TensorProto
 
 from kenosis_ort.graph.precision import compute_in_float32

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx.parser import parse_node
 
 from kenosis_ort.graph.product_pairs import PairOrder, can_clip, pair_order, pair_orders, pair_sums

@@ -7,8 +7,14 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert
-from kenosis_ort import interop as convert_module
+from kenosis_ort import (
+    OptionError,
+    OutputError,
+    UnsupportedModelError,
+    VerificationError,
+    convert,
+    interop as convert_module,
+)
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import read_model
 from tests.downloaded import QUANTIZED

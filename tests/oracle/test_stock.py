@@ -15,8 +15,12 @@ import onnx
 import pytest
 from onnx import helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
-from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, create_calibrator
-from onnxruntime.quantization import quantize_static as stock_quantize_static
+from onnxruntime.quantization import (
+    CalibrationMethod,
+    QDQQuantizer,
+    create_calibrator,
+    quantize_static as stock_quantize_static,
+)
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry

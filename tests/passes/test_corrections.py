@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import certain_mean
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.passes import correct_biases
-from kenosis_ort.passes import round_weights as rounding
+from kenosis_ort.passes import correct_biases, round_weights as rounding
 from kenosis_ort.passes.contract import materialize
 from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
 from kenosis_ort.passes.correct_biases import bias_shifts, chosen_feeds, with_biases, with_shifts

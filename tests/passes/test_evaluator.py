@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.metric import Scored, check_metric
 from kenosis_ort.calibration.feeds import Sample

@@ -10,8 +10,7 @@ from unittest.mock import DEFAULT, Mock
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.metric import Metric, check_metric
 from kenosis_ort.errors import UnsupportedModelError, VerificationError

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
 from kenosis_ort import OptionError, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static

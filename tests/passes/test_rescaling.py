@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
 from kenosis_ort.calibration.statistics import Rescaling

@@ -16,8 +16,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.option_types import RecipeFile
-from kenosis_ort.passes import PASSES, between, passes_of, register
-from kenosis_ort.passes import recipe as recipes
+from kenosis_ort.passes import PASSES, between, passes_of, recipe as recipes, register
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import PassRunner

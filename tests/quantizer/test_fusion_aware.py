@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, numpy_helper, parser
 from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from onnx import TensorProto, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quant_utils
 

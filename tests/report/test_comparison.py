@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import numpy_helper
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching

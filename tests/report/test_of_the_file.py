@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards

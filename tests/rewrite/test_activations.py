@@ -6,8 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from onnx import helper
 
 from kenosis_ort import rewrite

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.rewrite import batch_norm_to_conv, fold_batch_norm, fold_gemm_factors, fold_scale, linear_to_gemm
 from tests.models import Net, normal

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import TensorProto, numpy_helper
 
 from kenosis_ort.rewrite import PREPARATION, drop_identity, fold_constants, inline_branch

@@ -2,8 +2,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from kenosis_ort.rewrite import fuse_attention
 from tests.graph.build import run

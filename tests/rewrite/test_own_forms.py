@@ -4,8 +4,7 @@ from unittest import mock
 
 import onnx
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kenosis_ort.targets.ort_cpu import rewrites
 from kenosis_ort.targets.ort_cpu.rewrites import pad_depthwise, pad_stem_channels, space_to_depth_stem

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.rewrite import cancel_transposes, fold_channel_shuffle

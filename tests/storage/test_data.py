@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort import ArrayReader, CalibrationTable, HostProfile, KenosisError, OptionError, quantize_static
 from kenosis_ort.graph.load import load_model

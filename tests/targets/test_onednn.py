@@ -15,10 +15,8 @@ from kenosis_ort.graph.load import tag
 from kenosis_ort.graph.product_pairs import can_clip, pair_orders
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.plan import Kind
-from kenosis_ort.targets import onednn as rules
-from kenosis_ort.targets import other_process
-from kenosis_ort.targets.onednn import EPILOGUE, share_subsampling
-from kenosis_ort.targets.onednn import openvino_proof as runtime
+from kenosis_ort.targets import onednn as rules, other_process
+from kenosis_ort.targets.onednn import EPILOGUE, openvino_proof as runtime, share_subsampling
 from kenosis_ort.targets.onednn.openvino_proof import Executed, prove, report_of
 from kenosis_ort.targets.proof import Cause, FusionReport, Status
 from tests import models

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort import HostProfile, OptionError, Speed, preview, quantize_static
 from kenosis_ort.flow.target_options import profile_for

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import onnx
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError

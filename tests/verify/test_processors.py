@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 from kenosis_ort import CalibrationError, Stages, UnsupportedModelError, convert, verify_fusion

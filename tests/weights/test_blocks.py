@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from kenosis_ort import quantize_weights
 from kenosis_ort.weights import blocks

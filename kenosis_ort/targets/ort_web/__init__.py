@@ -59,8 +59,7 @@ from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Runne
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by
 from kenosis_ort.targets.ort_cpu.reasons import clip_bounds
-from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS
-from kenosis_ort.targets.ort_cpu.work import work_of as cpu_work_of
+from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, work_of as cpu_work_of
 from kenosis_ort.targets.profile import HostProfile, Work
 from kenosis_ort.targets.proof import FusionReport, refuse_libraries
 

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.calibration.feeds import Known
 from kenosis_ort.calibration.part_session import SessionSettings

@@ -12,8 +12,7 @@ from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kenosis_ort.errors import OutputError
 from kenosis_ort.options import OptionChoice
