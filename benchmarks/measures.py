@@ -16,8 +16,7 @@ import onnx
 from _zoo import OneShotReader, choose, load_zoo, ort_best, quiet_folder
 
 import kenosis_ort
-from kenosis_ort.passes.evaluator import Evaluator
-from kenosis_ort.passes.model_runs import Reference
+from kenosis_ort.passes.evaluator import Evaluator, Reference
 
 
 def main() -> None:

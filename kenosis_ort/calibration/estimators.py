@@ -9,10 +9,16 @@ A tensor's distribution is what its histogram holds, cut to what the consumers s
   outside. ``p = 2`` is the mean squared error, the noise that a linear consumer adds up. A larger ``p`` counts what is
   clipped for more: outliers are few but carry the signal (``p = 2.4`` in "LAPQ: Loss Aware Post-training Quantization",
   Nahshan et al., 2019, https://arxiv.org/abs/1911.07190, which finds the best ``p`` between 2 and 4).
+
+Ranges as the grids and kernels of a plan want them, whatever chose them.
+
+Below 8 bits they are those of least squared error before any pass looks at them. In front of a Relu at which a kernel
+does not clip, half of the grid would be spent on numbers that nobody sees: the farthest 2 % of the values are cut off,
+which is rare enough for the processor to foresee (2.5 dB finer for normally distributed values).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final
@@ -24,7 +30,7 @@ from kenosis_ort.calibration.histogram import HALF, Histogram
 from kenosis_ort.calibration.statistics import TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.plan import RangeLimit
+from kenosis_ort.plan import PlacementPlan, RangeLimit
 
 Doubles = npt.NDArray[np.float64]
 Range = tuple[float, float]
@@ -318,3 +324,41 @@ def estimate_all(
         for each, range_ in ranges.items():
             found[each][name] = range_
     return found
+
+
+_FARTHEST: Final = 0.02
+"""Share of the values below the range in front of a Relu."""
+
+
+def fitted_to_widths(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
+    """The table with the ranges of values of fewer bits than 8 that have the least squared error on their grid.
+
+    Ranges that were set already, and those of a method that the caller named, stay.
+    """
+    table = _without_farthest(table, plan)
+    levels = levels_of(plan)
+    narrow = {n: s for n, s in table.tensors.items() if levels.get(n, 256) < 256 and s.fixed is None and s.histogram}
+    if not narrow or table.method != "minmax":
+        return table
+    limits = {limit.value: limit for limit in (*plan.limits, *plan.saturations)}
+    found = estimate_all(replace(table, tensors=narrow), ("mse",), limits=limits, levels=levels)
+    return table.with_ranges(found["mse"])
+
+
+def _without_farthest(table: CalibrationTable, plan: PlacementPlan) -> CalibrationTable:
+    """The table with the low ends of spared values at the quantile that few values lie below."""
+    ranges = {}
+    for name in plan.spared if table.method == "minmax" else ():
+        histogram = table.tensors[name].histogram if name in table.tensors else None
+        if histogram is not None and histogram.total:
+            low, high = table.range_of(name)
+            bin_ = int(np.searchsorted(np.cumsum(histogram.counts), _FARTHEST * histogram.total))
+            cut = min(float(histogram.edges[bin_]), 0.0)
+            if low < cut < high:
+                ranges[name] = (cut, high)
+    return table.with_ranges(ranges) if ranges else table
+
+
+def levels_of(plan: PlacementPlan) -> dict[str, int]:
+    """Number of levels of each quantized activation's grid."""
+    return {value: 2**d.bits for value, d in plan.quantized_values()}

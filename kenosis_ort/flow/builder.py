@@ -14,6 +14,7 @@ from onnx import TensorProto
 
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.computed_feeds import Feeds
+from kenosis_ort.calibration.estimators import fitted_to_widths
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
@@ -26,10 +27,8 @@ from kenosis_ort.graph.constants import HEAVY, drop_unread
 from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.graph.walk import owners
-from kenosis_ort.passes.choose_ranges import fitted_to_widths
-from kenosis_ort.passes.contract import Build, Overlay, WeightPass, materialize, overflown
+from kenosis_ort.passes.contract import Build, Overlay, Pass, WeightPass, materialize, overflown
 from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.recipe import PASSES
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.placement.decisions import beyond_scales
@@ -84,7 +83,6 @@ def emit(
 _REPAIR_ROUNDS = 3
 _REAL: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 NOTHING: Final[Overlay] = MappingProxyType({})
-_WEIGHT_PASSES: Final = tuple(kind() for kind in PASSES if issubclass(kind, WeightPass))
 
 
 class _Emitted(NamedTuple):
@@ -160,18 +158,17 @@ class Builder:
         whole = len(self.prepared.proto.graph.node) <= WHOLE_LIMIT
         return self.request.stock_reason is None and whole and bool(self.plan.integer_nodes())
 
-    def channels_to_follow(self, integer: Builder, *, all_passes: bool) -> dict[str, int]:
+    def channels_to_follow(self, integer: Builder, passes: Iterable[Pass]) -> dict[str, int]:
         """The observed values whose channels a pass may scale, with the axis of their channels.
 
         Args:
             integer: The same net in forms for integers, whose values are observed.
-            all_passes: Those of every recipe, for a table that is kept; else those of the request's.
+            passes: Those meant; others than `WeightPass` scale nothing.
         """
         if not self.may_change:
             return {}
-        own = [each for each in self.request.passes if isinstance(each, WeightPass)]
         nodes, insert, axes = self.adjustable, self.request.inserts_smoothing, dict[str, int]()
-        for each in _WEIGHT_PASSES if all_passes else own:
+        for each in (each for each in passes if isinstance(each, WeightPass)):
             axes = {**each.scaled(self.prepared.graph, nodes=nodes, insert=insert), **axes}
         origins = self.rewritten_as(integer).origins
         return {name: axes[origin] for name in integer.tensors if (origin := origins.get(name)) in axes}

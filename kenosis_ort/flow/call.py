@@ -22,9 +22,9 @@ from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_d
 from kenosis_ort.flow.tables import CalibrationCache
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
-from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, split_feeds
-from kenosis_ort.passes.model_runs import Reference
+from kenosis_ort.passes.contract import Build, Pass
+from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, Reference, split_feeds
+from kenosis_ort.passes.order import passes_of
 from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.passes.runner import Journal
 from kenosis_ort.report import sections
@@ -38,6 +38,13 @@ _PIECES: Final = 32
 """So many at least are made of them: of so many a fourth is enough to evaluate on."""
 REWRITTEN_DB: Final = 30.0  # the runtime's own LRN is off by three digits
 REWRITTEN_ABSOLUTE: Final = 1e-6  # where the output is zero, or next to it
+
+
+def passes_for(request: Request) -> tuple[Pass, ...]:
+    """The passes that a request asks for, in order."""
+    if not request.target.loads_in_ort:
+        return ()  # their changes are evaluated there
+    return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
 
 
 class RewriteMismatchError(errors.VerificationError):
@@ -195,7 +202,7 @@ class Call(Journal):
             model: As for `divide`.
         """
         data = self.data
-        wanted = self.request.chooses_ranges or any(each.before_calibration for each in self.request.passes)
+        wanted = self.request.chooses_ranges or any(each.before_calibration for each in passes_for(self.request))
         if data is None or not wanted:
             return {}
         places = data.foreseen(self.request.feeds_wanted) or []

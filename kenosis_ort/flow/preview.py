@@ -29,6 +29,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.fit import opened, with_open_defaults
 from kenosis_ort.flow.request import Progress, Request, calibration_config
 from kenosis_ort.graph.constants import meant_as_defaults
+from kenosis_ort.passes.order import WEIGHT_PASSES
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.report.evidence import LayerTime, OpTimes, layer_times
@@ -192,7 +193,7 @@ def _calibrated(call: Call, reader: CalibrationDataReader, *, keep_samples: bool
     found = calibrate.calibrate(
         builder,
         data.reader if away else data,
-        channels=drafted.channels_to_follow(builder, all_passes=True),
+        channels=drafted.channels_to_follow(builder, WEIGHT_PASSES),
         keep=request.most_feeds(proto, for_all=True) if keep_samples else 0,
         defaults=defaults,
     )

@@ -18,8 +18,7 @@ from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners
 from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
-from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.recipe import Recipe, passes_of
+from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
@@ -178,13 +177,6 @@ class Request:
         if for_all or self.cache_path is not None:
             return max(self.feeds_wanted, cached_samples.MOST_FOR_PASSES)
         return max(self.feeds_wanted, _MEASURED_FEEDS if self.executor is None else 0)
-
-    @property
-    def passes(self) -> tuple[Pass, ...]:
-        """The passes that the recipe asks for, in order."""
-        if not self.target.loads_in_ort:
-            return ()  # their changes are evaluated there
-        return tuple(p for p in passes_of(self.recipe) if self.chooses_ranges or not p.chooses_ranges)
 
     @property
     def is_proved(self) -> bool:

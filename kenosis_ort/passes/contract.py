@@ -3,29 +3,25 @@
 A pass never evaluates itself. It returns a candidate, and the one runner (`kenosis_ort.passes.runner`) evaluates it on
 samples that it was not fitted to, keeps or undoes it, and survives where it raises.
 
-Settings of a pass: declared once, as fields of a frozen dataclass; their types and bounds are their checks.
-
 The net between two passes: the float model, what it is quantized to, and what passes changed on the way.
 """
 
 from __future__ import annotations
 
-import types
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx
 
 from kenosis_ort.calibration.statistics import ChannelStatistics, Rescaling
-from kenosis_ort.checks import choice, real, truth, whole, word
 from kenosis_ort.graph import walk
 from kenosis_ort.graph.outside import array_in, copy_with
 from kenosis_ort.graph.view import GraphView, PreparedModel
+from kenosis_ort.passes.recipe import PassSettings
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
@@ -149,47 +145,6 @@ def noted(state: State, notes: Sequence[str]) -> State:
     return replace(state, build=replace(state.build, notes=(*state.build.notes, *notes)))
 
 
-_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
-
-
-def between(least: float, most: float, *, default: Any) -> Any:
-    """A field of a dataclass whose numbers are within bounds."""
-    return field(default=default, metadata={"between": (least, most)})
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Fields that are checked as they are set: ``bool``, ``int``, ``float``, ``str``, ``Literal``, and unions of them.
-
-    Raises:
-        OptionError: A value is of another type (then also a TypeError), unknown or out of range.
-    """
-
-    def __post_init__(self) -> None:
-        hints = _hints(type(self))
-        for entry in fields(self):
-            value = _checked(f"recipe: {entry.name}", getattr(self, entry.name), hints[entry.name], entry)
-            object.__setattr__(self, entry.name, value)
-
-
-def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        words = tuple(word for part in get_args(hint) for word in get_args(part) if get_origin(part) is Literal)
-        if words and isinstance(value, str):
-            return choice(name, value, among=words)
-        hint = next(part for part in get_args(hint) if get_origin(part) is not Literal)
-    least, most = entry.metadata.get("between", (float("-inf"), float("inf")))
-    if get_origin(hint) is Literal:
-        return choice(name, value, among=get_args(hint))
-    if hint is bool:
-        return truth(name, value)
-    if hint is int:
-        return whole(name, value, least=int(max(least, 0)), most=None if most == float("inf") else int(most))
-    if hint is float:
-        return real(name, value, least=least, most=most)
-    return word(name, value)
-
-
 P = TypeVar("P", bound="Pass")
 
 Statistics = Mapping[str, ChannelStatistics]
@@ -310,11 +265,10 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pass(Settings, ABC):
+class Pass(PassSettings, ABC):
     """One accuracy pass; its fields are its settings, by the names that recipes use.
 
     Attributes:
-        name: In reports, e.g. ``equalize``.
         title: The subject of a sentence, e.g. ``Equalization``.
         before_calibration: It changes weights and not what the net computes, and its state has no build: see
             `WeightPass`.
@@ -326,7 +280,6 @@ class Pass(Settings, ABC):
         off: Values of its first setting with which it does nothing.
     """
 
-    name: ClassVar[str]
     title: ClassVar[str]
     before_calibration: ClassVar[bool] = False
     must_beat: ClassVar[bool] = False

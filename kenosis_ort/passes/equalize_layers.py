@@ -37,6 +37,7 @@ from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Skipped, State, Statistics, WeightPass
 from kenosis_ort.passes.layers import LARGEST_FACTOR, Float64, Layer, Link, LinkNoise, find_links, weights_of
+from kenosis_ort.passes.recipe import setting
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +278,7 @@ class Equalization(WeightPass):
     name: ClassVar[str] = "equalize"
     title: ClassVar[str] = "Equalization"
 
-    equalize: bool = True
+    equalize: bool = setting("equalize")
 
     def points(self, state: State, context: Context) -> Mapping[str, int]:
         return values_for_equalization(state.prepared.graph, nodes=set(context.nodes))

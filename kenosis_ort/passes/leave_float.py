@@ -17,9 +17,10 @@ import onnx
 from kenosis_ort.accuracy.metric import OutputError, is_within
 from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.passes import float_search
-from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, between, noted
+from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, noted
 from kenosis_ort.passes.float_search import FloatSet
 from kenosis_ort.passes.gates import GatedModel
+from kenosis_ort.passes.recipe import setting
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
 
@@ -154,9 +155,9 @@ class MixedPrecision(Pass):
     name: ClassVar[str] = "mixed_precision"
     title: ClassVar[str] = "Mixed precision"
 
-    mixed_precision: bool = False
-    accuracy_budget: float = between(0, 1, default=0.005)
-    max_float_share: float = between(0, 1, default=0.05)
+    mixed_precision: bool = setting("mixed_precision")
+    accuracy_budget: float = setting("accuracy_budget")
+    max_float_share: float = setting("max_float_share")
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         build = state.built

@@ -12,24 +12,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, ClassVar, Final, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
 
-from kenosis_ort.checks import choice, instance, mapping, several, whole, word
+from kenosis_ort.checks import choice, instance, mapping, real, several, truth, whole, word
 from kenosis_ort.errors import ArgumentTypeError, OptionError, did_you_mean
-from kenosis_ort.passes.choose_ranges import RangeChoice
-from kenosis_ort.passes.contract import Pass
-from kenosis_ort.passes.correct_biases import BiasCorrection
-from kenosis_ort.passes.equalize_layers import Equalization
-from kenosis_ort.passes.leave_float import MixedPrecision
-from kenosis_ort.passes.round_weights import LearnedRounding
-from kenosis_ort.passes.scale_rows import RowScales
-from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.storage.writing import regular, write_text
 
 if sys.version_info >= (3, 11):
@@ -41,57 +34,62 @@ SCHEMA: Final = 1
 _LARGEST_FILE = 2**20
 _TABLES: Final = ("recipe", "options", "data")
 
-
-# ---- the passes, in the order in which they run: those that change weights first ----
-
-PASSES: Final[tuple[type[Pass], ...]] = (
-    RowScales,
-    Equalization,
-    SmoothQuant,
-    BiasCorrection,
-    RangeChoice,
-    LearnedRounding,
-    MixedPrecision,
-)
-"""Those that come with the package; their settings, with these defaults, are fields of `Recipe` itself."""
-
-_order: list[type[Pass]] = [*PASSES]
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
-def register(kind: type[Pass], *, before: str = MixedPrecision.name) -> None:
-    """Makes a pass known, so that recipes may hold it and recipe files may name it.
+def between(least: float, most: float, *, default: Any) -> Any:
+    """A field of a dataclass whose numbers are within bounds."""
+    return field(default=default, metadata={"between": (least, most)})
 
-    It runs where a recipe asks for it: ``Recipe(passes=(MyPass(),))``, or a table ``[recipe.my_pass]`` in a file.
 
-    Args:
-        kind: The pass. One of the same name and class, as a notebook's cell makes it again, takes the place of the
-            former one.
-        before: Name of the pass before which it runs, among those on the same side of calibration.
+@dataclass(frozen=True)
+class Settings:
+    """Fields that are checked as they are set: ``bool``, ``int``, ``float``, ``str``, ``Literal``, and unions of them.
+
+    What a field of another type holds, its class checks.
 
     Raises:
-        OptionError: Its name is taken or no identifier, or there is no pass ``before`` which it could run.
+        OptionError: A value is of another type (then also a TypeError), unknown or out of range.
     """
-    name = kind.name
-    taken = {other.name: other for other in _order}
-    settings = {entry.name for other in PASSES for entry in fields(other)}
-    known = taken.get(name)
-    is_again = known is not None and known not in PASSES and known.__qualname__ == kind.__qualname__
-    if not name.isidentifier() or name in settings or (known is not None and not is_again):
-        raise OptionError(
-            f"a pass cannot be named '{name}'", where="register", fix="name it with an identifier that is not taken"
-        )
-    if before not in taken:
-        hint = did_you_mean(before, taken)
-        raise OptionError(f"there is no pass '{before}'.{hint}", where="register", fix=f"one of {[*taken]}")
-    if known is not None:
-        _order.remove(known)
-    _order.insert([other.name for other in _order].index(before), kind)
+
+    def __post_init__(self) -> None:
+        hints = _hints(type(self))
+        for entry in fields(self):
+            value = _checked(f"recipe: {entry.name}", getattr(self, entry.name), hints[entry.name], entry)
+            object.__setattr__(self, entry.name, value)
 
 
-def registered() -> dict[str, type[Pass]]:
-    """The passes that were registered, by name."""
-    return {kind.name: kind for kind in _order if kind not in PASSES}
+def _checked(name: str, value: Any, hint: Any, entry: Field[Any]) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        words = tuple(word for part in get_args(hint) for word in get_args(part) if get_origin(part) is Literal)
+        if words and isinstance(value, str):
+            return choice(name, value, among=words)
+        hint = next(part for part in get_args(hint) if get_origin(part) is not Literal)
+    least, most = entry.metadata.get("between", (float("-inf"), float("inf")))
+    if get_origin(hint) is Literal:
+        return choice(name, value, among=get_args(hint))
+    if hint is bool:
+        return truth(name, value)
+    if hint is int:
+        return whole(name, value, least=int(max(least, 0)), most=None if most == float("inf") else int(most))
+    if hint is float:
+        return real(name, value, least=least, most=most)
+    return word(name, value) if hint is str else value
 
+
+@dataclass(frozen=True)
+class PassSettings(Settings):
+    """What a recipe knows of a pass from outside: its settings.
+
+    Attributes:
+        name: Of the pass in recipes and reports.
+    """
+
+    name: ClassVar[str]
+
+
+FURTHER: Final[dict[str, type[PassSettings]]] = {}
+"""The passes that `kenosis_ort.passes.register` made known, by name."""
 
 _WIDTH: Final = partial(whole, least=2, most=8)
 
@@ -126,7 +124,7 @@ class SpeedChoice:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """Settings for accuracy: those of the passes, which are described there, and a few of the whole.
 
     Attributes:
@@ -147,48 +145,40 @@ class Recipe:
     """
 
     name: str = "custom"
-    ranges: Literal["auto", "minmax", "percentile", "entropy"] = RangeChoice.ranges
-    equalize: bool = Equalization.equalize
-    bias_correction: bool = BiasCorrection.bias_correction
-    rounding: Literal["nearest", "learned"] = LearnedRounding.rounding
-    smooth: float | Literal["auto", "off"] = SmoothQuant.smooth
-    row_scales: bool = RowScales.row_scales
-    mixed_precision: bool = MixedPrecision.mixed_precision
-    accuracy_budget: float = MixedPrecision.accuracy_budget
-    max_float_share: float = MixedPrecision.max_float_share
+    ranges: Literal["auto", "minmax", "percentile", "entropy"] = "auto"
+    equalize: bool = True
+    bias_correction: bool = True
+    rounding: Literal["nearest", "learned"] = "nearest"
+    smooth: float | Literal["auto", "off"] = between(0, 1, default="auto")
+    row_scales: bool = True
+    mixed_precision: bool = False
+    accuracy_budget: float = between(0, 1, default=0.005)
+    max_float_share: float = between(0, 1, default=0.05)
     samples: int = 32
     synthetic: int = 0
     weight_only: int = 0
-    weight_bits: int = 8
-    activation_bits: int = 8
+    weight_bits: int = between(2, 8, default=8)
+    activation_bits: int = between(2, 8, default=8)
     bits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     speed: SpeedChoice | None = None
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[PassSettings, ...] = ()
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"name": word("recipe: name", self.name)}
-        for kind in PASSES:
-            checked.update(vars(kind.of(self)))  # each pass checks its own settings
-        for name in ("samples", "synthetic"):
-            checked[name] = whole(f"recipe: {name}", getattr(self, name))
-        checked["weight_only"] = whole("recipe: weight_only", self.weight_only)
-        if checked["weight_only"] not in (0, 4, 8):
+        super().__post_init__()
+        if self.weight_only not in (0, 4, 8):
             raise OptionError(f"recipe: weight_only={self.weight_only!r} is unknown", where="recipe", fix="0, 4 or 8")
-        for name in ("weight_bits", "activation_bits"):
-            checked[name] = _WIDTH(f"recipe: {name}", getattr(self, name))
-        checked["bits"] = mapping("recipe: bits", self.bits, each=_widths)
         if self.speed is not None and not isinstance(self.speed, SpeedChoice):
             raise OptionError(f"recipe: speed={self.speed!r} is not a SpeedChoice", where="recipe", fix="give None")
-        a_pass = partial(instance, of=Pass, what="a kenosis_ort.passes.Pass")
-        checked["passes"] = several("recipe: passes", self.passes, each=a_pass, what="passes")
-        known = registered()
-        for each in checked["passes"]:
-            if known.get(each.name) is not type(each):
+        a_pass = partial(instance, of=PassSettings, what="a kenosis_ort.passes.Pass")
+        passes = several("recipe: passes", self.passes, each=a_pass, what="passes")
+        for each in passes:
+            if FURTHER.get(each.name) is not type(each):
                 raise OptionError(
                     f"recipe: {each!r} is no pass that is known",
                     where="recipe",
                     fix="call kenosis_ort.passes.register with its class before",
                 )
+        checked = {"bits": mapping("recipe: bits", self.bits, each=_widths), "passes": passes}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -205,8 +195,7 @@ class Recipe:
         Raises:
             OptionError: An unknown setting, or a value out of range.
         """
-        further = registered()
-        known = [*(f.name for f in fields(cls) if f.name != "passes"), *further]
+        known = [*(f.name for f in fields(cls) if f.name != "passes"), *FURTHER]
         for key in raw:
             if key not in known:
                 hint = did_you_mean(key, known)
@@ -216,9 +205,9 @@ class Recipe:
             raise OptionError(
                 "'speed' in a recipe is not what this version writes", where=where, fix="give model, form"
             )
-        own = {key: value for key, value in raw.items() if key not in further}
+        own = {key: value for key, value in raw.items() if key not in FURTHER}
         try:
-            passes = tuple(_pass(kind, raw[name], where) for name, kind in further.items() if name in raw)
+            passes = tuple(_pass(name, raw[name], where) for name in FURTHER if name in raw)
             return cls(**{**own, "passes": passes, "speed": None if speed is None else SpeedChoice(**speed)})
         except OptionError as error:  # a value: the class that refuses it does not know where it came from
             place, _, key = (error.where or "recipe").partition(": ")
@@ -243,6 +232,12 @@ class Recipe:
         """
         file = Path(path)
         return cls.from_dict(parse(read_text(file), str(file))["recipe"], where=str(file))
+
+
+def setting(name: str) -> Any:
+    """A field of a pass that is one of `Recipe`, with its default and bounds."""
+    declared = next(entry for entry in fields(Recipe) if entry.name == name)
+    return field(default=declared.default, metadata=declared.metadata)
 
 
 def read_text(file: Path) -> str:
@@ -297,15 +292,16 @@ def parse(text: str, where: str) -> dict[str, Any]:
     return raw
 
 
-def _pass(kind: type[Pass], settings: Any, where: str) -> Pass:
+def _pass(name: str, settings: Any, where: str) -> PassSettings:
     """A registered pass with the settings of its table."""
+    kind = FURTHER[name]
     known = [entry.name for entry in fields(kind)]
     if not isinstance(settings, Mapping):
-        raise OptionError(f"{kind.name} = {settings!r} is no table", where=where, fix=f"write [recipe.{kind.name}]")
+        raise OptionError(f"{name} = {settings!r} is no table", where=where, fix=f"write [recipe.{name}]")
     for key in settings:
         if key not in known:
             hint = did_you_mean(key, known)
-            raise OptionError(f"unknown setting '{key}' of {kind.name}.{hint}", where=where, fix=f"one of {known}")
+            raise OptionError(f"unknown setting '{key}' of {name}.{hint}", where=where, fix=f"one of {known}")
     return kind(**settings)
 
 
@@ -356,10 +352,3 @@ def resolve_recipe(value: str | os.PathLike[str] | Recipe) -> Recipe:
 def is_recipe_file(item: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether the caller gave a recipe by the path of a file."""
     return isinstance(item, os.PathLike) or (isinstance(item, str) and item not in RECIPES and item.endswith(".toml"))
-
-
-def passes_of(recipe: Recipe) -> tuple[Pass, ...]:
-    """The passes that a recipe asks for, in order."""
-    own = {each.name: each for each in recipe.passes}
-    found = (kind.of(recipe) if kind in PASSES else own.get(kind.name) for kind in _order)
-    return tuple(each for each in found if each is not None and each.wanted)

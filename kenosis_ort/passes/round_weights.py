@@ -31,6 +31,7 @@ from kenosis_ort.passes.contract import Candidate, Context, Overlay, Pass, Skipp
 from kenosis_ort.passes.coordinate_descent import Grid, descend, pass_on
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Float64, Layer, Weights, layers
+from kenosis_ort.passes.recipe import setting
 from kenosis_ort.runtime.session import HERE, Executor
 
 
@@ -224,7 +225,7 @@ class LearnedRounding(Pass):
     title: ClassVar[str] = "Learned rounding"
     off: ClassVar[tuple[str, ...]] = ("nearest",)
 
-    rounding: Literal["nearest", "learned"] = "nearest"
+    rounding: Literal["nearest", "learned"] = setting("rounding")
 
     def apply(self, state: State, statistics: Statistics, context: Context) -> Candidate | Skipped:
         base = state.prepared.proto

@@ -33,6 +33,7 @@ from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.input_moments import observe
 from kenosis_ort.passes.layers import Float64, Layer, layer_of
+from kenosis_ort.passes.recipe import setting
 
 _AXES_ARE_INPUTS: Final = 18
 _LEAST: Final = 1e-30
@@ -215,7 +216,7 @@ class RowScales(contract.WeightPass):
     name: ClassVar[str] = "row_scales"
     title: ClassVar[str] = "Scaling of rows"
 
-    row_scales: bool = True
+    row_scales: bool = setting("row_scales")
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         smoothing = context.active.get("smooth")

@@ -28,6 +28,7 @@ from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.passes import contract
 from kenosis_ort.passes.layers import Float64, weights_of
+from kenosis_ort.passes.recipe import setting
 from kenosis_ort.passes.smooth_groups import SmoothGroup, find_groups, scale_channels
 
 _log = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ class SmoothQuant(contract.WeightPass):
     title: ClassVar[str] = "SmoothQuant"
     off: ClassVar[tuple[str, ...]] = ("off",)
 
-    smooth: float | Literal["auto", "off"] = contract.between(0, 1, default="auto")
+    smooth: float | Literal["auto", "off"] = setting("smooth")
 
     def points(self, state: contract.State, context: contract.Context) -> Mapping[str, int]:
         nodes = set(context.nodes)

@@ -169,7 +169,7 @@ BREAKS = (
           "contracts/test_every_target.py"),
     Break("graph/structure.py", "if size.dim_value < 0:", "if False:", "graph/test_load.py"),
     Break("passes/scale_rows.py", "if _MORE * score.error > best.error:", "if False:", "passes/test_rescaling.py"),
-    Break("passes/self_correction.py", "self._stacks = False", "self._stacks = True", "passes/test_corrections.py"),
+    Break("passes/correct_biases.py", "self._stacks = False", "self._stacks = True", "passes/test_corrections.py"),
     Break("passes/correct_biases.py", "present.size > 1 and (", "(", "passes/test_corrections.py"),
     Break("passes/layers.py", "power * self._importance).", "power / self._importance).",
           "passes/test_rescaling.py"),

@@ -7,9 +7,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.evaluator import Evaluator, Reference
 from kenosis_ort.passes.gates import GatedModel
-from kenosis_ort.passes.model_runs import Reference
 from tests.flow.support import run
 
 

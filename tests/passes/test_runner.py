@@ -16,7 +16,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.option_types import RecipeFile
-from kenosis_ort.passes import PASSES, between, passes_of, recipe as recipes, register
+from kenosis_ort.passes import PASSES, between, order, passes_of, register
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, WeightPass
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.runner import PassRunner
@@ -160,10 +160,11 @@ class Seen(Pass):
 
 @pytest.fixture
 def known() -> Iterator[None]:
-    before = [*recipes._order]
+    before = [*order._order]
     register(Seen, before="bias_correction")
     yield
-    recipes._order[:] = before
+    order._order[:] = before
+    order.FURTHER.clear()
 
 
 @pytest.mark.parametrize("each", [Seen(), Seen(0.1, 0, "hard", -1e-9, False), Seen(2, 99, "soft", 3.0)])

@@ -12,9 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from kenosis_ort import KenosisWarning, VerificationError, calibrate, preview, quantize_static
+from kenosis_ort.calibration.estimators import _FARTHEST, fitted_to_widths
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.view import GraphView
-from kenosis_ort.passes.choose_ranges import _FARTHEST, fitted_to_widths
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind
 from kenosis_ort.runtime.session import open_session
