@@ -4,7 +4,6 @@ import ast
 import operator
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +27,11 @@ from tests import models
     ("a\u202eb\u2066", "a\\u202eb\\u2066"), ("tab\tbell\a\x7f\x9b", "tab\\tbell\\x07\\x7f\\x9b"),
     ("two\nlines", "two\nlines"), ("\ud800", "\\ud800"), ("\u2028", "\\u2028"),
 ])  # fmt: skip
-def test_control_characters_are_spelled_out(text: str, shown: str) -> None:
+def test_control_characters_are_spelled_out(text, shown):
     assert printable(text) == shown
 
 
-def test_an_error_is_one_line_of_printable_text() -> None:
+def test_an_error_is_one_line_of_printable_text():
     error = KenosisError("two\nlines", where="\x1b[31m", fix="none\u202e")
     assert str(error) == "two lines [at: \\x1b[31m] Fix: none\\u202e"
     assert error.where == "\x1b[31m"  # data stay data
@@ -44,8 +43,8 @@ class CancelledError(Exception):
     pass
 
 
-def test_what_the_callers_own_code_raises_comes_out_as_it_was(tmp_path: Path) -> None:
-    def cancel(*_: object) -> None:
+def test_what_the_callers_own_code_raises_comes_out_as_it_was(tmp_path):
+    def cancel(*_):
         raise CancelledError
 
     model = models.residual_block()
@@ -57,16 +56,16 @@ def test_what_the_callers_own_code_raises_comes_out_as_it_was(tmp_path: Path) ->
 
 
 @last_gate
-def door(do: Any) -> Any:
+def door(do):
     """A public call."""
     return do()
 
 
-def fail(error: Exception) -> None:
+def fail(error):
     raise error
 
 
-def test_defects_are_reported_as_such_and_memory_as_memory() -> None:
+def test_defects_are_reported_as_such_and_memory_as_memory():
     with pytest.raises(InternalError, match=r"KeyError: 'x'.*report this as a bug") as caught:
         door(lambda: fail(KeyError("x")))
     assert isinstance(caught.value.__cause__, KeyError)
@@ -79,15 +78,15 @@ def test_defects_are_reported_as_such_and_memory_as_memory() -> None:
     assert not isinstance(wrong.value, KenosisError)
 
 
-def test_a_warning_that_the_caller_makes_an_error_stays_one() -> None:
+def test_a_warning_that_the_caller_makes_an_error_stays_one():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(KenosisWarning, match="mine"):
             door(lambda: warnings.warn("mine", KenosisWarning, stacklevel=2))
 
 
-def test_numpy_neither_warns_nor_raises_within_a_call() -> None:
-    def divide() -> float:
+def test_numpy_neither_warns_nor_raises_within_a_call():
+    def divide():
         return float(np.float32(1.0) / np.float32(0.0))
 
     with np.errstate(all="raise"):
@@ -96,8 +95,8 @@ def test_numpy_neither_warns_nor_raises_within_a_call() -> None:
             divide()
 
 
-def test_threads_of_a_call_do_not_warn_of_numbers_either() -> None:
-    def overflows(_: str, array: Any) -> bool:
+def test_threads_of_a_call_do_not_warn_of_numbers_either():
+    def overflows(_, array):
         return bool(np.isinf(array * np.float32(3e38)).all())
 
     with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -105,8 +104,8 @@ def test_threads_of_a_call_do_not_warn_of_numbers_either() -> None:
         assert not _Adder(threads=2).add({name: np.full(2**19, 3e38, np.float32) for name in "ab"}, overflows)
 
 
-def test_of_one_public_call_made_by_another_the_outer_one_reports() -> None:
-    def handled() -> str:
+def test_of_one_public_call_made_by_another_the_outer_one_reports():
+    def handled():
         with pytest.raises(KeyError):
             door(lambda: fail(KeyError("x")))
         return "handled"
@@ -114,14 +113,14 @@ def test_of_one_public_call_made_by_another_the_outer_one_reports() -> None:
     assert door(handled) == "handled"
 
 
-def test_callers_own_keeps_results_and_names_and_a_misspelt_option_is_a_type_error() -> None:
+def test_callers_own_keeps_results_and_names_and_a_misspelt_option_is_a_type_error():
     negated = callers_own(operator.neg)
     assert (negated(4), negated.__name__) == (-4, "neg")
     with pytest.raises(TypeError, match="nodes_to_exlude"):
         preview(models.residual_block(), nodes_to_exlude=["x"])
 
 
-def test_names_are_spelled_out_in_all_texts(tmp_path: Path) -> None:
+def test_names_are_spelled_out_in_all_texts(tmp_path):
     model = models.residual_block()
     odd = "\x1b[31mred\u202e<b>"
     for node in model.graph.node:
@@ -142,7 +141,7 @@ WITHOUT_A_FIX = {
 PACKAGE = Path(of_the_package.__file__).parent
 
 
-def test_every_error_says_what_to_do() -> None:
+def test_every_error_says_what_to_do():
     """An error that the package raises names a fix: what the caller can do about it."""
     trees = {
         file.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]

@@ -14,14 +14,14 @@ from tests.graph.build import assert_same, ops
 
 
 @pytest.fixture
-def layer() -> onnx.ModelProto:
+def layer():
     """An attention in parts."""
     return rules.net(rules.EXAMPLES["fuse_attention"][1])
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has Attention
 def test_the_file_holds_the_layer_and_computes_the_same_and_what_is_in_memory_stays(
-    layer: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    layer, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     before = layer.SerializeToString(deterministic=True)
@@ -38,7 +38,7 @@ def test_the_file_holds_the_layer_and_computes_the_same_and_what_is_in_memory_st
     assert ops(onnx.load(source)) == ops(onnx.load(out)) == ["Attention"]
 
 
-def test_half_precision_stays_what_it_is_and_is_told(layer: onnx.ModelProto):
+def test_half_precision_stays_what_it_is_and_is_told(layer):
     for value in (*layer.graph.input, *layer.graph.output):
         value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     found = kenosis_ort.fuse(layer)
@@ -48,6 +48,6 @@ def test_half_precision_stays_what_it_is_and_is_told(layer: onnx.ModelProto):
 
 
 @pytest.mark.parametrize("wrong", [3, None, b"model"])
-def test_what_is_no_model_is_told(wrong: object):
+def test_what_is_no_model_is_told(wrong):
     with pytest.raises(kenosis_ort.ArgumentTypeError, match="model"):
         kenosis_ort.fuse(wrong)

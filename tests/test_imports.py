@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -23,7 +22,7 @@ _FOR_A_VERDICT = {
 }
 
 
-def loaded_by(code: str, tmp_path: Path) -> set[str]:
+def loaded_by(code, tmp_path):
     """Names of the modules, the standard library aside, that a fresh process has loaded behind some code."""
     torch = tmp_path / "torch"
     torch.mkdir(exist_ok=True)
@@ -37,11 +36,11 @@ def loaded_by(code: str, tmp_path: Path) -> set[str]:
     return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
 
 
-def packages(modules: set[str]) -> set[str]:
+def packages(modules):
     return {name.partition(".")[0] for name in modules if not name.startswith("_")}
 
 
-def test_the_drop_in_import_loads_little_more_than_stock(tmp_path: Path) -> None:
+def test_the_drop_in_import_loads_little_more_than_stock(tmp_path):
     stock, ours = loaded_by(STOCK, tmp_path), loaded_by(OURS, tmp_path)
     assert packages(ours) <= packages(stock) | _ALSO
     own = {name for name in ours if name.startswith("kenosis_ort.")}
@@ -51,7 +50,7 @@ def test_the_drop_in_import_loads_little_more_than_stock(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_a_look_at_a_file_loads_no_more_than_it_needs(tmp_path: Path, command: str) -> None:
+def test_a_look_at_a_file_loads_no_more_than_it_needs(tmp_path, command):
     onnx.save(models.mlp(), tmp_path / "model.onnx")
     code = f"from kenosis_ort.cli.main import main\nmain([{command!r}, {str(tmp_path / 'model.onnx')!r}])"
     modules = loaded_by(code, tmp_path)
@@ -60,7 +59,7 @@ def test_a_look_at_a_file_loads_no_more_than_it_needs(tmp_path: Path, command: s
     assert not own & {"flow", "calibration", "accuracy", "passes", "cluster", "tuning", "weights", "placement"}
 
 
-def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path: Path) -> None:
+def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path):
     onnx.save(models.mlp(), tmp_path / "model.onnx")
     np.savez(tmp_path / "data.npz", **models.feeds(models.mlp(), 1)[0])
     code = f"{OURS}\nfrom kenosis_ort import ArrayReader\n"
@@ -71,19 +70,19 @@ def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path: Pa
     assert not [name for name in modules if ".synthetic" in name or name.endswith((".trust", ".net_evidence"))]
 
 
-def test_no_name_of_the_package_loads_what_is_heavy(tmp_path: Path) -> None:
+def test_no_name_of_the_package_loads_what_is_heavy(tmp_path):
     modules = loaded_by("import kenosis_ort\nfor name in kenosis_ort.__all__: getattr(kenosis_ort, name)", tmp_path)
     assert not packages(modules) & _NEVER
 
 
-def test_shapes_are_inferred_without_torch(tmp_path: Path) -> None:
+def test_shapes_are_inferred_without_torch(tmp_path):
     onnx.save(models.mlp(), tmp_path / "model.onnx")
     code = "import onnx\nfrom kenosis_ort.graph import shapes\n"
     code += f"model = onnx.load({str(tmp_path / 'model.onnx')!r})\nassert shapes._infer_symbolic(model)"
     assert loaded_by(code, tmp_path) & {"sympy", "torch"} == {"sympy"}
 
 
-def test_symbols_are_computed_all_the_same(tmp_path: Path) -> None:
+def test_symbols_are_computed_all_the_same(tmp_path):
     code = "from kenosis_ort.graph.view import ir\nassert 'sympy' not in sys.modules\n"
     code += "assert str(ir.SymbolicDim('N') + 1) == 'N + 1'\nimport sympy\nassert ir._core.sympy.Expr is sympy.Expr"
     assert "sympy" in loaded_by(code, tmp_path)

@@ -13,14 +13,14 @@ from tests.fuzz.case import Case
 from tests.fuzz.gentle import GENTLE
 from tests.fuzz.isolated import IS_POSSIBLE, isolated
 from tests.fuzz.seeds import SEEDS, seed_bytes, seed_feeds, seed_model, split_data
-from tests.fuzz.structure import STRUCTURAL, Mutation
+from tests.fuzz.structure import STRUCTURAL
 from tests.models import session
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "fuzz.py"
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="cases are forked")
-def test_mutated_models_end_in_a_result_or_one_sentence(tmp_path: Path) -> None:
+def test_mutated_models_end_in_a_result_or_one_sentence(tmp_path):
     """As many cases as the profile says, the same each time.
 
     They are drawn in a process of their own: what hypothesis draws depends on the modules that are loaded.
@@ -38,14 +38,14 @@ def test_mutated_models_end_in_a_result_or_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="cases are forked")
-def test_a_name_that_is_no_text_is_refused_on_purpose_though_the_runtime_takes_it() -> None:
+def test_a_name_that_is_no_text_is_refused_on_purpose_though_the_runtime_takes_it():
     model = seed_bytes("linear").replace(b"fc0", b"fc\xff")
     found = isolated(Case("linear", "quantize_static", {"promise": False}, model=model, feeds=seed_feeds("linear")))
     assert (found["class"], "utf-8" in found["detail"].lower()) == ("refused", True), found
 
 
 @pytest.mark.parametrize("name", sorted(SEEDS))
-def test_every_seed_runs_in_the_runtime(name: str, tmp_path: Path) -> None:
+def test_every_seed_runs_in_the_runtime(name, tmp_path):
     model = seed_model(name)
     (tmp_path / "weights.bin").write_bytes(split_data(model))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
@@ -54,7 +54,7 @@ def test_every_seed_runs_in_the_runtime(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mutation", sorted({*STRUCTURAL, *GENTLE}, key=lambda m: m.__name__), ids=lambda m: m.__name__)
-def test_every_mutation_changes_models(mutation: Mutation) -> None:
+def test_every_mutation_changes_models(mutation):
     changed = 0
     for number, name in enumerate(sorted(SEEDS) * 4):
         model = seed_model(name)

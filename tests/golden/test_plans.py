@@ -29,7 +29,7 @@ ATTENTION = pytest.param("transformer_block", marks=pytest.mark.since("1.24"))  
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [ATTENTION if name == "transformer_block" else name for name in models.ALL])
-def test_the_plan_is_the_golden_one(name: str, target: str) -> None:
+def test_the_plan_is_the_golden_one(name, target):
     """Of the default target as calibrated, of others before."""
     is_default = target == DEFAULT_TARGET
     plan = report(name).plan if is_default else preview(models.ALL[name](), target=target)
@@ -39,12 +39,12 @@ def test_the_plan_is_the_golden_one(name: str, target: str) -> None:
     assert got == want, f"if this is meant, run python -m tests.golden.regenerate\n{diff}"
 
 
-def test_every_golden_file_belongs_to_a_model() -> None:
+def test_every_golden_file_belongs_to_a_model():
     assert {p.stem for p in FOLDER.glob("*.txt")} == set(models.ALL)
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_the_runtime_does_what_is_planned_and_nothing_else(name: str) -> None:
+def test_the_runtime_does_what_is_planned_and_nothing_else(name):
     """No heavy node planned integer runs float, what is planned to vanish vanishes, nothing is repaired or clips."""
     plan, fusion = report(name).plan, report(name).fusion
     assert fusion is not None
@@ -76,14 +76,14 @@ CASES = [
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=pytest.mark.since(LATER.get(case[0], "1.23")), id=" ".join(case)) for case in CASES
 ])  # fmt: skip
-def test_plans_and_structures_are_those_that_are_frozen(case: tuple[str, str, str]) -> None:
+def test_plans_and_structures_are_those_that_are_frozen(case):
     frozen = json.loads(house.FROZEN.read_text(encoding="utf-8"))
     assert case in set(house.cases([], everything=False))
     found = dict([house.case(case)])
     assert house.compared(frozen, found, same_processor=False) == [], "if this is meant: benchmarks/house.py --write"
 
 
-def test_a_case_that_differs_is_told() -> None:
+def test_a_case_that_differs_is_told():
     frozen = {"cases": {"a": {"plan": "1", "file": "2"}}}
     assert house.compared(frozen, {"a": {"plan": "1", "file": "3"}}, same_processor=True) == ["a: file"]
     assert house.compared(frozen, {"a": {"plan": "1", "file": "3"}}, same_processor=False) == []

@@ -1,7 +1,6 @@
 """Each spelling of a model, of every operator set, means to the prepared model what it means to the runtime."""
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import onnx
@@ -168,11 +167,11 @@ GRID = np.random.default_rng(0).uniform(-1, 1, (2, 4, 4, 2)).astype(np.float32)
 PADS = "pads = [0, 0, 1, 2, 0, 0, 3, 0]"
 
 
-def scales(*numbers: float) -> dict[str, Any]:
+def scales(*numbers):
     return {"s": np.float32([1, 1, *numbers])}
 
 
-CASES: list[tuple[Any, ...]] = [
+CASES = [
     (7, "Clip<min = -0.5, max = 0.5>(x)"), (10, "Clip<max = 0.25>(x)"), (9, "Clip(x)"),
     (9, "Slice<starts = [1, 0], ends = [5, -1], axes = [1, 3]>(x)"), (7, "Slice<starts = [0, 1], ends = [1, 9999]>(x)"),
     (10, f"Pad<{PADS}, value = 1.5>(x)"), (7, f'Pad<{PADS}, mode = "reflect">(x)'),
@@ -257,7 +256,7 @@ def test_softmax_over_any_axis(shape, data, known):
     assert_same(before, ready(before).proto, {"x": normal(shape, 1)}, rtol=1e-6)
 
 
-def choice(out: str, body: str) -> str:
+def choice(out, body):
     """An If both of whose branches are this body."""
     return f"""If(c) <then_branch = t () => (float[] {out}) {{ {body} }},
                       else_branch = e () => (float[] {out}) {{ {body} }}>"""

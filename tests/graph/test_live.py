@@ -10,7 +10,7 @@ from onnx import TensorProto
 
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.view import GraphView, further_outputs, ir, optional
+from kenosis_ort.graph.view import GraphView, further_outputs, optional
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION
 from tests import models
 from tests.graph.build import assert_same, net, ops, ready
@@ -18,29 +18,29 @@ from tests.graph.build import assert_same, net, ops, ready
 X = {"x": np.array([[-2.0, 0.5, 3.0]], np.float32)}
 
 
-def live(body: str = "a = Relu(x) b = Mul(a, w) y = Neg(b)", outputs: str = "y") -> LiveGraph:
+def live(body="a = Relu(x) b = Mul(a, w) y = Neg(b)", outputs="y"):
     """A net over ``x`` [1, 3] and the constant ``w`` [3]; nodes are called after operator and output."""
     declared = ", ".join(f"float[1,3] {name}" for name in outputs.split())
     text = f"(float[1,3] x) => ({declared}) {{ {body} }}"
     return LiveGraph(ready(net(text, {"w": np.array([1, 2, 3], np.float32)})).proto)
 
 
-def node(graph: LiveGraph, operator: str) -> ir.Node:
+def node(graph, operator):
     return next(each for each in graph.graph if each.op_type == operator)
 
 
-def put_behind(graph: LiveGraph, node: ir.Node, operator: str) -> None:
+def put_behind(graph, node, operator):
     """Gives the output of a node to a new node that reads it."""
     value = node.outputs[0]
     graph.append_behind(node, operator, [value], output=graph.hand_over(value), nearest=True)
 
 
-def written(graph: LiveGraph) -> list[str]:
+def written(graph):
     return [f"{n.output[0]} = {n.op_type} {' '.join(n.input)}" for n in graph.write().graph.node]
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_what_nothing_changes_is_written_as_it_was_read(name: str) -> None:
+def test_what_nothing_changes_is_written_as_it_was_read(name):
     proto = ready(models.ALL[name]()).proto
     before = proto.SerializeToString(deterministic=True)
     graph = LiveGraph(proto)
@@ -50,14 +50,14 @@ def test_what_nothing_changes_is_written_as_it_was_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name: str) -> None:
+def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name):
     prepared = ready(models.ALL[name](), rewrites=(*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS), keep_values=["x"])
     mine, fresh = prepared.graph, GraphView(prepared.proto)
     assert isinstance(mine, LiveGraph)
     assert not mine.has_edits
     assert all(mine.node(node.name or "") is node for node in mine.nodes)
 
-    def seen(view: GraphView, value: ir.Value | None) -> object:
+    def seen(view, value):
         if value is None:
             return None
         readers = {(c.node.name, c.index) for c in view.consumers(value)}
@@ -69,7 +69,7 @@ def test_behind_a_row_of_rules_the_graph_is_what_a_new_reader_sees(name: str) ->
             assert [seen(mine, value) for value in mine_] == [seen(fresh, value) for value in fresh_]
 
 
-def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_or_not() -> None:
+def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_or_not():
     graph = live()
     mul = node(graph, "Mul")
     made = graph.add_constant(np.zeros((2, 3), np.int64), "made")
@@ -80,7 +80,7 @@ def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_o
     assert not further_outputs(mul)
 
 
-def test_types_are_read_again_and_look_ups_begin_anew() -> None:
+def test_types_are_read_again_and_look_ups_begin_anew():
     graph = live()
     graph.begin(["a"])
     mul = node(graph, "Mul")
@@ -103,7 +103,7 @@ def test_types_are_read_again_and_look_ups_begin_anew() -> None:
     assert not graph.has_edits
 
 
-def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
+def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put():
     """One behind takes the name, the type and the readers."""
     graph = live()
     mul = node(graph, "Mul")
@@ -124,7 +124,7 @@ def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put() -> None:
 
 
 @given(st.lists(st.sampled_from(["behind", "before", "bypass", "rewrite", "collect"]), max_size=12))
-def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps: list[str]) -> None:
+def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps):
     """Two Negs cancel out, wherever they are put; new nodes are never taken for ones that went."""
     graph = live()
     before = copy_model(graph.proto)
@@ -150,20 +150,20 @@ def test_rows_of_edits_that_keep_the_function_keep_the_outputs(steps: list[str])
     onnx.checker.check_model(graph.proto)
 
 
-def test_a_new_value_has_no_name_of_a_body() -> None:
+def test_a_new_value_has_no_name_of_a_body():
     body = "b (float[3] row) => (float[3] out) <float[3] k = {1, 2, 3}> { t = Mul(row, k) out = Neg(t) }"
     graph = live(f"y = Scan<num_scan_inputs = 1, body = {body}>(x)")
     assert not {graph.fresh_name(name) for name in ("row", "out", "k", "t")} & {"row", "out", "k", "t"}
 
 
-def test_a_value_renamed_has_its_new_size_in_the_file() -> None:
+def test_a_value_renamed_has_its_new_size_in_the_file():
     graph = live()
     graph.rename_grown(node(graph, "Mul").outputs[0], "b_wide", axis=1, size=16)
     infos = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.write().graph.value_info}
     assert infos == {"a": [1, 3], "b_wide": [1, 16]}
 
 
-def test_a_copy_is_changed_and_the_model_stays() -> None:
+def test_a_copy_is_changed_and_the_model_stays():
     source = live().proto
     before = source.SerializeToString(deterministic=True)
     graph = LiveGraph(source, copied=True)

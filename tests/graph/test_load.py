@@ -19,7 +19,7 @@ from tests.graph.build import net, run
 WEIGHT = np.arange(4096, dtype=np.float32).reshape(64, 64)
 
 
-def linear() -> onnx.ModelProto:
+def linear():
     return net("(float[1,64] x) => (float[1,64] y) { y = MatMul(x, w) }", {"w": WEIGHT})
 
 
@@ -56,7 +56,7 @@ def test_a_path_gives_a_complete_model_and_a_proto_is_copied(tmp_path):
 
 
 @pytest.mark.parametrize("outputs", ["float[2] y", "float[2] y, float[2] w"])
-def test_a_constant_that_is_listed_as_an_input_is_its_default(outputs: str) -> None:
+def test_a_constant_that_is_listed_as_an_input_is_its_default(outputs):
     model = net(f"(float[2] x, float[2] w) => ({outputs}) {{ w = Constant<value_floats=[1.0, 2.0]>() y = Add(x, w) }}")
     loaded = load_model(model).proto
     assert [node.op_type for node in loaded.graph.node] == ["Add"]
@@ -184,11 +184,11 @@ def test_weights_alone_may_be_quantized():
 TINY = np.arange(16, dtype=np.float32).reshape(4, 4)
 
 
-def tiny() -> onnx.ModelProto:
+def tiny():
     return net("(float[1,4] x) => (float[1,4] y) { [mm] y = MatMul(x, w) }", {"w": TINY})
 
 
-def nested(levels: int) -> onnx.ModelProto:
+def nested(levels):
     """A model of nested bodies, built without a copy: protobuf's own limits are lower."""
     proto = tiny()
     owner = proto.graph
@@ -198,7 +198,7 @@ def nested(levels: int) -> onnx.ModelProto:
     return proto
 
 
-def with_functions(*bodies: str) -> onnx.ModelProto:
+def with_functions(*bodies):
     """A model whose function ``f0`` calls in a row what its body names, and so on."""
     text = "(float[1,4] x) => (float[1,4] y) { y = d.f0(x) }"
     for at, calls in enumerate(bodies):
@@ -252,13 +252,13 @@ def test_what_nothing_reads_and_nobody_could_read_is_left_out():
     assert broken in proto.graph.initializer  # the caller's own is not changed
 
 
-def without(field: str, of: str = "") -> onnx.ModelProto:
+def without(field, of=""):
     proto = tiny()
     {"": proto, "graph": proto.graph, "node": proto.graph.node[0]}[of].ClearField(field)
     return proto
 
 
-def calling(*, argument: str) -> onnx.ModelProto:
+def calling(*, argument):
     proto = with_functions("d.f1", "Relu")
     proto.graph.node[0].input[0] = argument
     proto.functions[1].input.append("spare")
@@ -385,7 +385,7 @@ def test_value_info_that_inference_contradicts_is_corrected(said):
 
 
 @pytest.mark.parametrize("kind", ["INT2", "UINT2", "INT4", "FLOAT4E2M1"])
-def test_packed_tensors_are_read(kind: str) -> None:
+def test_packed_tensors_are_read(kind):
     number = dict(TensorProto.DataType.items()).get(kind)
     if number is None:
         pytest.skip(f"the installed onnx knows no {kind}")

@@ -55,16 +55,14 @@ _FUNCTION = """<domain: "local", opset_import: ["" : 18]> Through <kind> (s) => 
     { t = Cast<to = 1>(s) u = Cast<to: int = @kind>(t) }"""
 
 
-def step(kind: int, name: str, out: str, x: str) -> str:
+def step(kind, name, out, x):
     half = {F16: 0x3800, F64: 0.5}[kind]
     return Template(STEPS[name]).substitute(
         o=out, x=x, t=NAMES[kind], k=kind, half=half, halves=", ".join([f"{half}"] * 16)
     )
 
 
-def typed(
-    kind: int, body: str, outputs: str = "y", *, inputs: str = "", seed: int = 0, more: str = ""
-) -> onnx.ModelProto:
+def typed(kind, body, outputs="y", *, inputs="", seed=0, more=""):
     """A model of an input ``x``; outputs that have no type have that of ``x`` and its shape, [N, 4]."""
     t = NAMES[kind]
     outs = ", ".join(out if " " in out else f"{t}[N,4] {out}" for out in outputs.split(", "))
@@ -76,11 +74,11 @@ def typed(
     return net(text, known, opset=18, ir_version=9, seed=seed, domains=("com.microsoft", "local", "secret"))
 
 
-def declared(model: onnx.ModelProto) -> list[tuple[str, bytes]]:
+def declared(model):
     return [(v.name, v.type.SerializeToString()) for v in (*model.graph.input, *model.graph.output)]
 
 
-def inner_types(model: onnx.ModelProto) -> set[int]:
+def inner_types(model):
     """Element types of what is stored, of what attributes name and of what bodies declare."""
     tensors = [t.data_type for g in all_graphs(model.graph) for t in g.initializer]
     attributes = [a for n in all_nodes(model) for a in n.attribute if not n.name.endswith("_Cast")]
@@ -90,7 +88,7 @@ def inner_types(model: onnx.ModelProto) -> set[int]:
     return {*tensors, *named, *bodies}
 
 
-def converted(model: onnx.ModelProto) -> onnx.ModelProto:
+def converted(model):
     """The prepared model; the one given is not changed."""
     before = model.SerializeToString(deterministic=True)
     result = ready(model)
@@ -101,7 +99,7 @@ def converted(model: onnx.ModelProto) -> onnx.ModelProto:
     return result.proto
 
 
-def casts(model: onnx.ModelProto) -> str:
+def casts(model):
     """The operators, of casts with the type."""
     return " ".join(f"to {NAMES[n.attribute[0].i]}" if n.op_type == "Cast" else n.op_type for n in model.graph.node)
 

@@ -20,7 +20,7 @@ from tests.graph.build import assert_same, net, ops, ready, run
 ONES = {"x": np.ones((2, 3), np.float32)}
 
 
-def chain(body: str = "y = Relu(x)", **options) -> onnx.ModelProto:
+def chain(body="y = Relu(x)", **options):
     return net(f"(float[2,3] x) => (float[2,3] y) {{ {body} }}", **{"opset": 13, **options})
 
 
@@ -54,7 +54,7 @@ def test_the_runtimes_limits_are_true():
     """1.23 reads operator set 23, but has no QuantizeLinear of it."""
     limits, constants = runtime_limits(), {"s": np.float32(0.5), "z": np.uint8(0)}
 
-    def try_(opset: int, ir: int) -> None:
+    def try_(opset, ir):
         body = "q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z)"
         run(chain(body, weights=constants, opset=opset, ir_version=ir, domains=()), ONES)
 

@@ -1,7 +1,6 @@
 """Quantized numbers: which products kernels add in int16, bit for bit, and which constants 8 bits hold exactly."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +14,19 @@ from tests.models import session
 from tests.processor import SATURATES
 
 
-def computed(interface: str, body: str, x: np.ndarray, constants: dict[str, Any]) -> np.ndarray:
+def computed(interface, body, x, constants):
     """What the runtime's own choice of kernels computes."""
     return session(net(f"({interface}) {{ {body} }}", constants)).run(None, {"x": x})[0]
 
 
-def expected(columns: np.ndarray, rows: np.ndarray, pairs: bool = True) -> np.ndarray:
+def expected(columns, rows, pairs=True):
     """Products (n, K) x (m, K), their pairs added in int16 as ``vpmaddubsw`` does."""
     a, b = (np.pad(v.astype(np.int64), [(0, 0), (0, columns.shape[1] % 2)]) for v in (columns, rows))
     sums = (a[:, None, :] * b[None, :, :]).reshape(len(a), len(b), -1, 2).sum(-1)
     return (np.clip(sums, -(2**15), 2**15 - 1) if pairs and SATURATES else sums).sum(-1)
 
 
-def windows(x: np.ndarray, kernel: tuple[int, ...], group: int, groups: int) -> np.ndarray:
+def windows(x, kernel, group, groups):
     """Im2col of one group in the order (kernel, channel): shape (positions, K); valid windows, stride 1."""
     channels, rank = x.shape[1] // groups, len(kernel)
     part = x[0, group * channels : (group + 1) * channels]
@@ -40,7 +39,7 @@ LARGE = st.integers(0, 2**32 - 1)
 
 
 @given(m=st.integers(1, 9), k=st.integers(1, 70), n=st.integers(1, 40), seed=LARGE)
-def test_products_of_matrices_add_neighbours_along_k(m: int, k: int, n: int, seed: int):
+def test_products_of_matrices_add_neighbours_along_k(m, k, n, seed):
     rng = np.random.default_rng(seed)
     x, w = rng.integers(180, 256, (m, k), np.uint8), rng.integers(-128, 128, (k, n), np.int8)
     found = computed(f"uint8{[m, k]} x) => (int32[] y", "y = MatMulInteger(x, w)", x, {"w": w})
@@ -75,7 +74,7 @@ def test_convolutions_add_neighbours_in_kernel_then_channel_order(groups, inputs
 
 
 @given(shape=st.tuples(*[st.integers(1, 5)] * 4), groups=st.integers(1, 3), seed=LARGE)
-def test_pairs_are_a_permutation_of_the_weights(shape: tuple[int, ...], groups: int, seed: int):
+def test_pairs_are_a_permutation_of_the_weights(shape, groups, seed):
     w = np.random.default_rng(seed).integers(-128, 128, shape, np.int8)
     orders = [PairOrder((0, 2, 3, 1), 1), PairOrder((0, 1, 3, 2), 3), PairOrder((1, 0, 2, 3), 2)]
     for order in orders:
@@ -120,7 +119,7 @@ def test_a_pair_can_clip_above_128_and_below_minus_128():
     ("Conv<group = 8>", (8, 1, 3, 3), None), ("Conv<group = 8>", (16, 1, 3, 3), (0, 2, 3, 1)),
     ("ConvTranspose", (8, 4, 3, 3), None), ("Gather", (8, 4), None),
 ])  # fmt: skip
-def test_order_by_operator(call: str, shape: tuple[int, ...], axes: tuple[int, ...] | None):
+def test_order_by_operator(call, shape, axes):
     order = pair_order(parse_node(f"y = {call}(x, w)"), shape)
     assert (order.axes if order else None) == axes
 
@@ -132,7 +131,7 @@ def test_order_by_operator(call: str, shape: tuple[int, ...], axes: tuple[int, .
     multiples=st.lists(st.integers(-120, 135), min_size=1, max_size=30),
     step=st.floats(1e-6, 1e6, allow_nan=False, allow_infinity=False),
 )
-def test_multiples_of_any_step_are_found(multiples: list[int], step: float) -> None:
+def test_multiples_of_any_step_are_found(multiples, step):
     values = (np.array(multiples) * step).astype(np.float32)
     found = exact_grid(values)
     assert found is not None
@@ -144,7 +143,7 @@ def test_multiples_of_any_step_are_found(multiples: list[int], step: float) -> N
 @pytest.mark.parametrize(("values", "step", "multiples"), [
     ([[1.0, 1.5], [2.25, 1.0]], 0.25, [[4, 6], [9, 4]]), ([0.0] * 3, None, [0, 0, 0])
 ])  # fmt: skip
-def test_the_step_is_the_coarsest_one(values: list[Any], step: float | None, multiples: list[Any]) -> None:
+def test_the_step_is_the_coarsest_one(values, step, multiples):
     found = exact_grid(np.array(values, np.float32))
     assert found is not None
     assert (found.step if step else None, found.low, found.multiples.tolist()) == (step, 0, multiples)
@@ -153,5 +152,5 @@ def test_the_step_is_the_coarsest_one(values: list[Any], step: float | None, mul
 @pytest.mark.parametrize("values", [
     [1.0, np.pi], [0.001, 1.0], [-1.0, 255.0], list(range(257)), [np.nan], [np.inf, 1.0], [],
 ], ids=["irrational", "too fine", "too wide", "too many", "nan", "inf", "empty"])  # fmt: skip
-def test_others_have_none(values: list[float]) -> None:
+def test_others_have_none(values):
     assert exact_grid(np.array(values, np.float32)) is None

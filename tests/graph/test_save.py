@@ -3,9 +3,7 @@
 import copy
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -25,15 +23,15 @@ from tests.storage.killing import killed_at_every_step
 from tests.weights.test_quantize import decoder, feeds
 
 
-def small() -> onnx.ModelProto:
+def small():
     return net("(float[1,64] x) => (float[1,64] y) <float[64,64] w, float[64] b> { h = MatMul(x, w) y = Add(h, b) }")
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def without_temporary_folders(folder: Path) -> None:
+def without_temporary_folders(folder):
     """Removes what a killed process has left."""
     for left in folder.glob(".kenosis-write-*"):
         shutil.rmtree(left)
@@ -129,14 +127,14 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @pytest.fixture(params=[True, False], ids=["links", "no links"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def links(request, monkeypatch):
     """Whether the file system has hard links."""
     if not request.param:
         monkeypatch.setattr(os, "link", no_links)
     return bool(request.param)
 
 
-def square(seed: int, size: int = 64) -> onnx.ModelProto:
+def square(seed, size=64):
     text = f"(float[1,{size}] x) => (float[1,{size}] y) <float[{size},{size}] w> {{ y = MatMul(x, w) }}"
     return net(text, seed=seed)
 
@@ -144,7 +142,7 @@ def square(seed: int, size: int = 64) -> onnx.ModelProto:
 OLD, NEW = square(0), square(1, size=48)
 
 
-def write(proto: onnx.ModelProto, out: Path, *, external: bool, warn: Callable[[str], object] = warn_caller) -> None:
+def write(proto, out, *, external, warn=warn_caller):
     write_model(proto, out, external_data=external, check=lambda _: None, warn=warn)
 
 
@@ -157,7 +155,7 @@ no_links = Mock(side_effect=OSError(95, "Operation not supported"))
 def test_killed_at_any_step(tmp_path, monkeypatch, old, new_external, links):
     out = tmp_path / "out.onnx"
 
-    def reset() -> None:
+    def reset():
         for file in tmp_path.glob("out*"):
             file.unlink()
         if old != "nothing":
@@ -186,7 +184,7 @@ def test_killed_at_any_step(tmp_path, monkeypatch, old, new_external, links):
     assert not (links and new_external) or files(tmp_path).keys() == {"out.onnx", "out.onnx.data"}
 
 
-def test_data_that_the_model_does_not_read_stay(tmp_path: Path) -> None:
+def test_data_that_the_model_does_not_read_stay(tmp_path):
     for name in ("out.onnx.data", "out.onnx.backup.data"):
         (tmp_path / name).write_bytes(b"somebody's")
     write(NEW, tmp_path / "out.onnx", external=False)
@@ -195,11 +193,11 @@ def test_data_that_the_model_does_not_read_stay(tmp_path: Path) -> None:
 
 @needs_fork
 @pytest.mark.parametrize("old", ["nothing", "one file", "shared"])
-def test_data_of_another_model_stay(tmp_path: Path, old: str, links: bool) -> None:
+def test_data_of_another_model_stay(tmp_path, old, links):
     """Whether another model was stored there first, or two read the same data."""
     out, other, data = tmp_path / "out.onnx", tmp_path / "other.onnx", tmp_path / "out.onnx.data"
 
-    def reset() -> None:
+    def reset():
         for file in tmp_path.glob("out*"):
             file.unlink()
         onnx.save(copy.deepcopy(OLD), other, save_as_external_data=True, location=data.name, size_threshold=0)
@@ -214,7 +212,7 @@ def test_data_of_another_model_stay(tmp_path: Path, old: str, links: bool) -> No
         assert (not out.exists() and old == "nothing") or load_model(out).proto in (OLD, NEW)
         without_temporary_folders(tmp_path)
         reset()
-    warned: list[str] = []
+    warned = []
     for size in (48, 32, 32):
         write(square(1, size=size), out, external=True, warn=warned.append)
         assert load_model(out).proto == square(1, size=size)
@@ -227,7 +225,7 @@ def test_data_of_another_model_stay(tmp_path: Path, old: str, links: bool) -> No
     assert load_model(other).proto == OLD
 
 
-def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path, monkeypatch):
     for name in ("out.onnx.data", "closed.onnx"):
         (tmp_path / name).write_bytes(b"somebody's")
     monkeypatch.setattr("mmap.mmap", Mock(side_effect=PermissionError(13, "Permission denied")))
@@ -263,7 +261,7 @@ def test_a_step_that_fails_leaves_the_old_pair_or_the_new_one(tmp_path, monkeypa
 
 
 @pytest.fixture
-def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_disk(monkeypatch):
     """Small weights are treated as large ones."""
     if not outside.IS_POSSIBLE:
         pytest.skip("files have no common root here")
@@ -272,14 +270,14 @@ def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside, "_LEAST", 256)
 
 
-def split(model: onnx.ModelProto, folder: Path) -> Path:
+def split(model, folder):
     path = folder / "model.onnx"
     copy = outside.copy_model(model)  # which saving changes
     onnx.save_model(copy, path, save_as_external_data=True, location="model.data", size_threshold=256)
     return path
 
 
-def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
+def test_what_is_made_goes_to_disk_once(tmp_path, on_disk):
     lazy = load_model(split(decoder(), tmp_path), lazily=True).proto
     tensor = onnx.numpy_helper.from_array(np.arange(1024, dtype=np.float32), "t")
     assert outside.put_outside(tensor) is tensor
@@ -294,7 +292,7 @@ def test_what_is_made_goes_to_disk_once(tmp_path: Path, on_disk: None) -> None:
     assert not file.exists()
 
 
-def test_a_file_cannot_claim_to_be_checked(tmp_path: Path) -> None:
+def test_a_file_cannot_claim_to_be_checked(tmp_path):
     path = split(decoder(), tmp_path)
     proto = onnx.load_model(path, load_external_data=False)
     tensor = next(t for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL)
@@ -307,7 +305,7 @@ def test_a_file_cannot_claim_to_be_checked(tmp_path: Path) -> None:
         load_model(path, lazily=True)
 
 
-def parts(path: Path) -> tuple[object, ...]:
+def parts(path):
     """Returns all that a file says, wherever its weights lie."""
     model = onnx.load(path)
     return (
@@ -317,11 +315,11 @@ def parts(path: Path) -> tuple[object, ...]:
     )
 
 
-def weights_alone(samples: int) -> Callable[[Path, Path], Any]:
+def weights_alone(samples):
     return lambda path, out: kenosis_ort.quantize_weights(path, out, feeds(samples) or None)
 
 
-def by_recipe(recipe: str) -> Callable[[Path, Path], Any]:
+def by_recipe(recipe):
     return lambda path, out: kenosis_ort.quantize_static(
         path, out, models.reader(load_model(path).proto, 10), recipe=recipe, promise=False
     )
@@ -345,14 +343,14 @@ def test_files_and_reports_are_those_made_in_memory(tmp_path, on_disk, monkeypat
         assert reports[0].outputs == reports[1].outputs
 
 
-def test_an_output_may_take_the_place_of_its_source(tmp_path: Path, on_disk: None) -> None:
+def test_an_output_may_take_the_place_of_its_source(tmp_path, on_disk):
     path = split(decoder(), tmp_path)
     kenosis_ort.quantize_weights(path, tmp_path / "apart.onnx", feeds(6))
     kenosis_ort.quantize_weights(path, path, feeds(6))
     assert parts(path) == parts(tmp_path / "apart.onnx")
 
 
-def test_all_modules_read_tensors_wherever_they_lie() -> None:
+def test_all_modules_read_tensors_wherever_they_lie():
     """ONNX' own function finds nothing of what lies on disk."""
     package = Path(kenosis_ort.__file__).parent
     found = {p.name for p in package.rglob("*.py") if "numpy_helper.to_array(" in p.read_text(encoding="utf-8")}

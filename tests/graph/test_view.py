@@ -1,8 +1,5 @@
 """A net as it is looked at: readers, bodies, operators, which outputs are the next states, a file at a glance."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -19,11 +16,11 @@ from tests.graph.build import net, run
 from tests.planning import parse, prepared
 
 
-def view(text: str) -> GraphView:
+def view(text):
     return GraphView(prepared(parse(text, {"zero": np.float32(0)})))
 
 
-def test_consumers_and_the_sole_one() -> None:
+def test_consumers_and_the_sole_one():
     v = view("net (float[1,3] x) => (y, z, o) { a = Neg (x) o = Abs (x) y = Relu (a) b = Abs (o) z = Add (b, b) }")
     a, o, b = (v.node(n).outputs[0] for n in ("Neg_a", "Abs_o", "Abs_b"))
     assert [(c.node.name, c.index) for c in v.consumers(v.inputs[0])] == [("Neg_a", 0), ("Abs_o", 0)]
@@ -35,7 +32,7 @@ def test_consumers_and_the_sole_one() -> None:
     assert v.node("no such node") is None
 
 
-def test_shapes_constants_and_operator_sets() -> None:
+def test_shapes_constants_and_operator_sets():
     v = view("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
     (x,), w = v.inputs, v.nodes[0].inputs[1]
     assert (v.dims(x), v.rank(x), v.content(w).shape) == ((None, 3), 2, (3, 2))
@@ -43,7 +40,7 @@ def test_shapes_constants_and_operator_sets() -> None:
     assert v.opset() == 17
 
 
-def test_what_a_body_reads_is_consumed_by_its_owner() -> None:
+def test_what_a_body_reads_is_consumed_by_its_owner():
     v = GraphView(prepared(models.net_with_if()))
     conv, relu = v.node("conv0").outputs[0], v.node("relu0").outputs[0]
     assert ("if", CAPTURED) in [(c.node.name, c.index) for c in v.consumers(conv)]
@@ -53,7 +50,7 @@ def test_what_a_body_reads_is_consumed_by_its_owner() -> None:
     assert alone.sole_consumer(alone.node("relu0").outputs[0]) is None
 
 
-def test_what_a_nested_body_reads_is_consumed_by_the_outermost_owner() -> None:
+def test_what_a_nested_body_reads_is_consumed_by_the_outermost_owner():
     inner = "(float[1,3] q) { q = Abs (a) }"
     branch = f"r () => (float[1,3] p) {{ p = If (f) <then_branch = t () => {inner}, else_branch = e () => {inner}> }}"
     v = view(f"""net (float[1,3] x, bool f) => (y) {{
@@ -68,7 +65,7 @@ def test_what_a_nested_body_reads_is_consumed_by_the_outermost_owner() -> None:
     assert {value.name for value in v.captured_by(v.nodes[1])} == {"f", "a"}
 
 
-def test_operators_of_other_domains_go_by_their_full_names() -> None:
+def test_operators_of_other_domains_go_by_their_full_names():
     """A rule about Relu must not take a custom Relu for one, and bound its range from below by 0."""
     names = {("own", "Relu"): "own.Relu", ("com.microsoft", "Pad"): "com.microsoft.Pad"}
     names |= {("com.microsoft", "Gelu"): "Gelu", ("com.microsoft", "BiasGelu"): "BiasGelu", ("", "Relu"): "Relu"}
@@ -81,7 +78,7 @@ def test_operators_of_other_domains_go_by_their_full_names() -> None:
     assert model.graph.node[0].op_type == "Relu"
 
 
-def test_types_of_maps_are_read_past_and_kept() -> None:
+def test_types_of_maps_are_read_past_and_kept():
     model = parse("net (float[1,3] x) => (y) { y = Relu (x) }")
     scalar = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])
     described = onnx.helper.make_sequence_type_proto(onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, scalar))
@@ -104,7 +101,7 @@ CALLS = {
 }  # fmt: skip
 """Calls that are more than ``(x)``."""
 
-CONSTANTS: dict[str, Any] = {
+CONSTANTS = {
     "to": [1, 4, -1], "first": [0], "one": [1], "two": [2], "four": [4], "some": [1, 3, 1], "wide": [2, 4, 6, 6],
     "twice": [1, 2, 1, 1], "slope": np.float32([0.3]), "low": np.float32(-1), "high": np.float32(2),
 }  # fmt: skip
@@ -115,7 +112,7 @@ KINDS = (Is.ELEMENTWISE, Is.HOMOGENEOUS, Is.MOVE, Is.PICK)
 ONE_INPUT = sorted({*BOUNDS}.union(*map(having, KINDS)) - BINARY - UNKNOWN)
 
 
-def compute(op_type: str, x: np.ndarray) -> np.ndarray:
+def compute(op_type, x):
     outputs = "y, z" if op_type == "Split" else "y"
     call = ("com.microsoft." if op_type in OWN else "") + op_type + CALLS.get(op_type, "(x)")
     proto = net(f"(float[1,4,6,6] x) => (float[] y) {{ {outputs} = {call} }}", CONSTANTS, opset=20)
@@ -124,7 +121,7 @@ def compute(op_type: str, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("op_type", ONE_INPUT)
-def test_what_the_table_says_holds(op_type: str) -> None:
+def test_what_the_table_says_holds(op_type):
     x = models.normal((1, 4, 6, 6), 1, 2)
     x = np.abs(x) if op_type == "Sqrt" else x
     y, is_ = compute(op_type, x), OPERATORS.get(op_type, Is(0))
@@ -146,7 +143,7 @@ def test_what_the_table_says_holds(op_type: str) -> None:
         assert y.max() <= high
 
 
-def test_an_operator_of_another_domain_is_nothing() -> None:
+def test_an_operator_of_another_domain_is_nothing():
     assert not what(onnx.NodeProto(op_type="Relu", domain="mine"))
     assert Is.ACTIVATION in what(onnx.NodeProto(op_type="Gelu", domain="com.microsoft"))
 
@@ -160,7 +157,7 @@ def test_an_operator_of_another_domain_is_nothing() -> None:
     ("h_in", "h_out"), ("past_key_values", "present_key_values"), ("cache_3", "new_cache_3"),
     ("past.0.key", "present.0.key"), ("hidden_in", "hidden_out"),
 ])  # fmt: skip
-def test_names_that_differ_in_time_alone_belong_together(past: str, present: str):
+def test_names_that_differ_in_time_alone_belong_together(past, present):
     assert state_stem(past) == state_stem(present) != ""
 
 
@@ -168,7 +165,7 @@ def test_names_that_differ_in_time_alone_belong_together(past: str, present: str
     ("past_key", "present_value"), ("past_key_values.0.key", "present.0.value"), ("past.1.key", "present.0.key"),
     ("logits", "past_key"), ("h0", "hn"), ("image", "boxes"), ("state", "output"),
 ])  # fmt: skip
-def test_others_do_not(one: str, other: str):
+def test_others_do_not(one, other):
     assert state_stem(one) != state_stem(other)
 
 
@@ -185,7 +182,7 @@ def test_others_do_not(one: str, other: str):
      {"cat_9": "past_0", "cat_8": "past_1"}),  # of two inputs it is no one's, nor of one twice
 ], ids=["of one layer", "nothing left of a name", "of two", "to two", "concatenated already",
         "concatenated, whatever they are called"])  # fmt: skip
-def test_pairs_by_names(inputs: str, outputs: str, body: str, pairs: dict[str, str]):
+def test_pairs_by_names(inputs, outputs, body, pairs):
     ins, outs = (", ".join(f"float[1,2,n,8] {name}" for name in names.split()) for names in (inputs, outputs))
     assert state_pairs(net(f"({ins}) => ({outs}) {{ {body} }}")) == pairs
 
@@ -198,7 +195,7 @@ def test_values_of_other_types_ranks_or_sizes_are_no_pair():
 # ---- what a file holds, at a glance ----------------------------------------------------------------------------------
 
 
-def small(weight: np.ndarray, kind: str = "float") -> onnx.ModelProto:
+def small(weight, kind="float"):
     dims = ",".join(map(str, weight.shape))
     text = f"({kind}[batch,?,3] x, {kind}[{dims}] w) => ({kind}[] z) {{ y = MatMul(x, w) z = my.Foo(y) }}"
     model = net(text, {"w": weight}, domains=("my",))
@@ -219,7 +216,7 @@ def test_facts_of_a_small_model():
     assert found.to_dict()["inputs"][0]["name"] == "x"
 
 
-def test_bodies_and_external_weights_count(tmp_path: Path):
+def test_bodies_and_external_weights_count(tmp_path):
     body = summarize(models.net_with_if())
     assert body.nodes == sum(body.operators.values())
     assert body.nodes > len(models.net_with_if().graph.node)
@@ -232,7 +229,7 @@ def test_bodies_and_external_weights_count(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("how", "expected"), [({}, "QDQ"), ({"quant_format": QuantFormat.QOperator}, "QOperator")])
-def test_what_was_quantized_is_told(how: dict[str, object], expected: str, tmp_path: Path):
+def test_what_was_quantized_is_told(how, expected, tmp_path):
     model, out = models.conv_relu_chain(2), tmp_path / "o.onnx"
     quantize_static(model, out, models.reader(model), recipe="plain", promise=False, **how)  # type: ignore[arg-type]
     found = summarize(out)
@@ -246,6 +243,6 @@ def test_what_was_quantized_is_told(how: dict[str, object], expected: str, tmp_p
     (net("(uint8[2,3] x) => (int32[2,5] y) <int8[3,5] w> { y = MatMulInteger(x, w) }"),
      "dynamic or integer kernels", {"int8": 15}),
 ])  # fmt: skip
-def test_types_and_kernels_tell_it(model: onnx.ModelProto, expected: str, types: dict[str, int]):
+def test_types_and_kernels_tell_it(model, expected, types):
     found = summarize(model)
     assert (found.quantization, found.weight_types, found.is_float) == (expected, types, expected == "float16")

@@ -1,7 +1,6 @@
 """kenosis_ort.convert: files in, files out, on the runtime's integer kernels, or one clear error and no file."""
 
 import json
-from typing import Any
 
 import numpy as np
 import onnx
@@ -96,7 +95,7 @@ def test_ties_that_fall_otherwise_are_no_reason_to_refuse_and_what_is_off_by_mor
     model = net.of(net.quant("x", 0.125, zero_point=101, bits=8))
     assert convert(model, kept).agreement[0].sqnr_db < 30
 
-    def misread(*args: Any, **kwargs: Any) -> Any:
+    def misread(*args, **kwargs):
         found = read_model(*args, **kwargs)
         for scale in (i for i in found.canonical.graph.initializer if i.dims == [] and i.data_type == 1):
             scale.CopyFrom(onnx.numpy_helper.from_array(np.float32(8), scale.name))

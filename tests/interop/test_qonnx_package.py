@@ -1,8 +1,5 @@
 """What we write, and conversions, run and transformed by the package `qonnx` itself (extra ``interop``)."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -29,7 +26,7 @@ pytestmark = [
 ]
 
 
-def net() -> onnx.ModelProto:
+def net():
     """Three Convs, a pool and a Gemm, as channels-last flows take it."""
     net = models.Net(seed=5)
     x = net.input("x", [1, 3, 12, 12])
@@ -44,27 +41,27 @@ def net() -> onnx.ModelProto:
 FEEDS = models.feeds(net(), 6)
 
 
-def written(folder: Path, form: str, bits: int) -> onnx.ModelProto:
+def written(folder, form, bits):
     out = folder / f"{form}{bits}.onnx"
-    options: dict[str, Any] = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False}
+    options = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False}
     quantize_static(net(), out, models.FeedReader(FEEDS), format=form, **options)
     return onnx.load(out)
 
 
-def executed(model: onnx.ModelProto | ModelWrapper, feed: models.Feed) -> np.ndarray:
+def executed(model, feed):
     wrapped = (model if isinstance(model, ModelWrapper) else ModelWrapper(model)).transform(InferShapes())
     (found,) = execute_onnx(wrapped, {wrapped.graph.input[0].name: feed["x"]}).values()
     return np.asarray(found)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_few_bits_are_the_package_s_to_the_bit(tmp_path: Path, bits: int) -> None:
+def test_few_bits_are_the_package_s_to_the_bit(tmp_path, bits):
     exported, ours = written(tmp_path, "qonnx", bits), written(tmp_path, "qcdq", bits)
     for feed in FEEDS:
         np.testing.assert_array_equal(executed(exported, feed), run(ours, feed)[0])
 
 
-def test_eight_bits_differ_by_a_step_at_most(tmp_path: Path) -> None:
+def test_eight_bits_differ_by_a_step_at_most(tmp_path):
     exported, ours = written(tmp_path, "qonnx", 8), written(tmp_path, "qcdq", 8)
     step = max(
         float(onnx.numpy_helper.to_array(t).max()) for t in exported.graph.initializer if "quant_scale" in t.name
@@ -75,7 +72,7 @@ def test_eight_bits_differ_by_a_step_at_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_qcdq_is_converted_by_the_package(tmp_path: Path, bits: int) -> None:
+def test_qcdq_is_converted_by_the_package(tmp_path, bits):
     spelled = written(tmp_path, "qcdq-qonnx", bits)
     converted = ModelWrapper(spelled).transform(InferShapes()).transform(QCDQToQuant())
     assert {n.op_type for n in converted.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
@@ -84,7 +81,7 @@ def test_qcdq_is_converted_by_the_package(tmp_path: Path, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_the_package_s_transformations_keep_it(tmp_path: Path, bits: int) -> None:
+def test_the_package_s_transformations_keep_it(tmp_path, bits):
     exported, feed = written(tmp_path, "qonnx", bits), FEEDS[0]
     expected = executed(exported, feed)
     clean = cleanup_model(ModelWrapper(exported), preserve_qnt_ops=True)
@@ -101,7 +98,7 @@ def test_the_package_s_transformations_keep_it(tmp_path: Path, bits: int) -> Non
 X = draw()
 
 
-def converted(path: Path, model: onnx.ModelProto, to: str, x: np.ndarray = X) -> np.ndarray:
+def converted(path, model, to, x=X):
     done = convert(model, path, to)
     assert done.fusion is None or done.fusion.integer_share() == 1.0, str(done)
     return np.asarray(run(path, {model.graph.input[0].name: x}, optimize=True)[0])

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("each", BREAKS, ids=[f"{number}" for number in range(1, len(BREAKS) + 1)])
-def test_what_is_broken_stands_there_once_and_its_tests_exist(each: Break) -> None:
+def test_what_is_broken_stands_there_once_and_its_tests_exist(each):
     assert (PACKAGE / each.file).read_text(encoding="utf-8").count(each.old) == 1
     assert each.new != each.old
     for name in each.tests.split():

@@ -5,10 +5,8 @@ import logging
 import signal
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +19,6 @@ from onnxruntime.quantization import (
     create_calibrator,
     quantize_static as stock_quantize_static,
 )
-from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
@@ -35,23 +32,23 @@ from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.verify import check_bias_alignment
 from tests import models, planning
 from tests.flow import support
-from tests.models import Feed, FeedReader, session
+from tests.models import FeedReader, session
 from tests.oracle import corpus
 from tests.oracle.compare import differences
-from tests.oracle.corpus import GRAPHS, OPTIONS, Options
+from tests.oracle.corpus import GRAPHS, OPTIONS
 
 OP_TYPES = tuple(sorted({*QDQRegistry, *QLinearOpsRegistry}))
 
 
 @pytest.fixture
-def _quiet() -> Iterator[None]:
+def _quiet():
     logging.disable(logging.WARNING)  # stock asks for pre-processing on every call
     yield
     logging.disable(logging.NOTSET)
 
 
 @functools.cache
-def _model(name: str, opset: int) -> bytes:
+def _model(name, opset):
     model = GRAPHS[name]()
     if opset_of(model) != opset:
         model = onnx.version_converter.convert_version(model, opset)  # the corpus' operators have adapters
@@ -60,12 +57,12 @@ def _model(name: str, opset: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _load(name: str, opset: int) -> onnx.ModelProto:
+def _load(name, opset):
     return onnx.load_from_string(_model(name, opset))
 
 
 @functools.cache
-def _ranges(name: str, opset: int) -> TensorsData:
+def _ranges(name, opset):
     model = _load(name, opset)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
@@ -75,7 +72,7 @@ def _ranges(name: str, opset: int) -> TensorsData:
         return calibrator.compute_data()
 
 
-def _quantize(make: Any, source: onnx.ModelProto, name: str, options: Options, **extras: Any) -> onnx.ModelProto | str:
+def _quantize(make, source, name, options, **extras):
     """Returns the quantized model, or what the quantizer raised."""
     numbers = (options[key] for key in ("per_channel", "reduce_range", "weight_type", "activation_type"))
     nodes = (list(options[key]) for key in ("nodes_to_quantize", "nodes_to_exclude"))
@@ -85,11 +82,10 @@ def _quantize(make: Any, source: onnx.ModelProto, name: str, options: Options, *
         quantizer.quantize_model()
     except (ValueError, AssertionError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
-    result: onnx.ModelProto = quantizer.model.model
-    return result
+    return quantizer.model.model
 
 
-def _loads(model: onnx.ModelProto) -> bool:
+def _loads(model):
     try:
         session(model)
     except (ort_errors.InvalidGraph, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.NotImplemented):
@@ -97,7 +93,7 @@ def _loads(model: onnx.ModelProto) -> bool:
     return True
 
 
-def _some(options: str) -> list[str]:
+def _some(options):
     """All graphs for the plain data types; every third, another third each time, for the other options."""
     names = list(GRAPHS)
     if options in ("u8s8", "u8s8_per_channel", "s8s8_symmetric"):
@@ -105,7 +101,7 @@ def _some(options: str) -> list[str]:
     return names[list(OPTIONS).index(options) % 3 :: 3]
 
 
-def test_corpus_covers_both_registries() -> None:
+def test_corpus_covers_both_registries():
     seen = {n.op_type for build in GRAPHS.values() for n in build().graph.node}
     assert not set(OP_TYPES) - seen
 
@@ -115,7 +111,7 @@ _FOUR_BITS = pytest.param("u8s4_opset21", marks=pytest.mark.since("1.24"))  # st
 
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize("options", [_FOUR_BITS if name == "u8s4_opset21" else name for name in OPTIONS])
-def test_empty_plan_equals_stock(options: str) -> None:
+def test_empty_plan_equals_stock(options):
     problems, quantized = {}, 0
     graphs, chosen = _some(options), OPTIONS[options]
     for name in graphs:
@@ -141,7 +137,7 @@ END_TO_END = "u8s8 u8s8_per_channel s8s8_symmetric keep_removable dedicated_pair
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("options", END_TO_END.split())
-def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
+def test_all_stages_off_equals_stock(options, tmp_path):
     arguments = {**deepcopy(OPTIONS[options]), "op_types_to_quantize": list(OP_TYPES), "nodes_to_quantize": []}
     opset, problems, stock, ours = arguments.pop("opset"), {}, tmp_path / "stock.onnx", tmp_path / "ours.onnx"
     for name in list(GRAPHS)[:: 2 if options == "u8s8" else 6]:
@@ -173,7 +169,7 @@ def test_all_stages_off_equals_stock(options: str, tmp_path: Path) -> None:
 # ---- one regression test for each known defect of onnxruntime.quantization 1.31: what stock does is said of each -----
 
 
-def made(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None, **options: Any) -> support.Made:
+def made(model, out, feeds=None, **options):
     """Quantizes as a drop-in call does, but for timing."""
     return support.make(model, out, feeds, **{"recipe": "fast", **options})
 
@@ -181,7 +177,7 @@ def made(model: onnx.ModelProto, out: Path, feeds: Sequence[Feed] | None = None,
 # ---- files that load and are close to the float model -----------------------------------------------------------
 
 
-def _pre_quantized(zero_point: str = "", more: str = "", outputs: str = "") -> onnx.ModelProto:
+def _pre_quantized(zero_point="", more="", outputs=""):
     """A Conv whose weight is DequantizeLinear of an int8 initializer."""
     weights = {"q": np.random.default_rng(0).integers(-127, 128, (4, 3, 3, 3)), "s": 0.01}
     return planning.parse(
@@ -194,7 +190,7 @@ def _pre_quantized(zero_point: str = "", more: str = "", outputs: str = "") -> o
     )
 
 
-def _weights_as_inputs() -> onnx.ModelProto:
+def _weights_as_inputs():
     model = models.conv_relu_chain(4)
     for tensor in model.graph.initializer:
         model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
@@ -210,7 +206,7 @@ DEAD = "(float[1,1,8,8] x) => (y) <float[4,1,1,1] w, float[4] b> { [conv] y = Co
 SCALES = """(float[4,8] x) => (y) <float[8,8] w, float[8] b, float thirty> {
     [near] n = Gemm (x, w, b) m = Mul (x, thirty) [far] f = Gemm <beta = 0.5> (m, w, b)
     y = Concat <axis = 1> (n, f) }"""
-CLOSE: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], float]] = {
+CLOSE = {
     **{
         f"per channel below opset 13 ORT refuses to load stock's file: {opset}": (
             lambda opset=opset: models.conv_relu_chain(4, opset=opset), {"per_channel": True}, 20.0)
@@ -246,7 +242,7 @@ CLOSE: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], float]] = 
 
 
 @pytest.mark.parametrize("stock", CLOSE)
-def test_the_file_is_close_to_the_float_model(stock: str, tmp_path: Path) -> None:
+def test_the_file_is_close_to_the_float_model(stock, tmp_path):
     build, options, least = CLOSE[stock]
     signal.alarm(60)  # ends the run where it does not come to an end
     found = made(build(), tmp_path, **options)
@@ -261,11 +257,11 @@ def test_the_file_is_close_to_the_float_model(stock: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", [CalibrationMethod.Percentile, CalibrationMethod.Entropy])
-def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> None:
+def test_histogram_memory_is_flat(tmp_path, method):
     """Stock: keeps every intermediate output of every sample."""
     model = models.conv_relu_chain(6, channels=4, size=64)
 
-    def peak(samples: int) -> int:
+    def peak(samples):
         feed = models.feeds(model, 1)[0]
         tracemalloc.start()
         made(model, tmp_path, [feed] * samples, calibrate_method=method, verify=False, recipe="plain")
@@ -278,7 +274,7 @@ def test_histogram_memory_is_flat(tmp_path: Path, method: CalibrationMethod) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
-def test_an_unknown_operator_is_not_ignored(tmp_path: Path) -> None:
+def test_an_unknown_operator_is_not_ignored(tmp_path):
     """Stock: silently ignored; of other names see `tests.flow.test_odd_models`."""
     with pytest.warns(KenosisWarning, match="'Conf'.*Did you mean 'Conv'"):
         made(models.conv_relu_chain(4), tmp_path, op_types_to_quantize=["Conf"])
@@ -288,18 +284,18 @@ def test_an_unknown_operator_is_not_ignored(tmp_path: Path) -> None:
 
 
 def test_no_prints_no_root_logger_no_files_but_progress_and_the_callers_objects_stay(
-    tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capfd, caplog, monkeypatch
+):
     """Stock: no progress; `print` and root-logger lines; changes a ModelProto that is passed in, and lists.
 
     Its preprocessing leaves files in the working folder; after calls that fail see `tests.flow.test_odd_models`.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    seen: list[int] = []
+    seen = []
     model = models.bn_net()
     before = model.SerializeToString()
-    options: dict[str, Any] = {"nodes_to_exclude": ["conv1"], "extra_options": {"MinimumRealRange": 0.001}}
+    options = {"nodes_to_exclude": ["conv1"], "extra_options": {"MinimumRealRange": 0.001}}
     with caplog.at_level(logging.INFO):
         made(model, tmp_path, progress=lambda done, _total: seen.append(done), **options)
     assert max(seen) == 4
@@ -312,7 +308,7 @@ def test_no_prints_no_root_logger_no_files_but_progress_and_the_callers_objects_
 
 @pytest.mark.filterwarnings("ignore:The file holds the float model:kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("op_type", ["And", "Or", "Xor"])
-def test_boolean_models(tmp_path: Path, op_type: str) -> None:
+def test_boolean_models(tmp_path, op_type):
     """Stock: the augmented model does not load."""
     model = planning.parse(f"(bool[3,4] x, bool[3,4] y) => (bool[3,4] z) {{ [op] z = {op_type} (x, y) }}")
     assert made(model, tmp_path).written == model

@@ -1,10 +1,8 @@
 """Biases corrected layer by layer, and weights rounded on their grid so that outputs are closest."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 
@@ -21,28 +19,28 @@ from kenosis_ort.passes.round_weights import learn_rounding
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.flow.support import changed
-from tests.models import Feed, Net
+from tests.models import Net
 from tests.passes.support import array, first, noise
 
 LAYERS = ("c0", "c1", "c2")
-ACTIVATIONS: dict[str, Any] = {
+ACTIVATIONS = {
     "relu": lambda net, y: net.op("Relu", [y]),
     "silu": lambda net, y: net.op("Mul", [y, net.op("Sigmoid", [y])]),
     "none": lambda net, y: y,
 }
 
 
-def means(model: onnx.ModelProto, feeds: list[Feed]) -> np.ndarray:
+def means(model, feeds):
     outputs = np.concatenate(first(model, feeds))
     return outputs.mean(axis=tuple(i for i in range(outputs.ndim) if i != 1))
 
 
-def damaged(model: onnx.ModelProto, *layers: str) -> onnx.ModelProto:
+def damaged(model, *layers):
     """Weights rounded down a little: a quantizer whose error has a mean, as clipped ranges and coarse scales have."""
     return changed(model, **{f"{name}_w": lambda w: w - 0.02 * np.abs(w).max() for name in layers})
 
 
-def chain(act: str) -> onnx.ModelProto:
+def chain(act):
     net = Net(seed=1)
     y = net.op("Abs", [net.input("x", ["n", 4, 8, 8])])
     for at, name in enumerate(LAYERS):
@@ -50,12 +48,12 @@ def chain(act: str) -> onnx.ModelProto:
     return planning.prepared(net.of(net.conv(y, 8, 4, k=1, name="last")))
 
 
-def corrected(model: onnx.ModelProto, shifts: Any) -> onnx.ModelProto:
+def corrected(model, shifts):
     return materialize(model, with_shifts(GraphView(model), shifts))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_corrected_with_those_before_it_corrected(act, monkeypatch):
     """The damaged model stands for a quantized one; one run of all samples finds what a run of each finds."""
     model = chain(act)
     bad, feeds, held_out = damaged(model, *LAYERS), models.feeds(model, 16, seed=2), models.feeds(model, 16, seed=3)
@@ -74,7 +72,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act: str, monkey
         np.testing.assert_allclose(shifts[layer], shift, rtol=1e-3, atol=2e-5 * np.abs(shift).max())
 
 
-def test_means_of_the_float_model_are_computed_once_for_the_same_samples() -> None:
+def test_means_of_the_float_model_are_computed_once_for_the_same_samples():
     model = chain("relu")
     bad, feeds, known = damaged(model, "c1"), models.feeds(model, 8, seed=2), FloatMeans()
     once = bias_shifts(GraphView(model), bad, feeds, nodes={"c0", "c1"}, float_means=known)
@@ -88,7 +86,7 @@ def test_means_of_the_float_model_are_computed_once_for_the_same_samples() -> No
     np.testing.assert_equal(others, bias_shifts(GraphView(model), bad, feeds[::2]))
 
 
-def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
+def test_samples_whose_rows_are_mixed_are_run_one_by_one():
     text = """(float[1,4,8,8] x) => (y) <float[8,4,3,3] a_w, float[8] a_b, float[4,8,1,1] b_w, float[4] b_b> {
         p = Abs (x) [a] c = Conv <pads = [1,1,1,1]> (p, a_w, a_b) top = ReduceMax <axes = [0,2,3], keepdims = 1> (c)
         d = Sub (c, top) [b] y = Conv (d, b_w, b_b) }"""
@@ -105,7 +103,7 @@ def test_samples_whose_rows_are_mixed_are_run_one_by_one() -> None:
     np.testing.assert_allclose(shifts["b"], off, atol=0.2 * np.abs(off).max())
 
 
-def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
+def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are():
     text = """(float[n,6] x) => (y) <float[6,8] m_w, float[8] m_b, float[8,4] g_w, float[4] g_b>
         { [m] m = MatMul (x, m_w) a = Add (m, m_b) r = Relu (a) [g] y = Gemm (r, g_w, g_b) }"""
     model = planning.prepared(planning.parse(text))
@@ -117,7 +115,7 @@ def test_matmul_is_corrected_in_its_add_and_only_named_nodes_are() -> None:
     assert noise(model, corrected(bad, shifts), feeds) < noise(model, bad, feeds) / 4
 
 
-def test_every_layer_gets_a_bias_of_its_own() -> None:
+def test_every_layer_gets_a_bias_of_its_own():
     text = """(float[n,4,6,6] x) => (y) <float[4,4,1,1] u, float[4,4,1,1] v, float[4,4,1,1] w, float[4] shared>
         { [a] p = Conv (x, u, shared) [b] q = Conv (p, v, shared) [c] y = Conv (q, w) }"""
     model = planning.prepared(planning.parse(text))
@@ -128,7 +126,7 @@ def test_every_layer_gets_a_bias_of_its_own() -> None:
     assert [len(node.input) for node in with_biases(model, nodes={"a"}).graph.node] == [3, 3, 2]
 
 
-def test_one_number_for_all_channels_becomes_one_a_channel() -> None:
+def test_one_number_for_all_channels_becomes_one_a_channel():
     model = planning.prepared(
         planning.parse("(float[n,4] x) => (float[n,3] y) <float[4,3] w, float[1] b> { y = Gemm (x, w, b) }")
     )
@@ -138,7 +136,7 @@ def test_one_number_for_all_channels_becomes_one_a_channel() -> None:
     assert noise(model, result, models.feeds(model, 2)) == 0.0
 
 
-def test_a_number_for_each_row_is_no_bias_of_channels() -> None:
+def test_a_number_for_each_row_is_no_bias_of_channels():
     text = """(float[4,6] x) => (y) <float[6,4] w, float[4,1] rows, float[4,4] v, float[4,4] u, float[4,1] more>
         { [a] p = Gemm (x, w, rows) q = Relu (p) [b] r = Gemm (q, v, rows) [m] m = MatMul (r, u) y = Add (m, more) }"""
     model = planning.prepared(planning.parse(text))
@@ -146,14 +144,14 @@ def test_a_number_for_each_row_is_no_bias_of_channels() -> None:
     assert [bias_of(layer, LiveGraph(model)) for layer in layers(LiveGraph(model))] == [None] * 3
 
 
-def test_gemm_with_beta_moves_by_the_shift() -> None:
+def test_gemm_with_beta_moves_by_the_shift():
     text = "(float[n,4] x) => (y) <float[4,3] w, float[3] b> { [g] y = Gemm <beta = 0.5> (x, w, b) }"
     model = planning.prepared(planning.parse(text))
     feeds, moved = models.feeds(model, 2), corrected(model, {"g": np.array([1.0, 2.0, 3.0])})
     np.testing.assert_allclose(means(moved, feeds) - means(model, feeds), [1, 2, 3], rtol=1e-5)
 
 
-def test_chance_is_not_corrected() -> None:
+def test_chance_is_not_corrected():
     noisy = certain_mean(np.random.default_rng(0).normal(0, 1, (16, 200)))
     assert np.mean(noisy == 0.0) > 0.5
     np.testing.assert_allclose(certain_mean(np.full((16, 3), 2.0)), 2.0)
@@ -161,7 +159,7 @@ def test_chance_is_not_corrected() -> None:
 
 
 @pytest.mark.parametrize(("count", "rows", "chosen"), [(200, 1, 128), (10, 50, 2), (0, 1, 0)])
-def test_feeds_are_chosen_by_their_cost(count: int, rows: int, chosen: int) -> None:
+def test_feeds_are_chosen_by_their_cost(count, rows, chosen):
     model = chain("relu")
     assert len(chosen_feeds(model, models.feeds(model, count, dims={"n": rows}), ["c0_out"])) == chosen
 
@@ -169,7 +167,7 @@ def test_feeds_are_chosen_by_their_cost(count: int, rows: int, chosen: int) -> N
 # ---- weights rounded on their grid ----------------------------------------------------------------------------------
 
 
-def smooth_feeds(model: onnx.ModelProto, count: int, seed: int = 0) -> list[Feed]:
+def smooth_feeds(model, count, seed=0):
     """Inputs whose neighbouring pixels and channels go together: only then do errors of weights add up."""
     mix = np.random.default_rng(7).normal(size=(24, 24)) * 0.5 ** np.arange(24)[:, None]
     out = []
@@ -182,7 +180,7 @@ def smooth_feeds(model: onnx.ModelProto, count: int, seed: int = 0) -> list[Feed
     return out
 
 
-def one_layer(kind: str, *, groups: int = 1, stride: int = 1, pads: int = 1, dilation: int = 1, seed: int = 0) -> Any:
+def one_layer(kind, *, groups=1, stride=1, pads=1, dilation=1, seed=0):
     net = Net(seed=seed)
     if kind == "gemm":
         y = net.gemm(net.input("x", ["n", 24]), 24, 8, name="a")
@@ -195,7 +193,7 @@ def one_layer(kind: str, *, groups: int = 1, stride: int = 1, pads: int = 1, dil
     return planning.prepared(net.of(y))
 
 
-def dequantized(model: onnx.ModelProto, outcome: planning.Outcome) -> onnx.ModelProto:
+def dequantized(model, outcome):
     """The float model with the quantized model's weights."""
     stored = outcome.quantized.graph.initializer
     axis = next(d.axis for d in outcome.plan.decisions if d.edge.value == "a_w")
@@ -204,14 +202,14 @@ def dequantized(model: onnx.ModelProto, outcome: planning.Outcome) -> onnx.Model
     return changed(planning.prepared(model), a_w=lambda _: integers * scale.reshape(shape))
 
 
-def learned(outcome: planning.Outcome, feeds: list[Feed], **options: Any) -> Any:
+def learned(outcome, feeds, **options):
     return learn_rounding(outcome.model, outcome.quantized, feeds, **options)
 
 
 @pytest.mark.parametrize(("kind", "options"), [
     ("conv", {}), ("conv", {"groups": 2}), ("conv", {"groups": 8}), ("gemm", {}), ("matmul", {}),
 ])  # fmt: skip
-def test_outputs_get_closer_and_the_grid_is_kept(kind: str, options: dict[str, int]) -> None:
+def test_outputs_get_closer_and_the_grid_is_kept(kind, options):
     model = one_layer(kind, **options)
     (layer,), stored = layers(LiveGraph(model)), array(model.graph.initializer, "a_w")
     np.testing.assert_array_equal(layer.stored(layer.canonical(stored)), stored)
@@ -228,7 +226,7 @@ def test_outputs_get_closer_and_the_grid_is_kept(kind: str, options: dict[str, i
     assert closer < plain
 
 
-def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing() -> None:
+def test_too_few_samples_shared_weights_and_nodes_not_named_change_nothing():
     net = Net()
     y = net.op("Relu", [net.conv(net.input("x", ["n", 8, 6, 6]), 8, 8, name="a")])
     shared = planning.prepared(net.of(net.op("Conv", [y, "a_w"], name="b", pads=[1, 1, 1, 1])))
@@ -288,7 +286,7 @@ def test_groups_are_rounded_together_as_each_alone(groups, rows, columns, paired
 
 
 @pytest.mark.parametrize("way", [pass_on, partial(descend, sweeps=4)])
-def test_a_grid_that_is_moved_and_stretched_takes_its_weights_along(way: Any) -> None:
+def test_a_grid_that_is_moved_and_stretched_takes_its_weights_along(way):
     inputs, targets = models.normal((2, 24, 8)), models.normal((2, 8, 5), 1, 40).astype(np.float64)
     hessian, nearest = inputs.transpose(0, 2, 1) @ inputs.astype(np.float64), np.clip(np.rint(targets), -127, 127)
     fixed, zero, scale = np.zeros(targets.shape, bool), np.full((2, 8, 5), 9.0), np.full((2, 8, 5), 0.5)
@@ -297,7 +295,7 @@ def test_a_grid_that_is_moved_and_stretched_takes_its_weights_along(way: Any) ->
     np.testing.assert_array_equal(moved, plain + 9)
 
 
-def test_a_conv_of_no_groups_is_no_layer() -> None:
+def test_a_conv_of_no_groups_is_no_layer():
     """No kernel runs it, but the runtime loads it, and a net may hold it where nothing runs."""
     text = "(float[1,2,4,4] x) => (float[1,2,4,4] y) <float[2,2,1,1] w> { y = Conv<group = 0>(x, w) }"
     assert not list(layers(GraphView(planning.parse(text, checked=False))))

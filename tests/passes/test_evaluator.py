@@ -1,11 +1,8 @@
 """What counts as better on held-out samples, and how candidates and the float model are run on them."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 
@@ -14,7 +11,7 @@ from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes import evaluator as evaluation
 from kenosis_ort.passes.contract import LEAST_HELD_OUT
-from kenosis_ort.passes.evaluator import Candidates, Evaluator, Reference, Rows, Score, least_ratio, split_feeds
+from kenosis_ort.passes.evaluator import Candidates, Reference, Rows, Score, least_ratio, split_feeds
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
 from tests import models
@@ -26,7 +23,7 @@ ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
 
 
 @given(st.integers(0, 80))
-def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
+def test_samples_to_fit_and_to_evaluate_on_are_apart(count):
     fit, held_out = split_feeds([{"x": np.array([i])} for i in range(count)])
     if count < evaluation.LEAST_FEEDS:
         assert (fit, held_out) == ([], [])
@@ -36,14 +33,14 @@ def test_samples_to_fit_and_to_evaluate_on_are_apart(count: int) -> None:
 
 
 @given(ERRORS, st.integers(0, 11), st.floats(0.0, 0.999), st.floats(1e-3, 1e3))
-def test_what_counts_as_better(errors: list[float], at: int, share: float, unit: float) -> None:
+def test_what_counts_as_better(errors, at, share, unit):
     """The error is less, and no sample's absence makes it more than 2 % more; in whatever unit."""
     at %= len(errors)
     plain = Score(unit * sum(errors), tuple(unit * e for e in errors))
     assert not plain.is_better(plain)
     assert not plain.beats(plain)
 
-    def changed(total: float, one: float) -> Score:
+    def changed(total, one):
         return Score(total * plain.error, tuple(e * (one if i == at else share) for i, e in enumerate(plain.without)))
 
     found = [changed(*by).is_better(plain) for by in ((share, 1.015), (share, 1.025), (share, 1.45), (1.001, share))]
@@ -53,17 +50,17 @@ def test_what_counts_as_better(errors: list[float], at: int, share: float, unit:
     assert found == [True, False, False]
 
 
-def test_fewer_samples_must_say_it_louder() -> None:
+def test_fewer_samples_must_say_it_louder():
     ratios = [0.0, *(least_ratio(n) for n in (1, 2, 4, 8, 32, 1000)), 0.98]
     assert ratios == sorted(ratios)
     assert ratios[1] < 0.6
 
 
-def scored(values: Any) -> Score:
+def scored(values):
     return Score(1.0, (1.0, 1.0), Scored(float(np.mean(values)), tuple(values)))
 
 
-def test_a_metric_decides_where_it_is_clear() -> None:
+def test_a_metric_decides_where_it_is_clear():
     base = np.array([0.8, 0.7, 0.9, 0.8])
     plain, better = scored(base), scored(base + 0.05)
     assert better.is_better(plain)
@@ -80,11 +77,11 @@ def test_a_metric_decides_where_it_is_clear() -> None:
 # ---- of models ------------------------------------------------------------------------------------------------
 
 
-def scaled(by: float) -> onnx.ModelProto:
+def scaled(by):
     return parse("net (float[1,4] x) => (float[1,4] y) <float by> { y = Mul (x, by) }", {"by": by})
 
 
-def test_score_without_each_sample() -> None:
+def test_score_without_each_sample():
     feeds = models.feeds(scaled(1.0), 3)
     evaluator = evaluator_of(scaled(1.0), feeds)
     rest = [evaluator_of(scaled(1.0), feeds[:at] + feeds[at + 1 :]).score(scaled(1.1)).error for at in range(3)]
@@ -93,7 +90,7 @@ def test_score_without_each_sample() -> None:
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(6, 6), (20, 16), (1, 1)])
-def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: int) -> None:
+def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows, parts):
     """The rows of a batch that are samples count as such; those of one that may not be do not."""
     model = models.with_free_batch(models.residual_block())
     feeds = models.feeds(model, 2, dims={"n": rows})
@@ -104,7 +101,7 @@ def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows: int, parts: i
     assert (whole.without == apart.without) == (rows == 1)
 
 
-def test_an_output_without_rows_is_in_no_part() -> None:
+def test_an_output_without_rows_is_in_no_part():
     whole = {"y": np.arange(6), "loss": np.float32(2)}
     found = list(evaluation._parts([whole, whole], [1, 3]))
     assert found[0] is whole
@@ -113,13 +110,13 @@ def test_an_output_without_rows_is_in_no_part() -> None:
     ]  # fmt: skip
 
 
-def classifier(noise: float = 0.0) -> onnx.ModelProto:
+def classifier(noise=0.0):
     """A linear classifier of ten features, its weights off by some noise."""
     weights = 4 * models.normal((10, 4)) + noise * models.normal((10, 4), seed=1)
     return parse("net (float[1,10] x) => (float[1,4] y) <float[10,4] w> { y = MatMul (x, w) }", {"w": weights})
 
 
-def test_what_is_lost_is_told_in_what_the_output_is_for() -> None:
+def test_what_is_lost_is_told_in_what_the_output_is_for():
     evaluator = evaluator_of(classifier(), models.feeds(classifier(), 64))
     found, same = evaluator.measured(classifier(1.0)), evaluator.measured(classifier())
     assert found.measure.startswith("top-1 agreement")
@@ -133,13 +130,13 @@ def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest
     worse, feeds = classifier(1.0), models.feeds(classifier(), 40, seed=7)
     validation = [Sample(feed, i) for i, feed in enumerate(feeds)]
     labels = [outputs[0].argmax() for outputs in run(classifier(), feeds)]
-    seen: list[int] = []
+    seen = []
 
-    def metric(outputs: Any, reference: Any, indices: Any) -> float:
+    def metric(outputs, reference, indices):
         seen[:] = list(indices)
         return float(np.mean([o["y"].argmax() == labels[i] for o, i in zip(outputs, indices, strict=True)]))
 
-    def evaluator() -> Evaluator:
+    def evaluator():
         return evaluator_of(classifier(), validation[::10], metric=check_metric(metric), validation=validation)
 
     found = evaluator().measured(worse)
@@ -157,7 +154,7 @@ def test_losses_are_measured_on_validation_data_and_changes_compared_on_the_rest
 # ---- candidates -----------------------------------------------------------------------------------------------
 
 
-def test_a_candidate_is_loaded_once_and_run_once_on_a_sample() -> None:
+def test_a_candidate_is_loaded_once_and_run_once_on_a_sample():
     a, b, c = scaled(1.0), scaled(2.0), scaled(3.0)
     feeds, candidates = models.feeds(a, 3), Candidates()
     with counted() as counts:
@@ -180,7 +177,7 @@ def test_a_candidate_is_loaded_once_and_run_once_on_a_sample() -> None:
     assert one is not other, "equal candidates are told apart by identity"
 
 
-def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_beyond_the_bytes_that_are_kept_are_computed_again(monkeypatch):
     model = scaled(1.0)
     feeds, candidates = models.feeds(model, 3), Candidates()
     monkeypatch.setattr("kenosis_ort.passes.evaluator._MOST_OUTPUTS", 2 * 4 * 4)  # of two samples of four floats
@@ -195,17 +192,17 @@ class Eager(Here, Running):
 
     ahead = 0
 
-    def __init__(self, ahead: int, model: str = "") -> None:
+    def __init__(self, ahead, model=""):
         self.ahead, self.model, self.opened = ahead, model, list[str]()
 
-    def open(self, model: Any, **_: Any) -> Running:
+    def open(self, model, **_):
         self.opened.append(model)
         return Eager(self.ahead, model)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
-    def runs(self, feeds: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    def runs(self, feeds, names=None):
         feeds = iter(feeds)
         early = list(itertools.islice(feeds, self.ahead))
         return ({"y": np.array([float(self.model), feed["x"]])} for feed in itertools.chain(early, feeds))
@@ -213,7 +210,7 @@ class Eager(Here, Running):
 
 @given(st.lists(st.integers(0, 3), max_size=9), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 4))
 def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds(first, second, ahead):
-    candidates: Any = Candidates(executor=Eager(ahead))
+    candidates = Candidates(executor=Eager(ahead))
     feeds = [{"x": number} for number in range(4)]
     for numbers in (first, second):
         found = list(candidates.outputs("1", [feeds[n] for n in numbers]))
@@ -221,9 +218,9 @@ def test_what_is_known_and_what_is_computed_ahead_come_in_the_order_of_the_feeds
 
 
 @given(st.integers(0, 5), st.integers(0, 6))
-def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_for(count: int, ahead: int) -> None:
+def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_for(count, ahead):
     executor = Eager(ahead)
-    candidates: Any = Candidates(executor=executor)
+    candidates = Candidates(executor=executor)
     feeds = [{"x": 0}, {"x": 1}]
     for number, outputs in enumerate(candidates.each((str(n) for n in range(count)), feeds)):
         assert len(executor.opened) == min(count, number + 1 + ahead)
@@ -233,12 +230,12 @@ def test_candidates_come_in_their_order_and_no_more_are_made_than_there_is_room_
 # ---- the float model ------------------------------------------------------------------------------------------
 
 
-def relu(outputs: str = "float[1,4] y") -> onnx.ModelProto:
+def relu(outputs="float[1,4] y"):
     return parse(f"(float[1,4] x) => ({outputs}) {{ y = Relu (x) r = RandomNormalLike (x) }}")
 
 
 @pytest.mark.parametrize(("stays_open", "sessions"), [(True, 1), (False, 3)])
-def test_each_sample_is_run_once(stays_open: bool, sessions: int) -> None:
+def test_each_sample_is_run_once(stays_open, sessions):
     reference, feeds = Reference(relu(), stays_open=stays_open), models.feeds(relu(), 3)
     with counted() as counts:
         first = reference.outputs(feeds)
@@ -250,14 +247,14 @@ def test_each_sample_is_run_once(stays_open: bool, sessions: int) -> None:
     assert all(a[name] is b[name] for a, b in zip(first, again, strict=True) for name in a)
 
 
-def test_random_outputs_are_found_out_once() -> None:
+def test_random_outputs_are_found_out_once():
     reference, feeds = Reference(relu("float[1,4] y, float[1,4] r")), models.feeds(relu(), 2)
     with counted() as counts:
         assert reference.random(feeds[0]) == reference.random(feeds[1]) == {"r"}
     assert counts.total.runs == 2
 
 
-def test_what_does_not_run_is_told() -> None:
+def test_what_does_not_run_is_told():
     with pytest.raises(CalibrationError, match="does not run") as told:
         Reference(relu()).outputs([*models.feeds(relu(), 1), {"x": np.zeros((1, 5), np.float32)}])
     assert told.value.where == "held-out sample 1"

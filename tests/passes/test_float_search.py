@@ -1,7 +1,7 @@
 """Sensitivity and mixed precision: gates switch tensors, the bad one is found, nodes around it are left float."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort.accuracy.metric import Metric, check_metric
+from kenosis_ort.accuracy.metric import check_metric
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
 from kenosis_ort.passes import float_search
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.leave_float import search_mixed_precision
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.plan import Kind
 from kenosis_ort.targets.proof import Status
 from kenosis_ort.verify import verify_fusion
 from tests import models, planning
@@ -28,13 +28,13 @@ from tests.passes.support import evaluator_of, everything
 BAD = 3
 
 
-def noise(outputs: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+def noise(outputs, reference):
     """Noise power over signal power."""
     pairs = [(o[name], r[name]) for o, r in zip(outputs, reference, strict=True) for name in r]
     return float(sum(np.square(a - b).sum() for a, b in pairs) / sum(np.square(b).sum() for _, b in pairs))
 
 
-def spiky_chain() -> tuple[onnx.ModelProto, str]:
+def spiky_chain():
     """Eight Convs; one channel behind the fourth is large, widens the range of its tensor, and is read by nobody."""
     model = models.conv_relu_chain(16, channels=8)
     convs = [n for n in model.graph.node if n.op_type == "Conv"]
@@ -49,21 +49,21 @@ def spiky_chain() -> tuple[onnx.ModelProto, str]:
 
 
 @pytest.fixture(scope="module")
-def made() -> planning.Outcome:
+def made():
     return planning.quantize(spiky_chain()[0])
 
 
 @pytest.fixture(scope="module")
-def gated(made: planning.Outcome) -> Iterator[GatedModel]:
+def gated(made):
     with GatedModel(made.model, made.quantized) as gated:
         yield gated
 
 
 def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, gated):
     errors, on = float_search.errors_of(gated, made.feeds[:2], noise), everything(gated)
-    asked: list[int] = []
+    asked = []
 
-    def counted(sets: Sequence[frozenset[int]]) -> Sequence[float]:
+    def counted(sets):
         asked[-1] += len(sets)
         return errors(sets)
 
@@ -85,10 +85,10 @@ def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, ga
 
 
 @given(st.lists(st.floats(0, 10), max_size=20), st.sampled_from([0.01, 0.1, 0.3]))
-def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_together(costs: list[float], cutoff: float):
-    rounds: list[Sequence[frozenset[int]]] = []
+def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_together(costs, cutoff):
+    rounds = []
 
-    def errors(sets: Sequence[frozenset[int]]) -> list[float]:
+    def errors(sets):
         """A set costs the sum of what its gates cost."""
         rounds.append(sets)
         return [float(sum(costs[i] for i in sorted(on))) for on in sets]
@@ -121,12 +121,12 @@ class Shop:
     feeds: Sequence[Any]
     built: list[Mapping[str, str]] = field(default_factory=list)
 
-    def build(self, keep_float: Mapping[str, str]) -> tuple[onnx.ModelProto, PlacementPlan]:
+    def build(self, keep_float):
         self.built.append(dict(keep_float))
         made = planning.quantize(self.model, feeds=self.feeds, keep_float=keep_float)
         return made.quantized, made.plan
 
-    def search(self, *, metric: Metric | None = None, build: Any = None, limit: float = 0.005, **options: Any) -> Any:
+    def search(self, *, metric=None, build=None, limit=0.005, **options):
         self.built.clear()
         metric = metric or (lambda o, r: 1.0 - noise(o, r))
         evaluator = evaluator_of(self.model, self.feeds[2:], metric=check_metric(metric))
@@ -137,16 +137,16 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop() -> Shop:
+def shop():
     model = planning.prepared(spiky_chain()[0])
     return Shop(model, models.feeds(model, 6))
 
 
-def convs_of(model: onnx.ModelProto) -> list[str]:
+def convs_of(model):
     return [n.name for n in model.graph.node if n.op_type == "Conv"]
 
 
-def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(shop: Shop) -> None:
+def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(shop):
     found, reachable = shop.search(budget=1e-3)
     assert len(shop.built) <= 6
     assert 1e-3 >= found.loss >= 0.0
@@ -175,11 +175,11 @@ def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, b
     assert says in reachable
 
 
-def test_prices_and_the_budget_decide(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_and_the_budget_decide(shop, monkeypatch):
     """With the cheap way priced out of reach other nodes are taken; where the budget holds nothing is searched."""
     even, bad = dict.fromkeys(convs_of(shop.model), 1.0), convs_of(shop.model)[BAD]
 
-    def priced(price: float) -> Any:
+    def priced(price):
         monkeypatch.setattr(float_search, "default_cost", lambda model: {**even, bad: price})
         return shop.search(budget=1e-3)[0]
 
@@ -190,7 +190,7 @@ def test_prices_and_the_budget_decide(shop: Shop, monkeypatch: pytest.MonkeyPatc
     assert (held.floats, reachable, len(shop.built)) == ((), "", 1)
 
 
-def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
+def test_placements_that_cannot_be_built_are_passed_by(shop):
     """What is left float may move a Q to a tensor without a range: that placement is none, and the search goes on."""
     lacking = UnsupportedModelError("no calibrated range")
     build = Mock(wraps=shop.build, side_effect=[DEFAULT, lacking, *[DEFAULT] * 99])
@@ -201,7 +201,7 @@ def test_placements_that_cannot_be_built_are_passed_by(shop: Shop) -> None:
         shop.search(build=Mock(side_effect=lacking), budget=1e-6)
 
 
-def test_multiply_accumulates() -> None:
+def test_multiply_accumulates():
     model = planning.prepared(planning.parse(
         """(float[1,3,8,8] x, float[2,6] z) => (y, u, t) <float[4,3,3,3] w, float[4,2,2,2] v, float[6,5] g>
         { y = Conv <kernel_shape=[3,3], strides=[2,2]> (x, w) u = ConvTranspose <strides=[2,2]> (y, v)
@@ -218,7 +218,7 @@ def test_multiply_accumulates() -> None:
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name: str) -> None:
+def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name):
     made = planning.quantize(models.ALL[name]())
     before = made.quantized.SerializeToString(), made.model.SerializeToString()
     with GatedModel(made.model, made.quantized) as gated:
@@ -238,7 +238,7 @@ def test_all_on_is_the_quantized_model_and_all_off_the_float_one(name: str) -> N
     assert before == (made.quantized.SerializeToString(), made.model.SerializeToString())
 
 
-def test_gemm_beta_is_part_of_the_float_bias() -> None:
+def test_gemm_beta_is_part_of_the_float_bias():
     made = planning.quantize(
         "net (float[2,8] x) => (y) <float[8,4] w, float[4] b> { y = Gemm <beta=0.5> (x, w, b) }", protect_outputs="int8"
     )
@@ -247,7 +247,7 @@ def test_gemm_beta_is_part_of_the_float_bias() -> None:
         np.testing.assert_allclose(off["y"], run(made.model, made.feeds[0])[0], rtol=1e-5, atol=1e-6)
 
 
-def test_models_that_do_not_belong_together_are_refused() -> None:
+def test_models_that_do_not_belong_together_are_refused():
     made, other = planning.quantize(models.conv_relu_chain(2)), planning.quantize(models.mlp())
     with pytest.raises(UnsupportedModelError, match="very model"):
         GatedModel(other.model, made.quantized)

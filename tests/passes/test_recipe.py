@@ -1,8 +1,6 @@
 """Recipes: TOML in and out, checked; a file loses nothing, and the call of a report makes the same bytes."""
 
 from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from onnxruntime.quantization import CalibrationMethod, QuantType
 
-from kenosis_ort import OptionError, QuantizationReport, Recipe, Speed, Stages, preview, quantize_static
+from kenosis_ort import OptionError, Recipe, Speed, Stages, preview, quantize_static
 from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
 from kenosis_ort.passes.recipe import RECIPES, SpeedChoice, resolve_recipe
 from kenosis_ort.report.html.cards import python_call
@@ -30,7 +28,7 @@ recipes = st.builds(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_names_and_files(name: str, tmp_path: Path) -> None:
+def test_names_and_files(name, tmp_path):
     recipe = resolve_recipe(name)
     assert recipe.name == name
     recipe.save(tmp_path / "r.toml")
@@ -41,7 +39,7 @@ def test_names_and_files(name: str, tmp_path: Path) -> None:
         recipe.samples = 3  # type: ignore[misc]
 
 
-def test_unknown_names(tmp_path: Path) -> None:
+def test_unknown_names(tmp_path):
     (tmp_path / "big.toml").write_bytes(b"#" * (2**20 + 1))
     wrong = ("acurate", "Did you mean 'accurate'"), ("missing.toml", "cannot be read"), ("big.toml", "larger than")
     for name, said in wrong:
@@ -65,12 +63,12 @@ options = st.fixed_dictionaries({}, optional={
 
 
 @given(recipes, options)
-def test_what_is_written_is_read(recipe: Recipe, said: dict[str, Any]) -> None:
+def test_what_is_written_is_read(recipe, said):
     file = RecipeFile(recipe, said, {"limit": 3})
     assert RecipeFile.from_toml(file.to_toml()) == file
 
 
-def test_overrides_of_tensors_survive() -> None:
+def test_overrides_of_tensors_survive():
     scale, zero = np.array(0.1, np.float32), np.array(3, np.uint8)
     entry = {"quant_type": QuantType.QUInt8, "scale": scale, "zero_point": zero, "convert": None}
     convert = {"quant_type": QuantType.QUInt16, "recv_nodes": {"b", "a"}}
@@ -103,7 +101,7 @@ def test_overrides_of_tensors_survive() -> None:
      "extra_options cannot be read"),
     ("x = " + "[" * 5000 + "]" * 5000, "not valid TOML"),
 ], ids=lambda text: text[:50])  # fmt: skip
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_what_is_wrong_is_named(tmp_path, text, says):
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(OptionError, match=says) as caught:
@@ -112,11 +110,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
     assert caught.value.fix
 
 
-def reported(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> QuantizationReport:
+def reported(tmp_path, model, **options):
     return quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), **{"promise": False, **options})
 
 
-def test_settings_in_place_of_a_recipes_own() -> None:
+def test_settings_in_place_of_a_recipes_own():
     file = RecipeFile(RECIPES["accurate"], {"threads": 2})
     assert file.with_settings({}) is file
     changed = file.with_settings({"smooth": 0.5, "equalize": False})
@@ -130,7 +128,7 @@ def test_settings_in_place_of_a_recipes_own() -> None:
 # ---- the same bytes -----------------------------------------------------------------------------------------------
 
 OVERRIDE = [{"quant_type": QuantType.QUInt8, "rmin": np.float32(-3.0), "rmax": np.float32(3.0)}]
-CALLS: dict[str, dict[str, Any]] = {
+CALLS = {
     "nothing": {},
     "types": {"activation_type": QuantType.QInt8, "per_channel": False, "reduce_range": True},
     "method": {"calibrate_method": CalibrationMethod.Percentile, "extra_options": {"CalibPercentile": 99.9}},
@@ -148,7 +146,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
+def test_call_and_file_make_the_same_bytes(case, tmp_path):
     model, source, out = models.bn_net(), tmp_path / "model.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     feeds = models.feeds(model, 12)
@@ -164,7 +162,7 @@ def test_call_and_file_make_the_same_bytes(case: str, tmp_path: Path) -> None:
     assert RecipeFile.load(tmp_path / "out.recipe.toml") == report.recipe_file()
 
 
-def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path: Path) -> None:
+def test_what_a_script_cannot_hold_is_left_to_fill_in(tmp_path):
     cache = tmp_path / "cache.json"
     said = {"metric": lambda outputs, reference: 1.0, "calibration_cache_path": cache}
     call = python_call(reported(tmp_path, models.bn_net(), **said))

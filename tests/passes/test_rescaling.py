@@ -1,9 +1,7 @@
 """Channels and rows brought to one range: exact in float, better in integers."""
 
 import re
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -11,47 +9,46 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.channel_statistics import channel_statistics
-from kenosis_ort.calibration.statistics import Rescaling
 from kenosis_ort.graph.live import LiveGraph
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.contract import Candidate, State
-from kenosis_ort.passes.equalize_layers import Equalized, equalize, values_for_equalization
+from kenosis_ort.passes.equalize_layers import equalize, values_for_equalization
 from kenosis_ort.passes.evaluator import Score
 from kenosis_ort.passes.layers import LinkNoise, find_links
 from kenosis_ort.passes.scale_rows import RowScales, row_noise, with_row_scales
-from kenosis_ort.passes.smooth import Smoothed, smooth, values_for_smoothing
+from kenosis_ort.passes.smooth import smooth, values_for_smoothing
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, planning
 from tests.flow.support import changed, run
-from tests.models import Feed, Net
+from tests.models import Net
 from tests.passes.support import array, first
 from tests.planning import parse, prepared
 
 
-def distance(model: onnx.ModelProto, other: onnx.ModelProto, feeds: list[Feed]) -> float:
+def distance(model, other, feeds):
     """Largest difference over the largest value of each output."""
     pairs = [p for a, b in zip(run(model, feeds), run(other, feeds), strict=True) for p in zip(a, b, strict=True)]
     return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-6)) for a, b in pairs)
 
 
-def equalized(model: onnx.ModelProto, feeds: list[Feed] | None = None, nodes: set[str] | None = None) -> Equalized:
+def equalized(model, feeds=None, nodes=None):
     feeds, values = feeds or models.feeds(model, 4), values_for_equalization(LiveGraph(model))
     return equalize(model, peaks=channel_statistics(model, feeds, values), nodes=nodes)
 
 
-def of_first(pair: Mapping[str, Rescaling]) -> Rescaling:
+def of_first(pair):
     """What became of the output of the pair's first layer."""
     return next(iter(pair.values()))
 
 
-def spread(model: onnx.ModelProto, *, axis: int, seed: int = 0) -> onnx.ModelProto:
+def spread(model, *, axis, seed=0):
     """The model with channels of the first layer's weight that differ by up to a hundred times."""
     held = array(model.graph.initializer, "a_w")
     factors = 10 ** (np.random.default_rng(seed).uniform(-2, 0, held.shape[axis]))
     return changed(model, a_w=factors.reshape([-1 if at == axis else 1 for at in range(held.ndim)]))
 
 
-ACTIVATIONS: dict[str, Any] = {
+ACTIVATIONS = {
     "relu": lambda net, y, flat: net.op("Relu", [y]),
     "leaky": lambda net, y, flat: net.op("LeakyRelu", [y], alpha=0.1),
     "prelu": lambda net, y, flat: net.op("PRelu", [y, np.linspace(-0.5, 0.5, 8).reshape((8,) if flat else (8, 1, 1))]),
@@ -62,7 +59,7 @@ ACTIVATIONS: dict[str, Any] = {
 LINEAR = {"gemm": Net.gemm, "matmul": Net.linear}
 
 
-def pair_net(first: str, act: str, second: str, *, groups: int = 1, seed: int = 0) -> onnx.ModelProto:
+def pair_net(first, act, second, *, groups=1, seed=0):
     """Two layers with eight channels of unlike range between them."""
     net, flat = Net(seed=seed), first in LINEAR
     x = net.input("x", ["n", 6] if flat else ["n", 4, 6, 6])
@@ -106,7 +103,7 @@ def test_linear_layers_compute_the_same_and_features_behind_a_flatten_follow_the
     assert distance(model, result.model, models.feeds(model, 3, seed=9)) < 1e-5
 
 
-def test_the_noise_is_as_predicted() -> None:
+def test_the_noise_is_as_predicted():
     model = changed(pair_net("gemm", "none", "gemm"), b_w=10.0 ** np.linspace(-2, 1, 5)[:, None])
     (link,), feeds = find_links(LiveGraph(model)), models.feeds(model, 4, dims={"n": 500})
     (seen,) = channel_statistics(model, feeds, values_for_equalization(LiveGraph(model))).values()
@@ -119,14 +116,14 @@ def test_the_noise_is_as_predicted() -> None:
 
 
 @pytest.mark.parametrize("pool", ["MaxPool", "AveragePool"])
-def test_a_pool_mixes_the_channels_of_linear_layers(pool: str) -> None:
+def test_a_pool_mixes_the_channels_of_linear_layers(pool):
     text = f"""(float[n,2,5,6] x) => (y) <float[6,8] a_w, float[8,5] b_w>
         {{ a = MatMul (x, a_w) p = {pool} <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (a) y = MatMul (p, b_w) }}"""
     assert equalized(planning.prepared(spread(planning.parse(text), axis=1))).pairs == ()
 
 
 @given(groups=st.sampled_from([1, 8]), seed=st.integers(0, 2**16))
-def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
+def test_a_clip_is_kept_on_the_observed_range(groups, seed):
     model = pair_net("conv", "clip", "conv", groups=groups, seed=seed)
     feeds = models.feeds(model, 4, seed=seed)
     result = equalized(model, feeds)
@@ -136,13 +133,13 @@ def test_a_clip_is_kept_on_the_observed_range(groups: int, seed: int) -> None:
         assert np.all(of_first(pair).factors[next(iter(peaks.values())).high >= 3.0] == 1.0)
 
 
-def test_without_statistics_channels_stay() -> None:
+def test_without_statistics_channels_stay():
     model = pair_net("gemm", "relu", "gemm")
     assert equalized(model).pairs
     assert (equalize(model, peaks={}).pairs, equalize(model, peaks={}).model is model) == ((), True)
 
 
-def test_high_biases_move_on_to_a_layer_that_does_not_pad() -> None:
+def test_high_biases_move_on_to_a_layer_that_does_not_pad():
     text = """(float[n,4,6,6] x) => (y) <float[8,4,1,1] a_w, float[8] a_b, float[4,8,{0},{0}] b_w, float[4] b_b>
         {{ a = Conv (x, a_w, a_b) r = Relu (a) y = Conv <pads = [{1}, {1}, {1}, {1}]> (r, b_w, b_b) }}"""
     high = {"a_b": np.full(8, 40.0)}
@@ -161,7 +158,7 @@ def test_high_biases_move_on_to_a_layer_that_does_not_pad() -> None:
 
 
 @pytest.mark.parametrize(("shape", "pairs"), [("4", 1), ("1,4", 1), ("1", 0), ("4,1", 0)])
-def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape: str, pairs: int) -> None:
+def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape, pairs):
     text = f"""(float[4,6] x) => (y) <float[6,4] a_w, float[{shape}] a_b, float[4,5] b_w, float[5] b_b>
         {{ [a] p = Gemm (x, a_w, a_b) q = Relu (p) [b] y = Gemm (q, b_w, b_b) }}"""
     weight = models.normal((6, 4)) * [0.01, 0.1, 1.0, 1.0]
@@ -172,7 +169,7 @@ def test_a_gemms_bias_has_a_number_for_each_channel_or_its_channels_stay(shape: 
 
 
 @pytest.mark.parametrize("case", ["two consumers", "output", "shared weight", "sigmoid", "excluded"])
-def test_what_others_need_is_not_touched(case: str) -> None:
+def test_what_others_need_is_not_touched(case):
     net = Net(seed=5)
     y = net.op("Sigmoid" if case == "sigmoid" else "Relu", [net.conv(net.input("x", ["n", 4, 6, 6]), 4, 8, name="a")])
     if case in ("two consumers", "output"):
@@ -204,7 +201,7 @@ READERS = {
 }
 
 
-def with_outliers(gain: float = 30.0, seed: int = 0) -> dict[str, Any]:
+def with_outliers(gain=30.0, seed=0):
     """Weights of which the norm's gains have a few channels far above the rest."""
     rng = np.random.default_rng(seed)
     gamma = rng.uniform(0.5, 1.5, D)
@@ -215,9 +212,7 @@ def with_outliers(gain: float = 30.0, seed: int = 0) -> dict[str, Any]:
     return {**{k: v.astype(np.float32) for k, v in arrays.items()}, "eps": np.float32(1e-5), **shapes}
 
 
-def behind_norm(
-    body: str, given_weights: dict[str, Any] | None = None, outputs: str = "float[1,10,32] y"
-) -> onnx.ModelProto:
+def behind_norm(body, given_weights=None, outputs="float[1,10,32] y"):
     used = {
         k: v for k, v in (given_weights or with_outliers()).items() if k in body.replace("(", " ").replace(")", " ")
     }
@@ -225,25 +220,25 @@ def behind_norm(
     return prepared(parse(f"net (float[1,10,{D}] x) => ({outputs}) {{ {body} }}", used, opset=opset))
 
 
-def token_feeds(count: int = 4, seed: int = 1) -> list[dict[str, Any]]:
+def token_feeds(count=4, seed=1):
     rng = np.random.default_rng(seed)
     return [{"x": rng.standard_normal((1, 10, D)).astype(np.float32)} for _ in range(count)]
 
 
-def smoothed(model: onnx.ModelProto, **options: Any) -> Smoothed:
+def smoothed(model, **options):
     insert = options.get("insert")
     wanted = values_for_smoothing(LiveGraph(model), nodes=options.get("nodes"), insert=insert)
     return smooth(model, peaks=channel_statistics(model, token_feeds(), wanted), **options)
 
 
-def check_exact(model: onnx.ModelProto, result: Smoothed) -> None:
+def check_exact(model, result):
     before, after = (np.stack(first(m, token_feeds(seed=5))) for m in (model, result.model))
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5 * np.abs(before).max())
 
 
 @pytest.mark.parametrize("norm", INSTALLED)
 @pytest.mark.parametrize("reader", READERS)
-def test_folded_into_what_is_before(norm: str, reader: str) -> None:
+def test_folded_into_what_is_before(norm, reader):
     model = behind_norm(f"{NORMS[norm]}\n{READERS[reader]}")
     result = smoothed(model)
     (done,) = result.layers
@@ -255,7 +250,7 @@ def test_folded_into_what_is_before(norm: str, reader: str) -> None:
 
 
 @given(st.sampled_from(INSTALLED), st.floats(1, 300), st.sampled_from(ALPHAS), st.integers(0, 99))
-def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
+def test_exact_in_float(norm, gain, alpha, seed):
     model = behind_norm(f"{NORMS[norm]}\n{READERS['two linears']}", with_outliers(gain, seed))
     check_exact(model, smoothed(model, alpha=alpha))
 
@@ -267,7 +262,7 @@ def test_exact_in_float(norm: str, gain: float, alpha: Any, seed: int) -> None:
     ("h = MatMul (x, w1)\n r = Tanh (h)\n y = MatMul (r, w2)", []),
     ("h = MatMul (x, w1)\n s = Softmax (h)\n p = Add (h, s)\n y = MatMul (p, w2)", []),
 ])  # fmt: skip
-def test_folded_into_the_linear_layer_before(body: str, values: list[str]) -> None:
+def test_folded_into_the_linear_layer_before(body, values):
     arrays = with_outliers()
     arrays["w1"][:, :2] *= 40.0  # outlier channels of the first layer's output
     arrays["w2"][:, 5] *= 40.0
@@ -286,7 +281,7 @@ NORMED = f"{NORMS['layer norm']}\n a = MatMul (n, w1)\n "
     ("y = MatMul (x, w1)", {}),
     (f"{NORMS['layer norm']}\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
 ])  # fmt: skip
-def test_left_alone(body: str, options: dict[str, Any]) -> None:
+def test_left_alone(body, options):
     arrays = {**with_outliers(), "w": np.zeros((10, 32), np.float32)}
     model = behind_norm(body, arrays, "float[1,32,32] y" if "Transpose" in body else "float[1,10,32] y")
     result = smoothed(model, **options)
@@ -294,7 +289,7 @@ def test_left_alone(body: str, options: dict[str, Any]) -> None:
     assert result.model == model
 
 
-def rounding_noise(model: onnx.ModelProto) -> float:
+def rounding_noise(model):
     """Power of what 8 bits change of the products behind a norm, as a share of theirs."""
     x = np.concatenate([feed["x"] for feed in token_feeds(seed=7)]).astype(np.float64)
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -309,14 +304,14 @@ def rounding_noise(model: onnx.ModelProto) -> float:
 
 
 @pytest.mark.parametrize("gain", [3.0, 30.0, 100.0])
-def test_the_gain_is_as_predicted(gain: float) -> None:
+def test_the_gain_is_as_predicted(gain):
     model = behind_norm(f"{NORMS['layer norm']}\n{READERS['two linears']}", with_outliers(gain))
     result = smoothed(model)
     gained = 10 * np.log10(rounding_noise(model) / rounding_noise(result.model))
     assert gained == pytest.approx(result.layers[0].gain_db, abs=1.0)
 
 
-def test_weights_shared_with_others_are_not_changed() -> None:
+def test_weights_shared_with_others_are_not_changed():
     more = "m = LayerNormalization <axis = -1> (a, gamma, beta)\n s = Sigmoid (m)\n b = MatMul (s, w1)\n y = Add (b, m)"
     model = behind_norm(NORMED + more)
     result = smoothed(model)
@@ -326,7 +321,7 @@ def test_weights_shared_with_others_are_not_changed() -> None:
     check_exact(model, result)
 
 
-def test_dead_channels() -> None:
+def test_dead_channels():
     arrays = with_outliers()
     arrays["gamma"][4] = arrays["beta"][4] = 0.0
     arrays["w1"][7] = 0.0
@@ -349,25 +344,25 @@ BODIES = {
 SHAPES = {"flat": np.array([-1, 32], np.int64), "back": np.array([2, -1, 32], np.int64)}
 
 
-def of_rows(body: str, *, opset: int = 17) -> onnx.ModelProto:
+def of_rows(body, *, opset=17):
     rng = np.random.default_rng(0)
-    arrays: dict[str, Any] = {k: (rng.standard_normal((32, 32)) / 6).astype(np.float32) for k in ("w", "v")}
+    arrays = {k: (rng.standard_normal((32, 32)) / 6).astype(np.float32) for k in ("w", "v")}
     arrays |= {"b": rng.standard_normal(32).astype(np.float32), **SHAPES}
     used = {k: v for k, v in arrays.items() if re.search(rf"\b{k}\b", body)}
     text = f"net (float[2,len,32] i) => (float[2,len,32] y) {{ x = Mul (i, i)\n {body} }}"
     return prepared(parse(text, used, opset=opset))
 
 
-def linear_layers(model: onnx.ModelProto) -> set[str]:
+def linear_layers(model):
     return {node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
 
 
-def read(model: onnx.ModelProto) -> list[str]:
+def read(model):
     return list(dict.fromkeys(node.input[0] for node in model.graph.node if node.name in linear_layers(model)))
 
 
 @given(st.sampled_from(sorted(BODIES)), st.sampled_from([13, 17, 18, 21]), st.integers(1, 5), st.floats(0, 4))
-def test_it_computes_the_same(body: str, opset: int, length: int, power: float) -> None:
+def test_it_computes_the_same(body, opset, length, power):
     model = of_rows(BODIES[body], opset=opset)
     found, values = with_row_scales(model, read(model), nodes=linear_layers(model))
     onnx.checker.check_model(found)
@@ -384,7 +379,7 @@ def test_it_computes_the_same(body: str, opset: int, length: int, power: float) 
     assert (np.abs(want - got) <= 1e-5 * size + 1e-12).all()
 
 
-def outlying() -> np.ndarray:
+def outlying():
     """Rows of which the first of each sample is thirty times the others."""
     x = np.random.default_rng(3).standard_normal((2, 16, 32)).astype(np.float32)
     x[:, 0] *= 30.0
@@ -395,16 +390,16 @@ def outlying() -> np.ndarray:
     ({0: 1.0, 4: 0.9}, [0, 4], 0), ({0: 1.0, 4: 0.5, 2: 0.6, 1: 1.5}, [0, 4, 2, 1], 2),
     ({0: 1.0, 4: 0.5, 2: 0.4, 1: 0.7}, [0, 4, 2, 1], 1),
 ], ids=["no gain", "half of them", "one of them"])  # fmt: skip
-def test_fewer_values_are_tried_as_long_as_they_serve(errors: dict[int, float], tried: list[int], scaled: int) -> None:
+def test_fewer_values_are_tried_as_long_as_they_serve(errors, tried, scaled):
     body = "".join(f"x{at} = Mul (x, x)\n m{at} = MatMul (x{at}, w)\n " for at in range(4))
     model = of_rows(f"{body} s = Sum (m0, m1, m2, m3)\n y = Relu (s)")
-    seen: list[int] = []
+    seen = []
 
-    def score(state: State) -> Score:
+    def score(state):
         seen.append(sum(node.op_type == "Reciprocal" for node in state.prepared.proto.graph.node))
         return Score(errors[seen[-1]], (errors[seen[-1]],) * 8)
 
-    context: Any = SimpleNamespace(
+    context = SimpleNamespace(
         mixes=True, fit=[{"i": outlying()}], nodes=linear_layers(model), custom_op_libraries=(), active={}, score=score
     )
     found = RowScales().apply(State(PreparedModel(model)), {}, context)
@@ -412,7 +407,7 @@ def test_fewer_values_are_tried_as_long_as_they_serve(errors: dict[int, float], 
     assert (found.what.split()[0] if isinstance(found, Candidate) else "0") == str(scaled)
 
 
-def test_what_one_range_costs() -> None:
+def test_what_one_range_costs():
     """A row a thousand times the others hides them in one range and costs none of them in its own."""
     model = of_rows(BODIES["matmul"])
     feeds = [{"i": (x := outlying())}]
@@ -425,6 +420,6 @@ def test_what_one_range_costs() -> None:
 
 
 @pytest.mark.parametrize("nodes", [set(), {"another"}])
-def test_only_named_layers(nodes: set[str]) -> None:
+def test_only_named_layers(nodes):
     model = of_rows(BODIES["matmul"])
     assert not row_noise(GraphView(model), [{"i": np.ones((2, 3, 32), np.float32)}], nodes=nodes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -32,19 +30,19 @@ class Evaluator:
 
     measure = "error"
 
-    def __init__(self, samples: int = 8) -> None:
+    def __init__(self, samples=8):
         self.feeds = [{}] * samples
         self.asked: list[str] = []
 
-    def score(self, model: onnx.ModelProto) -> Score:
+    def score(self, model):
         self.asked.append(model.graph.name)
         return Score(ERRORS[model.graph.name], (ERRORS[model.graph.name],) * len(self.feeds))
 
-    def halved(self) -> tuple[list[Any], Evaluator]:
+    def halved(self):
         return self.feeds[::2], Evaluator(len(self.feeds) // 2)
 
 
-def named(name: str) -> State:
+def named(name):
     model = onnx.ModelProto()
     model.graph.name = name
     return State(PreparedModel(model))
@@ -60,10 +58,10 @@ class Rename(Pass):
     to: str = "better"
 
     @property
-    def wanted(self) -> bool:
+    def wanted(self):
         return True
 
-    def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
+    def apply(self, state, statistics, context):
         return self.finds or Candidate(named(self.to), f"named {self.to}")
 
 
@@ -83,16 +81,16 @@ class Fits(Rename):
     fits_means: ClassVar[bool] = True
     given: ClassVar[list[tuple[int, int]]] = []
 
-    def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
+    def apply(self, state, statistics, context):
         self.given.append((len(context.fit), len(context.evaluator.feeds)))
         return super().apply(state, statistics, context)
 
 
-def run(*passes: Pass, **given: Any) -> tuple[str, list[Any]]:
+def run(*passes, **given):
     """The name of the state that is found, and what became of each pass."""
     call = Call(loaded=LoadedModel(MODEL, None, "m"), request=None)  # type: ignore[arg-type]
     usual = {"fit": [{}] * 8, "evaluator": Evaluator(), **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"))}
-    context: Any = Context(build_of=lambda s: SimpleNamespace(quantized=s.prepared.proto), **{**usual, **given})
+    context = Context(build_of=lambda s: SimpleNamespace(quantized=s.prepared.proto), **{**usual, **given})
     runner = PassRunner(context, call)
     return runner.run(passes, named("start")).prepared.proto.graph.name, runner.journal.passes
 
@@ -103,7 +101,7 @@ def run(*passes: Pass, **given: Any) -> tuple[str, list[Any]]:
     (Careful("slightly"), "start", (1.0, 0.99)), (Compared("worse"), "worse", (3.0, 1.5)),
     (Nothing(), "start", (None, None)),
 ])  # fmt: skip
-def test_what_is_better_is_kept(each: Pass, name: str, errors: tuple[float | None, float | None]) -> None:
+def test_what_is_better_is_kept(each, name, errors):
     found, (outcome,) = run(each)
     assert found == name
     assert (outcome.kept, outcome.error_before, outcome.error_after) == (name != "start", *errors)
@@ -114,21 +112,21 @@ def test_what_is_better_is_kept(each: Pass, name: str, errors: tuple[float | Non
     ("worse", 0, frozenset({"rename"}), "worse", "as asked"),
     ("better", 3, frozenset(), "start", "3 held-out calibration samples are too few"),
 ], ids=["the caller insists", "too few samples"])  # fmt: skip
-def test_what_is_kept_or_not_unseen(to: str, samples: int, forced: frozenset[str], name: str, says: str) -> None:
+def test_what_is_kept_or_not_unseen(to, samples, forced, name, says):
     evaluator = Evaluator(samples)
     found, (outcome,) = run(Careful(to), forced=forced, evaluator=evaluator)
     assert (found, evaluator.asked) == (name, [])
     assert says in outcome.reason
 
 
-def test_a_state_is_scored_once() -> None:
+def test_a_state_is_scored_once():
     evaluator = Evaluator()
     run(Rename("better"), Rename("worse"), Nothing(), evaluator=evaluator)
     assert evaluator.asked == ["start", "better", "worse"]
 
 
 @pytest.mark.parametrize(("fit", "expected"), [(8, (12, 4)), (16, (16, 8))])
-def test_means_are_fitted_to_more_of_few_samples(fit: int, expected: tuple[int, int]) -> None:
+def test_means_are_fitted_to_more_of_few_samples(fit, expected):
     Fits.given.clear()
     run(Fits(), fit=[{}] * fit)
     assert Fits.given == [expected]
@@ -151,15 +149,15 @@ class Seen(Pass):
     on: bool = True
 
     @property
-    def wanted(self) -> bool:
+    def wanted(self):
         return self.on
 
-    def apply(self, state: State, statistics: Any, context: Context) -> Candidate | Skipped:
+    def apply(self, state, statistics, context):
         return Skipped(f"{self.mode} {self.strength:g}, {sorted(context.active)}")
 
 
 @pytest.fixture
-def known() -> Iterator[None]:
+def known():
     before = [*order._order]
     register(Seen, before="bias_correction")
     yield
@@ -168,7 +166,7 @@ def known() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("each", [Seen(), Seen(0.1, 0, "hard", -1e-9, False), Seen(2, 99, "soft", 3.0)])
-def test_a_recipe_file_holds_its_settings(known: None, each: Seen) -> None:
+def test_a_recipe_file_holds_its_settings(known, each):
     recipe = Recipe("mine", equalize=False, passes=(each,))
     assert RecipeFile.from_toml(RecipeFile(recipe).to_toml()).recipe == recipe
 
@@ -179,7 +177,7 @@ def test_a_recipe_file_holds_its_settings(known: None, each: Seen) -> None:
     ({"mode": "sofd"}, "Did you mean 'soft'"), ({"limit": "nine"}, "limit='nine' is unknown"),
     ({"on": 1}, "true or false"),
 ])  # fmt: skip
-def test_settings_are_checked_by_their_types(given: dict[str, Any], says: str) -> None:
+def test_settings_are_checked_by_their_types(given, says):
     with pytest.raises(OptionError, match=says):
         Seen(**given)
 
@@ -189,20 +187,20 @@ def test_settings_are_checked_by_their_types(given: dict[str, Any], says: str) -
     ("[recipe.seen]\nstrenght = 1\n", "Did you mean 'strength'"),
     ("[recipe]\nseen = 1\n", "is no table"), ("[recipe.seen]\nmode = 1\n", "mode=1"),
 ])  # fmt: skip
-def test_mistakes_in_a_file_are_named(known: None, text: str, says: str) -> None:
+def test_mistakes_in_a_file_are_named(known, text, says):
     with pytest.raises(OptionError, match=says) as caught:
         RecipeFile.from_toml(text, where="recipe.toml")
     assert caught.value.where in ("recipe.toml", "recipe.toml: mode")
 
 
-def test_one_that_is_not_registered_is_refused() -> None:
+def test_one_that_is_not_registered_is_refused():
     with pytest.raises(OptionError, match="no pass that is known"):
         Recipe(passes=(Seen(),))
     with pytest.raises(OptionError, match="unknown setting 'seen'"):
         Recipe.from_dict({"seen": {}})
 
 
-def test_names_that_are_taken(known: None) -> None:
+def test_names_that_are_taken(known):
     for name in ("equalize", "accuracy_budget", "no name"):
         with pytest.raises(OptionError, match="cannot be named"):
             register(type("Other", (Seen,), {"name": name}))
@@ -215,7 +213,7 @@ def test_names_that_are_taken(known: None) -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_it_runs_where_a_recipe_asks_for_it(known: None, tmp_path: Path, asked: bool) -> None:
+def test_it_runs_where_a_recipe_asks_for_it(known, tmp_path, asked):
     recipe = replace(RECIPES["fast"], passes=(Seen(mode="hard"),)) if asked else "fast"
     report = quantized(MODEL, tmp_path / "o.onnx", models.feeds(MODEL, 8), recipe=recipe)
     ran = [p.name for p in report.passes if p.name not in ("equalize", "smooth", "row_scales")]
@@ -223,7 +221,7 @@ def test_it_runs_where_a_recipe_asks_for_it(known: None, tmp_path: Path, asked: 
     assert passes_of(replace(RECIPES["fast"], passes=(Seen(on=False),))) == passes_of(RECIPES["fast"])
 
 
-def test_settings_of_passes_are_those_of_recipes() -> None:
+def test_settings_of_passes_are_those_of_recipes():
     names = [entry.name for kind in PASSES for entry in fields(kind)]
     assert len(names) == len(set(names))
     assert {*names} < {f.name for f in fields(Recipe)}

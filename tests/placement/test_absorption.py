@@ -1,7 +1,5 @@
 """Which Relu and Clip may vanish, with what bounds; and bounds beyond which no consumer sees a difference."""
 
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -18,13 +16,13 @@ from tests.placement.build import view_of
 from tests.planning import parse
 
 
-def absorption(text: str, weights: dict[str, Any] | None = None, **options: Any) -> Absorption:
+def absorption(text, weights=None, **options):
     view = view_of(text, weights)
     wishes = constrain(view, ORT_CPU, PlacementOptions(**options))
     return Absorption(wishes, classify(wishes, {}))
 
 
-def conv_then(behind: str, outputs: str = "y") -> str:
+def conv_then(behind, outputs="y"):
     return f"net (float[1,3,8,8] x) => ({outputs}) <float[4,3,1,1] w> {{ c = Conv (x, w)\n {behind} }}"
 
 
@@ -40,14 +38,14 @@ IF = """z = If (f) <then_branch = t () => (float[1,4,8,8] a) { a = Neg (c) },
     ("Clip (c, , six)", None, 6.0), ("Clip (c, low, one)", -1.0, 1.0),
     ("Clip (c, zero, largest)", 0.0, None),  # as exporters write a one-sided Clip
 ])  # fmt: skip
-def test_an_activation_behind_a_conv_vanishes(activation: str, low: float | None, high: float | None) -> None:
+def test_an_activation_behind_a_conv_vanishes(activation, low, high):
     found, name = absorption(conv_then(f"y = {activation}"), BOUNDS), f"{activation.split()[0]}_y"
     assert (found.limits, found.refused) == ({"y": RangeLimit("y", low, high)}, {})
     assert (found.by_producer["Conv_c"].name, found.by_activation[name].name) == (name, "Conv_c")
 
 
 @pytest.mark.parametrize("producer", ["Gemm (x, w)", "MatMul (x, w)", "Add (x, x)", "Mul (x, x)", CONCAT])
-def test_other_producers(producer: str) -> None:
+def test_other_producers(producer):
     text = f"(float[2,4] x) => (y) <float[4,4] w> {{ c = {producer} y = Relu (c) }}"
     assert list(absorption(text).limits) == ["y"]
 
@@ -64,7 +62,7 @@ def test_other_producers(producer: str) -> None:
     (conv_then("y = Relu (c)"), {"nodes_to_exclude": frozenset({"Conv_c"})}, "no requantization"),
     (conv_then("y = Relu (c)"), {"activation_symmetric": True}, "symmetric"),
 ])  # fmt: skip
-def test_refusals(text: str, options: dict[str, Any], said: str) -> None:
+def test_refusals(text, options, said):
     found = absorption(text, BOUNDS, **options)
     assert found.limits == {}
     assert [said in reason for reason in found.refused.values()] == [True]
@@ -73,7 +71,7 @@ def test_refusals(text: str, options: dict[str, Any], said: str) -> None:
 # ---- what all consumers see ------------------------------------------------------------------------------------------
 
 
-def limits(behind: str, outputs: str = "y") -> list[tuple[float | None, ...]]:
+def limits(behind, outputs="y"):
     """What all consumers of ``c`` together see; outputs of types that ONNX does not infer say theirs."""
     if "microsoft" in behind:
         outputs = f"float[1,4,8,8] {outputs}"
@@ -136,7 +134,7 @@ HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
     ("y = Clip (c, high, low)", "y", None),  # no number lies between
     (f"y = Sigmoid (c) f = Cast <to = 9> (k) {IF}", "y, z", None),
 ])  # fmt: skip
-def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple[float | None, ...] | None) -> None:
+def test_what_all_consumers_together_see(behind, outputs, found):
     assert limits(behind, outputs) == ([] if found is None else [pytest.approx(found)])
 
 
@@ -149,7 +147,7 @@ def test_what_all_consumers_together_see(behind: str, outputs: str, found: tuple
     ("s = Softmax (c)\n y = Add (s, c)", 17, None),
     ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
 ])  # fmt: skip
-def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | None) -> None:
+def test_what_a_softmax_sees(behind, opset, axes):
     for outputs, expected in (("y", axes), ("y, c", None)):
         text = f"(float[1,4,8,8] c0) => ({outputs}) <int64[3] shape> {{ c = Neg (c0)\n {behind} }}"
         model = parse(text, {"shape": [4, 8, 8]}, opset=opset)  # preparation would raise the operator set
@@ -159,7 +157,7 @@ def test_what_a_softmax_sees(behind: str, opset: int, axes: tuple[int, ...] | No
 
 
 @pytest.mark.parametrize("mask", [-1e9, -np.inf, np.finfo(np.float32).min, -1e4])
-def test_a_mask_in_front_of_a_softmax_does_not_count(mask: float) -> None:
+def test_a_mask_in_front_of_a_softmax_does_not_count(mask):
     rng = np.random.default_rng(0)
     scores = rng.normal(0, 3, (2, 4, 9, 9)).astype(np.float32)
     masked = np.where(np.tril(np.ones((9, 9), bool)), scores, np.float32(mask))
@@ -173,7 +171,7 @@ PADS = {"pads": [0, 0, 1, 1, 0, 0, 1, 1]}
 
 
 @pytest.mark.parametrize(("value", "found"), [(-np.inf, True), (-1e9, True), (0.0, False)])
-def test_padding_in_front_of_a_maxpool(value: float, found: bool) -> None:
+def test_padding_in_front_of_a_maxpool(value, found):
     text = "net (float[1,4,8,8] x) => (y) { c = Pad (x, pads, fill)\n y = MaxPool <kernel_shape = [2,2]> (c) }"
     view = view_of(text, {**PADS, "fill": np.float32(value)})
     assert seen_as(view, view.nodes[0].outputs) == ({"c": SeenAs(filling=value)} if found else {})
@@ -181,13 +179,13 @@ def test_padding_in_front_of_a_maxpool(value: float, found: bool) -> None:
     assert SeenAs(filling=value)(padded).min() == 1.0 if found else True
 
 
-def test_seen_values_keep_type_and_empty_arrays() -> None:
+def test_seen_values_keep_type_and_empty_arrays():
     both = SeenAs(-1.0, 1.0, (-1,))
     assert both(np.zeros((0, 3), np.float32)).size == 0
     assert both(np.full((1, 3), 9, np.float16)).dtype == np.float16
 
 
-def test_only_values_of_their_own_scale() -> None:
+def test_only_values_of_their_own_scale():
     text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4,4,1,1] v> {
         c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)\n p = Pad (c, pads, fill)
         m = MaxPool <kernel_shape = [3,3], strides = [2,2]> (p)\n r = Transpose <perm = [0,1,3,2]> (m)

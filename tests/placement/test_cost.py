@@ -3,13 +3,9 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 from onnx import numpy_helper
@@ -18,20 +14,20 @@ from onnxruntime.quantization import QuantType
 from kenosis_ort import preview
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.cost import CostEstimate, MinCut, NetCosts
-from kenosis_ort.placement.planner import Planner, Regions, choose_regions
-from kenosis_ort.plan import Kind, PlacementPlan
+from kenosis_ort.placement.cost import MinCut, NetCosts
+from kenosis_ort.placement.planner import Planner, choose_regions
+from kenosis_ort.plan import Kind
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.work import CLASSES, conv_work, linear_work, work_of
-from kenosis_ort.targets.profile import CostTable, KernelCost, Work
+from kenosis_ort.targets.profile import KernelCost, Work
 from tests import models
-from tests.flow.support import Made, changed, make, proof, run
+from tests.flow.support import changed, make, proof, run
 from tests.models import Net
 from tests.placement.build import view_of
 from tests.planning import parse, prepared
 
 
-def work(text: str) -> Work | None:
+def work(text):
     """The work of the only node of a net."""
     view = view_of(text)
     return work_of(view, view.nodes[0])
@@ -50,7 +46,7 @@ LINEAR = Work("linear", 3 * 40 * 24, 3 * 40 * 32, 3 * 24, 40 * 24, 0, 40 * 24)
     ("(float[batch,4] x) => (y) { y = Relu (x) }", Work("clip", elements=4)),  # one of them
     ("(float[1,length] x) => (y) { y = Relu (x) }", None),  # of an unknown size
 ])  # fmt: skip
-def test_products_and_free_sizes(text: str, expected: Work | None):
+def test_products_and_free_sizes(text, expected):
     assert work(text) == expected
 
 
@@ -68,7 +64,7 @@ def test_products_and_free_sizes(text: str, expected: Work | None):
     ({"inputs": 64, "outputs": 32, "groups": 4}, "conv-grouped-odd"),
     ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
 ])  # fmt: skip
-def test_classes_of_convolutions(arguments: dict, name: str):
+def test_classes_of_convolutions(arguments, name):
     assert conv_work(pixels=49, **arguments).shape_class == name
     assert name in get_target("ort-cpu").costs.kernels
 
@@ -103,7 +99,7 @@ def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
     ("Flatten", Work("nothing")),
     ("Sin", Work("other", elements=2 * 4 * 36)),
 ])  # fmt: skip
-def test_other_operators(op: str, expected: Work):
+def test_other_operators(op, expected):
     assert work(f"(float[2,4,6,6] x) => (y) {{ y = {op} (x) }}") == expected
 
 
@@ -119,7 +115,7 @@ def test_every_class_has_a_cost():
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "second"), [(64, 64, False), (62, 64, True), (64, 12, True)])
-def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inputs: int, outputs: int, second: bool):
+def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inputs, outputs, second):
     costs = get_target("ort-cpu").costs
     for window in ((1, 1), (2, 2)):
         work = conv_work(pixels=100, inputs=inputs, outputs=outputs, window=window)
@@ -143,7 +139,7 @@ assert TARGET.costs is not None
 ORT = next(profile for profile in TARGET.profiles if profile.name == "amx").table(TARGET.costs)
 
 
-def flat_table(**kernels: tuple[float, float | None]) -> CostTable:
+def flat_table(**kernels):
     """A table of whole microseconds a call, for arithmetic by hand."""
     costs = {
         name.replace("_", "-"): (KernelCost(a * 1e3), None if b is None else KernelCost(b * 1e3))
@@ -155,21 +151,21 @@ def flat_table(**kernels: tuple[float, float | None]) -> CostTable:
 class Case:
     """A model, or an ONNX text, with its plan and the means to change it."""
 
-    def __init__(self, model: onnx.ModelProto | str) -> None:
+    def __init__(self, model):
         self.view = GraphView(prepared(parse(model) if isinstance(model, str) else model))
         self.plan = self.replan({})
 
-    def replan(self, keep: Mapping[str, str]) -> PlacementPlan:
+    def replan(self, keep):
         return Planner(self.view, TARGET, PlacementOptions(keep_float=dict(keep), protect_outputs="int8")).plan()
 
-    def estimate(self, table: CostTable = ORT, plan: PlacementPlan | None = None) -> CostEstimate:
+    def estimate(self, table=ORT, plan=None):
         return NetCosts(self.view, table).estimate(self.plan if plan is None else plan)
 
-    def regions(self, table: CostTable = ORT) -> Regions:
+    def regions(self, table=ORT):
         return choose_regions(self.view, self.plan, table, self.replan)
 
 
-def chain(*widths: int, size: int = 16, slow: int = -1) -> onnx.ModelProto:
+def chain(*widths, size=16, slow=-1):
     """Conv and Relu pairs, one Conv of which may be depthwise."""
     net = models.Net()
     x = net.input("x", [1, widths[0], size, size])
@@ -178,7 +174,7 @@ def chain(*widths: int, size: int = 16, slow: int = -1) -> onnx.ModelProto:
     return net.of(x)
 
 
-def between(body: str, channels: int = 32, last: str = "[last] y = Relu (e)") -> str:
+def between(body, channels=32, last="[last] y = Relu (e)"):
     """Two Convs, ``a`` and ``b``, with nodes from ``c`` to ``d`` between them, and what follows ``e``."""
     conv = "Conv <pads = [1,1,1,1]>"
     kernels = f"float[{channels},{channels},3,3]"
@@ -203,7 +199,7 @@ def test_kernels_and_borders_on_both_sides_of_float_regions_add_up():
     ("(float[1,6,16] x) => (y) <float[16,16] w, float[16] b> { m = MatMul (x, w) [it] y = Add (m, b) }", (0, 0)),
     ("(float[1,6,16] x, float[1,6,16] b) => (y) <float[16,16] w> { m = MatMul (x, w) [it] y = Add (m, b) }", (5, 5)),
 ])  # fmt: skip
-def test_what_a_float_kernel_takes_in_costs_nothing_beside_it_alone(text: str, costs: tuple[float, float]):
+def test_what_a_float_kernel_takes_in_costs_nothing_beside_it_alone(text, costs):
     found = Case(text).estimate(flat_table(conv_dense=(10, 4), hard_sigmoid=(5, None), add=(5, None), linear=(1, None)))
     assert (found.by_node["it"].float_us, found.by_node["it"].planned_us) == pytest.approx(costs)
 
@@ -217,7 +213,7 @@ def test_unknown_shapes_are_told():
 @pytest.mark.parametrize(("model", "gains"), [
     (models.mlp(layers=6), False), (chain(*[64] * 6), True), (models.mlp(n_in=512, hidden=512), True),
 ])  # fmt: skip
-def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(model: onnx.ModelProto, gains: bool):
+def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(model, gains):
     case = Case(model)
     regions = case.regions()
     assert regions.whole_net is not gains
@@ -231,7 +227,7 @@ def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(mode
 
 
 @pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])
-def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us: float, prefix: set[str]):
+def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us, prefix):
     table = flat_table(conv_few_channels=(10, stem_us), conv_dense=(10, 3), quantize=(0.5, 0.5))
     regions = Case(chain(3, 32, 64, 64, 64)).regions(table)
     assert set(regions.keep_float) == prefix
@@ -251,7 +247,7 @@ def test_two_nodes_are_left_in_float_together_where_neither_would_be_alone():
 
 
 @pytest.mark.parametrize(("integer_us", "whole_net"), [(11, False), (13, True)])
-def test_a_loss_has_to_be_more_than_the_tables_error(integer_us: float, whole_net: bool):
+def test_a_loss_has_to_be_more_than_the_tables_error(integer_us, whole_net):
     regions = Case(chain(32, 32)).regions(flat_table(conv_dense=(10, integer_us)))
     assert (regions.whole_net, regions.keep_float) == (whole_net, {})
 
@@ -273,14 +269,14 @@ _PAIR = st.tuples(st.integers(0, 5), st.integers(0, 5), _COST | st.just(math.inf
 
 
 @given(st.lists(st.tuples(_COST | st.just(math.inf), _COST), min_size=1, max_size=6), st.lists(_PAIR, max_size=12))
-def test_no_parting_is_cheaper(sides: list[tuple[float, int]], pairs: list[tuple[int, int, float]]) -> None:
+def test_no_parting_is_cheaper(sides, pairs):
     pairs = [p for p in pairs if p[0] < len(sides) and p[1] < len(sides) and p[0] != p[1]]
 
-    def total(here: set[int]) -> float:
+    def total(here):
         own = sum(costs[0] if thing in here else costs[1] for thing, costs in enumerate(sides))
         return own + sum(cost for a, b, cost in pairs if a in here and b not in here)
 
-    cut: MinCut[int] = MinCut()
+    cut = MinCut()
     for thing, (here, there) in enumerate(sides):
         cut.cost(thing, here=here, there=there)
     for a, b, cost in pairs:
@@ -294,7 +290,7 @@ def test_no_parting_is_cheaper(sides: list[tuple[float, int]], pairs: list[tuple
 # ---- which Convs get weights that select the matrix product ---------------------------------------------------------
 
 
-def net_of_convs(size: int = 12) -> onnx.ModelProto:
+def net_of_convs(size=12):
     """A small stem, a deep Conv, a depthwise one and a narrow one."""
     net = Net()
     y = net.op("Relu", [net.conv(net.input("x", [1, 3, size, size]), 3, 64, name="stem")], name="r0")
@@ -304,18 +300,18 @@ def net_of_convs(size: int = 12) -> onnx.ModelProto:
     return net.of(net.gemm(net.op("Flatten", [y], name="flat"), 16 * size * size, 64, name="head"))
 
 
-def on_tiles(folder: Path, model: onnx.ModelProto | None = None, **options: Any) -> Made:
+def on_tiles(folder, model=None, **options):
     return make(model or net_of_convs(), folder, tune="model", host="amx", **options)
 
 
-def zero_points(model: onnx.ModelProto) -> dict[str, set[int]]:
+def zero_points(model):
     held = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     makers = {n.output[0]: n for n in model.graph.node}
     layers = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm") and n.input[1] in makers]
     return {n.name: set(np.ravel(held[makers[n.input[1]].input[2]]).tolist()) for n in layers}
 
 
-def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
+def test_deep_convs_alone_are_shifted(tmp_path):
     made = on_tiles(tmp_path, protect_outputs="int8")
     report, found = made.report, zero_points(made.written)
     assert found["deep"] == {-1}
@@ -327,13 +323,13 @@ def test_deep_convs_alone_are_shifted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "shifted"), [(112, {"deep"}), (160, set())])
-def test_pictures_beyond_near_caches_stay_on_the_direct_kernel(size: int, shifted: set[str]) -> None:
+def test_pictures_beyond_near_caches_stay_on_the_direct_kernel(size, shifted):
     plan = preview(net_of_convs(size), tune="model", host="amx")
     assert {d.edge.consumer for d in plan.decisions if d.zero_point} == shifted
 
 
 @pytest.mark.parametrize("options", [{}, {"per_channel": False}, {"reduce_range": True}])
-def test_the_same_results_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_same_results_to_the_bit(tmp_path, options):
     made = on_tiles(tmp_path, **options)
     raised = dict.fromkeys(("deep_w_quantized", "deep_w_zero_point"), lambda w: w + np.int8(1))
     without = changed(made.written, **raised)  # the same weights, stored as they are

@@ -1,13 +1,11 @@
 """What each rule of the target makes of a single node, and which nodes are integer together."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kenosis_ort.errors import OptionError
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement.assignment import Assignment, Domain
+from kenosis_ort.placement.assignment import Assignment
 from kenosis_ort.placement.eligibility import protect, secondary_inputs
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import Role
@@ -19,7 +17,7 @@ from tests.planning import parse, plan_of
 CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y = Conv <{CONV}> (x, w, b) }}"
 
 
-def only(text: str, weights: dict[str, Any] | None = None, **options: Any) -> tuple[Role, str, str]:
+def only(text, weights=None, **options):
     """Returns (role, rule, reason) of the last node."""
     c = list(classes_of(text, weights, **options).values())[-1]
     return c.role, c.rule, c.reason
@@ -41,7 +39,7 @@ def only(text: str, weights: dict[str, Any] | None = None, **options: Any) -> tu
     ("float[1,3] x) => (y) { y = Round (x) }", "unsupported-op", "no integer kernel for Round"),
     ("float[1,3] x) => (float[1,3] y) { y = com.microsoft.Rfft (x) }", "unsupported-op", "com.microsoft.Rfft"),
 ])  # fmt: skip
-def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None:
+def test_what_forbids_the_integer_kernel(net, rule, said):
     role, found, reason = only(f"({net}")
     assert (role, found) == (Role.FLOAT, rule)
     assert said in reason
@@ -51,7 +49,7 @@ def test_what_forbids_the_integer_kernel(net: str, rule: str, said: str) -> None
     (np.full((3, 4), np.nan), "holds NaN or infinity"), (np.full((3, 4), np.inf), "holds NaN or infinity"),
     (np.zeros((3, 0)), "empty or a scalar"),
 ])  # fmt: skip
-def test_weights_that_have_no_scale(weight: Any, said: str) -> None:
+def test_weights_that_have_no_scale(weight, said):
     found = only("(float[2,3] x) => (y) { y = MatMul (x, w) }", {"w": weight.astype(np.float32)})
     assert (found[0], said in found[2]) == (Role.FLOAT, True), found
 
@@ -65,16 +63,16 @@ def test_weights_that_have_no_scale(weight: Any, said: str) -> None:
     ('Resize <mode = "nearest"> (x, , k)', [1, 1, 2, 2], Role.PASS_THROUGH),
     ('Resize <mode = "linear"> (x, , k)', [1, 1, 2, 2], Role.ISLAND),
 ])  # fmt: skip
-def test_what_a_constant_and_a_mode_allow(node: str, constant: Any, role: Role) -> None:
+def test_what_a_constant_and_a_mode_allow(node, constant, role):
     assert only(f"(float[1,3,8,8] x) => (y) {{ y = {node} }}", {"k": np.array(constant, np.float32)})[0] is role
 
 
-def test_maxpool_whose_indices_are_read_stays_float() -> None:
+def test_maxpool_whose_indices_are_read_stays_float():
     text = "net (float[1,3,8,8] x) => (y, int64[1,3,7,7] i) { y, i = MaxPool <kernel_shape = [2,2]> (x) }"
     assert (only(text)[0], "'i' is used" in only(text)[2]) == (Role.ISLAND, True)
 
 
-def test_the_callers_wishes() -> None:
+def test_the_callers_wishes():
     assert only(CONV_NET)[:2] == (Role.ANCHOR, "conv-integer")
     assert only(CONV_NET, nodes_to_exclude=frozenset({"Conv_y"}))[:2] == (Role.FLOAT, "caller-excluded")
     assert only(CONV_NET, op_types=frozenset({"MatMul"}))[:2] == (Role.FLOAT, "caller-op-types")
@@ -83,7 +81,7 @@ def test_the_callers_wishes() -> None:
     assert only(CONV_NET, protected={"Conv_y": "a mask"})[1:] == ("protected-input", "a mask")
 
 
-def test_a_relu_needs_no_mention_in_the_callers_op_types() -> None:
+def test_a_relu_needs_no_mention_in_the_callers_op_types():
     relu = "net (float[1,3] x) => (y) { y = Relu (x) }"
     assert only(relu, op_types=frozenset({"Conv"}))[0] is Role.ACTIVATION
     assert only(relu, nodes_to_exclude=frozenset({"Relu_y"}))[0] is Role.ISLAND
@@ -91,7 +89,7 @@ def test_a_relu_needs_no_mention_in_the_callers_op_types() -> None:
     assert only(add, nodes_to_exclude=frozenset({"Add_y"}))[0] is Role.ISLAND, "the integer domain goes on around it"
 
 
-def test_a_shape_operator_before_a_body_takes_part_even_if_excluded() -> None:
+def test_a_shape_operator_before_a_body_takes_part_even_if_excluded():
     """The session dies of a float one (rule pass-through-into-body-dies)."""
     text = """net (float[1,4] x, bool f) => (y) {
       r = Reshape (x, s)
@@ -102,13 +100,13 @@ def test_a_shape_operator_before_a_body_takes_part_even_if_excluded() -> None:
     assert classes_of(text, {"s": np.array([2, 2])}, nodes_to_exclude=wish)["Reshape_r"].role is Role.PASS_THROUGH
 
 
-def test_data_are_the_values_that_the_kernel_would_read_quantized() -> None:
+def test_data_are_the_values_that_the_kernel_would_read_quantized():
     c = classes_of("net (float[1,3] x, float[1,3] z) => (y) { y = Concat <axis = 0> (x, z, x) }")["Concat_y"]
     assert [v.name for v in c.data] == ["x", "z", "x"]
     assert [v.name for v in classes_of(CONV_NET)["Conv_y"].data] == ["x"]
 
 
-def test_a_pool_runs_on_bytes_from_operator_set_12_on() -> None:
+def test_a_pool_runs_on_bytes_from_operator_set_12_on():
     text = """net (float[1,4,8,8] x) => (float[1,4,4,4] y) <float[4,4,1,1] w, float[4,4,1,1] v> {
         c = Conv (x, w)  p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (c)  y = Conv (p, v) }"""
     pools = [plan_of(parse(text, opset=opset), min_opset=opset).by_node["MaxPool_p"] for opset in (11, 12)]
@@ -119,20 +117,20 @@ def test_a_pool_runs_on_bytes_from_operator_set_12_on() -> None:
 # ---- which nodes are integer: availability forward, demand backward, heads, the output policy, protected inputs -----
 
 
-def domain_of(model: Any, weights: dict[str, Any] | None = None, **options: Any) -> Domain:
+def domain_of(model, weights=None, **options):
     given = {"protect_inputs": False, **options}
     return Assignment(view_of(model, weights), ORT_CPU, PlacementOptions(**given)).domain
 
 
-def net(body: str) -> str:
+def net(body):
     return f"net (float[1,4,8,8] x, bool when) => (y) <float[4,4,1,1] w, float[4,4,1,1] v> {{ {body} }}"
 
 
-def linear(op: str, body: str, shape: str = "2,4") -> str:
+def linear(op, body, shape="2,4"):
     return f"net (float[{shape}] x) => (y) <float[4,4] w, float[4,4] m, float[4] b> {{ {op} {body} }}"
 
 
-INTEGER: dict[str, tuple[str, str, str]] = {
+INTEGER = {
     "a light node between anchors is integer": (
         "c = Conv (x, w) s = Sigmoid (c) y = Conv (s, v)", "Conv_c Sigmoid_s Conv_y", ""
     ),
@@ -163,7 +161,7 @@ INTEGER: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", INTEGER)
-def test_light_nodes(name: str) -> None:
+def test_light_nodes(name):
     body, integer, stays_float = INTEGER[name]
     found = domain_of(net(body)).integer
     assert set(integer.split()) <= found
@@ -171,7 +169,7 @@ def test_light_nodes(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "float", "int8", None])
-def test_shape_operators_at_an_output_move_bytes(policy: str | None) -> None:
+def test_shape_operators_at_an_output_move_bytes(policy):
     """One DQ at the end, in front of the output."""
     found = domain_of(net("c = Conv (x, w) d = Conv (c, v) y = Flatten (d)"), protect_outputs=policy)
     assert ("Flatten_y" in found.integer) == (policy != "float")
@@ -187,7 +185,7 @@ def test_shape_operators_at_an_output_move_bytes(policy: str | None) -> None:
     ("r = Relu (p) y = Softmax (r)", False),
 ])  # fmt: skip
 @pytest.mark.parametrize("op", ["MatMul", "Gemm"])
-def test_gemm_and_matmul_write_float_unless_only_integer_kernels_read_it(op: str, behind: str, floats: bool) -> None:
+def test_gemm_and_matmul_write_float_unless_only_integer_kernels_read_it(op, behind, floats):
     found = domain_of(linear(f"p = {op} (x, w)", behind), {"s": np.array([2, 4])})
     assert (f"{op}_p" in found.float_output) == floats
 
@@ -200,21 +198,21 @@ def test_a_matmul_that_the_session_would_merge_into_a_float_gemm_writes_integers
 
 
 @pytest.mark.parametrize(("policy", "floats"), [("auto", {"MatMul_y"}), ("int8", set()), (None, set())])
-def test_int8_outputs_are_stocks(policy: str | None, floats: set[str]) -> None:
+def test_int8_outputs_are_stocks(policy, floats):
     assert domain_of(linear("y = MatMul (x, w)", ""), protect_outputs=policy).float_output == floats
 
 
 # ---- heads ------------------------------------------------------------------------------------------------------
 
 
-def test_heads_are_the_anchors_behind_which_no_anchor_lies() -> None:
+def test_heads_are_the_anchors_behind_which_no_anchor_lies():
     assert set(domain_of(models.two_input_detector()).heads) == {"box_head", "score_head"}
     assert set(domain_of(models.net_with_if()).heads) == {"conv1"}
     assert domain_of(net("y = Conv (x, w)")).heads == {"Conv_y": False}, "auto never keeps the only Conv float"
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("float", True), ("int8", False), (None, False)])
-def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy: str | None, stays: bool) -> None:
+def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy, stays):
     found = domain_of(models.concat_net(), protect_outputs=policy)
     assert found.heads == {"head": stays}
     assert ("head" in found.integer) != stays
@@ -222,7 +220,7 @@ def test_the_policy_decides_about_conv_heads_and_not_about_gemms(policy: str | N
 
 
 @pytest.mark.parametrize(("channels", "stays"), [(8, True), (512, False)])
-def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: int, stays: bool) -> None:
+def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels, stays):
     """Of the multiply-accumulates the head has 0.3 % or 18 %."""
     text = f"""net (float[1,16,64,64] x) => (y) <float[64,16,3,3] w, float[{channels},64,1,1] v> {{
       c = Conv <{CONV}> (x, w) p = AveragePool <kernel_shape = [4,4], strides = [4,4]> (c) y = Conv (p, v) }}"""
@@ -232,7 +230,7 @@ def test_auto_keeps_a_conv_head_float_where_it_costs_next_to_nothing(channels: i
 # ---- scale factors, masks, ids and shapes keep out of int8, and so does the node where they meet the data ------------
 
 
-def secondary(declared: str, primary: list[str] | None = None) -> list[str]:
+def secondary(declared, primary=None):
     """The secondary inputs of a net with these inputs."""
     body = " ".join(f"y{i} = Neg ({each.split()[-1]})" for i, each in enumerate(declared.split(", ")))
     return list(secondary_inputs(view_of(f"({declared}) => (y0) {{ {body} }}"), primary))
@@ -250,11 +248,11 @@ PRIMARY = "image x input pixel_values audio src features tokens"
     ("float[1,4] a, float[1,2] b", []),  # two matrices
     ("float[1,3,8,8] mask", []),  # never all of them
 ])  # fmt: skip
-def test_inputs_are_secondary_by_name_or_as_small_vectors(declared: str, found: list[str]) -> None:
+def test_inputs_are_secondary_by_name_or_as_small_vectors(declared, found):
     assert secondary(declared) == found
 
 
-def test_the_callers_word_counts() -> None:
+def test_the_callers_word_counts():
     declared = "float[1,3,8,8] image, float[1,3,8,8] mask"
     assert secondary(declared, ["mask"]) == ["image"]
     assert secondary(declared, ["image", "mask"]) == []
@@ -274,7 +272,7 @@ def test_the_callers_word_counts() -> None:
     # What steers and feeds is data.
     ("(float[1,3,8,8] x) => (y, z) { m = ReduceMax <keepdims = 0> (x) y = Clip (x, zero, m) z = Neg (m) }", "", ""),
 ], ids=["mask", "shape", "bound", "both"])  # fmt: skip
-def test_what_only_steers_stays_float(text: str, found: str, why: str) -> None:
+def test_what_only_steers_stays_float(text, found, why):
     known = {name: np.float32(value) for name, value in (("half", 0.5), ("zero", 0)) if name in text}
     protected = protect(view_of(text, known), None)
     assert [*protected] == found.split()

@@ -12,7 +12,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.decisions import ScaleGroups
 from kenosis_ort.placement.planner import Planner
-from kenosis_ort.plan import EdgeRole, How, Kind, PlacementPlan, RangeLimit
+from kenosis_ort.plan import EdgeRole, How, Kind, RangeLimit
 from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
@@ -22,17 +22,17 @@ from tests.planning import parse, plan_of, prepared
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
 
 
-def net(body: str, outputs: str = "y") -> str:
+def net(body, outputs="y"):
     """A net over a picture, with the weights of 1x1 Convs: a, b, d, e, h of 16, 4, 8, 12, 2 channels to 4."""
     weights = "float[4,16,1,1] a, float[4,4,1,1] b, float[4,8,1,1] d, float[4,12,1,1] e, float[4,2,1,1] h, float[8,4] m"
     return f"net (float[1,16,8,8] x) => ({outputs}) <{weights}> {{ {body} }}"
 
 
-def matrices(body: str, outputs: str = "y, z") -> str:
+def matrices(body, outputs="y, z"):
     return f"net (float[2,3,4] x) => ({outputs}) <float[4,4] w, float[4,4] v> {{ p = MatMul (x, w) {body} }}"
 
 
-def decision(plan: PlacementPlan, value: str, consumer: str) -> Any:
+def decision(plan, value, consumer):
     (found,) = (d for d in plan.decisions if d.edge.value == value and d.edge.consumer == consumer)
     return found
 
@@ -60,7 +60,7 @@ class Block:
     weights: dict[str, Any] = field(default_factory=dict)
 
 
-BLOCKS: dict[str, Block] = {
+BLOCKS = {
     "a float island has Q on both sides": Block(
         net("c = Conv (x, a) t = com.microsoft.Gelu (c) y = Conv (t, b)", "float[1,4,8,8] y"),
         {Kind.FLOAT: "Gelu_t"}, reads={("c", "Gelu_t"): How.DEQUANTIZED, ("t", "Conv_y"): How.OWN},
@@ -110,7 +110,7 @@ BLOCKS: dict[str, Block] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(name: str) -> None:
+def test_blocks(name):
     block = BLOCKS[name]
     plan = plan_of(block.text, weights=block.weights)
     for kind, nodes in block.of.items():
@@ -131,12 +131,12 @@ SIGNED = {"r": (0.0, 2.0), "q": (-3.0, 3.0), "c": (-3.0, 3.0)}
 @pytest.mark.parametrize(
     ("ranges", "relu"), [({"r": (0.0, 2.0), "q": (0.0, 3.0), "c": (0.0, 3.0)}, "c"), (SIGNED, None)]
 )
-def test_producers_of_a_concat_share_its_scale_where_the_ranges_allow(ranges: Any, relu: str | None) -> None:
+def test_producers_of_a_concat_share_its_scale_where_the_ranges_allow(ranges, relu):
     """Shared with a signed branch, the Relu could not vanish: the range of the Concat reaches below 0."""
     assert pairs(plan_of(FAN_IN, ranges=ranges)) == {"x": None, "r": relu, "q": "c", "c": None, "y": None}
 
 
-def test_one_plan_does_for_all_ranges_that_share_scales_alike() -> None:
+def test_one_plan_does_for_all_ranges_that_share_scales_alike():
     wide, wider = ({"r": (0.0, 2.0), "q": (0.0, top), "c": (0.0, top)} for top in (3.0, 3.5))
     view, finished = GraphView(prepared(parse(FAN_IN))), []
     planner = Planner(view, ORT_CPU, PlacementOptions(), lambda plan: (finished.append(plan), plan)[1])
@@ -147,16 +147,16 @@ def test_one_plan_does_for_all_ranges_that_share_scales_alike() -> None:
         assert plan == Planner(view, ORT_CPU, PlacementOptions()).plan(ranges)
 
 
-def test_values_on_a_grid_of_their_own() -> None:
+def test_values_on_a_grid_of_their_own():
     """In 16 bits, where the caller gives no scale; a Concat that reads one covers it, and follows its own range."""
     body = "p = Softmax (x) s = Sigmoid (x) m = Neg (x) y = Concat <axis = 1> (s, m, p)"
     view = GraphView(prepared(parse(f"(float[1,4,8,8] x) => (y) {{ {body} }}")))
 
-    def planner(**overrides: Any) -> Planner:
+    def planner(**overrides):
         said = {name: [entry] for name, entry in overrides.items()}
         return Planner(view, get_target("qnn"), PlacementOptions(activation_type=TensorProto.UINT16, overrides=said))
 
-    def grids(plan: PlacementPlan) -> dict[str, tuple[float, float]]:
+    def grids(plan):
         return {limit.value: (limit.low, limit.high) for limit in plan.grids}
 
     usual, sigmoid = planner(p={"symmetric": True}), (0.0, 65535 / 65536)  # no kernel of 16 bits refuses an offset
@@ -166,7 +166,7 @@ def test_values_on_a_grid_of_their_own() -> None:
     assert "s" not in grids(planner(s={"scale": 0.01, "zero_point": 0}).plan())
 
 
-def test_before_calibration_every_value_that_may_need_a_range_is_named() -> None:
+def test_before_calibration_every_value_that_may_need_a_range_is_named():
     late = plan_of(FAN_IN, ranges=SIGNED)
     assert set(pairs(plan_of(FAN_IN))) >= {d.provider or v for v, d in late.quantized_values()}
 
@@ -174,7 +174,7 @@ def test_before_calibration_every_value_that_may_need_a_range_is_named() -> None
 # ---- layers -----------------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
+def test_a_weight_that_two_orientations_share_is_per_tensor():
     text = "net (float[2,4] x) => (y, z) <float[4,4] w> { y = Gemm <transB = 1> (x, w) z = Gemm (x, w) }"
     for plan in (plan_of(text), plan_of(models.mlp(), per_channel=False)):
         assert {d.axis for d in plan.decisions if d.role is EdgeRole.WEIGHT} == {None}
@@ -183,7 +183,7 @@ def test_a_weight_that_two_orientations_share_is_per_tensor() -> None:
 # ---- what stays float ---------------------------------------------------------------------------------------------
 
 
-def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_needs_none() -> None:
+def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_needs_none():
     """Without it the session quantizes its float weights (rule float-weight-silently-quantized)."""
     plan = plan_of(models.conv_relu_chain(6), nodes_to_exclude=frozenset({"conv2"}))
     assert plan.by_node["conv2"].rule == "caller-excluded"
@@ -212,7 +212,7 @@ def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_ne
     # Before calibration everything may be shared, so that every value that may need its own range is observed.
     (None, (0.0, None), None, True, None),
 ])  # fmt: skip
-def test_what_a_value_may_share(own: Any, limit: Any, shared: Any, elsewhere: bool, said: str | None) -> None:
+def test_what_a_value_may_share(own, limit, shared, elsewhere, said):
     limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
     groups = ScaleGroups({} if own is None else {"v": own, "out": shared}, limits, 1.5)
     reason = groups.may_share("v", "out", lambda _: elsewhere)
@@ -226,23 +226,21 @@ WIDE_POOL = "MaxPool <kernel_shape = [3,3], pads = [1,1,1,1]>"
 DEPTHWISE = f"Conv <{CONV}, group = 8>"
 
 
-def behind_stem(body: str, channels: int = 3, outputs: str = "y", wide: int = 8) -> str:
+def behind_stem(body, channels=3, outputs="y", wide=8):
     weights = f"float[8,{channels},3,3] w, float[8,1,3,3] v, float[{wide},8,1,1] u, float[8,{wide},1,1] t"
     given = f"(float[1,{channels},8,8] x) => ({outputs}) <{weights}, float[8,8,3,3] f, float[8] one>"
     return f"net {given} {{ c = Conv <{CONV}> (x, w) {body} }}"
 
 
-def stem(
-    between: str = "r = Relu (c)", depthwise: str = f"d = {DEPTHWISE} (r, v)", behind: str = "", **how: object
-) -> str:
+def stem(between="r = Relu (c)", depthwise=f"d = {DEPTHWISE} (r, v)", behind="", **how):
     return behind_stem(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)  # type: ignore[arg-type]
 
 
-def mobile(tail: str, project: str = "p = Conv (a, u)", wide: int = 8) -> str:
+def mobile(tail, project="p = Conv (a, u)", wide=8):
     return behind_stem(f"r = HardSwish (c) d = {DEPTHWISE} (r, v) a = Relu (d) {project} {tail}", wide=wide)
 
 
-def float_convs(text: str, **options: object) -> str:
+def float_convs(text, **options):
     plan = plan_of(text, **options)
     assert all(n.rule == "float-prefix" for n in plan.nodes if n.op_type == "Conv" and n.kind is Kind.FLOAT)
     return "".join(name.removeprefix("Conv_") for name in nodes_of(plan, Kind.FLOAT) if name.startswith("Conv"))
@@ -272,17 +270,17 @@ GATED = "g = GlobalAveragePool (a) e = Conv (g, t) h = Sigmoid (e) m = Mul (a, h
     (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
     (mobile("y = Conv (p, t)", GATED), "cd"),
 ])  # fmt: skip
-def test_convs_left_float(text: str, convs: str) -> None:
+def test_convs_left_float(text, convs):
     assert float_convs(text) == convs
 
 
-def test_what_is_behind_them_is_integer_on_a_q_of_its_own() -> None:
+def test_what_is_behind_them_is_integer_on_a_q_of_its_own():
     for text, values in ((stem(), ["a", "y"]), (mobile("s = Add (r, p) y = Conv (s, t)"), ["s", "y"])):
         assert nodes_of(plan_of(text), Kind.INTEGER) == ["Conv_y"]
         assert [v for v, _ in plan_of(text).quantized_values()] == values
 
 
-def test_a_target_may_switch_it_off() -> None:
+def test_a_target_may_switch_it_off():
     assert float_convs(stem(), target=dataclasses.replace(ORT_CPU, hooks=Hooks())) == ""
 
 
@@ -301,7 +299,7 @@ def test_a_target_may_switch_it_off() -> None:
     (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {WIDE_POOL} (l)", False),
     (f"i = {WIDE_POOL} (x) p = Add (c, i)", False),  # a pool of the input
 ], ids=["conv", "relu", "silu", "island", "concat", "pool", "lrn", "norm", "average pool", "input"])  # fmt: skip
-def test_behind_an_integer_conv_a_pool_moves_bytes(between: str, fast: bool) -> None:
+def test_behind_an_integer_conv_a_pool_moves_bytes(between, fast):
     """One that stays float is held back from the Q behind it, or the session would hoist that above the pool."""
     weights = {"o": [0], "e": [8], "n": [1]} if "Slice" in between else None
     plan = plan_of(behind_stem(f"{between} y = Conv <{CONV}> (p, f)", channels=8), weights=weights)

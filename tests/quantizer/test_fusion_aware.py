@@ -19,14 +19,14 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import captured_names, subgraphs
 from kenosis_ort.options import Stages
-from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
+from kenosis_ort.plan import EdgeRole, How
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies, sort_nodes_as_stock
 from kenosis_ort.quantizer.grids import absorbs
 from kenosis_ort.verify import verify_fusion
 from tests import models
 from tests.clients.support import worst_db
 from tests.flow.support import changed, run
-from tests.planning import Outcome, prepared, quantize
+from tests.planning import prepared, quantize
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +40,7 @@ class Performed:
         plan: The plan.
     """
 
-    def __init__(self, model: onnx.ModelProto, quantized: onnx.ModelProto, plan: PlacementPlan) -> None:
+    def __init__(self, model, quantized, plan):
         self.model, self.quantized, self.plan = model, quantized, plan
         self.nodes = {node.name: node for node in quantized.graph.node}
         self.float_nodes = {node.name: node for node in model.graph.node}
@@ -52,7 +52,7 @@ class Performed:
         self.used_pairs: set[str] = set()  # names of the Q and DQ nodes that the plan accounts for
         self.grids: dict[str, tuple[str, str]] = {}  # names of scale and zero point by value
 
-    def check(self) -> None:
+    def check(self):
         """Raises AssertionError at the first edge that is not as decided."""
         onnx.checker.check_model(self.quantized)
         self._check_nodes()
@@ -65,7 +65,7 @@ class Performed:
         read |= {v.name for v in self.quantized.graph.output}
         assert set(self.constants) <= read, "an initializer is left that nothing reads"
 
-    def _check_nodes(self) -> None:
+    def _check_nodes(self):
         made_by = self.quantized.producer_name, self.quantized.producer_version
         assert made_by == ("kenosis_ort", version("kenosis-ort"))
         names = [node.name for node in self.quantized.graph.node]
@@ -88,12 +88,12 @@ class Performed:
         assert [v.name for v in self.quantized.graph.output] == [v.name for v in self.model.graph.output]
         assert [v.name for v in self.quantized.graph.input] == [v.name for v in self.model.graph.input]
 
-    def _read_name(self, d: Decision) -> str:
+    def _read_name(self, d):
         if d.role is EdgeRole.OUTPUT or d.edge.index < 0:
             return d.edge.value
         return str(self.nodes[d.edge.consumer].input[d.edge.index])
 
-    def _check_edge(self, d: Decision) -> None:
+    def _check_edge(self, d):
         name = self._read_name(d)
         if d.how is How.FLOAT:
             self._check_is_float_value(d, name)
@@ -103,7 +103,7 @@ class Performed:
             assert d.how in (How.OWN, How.SHARED, How.DEQUANTIZED)
             self._check_pair(d, name)
 
-    def _check_is_float_value(self, d: Decision, name: str) -> None:
+    def _check_is_float_value(self, d, name):
         """The consumer reads the value itself: the same constant, the same input, or the same node's output."""
         if d.edge.value in self.float_constants:
             assert name == d.edge.value
@@ -113,14 +113,14 @@ class Performed:
         else:
             assert self.producer[name].name == self.float_producer[d.edge.value], f"{d.edge} reads '{name}'"
 
-    def _dq(self, d: Decision, name: str) -> onnx.NodeProto:
+    def _dq(self, d, name):
         dq = self.producer.get(name)
         assert dq is not None, f"{d.edge} reads '{name}', not a DQ"
         assert dq.op_type == "DequantizeLinear", f"{d.edge} reads {dq.op_type}"
         self.used_pairs.add(dq.name)
         return dq
 
-    def _check_pair(self, d: Decision, name: str) -> None:
+    def _check_pair(self, d, name):
         dq = self._dq(d, name)
         q = self.producer[dq.input[0]]
         assert q.op_type == "QuantizeLinear"
@@ -141,7 +141,7 @@ class Performed:
         assert scale > 0
         self.grids[d.edge.value] = (q.input[1], q.input[2])
 
-    def _check_constant(self, d: Decision, name: str) -> None:
+    def _check_constant(self, d, name):
         """A weight or bias lies within half a step of the grid that its role asks for, a scalar on it."""
         dq = self._dq(d, name)
         values, scale, zero_point = (self.constants[i] for i in dq.input)
@@ -166,7 +166,7 @@ class Performed:
             assert scale.shape == ()
         assert (np.abs(values * step - real) <= step * (0.5 + 1e-6)).all(), "a step, or the bias overflowed"
 
-    def _check_grid_of_products(self, d: Decision, scale: Array) -> None:
+    def _check_grid_of_products(self, d, scale):
         """The scales of a bias are the products of those that its integer kernel reads."""
         consumer = self._integer_reader(d)
         x, w = (self.producer[consumer.input[i]] for i in (0, 1))
@@ -177,7 +177,7 @@ class Performed:
             beta = [a.f for a in consumer.attribute if a.name == "beta"]
             assert beta in ([], [1.0]), "beta was multiplied into the bias"
 
-    def _integer_reader(self, d: Decision) -> onnx.NodeProto:
+    def _integer_reader(self, d):
         """Returns the node whose scales the bias follows: the reader, or the MatMul before an Add."""
         consumer = self.nodes[d.edge.consumer]
         if consumer.op_type != "Add":
@@ -185,8 +185,8 @@ class Performed:
         (other,) = (name for i, name in enumerate(consumer.input) if i != d.edge.index)
         return self.producer[other]
 
-    def _check_groups_and_limits(self) -> None:
-        by_group: dict[str, set[tuple[str, str]]] = {}
+    def _check_groups_and_limits(self):
+        by_group = {}
         for value, d in self.plan.quantized_values():
             if value in self.grids:
                 by_group.setdefault(d.provider or value, set()).add(self.grids[value])
@@ -198,27 +198,27 @@ class Performed:
                 assert absorbs(float(scale), int(zero_point), limit, signed=zero_point.dtype == np.int8), limit
 
 
-def checked(model: onnx.ModelProto | str, **options: Any) -> Outcome:
+def checked(model, **options):
     done = quantize(model, **options)
     Performed(done.model, done.quantized, done.plan).check()
     return done
 
 
-def constant(done: Outcome, name: str) -> Any:
+def constant(done, name):
     return {i.name: numpy_helper.to_array(i) for i in done.quantized.graph.initializer}[name]
 
 
 @pytest.mark.parametrize(
     "options", [{"per_channel": False}, {"reduce_range": True}, {"activation_type": TensorProto.INT8}]
 )
-def test_every_edge_is_as_decided_in_other_types(options: dict[str, Any]) -> None:
+def test_every_edge_is_as_decided_in_other_types(options):
     """Any net of the usual types is tried in `tests.contracts.test_any_net`."""
     for name in ("residual_block", "mobile_block", "mlp", "concat_net"):
         done = checked(models.ALL[name](), **options)
         assert worst_db(done.model, done.quantized, list(done.feeds)) > 10
 
 
-def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_they_agree() -> None:
+def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_they_agree():
     done = checked("""net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4,4,1,1] v, float[4] b> {
         c = Conv (x, w, b) r = Relu (c) y = Conv (r, v, b) z = Conv (r, v, b) }""")
     assert sum(n.input[0].startswith("b") for n in done.quantized.graph.node) == 2
@@ -228,7 +228,7 @@ def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_th
     assert stored_once == ["v_quantized"]
 
 
-def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form() -> None:
+def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form():
     done = quantize(
         "net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> { y = Conv (x, w, b) z = Tanh (b) }"
     )
@@ -240,20 +240,20 @@ LARGE = {"w": np.array([[[[1e-9]]], [[[0.5]]]]), "b": np.array([3.0, 3.0])}
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_a_bias_that_would_overflow_widens_the_weights(per_channel: bool) -> None:
+def test_a_bias_that_would_overflow_widens_the_weights(per_channel):
     done = checked(LARGE_BIAS, weights=LARGE, per_channel=per_channel)
     np.testing.assert_allclose(constant(done, "b_quantized") * constant(done, "b_scale"), [3.0, 3.0], rtol=1e-4)
     assert np.abs(constant(done, "b_quantized")).max() <= 2**30
     assert worst_db(done.model, done.quantized, list(done.feeds)) > 35
 
 
-def test_widening_is_switched_off_with_the_bias_stage() -> None:
+def test_widening_is_switched_off_with_the_bias_stage():
     done = quantize(LARGE_BIAS, weights=LARGE, stages=Stages(bias=False))
     assert abs(int(constant(done, "b_quantized")[0])) >= 2**31 - 1
 
 
 @pytest.mark.parametrize("gemm", ["<beta = 0.5> (x, w, b)", "<beta = -1.0> (x, w, b)", "(x, w)", "(x, w, )"])
-def test_gemm_beta_moves_into_the_bias_which_may_be_left_out(gemm: str) -> None:
+def test_gemm_beta_moves_into_the_bias_which_may_be_left_out(gemm):
     done = checked(f"net (float[2,4] x) => (y) <float[4,3] w, float[3] b> {{ y = Gemm {gemm} }}")
     (node,) = (n for n in done.quantized.graph.node if n.op_type == "Gemm")
     assert [a.f for a in node.attribute if a.name == "beta"] == [1.0] * ("beta" in gemm)
@@ -278,7 +278,7 @@ def test_a_scalar_operand_is_exact_keeps_its_shape_and_is_float_for_float_nodes(
 # ---- parameters ---------------------------------------------------------------------------------------------------
 
 
-def test_a_group_s_parameters_absorb_the_activations_of_all_its_members() -> None:
+def test_a_group_s_parameters_absorb_the_activations_of_all_its_members():
     """The range of the Concat lies inside both Clips' bounds, its 2/255 would still bring them back to life."""
     text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4,4,1,1] v, float[4,8,1,1] u> {
         a = Conv (x, w) p = Clip (a, low, high) b = Conv (x, v) q = Clip (b, low, high) c = Concat <axis = 1> (p, q)
@@ -288,7 +288,7 @@ def test_a_group_s_parameters_absorb_the_activations_of_all_its_members() -> Non
     assert verify_fusion(done.quantized).by_node["Conv_a"].absorbed == ("Clip_p",)
 
 
-def test_a_value_beyond_all_saturation_has_a_range() -> None:
+def test_a_value_beyond_all_saturation_has_a_range():
     """A Conv that is always below -8 in front of a SiLU."""
     text = """net (float[1,4,8,8] x) => (y) <float[4,4,1,1] w, float[4] b, float[4,4,1,1] v> {
         c = Conv (x, w, b) s = Sigmoid (c) m = Mul (c, s) y = Conv (m, v) }"""
@@ -296,7 +296,7 @@ def test_a_value_beyond_all_saturation_has_a_range() -> None:
     assert constant(done, "c_scale") == pytest.approx(8 / 255, rel=1e-5)
 
 
-def test_a_missing_range_and_broken_weights_are_errors_that_name_them() -> None:
+def test_a_missing_range_and_broken_weights_are_errors_that_name_them():
     done = quantize(models.mlp())
     ranges = {name: np.float32(done.table.range_of(name)) for name in done.table.tensors}
     broken = changed(done.model, fc1_w=np.nan)
@@ -315,7 +315,7 @@ def test_a_missing_range_and_broken_weights_are_errors_that_name_them() -> None:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> onnx.ModelProto:
+def graphs(draw):
     """Draws a graph in any order of definition, with repeated and left-out inputs."""
     values, nodes = ["x", "z", "w0", "w1"], []
     for i in range(draw(st.integers(1, 8))):
@@ -329,14 +329,14 @@ def graphs(draw: st.DrawFn) -> onnx.ModelProto:
 
 
 @given(graphs())
-def test_nodes_are_sorted_as_stock_sorts_them(model: onnx.ModelProto) -> None:
+def test_nodes_are_sorted_as_stock_sorts_them(model):
     stock = ONNXModel(copy_model(model))
     stock.topological_sort()
     sort_nodes_as_stock(model.graph)
     assert [n.SerializeToString() for n in model.graph.node] == [n.SerializeToString() for n in stock.nodes()]
 
 
-def test_a_body_s_reads_count_as_the_owner_s_in_sorting_too() -> None:
+def test_a_body_s_reads_count_as_the_owner_s_in_sorting_too():
     model = prepared(models.net_with_if())
     assert sorted(n.name for n in ModelWithBodies(model).input_name_to_nodes()["conv0_out"]) == ["if", "relu0"]
     replace_nodes(model.graph, list(model.graph.node)[::-1])
@@ -344,7 +344,7 @@ def test_a_body_s_reads_count_as_the_owner_s_in_sorting_too() -> None:
     onnx.checker.check_model(model)
 
 
-def test_a_cycle_is_an_error_that_names_a_node() -> None:
+def test_a_cycle_is_an_error_that_names_a_node():
     graph = parser.parse_graph("g (float[1] x) => (float[1] b) { [first] a = Add (x, b) [second] b = Neg (a) }")
     with pytest.raises(ValueError, match="'first'"):
         sort_nodes_as_stock(graph)

@@ -2,9 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,26 +32,26 @@ usual = st.floats(-1e4, 1e4, width=32)
 
 
 @st.composite
-def ranges(draw: st.DrawFn, values: st.SearchStrategy[float] = usual) -> tuple[float, float]:
+def ranges(draw, values=usual):
     a, b = draw(values), draw(values)
     return min(a, b), max(a, b)
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> RangeLimit:
+def limits(draw):
     """Relu, Clip with one bound, Clip with two: what the planner lets through holds 0."""
     low = draw(st.one_of(st.none(), st.just(0.0), st.floats(-100, 0, width=32)))
     high = draw(st.one_of(st.none(), st.just(6.0), st.floats(0, 100, width=32)))
     return RangeLimit("v", low, high)
 
 
-def ends(p: ActivationParameters, *, signed: bool) -> tuple[float, float]:
+def ends(p, *, signed):
     """Returns the least and the largest real value that the parameters can hold."""
     qmin, qmax = (-128, 127) if signed else (0, 255)
     return (qmin - p.zero_point) * p.scale, (qmax - p.zero_point) * p.scale
 
 
-def is_valid(p: ActivationParameters, *, signed: bool) -> bool:
+def is_valid(p, *, signed):
     bottom, top = ends(p, signed=signed)
     return float(np.float32(p.scale)) == p.scale and TINY <= p.scale < math.inf and bottom <= 0 <= top
 
@@ -78,7 +75,7 @@ def test_without_a_limit_the_range_is_covered_to_half_a_step_and_no_step_is_wast
 @example((0.0, LARGEST), True, None)
 @example((0.0, 1e-45), False, None)
 @example((-1e-40, 0.0), True, None)
-def test_zero_is_exact_whatever_the_range(range_: tuple[float, float], signed: bool, limit: RangeLimit | None) -> None:
+def test_zero_is_exact_whatever_the_range(range_, signed, limit):
     """From subnormal to the largest float32: real 0.0 is the integer zero point, the scale a positive float32."""
     p = nudged_parameters(*range_, signed=signed, limit=limit)
     assert is_valid(p, signed=signed)
@@ -98,7 +95,7 @@ def test_the_activation_is_absorbed_whatever_was_calibrated(range_, signed, limi
 @given(ranges(), st.booleans(), limits())
 @example((-2.0, 8.0), False, RangeLimit("v", None, 6.0))
 @example((-8.0, 2.0), True, RangeLimit("v", -6.0, None))
-def test_inside_its_bounds_the_range_is_covered(range_: tuple[float, float], signed: bool, limit: RangeLimit) -> None:
+def test_inside_its_bounds_the_range_is_covered(range_, signed, limit):
     """What the activation lets through is representable to a step, where one bound alone could cost that much."""
     p = nudged_parameters(*range_, signed=signed, limit=limit)
     low = max(min(range_[0], 0.0), -math.inf if limit.low is None else limit.low)
@@ -110,7 +107,7 @@ def test_inside_its_bounds_the_range_is_covered(range_: tuple[float, float], sig
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_a_dead_tensor(signed: bool) -> None:
+def test_a_dead_tensor(signed):
     """All zeros: stock's scale of 1 without bounds, and one that absorbs with them."""
     assert nudged_parameters(0.0, 0.0, signed=signed) == ActivationParameters(1.0, 0)
     for bounds in ((0.0, 6.0), (0.0, None), (None, 6.0), (-1.0, 0.0), (None, 0.0)):
@@ -120,13 +117,13 @@ def test_a_dead_tensor(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("range_", [(1.0, 0.0), (math.nan, 1.0), (0.0, math.inf), (-math.inf, 0.0)])
-def test_what_is_no_range_is_an_error(range_: tuple[float, float]) -> None:
+def test_what_is_no_range_is_an_error(range_):
     with pytest.raises(ValueError, match="not a range"):
         nudged_parameters(*range_, signed=False)
 
 
 @given(ranges(), st.one_of(st.just((None, None)), st.just((-8.0, None)), ranges()))
-def test_clamped_lies_inside_both(range_: tuple[float, float], bounds: tuple[float | None, float | None]) -> None:
+def test_clamped_lies_inside_both(range_, bounds):
     assert grids.clamped(*range_, None) == range_
     low, high = grids.clamped(*range_, RangeLimit("v", *bounds))
     least, most = -math.inf if bounds[0] is None else bounds[0], math.inf if bounds[1] is None else bounds[1]
@@ -144,7 +141,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 @st.composite
-def weights(draw: st.DrawFn) -> tuple[Float32, int | None]:
+def weights(draw):
     """Weights of one to four axes with channels of very different magnitude, and the channel axis or None."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     axis = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
@@ -156,7 +153,7 @@ def weights(draw: st.DrawFn) -> tuple[Float32, int | None]:
     return values, axis
 
 
-def steps(q: grids.QuantizedWeight) -> npt.NDArray[np.float64]:
+def steps(q):
     shape = [1] * q.values.ndim
     if q.axis is not None:
         shape[q.axis] = -1
@@ -202,7 +199,7 @@ def test_widening_keeps_the_bias_in_int32(made, input_scale, size, seed):
     assert (np.abs(q.values * steps(q) - values.astype(np.float64)) <= steps(q) * (HALF + 1e-5)).all()
 
 
-def test_a_dead_channel_has_the_scale_of_the_largest_and_a_dead_weight_one() -> None:
+def test_a_dead_channel_has_the_scale_of_the_largest_and_a_dead_weight_one():
     """With a scale of 1 the bias of a dead channel would be rounded to whole steps of the input."""
     q = quantize_weight(np.array([[0.0, 0.0], [0.01, -0.02], [1.27, 0.5]], np.float32), axis=0)
     np.testing.assert_allclose(q.scale, [0.01, 0.02 / 127, 0.01], rtol=1e-6)
@@ -214,7 +211,7 @@ def test_a_dead_channel_has_the_scale_of_the_largest_and_a_dead_weight_one() -> 
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_of_few_bits_some_weights_are_clipped_where_that_costs_less(bits: int) -> None:
+def test_of_few_bits_some_weights_are_clipped_where_that_costs_less(bits):
     weight, top = models.normal((4, 256)), 2 ** (bits - 1) - 1
     q = quantize_weight(weight, axis=0, bits=bits)
     plain = np.abs(weight).max(axis=1, keepdims=True) / top
@@ -223,7 +220,7 @@ def test_of_few_bits_some_weights_are_clipped_where_that_costs_less(bits: int) -
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite_are_an_error(broken: float) -> None:
+def test_weights_that_are_not_finite_are_an_error(broken):
     with pytest.raises(ValueError, match="NaN or infinity"):
         quantize_weight(np.array([1.0, broken], np.float32), axis=None)
 
@@ -252,7 +249,7 @@ def test_the_bias_lies_on_the_product_of_the_scales(input_scale, weight_scales, 
     assert (error <= grid * (0.5 + 1e-9)).all()
 
 
-def test_a_bias_beyond_int32_saturates() -> None:
+def test_a_bias_beyond_int32_saturates():
     """Only where the caller forbids the widening of weights (`QDQDisableWeightAdjustForInt32Bias`)."""
     q = quantize_bias(np.array([1e9, -1e9]), input_scale=1e-3, weight_scale=np.float32(1e-3).reshape(()))
     np.testing.assert_array_equal(q.values, [2**31 - 1, -(2**31)])
@@ -267,7 +264,7 @@ TABLES = ("ONNX_TYPE_TO_NP_TYPE", "ONNX_INT_TYPE_RANGE", "ONNX_INT_TYPE_SYMMETRI
 @pytest.mark.parametrize(
     ("weight_type", "dtype"), [(QuantType.QInt4, TensorProto.INT4), (QuantType.QUInt4, TensorProto.UINT4)]
 )
-def test_weights_are_four_bit_and_close(weight_type: QuantType, dtype: int, tmp_path: Path) -> None:
+def test_weights_are_four_bit_and_close(weight_type, dtype, tmp_path):
     tables = {name: copy.deepcopy(getattr(quant_utils, name)) for name in TABLES}
     made = make(models.conv_relu_chain(2), tmp_path, weight_type=weight_type, per_channel=False)
     (stored,) = (tensor for tensor in made.written.graph.initializer if tensor.name == "conv0_w_quantized")
@@ -287,7 +284,7 @@ def test_weights_are_four_bit_and_close(weight_type: QuantType, dtype: int, tmp_
 ORDERS = [PairOrder((0, 2, 1), 1), PairOrder((1, 0, 2), 1), PairOrder((0, 1, 2), 2), PairOrder((2, 0, 1), 1)]
 
 
-def clipping_layers(model: onnx.ModelProto) -> list[str]:
+def clipping_layers(model):
     """Names of the layers with int8 weights whose pairs can clip; of QDQ, QOperator and dynamic forms."""
     graphs = list(all_graphs(model.graph))
     tensors = {t.name: t for graph in graphs for t in graph.initializer}
@@ -340,7 +337,7 @@ def test_no_pair_clips_and_the_error_is_half_a_step(shape, axis, picked, zero_po
     {"recipe": Recipe(rounding="learned")}, {"recipe": "fast"}, {"recipe": "accurate"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("net", ["residual_block", "mobile_block", "transformer_block", "net_with_if"])
-def test_files_of_quantize_static(net: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_quantize_static(net, options, tmp_path):
     assert clipping_layers(make(models.ALL[net](), tmp_path, **options).written) == []
 
 
@@ -355,7 +352,7 @@ READERS = """(float[1,3,8,8] x) => (float[64,16] y) <float[8,3,3,3] odd, float[1
 """Convs of one to three axes, grouped ones, and a weight that layers read in different order."""
 
 
-def test_every_rank_group_and_reader(tmp_path: Path) -> None:
+def test_every_rank_group_and_reader(tmp_path):
     made = make(parse(READERS), tmp_path, protect_outputs="int8")
     assert len(made.report.plan.integer_nodes()) >= 8
     assert clipping_layers(made.written) == []
@@ -363,7 +360,7 @@ def test_every_rank_group_and_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reduce_range", [False, True])
-def test_the_quantizer_that_a_client_builds(reduce_range: bool, tmp_path: Path) -> None:
+def test_the_quantizer_that_a_client_builds(reduce_range, tmp_path):
     model, _, known = calibrated(models.residual_block(), tmp_path)
     made = build(kenosis_ort.QDQQuantizer, model, known, reduce_range=reduce_range)
     assert clipping_layers(made.model.model) == []
@@ -373,7 +370,7 @@ def test_the_quantizer_that_a_client_builds(reduce_range: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make", [models.mlp, models.transformer_block])
-def test_dynamic_forms(make: Callable[..., onnx.ModelProto]) -> None:
+def test_dynamic_forms(make):
     model = dynamic(make(n_in=48, hidden=64, n_out=32) if make is models.mlp else make(tokens=6, width=32))
     assert model is not None
     assert clipping_layers(model) == []

@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -30,7 +28,7 @@ from tests.processor import SATURATES
 
 
 @pytest.mark.parametrize("name", sorted(models.ALL.keys() - {"bn_net", "two_input_detector", "mlp_matmul"}))
-def test_every_quantized_tensor_has_a_match(name: str) -> None:
+def test_every_quantized_tensor_has_a_match(name):
     made = planning.quantize(models.ALL[name]())
     found = compare(made.model, made.quantized, made.feeds, threads=1)
     quantized = {value for value, _ in made.plan.quantized_values()} - {i.name for i in made.model.graph.initializer}
@@ -50,7 +48,7 @@ def test_every_quantized_tensor_has_a_match(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["conv_relu_chain", "residual_block", "mobile_block", "mlp"])
-def test_stock_models_match_too(name: str, tmp_path: Path) -> None:
+def test_stock_models_match_too(name, tmp_path):
     model, paths = models.ALL[name](), (str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
     onnx.save(model, paths[0])
     types = {"activation_type": stock.QuantType.QUInt8, "per_channel": True, "reduce_range": SATURATES}
@@ -62,7 +60,7 @@ def test_stock_models_match_too(name: str, tmp_path: Path) -> None:
     assert create_weight_matching(*paths).keys() <= {w.name for w in found.weights}
 
 
-def test_the_jump_is_found_and_named() -> None:
+def test_the_jump_is_found_and_named():
     model, bad = spiky_chain()
     made = planning.quantize(model)
     found = compare(made.model, made.quantized, made.feeds, threads=1)
@@ -75,7 +73,7 @@ def test_the_jump_is_found_and_named() -> None:
     assert bad in found.by_name
 
 
-def test_clipping_is_counted_and_blamed() -> None:
+def test_clipping_is_counted_and_blamed():
     text = """net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[2,4,3,3] v> {
       c = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (x, w)  l = LeakyRelu (c)
       y = Conv <kernel_shape=[3,3], pads=[1,1,1,1]> (l, v) }"""
@@ -85,7 +83,7 @@ def test_clipping_is_counted_and_blamed() -> None:
     assert (found.by_name["x"].clipping > 0.2, found.by_name["x"].high > 4, "cuts off" in found.advice) == (True,) * 3
 
 
-def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
+def test_rewritten_weights_are_left_out(tmp_path):
     """Against the original with its BatchNormalization the folded weights are other weights, activations match."""
     model = models.bn_net()
     quantize_static(model, tmp_path / "q.onnx", models.reader(model))
@@ -96,7 +94,7 @@ def test_rewritten_weights_are_left_out(tmp_path: Path) -> None:
     assert len(found.weights) < len([t for t in model.graph.initializer if len(t.dims) == 4])
 
 
-def test_equal_models_have_nothing_to_do() -> None:
+def test_equal_models_have_nothing_to_do():
     model = planning.prepared(models.conv_relu_chain(2))
     found = compare(model, model, models.feeds(model, 2), threads=1)
     assert (found.tensors, found.outputs[0].sqnr_db) == ((), float("inf"))
@@ -105,7 +103,7 @@ def test_equal_models_have_nothing_to_do() -> None:
     assert compare_layers(model, model, []) == {}
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input(tmp_path):
     made, other = planning.quantize(models.conv_relu_chain(2)), planning.prepared(models.mlp())
     for reference, samples, error, said in (
         (made.model, [], CalibrationError, "no samples"),
@@ -121,7 +119,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 2**16), st.integers(1, 5), st.floats(1e-3, 0.3))
-def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: float) -> None:
+def test_sums_are_those_of_all_samples_together(seed, samples, noise):
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(samples, 3, 4)).astype(np.float32)
     b = (a + noise * rng.normal(size=a.shape)).astype(np.float32)
@@ -137,7 +135,7 @@ def test_sums_are_those_of_all_samples_together(seed: int, samples: int, noise: 
     assert (sums.least, sums.largest) == (x.min(), x.max())
 
 
-def test_equalized_channels_are_recognized() -> None:
+def test_equalized_channels_are_recognized():
     rng = np.random.default_rng(0)
     a = rng.normal(size=(4, 6, 50))
     factors = np.array([0.1, 0.5, 1.0, 2.0, 3.0, 8.0])[:, None]
@@ -150,7 +148,7 @@ def test_equalized_channels_are_recognized() -> None:
     assert not same.result()[2]
 
 
-def test_shapes_that_differ_are_not_added() -> None:
+def test_shapes_that_differ_are_not_added():
     sums = ChannelSums()
     assert not sums.add(np.zeros((1, 2)), np.zeros((1, 3)))
     assert np.isnan(sums.result()[0])
@@ -159,7 +157,7 @@ def test_shapes_that_differ_are_not_added() -> None:
 # ---- advice ---------------------------------------------------------------------------------------------------------
 
 
-def _tensor(**changes: Any) -> TensorComparison:
+def _tensor(**changes):
     return TensorComparison(
         **{"name": "t", "node": "n", "sqnr_db": 9.0, "cosine": 0.9, "low": 0.0, "high": 1.0} | changes
     )
@@ -174,14 +172,14 @@ def _tensor(**changes: Any) -> TensorComparison:
     (_tensor(), (), {"first": True}, "nodes_to_exclude=['n']"),
     (_tensor(peak_to_rms=100.0), (), {}, "Percentile"), (_tensor(), (), {}, "recipe='strict'"),
 ])  # fmt: skip
-def test_advice(jump: TensorComparison | None, weights: tuple[Any, ...], options: dict[str, bool], words: str) -> None:
+def test_advice(jump, weights, options, words):
     outputs = (OutputComparison("y", 9.0, 0.9, 1.0, None, 0.0, 4, samples=1),)
     assert words in advise(outputs, jump, weights, **{"first": False, "last": False, **options})
     fine = (OutputComparison("y", 9.0, 0.9, 1.0, 0.999, 0.0, 4, samples=1),)
     assert "nothing to do" in advise(fine, jump, weights, first=False, last=False)
 
 
-def test_short_table_of_long_names() -> None:
+def test_short_table_of_long_names():
     tensors = tuple(_tensor(name=f"{'very' * 30}{i}", drop_db=float(i)) for i in range(20))
     text = str(Comparison((), tensors, (), 3, 2, None, "Do this."))
     assert max(map(len, text.splitlines())) < 130
@@ -189,7 +187,7 @@ def test_short_table_of_long_names() -> None:
     assert text.endswith("Do this.\n")
 
 
-def test_the_value_inside_a_fused_kernel_is_left_out(tmp_path: Path):
+def test_the_value_inside_a_fused_kernel_is_left_out(tmp_path):
     model = models.conv_relu_chain(3)
     layers = compare_layers(model, make(model, tmp_path, rewrites=False).written, feeds(model, 1))
     assert layers.keys() == {"x", "relu1_out", "conv2_out"}, "without the output of the Conv that a Relu reads"
@@ -199,7 +197,7 @@ def test_the_value_inside_a_fused_kernel_is_left_out(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+def pair(tmp_path_factory):
     model = models.residual_block()
     return model, make(model, tmp_path_factory.mktemp("pair"), rewrites=False).written
 
@@ -237,7 +235,7 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
 @pytest.mark.parametrize(
     ("options", "caption", "largest"), [({}, "8 bits, pairs within int16", 127), ({"reduce_range": True}, "7 bit", 64)]
 )
-def test_weights_have_the_range_that_their_integers_span(tmp_path: Path, options: Any, caption: str, largest: int):
+def test_weights_have_the_range_that_their_integers_span(tmp_path, options, caption, largest):
     model = models.residual_block()
     made = make(model, tmp_path, rewrites=False, **options).written
     grids, profiles = read_grids(model, made), {p.name: p for p in profile_tensors(model, made)}

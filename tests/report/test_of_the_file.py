@@ -3,18 +3,17 @@
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kenosis_ort import QuantizationReport, quantize_static, verify_fusion
+from kenosis_ort import quantize_static, verify_fusion
 from kenosis_ort.report.html.cards import cards
 from tests import models
 from tests.flow.support import run, sqnr_db
-from tests.models import Feed, Net
+from tests.models import Net
 from tests.planning import parse
 from tests.quantizer.random_nets import nets
 
@@ -22,7 +21,7 @@ _QUANTIZED = {
     *("DequantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm", "MatMulInteger", "ConvInteger"),
     *("MatMulNBits", "GatherBlockQuantized", "DynamicQuantizeMatMul"),
 }
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "plain": {"recipe": "plain", "promise": False}, "fast": {"recipe": "fast", "promise": False},
     "promise": {"recipe": "fast"}, "qop": {"recipe": "fast", "promise": False, "format": "qop"},
     "weight-only": {"recipe": "weight-only-4"},
@@ -34,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def net(seed: int) -> onnx.ModelProto:
+def net(seed):
     """A chain of Conv or of Gemm with weights and biases of any magnitude."""
     rng = np.random.default_rng(seed)
     made = Net(seed=seed)
@@ -50,7 +49,7 @@ def net(seed: int) -> onnx.ModelProto:
     return made.model()
 
 
-def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None:
+def check(report, model, out):
     """Compares a report with the file."""
     written = onnx.load(out)
     quantized = any(node.op_type in _QUANTIZED for node in written.graph.node)
@@ -79,7 +78,7 @@ def check(report: QuantizationReport, model: onnx.ModelProto, out: Path) -> None
     assert all(c.standing != "good" for c in cards(report) if c.name in ("speed", "size"))
 
 
-def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, feeds: list[Feed]) -> None:
+def check_signal(report, model, out, feeds):
     """Compares the signal that a report tells with that of the file, read again.
 
     The report pools some of the samples, so that its figure is between that of the best and of the worst of them.
@@ -93,7 +92,7 @@ def check_signal(report: QuantizationReport, model: onnx.ModelProto, out: Path, 
             assert min(signals) - 0.05 <= output.sqnr_db <= max(signals) + 0.05
 
 
-def checked(model: onnx.ModelProto, folder: Path | str, form: str, samples: int, **options: Any) -> QuantizationReport:
+def checked(model, folder, form, samples, **options):
     """Quantizes in a form, and compares the report with the file."""
     out, made_up = Path(folder, "out.onnx"), form.startswith(("made up", "weight-only"))
     with warnings.catch_warnings():
@@ -107,7 +106,7 @@ def checked(model: onnx.ModelProto, folder: Path | str, form: str, samples: int,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+def test_a_report_is_of_the_file(tmp_path, monkeypatch, form):
     if form == "defect":
         monkeypatch.setattr("kenosis_ort.flow.builder.emit", lambda *_: [][0])
     for seed in range(1 if form.startswith(("made up", "promise")) else 2):
@@ -116,7 +115,7 @@ def test_a_report_is_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(nets(), st.sampled_from([form for form in FORMS if form != "defect"]), st.booleans())
-def test_a_report_is_of_the_file_of_any_net(model: onnx.ModelProto, form: str, forced: bool) -> None:
+def test_a_report_is_of_the_file_of_any_net(model, form, forced):
     """25 nets in the ordinary run, 200 by ``--hypothesis-profile=nightly``."""
     with tempfile.TemporaryDirectory() as folder:
         checked(model, folder, form, 8, **({"per_channel": False} if forced else {}))
@@ -132,13 +131,13 @@ def test_a_net_of_which_nothing_can_be_quantized_stays_float(tmp_path, form, wei
     assert checked(model, tmp_path, form, 16).is_float
 
 
-def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path: Path) -> None:
+def test_all_samples_that_nothing_was_fitted_to_are_measured_on(tmp_path):
     model = net(3)
     report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 128), promise=False)
     assert report.measure.samples > 32
 
 
-def test_weights_alone_have_a_measure_of_quality(tmp_path: Path) -> None:
+def test_weights_alone_have_a_measure_of_quality(tmp_path):
     model = parse("(float[2,64] x) => (y) <float[64,32] w> { [fc] y = MatMul (x, w) }")
     report = quantize_static(model, tmp_path / "out.onnx", None, recipe="weight-only-4")
     assert 5 < report.outputs[0].sqnr_db < 60

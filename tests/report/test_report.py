@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -20,7 +19,6 @@ from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report import evidence as reasons
 from kenosis_ort.report.evidence import OpTime, OpTimes, explain_kernel, explain_plan, layer_times
 from kenosis_ort.report.html.cards import cards
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
@@ -30,11 +28,11 @@ from tests.report.samples import compared, full_report, fusion, kernel, plan, re
 numbers = st.none() | st.floats(allow_nan=False)
 
 
-def text_of(shown: QuantizationReport, *, full: bool = False) -> str:
+def text_of(shown, *, full=False):
     return to_text(render_report(shown, full=full))
 
 
-def lacking(text: str, *expected: str) -> list[str]:
+def lacking(text, *expected):
     return [part for part in expected if part not in text]
 
 
@@ -46,7 +44,7 @@ class Shade(Enum):
 
 
 @pytest.mark.parametrize("original", [report(), full_report(), report(fusion=None)], ids=["bare", "full", "unproved"])
-def test_json_has_every_field_under_its_name(original: QuantizationReport) -> None:
+def test_json_has_every_field_under_its_name(original):
     raw = json.loads(original.to_json())
     assert raw == original.to_dict()
     assert raw.keys() == {"schema", "verdict", *(f.name for f in dataclasses.fields(original))}
@@ -61,7 +59,7 @@ def test_json_has_every_field_under_its_name(original: QuantizationReport) -> No
 
 
 @given(st.floats(allow_nan=False))
-def test_any_number_survives_json(db: float) -> None:
+def test_any_number_survives_json(db):
     text = report(outputs=[compared(str(each), each) for each in (db, math.inf, math.nan)]).to_json()
     assert lacking(text, "Infinity", "NaN") == ["Infinity", "NaN"]
     assert [o["sqnr_db"] for o in json.loads(text)["outputs"]][1:] == ["inf", "nan"]
@@ -73,12 +71,12 @@ def test_any_number_survives_json(db: float) -> None:
     ({Shade.DARK: {2, 1}}, {"DARK": [1, 2]}), (float("inf"), "inf"), (None, None), (True, True),
     (len, "builtin_function_or_method"),
 ])  # fmt: skip
-def test_option_values_become_plain_data(value: object, plain: object) -> None:
+def test_option_values_become_plain_data(value, plain):
     raw = report(options={"option": OptionChoice(value, "caller")}).to_dict()
     assert raw["options"] == {"option": {"value": plain, "source": "caller"}}
 
 
-def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
+def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen():
     assert re.fullmatch(r"<QuantizationReport 'out.onnx'.*>", repr(report()))
     assert [report(size_before=100, size_after=after).size_ratio for after in (0, 25)] == [0, 4]
     assert report(seconds={"a": 1.0, "b": 0.5}).total_seconds == 1.5
@@ -86,7 +84,7 @@ def test_repr_is_one_short_line_ratios_are_safe_and_it_is_frozen() -> None:
         report().target = "other"
 
 
-def test_the_change_of_a_pass_and_the_form_taken_are_found() -> None:
+def test_the_change_of_a_pass_and_the_form_taken_are_found():
     for before, after, change in ((0.5, 0.25, -0.5), (None, 1.0, None), (0.0, 1.0, None)):
         assert PassOutcome("p", True, before, after).change == change
     assert speed().taken.name == "int8-first-float"
@@ -98,9 +96,7 @@ def test_the_change_of_a_pass_and_the_form_taken_are_found() -> None:
     ("measured", "faster", "good"), ("measured", "no difference", "good"), ("measured", "slower", "bad"),
     ("measured", "too noisy", "watch"), ("estimated", "", "watch"), ("estimated", "slower", "watch"),
 ])  # fmt: skip
-def test_the_card_of_speed_is_good_where_it_was_measured_and_not_slower(
-    basis: str, verdict: str, standing: str
-) -> None:
+def test_the_card_of_speed_is_good_where_it_was_measured_and_not_slower(basis, verdict, standing):
     form = SpeedCandidate("int8", status="taken", ratio=1.5, low=1.25, high=1.75, milliseconds=2.0, verdict=verdict)
     (card,) = (c for c in cards(report(speed=SpeedSummary((form,), basis=basis))) if c.name == "speed")
     assert (card.standing, card.label) == (standing, ", ".join(filter(None, (basis, verdict))))
@@ -113,7 +109,7 @@ HEAD = kernel("head", integer=False, status="float", reason="protected")
 LOST = kernel("a", integer=False, status="absorbed")
 
 
-def test_a_verdict_counts_what_the_runtime_still_computes_and_compares_it_with_the_plan() -> None:
+def test_a_verdict_counts_what_the_runtime_still_computes_and_compares_it_with_the_plan():
     proof = fusion(kernel("a"), kernel("b"), kernel("folded", status="removed", integer=False))
     assert report(fusion=proof).verdict() == "2 of 2 Conv/Gemm/MatMul run on integer kernels."
     assert "1 planned as integer run in float" in report(fusion=fusion(kernel("a"), HEAD)).verdict()
@@ -128,7 +124,7 @@ def test_a_verdict_counts_what_the_runtime_still_computes_and_compares_it_with_t
 # -- as text
 
 
-def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
+def test_text_shows_verdict_sizes_kernels_reasons_and_messages():
     text = text_of(report())
     assert not lacking(
         text,
@@ -145,7 +141,7 @@ def test_text_shows_verdict_sizes_kernels_reasons_and_messages() -> None:
         assert f"({said})" in text_of(report(size_before=1000, size_after=after))
 
 
-def test_text_tells_passes_forms_and_trust() -> None:
+def test_text_tells_passes_forms_and_trust():
     assert not lacking(
         text_of(full_report()),
         *("speed        1.50x (1.25 to 1.75) of the float model, faster", "trust        usable", "recipe       fast"),
@@ -157,11 +153,11 @@ def test_text_tells_passes_forms_and_trust() -> None:
     assert all(line == line.rstrip() for line in full.splitlines())
 
 
-def float_kernel(node: str, op_type: str, reason: str):
+def float_kernel(node, op_type, reason):
     return kernel(node, op_type=op_type, kernel=op_type, integer=False, status="float", reason=reason)
 
 
-def test_float_nodes_are_grouped_by_reason_with_broken_and_heavy_ones_first() -> None:
+def test_float_nodes_are_grouped_by_reason_with_broken_and_heavy_ones_first():
     light = [float_kernel(f"add{i}", "Add", "elementwise") for i in range(20)]
     proof = fusion(*light, float_kernel("gemm0", "Gemm", "protected"), float_kernel("conv0", "Conv", "second consumer"))
     text = to_text(render_fusion(proof, plan=plan("conv0")))
@@ -170,19 +166,19 @@ def test_float_nodes_are_grouped_by_reason_with_broken_and_heavy_ones_first() ->
     assert not lacking(to_text(render_fusion(proof, plan=plan("conv0"), full=True)), *(f"add{i}" for i in range(20)))
 
 
-def test_a_long_list_of_reasons_is_cut_and_counted() -> None:
+def test_a_long_list_of_reasons_is_cut_and_counted():
     nodes = [float_kernel(f"n{i}", "Add", f"reason {i}.") for i in range(MAX_FLOAT_ROWS + 3)]
     last, next_one = (f"reason {MAX_FLOAT_ROWS - i}." for i in (1, 0))
     assert lacking(to_text(render_fusion(fusion(*nodes))), "and 3 nodes more", last, next_one) == [next_one]
 
 
 @pytest.mark.parametrize("name", ["layer[0]/conv", "[bold]x[/bold]", "a:b\\[c]", "[/]"])
-def test_names_are_never_read_as_markup_and_silently_quantized_nodes_are_named(name: str) -> None:
+def test_names_are_never_read_as_markup_and_silently_quantized_nodes_are_named(name):
     assert to_text(render_fusion(fusion(float_kernel(name, "Conv", f"reads {name}")))).count(name) == 2
     assert name in to_text(render_fusion(fusion(kernel(name, silently_quantized=True))))
 
 
-def test_bytes_have_decimal_units() -> None:
+def test_bytes_have_decimal_units():
     texts = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 999_960: "1.0 MB", 30_600_000: "30.6 MB", 2_500_000_000: "2.5 GB"}
     assert {count: format_bytes(count) for count in texts} == texts
 
@@ -190,7 +186,7 @@ def test_bytes_have_decimal_units() -> None:
 # -- text and page
 
 
-def test_attention_layers_are_told_as_one_block() -> None:
+def test_attention_layers_are_told_as_one_block():
     node = NodeDecision("layer", "Attention", Kind.FLOAT, "own", "float")
     softmax = NodeDecision("other", "Softmax", Kind.FLOAT, "own", "float")
     why = "1 attentions stay as products and Softmax ('other': its scale is -1)."
@@ -206,7 +202,7 @@ def test_attention_layers_are_told_as_one_block() -> None:
     assert (f"<b>Attention:</b> {told}" in two.to_html(), "<b>Attention:</b>" in report().to_html()) == (True, False)
 
 
-def test_an_int8_cache_is_told_in_both_forms() -> None:
+def test_an_int8_cache_is_told_in_both_forms():
     made = report(cache={"past": 0.5, "present": 0.5, "past_1": 0.125}, fusion=None)
     assert made.int8_cache() == "3 inputs and outputs are int8, scales 0.125 to 0.5, in the metadata."
     assert made.int8_cache() in text_of(made)
@@ -227,7 +223,7 @@ PROOF = fusion(
 LAYERS = layer_times(PROOF, {"stem": ("Conv", 30.0), "stem_relu": ("Relu", 0.0)}, 7.0, TIMES)
 
 
-def test_each_kernel_once_and_what_is_between_them_last() -> None:
+def test_each_kernel_once_and_what_is_between_them_last():
     assert (
         reasons.LayerTime("stem", "Conv", "com.microsoft.QLinearConv", "direct", 30.0, 25.0),
         reasons.LayerTime("deep", "Conv", "com.microsoft.QLinearConv", "matrix product", None, None),
@@ -240,7 +236,7 @@ def test_each_kernel_once_and_what_is_between_them_last() -> None:
     assert "\nkernels " not in text_of(report())
 
 
-def test_text_json_and_page_hold_the_layers() -> None:
+def test_text_json_and_page_hold_the_layers():
     made = report(layers=LAYERS, host="'vnni' (a processor), measured here", fusion=PROOF)
     text = text_of(made, full=True)
     told = "Convs: 1 on the direct kernel, 1 on the matrix product kernel, estimated 37 us a run"
@@ -254,7 +250,7 @@ def test_text_json_and_page_hold_the_layers() -> None:
 # -- explanations: every remedy is of a rule, reason or cause that exists, and says what would change a node
 
 
-def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_those_without_any() -> None:
+def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_those_without_any():
     package = Path(kenosis_ort.__file__).parent
     deciding = (
         package / "options.py",
@@ -290,7 +286,7 @@ def test_a_node_that_misses_a_requirement_is_told_what_it_misses():
     (("Conv", False, (), None, "16 bit"), Status.FLOAT, "16 bit", "8-bit"),
     (("", False, (), None, "computed at load"), Status.REMOVED, "computed at load", ""),
 ])  # fmt: skip
-def test_a_kernel_is_explained(kernel: tuple[Any, ...], status: Status, reason: str, remedy: str):
+def test_a_kernel_is_explained(kernel, status, reason, remedy):
     cause = Cause.SIXTEEN_BIT if status is Status.FLOAT else Cause.NONE
     explained = explain_kernel(KernelReport("c", "Conv", *kernel, status, cause))
     assert (explained.reason, explained.kind, bool(explained.remedy)) == (reason, status.value, bool(remedy))

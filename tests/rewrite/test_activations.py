@@ -162,7 +162,7 @@ CONV = "c = Conv <kernel_shape = [3,3], pads = [1,1,1,1]> (x, w)"
 CHAIN = f"{CONV} h = HardSwish (c) y = Conv (h, u)"
 
 
-def net(body: str, outputs: str = "y", seed: int = 0):
+def net(body, outputs="y", seed=0):
     declared = "<float[16,3,3,3] w, float[16,16,1,1] u, float[16] b, float[16,1,3,3] d, float[16,10] m>"
     return parse(f"(float[2,3,8,8] x) => ({outputs}) {declared} {{ {body} }}", seed=seed)
 
@@ -171,7 +171,7 @@ GATE = st.tuples(st.floats(0.05, 2.0), st.floats(-0.5, 1.5), st.sampled_from(["c
 
 
 @given(seed=st.integers(0, 2**16), spread=st.floats(0.01, 30.0), own=st.none() | GATE)
-def test_the_product_computes_the_same(seed, spread, own) -> None:
+def test_the_product_computes_the_same(seed, spread, own):
     """Of HardSwish, and of a product with a gate of its own."""
     gate = "g = HardSigmoid <alpha = {:f}, beta = {:f}> (c) h = Mul ({})"
     proto = net(CHAIN if own is None else f"{CONV} {gate.format(*own)} y = Conv (h, u)", seed=seed)
@@ -186,13 +186,13 @@ def test_the_product_computes_the_same(seed, spread, own) -> None:
     "p = GlobalAveragePool (h) e = Conv (p, u, b) g = Sigmoid (e) s = Mul (h, g) y = Conv (s, u)",
     "z = Conv (h, u) y = Conv (h, u, b)",
 ], ids=["depthwise", "matmul", "gemm", "squeeze-excite", "two layers, shared weights"])  # fmt: skip
-def test_what_may_be_behind_it(behind: str) -> None:
+def test_what_may_be_behind_it(behind):
     proto = net(f"{CONV} h = HardSwish (c) {behind}", "y, z" if "z =" in behind else "y")
     x = normal((2, 3, 8, 8), 0, 4.0)
     check(rewrite.hard_swish_to_product, proto, x, ["Conv", "Add", "Clip", "Mul", *ops(proto)[2:]])
 
 
-def test_layers_that_are_not_named_keep_their_weights() -> None:
+def test_layers_that_are_not_named_keep_their_weights():
     refused(rewrite.hard_swish_to_product, net(CHAIN), "'y' is not to change", "h")
 
 
@@ -200,7 +200,7 @@ def test_layers_that_are_not_named_keep_their_weights() -> None:
     layer=st.sampled_from(["Conv (x, w, b)", "Conv (x, w)", "Gemm (x, m, b)", "Gemm (x, m)", "Gemm <transB=1> (x, m)"]),
     alpha=st.floats(0.1, 3.0), beta=st.floats(-0.5, 1.5), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_the_clip_computes_the_same(layer: str, alpha: float, beta: float, seed: int) -> None:
+def test_the_clip_computes_the_same(layer, alpha, beta, seed):
     shape = (2, 8, 6, 6) if "Conv" in layer else (2, 8)
     text = f"""(float{list(shape)} x) => (y) <float[8,8,1,1] w, float[8] b, float[8,8] m> {{
         c = {layer} g = HardSigmoid <alpha = {alpha:f}, beta = {beta:f}> (c) y = Mul (x, g) }}"""

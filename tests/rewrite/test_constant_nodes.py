@@ -82,14 +82,12 @@ def test_what_is_folded_and_what_stays(x, declared, body, expected, left):
     assert {t.name for t in result.proto.graph.initializer} == {*left.split()}
 
 
-def branch(tag: str, body: str, shape: str = "a,b,c") -> str:
+def branch(tag, body, shape="a,b,c"):
     """A body that computes a value of its name."""
     return f"{tag} () => (float[{shape}] {tag}y) {{ {body} }}"
 
 
-def net(
-    then: str, other: str, *, front="", behind="", x="N,1,4", y="a,b,c", inputs="", outputs="", declared="", **known
-):
+def net(then, other, *, front="", behind="", x="N,1,4", y="a,b,c", inputs="", outputs="", declared="", **known):
     text = f"""(float[{x}] x{inputs}) => (float[{y}] y{outputs}) <{declared}> {{ r = Relu(x) {front}
     i = If(c) <then_branch = {then}, else_branch = {other}> {behind} y = Neg(i) }}""".replace("<>", "")
     return parse(text, known)
@@ -111,7 +109,7 @@ EXP, NEG = branch("e", "ey = Exp(r)"), branch("d", "dy = Neg(r)")
 
 
 @given(st.booleans(), st.booleans())
-def test_the_branch_of_a_constant_condition_takes_the_place(taken: bool, scalar: bool) -> None:
+def test_the_branch_of_a_constant_condition_takes_the_place(taken, scalar):
     then = branch("t", "tm = Mul(r, tw) ty = Add(tm, x)").replace("{", "<float[1,1] tw = {2.0}> {", 1)
     proto = net(then, EXP, declared="bool c" if scalar else "bool[1] c", c=taken)
     result = static(proto)
@@ -122,7 +120,7 @@ def test_the_branch_of_a_constant_condition_takes_the_place(taken: bool, scalar:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_condition_on_one_known_dimension(known: bool) -> None:
+def test_a_condition_on_one_known_dimension(known):
     """As exporters write a Squeeze: the batch is open, the squeezed dimension is known."""
     front = "s = Shape(r) d = Gather(s, one) c = Equal(d, one)"
     then, other = branch("t", "ty = Squeeze(r, axis)", "a,b"), branch("e", "ey = Identity(r)")
@@ -135,10 +133,10 @@ def test_a_condition_on_one_known_dimension(known: bool) -> None:
     assert_same(proto, result, BRANCH_X, rtol=0)
 
 
-def test_a_condition_on_the_rank_and_one_behind_it() -> None:
+def test_a_condition_on_the_rank_and_one_behind_it():
     """The first branch settles the rank that the second condition asks for."""
 
-    def choice(source: str, tag: str, rank: int, output: str):
+    def choice(source, tag, rank, output):
         shapes = ("a", "a,b") if rank == 2 else ("a,b", "a,b,c")
         then = branch(f"{tag}t", f"{tag}ty = Squeeze({source}, axis)", shapes[0])
         other = branch(f"{tag}e", f"{tag}ey = Identity({source})", shapes[1])
@@ -153,8 +151,8 @@ def test_a_condition_on_the_rank_and_one_behind_it() -> None:
     assert_same(proto, result, {"x": BRANCH_X["x"][:, :, :1]}, rtol=0)
 
 
-def test_names_that_other_bodies_use_as_well() -> None:
-    def twin(tag: str, op: str):
+def test_names_that_other_bodies_use_as_well():
+    def twin(tag, op):
         return f"{tag} () => (float[a,b,c] o) <float[1] w = {{3.0}}> {{ m = Mul(r, w) o = {op}(m) }}"
 
     second = f"j = If(open) <then_branch = {twin('c', 'Neg')}, else_branch = {twin('d', 'Exp')}>"
@@ -165,13 +163,13 @@ def test_names_that_other_bodies_use_as_well() -> None:
     assert_same(proto, result, {**BRANCH_X, "open": np.array(False)}, rtol=0)
 
 
-def test_an_output_that_is_a_constant_of_the_branch_or_unread() -> None:
+def test_an_output_that_is_a_constant_of_the_branch_or_unread():
     then = branch("t", "ty = Constant<value = float[1] {5.0}>()", "1")
     proto = net(then, EXP, y="n", declared="bool c", c=True)
     assert_same(proto, static(proto).proto, BRANCH_X, rtol=0)
 
 
-def test_open_conditions_and_overridable_ones_stay() -> None:
+def test_open_conditions_and_overridable_ones_stay():
     proto = net(EXP, NEG, inputs=", bool c")
     assert inline_branch(ready(proto).proto).notes == ()
     proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "c"))

@@ -216,7 +216,7 @@ def test_masks_by_window(pictures, windows, n, s, constant, flip, seed):
     fused(g, g.attend(g.op("Reshape", [cut, [b, n, s, s]])), normal((b, n, s, 4), seed))
 
 
-def windowed(counted_by: str) -> onnx.ModelProto:
+def windowed(counted_by):
     """Scores cut into as many windows as a value tells, and masked by a mask of a number of windows that is open."""
     text = f"""(float[batch,2,3,4] x, float[1,windows,1,3,3] mask, float[1,others] other) => (float[batch,2,3,4] y)
     <int64[1] rest, int64[3] tail, int64[4] whole> {{

@@ -17,7 +17,7 @@ LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 PLAIN = ("Relu", "Sigmoid", "HardSwish", "Neg")
 
 
-def moved(proto: onnx.ModelProto) -> int:
+def moved(proto):
     """Numbers that Transposes move."""
     infer_shapes(proto)
     values = {v.name: v for v in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}

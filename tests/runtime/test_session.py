@@ -25,18 +25,18 @@ from tests.planning import parse
 
 
 @pytest.fixture
-def model() -> onnx.ModelProto:
+def model():
     head = f"(float[N,64] x) => (float[N,32] y) <float[64,32] weight, float[32] bias = {{{', '.join(['3'] * 32)}}}>"
     return parse(f"{head} {{ y = Gemm (x, weight, bias) }}")
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scratch(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
-def outputs(model: onnx.ModelProto) -> np.ndarray:
+def outputs(model):
     x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
     return np.asarray(open_session(model).run(None, {"x": x})[0])
 
@@ -53,7 +53,7 @@ def test_mapped_weights_compute_the_same_and_leave_nothing(model, scratch, monke
 
 
 def test_freed_memory_goes_back_before_a_large_model_is_opened(model, scratch, monkeypatch):
-    given: list[int] = []
+    given = []
     monkeypatch.setattr(session, "_malloc_trim", lambda: given.append)
     sources = [model, model.SerializeToString(), scratch / "model.onnx"]
     onnx.save(model, scratch / "model.onnx")
@@ -75,14 +75,14 @@ def test_a_full_disk_does_not_matter_where_bytes_do(model, tmp_path, monkeypatch
         session.openable(model, tmp_path)
 
 
-def test_weight_bytes_are_those_in_memory(model: onnx.ModelProto, tmp_path: Path) -> None:
+def test_weight_bytes_are_those_in_memory(model, tmp_path):
     assert weight_bytes(model) == 4 * (64 * 32 + 32)
     shell = write_external_data(model, tmp_path / "weights.bin")
     assert uses_external_data(shell)
     assert weight_bytes(shell) == 4 * 32  # the bias is too small to be moved
 
 
-def test_what_a_session_returns_as_one_array() -> None:
+def test_what_a_session_returns_as_one_array():
     pair = [np.float32([[1, 2]]), np.float32([3])]
     np.testing.assert_array_equal(session.as_array(pair), [1, 2, 3])
     maps = [{"b": 0.75, "a": 0.25}, {"a": 1.0, "b": 0.0}]
@@ -94,7 +94,7 @@ def test_what_a_session_returns_as_one_array() -> None:
     assert session.as_array(pair[0]) is pair[0]
 
 
-def test_a_session_answers_by_name_and_says_what_it_refuses(model: onnx.ModelProto) -> None:
+def test_a_session_answers_by_name_and_says_what_it_refuses(model):
     x = np.ones((2, 64), np.float32)
     model.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT, [32]))  # with a default value
     with open_session(model, further=["y", "x"]) as opened:
@@ -110,7 +110,7 @@ def test_a_session_answers_by_name_and_says_what_it_refuses(model: onnx.ModelPro
     assert caught.value.where == "mine"
 
 
-def test_sessions_runs_and_bytes_are_counted_by_stage(model: onnx.ModelProto) -> None:
+def test_sessions_runs_and_bytes_are_counted_by_stage(model):
     feed = {"x": np.ones((1, 64), np.float32)}
     with counted() as counts:
         with at_stage("outer"):
@@ -126,7 +126,7 @@ def test_sessions_runs_and_bytes_are_counted_by_stage(model: onnx.ModelProto) ->
     assert counts.total == Cost(1, 3, 384)
 
 
-def test_no_other_module_opens_sessions() -> None:
+def test_no_other_module_opens_sessions():
     folder = Path(kenosis_ort.__file__).parent
     opens = re.compile(r"\bInferenceSession\(")
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if opens.search(p.read_text("utf-8"))}
@@ -199,12 +199,12 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
+def command(tmp_path):
     (tmp_path / "squares.py").write_text(_SQUARES)
     return [sys.executable, str(tmp_path / "squares.py")]
 
 
-def test_it_answers_and_says_in_the_end_what_it_printed(command: list[str]) -> None:
+def test_it_answers_and_says_in_the_end_what_it_printed(command):
     with Child(command, "squares") as child:
         assert [child.ask({"n": n})["square"] for n in (1, 2, 4)] == [1, 4, 16]
         assert child.runs
@@ -215,7 +215,7 @@ def test_it_answers_and_says_in_the_end_what_it_printed(command: list[str]) -> N
 @pytest.mark.parametrize(
     ("killed", "said"), [(False, "squares ended its process, with code -6: .*asked 3"), (True, "code -9")]
 )
-def test_its_death_is_told_with_code_and_last_words(killed: bool, said: str, command: list[str]) -> None:
+def test_its_death_is_told_with_code_and_last_words(killed, said, command):
     child = Child(command, "squares")
     assert child.ask({"n": 5}) == {"square": 25}
     if killed:

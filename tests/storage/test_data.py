@@ -4,11 +4,9 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +44,7 @@ some = st.lists(leaves, max_size=3).map(tuple)
 
 
 @given(st.builds(Tree, leaves, some, st.dictionaries(st.text(), some)))
-def test_objects_are_mappings_of_their_fields_and_any_number_is_valid_json(tree: Tree) -> None:
+def test_objects_are_mappings_of_their_fields_and_any_number_is_valid_json(tree):
     data = to_data(tree)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     back = [Leaf(raw["name"], None if raw["size"] is None else float(raw["size"]), Colour(raw["colour"]))
@@ -55,7 +53,7 @@ def test_objects_are_mappings_of_their_fields_and_any_number_is_valid_json(tree:
     assert data["by_name"] == {name: [to_data(leaf) for leaf in listed] for name, listed in tree.by_name.items()}
 
 
-def test_what_json_lacks_goes_by_its_name() -> None:
+def test_what_json_lacks_goes_by_its_name():
     assert to_data({"a": (Leaf("b", float("-inf")),)}) == {"a": [{"name": "b", "size": "-inf", "colour": "red"}]}
 
 
@@ -63,7 +61,7 @@ def test_what_json_lacks_goes_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 100, 10**6])
-def test_entries_come_back(memory: int) -> None:
+def test_entries_come_back(memory):
     entries = [
         {"x": np.full((i, 3), i, np.float32), "ids": np.arange(i), "text": np.array(["a", "bc"]), "n": i}
         for i in range(6)
@@ -80,7 +78,7 @@ def test_entries_come_back(memory: int) -> None:
         spool[6]
 
 
-def test_memory_is_bounded_and_the_file_goes() -> None:
+def test_memory_is_bounded_and_the_file_goes():
     spool = Spool(memory=1000)
     for i in range(50):
         spool.append({"x": np.full(100, i, np.float64)})
@@ -95,7 +93,7 @@ def test_memory_is_bounded_and_the_file_goes() -> None:
     assert not folder.exists()
 
 
-def test_arrays_are_copied() -> None:
+def test_arrays_are_copied():
     buffer = np.zeros(3)
     spool = Spool()
     for i in range(3):
@@ -107,7 +105,7 @@ def test_arrays_are_copied() -> None:
 # ---- files from outside ----------------------------------------------------------------------------------------------
 
 
-def test_a_recipe_file_loads_no_library(tmp_path: Path) -> None:
+def test_a_recipe_file_loads_no_library(tmp_path):
     file = tmp_path / "r.toml"
     file.write_text('schema = 1\n[recipe]\n[options]\ncustom_op_libraries = ["evil.so"]\n')
     with pytest.raises(OptionError, match="run code of their own"):
@@ -118,7 +116,7 @@ def test_a_recipe_file_loads_no_library(tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
-READ: dict[str, Callable[[Path], Any]] = {
+READ = {
     "model": load_model,
     "recipe": RecipeFile.load,
     "data": lambda path: list(ArrayReader(path)),
@@ -127,7 +125,7 @@ READ: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def feed(pipe: Path) -> None:
+def feed(pipe):
     """Writes to whoever reads a pipe, so that one that should not be read does not hang."""
     with contextlib.suppress(OSError):
         while True:
@@ -136,7 +134,7 @@ def feed(pipe: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 @pytest.mark.parametrize("kind", READ)
-def test_a_pipe_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_pipe_is_refused(kind, tmp_path):
     path = tmp_path / ("pipe.npz" if kind == "data" else "pipe")
     os.mkfifo(path)
     threading.Thread(target=feed, args=(path,), daemon=True).start()
@@ -144,14 +142,14 @@ def test_a_pipe_is_refused(kind: str, tmp_path: Path) -> None:
         READ[kind](path)
 
 
-def test_an_archive_that_unfolds_to_much_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_unfolds_to_much_more(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((64, 4096), np.float32))
     monkeypatch.setattr("kenosis_ort.calibration.readers._LARGE", 2**19)
     with pytest.raises(KenosisError, match="unfolds to"):
         ArrayReader(tmp_path / "bomb.npz")
 
 
-def test_an_encrypted_archive(tmp_path: Path) -> None:
+def test_an_encrypted_archive(tmp_path):
     path = tmp_path / "secret.npz"
     np.savez(path, x=np.zeros((4, 4), np.float32))
     raw = bytearray(path.read_bytes())

@@ -16,7 +16,7 @@ from tests.storage.killing import killed_at_every_step
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path: Path) -> None:
+def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path):
     file, seen = tmp_path / "file.txt", set()
     file.write_text("old")
     for _ in killed_at_every_step(lambda: write_text(file, "new", "the file")):
@@ -25,7 +25,7 @@ def test_killed_at_any_step_the_old_or_the_new_text_is_there(tmp_path: Path) -> 
     assert seen == {"old", "new"}
 
 
-def test_a_link_is_followed_and_its_file_replaced(tmp_path: Path) -> None:
+def test_a_link_is_followed_and_its_file_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "file").write_text("old")
     with (tmp_path / "file").open() as held:
@@ -35,14 +35,14 @@ def test_a_link_is_followed_and_its_file_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "text"
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "file"):
         with pytest.raises(OutputError, match="the file cannot be written") as caught:
             write_text(path, "text", "the file")
         assert caught.value.where == str(path)
 
 
-def test_only_a_full_disk_becomes_an_error_of_ours() -> None:
+def test_only_a_full_disk_becomes_an_error_of_ours():
     full = OSError(errno.ENOSPC, "No space left on device", "x")
     with pytest.raises(OutputError, match="TMPDIR"), writing.room_is_needed():
         raise full
@@ -52,7 +52,7 @@ def test_only_a_full_disk_becomes_an_error_of_ours() -> None:
         assert caught.value is other
 
 
-def test_every_spelling_of_a_file(tmp_path: Path) -> None:
+def test_every_spelling_of_a_file(tmp_path):
     model, new = tmp_path / "model.onnx", tmp_path / "new.onnx"
     model.write_bytes(b"model")
     (tmp_path / "sub").mkdir()
@@ -70,13 +70,13 @@ def test_every_spelling_of_a_file(tmp_path: Path) -> None:
     assert not same_file(new, tmp_path / "newer.onnx")
 
 
-def test_case_where_the_system_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_where_the_system_ignores_it(tmp_path, monkeypatch):
     for folds in (True, False):
         monkeypatch.setattr(writing, "_FOLDS_CASE", folds)
         assert same_file(tmp_path / "Out.onnx", tmp_path / "out.ONNX") == folds
 
 
-def test_both_are_named(tmp_path: Path) -> None:
+def test_both_are_named(tmp_path):
     model, out = ("the float model", tmp_path / "model.onnx"), ("the output", tmp_path / "out.onnx")
     for role, path in (model, out):
         with pytest.raises(OutputError, match=f"the report is {role} itself"):
@@ -90,7 +90,7 @@ def test_both_are_named(tmp_path: Path) -> None:
     ("darwin", "", "/home/me/Library/Caches"),
     ("win32", "", "/home/me/AppData/Local"),
 ])  # fmt: skip
-def test_the_folder_for_facts(monkeypatch: pytest.MonkeyPatch, platform: str, said: str, expected: str) -> None:
+def test_the_folder_for_facts(monkeypatch, platform, said, expected):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setenv("XDG_CACHE_HOME", said)
     monkeypatch.delenv("LOCALAPPDATA", raising=False)
@@ -98,7 +98,7 @@ def test_the_folder_for_facts(monkeypatch: pytest.MonkeyPatch, platform: str, sa
     assert writing.user_cache() == Path(expected, "kenosis-ort")
 
 
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_kept(monkeypatch):
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home")))
@@ -113,7 +113,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 LOCKS = pytest.mark.skipif(writing.fcntl is None, reason="the system has no locks on folders")
 
 
-def test_it_is_there_and_goes(tmp_path: Path) -> None:
+def test_it_is_there_and_goes(tmp_path):
     with Scratch("test", beside=tmp_path) as folder:
         (folder / "file").write_text("x")
         assert folder.parent == tmp_path
@@ -124,8 +124,8 @@ def test_it_is_there_and_goes(tmp_path: Path) -> None:
 
 
 @LOCKS
-def test_the_lock_of_a_folder_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_the_lock_of_a_folder_is_waited_for_but_not_for_ever(tmp_path, monkeypatch):
+    waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with locked(tmp_path, wait_s=0):
         with locked(tmp_path, wait_s=0.01):
@@ -135,7 +135,7 @@ def test_the_lock_of_a_folder_is_waited_for_but_not_for_ever(tmp_path: Path, mon
         assert not waits
 
 
-def test_no_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_temporary_files(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match="The output folder is not writable: No such file") as caught:
         Scratch("test", beside=tmp_path / "gone")
     assert caught.value.where == str(tmp_path / "gone")

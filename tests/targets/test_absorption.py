@@ -2,10 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -15,29 +12,29 @@ from onnx import TensorProto
 from tests.models import Net
 
 from . import qdq
-from .qdq import FLOAT_CONV, STEP, Case, QdqGraph, Step, alone, build, compute_ops, conv_then, op_types, step
+from .qdq import FLOAT_CONV, STEP, Case, QdqGraph, alone, build, compute_ops, conv_then, op_types, step
 
 SIX = 6 / 255
 
 
-def behind_conv(kernels: str, make: Callable[[QdqGraph, str], str | list[str]], **more: Any) -> Case:
+def behind_conv(kernels, make, **more):
     """A Conv of a quantized input, and what stands behind it."""
     options = {name: more.pop(name) for name in ("act", "opset") if name in more}
     return Case(kernels, lambda g: make(g, g.conv(g.act_input())), options=options, **more)
 
 
-def clip_q(g: QdqGraph, value: str, low: float = 0.0, high: float = 6.0, scale: float = SIX, zero: int = 0) -> str:
+def clip_q(g, value, low=0.0, high=6.0, scale=SIX, zero=0):
     return g.q(g.clip(value, low, high), scale, zero)
 
 
 relu = step("Relu")
 
 
-def product(g: QdqGraph, x: str, gate: str) -> str:
+def product(g, x, gate):
     return g.op("Mul", x, gate)
 
 
-ACTIVATIONS: dict[str, tuple[Step, str]] = {
+ACTIVATIONS = {
     "LeakyRelu": (step("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
     "Sigmoid": (step("Sigmoid"), "QLinearSigmoid"),
     "Tanh": (step("Tanh"), "Tanh"),
@@ -49,7 +46,7 @@ ACTIVATIONS: dict[str, tuple[Step, str]] = {
     "PRelu": (lambda g, v: g.op("PRelu", v, g.const(g.random(16, 1, 1))), "PRelu"),
 }
 """With the kernels that they are between Q and DQ."""
-DEFERRED: list[Step] = [
+DEFERRED = [
     *(make for make, _ in ACTIVATIONS.values()),
     lambda g, v: product(g, v, g.op("Sigmoid", v)),
     lambda g, v: product(g, v, g.op("HardSigmoid", v, alpha=1 / 6)),
@@ -57,13 +54,13 @@ DEFERRED: list[Step] = [
 ]
 
 
-def siluish(g: QdqGraph, c: str, *, everywhere: bool) -> str:
+def siluish(g, c, *, everywhere):
     q = g.q(c)
     gate = g.op("Sigmoid", q)
     return g.q(product(g, q, g.q(gate, 1 / 255, 0) if everywhere else gate))
 
 
-def chosen(g: QdqGraph, value: str) -> str:
+def chosen(g, value):
     """An If both of whose bodies read a value."""
     bodies = {f"{name}_branch": Net(tag=name) for name in ("then", "else")}
     for body in bodies.values():
@@ -71,10 +68,10 @@ def chosen(g: QdqGraph, value: str) -> str:
     return g.op("If", g.input((), TensorProto.BOOL), **{name: body.graph() for name, body in bodies.items()})
 
 
-def also(of: str, reader: Step) -> Callable[[QdqGraph, str], list[str]]:
+def also(of, reader):
     """A Relu and Q, and a second reader of the Conv, of the Relu, or behind DQ."""
 
-    def made(g: QdqGraph, c: str) -> list[str]:
+    def made(g, c):
         r = relu(g, c)
         q = g.relu_q(r)
         return [q, reader(g, {"conv": c, "relu": r, "dq": q}[of])]
@@ -82,15 +79,15 @@ def also(of: str, reader: Step) -> Callable[[QdqGraph, str], list[str]]:
     return made
 
 
-def shape(g: QdqGraph, value: str) -> str:
+def shape(g, value):
     return g.op("Cast", g.op("Shape", value), to=TensorProto.FLOAT)
 
 
-def of_any_size(kernels: str, make: Callable[[QdqGraph, str], list[str]]) -> Case:
+def of_any_size(kernels, make):
     return Case(kernels, lambda g: make(g, g.conv(g.act_input(("N", 16, "H", "W")))))
 
 
-ABSORPTION: dict[str, list[Case]] = {
+ABSORPTION = {
     "absorb-relu": [
         *(Case(k, lambda g, k=k: g.relu_q(relu(g, qdq.produced(g, k))), qdq.RELU_STEP) for k in qdq.PRODUCERS),
         *(behind_conv(FLOAT_CONV, lambda g, c, z=z: g.q(relu(g, c), qdq.RELU_STEP, z)) for z in (1, 3)),
@@ -139,7 +136,7 @@ ABSORPTION: dict[str, list[Case]] = {
 }  # fmt: skip
 
 
-def test_a_relu_with_q_on_both_sides_requantizes_unless_their_parameters_are_equal() -> None:
+def test_a_relu_with_q_on_both_sides_requantizes_unless_their_parameters_are_equal():
     for inner, count in ((QdqGraph.q, 2), (QdqGraph.relu_q, 1)):
         model = qdq.conv_then(lambda g, c, q=inner: g.relu_q(relu(g, q(g, c))))
         assert op_types(model).count("QLinearConv") == 1
@@ -147,10 +144,10 @@ def test_a_relu_with_q_on_both_sides_requantizes_unless_their_parameters_are_equ
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-def test_rule_pass_through_into_body_dies(quantized: bool, tmp_path: Path) -> None:
+def test_rule_pass_through_into_body_dies(quantized, tmp_path):
     """The session moves DQ over a shape operator, and the process dies if a body reads what that writes: Q it first."""
 
-    def make(g: QdqGraph) -> str:
+    def make(g):
         moved = g.op("Reshape", g.q(g.conv(g.act_input())), g.ints(1, -1))
         return chosen(g, g.q(moved) if quantized else moved)
 
@@ -166,7 +163,7 @@ def test_rule_pass_through_into_body_dies(quantized: bool, tmp_path: Path) -> No
 PADS = (0, 0, 1, 1, 0, 0, 1, 1)
 TWICE = np.float32([1, 1, 2, 2])
 POOL = step("MaxPool", kernel_shape=[2, 2])
-MOVES: dict[str, Step] = {
+MOVES = {
     "Reshape": step("Reshape", (1, 16, -1)),
     "Transpose": step("Transpose", perm=[0, 2, 3, 1]),
     "Flatten": step("Flatten"),
@@ -181,7 +178,7 @@ MOVES: dict[str, Step] = {
     "DepthToSpace CRD": step("DepthToSpace", blocksize=2, mode="CRD"),
 }
 REPAIRED = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "MaxPool")
-NOT_REPAIRED: dict[str, Step] = {
+NOT_REPAIRED = {
     **{name: move for name, move in MOVES.items() if name not in REPAIRED},
     "Resize": step("Resize", "", TWICE, mode="nearest"),
     "Pad": step("Pad", PADS),
@@ -192,7 +189,7 @@ NOT_REPAIRED: dict[str, Step] = {
     "GlobalAveragePool": step("GlobalAveragePool"),
     "ReduceMax": step("ReduceMax", axes=[2, 3]),
 }
-FLOAT: dict[str, Step] = {
+FLOAT = {
     "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
     "GatherND": step("GatherND", np.zeros((1, 2), np.int64)),
     "Trilu": step("Trilu"),
@@ -205,14 +202,14 @@ FLOAT: dict[str, Step] = {
 """Float even between equal parameters."""
 
 
-ROWS: list[Step] = [
+ROWS = [
     step("Gather", 3, axis=1),
     step("Gather", (0, 2, 4), axis=1),
     lambda g, v: g.op("Gather", v, g.input((2,), TensorProto.INT64), axis=1),
 ]
 DOUBLED = (("", TWICE), ("", "", (1, 16, 24, 24)), (np.float32([]), TWICE))
 """Scales, sizes, and scales with an empty roi."""
-BY_SCALE: dict[str, list[tuple[str, Step, int]]] = {
+BY_SCALE = {
     "pass-through-same-scale": [(name.split()[0], move, 17) for name, move in MOVES.items()],
     "gather-same-scale": [("Gather", rows, 17) for rows in ROWS],
     "reducemax-same-scale": [
@@ -225,7 +222,7 @@ BY_SCALE: dict[str, list[tuple[str, Step, int]]] = {
     ],
 }
 """Operators that run on bytes where the parameters are the same in and out, else in float, with the operator set."""
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     **ABSORPTION,
     **{
         rule: [
@@ -247,12 +244,12 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @qdq.each_case(EXAMPLES)
-def test_rule(case: Case) -> None:
+def test_rule(case):
     case.check()
 
 
 @pytest.mark.parametrize(("name", "repaired"), [*((n, True) for n in REPAIRED), *((n, False) for n in NOT_REPAIRED)])
-def test_q_behind_a_mover_alone_moves_up_to_the_conv_or_leaves_it_float(name: str, repaired: bool) -> None:
+def test_q_behind_a_mover_alone_moves_up_to_the_conv_or_leaves_it_float(name, repaired):
     move = POOL if name == "MaxPool" else {**NOT_REPAIRED, **MOVES}[name]
     model = conv_then(lambda g, c: g.q(move(g, c)))
     assert ("QLinearConv" in compute_ops(model)) is repaired
@@ -261,7 +258,7 @@ def test_q_behind_a_mover_alone_moves_up_to_the_conv_or_leaves_it_float(name: st
 
 
 @pytest.mark.parametrize("move", [POOL, MOVES["Reshape"]])
-def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move: Step) -> None:
+def test_a_relu_before_the_mover_is_repaired_and_one_behind_it_is_not(move):
     first = compute_ops(conv_then(lambda g, c: g.relu_q(move(g, g.op("Relu", c)))))
     last = compute_ops(conv_then(lambda g, c: g.relu_q(g.op("Relu", move(g, c)))))
     assert "QLinearConv" in first
@@ -275,8 +272,8 @@ SHUFFLE = (
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_channel_shuffle_runs_on_bytes_with_pairs_around_each_step_or_in_front_only(everywhere: bool) -> None:
-    def make(g: QdqGraph) -> str:
+def test_a_channel_shuffle_runs_on_bytes_with_pairs_around_each_step_or_in_front_only(everywhere):
+    def make(g):
         x = g.q(g.conv(g.act_input()))
         for move in SHUFFLE:
             x = g.q(move(g, x)) if everywhere else move(g, x)
@@ -288,7 +285,7 @@ def test_a_channel_shuffle_runs_on_bytes_with_pairs_around_each_step_or_in_front
 
 
 @pytest.mark.parametrize("name", ["Flatten", "Gather", "Tile", "Expand"])
-def test_what_dq_is_not_pushed_through_needs_a_q_behind_it(name: str) -> None:
+def test_what_dq_is_not_pushed_through_needs_a_q_behind_it(name):
     """Or it and its reader run in float."""
     with_q = build(lambda g: g.q(g.op("Sigmoid", g.q(MOVES[name](g, g.act_input())))))
     without = build(lambda g: g.q(g.op("Sigmoid", MOVES[name](g, g.act_input()))))
@@ -298,12 +295,12 @@ def test_what_dq_is_not_pushed_through_needs_a_q_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize("opset", [13, 18])
 @pytest.mark.parametrize("sizes", [False, True])
-def test_rule_split_same_scale(opset: int, sizes: bool) -> None:
+def test_rule_split_same_scale(opset, sizes):
     """Split runs on bytes if every output has the input's parameters, in float if one has not."""
 
-    def make(g: QdqGraph, last_scale: float) -> list[str]:
+    def make(g, last_scale):
         inputs = [g.act_input()] + ([g.ints(4, 12)] if sizes else [])
-        attributes: dict[str, Any] = {"num_outputs": 2} if opset >= 18 and not sizes else {}
+        attributes = {"num_outputs": 2} if opset >= 18 and not sizes else {}
         parts = g.ops("Split", *inputs, count=2, axis=1, **attributes)
         return [g.q(parts[0]), g.q(parts[1], last_scale)]
 

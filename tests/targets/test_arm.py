@@ -6,7 +6,6 @@ That Python may be an emulated one; it needs onnxruntime, the package's dependen
 import os
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -50,17 +49,17 @@ def test_activations_are_int8_unless_weights_are_uint8(model, options, kind, tmp
     assert written(model, tmp_path, **options).types == {kind}
 
 
-def test_a_value_has_one_pair_for_all_readers() -> None:
+def test_a_value_has_one_pair_for_all_readers():
     assert preview(BRANCHES, target="arm").splits == {}
 
 
 @pytest.mark.skipif(is_arm(os.uname().machine), reason="asked and timed on Arm itself")
-def test_elsewhere_it_is_neither_proved_nor_timed() -> None:
+def test_elsewhere_it_is_neither_proved_nor_timed():
     hooks = get_target("arm").hooks
     assert (hooks.prove, hooks.time) == (None, None)
 
 
-def test_rule_arm_norm_stays_in_parts() -> None:
+def test_rule_arm_norm_stays_in_parts():
     gain = np.linspace(0.5, 1.5, 32, dtype=np.float32)
     model = net_of(NORM_IN_PARTS, "2,16", gain=gain, tiny=np.float32(1e-5), last=np.array([-1]))
     for target, is_one in (("arm", False), ("ort-cpu", True)):
@@ -68,7 +67,7 @@ def test_rule_arm_norm_stays_in_parts() -> None:
 
 
 @there
-def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
+def test_rule_arm_int8_several_readers(tmp_path):
     path = written(BRANCHES, tmp_path).path
     save_feeds(path, models.feeds(BRANCHES, 1))
     kernels = prove_there(PYTHON, [path])[str(path)]["kernels"]
@@ -76,7 +75,7 @@ def test_rule_arm_int8_several_readers(tmp_path: Path) -> None:
 
 
 @there
-def test_rule_arm_float16_refused(tmp_path: Path) -> None:
+def test_rule_arm_float16_refused(tmp_path):
     text = """<ir_version: 9, opset_import: ["" : 19]> g (float16[1,3,8,8] x) => (float16[1,8,6,6] y) {
       q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) v = DequantizeLinear (w, s, z) c = Conv (d, v)
       r = QuantizeLinear (c, s, z) y = DequantizeLinear (r, s, z) }"""
@@ -91,7 +90,7 @@ def test_rule_arm_float16_refused(tmp_path: Path) -> None:
 
 
 @there
-def test_files_made_here_run_there_with_the_predicted_kernels(tmp_path: Path) -> None:
+def test_files_made_here_run_there_with_the_predicted_kernels(tmp_path):
     made = {name: make(name, tmp_path, promise=False) for name in ("residual_block", "mobile_block", "mlp")}
     found = prove_there(PYTHON, [path for path, _ in made.values()])
     for path, report in made.values():

@@ -1,8 +1,6 @@
 """Operators between layers: sums, products, functions, Concat, pools and norms; integer kernels and float islands."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -12,27 +10,27 @@ from onnx import TensorProto
 from kenosis_ort.targets.ort_cpu.barriers import CHANNELS_LAST
 
 from . import qdq
-from .qdq import BYTES, IMAGE, ISLAND, STEP, Case, Make, QdqGraph, alone, build, step
+from .qdq import BYTES, IMAGE, ISLAND, STEP, Case, QdqGraph, alone, build, step
 
 OUT = 6 / 255  # a step other than the operands'
 STEP16 = 8 / 65535
-POOL: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
+POOL = {"kernel_shape": [2, 2], "strides": [2, 2]}
 
 
-def unary(op_type: str, *q: float, **attributes: Any) -> Make:
+def unary(op_type, *q, **attributes):
     """A function of one quantized value, with Q behind it."""
     return alone(step(op_type, **attributes), *q)
 
 
-def bare(op_type: str, **attributes: Any) -> Make:
+def bare(op_type, **attributes):
     return alone(step(op_type, **attributes), q_behind=False)
 
 
-def binary(op_type: str, other: Callable[[QdqGraph], str] = QdqGraph.act_input, *q: float) -> Make:
+def binary(op_type, other=QdqGraph.act_input, *q):
     return alone(lambda g, x: g.op(op_type, x, other(g)), *q)
 
 
-CONSTANT: dict[str, Callable[[QdqGraph], str]] = {
+CONSTANT = {
     "dq": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5),
     "dq scalar": lambda g: g.dq_constant(1.5),
     "dq int8": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5, dtype=np.int8),
@@ -43,11 +41,11 @@ CONSTANT: dict[str, Callable[[QdqGraph], str]] = {
 }
 
 
-def where(kind: str) -> Make:
+def where(kind):
     return alone(lambda g, x: g.op("Where", g.input(IMAGE, TensorProto.BOOL), x, CONSTANT[kind](g)), OUT, 100)
 
 
-def block(g: QdqGraph, *, q_on_conv: bool = True, q_on_add: bool = True) -> str:
+def block(g, *, q_on_conv=True, q_on_add=True):
     """A residual block of two Convs."""
     x = g.act_input()
     y = g.conv(g.relu_q(g.op("Relu", g.conv(x))))
@@ -55,10 +53,10 @@ def block(g: QdqGraph, *, q_on_conv: bool = True, q_on_add: bool = True) -> str:
     return g.relu_q(total) if q_on_add else total
 
 
-def joined(*steps: tuple[float, int] | None, axis: int = 1, out: tuple[float, int] = (STEP, 128)) -> Make:
+def joined(*steps, axis=1, out=(STEP, 128)):
     """A Concat of Convs, each with a Q of these parameters or none."""
 
-    def made(g: QdqGraph) -> str:
+    def made(g):
         convs = [g.conv(g.act_input()) for _ in steps]
         parts = [c if step is None else g.q(c, *step) for c, step in zip(convs, steps, strict=True)]
         return g.q(g.op("Concat", *parts, axis=axis), *out)
@@ -66,19 +64,19 @@ def joined(*steps: tuple[float, int] | None, axis: int = 1, out: tuple[float, in
     return made
 
 
-def joined_with(other: Callable[[QdqGraph], str]) -> Make:
+def joined_with(other):
     return alone(lambda g, x: g.op("Concat", x, other(g), axis=1))
 
 
 ONE = {size: np.ones(size, np.float32) for size in (12, 16)}
-NORMS: dict[str, qdq.Step] = {
+NORMS = {
     "LayerNormalization": step("LayerNormalization", ONE[12], ONE[12]),
     "InstanceNormalization": step("InstanceNormalization", ONE[16], ONE[16]),
     "BatchNormalization": step("BatchNormalization", *[ONE[16]] * 4),
     "LRN": step("LRN", size=5),
     "LpNormalization": step("LpNormalization", axis=1, p=2),
 }
-OTHERS: dict[str, qdq.Step] = {
+OTHERS = {
     "TopK": lambda g, x: g.ops("TopK", x, g.ints(3), count=2, axis=1)[0],
     "CumSum": step("CumSum", 1),
     "GridSample": step("GridSample", np.zeros((1, 4, 4, 2), np.float32)),
@@ -90,12 +88,12 @@ FLOAT_UNARY = (
 )
 
 
-def normed(g: QdqGraph, x: str) -> str:
+def normed(g, x):
     return g.relu_q(g.op("Relu", NORMS["BatchNormalization"](g, x)))
 
 
-def recurrent(op_type: str, gates: int, weight: str) -> Make:
-    def made(g: QdqGraph, x: str) -> str:
+def recurrent(op_type, gates, weight):
+    def made(g, x):
         arrays = [g.random(1, gates * 4, 8), g.random(1, gates * 4, 4)]
         weights = [g.dq_weight(a, axis=None) if weight == "dq" else g.const(a) for a in arrays]
         return g.op(op_type, x, *weights, hidden_size=4)
@@ -106,12 +104,12 @@ def recurrent(op_type: str, gates: int, weight: str) -> Make:
 pooled = partial(unary, "MaxPool", **POOL)
 
 
-def wide(g: QdqGraph, *shape: int) -> str:
+def wide(g, *shape):
     return g.q(g.input(shape or IMAGE), STEP16)
 
 
 BOTH = "Add", "Mul"
-WIDE: dict[str, Callable[[QdqGraph], str]] = {
+WIDE = {
     "Conv": lambda g: g.conv(wide(g)),
     **{op: lambda g, o=op: g.op(o, wide(g), wide(g)) for op in BOTH},
     "Concat": lambda g: g.op("Concat", wide(g), wide(g), axis=1),
@@ -124,7 +122,7 @@ WIDE: dict[str, Callable[[QdqGraph], str]] = {
 }
 
 
-def looked_up(g: QdqGraph, table: str) -> str:
+def looked_up(g, table):
     """An embedding."""
     rows, ids = g.random(50, 8), g.input((1, 5), TensorProto.INT64)
     value = g.op("Gather", g.const(rows) if table == "float" else g.dq_constant(rows), ids)
@@ -134,7 +132,7 @@ def looked_up(g: QdqGraph, table: str) -> str:
 pool = step("MaxPool", **POOL)
 SOFTMAXES = (((4, 10), -1), ((4, 10), 0), (IMAGE, 1))
 TWO = "QLinearConcat QLinearConv QLinearConv"
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     "mul-integer": [
         *(Case("QLinearMul", binary("Mul", partial(QdqGraph.act_input, shape=shape), OUT, 100), OUT)
           for shape in (IMAGE, (1, 16, 1, 1), (12,))),
@@ -254,35 +252,35 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @qdq.each_case(EXAMPLES)
-def test_rule(case: Case) -> None:
+def test_rule(case):
     case.check()
 
 
-def test_two_pairs_in_a_row_collapse() -> None:
+def test_two_pairs_in_a_row_collapse():
     """The second step alone does not requantize."""
     model = build(lambda g: g.q(g.q(g.input()), OUT, 100))
     assert qdq.op_types(model) == ["QuantizeLinear", "DequantizeLinear"]
     assert qdq.largest_difference(model) > OUT / 10
 
 
-def test_a_residual_block_has_one_dequantization() -> None:
+def test_a_residual_block_has_one_dequantization():
     assert qdq.op_types(build(block)).count("DequantizeLinear") == 1
 
 
 # ---- pools ------------------------------------------------------------------------------------------------------
 
 
-def between_convs(make: Callable[[QdqGraph, str], str], opset: int = 17) -> list[str]:
+def between_convs(make, opset=17):
     """The optimized graph of an integer Conv and Relu, what ``make`` adds, a Q, and a Conv."""
 
-    def graph(g: QdqGraph) -> str:
+    def graph(g):
         x = g.relu_q(g.op("Relu", g.conv(g.act_input())))
         return g.q(g.conv(g.relu_q(make(g, x)), kernel=1))
 
     return qdq.op_types(build(graph, opset=opset))
 
 
-def test_behind_a_conv_pools_run_in_its_layout() -> None:
+def test_behind_a_conv_pools_run_in_its_layout():
     """Two Transposes in all."""
     ops = between_convs(pool)
     assert [o for o in ops if o.startswith(("QLinear", "Nhwc"))] == ["QLinearConv", "NhwcMaxPool", "QLinearConv"]
@@ -290,7 +288,7 @@ def test_behind_a_conv_pools_run_in_its_layout() -> None:
         assert found.count("Transpose") == 2
 
 
-IN_LAYOUT: dict[str, qdq.Step] = {
+IN_LAYOUT = {
     **{op: lambda g, x, o=op: g.op(o, x, x) for op in (*BOTH, "Sub", "Div", "Sum", "Max", "Min")},
     "Concat": lambda g, x: g.op("Concat", x, x, axis=1),
     "Clip": step("Clip", np.float32(0), np.float32(2)),
@@ -314,14 +312,14 @@ IN_LAYOUT: dict[str, qdq.Step] = {
     *((o, True) for o in sorted(CHANNELS_LAST)),
     *((o, False) for o in ("LRN", "InstanceNormalization", "AveragePool")),
 ])  # fmt: skip
-def test_rule_maxpool_channels_first_slow(op_type: str, fast: bool) -> None:
+def test_rule_maxpool_channels_first_slow(op_type, fast):
     """Some hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""
     ops = between_convs(lambda g, x: pool(g, g.relu_q(IN_LAYOUT.get(op_type, step(op_type))(g, x))), opset=20)
     assert ("NhwcMaxPool" in ops, "MaxPool" in ops) == (fast or op_type == "MaxPool", not fast)
 
 
 @pytest.mark.parametrize("dilations", [[1, 1], [2, 2]])
-def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_q(dilations: list[int]) -> None:
+def test_an_average_pool_with_the_attribute_dilations_is_refused_between_dq_and_q(dilations):
     """Even with its default value; it must not be quantized, or the attribute be dropped."""
     model = build(unary("AveragePool", **POOL, dilations=dilations), opset=19)
     with pytest.raises(Exception, match="QLinearAveragePool") as caught:
@@ -336,11 +334,11 @@ ON_INT8 = {**qdq.PRODUCERS, "QLinearSoftmax": (qdq.LINES, step("Softmax"))}
 
 @pytest.mark.x86_only
 @pytest.mark.parametrize("kernel", ON_INT8)
-def test_rule_int8_activation_branch_float(kernel: str) -> None:
+def test_rule_int8_activation_branch_float(kernel):
     """They become uint8 where the quantized value has one reader; with a second one the operator is float."""
     shape, make = ON_INT8[kernel]
 
-    def branch(g: QdqGraph) -> list[str]:
+    def branch(g):
         x = g.act_input(shape)
         return [g.q(make(g, x)), g.q(g.op("Neg", x))]
 
@@ -351,13 +349,13 @@ def test_rule_int8_activation_branch_float(kernel: str) -> None:
     assert kernel in qdq.compute_ops(build(branch, act=np.uint8))
 
 
-def forked(g: QdqGraph, *, tapped: bool) -> list[str]:
+def forked(g, *, tapped):
     x = g.q(g.conv(g.act_input()))
     return [g.q(g.conv(x)), x if tapped else g.q(g.conv(x))]
 
 
 INT8 = {"act": np.int8}
-INT8_READERS: dict[str, list[Case]] = {
+INT8_READERS = {
     # The Convs that make and read the branching value go float; a graph output is a reader.
     "readers": [
         Case(" ".join([kernel] * count), partial(forked, tapped=tapped), options=options)
@@ -374,15 +372,15 @@ INT8_READERS: dict[str, list[Case]] = {
 
 @pytest.mark.x86_only
 @qdq.each_case(INT8_READERS)
-def test_int8_values_with_one_reader_and_more(case: Case) -> None:
+def test_int8_values_with_one_reader_and_more(case):
     case.check()
 
 
 @pytest.mark.x86_only
-def test_rule_int8_branches_behind_barrier() -> None:
+def test_rule_int8_branches_behind_barrier():
     """Equal pairs are merged again, and without the barrier the Conv before them is float; the axis says nothing."""
 
-    def fork(g: QdqGraph, *, told_apart: bool, barrier: bool) -> list[str]:
+    def fork(g, *, told_apart, barrier):
         x = g.q(g.conv(g.act_input()))
         x = g.op("Max", x) if barrier else x
         grid = [g.const(np.float32(0.03)), g.const(np.int8(0))]

@@ -4,48 +4,46 @@ The runtime's optimizer gives a Conv, ConvTranspose or Gemm with a float weight 
 its input comes from DQ and its output goes to Q: directly, through Relu or Clip, or through what Q is hoisted over.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from .qdq import ANY, VERSION, Case, Make, QdqGraph, Step, build, compute_ops, each_case, since, step
+from .qdq import ANY, VERSION, Case, build, compute_ops, each_case, since, step
 
-NODES: dict[str, tuple[str, Callable[[QdqGraph], str]]] = {
+NODES = {
     "Conv": ("QLinearConv", lambda g: g.conv(g.act_input(), weight="float")),
     "ConvTranspose": ("ConvTranspose", lambda g: g.conv(g.act_input(), weight="float", transpose=True)),
     "Gemm": ("QGemm", lambda g: g.gemm(g.act_input((4, 32)), weight="float")),
     "MatMul+Add": ("QGemm", lambda g: g.matmul(g.act_input((4, 32)), weight="float", bias="float")),
 }
 """With what the runtime makes of them."""
-BETWEEN: dict[str, Step] = {
+BETWEEN = {
     "": lambda g, v: v,
     "Relu": step("Relu"),
     "Clip": lambda g, v: g.clip(v, 0.0, 6.0),
     "Clip, not absorbed": lambda g, v: g.clip(v, -1.0, 1.0),
     "Slice": step("Slice", [0], [12], [1]),
 }
-BARRIERS: list[Step] = [step("Max"), step("Sum"), step("LeakyRelu", alpha=1.0)]
-NO_BARRIERS: list[Step] = [
+BARRIERS = [step("Max"), step("Sum"), step("LeakyRelu", alpha=1.0)]
+NO_BARRIERS = [
     *(step("Identity"), step("Dropout"), step("Cast", to=1), step("Mul", np.float32(1)), step("Add", np.float32(0))),
     *(step("Reshape", [0, 0, 0, 0]), step("Clip", np.float32(-3.4e38))),
 ]
 
 
-def conv(g: QdqGraph) -> str:
+def conv(g):
     return NODES["Conv"][1](g)
 
 
-def before_q(node: str, between: str = "", barrier: Step = BETWEEN[""]) -> Make:
+def before_q(node, between="", barrier=BETWEEN[""]):
     return lambda g: g.q(barrier(g, BETWEEN[between](g, NODES[node][1](g))), 6 / 255, 0)
 
 
-def normed(g: QdqGraph) -> str:
+def normed(g):
     return g.relu_q(g.op("Relu", g.op("BatchNormalization", conv(g), *[g.const(g.random(16) ** 2 + 1)] * 4)))
 
 
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     "float-weight-silently-quantized": [
         *(Case(f"{kernel} {'' if between in ('Relu', 'Clip') else between}", before_q(node, between), weights=1)
           for node, (kernel, _) in NODES.items()
@@ -89,15 +87,15 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @each_case(EXAMPLES)
-def test_rule(case: Case) -> None:
+def test_rule(case):
     case.check()
 
 
 @pytest.mark.parametrize("between", ["", "Identity", "Relu"])
-def test_rule_clip_of_input_barrier(between: str) -> None:
+def test_rule_clip_of_input_barrier(between):
     """Where Q alone would clip, runtimes before 1.24 want to drop the Clip, and cannot. Others keep it."""
 
-    def make(g: QdqGraph, barrier: bool) -> str:
+    def make(g, barrier):
         clip = g.clip(g.op(between, g.input()) if between else g.input(), 0.0, 6.0)
         return g.q(g.op("Max", clip) if barrier else clip, 6 / 255, 0)
 

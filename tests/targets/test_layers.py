@@ -5,9 +5,7 @@ product where they have another one. Weights stored one lower with zero point -1
 is a matter of speed alone.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,24 +17,24 @@ from tests.planning import parse
 from tests.processor import LARGEST_WEIGHT
 
 from . import qdq
-from .qdq import LINES, RELU_STEP, STEP, Case, Make, QdqGraph, alone, build, compute_ops, kernels, since, snr_db, step
+from .qdq import LINES, RELU_STEP, STEP, Case, alone, build, compute_ops, kernels, since, snr_db, step
 
 BATCH, HEADS = (2, 4, 32), (2, 3, 4, 32)
-RANKS: list[Sequence[int]] = [LINES, BATCH, HEADS]
+RANKS = [LINES, BATCH, HEADS]
 
 
-def conv(shape: Sequence[int | str] = (1, 16, 12, 12), *, q: bool = True, **how: Any) -> Make:
+def conv(shape=(1, 16, 12, 12), *, q=True, **how):
     return alone(lambda g, x: g.conv(x, **how), shape=shape, q_behind=q)
 
 
-def gemm(*, q: bool = True, **how: Any) -> Make:
+def gemm(*, q=True, **how):
     return alone(lambda g, x: g.gemm(x, **how), shape=LINES, q_behind=q)
 
 
-def matmul(shape: Sequence[int | str] = LINES, behind: str = "", **how: Any) -> Make:
+def matmul(shape=LINES, behind="", **how):
     """A MatMul and steps behind it: operators, Q, or a Reshape."""
 
-    def made(g: QdqGraph, x: str) -> str:
+    def made(g, x):
         y = g.matmul(x, **how)
         for name in behind.split():
             further = [g.ints(-1, 2, 8)] if name == "Reshape" else []
@@ -46,13 +44,13 @@ def matmul(shape: Sequence[int | str] = LINES, behind: str = "", **how: Any) -> 
     return alone(made, shape=shape, q_behind=False)
 
 
-def conv_of_rank(rank: int) -> Make:
+def conv_of_rank(rank):
     weight = (16, 16, *[3] * (rank - 2))
     shape = (1, 16, *[6] * (rank - 2))
     return alone(lambda g, x: g.op("Conv", x, g.dq_weight(g.random(*weight, spread=0.1))), shape=shape)
 
 
-def shared(g: QdqGraph, *, bias: bool) -> list[str]:
+def shared(g, *, bias):
     """Two Convs of one weight, and perhaps one bias, which fits the first alone."""
     x, y = g.act_input(), g.act_input(scale=STEP / 2)
     weight = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1))
@@ -60,13 +58,13 @@ def shared(g: QdqGraph, *, bias: bool) -> list[str]:
     return [g.q(g.op("Conv", value, weight, *more)) for value in (x, y)]
 
 
-def one_bias_scale(g: QdqGraph) -> str:
+def one_bias_scale(g):
     weight, zero = g.dq_weight(g.random(16, 16, 3, 3, spread=0.1)), g.const(np.array(0, np.int32))
     bias = g.op("DequantizeLinear", g.const(np.zeros(16, np.int32)), g.const(1e-4), zero)
     return g.q(g.op("Conv", g.act_input(), weight, bias))
 
 
-def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
+def hidden(g, layer, act, behind):
     """A layer, Relu or Clip, and behind it one or two float nodes, a Q before one, or the graph's output."""
     x = g.act_input(LINES)
     y = g.gemm(x) if layer == "QGemm" else g.matmul(x)
@@ -76,16 +74,16 @@ def hidden(g: QdqGraph, layer: str, act: str, behind: str) -> str | list[str]:
     return [g.op(op_type, read) for op_type in ops] or y
 
 
-def residual(shape: Sequence[int], *, q: bool) -> Make:
-    def made(g: QdqGraph, x: str) -> str:
+def residual(shape, *, q):
+    def made(g, x):
         y = g.matmul(x)
         return g.op("Add", g.q(y) if q else y, g.act_input((*shape[:-1], 16)))
 
     return alone(made, shape=shape)
 
 
-def shaped_bias(shape: Sequence[int], lead: tuple[int, ...], kind: str) -> Make:
-    def made(g: QdqGraph, x: str) -> str:
+def shaped_bias(shape, lead, kind):
+    def made(g, x):
         values = g.random(*lead, 16, spread=50)
         scale, zero = g.const(np.float32(1e-3)), g.const(np.array(0, np.int32))
         integers = g.op("DequantizeLinear", g.const(np.rint(values).astype(np.int32)), scale, zero)
@@ -94,19 +92,19 @@ def shaped_bias(shape: Sequence[int], lead: tuple[int, ...], kind: str) -> Make:
     return alone(made, shape=shape)
 
 
-def transposed_weight(axis: int | None) -> Make:
+def transposed_weight(axis):
     weight = step("Transpose")
     return alone(lambda g, x: g.op("MatMul", x, weight(g, g.dq_weight(g.random(16, 32), axis=axis))), shape=LINES)
 
 
-def of_activations(g: QdqGraph, *, turned: bool = False) -> str:
+def of_activations(g, *, turned=False):
     left = g.act_input(BATCH)
     right = g.op("Transpose", g.act_input(BATCH), perm=[0, 2, 1]) if turned else g.act_input((2, 32, 4))
     return g.op("MatMul", left, right)
 
 
 OPSETS = ((13, ()), (17, ()), (21, ()), (23, since("1.24")))
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     "conv-integer": [
         *(Case("QLinearConv", conv(axis=axis, bias=bias), STEP, marks=marks, options={"opset": opset})
           for opset, marks in OPSETS
@@ -193,11 +191,11 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @qdq.each_case(EXAMPLES)
-def test_rule(case: Case) -> None:
+def test_rule(case):
     case.check()
 
 
-def test_a_conv_is_an_operator_of_the_runtimes_own_and_dequantizes_on_every_run_without_q() -> None:
+def test_a_conv_is_an_operator_of_the_runtimes_own_and_dequantizes_on_every_run_without_q():
     assert [k.domain for k in kernels(build(conv())) if k.op_type == "QLinearConv"] == ["com.microsoft"]
     without = kernels(build(conv(q=False)))
     assert [k.op_type for k in without].count("DequantizeLinear") == 3  # activation, weight, bias
@@ -205,7 +203,7 @@ def test_a_conv_is_an_operator_of_the_runtimes_own_and_dequantizes_on_every_run_
 
 @pytest.mark.parametrize("layer", ["QGemm", "MatMulIntegerToFloat"])
 @pytest.mark.parametrize("act", ["Relu", "Clip"])
-def test_rule_activation_hides_float_output(layer: str, act: str) -> None:
+def test_rule_activation_hides_float_output(layer, act):
     """Behind a Relu or Clip that one float node reads there has to be a Q; two readers or a graph output are fine."""
     integer = {"QGemm", "QLinearMatMul", "MatMulIntegerToFloat"}
     for behind in ("one", "q", "two", "output"):
@@ -214,7 +212,7 @@ def test_rule_activation_hides_float_output(layer: str, act: str) -> None:
 
 
 @pytest.mark.parametrize("q", [True, False])
-def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q: bool) -> None:
+def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q):
     """The result is silently wrong."""
     wrong, right = (build(gemm(q=q, bias_factor=factor)) for factor in (4.0, 1.0))
     assert compute_ops(wrong) == ["QGemm"]
@@ -223,7 +221,7 @@ def test_the_scale_of_a_gemms_int32_bias_is_not_checked(q: bool) -> None:
 
 @pytest.mark.parametrize("shape", [*RANKS, ("N", 32)])
 @pytest.mark.parametrize("behind", ["", "Relu", "Sigmoid", "Q", "Relu Q", "Sigmoid Q", "Reshape"])
-def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> None:
+def test_rule_matmul_add_int32_bias(shape, behind):
     """MatMul + Add of an int32 DQ bias becomes a QGemm, whatever stands behind it and with or without Q."""
     model = build(matmul(shape, behind, bias="int32"))
     assert set(compute_ops(model)) - {"Reshape", "Relu", "Sigmoid"} == {"QGemm"}
@@ -231,7 +229,7 @@ def test_rule_matmul_add_int32_bias(shape: Sequence[int | str], behind: str) -> 
 
 
 @pytest.mark.parametrize(("behind", "integer"), [("Q", [LINES, BATCH]), ("Relu Q", [LINES]), ("Sigmoid Q", [])])
-def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(behind: str, integer: list[Sequence[int]]) -> None:
+def test_a_float_bias_behind_a_matmul_is_a_trap_but_with_q(behind, integer):
     for shape in (LINES, BATCH):
         found = compute_ops(build(matmul(shape, behind, bias="float")))
         assert ("QGemm" in found) is (shape in integer)
@@ -257,7 +255,7 @@ CONVS = st.integers(1, 2).flatmap(
 """Convs of one or two axes, in one of the kernels' classes: plain, depthwise, grouped, of odd channels."""
 
 
-def output(c: dict[str, Any], zero_point: int) -> Any:
+def output(c, zero_point):
     """Runs the Conv with weights that are stored with a zero point."""
     rng = np.random.default_rng(c["seed"])
     kind, shift = (np.int8, 128) if c["signed"] else (np.uint8, 0)
@@ -286,7 +284,7 @@ def output(c: dict[str, Any], zero_point: int) -> Any:
 
 
 @given(CONVS)
-def test_rule_conv_matrix_product(c: dict[str, Any]) -> None:
+def test_rule_conv_matrix_product(c):
     """Both kernels compute the same bits."""
     direct, product = output(c, 0), output(c, -1)
     assert direct.dtype == product.dtype
@@ -298,5 +296,5 @@ def test_rule_conv_matrix_product(c: dict[str, Any]) -> None:
     (6, 32, 1, False), (16, 16, 16, True), (48, 48, 48, True), (24, 24, 24, False), (64, 64, 2, False),
     (16, 32, 16, False),
 ])  # fmt: skip
-def test_which_convs_have_the_direct_kernel(inputs: int, outputs: int, groups: int, direct: bool) -> None:
+def test_which_convs_have_the_direct_kernel(inputs, outputs, groups, direct):
     assert has_direct_kernel(inputs, outputs, groups) is direct

@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from kenosis_ort.plan import Kind
 from kenosis_ort.targets import onednn as rules, other_process
 from kenosis_ort.targets.onednn import EPILOGUE, openvino_proof as runtime, share_subsampling
 from kenosis_ort.targets.onednn.openvino_proof import Executed, prove, report_of
-from kenosis_ort.targets.proof import Cause, FusionReport, Status
+from kenosis_ort.targets.proof import Cause, Status
 from tests import models
 from tests.flow.support import run
 from tests.processor import with_flags
@@ -30,7 +29,7 @@ openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reas
 written = partial(Written, target="onednn", verify=False)
 
 
-def is_part(report: FusionReport, op_type: str) -> bool:
+def is_part(report, op_type):
     """Tells whether all nodes of an operator are part of the first Conv's kernel."""
     found = [k for k in report.kernels if k.op_type == op_type]
     return bool(found) and all(k.absorbed_into == "conv" for k in found)
@@ -47,7 +46,7 @@ LINEAR = """a = Q (x) [first] m = MatMul (a, q16_16) n = Add (m, zeros16) g = Ge
     [last] p = MatMul (b, q16_16b) y = Add (p, zeros16)"""
 
 
-def net(between: str) -> onnx.ModelProto:
+def net(between):
     """A quantized Conv of ``a`` to ``c``, and from there what leads to ``y``, or to ``b`` and a Conv of it."""
     second = f"[second] y = Conv <{PADS}> (b, {'q4_8_3_3' if 'Concat' in between else 'q4_4_3_3b'})"
     return quantized_net(f"{FIRST} {between} {'' if 'y = ' in between else second}")
@@ -75,7 +74,7 @@ class Case(NamedTuple):
 
 IN_KERNEL = [op for op in EPILOGUE if op != "PRelu"]
 FLOATS = ("Exp (c)", "Log (c)", "Erf (c)", "Selu (c)", "Softsign (c)", "Max (c, half)", "Min (c, half)")
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     "onednn-conv": [Case("b = Q (c)", share=1.0)],
     "onednn-linear": [Case(quantized_net(LINEAR, "1,8,16"), share=1.0)],
     "onednn-residual": [
@@ -111,7 +110,7 @@ EXAMPLES: dict[str, list[Case]] = {
 
 @openvino
 @each_case(EXAMPLES)
-def test_rule(case: Case) -> None:
+def test_rule(case):
     report = prove(net(case.graph) if isinstance(case.graph, str) else case.graph)
     assert report.runtime == "OpenVINO"
     assert case.share is None or report.integer_share() == case.share
@@ -124,7 +123,7 @@ def test_rule(case: Case) -> None:
 
 @openvino
 @pytest.mark.parametrize("between", [POOLED, JOINED])
-def test_rule_moves_keep_grid(between: str) -> None:
+def test_rule_moves_keep_grid(between):
     """A Q behind what moves bytes is a pass of its own."""
     without, with_q = (prove(net(text)) for text in (between, f"{between.replace('b =', 'e =')} b = Q (e)"))
     assert with_q.overhead.get("Subgraph", 0) > without.overhead.get("Subgraph", 0)
@@ -141,7 +140,7 @@ CLIPPED = quantized_net(
 
 @openvino
 @pytest.mark.parametrize(("model", "words"), [(UINT8, "uint8"), (CLIPPED, "Clip")])
-def test_rule_onednn_uint8_weights_float(model: onnx.ModelProto, words: str) -> None:
+def test_rule_onednn_uint8_weights_float(model, words):
     kernel = prove(model).by_node["conv"]
     assert (kernel.integer, kernel.cause) == (False, Cause.WEIGHT_TYPE)
     assert words in kernel.reason
@@ -150,7 +149,7 @@ def test_rule_onednn_uint8_weights_float(model: onnx.ModelProto, words: str) -> 
 test_rule_onednn_clip_on_weights_float = test_rule_onednn_uint8_weights_float
 
 
-def test_rule_onednn_qoperator_per_channel_wrong(tmp_path: Path) -> None:
+def test_rule_onednn_qoperator_per_channel_wrong(tmp_path):
     """QLinearConv with scales by channel does not import, or computes something else: such files are not made."""
     model, reader = models.residual_block(), models.reader(models.residual_block(), 2)
     with pytest.raises(OptionError, match="per_channel"):
@@ -165,7 +164,7 @@ STEM = f"""[stem] a = Conv <{PADS}> (x, w16_3_3_3) b = Relu (a)
 
 
 @openvino
-def test_rule_onednn_float_stem() -> None:
+def test_rule_onednn_float_stem():
     """OpenVINO runs such a stem on int8: it stays float for accuracy, and the plan says nothing else."""
     body = f"""a = Q (x) [stem] b = Conv <{PADS}> (a, q16_3_3_3) c = Q (b)
         [depthwise] d = Conv <group = 16, {PADS}> (c, q16_1_3_3) e = Q (d)
@@ -181,7 +180,7 @@ def test_rule_onednn_float_stem() -> None:
 # ---- how the account of a compiled model is read ------------------------------------------------------------------
 
 
-def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport:
+def told(model, *kernels):
     """Returns the report where the plugin says it executes these: layer, precision, names of nodes."""
     tagged = tag(model)
     tokens = {label: f"kv#{index}#" for index, label in enumerate(tagged.labels)}
@@ -200,7 +199,7 @@ def told(model: onnx.ModelProto, *kernels: tuple[str, str, str]) -> FusionReport
     # a Conv without a name is the one that its reader names
     ("[Mul] d = Mul (c, half) y = Q (d)", "Mul", "Mul"),
 ])  # fmt: skip
-def test_what_has_no_name_is_part_of_the_conv(between: str, said: str, parts: str) -> None:
+def test_what_has_no_name_is_part_of_the_conv(between, said, parts):
     report = told(net(between), ("Convolution", "u8", said))
     assert report.by_node["conv"].status is Status.INTEGER
     assert {*report.by_node["conv"].absorbed} == {*parts.split()}
@@ -208,13 +207,13 @@ def test_what_has_no_name_is_part_of_the_conv(between: str, said: str, parts: st
         assert (part.status, part.absorbed_into, part.integer) == (Status.ABSORBED, "conv", True)
 
 
-def test_a_float_conv_says_why() -> None:
+def test_a_float_conv_says_why():
     kernel = told(UINT8, ("Convolution", "f32", "conv")).by_node["conv"]
     assert (kernel.status, kernel.cause) == (Status.FLOAT, Cause.WEIGHT_TYPE)
     assert "uint8" in kernel.reason
 
 
-def test_what_executes_no_node_is_overhead() -> None:
+def test_what_executes_no_node_is_overhead():
     report = told(net("y = Q (c)"), ("Subgraph", "f32", "a_Q"), ("Reorder", "u8", ""), ("Convolution", "u8", "conv"))
     assert report.overhead == {"Subgraph": 1, "Reorder": 1}
 
@@ -222,7 +221,7 @@ def test_what_executes_no_node_is_overhead() -> None:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def block(op: str) -> onnx.ModelProto:
+def block(op):
     """Returns a float net: two Convs, each with an activation, a residual Add and Relu, and a head."""
     act = "{0}s = Sigmoid ({0}) {0}a = Mul ({0}, {0}s)" if op == "SiLU" else f"{{0}}a = {op} ({{0}})"
     body = f"""[first] c = Conv <{PADS}> (x, w8_8_3_3, zeros8) {act.format("c")}
@@ -231,7 +230,7 @@ def block(op: str) -> onnx.ModelProto:
     return net_of(body, "1,8,10,10")
 
 
-def odd_channels() -> onnx.ModelProto:
+def odd_channels():
     """Returns a float net of weights of one sign, dense Convs of 3 and 5 channels and a grouped one of 3 a group."""
     draws = np.random.default_rng(0)
     shapes = {"d": (5, 3, 3, 3), "w": (24, 5, 3, 3), "g": (24, 3, 3, 3), "p": (16, 24, 1, 1)}
@@ -242,14 +241,14 @@ def odd_channels() -> onnx.ModelProto:
     return net_of(body, "1,3,12,12", **weights)
 
 
-def bright(count: int) -> list[dict[str, np.ndarray]]:
+def bright(count):
     """Returns samples whose activations are large."""
     draws = np.random.default_rng(5)
     return [{"x": draws.uniform(0.7, 1.0, (1, 3, 12, 12)).astype(np.float32)} for _ in range(count)]
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel: bool) -> None:
+def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path, per_channel):
     made = written(odd_channels(), tmp_path, feeds=bright(4), per_channel=per_channel)
     layers = [node for node in made.model.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
     assert len(layers) == 5
@@ -262,7 +261,7 @@ def test_no_pair_of_products_of_any_kernel_can_clip(tmp_path: Path, per_channel:
 
 
 @openvino
-def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -> None:
+def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path):
     out = written(odd_channels(), tmp_path, feeds=bright(4)).path
     exact = models.session(out, optimize=False)
     runner = runtime.open_runner(str(out), threads=1, custom_op_libraries=())
@@ -273,7 +272,7 @@ def test_openvino_computes_the_file_exactly_on_every_processor(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("op", [*(op for op in EPILOGUE if op not in ("Neg", "Sqrt", "PRelu")), "SiLU"])
-def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
+def test_q_stands_behind_the_whole_epilogue(op, tmp_path):
     made = written(block(op), tmp_path)
     report = verify_patterns(made.model)
     assert report.conforms, str(report)
@@ -284,7 +283,7 @@ def test_q_stands_behind_the_whole_epilogue(op: str, tmp_path: Path) -> None:
     assert made.before("relu") == ["Add"]
 
 
-def test_weights_are_int8_by_channel_and_symmetric(tmp_path: Path) -> None:
+def test_weights_are_int8_by_channel_and_symmetric(tmp_path):
     made = written(block("Relu"), tmp_path)
     for node in (n for n in made.model.graph.node if n.op_type in ("Conv", "Gemm")):
         weight, scale, zero = (made.constants[v] for v in made.makers[node.input[1]].input)
@@ -308,7 +307,7 @@ def test_activations_with_an_exponential_are_held_apart_from_kernels_of_tiles(tm
     assert "Max" not in written(block("Relu"), tmp_path).operators
 
 
-def strided(pads: str = "0,0,0,0", strides: str = "2,2") -> onnx.ModelProto:
+def strided(pads="0,0,0,0", strides="2,2"):
     """Returns a net in which two pointwise Convs with strides alone read a value."""
     body = f"""[first] c = Conv <{PADS}> (x, w8_8_3_3) [relu] r = Relu (c)
         [one] y = Conv <kernel_shape = [1,1], strides = [2,2], pads = [{pads}]> (r, w8_8_1_1)
@@ -316,7 +315,7 @@ def strided(pads: str = "0,0,0,0", strides: str = "2,2") -> onnx.ModelProto:
     return net_of(body, "1,8,10,10", "y, z")
 
 
-def test_pointwise_convs_share_a_subsampling_to_the_bit() -> None:
+def test_pointwise_convs_share_a_subsampling_to_the_bit():
     model, rewritten = strided(), strided()
     done = share_subsampling(rewritten, nodes={n.name for n in rewritten.graph.node})
     onnx.checker.check_model(rewritten)
@@ -328,7 +327,7 @@ def test_pointwise_convs_share_a_subsampling_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("model", [strided(strides="1,1"), strided(strides="2,1"), strided("1,1,1,1")])
-def test_other_strides_and_padded_convs_stay(model: onnx.ModelProto) -> None:
+def test_other_strides_and_padded_convs_stay(model):
     before = model.SerializeToString()
     assert not share_subsampling(model, nodes={n.name for n in model.graph.node}).notes
     assert model.SerializeToString() == before
@@ -336,7 +335,7 @@ def test_other_strides_and_padded_convs_stay(model: onnx.ModelProto) -> None:
 
 
 @openvino
-def test_rule_onednn_strides_behind_dequantize_float() -> None:
+def test_rule_onednn_strides_behind_dequantize_float():
     """OpenVINO moves the strides of pointwise Convs before them, and runs those then in float."""
     pointwise = "Conv <strides = [2,2], kernel_shape = [1,1]>"
     heads = f"""{FIRST} d = Relu (c) b = Q (d) [one] y = {pointwise} (b, q4_4_1_1)
@@ -346,7 +345,7 @@ def test_rule_onednn_strides_behind_dequantize_float() -> None:
     assert prove(net(pool)).integer_share() == 1.0
 
 
-def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
+def test_gates_and_sums_in_between_become_integer(tmp_path):
     body = f"""a = Conv <{PADS}> (x, w8_8_3_3, ones8) r = Relu (a) p = GlobalAveragePool (r)
         c = Conv (p, w8_8_1_1, ones8) h = HardSigmoid (c) m = Mul (r, h) d = Conv <{PADS}> (r, w8_8_3_3, ones8)
         s = Sum (m, d) y = Conv <{PADS}> (s, w8_8_3_3, ones8)"""
@@ -356,7 +355,7 @@ def test_gates_and_sums_in_between_become_integer(tmp_path: Path) -> None:
     assert {d.dtype for d in made.report.plan.decisions if d.edge.consumer.startswith(("Mul", "Sum"))} == {"uint8"}
 
 
-def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path: Path) -> None:
+def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_path):
     body = """c = Conv (x, w16_16_3_3) [pool] p = MaxPool <kernel_shape = [2,2]> (c)
         n = BatchNormalization (p, some, some, some, some) r = Relu (n) y = Conv (r, w16_16_3_3)"""
     model = net_of(body, "1,16,10,10", some=np.linspace(0.5, 1.5, 16, dtype=np.float32))
@@ -368,7 +367,7 @@ def test_what_leads_to_a_batch_normalization_that_becomes_a_conv_is_integer(tmp_
 
 
 @openvino
-def test_the_default_call_is_proved_on_openvino(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_call_is_proved_on_openvino(tmp_path, monkeypatch):
     monkeypatch.setattr("kenosis_ort.flow.speed._LEAST_TIMING_S", 20.0)  # rounds enough however busy the machine is
     model = block("SiLU")
     report = quantize_static(model, tmp_path / "out.onnx", models.reader(model, 8), target="onednn")
@@ -377,7 +376,7 @@ def test_the_default_call_is_proved_on_openvino(tmp_path: Path, monkeypatch: pyt
 
 
 @openvino
-def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_ends_its_process_ends_no_call(tmp_path, monkeypatch):
     """OpenVINO does over some files; what is asked then is told so, and later it is asked anew."""
     script = tmp_path / "ask.py"
     script.write_text("import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGABRT)\n")

@@ -1,7 +1,6 @@
 """Files for ONNX Runtime Web; where ``KENOSIS_ORT_WEB`` names its folder, what its WASM build makes of them too."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +17,7 @@ from kenosis_ort.graph.view import GraphView
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.targets import Target, TimedRuntime, get_target, ort_web
+from kenosis_ort.targets import TimedRuntime, get_target, ort_web
 from kenosis_ort.targets.ort_web import prove, spell_relus
 from kenosis_ort.targets.proof import Status
 from tests import models
@@ -29,7 +28,7 @@ there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
 Array = npt.NDArray[Any]
 
 
-def chain(activation: str = "Relu", width: int = 32, size: int = 14, last: bool = True, **how: int) -> onnx.ModelProto:
+def chain(activation="Relu", width=32, size=14, last=True, **how):
     """Convs with activations between them."""
     net = models.Net()
     bounds = [np.float32(0), np.float32(6)] if activation == "Clip" else []
@@ -39,7 +38,7 @@ def chain(activation: str = "Relu", width: int = 32, size: int = 14, last: bool 
     return net.of(net.conv(x, width, 4, name="last") if last else x)
 
 
-def written(model: onnx.ModelProto, folder: Path, target: str = "ort-web", **options: Any) -> Written:
+def written(model, folder, target="ort-web", **options):
     return Written(model, folder, target, **{"tune": "off", "protect_outputs": "int8", **options})
 
 
@@ -47,7 +46,7 @@ def written(model: onnx.ModelProto, folder: Path, target: str = "ort-web", **opt
 
 
 @pytest.mark.parametrize("activation", ["Relu", "Clip"])
-def test_rule_web_relu_as_table(activation: str, tmp_path: Path) -> None:
+def test_rule_web_relu_as_table(activation, tmp_path):
     made = written(chain(activation), tmp_path)
     assert made.operators.count("LeakyRelu") == 3
     assert activation not in made.operators
@@ -67,7 +66,7 @@ def test_rule_web_relu_as_table(activation: str, tmp_path: Path) -> None:
 test_rule_web_clip_as_table = test_rule_web_relu_as_table
 
 
-def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
+def test_rule_web_range_keeps_negatives(tmp_path):
     made = written(chain(), tmp_path)
     convs = {v for v, node in made.makers.items() if node.op_type == "Conv"}
     behind = [zero for name, (_, zero) in made.grids.items() if name in convs]
@@ -77,7 +76,7 @@ def test_rule_web_range_keeps_negatives(tmp_path: Path) -> None:
     assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
 
 
-def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path: Path) -> None:
+def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path):
     """2 % of the values in front of a Relu lie below its range, whatever chose the range; the rest costs nothing."""
     model = chain()
     table = calibrate(model, models.reader(model, 8), target="ort-web")
@@ -95,7 +94,7 @@ def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path: Path) 
     assert not preview(model, target="ort-cpu").spared
 
 
-def test_rule_web_depthwise_float() -> None:
+def test_rule_web_depthwise_float():
     body = """[expand] a = Conv (x, w256_64_1_1) b = Relu (a) [depthwise] c = Conv <group = 256, pads = [1,1,1,1]>
         (b, w256_1_3_3) d = Relu (c) [project] y = Conv (d, w64_256_1_1)"""
     model = onnx.shape_inference.infer_shapes(net_of(body, "1,64,28,28"))
@@ -106,12 +105,12 @@ def test_rule_web_depthwise_float() -> None:
     assert "project" not in slower
 
 
-def test_rule_web_attention_refused() -> None:
+def test_rule_web_attention_refused():
     assert "fuse_attention" not in (get_target("ort-web").float_forms or ())
 
 
 @pytest.mark.parametrize(("scale", "stays"), [(6 / 255, False), (8 / 255, True)])
-def test_a_clip_stays_where_its_scale_reaches_further(scale: float, stays: bool) -> None:
+def test_a_clip_stays_where_its_scale_reaches_further(scale, stays):
     front = "c = Conv <pads = [1,1,1,1]> (x, w6_6_3_3) [clip] p = Clip (c, zero, six)"
     pair = "q = QuantizeLinear (p, step, point) y = DequantizeLinear (q, step, point)"
     plan = preview(net_of(f"{front} y = Conv (p, w6_6_3_3)", six=np.float32(6)), target="ort-web")
@@ -123,12 +122,12 @@ def test_a_clip_stays_where_its_scale_reaches_further(scale: float, stays: bool)
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def timed_by(runtime: TimedRuntime | None) -> Target:
+def timed_by(runtime):
     target = get_target("ort-web")
     return replace(target, hooks=replace(target.hooks, prove=None, time=runtime))
 
 
-def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path: Path) -> None:
+def test_without_the_runtime_a_net_that_gains_nothing_stays_float(tmp_path):
     target = timed_by(None)
     model = chain(width=96, size=56, last=False, groups=96)
     with pytest.warns(KenosisWarning, match="estimated by the table, not timed"):
@@ -151,7 +150,7 @@ def test_with_the_runtime_a_net_on_the_edge_is_timed(groups, timed, tmp_path, re
 # -- the runtime -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.delenv(ort_web.VARIABLE, raising=False)
     assert ort_web.VARIABLE in ort_web.missing()
     monkeypatch.setenv(ort_web.VARIABLE, str(tmp_path))
@@ -165,7 +164,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @there
 @pytest.mark.parametrize("apart", [True, False])
-def test_it_computes_what_stock_does_and_reads_external_data(tmp_path: Path, apart: bool) -> None:
+def test_it_computes_what_stock_does_and_reads_external_data(tmp_path, apart):
     path, feed = written(chain(), tmp_path, use_external_data_format=apart).path, models.feeds(chain(), 1)[0]
     runner, before = ort_web.WebRunner(path), ort_web.clock()
     (got,) = runner.run(None, feed)
@@ -177,7 +176,7 @@ def test_it_computes_what_stock_does_and_reads_external_data(tmp_path: Path, apa
 
 
 @there
-def test_the_proof_names_what_is_float(tmp_path: Path) -> None:
+def test_the_proof_names_what_is_float(tmp_path):
     report = prove(written(chain(), tmp_path, nodes_to_exclude=["b"]).path)
     assert report.runtime == "ONNX Runtime Web"
     found = {k.node: k.status for k in report.kernels if k.op_type == "Conv"}
@@ -185,7 +184,7 @@ def test_the_proof_names_what_is_float(tmp_path: Path) -> None:
 
 
 @there
-def test_a_process_that_ended_is_told_of_and_started_again_and_refuses_what_is_no_model() -> None:
+def test_a_process_that_ended_is_told_of_and_started_again_and_refuses_what_is_no_model():
     runner = ort_web.WebRunner(chain().SerializeToString())
     ort_web.node(1).child._process.kill()
     with pytest.raises(VerificationError, match="ended"):

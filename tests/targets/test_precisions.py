@@ -1,10 +1,8 @@
 """Every row of the table of precisions, asked of the installed runtime."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
@@ -18,20 +16,20 @@ SINCE_1_32 = {"int16-activations/2": "MatMulNBits", "blocked-int8-weights/0": "M
 Make = Callable[[QdqGraph], str]
 
 
-def _model(make: Make, *, opset: int = 21, out: int = TensorProto.FLOAT, **options: Any) -> onnx.ModelProto:
+def _model(make, *, opset=21, out=TensorProto.FLOAT, **options):
     graph = QdqGraph(opset=opset, **options)
     model = graph.model(make(graph))
     model.graph.output[0].type.tensor_type.elem_type = out
     return model
 
 
-def _constant(g: QdqGraph, values: Any, elem_type: int, shape: tuple[int, ...]) -> str:
+def _constant(g, values, elem_type, shape):
     name = f"low_{len(g.net.initializers)}"
     g.net.initializers.append(helper.make_tensor(name, elem_type, shape, np.asarray(values).ravel().tolist()))
     return name
 
 
-def _weight(g: QdqGraph, elem_type: int, *, block: int | None, scale: type = np.float32) -> str:
+def _weight(g, elem_type, *, block, scale=np.float32):
     """A (K, N) weight behind DQ with a scale by block of rows, or by column where ``block`` is None."""
     shape = (N,) if block is None else (K // block, N)
     top = {TensorProto.INT4: 7, TensorProto.INT8: 127}[elem_type]
@@ -41,20 +39,19 @@ def _weight(g: QdqGraph, elem_type: int, *, block: int | None, scale: type = np.
     return g.op("DequantizeLinear", values, *grid, **attributes)
 
 
-def _pair(g: QdqGraph, value: str, elem_type: int) -> str:
+def _pair(g, value, elem_type):
     scale, zero = g.const(np.float32(0.5)), _constant(g, [0], elem_type, ())
     return g.op("DequantizeLinear", g.op("QuantizeLinear", value, scale, zero), scale, zero)
 
 
-def _matmul(g: QdqGraph, elem_type: int, *, act: Any = None, block: int | None = BLOCK, op: str = "MatMul",
-            x: int = TensorProto.FLOAT) -> str:  # fmt: skip
+def _matmul(g, elem_type, *, act=None, block=BLOCK, op="MatMul", x=TensorProto.FLOAT):
     value = g.input((4, K), x)
     weight = _weight(g, elem_type, block=block, scale=np.float16 if x == TensorProto.FLOAT16 else np.float32)
     y = g.op(op, g.q(value, act=act) if act else value, weight)
     return g.q(y, act=act) if act else y
 
 
-def _conv_int4_weight(g: QdqGraph, act: Any) -> str:
+def _conv_int4_weight(g, act):
     weight = _constant(g, np.random.default_rng(0).integers(-7, 8, (16, 16, 3, 3)), TensorProto.INT4, (16, 16, 3, 3))
     scale = g.const(np.full(16, 0.02, np.float32))
     x = g.q(g.input(), act=act) if act else g.input()
@@ -62,14 +59,14 @@ def _conv_int4_weight(g: QdqGraph, act: Any) -> str:
     return g.q(y, act=act) if act else y
 
 
-def _int16_weight(g: QdqGraph) -> str:
+def _int16_weight(g):
     return g.op("DequantizeLinear", g.const(np.ones((K, N), np.int16)), g.const(np.float32(0.01)))
 
 
-def _float16_pairs(g: QdqGraph, op: str) -> str:
+def _float16_pairs(g, op):
     scale, zero, low = g.const(np.float16(0.02)), g.const(np.uint8(128)), g.const(np.int8(0))
 
-    def pair(x: str) -> str:
+    def pair(x):
         return g.op("DequantizeLinear", g.op("QuantizeLinear", x, scale, zero), scale, zero)
 
     weight = g.const(np.ones((16, 16, 3, 3) if op == "Conv" else (12, 16), np.int8))
@@ -77,12 +74,12 @@ def _float16_pairs(g: QdqGraph, op: str) -> str:
     return pair(g.op(op, x, g.op("DequantizeLinear", weight, scale, low)))
 
 
-def _float16_ends(g: QdqGraph) -> str:
+def _float16_ends(g):
     x = g.op("Cast", g.input((1, 16, 12, 12), TensorProto.FLOAT16), to=TensorProto.FLOAT)
     return g.op("Cast", g.q(g.conv(g.q(x))), to=TensorProto.FLOAT16)
 
 
-CASES: dict[str, tuple[str, onnx.ModelProto]] = {
+CASES = {
     f"{key}/{number}": (key, model)
     for key, models in {
         "int16-activations": [
@@ -118,7 +115,7 @@ CASES: dict[str, tuple[str, onnx.ModelProto]] = {
 
 @pytest.mark.since("1.31")
 @pytest.mark.parametrize("case", CASES)
-def test_row(case: str) -> None:
+def test_row(case):
     key, model = CASES[case]
     (row,) = (row for row in PRECISIONS if row.key == key)
     since = SINCE_1_32.get(case) if VERSION >= (1, 32) else None
@@ -134,10 +131,10 @@ def test_row(case: str) -> None:
 
 
 @pytest.mark.since("1.31")
-def test_float8_activations_do_not_load_or_run_in_float() -> None:
+def test_float8_activations_do_not_load_or_run_in_float():
     kind = TensorProto.FLOAT8E4M3FN
 
-    def make(g: QdqGraph) -> str:
+    def make(g):
         values, zero = _constant(g, np.ones((K, N)), kind, (K, N)), _constant(g, [0], kind, ())
         weight = g.op("DequantizeLinear", values, g.const(np.float32(1)), zero)
         return _pair(g, g.op("MatMul", _pair(g, g.input((4, K)), kind), weight), kind)
@@ -150,7 +147,7 @@ def test_float8_activations_do_not_load_or_run_in_float() -> None:
 
 
 @pytest.mark.since("1.31")
-def test_matmul_n_bits_computes_in_integers() -> None:
+def test_matmul_n_bits_computes_in_integers():
     """The kernel takes 8-bit blocks of activations (accuracy level 4): not the float product to the last digits."""
     _, model = CASES["int8-weights/1"]
     fast, plain = run(model, random_feeds(model))[0], run(model, random_feeds(model), optimize=False)[0]
@@ -158,7 +155,7 @@ def test_matmul_n_bits_computes_in_integers() -> None:
     assert 1e-7 < noise < 1e-3
 
 
-def test_refusals_say_what_to_do() -> None:
+def test_refusals_say_what_to_do():
     for row in PRECISIONS:
         assert row.offered is False or row.runs is Runs.INTEGER
         assert len(row.reason) > 30

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -13,7 +11,7 @@ from kenosis_ort.flow.target_options import profile_for
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.profile import KernelCost, Work, cached_profile, keep_profile, nearest
 from tests import models
-from tests.processor import USUAL, Pretend, with_flags
+from tests.processor import USUAL, with_flags
 
 VNNI = USUAL.features
 
@@ -39,11 +37,11 @@ PROFILES = st.builds(
 
 
 @given(profile=PROFILES)
-def test_a_profile_survives_its_file(profile: HostProfile):
+def test_a_profile_survives_its_file(profile):
     assert HostProfile.parse(json.dumps(profile.to_dict())) == profile
 
 
-def test_those_that_come_with_the_package_know_all_kernels(tmp_path: Path):
+def test_those_that_come_with_the_package_know_all_kernels(tmp_path):
     assert [profile.name for profile in ORT.profiles] == ["vnni", "amx", "avx2"]
     for profile in ORT.profiles:
         assert profile.kernels.keys() == ORT.costs.kernels.keys()
@@ -52,7 +50,7 @@ def test_those_that_come_with_the_package_know_all_kernels(tmp_path: Path):
         assert profile_for(ORT, Speed(host=tmp_path / "p.json")) == profile
 
 
-BROKEN: list[dict[str, Any]] = [
+BROKEN = [
     *({"format": "another"}, {"schema": 9}, {"run": float("nan")}, {"run": -1}, {"run": True}),
     *({"error": float("inf")}, {"error": 0.5}, {"shifted": [1]}, {"warm": None}, {"threads": 2.5}),
     *({"features": "avx2"}, {"name": "x" * 999}, {"saturates": 1}),
@@ -62,7 +60,7 @@ BROKEN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BROKEN, ids=lambda change: str(change)[:40])
-def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, change: dict[str, Any]):
+def test_what_is_wrong_with_a_profile_is_said(tmp_path, change):
     path = tmp_path / "host.json"
     path.write_text(json.dumps({**ORT.profiles[0].to_dict(), **change}))
     with pytest.raises(OptionError, match="host profile cannot be used") as caught:
@@ -72,7 +70,7 @@ def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, change: dict[str, 
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 9999, b"[]", b" " * (1 << 17), None])
-def test_other_files_are_no_profiles(tmp_path: Path, content: bytes | None):
+def test_other_files_are_no_profiles(tmp_path, content):
     """And a folder is none."""
     path = tmp_path if content is None else tmp_path / "host.json"
     if content is not None:
@@ -85,7 +83,7 @@ HOSTS = {"anx": "Did you mean 'amx'", "nowhere.json": "neither a profile", "z80"
 
 
 @pytest.mark.parametrize(("host", "message"), HOSTS.items())
-def test_an_unknown_host_is_an_error(tmp_path: Path, host: str, message: str):
+def test_an_unknown_host_is_an_error(tmp_path, host, message):
     with pytest.raises(OptionError, match=message):
         quantize_static(models.ALL["mlp"](), tmp_path / "o.onnx", [], host=host)
 
@@ -109,7 +107,7 @@ def test_a_profile_of_another_target_or_without_some_kernels_is_refused():
     (VNNI, True, "vnni"),  # flags say more than a measurement, which an emulator may run
     ((), True, "avx2"), ((), False, "vnni"),  # SSE alone, or a system that lists no flags
 ])  # fmt: skip
-def test_the_nearest_profile_is_taken(features: tuple[str, ...], saturates: bool, name: str):
+def test_the_nearest_profile_is_taken(features, saturates, name):
     assert nearest(ORT.profiles, features, saturates=saturates).name == name
 
 
@@ -131,7 +129,7 @@ def test_times_are_of_the_class_of_this_processor_or_absent(pretend, tmp_path, f
     assert any(layer.estimated_us is not None for layer in asked.layers)
 
 
-def test_a_profile_of_another_architecture_or_without_features_is_refused(pretend: Pretend):
+def test_a_profile_of_another_architecture_or_without_features_is_refused(pretend):
     own = ORT.profiles[0]
     arm, unknown = (replace(own, name="mine", features=features) for features in (("asimddp",), ()))
     for profile, features, message in (
@@ -149,7 +147,7 @@ def test_a_profile_of_another_architecture_or_without_features_is_refused(preten
     assert profile_for(ORT, Speed(host=unknown)) is unknown  # as measured where the system lists no flags
 
 
-def test_what_was_measured_here_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_measured_here_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = replace(ORT.profiles[1], name="mine", threads=2)
     assert cached_profile("ort-cpu", profile.runtime, 2) is None
@@ -172,6 +170,6 @@ def test_the_second_kernel_has_a_cost_where_there_is_one():
 
 
 @pytest.mark.parametrize("name", ["residual_block", "bn_net", "concat_net"])
-def test_without_matrix_tiles_no_conv_is_laid_out_for_them(tmp_path: Path, name: str):
+def test_without_matrix_tiles_no_conv_is_laid_out_for_them(tmp_path, name):
     plan = preview(models.ALL[name](), host="vnni")
     assert {decision.zero_point for decision in plan.decisions} == {0}

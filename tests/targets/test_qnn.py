@@ -1,9 +1,7 @@
 """The rules of target qnn on the provider's simulator of HTP, and its files, for which none is needed."""
 
 import importlib.util
-from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,20 +32,20 @@ simulated = pytest.mark.skipif(
 )
 
 
-def made(model: onnx.ModelProto | str, folder: Path, **options: Any) -> Written:
+def made(model, folder, **options):
     """Quantizes a net, or that of a text, for HTP, without passes."""
     model = net_of(model) if isinstance(model, str) else model
     return Written(model, folder, "qnn", **{"rewrites": False, **options})
 
 
-def left(written: Written) -> dict[str, str]:
+def left(written):
     """Returns what became of each node that is left after loading."""
     assert written.report.fusion is not None, written.report.warnings
     kernels = written.report.fusion.kernels
     return {k.node: k.status.value for k in kernels if k.status not in (Status.REMOVED, Status.OTHER)}
 
 
-def runs_whole(model: onnx.ModelProto, folder: Path, *types: Mapping[str, Any]) -> None:
+def runs_whole(model, folder, *types):
     """Checks that every node of a net runs on integers on HTP, where that is there."""
     for options in () if runtime.missing() else types:
         found = left(made(model, folder, **options))
@@ -62,7 +60,7 @@ JOINED = f"""[wide] a = Mul (x, nine) [narrow] b = Sigmoid (x) {CONV} [relu] r =
     [join] y = Concat <axis = 1> (a, b, r)"""
 """A Concat of values of very different ranges, and of one behind a Relu."""
 IMAGE = "1,6,8,8"
-EXAMPLES: dict[str, tuple[str, str]] = {
+EXAMPLES = {
     "qnn-conv": (IMAGE, "c = Conv (x, w8_6_3_3) y = ConvTranspose <strides = [2,2]> (c, w8_4_2_2, ones4)"),
     "qnn-gemm": ("2,8", "y = Gemm (x, w8_4, ones4)"),
     "qnn-matmul-activations": ("4,8", "t = Transpose <perm = [1,0]> (x) y = MatMul (x, t)"),
@@ -86,7 +84,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("rule", EXAMPLES)
-def test_rule(rule: str, tmp_path: Path) -> None:
+def test_rule(rule, tmp_path):
     shape, body = EXAMPLES[rule]
     plan = preview(net_of(body, shape), target="qnn")
     assert rule in {n.rule for n in plan.nodes}
@@ -95,7 +93,7 @@ def test_rule(rule: str, tmp_path: Path) -> None:
 
 
 @simulated
-def test_rule_qnn_matmul(tmp_path: Path) -> None:
+def test_rule_qnn_matmul(tmp_path):
     written = made(net_of("y = MatMul (x, w8_4)", "2,3,8"), tmp_path)
     assert list(left(written).values()) == ["integer"]
     weights = next(t for t in written.model.graph.initializer if t.data_type == TensorProto.INT8 and len(t.dims) == 2)
@@ -103,14 +101,14 @@ def test_rule_qnn_matmul(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "grid"), [("Sigmoid", (1 / 65536, 0)), ("Tanh", (1 / 32768, 32768))])
-def test_one_grid_in_sixteen_bits(name: str, grid: tuple[float, int], tmp_path: Path) -> None:
+def test_one_grid_in_sixteen_bits(name, grid, tmp_path):
     body = f"s = {name} (x) y = Relu (s)"
     assert made(body, tmp_path, **WIDE, verify=False).grids["s"] == grid
     assert made(body, tmp_path, verify=False).grids["s"][0] < grid[0] * 256  # the range that was observed
 
 
 @pytest.mark.parametrize("options", [{}, WIDE])
-def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tmp_path: Path) -> None:
+def test_a_softmax_stays_off_the_grid_of_a_concat(options, tmp_path):
     body = "p = Softmax (x) t = Transpose <perm = [0,1,3,2]> (p) m = Mul (x, tiny) y = Concat <axis = 1> (t, m)"
     found = made(body, tmp_path, verify=False, **options).grids
     assert found["p"] == found["t"] != found["y_QuantizeLinear_Input"]
@@ -120,7 +118,7 @@ def test_a_softmax_stays_off_the_grid_of_a_concat(options: Mapping[str, Any], tm
     assert (most - zero_point) * scale >= most * found["p"][0] * 0.99
 
 
-def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path: Path) -> None:
+def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path):
     """HTP would compute half of the range away, without a word."""
     options = {"extra_options": {"ActivationSymmetric": True}, "verify": False}
     written = made("n = Neg (x) p = Softmax (n) y = Transpose (p)", tmp_path, **options)
@@ -130,13 +128,13 @@ def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("entry", [{"symmetric": True}, {"scale": np.float32(0.01), "zero_point": np.uint8(128)}])
-def test_another_zero_point_for_a_softmax_is_refused(entry: Mapping[str, Any], tmp_path: Path) -> None:
+def test_another_zero_point_for_a_softmax_is_refused(entry, tmp_path):
     said = {"y": [{"quant_type": QuantType.QUInt8, **entry}]}
     with pytest.raises(OptionError, match="'y' asks for another zero point than 0: Softmax in 8 bits"):
         made("y = Softmax (x)", tmp_path, extra_options={"TensorQuantOverrides": said})
 
 
-def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
+def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path):
     written = made(JOINED, tmp_path, verify=False)
     reads = [d for d in written.report.plan.decisions if d.edge.consumer == "join"]
     assert {d.provider for d in reads} == {"y"}
@@ -144,7 +142,7 @@ def test_a_concat_and_all_it_reads_are_on_one_grid(tmp_path: Path) -> None:
     assert len({written.grids[d.edge.value] for d in reads}) == 1
 
 
-def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
+def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path):
     """A Sigmoid of 16 bits has one grid alone."""
     body = "m = Mul (x, tiny) s = Sigmoid (x) y = Concat <axis = 1> (s, m)"
     found = made(body, tmp_path, **WIDE, verify=False).grids
@@ -158,7 +156,7 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path: Path) -> None:
     (f"{CONV} [act] y = Relu (c)", Kind.ABSORBED),
     (f"{CONV} [act] y = Clip (c, zero, one)", Kind.ABSORBED),
 ])  # fmt: skip
-def test_rule_qnn_relu(body: str, kind: Kind, tmp_path: Path) -> None:
+def test_rule_qnn_relu(body, kind, tmp_path):
     assert preview(net_of(body), target="qnn").by_node["act"].kind is kind
     runs_whole(net_of(body), tmp_path, {}, WIDE)
 
@@ -168,7 +166,7 @@ test_rule_qnn_relu_behind_concat = test_rule_qnn_relu
 
 @simulated
 @pytest.mark.parametrize("name", ["Erf", "Softsign"])
-def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
+def test_rule_qnn_refused(name, tmp_path):
     report = made(f"{CONV} [it] y = {name} (c)", tmp_path).report
     assert report.fusion is not None
     assert report.fusion.by_node["it"].kernel == f"CPUExecutionProvider {name}"
@@ -179,7 +177,7 @@ def test_rule_qnn_refused(name: str, tmp_path: Path) -> None:
 # ---- facts ------------------------------------------------------------------------------------------------------
 
 
-def test_rule_qnn_whole(tmp_path: Path) -> None:
+def test_rule_qnn_whole(tmp_path):
     """Every float value but those inside a kernel carries Q and DQ, the net's outputs included."""
     for name, build in models.ALL.items():
         written = made(build(), tmp_path, verify=False, rewrites=True)
@@ -196,7 +194,7 @@ def test_rule_qnn_whole(tmp_path: Path) -> None:
 
 
 @simulated
-def test_rule_qnn_static_shapes(tmp_path: Path) -> None:
+def test_rule_qnn_static_shapes(tmp_path):
     """A file with a batch of any size is refused as a whole."""
     written = made(models.ALL["mlp"](), tmp_path)
     assert not prove(written.model).float_nodes()
@@ -208,7 +206,7 @@ def test_rule_qnn_static_shapes(tmp_path: Path) -> None:
     assert "static" in report.kernels[0].reason
 
 
-def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
+def test_rule_qnn_transposed_groups(tmp_path):
     body = "[up] y = ConvTranspose <group = 2, strides = [2,2]> (x, w6_2_2_2, ones4)"
     decisions = made(body, tmp_path, verify=False).report.plan.decisions
     assert [(d.how, d.axis) for d in decisions if (d.edge.consumer, d.edge.index) == ("up", 1)] == [(How.OWN, None)]
@@ -217,7 +215,7 @@ def test_rule_qnn_transposed_groups(tmp_path: Path) -> None:
 # ---- the caller's words -----------------------------------------------------------------------------------------
 
 
-def test_a_batch_of_any_size_becomes_one(tmp_path: Path) -> None:
+def test_a_batch_of_any_size_becomes_one(tmp_path):
     model = models.ALL["mlp"]()
     written = made(model, tmp_path, verify=False)
     for info in (*written.model.graph.input, *written.model.graph.output):
@@ -229,7 +227,7 @@ def test_a_batch_of_any_size_becomes_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dims", "shown"), [(["n", 6, "h", "w"], r"\[n, 6, h, w\]"), ([1, 6, 8, None], r"8, \?\]")])
-def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_path: Path) -> None:
+def test_other_symbolic_dimensions_are_refused(dims, shown, tmp_path):
     model = net_of("y = Relu (x)")
     model.graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, dims))
     del model.graph.output[0].type.tensor_type.shape.dim[:]
@@ -239,7 +237,7 @@ def test_other_symbolic_dimensions_are_refused(dims: list[Any], shown: str, tmp_
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_provider_it_is_not_proved(tmp_path, monkeypatch):
     if get_target("qnn").hooks.prove is None:
         report = made(models.ALL["conv_relu_chain"](), tmp_path).report
         assert report.fusion is None
@@ -250,7 +248,7 @@ def test_without_the_provider_it_is_not_proved(tmp_path: Path, monkeypatch: pyte
         runtime.ask([])
 
 
-def test_a_chip_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_is_a_number(monkeypatch):
     monkeypatch.delenv(runtime.CHIP_VARIABLE, raising=False)
     assert runtime.chip() == "60"
     monkeypatch.setenv(runtime.CHIP_VARIABLE, "X Elite")
@@ -258,7 +256,7 @@ def test_a_chip_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime.chip()
 
 
-def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path: Path) -> None:
+def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path):
     """One channel is 60 times as large as the others, and then it is not."""
     body = f"{CONV} m = Mul (c, channels) y = Div (m, channels)"
     narrow, wide = (made(body, tmp_path, **how).report for how in ({}, WIDE))
@@ -267,7 +265,7 @@ def test_where_8_bits_are_too_few_the_warning_names_16(tmp_path: Path) -> None:
 
 
 @simulated
-def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
+def test_types_are_mixed_by_tensor(tmp_path):
     """As `get_qnn_qdq_config` says it: one node in 16 bits, what it reads converted and what others read back."""
     model = models.ALL["conv_relu_chain"]()
     inner = model.graph.node[2]
@@ -283,7 +281,7 @@ def test_types_are_mixed_by_tensor(tmp_path: Path) -> None:
 # ---- the proof --------------------------------------------------------------------------------------------------
 
 
-def test_what_the_provider_says_is_read() -> None:
+def test_what_the_provider_says_is_read():
     """Told from its answer alone: taken, taken in, refused, gone."""
     model = parse(
         """(float[1,4] x) => (y) <float s, uint8 z> { a = QuantizeLinear (x, s, z) b = DequantizeLinear (a, s, z)
@@ -306,7 +304,7 @@ def test_what_the_provider_says_is_read() -> None:
 
 
 @simulated
-def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
+def test_a_file_that_does_not_load_names_the_node(tmp_path):
     model = net_of(f"{CONV} [lrn] y = LRN <size = 3> (c)")
     runs_whole(model, tmp_path, {})
     written = made(model, tmp_path, **WIDE, verify=False)
@@ -316,14 +314,14 @@ def test_a_file_that_does_not_load_names_the_node(tmp_path: Path) -> None:
     assert any("LRN 'lrn' (" in text for text in repaired.report.warnings)
 
 
-def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = False) -> list[list[str]]:
+def refused_by(monkeypatch, *refused, ends=False):
     """Has files with some operators not load; returns what was asked."""
-    asked: list[list[str]] = []
+    asked = []
 
     class Fake(nullcontext[Any]):
         log = ""
 
-        def ask(self, question: dict[str, str]) -> dict[str, Any]:
+        def ask(self, question):
             if not question:
                 return {}
             asked.append([n.op_type for n in onnx.load(question["model"]).graph.node])
@@ -332,7 +330,7 @@ def refused_by(monkeypatch: pytest.MonkeyPatch, *refused: str, ends: bool = Fals
                 raise RuntimeEndedError("killed")
             return {"failure": "Failed to finalize QNN graph"} if failed else {"taken": {}}
 
-        def __enter__(self) -> Any:
+        def __enter__(self):
             return self
 
     monkeypatch.setattr(runtime, "missing", lambda: "")
@@ -353,7 +351,7 @@ def test_what_the_compiler_refuses_is_found_node_by_node(ends, tmp_path, monkeyp
     assert pieces == [["Conv", "Relu"], ["Selu"], ["Abs"], ["Selu"]]  # one of each kind, then the others that fail
 
 
-def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_each_node_loads_alone_the_error_says_so(tmp_path, monkeypatch):
     written = made("s = Selu (x) y = Abs (s)", tmp_path, verify=False)
     refused_by(monkeypatch, "Selu")
     whole = runtime.ask
@@ -363,7 +361,7 @@ def test_where_each_node_loads_alone_the_error_says_so(tmp_path: Path, monkeypat
 
 
 @simulated
-def test_what_the_chip_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_chip_lacks_is_named(tmp_path, monkeypatch):
     """The provider takes Selu for a chip without float16, and cannot compile it."""
     monkeypatch.setenv(runtime.CHIP_VARIABLE, "30")
     written = made(f"{CONV} [selu] y = Selu (c)", tmp_path)
@@ -372,7 +370,7 @@ def test_what_the_chip_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @simulated
-def test_what_writes_float_is_told() -> None:
+def test_what_writes_float_is_told():
     kernels = prove(net_of(f"{CONV} [erf] y = Erf (c)")).by_node
     assert (kernels["conv"].kernel, kernels["conv"].integer) == ("HTP Conv", False)
     assert "reads or writes float" in kernels["conv"].reason
@@ -382,7 +380,7 @@ def test_what_writes_float_is_told() -> None:
 
 
 @given(low=st.floats(-50, 0), high=st.floats(0.01, 50), wide=st.booleans())
-def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low: float, high: float, wide: bool) -> None:
+def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low, high, wide):
     """The provider refuses a Relu whose quantized range reaches below 0 by anything."""
     bits = 16 if wide else 8
     limit = RangeLimit("v", 0.0, 6.0)

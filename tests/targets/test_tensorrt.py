@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 import pytest
 from onnxruntime.quantization import QuantFormat
 
@@ -23,7 +21,7 @@ SAME = "Conv <pads = [1,1,1,1]>"
 CONV = f"c = {SAME} (x, w8_3_3_3)"
 
 
-def net(body: str, outputs: str = "y") -> onnx.ModelProto:
+def net(body, outputs="y"):
     """A Conv of a picture to ``c``, nodes from there to ``z``, and a Softmax of that."""
     some = np.linspace(0.5, 1.5, 8, dtype=np.float32)
     return net_of(f"{CONV} {body} y = Softmax (z)", "1,3,8,8", outputs, some=some)
@@ -52,7 +50,7 @@ class Case(NamedTuple):
 NEXT = f"z = {SAME} ({{}}, w8_8_3_3)"
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
 ACTIVATIONS = ("Relu", "LeakyRelu", "Sigmoid", "HardSwish", "Tanh", "Softplus")
-EXAMPLES: dict[str, list[Case]] = {
+EXAMPLES = {
     "trt-weighted-inputs": [
         Case(
             "u = ConvTranspose <strides = [2,2]> (c, w8_4_2_2) p = MaxPool <kernel_shape = [4,4], strides = [4,4]> (u) "
@@ -119,7 +117,7 @@ EXAMPLES: dict[str, list[Case]] = {
 
 
 @each_case(EXAMPLES)
-def test_rule(case: Case, tmp_path: Path) -> None:
+def test_rule(case, tmp_path):
     made = written(net(case.body, case.outputs), tmp_path, **case.options)
     for name, operators in case.before.items():
         assert made.before(name)[: len(operators.split())] == operators.split(), name
@@ -128,7 +126,7 @@ def test_rule(case: Case, tmp_path: Path) -> None:
     assert made.decibels() > case.decibels
 
 
-def test_rule_trt_commuting(tmp_path: Path) -> None:
+def test_rule_trt_commuting(tmp_path):
     """One grid before and behind what moves data."""
     body = f"r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,1,3,2]> (p) {NEXT.format('t')}"
     made = written(net(body), tmp_path)
@@ -139,7 +137,7 @@ def test_rule_trt_commuting(tmp_path: Path) -> None:
     assert len(scales) == 2  # the input's and one for all behind the Conv
 
 
-def test_rule_trt_weights_by_channel(tmp_path: Path) -> None:
+def test_rule_trt_weights_by_channel(tmp_path):
     up, grouped = "ConvTranspose <strides = [2,2]>", "ConvTranspose <group = 2, strides = [2,2]>"
     made = written(net(f"u = {up} (c, w8_4_2_2) z = {grouped} (u, w4_3_2_2)"), tmp_path)
     for name, axis, count in (("Conv_c", 0, 8), ("ConvTranspose_u", 1, 4), ("ConvTranspose_z", 1, 3)):
@@ -148,12 +146,12 @@ def test_rule_trt_weights_by_channel(tmp_path: Path) -> None:
         assert made.constants[dq.input[1]].shape == (count,)
 
 
-def test_an_output_that_the_caller_wants_in_int8_has_q(tmp_path: Path) -> None:
+def test_an_output_that_the_caller_wants_in_int8_has_q(tmp_path):
     made = written(models.conv_relu_chain(2), tmp_path, protect_outputs="int8")
     assert set(made.readers(made.makers[made.source.graph.output[0].name].name)) <= {Q}
 
 
-def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -> None:
+def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path):
     head = "(float[1,3,8,8] x, float[1,8,8,8] other) => (y) <float[8,3,3,3] w8_3_3_3>"
     made = written(parse(f"{head} {{ {CONV} a = Add (c, other) y = Softmax (a) }}"), tmp_path)
     assert made.before("Conv_c")[0] == DQ
@@ -169,13 +167,13 @@ def test_a_kernel_that_writes_float_adds_the_shortcut_in_float(tmp_path: Path) -
         for name in ("x", "conv0_w")
     ),
 ])  # fmt: skip
-def test_rule_trt_no_integer_operators(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_rule_trt_no_integer_operators(tmp_path, options, words):
     with pytest.raises(OptionError, match=words):
         written(models.conv_relu_chain(2), tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", models.ALL)
-def test_rule_trt_standard_operators(tmp_path: Path, name: str) -> None:
+def test_rule_trt_standard_operators(tmp_path, name):
     """Whatever the net: activations and weights are int8 of zero point 0, biases float, operators those of ONNX."""
     made = written(models.ALL[name](), tmp_path)
     assert {n.domain for n in made.model.graph.node} <= {"", "ai.onnx"}

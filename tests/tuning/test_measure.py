@@ -1,9 +1,6 @@
 """Measuring a host profile: the fit, what a measurement holds, and whether a second kernel is faster here too."""
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +15,18 @@ from kenosis_ort.options import Speed
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
-from kenosis_ort.targets.profile import KernelCost, Probe, Work
+from kenosis_ort.targets.profile import KernelCost, Work
 from kenosis_ort.tuning import measure
 from kenosis_ort.tuning.measure import measure_profile
 from tests.flow.support import changed
-from tests.processor import Pretend, with_flags
+from tests.processor import with_flags
 
 TARGET = get_target("ort-cpu")
 
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**16), values=st.tuples(*[st.floats(1, 50)] * 3))
-def test_the_fit_finds_what_times_were_made_of(seed: int, values: tuple[float, float, float]):
+def test_the_fit_finds_what_times_were_made_of(seed, values):
     rng = np.random.default_rng(seed)
     made = KernelCost(fixed=1e3 * values[0], product=values[1], weight=10 * values[2])
     sizes = 10 ** rng.uniform(3, 7, (24, 2))
@@ -40,11 +37,11 @@ def test_the_fit_finds_what_times_were_made_of(seed: int, values: tuple[float, f
     assert min(found.fixed, found.product, found.weight, found.read) >= 0
 
 
-def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
+def test_a_few_probes_make_a_whole_profile(monkeypatch):
     assert TARGET.hooks.probes is not None
     probes = [probe for probe in TARGET.hooks.probes() if probe.kernels]
     few = replace(TARGET, hooks=replace(TARGET.hooks, probes=lambda: iter(probes[:4])))
-    told: list[tuple[int, int | None]] = []
+    told = []
     found = measure_profile(few, budget_s=0.2, name="mine", progress=lambda *at: told.append(at))
     assert told == [(i, 4) for i in range(1, 5)]
     assert (found.name, found.target, found.cpu, found.threads) == ("mine", "ort-cpu", machine().cpu, 1)
@@ -56,7 +53,7 @@ def test_a_few_probes_make_a_whole_profile(monkeypatch: pytest.MonkeyPatch):
 
 def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
     assert TARGET.hooks.probes is not None
-    asked: dict[str, set[str]] = {"float": set(), "integer": set(), "shifted": set()}
+    asked = {"float": set(), "integer": set(), "shifted": set()}
     for probe in TARGET.hooks.probes():
         for work, form in probe.nodes.values():
             asked[form].add(work.shape_class)
@@ -72,10 +69,10 @@ def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
         assert {kernels[node] for node in small.nodes} == {"QLinearConv"}
 
 
-def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    made: dict[str, Any] = {}
+def test_what_was_measured_is_kept_and_written(tmp_path, monkeypatch, capsys):
+    made = {}
 
-    def quick(target: Any, **options: Any) -> HostProfile:
+    def quick(target, **options):
         made.update(options)
         return replace(TARGET.profiles[1], name=options["name"] or "here")
 
@@ -96,7 +93,7 @@ def test_what_was_measured_is_kept_and_written(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("options", [
     {"target": "tensorrt"}, {"threads": -1}, {"budget_s": 0}, {"name": 3},
 ])  # fmt: skip
-def test_what_cannot_be_measured_is_an_error(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_measured_is_an_error(options, monkeypatch):
     monkeypatch.setattr(measure, "_timed", lambda *_: pytest.fail("nothing is to be timed"))
     with pytest.raises(OptionError):
         measure_host(**options)
@@ -108,7 +105,7 @@ SHAPES = [(512, 256, 7, 1, 1, 1), (16, 16, 7, 1, 1, 1)]
 AMX, VNNI = (next(p for p in TARGET.profiles if p.name == name) for name in ("amx", "vnni"))
 
 
-def probes() -> Iterator[Probe]:
+def probes():
     return (_convs(form, SHAPES) for form in ("float", "integer", "shifted"))
 
 
@@ -116,19 +113,19 @@ PROBED = replace(TARGET, hooks=replace(TARGET.hooks, probes=probes))
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def kept(monkeypatch):
     """What is kept between processes."""
-    facts: dict[str, Any] = {}
+    facts = {}
     monkeypatch.setattr(measure, "_known", {})
     monkeypatch.setattr(measure, "recall", facts.get)
     monkeypatch.setattr(measure, "keep", facts.__setitem__)
     return facts
 
 
-def times_of(deep: float, small: float) -> Callable[[Probe, int], Mapping[str, float]]:
+def times_of(deep, small):
     """Returns times with which the second kernel gains as said at each of the two Convs."""
 
-    def times(probe: Probe, _: int) -> Mapping[str, float]:
+    def times(probe, _):
         gains = dict(zip(probe.nodes, (deep, small), strict=True))
         return {n: 100.0 / (gains[n] if form == "shifted" else 1) for n, (_, form) in probe.nodes.items()}
 
@@ -138,14 +135,14 @@ def times_of(deep: float, small: float) -> Callable[[Probe, int], Mapping[str, f
 @pytest.mark.parametrize(("profile", "deep", "small", "expected"), [
     (AMX, 1.6, 0.5, True), (AMX, 0.8, 9.0, False), (AMX, 1.05, 9.0, False), (VNNI, 9.0, 9.0, True),
 ])  # fmt: skip
-def test_only_nodes_that_should_gain_are_asked(monkeypatch: pytest.MonkeyPatch, profile, deep, small, expected):
+def test_only_nodes_that_should_gain_are_asked(monkeypatch, profile, deep, small, expected):
     """A profile that promises nothing is not asked."""
     monkeypatch.setattr(measure, "_times", times_of(deep, small) if profile is AMX else pytest.fail)
     assert measure.pays(PROBED, profile, 1) is expected
 
 
-def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch):
-    def wrong() -> Iterator[Probe]:
+def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
+    def wrong():
         for probe in probes():
             weight = next(i.name for i in probe.model.graph.initializer if len(i.dims) == 4)
             shifted = {form for _, form in probe.nodes.values()} == {"shifted"}
@@ -158,7 +155,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.
     assert not measure.pays(replace(TARGET, hooks=replace(TARGET.hooks, probes=wrong)), AMX, 1)
 
 
-def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dict[str, Any]):
+def test_it_is_run_once_for_a_machine(monkeypatch, kept):
     found = measure.pays(PROBED, AMX, 1)  # timed here
     (key,) = kept
     assert kept[key]["gain"] > 0
@@ -172,7 +169,7 @@ def test_it_is_run_once_for_a_machine(monkeypatch: pytest.MonkeyPatch, kept: dic
 
 
 @pytest.mark.parametrize(("gain", "named"), [(0.9, {}), (1.5, {}), (0.5, {"host": "amx"})])
-def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch, pretend: Pretend, gain: float, named: Any):
+def test_the_nearest_profile_loses_a_kernel_that_is_no_faster(monkeypatch, pretend, gain, named):
     """A machine that the caller names is believed."""
     monkeypatch.setattr(measure, "_gain", lambda *_: gain)
     pretend(with_flags(*(VNNI if named else AMX).features))

@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,21 +14,20 @@ from hypothesis import assume, given, strategies as st
 
 from kenosis_ort.bench.harness import MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.report.sections import SpeedSummary
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.targets.model import TimedRuntime
 from kenosis_ort.targets.ort_cpu.work import open_runner, opener
 from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate, Form, keep_promise
-from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, Race, RaceSetup, early, quietest, race
+from kenosis_ort.tuning.races import CLEAR, INTERIM_ROUNDS, ORDINARY, RaceSetup, early, quietest, race
 from tests import models
-from tests.bench.test_harness import MIRRORED, FakeBench, FakeRunner
+from tests.bench.test_harness import MIRRORED, FakeBench
 from tests.planning import parse
 
 FEED = {"x": np.zeros(1, np.float32)}
 
 
-def net(name: str) -> onnx.ModelProto:
+def net(name):
     """A valid model that carries a name."""
     return parse(f"{name} (float[1] x) => (float[1] y) {{ y = Relu (x) }}")
 
@@ -40,11 +38,11 @@ class FakeStadium(FakeBench):
 
     load: float = 0.01
 
-    def opened_of(self, source: str | bytes) -> FakeRunner:
+    def opened_of(self, source):
         assert isinstance(source, bytes)
         return self.open(onnx.load_model_from_string(source).graph.name)
 
-    def setup(self, *, feeds: Sequence[Any] = (FEED,), **keywords: Any) -> RaceSetup:
+    def setup(self, *, feeds=(FEED,), **keywords):
         runtime = replace(TimedRuntime(lambda source, **_: self.opened_of(source)), **keywords.pop("runtime", {}))
         return RaceSetup(feeds, clock=self.clock, runtime=runtime, **keywords)
 
@@ -59,11 +57,11 @@ class Disturbed(FakeStadium):
 
     slower: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         self.calm = self.rng.random(4096) < 1 / 2
 
-    def cost(self, name: str, ran: int) -> float:
+    def cost(self, name, ran):
         calm = self.calm[int(self.now / 0.05) % len(self.calm)]
         return super().cost(name, ran) * (1.0 if calm else self.slower[name])
 
@@ -71,14 +69,14 @@ class Disturbed(FakeStadium):
 ratios = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70)
 
 
-def run(stadium: FakeStadium, *, budget_s: float = 100.0, **keywords) -> Race:
+def run(stadium, *, budget_s=100.0, **keywords):
     return race(net("float"), net("int8"), stadium.setup(), budget_s=budget_s, **keywords)
 
 
 @pytest.mark.parametrize(("reference", "own", "load", "verdict", "least"), [
     (0.2, 0.1, 0.1, Verdict.FASTER, 4), (30e-6, 60e-6, 0.01, Verdict.SLOWER, 1),  # which is timed in batches
 ])  # fmt: skip
-def test_a_clear_race_ends_after_three_rounds(reference: float, own: float, load: float, verdict: Verdict, least: int):
+def test_a_clear_race_ends_after_three_rounds(reference, own, load, verdict, least):
     stadium = FakeStadium({"float": reference, "int8": own}, load=load)
     found = run(stadium)
     assert (found.rounds, found.comparison.verdict) == (3, verdict)
@@ -88,7 +86,7 @@ def test_a_clear_race_ends_after_three_rounds(reference: float, own: float, load
 
 
 def test_only_near_the_callers_border_more_rounds_than_usual_are_made():
-    def rounds(cost: float, border: float | None) -> list[int]:
+    def rounds(cost, border):
         costs = {"float": 0.01, "int8": cost}
         return [run(FakeStadium(costs, spread=0.03, seed=seed), border=border).rounds for seed in range(5)]
 
@@ -107,7 +105,7 @@ def test_a_model_that_does_not_run_has_no_comparison_and_a_reference_is_an_error
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 1.0, 5.0, 20.0])
-def test_the_budget_is_kept_but_for_the_first_round(budget_s: float):
+def test_the_budget_is_kept_but_for_the_first_round(budget_s):
     stadium = FakeStadium({"float": 0.2, "int8": 0.2}, load=0.1)
     found = run(stadium, budget_s=budget_s)
     first_round = 2 * (0.1 + 0.2 + 0.2 + 0.2)  # opened, probed, warmed up, timed
@@ -126,14 +124,14 @@ def test_the_order_is_the_seeds():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_disturbance_does_to_the_models_unlike_does_not_count(seed: int):
+def test_what_a_disturbance_does_to_the_models_unlike_does_not_count(seed):
     """Half of the time the machine is disturbed, which makes one model 1.5 times and the other 1.65 times slower."""
     stadium = Disturbed({"float": 20e-6, "int8": 20e-6}, slower={"float": 1.5, "int8": 1.65}, load=0.001, seed=seed)
     assert run(stadium, border=1 / MARGIN).comparison.ratio == pytest.approx(1, abs=0.01)
 
 
 @given(ratios, st.floats(1.0, 3.0))
-def test_the_quietest_rounds_prefer_neither_model(times: list[float], factor: float):
+def test_the_quietest_rounds_prefer_neither_model(times, factor):
     ones = [factor] * len(times)
     own, reference = quietest(times, ones), quietest(ones, times)
     assert own == reference[::-1]
@@ -142,7 +140,7 @@ def test_the_quietest_rounds_prefer_neither_model(times: list[float], factor: fl
 
 
 @given(ratios)
-def test_exchanging_the_series_mirrors_the_verdict(times: list[float]):
+def test_exchanging_the_series_mirrors_the_verdict(times):
     assume(all(abs(abs(math.log(t)) - math.log(limit)) > 1e-9 for t in times for limit in (MARGIN, CLEAR)))
     there, back = early(times, [1.0] * len(times)), early([1.0] * len(times), times)
     assert (there is None) == (back is None)
@@ -156,7 +154,7 @@ def test_exchanging_the_series_mirrors_the_verdict(times: list[float]):
     ([2.0, 2.0, 1.1], None), ([2.0, 2.0, 1.3], Verdict.FASTER), ([1.1] * 7, None), ([1.1] * 8, Verdict.FASTER),
     ([1.1] * 7 + [0.9], None), ([1.0] * 8, None), ([1.0] * 12, Verdict.SAME), ([0.0] * 12, None),
 ])  # fmt: skip
-def test_what_it_takes(times: list[float], verdict: Verdict | None):
+def test_what_it_takes(times, verdict):
     found = early(times, [1.0] * len(times))
     assert (None if found is None else found.verdict) is verdict
 
@@ -238,13 +236,11 @@ def test_feeds_take_turns():
 FLOAT_FORM = Form("fp32", "the float model", lambda: net("float"), is_float=True)
 
 
-def form(name: str) -> Form:
+def form(name):
     return Form(name, f"form {name}", lambda: net(name))
 
 
-def consider(
-    stadium: FakeStadium, candidates: Sequence[Form] | None = None, quality: Any = lambda _: 30.0, **more: Any
-) -> SpeedSummary:
+def consider(stadium, candidates=None, quality=lambda _: 30.0, **more):
     """The record, of all forms that the stadium knows by default; the model that is delivered is the one taken.
 
     ``quality`` gives the signal of a model's output in dB.
@@ -257,8 +253,8 @@ def consider(
     return found
 
 
-def failing(error: Exception) -> Any:
-    def build(*_: object) -> onnx.ModelProto:
+def failing(error):
+    def build(*_):
         raise error
 
     return build
@@ -272,7 +268,7 @@ def failing(error: Exception) -> Any:
     ({"int8": 0.04, "regions": 0.03, "fair": 0.0194, "best": 0.014, "less": 0.016}, {},
      "slower slower outrun taken spare spare", {0: "only 0.50x", 3: "1.43x"}),
 ], ids=["faster", "clearly faster", "hardly faster", "slower"])  # fmt: skip
-def test_which_form_is_taken(costs: dict[str, float], quality: dict[str, float], expected: str, said: dict[int, str]):
+def test_which_form_is_taken(costs, quality, expected, said):
     """The first that is faster, and what is built and opened beside it; the float model takes 20 ms."""
     stadium = FakeStadium({**costs, "float": 0.02})
     forms = [form(n) for n in costs]
@@ -327,8 +323,8 @@ def test_where_no_race_tells_the_cost_table_does_or_the_float_model_stays():
 
 
 @given(st.floats(0.2, 5), st.floats(1, 3), st.floats(0.3, 3), st.floats(1, 4), st.floats(1, 3))
-def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: float, noise: float, more: float):
-    def tells(speed: float, ratio: float, noise: float) -> bool:
+def test_an_estimate_and_a_race_are_weighed(speed, error, ratio, noise, more):
+    def tells(speed, ratio, noise):
         return Estimate(speed, error).tells_faster(SpeedComparison(ratio, ratio / noise, ratio * noise, Verdict.NOISY))
 
     hardly = SpeedComparison(0.93, 0.89, 0.985, Verdict.SLOWER)  # misses the border, and outweighs the table
@@ -347,11 +343,11 @@ def test_an_estimate_and_a_race_are_weighed(speed: float, error: float, ratio: f
 @pytest.mark.parametrize(("at", "expected"), [
     (0, "absent undecided untimed taken"), (1, "slower absent untimed taken"), (2, "slower taken absent spare"),
 ])  # fmt: skip
-def test_where_the_time_is_over_the_float_model_stays(at: int, expected: str):
+def test_where_the_time_is_over_the_float_model_stays(at, expected):
     """A single round tells nothing of a form that comes late; one found slower gives way to the float model."""
     stadium = FakeStadium({"float": 1.0, "int8": 2.0, "weights": 0.1}, load=1.0)
 
-    def late() -> None:
+    def late():
         stadium.now += 1000
 
     candidates = [form("int8"), form("weights"), FLOAT_FORM]
@@ -377,7 +373,7 @@ def test_a_form_must_be_slower_in_no_situation():
     assert outcome.float_milliseconds == pytest.approx(20)
 
 
-def challenged(dynamic: float, long: float | None = None, **more: Any) -> SpeedSummary:
+def challenged(dynamic, long=None, **more):
     """What becomes of INT8 and of one that challenges it, by the latter's time of a run and of a long one."""
     further = [FakeStadium({"float": 2, "int8": 1.0, "dynamic": long}).setup(name="long")] if long else []
     candidates = [form("int8")._replace(checked=True), form("dynamic")._replace(challenges=True), FLOAT_FORM]

@@ -10,11 +10,11 @@ HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".mypy_cache" / "typing"
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_says_that_it_is_typed():
     assert (Path(kenosis_ort.__file__).parent / "py.typed").is_file()
 
 
-def test_user_code_type_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_user_code_type_checks(monkeypatch, tmp_path):
     """What users write is accepted, and the marked mistakes are refused: an unused mark is an error too."""
     api = pytest.importorskip("mypy.api")
     found = Path(kenosis_ort.__file__).parents[1]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import onnx
@@ -12,9 +11,9 @@ from onnx import helper, numpy_helper
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.targets.ort_cpu.reasons import why_float
-from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, verify_fusion
+from kenosis_ort.verify import Cause, Status, verify_fusion
 from tests.planning import parse
-from tests.targets.qdq import MS, PRODUCERS, Make, QdqGraph, build, produced
+from tests.targets.qdq import MS, PRODUCERS, QdqGraph, build, produced
 from tests.targets.test_precisions import _conv_int4_weight
 from tests.verify.expect import one, report
 
@@ -22,7 +21,7 @@ CUSTOM = "com.microsoft."
 NCHWC = "com.microsoft.nchwc.Conv"
 
 
-def of(make: Make) -> FusionReport:
+def of(make):
     return report(build(make))
 
 
@@ -32,7 +31,7 @@ INPUTS = (
     "float[1,16,12,12] x, float[4,8,16] k, float[2,8] u, float[2,16] i, float[2,4,8] l, float[2,4,8] z, float[N,8] j"
 )
 CONV = "Conv <pads = [1,1,1,1]>"
-KNOWN: dict[str, Any] = {
+KNOWN = {
     **{name: np.float32(v) for name, v in (("two", 2), ("twice", 2), ("half", 0.5), ("third", 0.3), ("one", 1))},
     **{name: np.float32(v) for name, v in (("zero", 0), ("six", 6), ("root", 2**0.5), ("tiny", 1e-5))},
     "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
@@ -40,7 +39,7 @@ KNOWN: dict[str, Any] = {
     "rest": np.array([2, 4]),
     "s": np.linspace(0.5, 1.5, 16, dtype=np.float32),
 }
-FLOAT: dict[str, tuple[str, str]] = {
+FLOAT = {
     "a Conv takes in all that is behind it": (
         f"c = {CONV} (x, w, b) n = BatchNormalization (c, s, s, s, s) a = Add (n, add) y = Clip (a, zero, six)",
         f"c: {NCHWC}, n: in c, a: in c, y: in c"),
@@ -75,7 +74,7 @@ FLOAT: dict[str, tuple[str, str]] = {
 WEIGHTS = "float[16,16,3,3] w, float[16,16,3,3] v, float[16] b, float[1,16,1,1] add, float[16,16] square"
 
 
-def named(body: str) -> onnx.ModelProto:
+def named(body):
     """The model of some nodes, which are named after what they write."""
     model = parse(f"({INPUTS}) => (y) <{WEIGHTS}> {{ {body} }}", KNOWN)
     for node in model.graph.node:
@@ -83,7 +82,7 @@ def named(body: str) -> onnx.ModelProto:
     return model
 
 
-def told(kernel: KernelReport) -> str:
+def told(kernel):
     if kernel.absorbed_into is not None:
         return f"{'as' if 'identical' in kernel.reason else 'in'} {kernel.absorbed_into}"
     if kernel.status is Status.REMOVED and "computed once" in kernel.reason:
@@ -92,14 +91,14 @@ def told(kernel: KernelReport) -> str:
 
 
 @pytest.mark.parametrize("name", FLOAT)
-def test_float_kernels(name: str) -> None:
+def test_float_kernels(name):
     body, expected = FLOAT[name]
     found = report(named(body))
     said = ", ".join(f"{k.node}: {told(k)}" for k in found.kernels)
     assert re.fullmatch(expected, said), said
 
 
-def test_a_residual_chain_without_layout_changes_in_between() -> None:
+def test_a_residual_chain_without_layout_changes_in_between():
     body = f"c = {CONV} (x, w, b) d = Relu (c) e = {CONV} (d, v, b) f = Add (e, d) g = Relu (f) y = {CONV} (g, w, b)"
     found = report(named(body))
     assert all(k.kernel == NCHWC for k in found.kernels)
@@ -107,14 +106,14 @@ def test_a_residual_chain_without_layout_changes_in_between() -> None:
     assert found.overhead == {"com.microsoft.nchwc.ReorderInput": 1, "com.microsoft.nchwc.ReorderOutput": 1}
 
 
-def test_fused_conv_with_a_deferred_activation_dequantizes_its_weights_every_run() -> None:
+def test_fused_conv_with_a_deferred_activation_dequantizes_its_weights_every_run():
     found = of(lambda g: g.q(g.op("LeakyRelu", g.conv(g.act_input()))))
     conv, activation = one(found, "Conv"), one(found, "LeakyRelu")
     assert (conv.kernel, conv.cause, conv.weights_per_run) == (f"{CUSTOM}FusedConv", Cause.FLOAT_OUTPUT, True)
     assert (activation.absorbed_into, activation.integer) == (conv.node, False)
 
 
-def test_local_function() -> None:
+def test_local_function():
     text = """(float[2,8] x) => (float[2,8] y) { e = Exp (x) y = local.Twice (e) }
         <domain: "local", opset_import: ["" : 17]> Twice (a) => (c) { [inner] b = Exp (a) [outer] c = Exp (b) }"""
     found = report(parse(text, domains=["local"]))
@@ -122,7 +121,7 @@ def test_local_function() -> None:
     assert found.overhead == {}
 
 
-def test_bodies_are_reported_with_their_path() -> None:
+def test_bodies_are_reported_with_their_path():
     branches = ", ".join(
         f"{kind}_branch = b () => (float[2,8] {op}_y) {{ [same_name] {op}_y = {op} (x) }}"
         for kind, op in (("then", "Exp"), ("else", "Abs"))
@@ -134,7 +133,7 @@ def test_bodies_are_reported_with_their_path() -> None:
 
 
 @pytest.mark.parametrize(("op_type", "body"), [("HardSwish", "HardSigmoid + Mul"), ("Mish", "Softplus + Tanh + Mul")])
-def test_a_function_operator_between_integer_convs_is_float(op_type: str, body: str) -> None:
+def test_a_function_operator_between_integer_convs_is_float(op_type, body):
     """The session writes out its body without names, up to the Q: that is no part of the Conv before it."""
     found = verify_fusion(build(lambda g: g.q(g.conv(g.q(g.op(op_type, g.q(g.conv(g.act_input())))))), opset=18))
     act = one(found, op_type)
@@ -147,8 +146,8 @@ def test_a_function_operator_between_integer_convs_is_float(op_type: str, body: 
 
 @pytest.mark.parametrize("head", PRODUCERS)
 @pytest.mark.parametrize("clamp", ["Relu", "Clip"])
-def test_absorbed_activation(head: str, clamp: str) -> None:
-    def make(g: QdqGraph) -> str:
+def test_absorbed_activation(head, clamp):
+    def make(g):
         y = produced(g, head)
         return g.relu_q(g.op("Relu", y) if clamp == "Relu" else g.clip(y, 0.0, 6.0))
 
@@ -159,7 +158,7 @@ def test_absorbed_activation(head: str, clamp: str) -> None:
     assert found.integer_share() == 1.0
 
 
-def test_one_value_with_several_dequantizers() -> None:
+def test_one_value_with_several_dequantizers():
     found = of(lambda g: [g.q(g.conv(value := g.q(g.conv(g.act_input())))), g.q(g.op("Sigmoid", value))])
     assert all(k.integer for k in found.kernels)
 
@@ -168,7 +167,7 @@ def test_one_value_with_several_dequantizers() -> None:
     (lambda g: g.relu_q(g.op("Relu", g.q(g.input((4, 32))))), "a requantization (DQ, Q)"),
     (lambda g: g.relu_q(g.op("Relu", g.input((4, 8)))), "redundant: the Q behind it clips as well"),
 ])  # fmt: skip
-def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make: Make, words: str) -> None:
+def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make, words):
     relu = one(of(make), "Relu")
     assert relu.status is Status.REMOVED
     assert relu.reason.endswith(words)
@@ -177,13 +176,13 @@ def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make: Make, words: 
 # ---- float weights between DQ and Q: `tests.targets.test_float_stays_float` has the rules -------------------------
 
 
-def silent(g: QdqGraph, behind: str = "", *, before: bool = False, **how: Any) -> str:
+def silent(g, behind="", *, before=False, **how):
     """A Conv with float weights between DQ and Q, with an operator behind it and perhaps a barrier in front of it."""
     y = g.conv(g.op("Max", g.act_input()) if before else g.act_input(), weight="float", **how)
     return g.relu_q(g.op(behind, y, **({"alpha": 1.0} if behind == "LeakyRelu" else {})) if behind else y)
 
 
-def stored(g: QdqGraph, behind: str = "") -> str:
+def stored(g, behind=""):
     """The runtime's own fused Conv as the file's operator."""
     weights = g.const(g.random(16, 16, 3, 3)), g.const(g.random(16))
     y = g.op("FusedConv", g.act_input(), *weights, domain=MS, pads=[1, 1, 1, 1])
@@ -191,7 +190,7 @@ def stored(g: QdqGraph, behind: str = "") -> str:
 
 
 @pytest.mark.parametrize("behind", ["", "Relu"])
-def test_a_conv_that_is_quantized_at_load_is_told(behind: str) -> None:
+def test_a_conv_that_is_quantized_at_load_is_told(behind):
     found = one(of(lambda g: silent(g, behind)), "Conv")
     assert (found.silently_quantized, found.status) == (True, Status.INTEGER)
     assert "at load" in found.reason
@@ -204,7 +203,7 @@ def test_a_conv_that_is_quantized_at_load_is_told(behind: str) -> None:
     ("FusedConv", stored),
     ("FusedConv", lambda g: stored(g, "Relu")),
 ])  # fmt: skip
-def test_what_keeps_its_weights(op_type: str, make: Make) -> None:
+def test_what_keeps_its_weights(op_type, make):
     found = of(make)
     assert (one(found, op_type).kernel, one(found, op_type).status) == (NCHWC, Status.FLOAT)
     assert found.silently_quantized() == ()
@@ -213,13 +212,13 @@ def test_what_keeps_its_weights(op_type: str, make: Make) -> None:
 
 
 @pytest.mark.since("1.25")  # before, Gemm and LeakyRelu stay two kernels
-def test_a_gemm_with_leaky_relu_is_one_float_kernel() -> None:
+def test_a_gemm_with_leaky_relu_is_one_float_kernel():
     found = of(lambda g: g.q(g.op("LeakyRelu", g.gemm(g.q(g.input((4, 32))), weight="float"), alpha=1.0)))
     assert one(found, "Gemm").kernel == f"{CUSTOM}FusedGemm"
     assert found.silently_quantized() == ()
 
 
-def test_weights_may_be_quantized_at_load_and_dequantized_on_every_run_and_others_are_neither() -> None:
+def test_weights_may_be_quantized_at_load_and_dequantized_on_every_run_and_others_are_neither():
     found = of(lambda g: silent(g, transpose=True))
     node = one(found, "ConvTranspose")
     assert found.silently_quantized() == (node,)
@@ -230,7 +229,7 @@ def test_weights_may_be_quantized_at_load_and_dequantized_on_every_run_and_other
     assert not one(quantized, "Conv").weights_per_run
 
 
-def test_a_constant_node_in_place_of_an_initializer_is_seen() -> None:
+def test_a_constant_node_in_place_of_an_initializer_is_seen():
     model = build(silent)
     (weight,) = (i for i in model.graph.initializer if len(i.dims) == 4)
     node = helper.make_node("Constant", [], [weight.name], value=numpy_helper.from_array(numpy_helper.to_array(weight)))
@@ -245,23 +244,23 @@ def test_a_constant_node_in_place_of_an_initializer_is_seen() -> None:
 Build = Callable[[QdqGraph], list[str]]
 
 
-def _nchw(g: QdqGraph) -> str:
+def _nchw(g):
     return g.act_input()
 
 
-def _flat(g: QdqGraph) -> str:
+def _flat(g):
     return g.q(g.input((4, 32)))
 
 
-def _conv(g: QdqGraph) -> str:
+def _conv(g):
     return g.conv(_nchw(g))
 
 
-def _resized(g: QdqGraph) -> str:
+def _resized(g):
     return g.op("Resize", _nchw(g), "", g.floats(1, 1, 2, 2), mode="linear")
 
 
-CAUSES: dict[str, tuple[Build, str, Cause, str]] = {
+CAUSES = {
     "float-input": (lambda g: [g.q(g.conv(g.input((1, 16, 12, 12))))], "Conv", Cause.FLOAT_INPUT, "graph input"),
     "float-input-node": (lambda g: [g.q(g.conv(g.op("Exp", _nchw(g))))], "Conv", Cause.FLOAT_INPUT, "Exp"),
     "float-output": (lambda g: [g.q(g.op("Tanh", _conv(g)))], "Conv", Cause.FLOAT_OUTPUT, "Tanh"),
@@ -302,7 +301,7 @@ SINCE = {"bias-scale": "1.27", "gemm-alpha": "1.28", "linear-resize": "1.27"}  #
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.since(SINCE[c])) if c in SINCE else c for c in CAUSES]
 )
-def test_cause(case: str) -> None:
+def test_cause(case):
     build, op_type, cause, words = CAUSES[case]
     graph = QdqGraph(opset=21)
     entry = one(report(graph.model(*build(graph))), op_type)
@@ -312,7 +311,7 @@ def test_cause(case: str) -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_signed_activation_with_a_branch(moved: bool) -> None:
+def test_signed_activation_with_a_branch(moved):
     """Behind an operator that moves data the Conv may be integer all the same; if not, the branch is why."""
     graph = QdqGraph(act=np.int8)
     x = graph.q(_conv(graph))
@@ -327,7 +326,7 @@ def test_signed_activation_with_a_branch(moved: bool) -> None:
     assert moved or conv.weights_per_run
 
 
-def test_opset_too_old_for_an_integer_max_pool() -> None:
+def test_opset_too_old_for_an_integer_max_pool():
     graph = QdqGraph(opset=11)
     value = graph.q(graph.op("MaxPool", _nchw(graph), kernel_shape=[2, 2]))
     entry = one(report(graph.model(value)), "MaxPool")
@@ -335,7 +334,7 @@ def test_opset_too_old_for_an_integer_max_pool() -> None:
     assert "12" in entry.reason
 
 
-def test_the_plan_s_reason_comes_first() -> None:
+def test_the_plan_s_reason_comes_first():
     graph = QdqGraph()
     model = graph.model(graph.op("Relu", graph.conv(graph.input())))
     name = next(n.name for n in model.graph.node if n.op_type == "Conv")
@@ -346,7 +345,7 @@ def test_the_plan_s_reason_comes_first() -> None:
     assert "by name" in entry.reason
 
 
-def test_avoidable_lists_what_the_plan_calls_integer() -> None:
+def test_avoidable_lists_what_the_plan_calls_integer():
     graph = QdqGraph()
     model = graph.model(graph.q(graph.op("Tanh", graph.conv(graph.q(_conv(graph))))))
     first, second = (n.name for n in model.graph.node if n.op_type == "Conv")

@@ -1,7 +1,5 @@
 """The mapping does not depend on how nodes and values are called, and knows every kernel of real nets."""
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnx.parser
@@ -9,14 +7,14 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_static
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.verify import Cause, FusionReport, Status, verify_fusion, verify_patterns
+from kenosis_ort.verify import Cause, Status, verify_fusion, verify_patterns
 from tests.downloaded import ZOO
 from tests.models import FeedReader
 from tests.targets.qdq import QdqGraph
 from tests.verify.expect import check_complete, report
 
 
-def _model() -> onnx.ModelProto:
+def _model():
     g = QdqGraph()
     x = g.relu_q(g.op("Relu", g.conv(g.q(g.input((1, 16, 12, 12))))))
     y = g.q(g.op("Add", g.q(g.conv(x)), x))
@@ -24,7 +22,7 @@ def _model() -> onnx.ModelProto:
     return g.model(g.op("Sigmoid", z), g.q(g.gemm(g.q(g.op("Flatten", y)), 16 * 144, 4)))
 
 
-def _facts(found: FusionReport) -> list[tuple[object, ...]]:
+def _facts(found):
     position = {k.node: i for i, k in enumerate(found.kernels)}
     return [
         (k.op_type, k.kernel, k.integer, k.status, position.get(k.absorbed_into or ""), len(k.absorbed))
@@ -32,14 +30,14 @@ def _facts(found: FusionReport) -> list[tuple[object, ...]]:
     ]
 
 
-def named(pattern: str) -> onnx.ModelProto:
+def named(pattern):
     model = _model()
     for number, node in enumerate(model.graph.node):
         node.name = pattern.format(n=number)
     return model
 
 
-def values_named_like_the_runtimes_own() -> onnx.ModelProto:
+def values_named_like_the_runtimes_own():
     model = _model()
     outputs = {o.name for o in model.graph.output}
     names = {v: f"v{i}_nchwc" for i, v in enumerate(v for n in model.graph.node for v in n.output) if v not in outputs}
@@ -53,13 +51,13 @@ PATTERNS = ("{n}", "a_token_{n}", "kv#{n}#", "Conv_{n}_nchwc", "a/MatMulAddFusio
 
 
 @pytest.mark.parametrize("model", [*map(named, PATTERNS), values_named_like_the_runtimes_own()])
-def test_names_do_not_matter(model: onnx.ModelProto) -> None:
+def test_names_do_not_matter(model):
     before = model.SerializeToString(deterministic=True)
     assert _facts(report(model)) == _facts(report(_model()))
     assert model.SerializeToString(deterministic=True) == before
 
 
-def test_nodes_without_names() -> None:
+def test_nodes_without_names():
     found = report(named(""))
     assert [k[:4] for k in _facts(found)] == [k[:4] for k in _facts(report(_model()))]
     assert all(k.node.startswith(f"<{k.op_type} ") for k in found.kernels)
@@ -92,7 +90,7 @@ net (float[1, 1, 6, 6] x, bool flag) => (float[1, 1, 6, 6] y)
 
 
 @pytest.mark.parametrize("order", [("then", "else"), ("else", "then")])
-def test_branches_may_share_names(order: tuple[str, str]) -> None:
+def test_branches_may_share_names(order):
     facts, broken = [], []
     for prefix in ("own_", ""):
         model = onnx.parser.parse_model(BRANCHES.format(p=prefix, integer=order[0], float=order[1]))
@@ -106,7 +104,7 @@ def test_branches_may_share_names(order: tuple[str, str]) -> None:
     assert broken[0] == broken[1] == {"integer": 0, "float": 2}
 
 
-def test_a_name_that_hides_one_outside_is_refused() -> None:
+def test_a_name_that_hides_one_outside_is_refused():
     text = BRANCHES.format(p="own_", integer="then", float="else").replace("Abs (x)", "Abs (x) x = Neg (data)")
     with pytest.raises(VerificationError):
         report(onnx.parser.parse_model(text))
@@ -124,7 +122,7 @@ HEAVY = ("Conv", "Gemm", "MatMul")
 
 @pytest.mark.parametrize("signed", [False, True], ids=["uint8", "int8"])
 @pytest.mark.parametrize("net", NETS)
-def test_stock_quantized_net(net: str, signed: bool, tmp_path: Path) -> None:
+def test_stock_quantized_net(net, signed, tmp_path):
     if not (ZOO / net).exists():
         pytest.skip("the zoo is not here")
     source, path = onnx.load(ZOO / net), tmp_path / "quantized.onnx"

@@ -1,9 +1,6 @@
 """Every clause of oneDNN's quantized Convolution patterns, kept and broken."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,13 +10,13 @@ from onnx import TensorProto, helper
 
 import kenosis_ort
 from kenosis_ort.errors import ModelLoadError, OptionError
-from kenosis_ort.verify import Clause, ConvPattern, verify_patterns
+from kenosis_ort.verify import Clause, verify_patterns
 from tests import planning
 from tests.downloaded import QUANTIZED
 from tests.models import Net
 
 
-def read(model: onnx.ModelProto) -> ConvPattern:
+def read(model):
     """Returns the only Conv's entry."""
     (found,) = verify_patterns(model, target="onednn").convs
     return found
@@ -34,7 +31,7 @@ UNARY = (
 BINARY = ("Add", "Sub", "Max", "Min", "Mul", "Div")
 TYPES = {"u8": np.uint8(128), "s8": np.int8(0), "u16": np.uint16(0), "s16": np.int16(0)}
 HELD = np.random.default_rng(0).integers(0, 100, (4, 4, 3, 3))
-CONSTANTS: dict[str, Any] = {
+CONSTANTS = {
     **TYPES, **{f"held_{name}": HELD.astype(zero.dtype) for name, zero in TYPES.items()}, "step": np.float32(0.05),
     "half": np.full((1, 1, 1, 1), 0.5, np.float32), "zeros": np.zeros(4, np.float32), "zeros64": np.zeros(4),
     "zeros32": np.zeros(4, np.int32), "s32": np.int32(0), "ones16": np.ones((4, 4, 3, 3), np.float16),
@@ -43,17 +40,14 @@ CONSTANTS: dict[str, Any] = {
 WEIGHT = "w = DequantizeLinear (held_s8, step, s8)"
 
 
-def conv(
-    epilogue: str = "", *, src: str = "a = u8 (x)", weight: str = WEIGHT, bias: str = "zeros",
-    dst: str = "y = u8 (LAST)", outputs: str = "y", **more: Any,
-) -> onnx.ModelProto:  # fmt: skip
+def conv(epilogue="", *, src="a = u8 (x)", weight=WEIGHT, bias="zeros", dst="y = u8 (LAST)", outputs="y", **more):
     """A Conv, quantized as the document wants it but for what is given as nodes; a type's name is Q and DQ of it.
 
     The Conv reads the last value of ``src``, of ``weight`` and of ``bias`` and writes ``c``; ``LAST`` is the last value
     of the epilogue. What is one name is that value.
     """
 
-    def last(text: str) -> str:
+    def last(text):
         return re.findall(r"(\w+) = ", re.sub("<.*?>", "", text))[-1] if " = " in text else text
 
     reads = ", ".join(filter(None, map(last, (src, weight, bias))))
@@ -67,7 +61,7 @@ def conv(
     return planning.parse(text, held, opset=20, domains=(), checked=False)
 
 
-def chain(*ops: str, start: str = "c") -> str:
+def chain(*ops, start="c"):
     """Operations, one behind the other."""
     names = [start, *(f"{start}{at}" for at in range(len(ops)))]
     return " ".join(
@@ -80,7 +74,7 @@ SILU = "s = Sigmoid (c) e = Mul (c, s)"
 FOUR = ("Relu", "Mul", "Tanh", "Abs")
 BIAS_ADD = "b = Add (add, c)"
 TWO_ADDS = f"{BIAS_ADD} d = Add (add, b)"
-WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str | None, ...], str, str]] = {
+WHOLE = {
     "nothing": (conv(), (), "u8", ""),
     **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},
     "SiLU is two": (conv(SILU), ("Sigmoid", "Multiply"), "u8", ""),
@@ -116,7 +110,7 @@ WHOLE: dict[str, tuple[onnx.ModelProto, tuple[str | None, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_instances_of_the_pattern(name: str):
+def test_instances_of_the_pattern(name):
     model, epilogue, dst, ends = WHOLE[name]
     found = read(model)
     assert found.matches, str(found)
@@ -128,7 +122,7 @@ def test_instances_of_the_pattern(name: str):
 
 
 @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=7))
-def test_nought_to_four_operations(ops: Sequence[str]):
+def test_nought_to_four_operations(ops):
     found = read(conv(chain(*ops)))
     assert len(found.epilogue) == len(ops)
     assert [b.clause for b in found.broken] == ([Clause.EPILOGUE] if len(ops) > 4 else [])
@@ -146,13 +140,13 @@ def test_a_circle_of_nodes_is_left():
 INT32_BIAS = "b = DequantizeLinear (zeros32, step, s32)"
 
 
-def in_type(to: int, epilogue: str = "") -> onnx.ModelProto:
+def in_type(to, epilogue=""):
     """A Conv that computes in a type, with a TypeCast to float32 before its Quantize."""
     src, weight = f"p = u8 (x) a = Cast <to = {to}> (p)", f"{WEIGHT} v = Cast <to = {to}> (w)"
     return conv(epilogue, src=src, weight=weight, bias="", dst="f = Cast <to = 1> (LAST) y = u8 (f)")
 
 
-def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
+def of_other_form(*, op_type="Conv", inputs=3):
     model = conv()
     node = next(n for n in model.graph.node if n.op_type == "Conv")
     node.op_type = op_type
@@ -160,7 +154,7 @@ def of_other_form(*, op_type: str = "Conv", inputs: int = 3) -> onnx.ModelProto:
     return model
 
 
-BROKEN: list[tuple[onnx.ModelProto, Clause | list[Clause]]] = [
+BROKEN = [
     (conv(src="x"), Clause.SRC_CONVERSION),
     (conv(src="p = u8 (x) a = Relu (p)"), Clause.SRC_CONVERSION),
     (conv(src="a = u16 (x)"), Clause.SRC_TYPE),
@@ -184,7 +178,7 @@ BROKEN: list[tuple[onnx.ModelProto, Clause | list[Clause]]] = [
 
 
 @pytest.mark.parametrize(("model", "clause"), BROKEN)
-def test_broken_clauses(model: onnx.ModelProto, clause: Clause | list[Clause]):
+def test_broken_clauses(model, clause):
     found = read(model)
     assert [b.clause for b in found.broken] == (clause if isinstance(clause, list) else [clause])
     assert not found.matches
@@ -204,7 +198,7 @@ def test_types_that_the_text_has():
 
 
 @pytest.mark.parametrize("path", sorted(QUANTIZED.glob("*.onnx")), ids=lambda path: path.stem)
-def test_files_of_other_tools_match_or_break_a_named_clause(path: Path):
+def test_files_of_other_tools_match_or_break_a_named_clause(path):
     report = verify_patterns(path)
     assert len(report.convs) == sum(n.op_type in ("Conv", "QLinearConv") for n in onnx.load(path).graph.node)
     assert all(c.matches or all(b.why for b in c.broken) for c in report.convs)

@@ -1,9 +1,6 @@
 """Clipped products: which files have them, and the simulation against the runtime's kernels, bit for bit."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +18,7 @@ from tests.planning import parse
 from tests.processor import SATURATES
 
 
-def by_stock(model: onnx.ModelProto, folder: Path, **options: Any) -> Path:
+def by_stock(model, folder, **options):
     options = {"activation_type": QuantType.QUInt8, "per_channel": True, **options}
     quantize_static(copy_model(model), str(folder / "stock.onnx"), models.reader(model), **options)
     return folder / "stock.onnx"
@@ -37,7 +34,7 @@ LINES = """(float[1,5,40] x) => (y) <float[16,5,5] a, float[6,16,3] b> {
     m = Conv <auto_pad = "SAME_UPPER"> (x, a) n = Relu (m) y = Conv <strides = [3]> (n, b) }"""
 
 
-NETS: dict[str, Callable[[], onnx.ModelProto]] = {
+NETS = {
     "residual": models.residual_block, "pictures": lambda: parse(PICTURES, {"bias": np.linspace(-1, 1, 8)}),
     "lines": lambda: parse(LINES), "chain": lambda: models.conv_relu_chain(3), "mlp": models.mlp,
     "matmul": lambda: models.mlp(gemm=False), "concat": models.concat_net,
@@ -46,7 +43,7 @@ NETS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 @pytest.mark.parametrize("form", [QuantFormat.QDQ, QuantFormat.QOperator], ids=lambda f: f.name)
 @pytest.mark.parametrize("net", NETS)
-def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: QuantFormat, tmp_path: Path) -> None:
+def test_the_simulation_is_what_the_processor_at_hand_computes(net, form, tmp_path):
     model = NETS[net]()
     file = by_stock(model, tmp_path, quant_format=form)
     simulation, feeds = ClippingSimulation(file), models.feeds(model, 3)
@@ -59,7 +56,7 @@ def test_the_simulation_is_what_the_processor_at_hand_computes(net: str, form: Q
         assert not all(np.array_equal(a, b) for a, b in zip(other, native, strict=True))
 
 
-def test_dynamic_files(tmp_path: Path) -> None:
+def test_dynamic_files(tmp_path):
     model, file = models.mlp(n_in=48, hidden=64, n_out=32), tmp_path / "stock.onnx"
     quantize_dynamic(model, str(file), weight_type=QuantType.QInt8)
     simulation, feeds = ClippingSimulation(file), models.feeds(model, 3)
@@ -73,7 +70,7 @@ def test_dynamic_files(tmp_path: Path) -> None:
 @given(
     m=st.integers(1, 5), k=st.integers(2, 33), n=st.integers(1, 20), zero=st.integers(0, 255), seed=st.integers(0, 999)
 )
-def test_products_of_integers(m: int, k: int, n: int, zero: int, seed: int) -> None:
+def test_products_of_integers(m, k, n, zero, seed):
     rng = np.random.default_rng(seed)
     weight = rng.integers(-128, 128, (k, n)).astype(np.int8)
     weight[:2, 0] = 127
@@ -87,7 +84,7 @@ def test_products_of_integers(m: int, k: int, n: int, zero: int, seed: int) -> N
 # ---- what is told -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_stocks_is_told_of_and_stores_its_weights_as_uint8_when_it_is_converted(tmp_path: Path) -> None:
+def test_a_file_of_stocks_is_told_of_and_stores_its_weights_as_uint8_when_it_is_converted(tmp_path):
     model = models.residual_block()
     file = by_stock(model, tmp_path)
     fusion = verify_fusion(file)
@@ -109,7 +106,7 @@ def test_a_file_of_stocks_is_told_of_and_stores_its_weights_as_uint8_when_it_is_
     {"weight_type": QuantType.QUInt8}, {"reduce_range": True},
     {"activation_type": QuantType.QInt8, "quant_format": QuantFormat.QOperator},
 ], ids=str)  # fmt: skip
-def test_files_of_stocks_that_are_exact(options: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_stocks_that_are_exact(options, tmp_path):
     model = models.residual_block()
     file = by_stock(model, tmp_path, **options)
     assert verify_fusion(file).clipping() == ()
@@ -117,7 +114,7 @@ def test_files_of_stocks_that_are_exact(options: dict[str, Any], tmp_path: Path)
     assert [loss.sqnr_db for loss in clipping_loss(file, models.feeds(model, 2))] == [float("inf")]
 
 
-def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path: Path) -> None:
+def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path):
     model = models.residual_block()
     report = quantized(model, tmp_path / "out.onnx", stages=Stages.none(), reduce_range=False)
     assert report.clipping == clipping_loss(tmp_path / "out.onnx", models.feeds(model))
@@ -127,7 +124,7 @@ def test_the_report_of_a_file_that_clips_has_the_loss(tmp_path: Path) -> None:
     assert f"without VNNI: {loss.sqnr_db:.1f} dB" in report.to_html()
 
 
-def test_the_number_of_channels(tmp_path: Path) -> None:
+def test_the_number_of_channels(tmp_path):
     """Of one layer, those with a pair of large weights of one sign that lie beside each other along K."""
     weight = np.full((8, 4), 0.01)
     weight[0:2, 1] = 1.0  # neighbours
@@ -139,7 +136,7 @@ def test_the_number_of_channels(tmp_path: Path) -> None:
     assert (layer.node, layer.clipping) == ("layer", 1)
 
 
-def test_a_weight_that_is_an_output_too(tmp_path: Path) -> None:
+def test_a_weight_that_is_an_output_too(tmp_path):
     model = onnx.load(by_stock(models.mlp(), tmp_path))
     tensor = model.graph.initializer[0]
     model.graph.output.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
@@ -148,7 +145,7 @@ def test_a_weight_that_is_an_output_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.since("1.24")  # before, the runtime has no ConvInteger of int8 weights
-def test_without_samples_or_of_a_form_that_is_not_simulated(tmp_path: Path) -> None:
+def test_without_samples_or_of_a_form_that_is_not_simulated(tmp_path):
     with pytest.raises(CalibrationError, match="no samples"):
         clipping_loss(by_stock(models.mlp(), tmp_path), [])
     text = "(uint8[1,4,5,5] x) => (int32[1,4,3,3] y) { [layer] y = ConvInteger (x, w) }"
@@ -157,7 +154,7 @@ def test_without_samples_or_of_a_form_that_is_not_simulated(tmp_path: Path) -> N
         ClippingSimulation(model)
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(tmp_path, capsys):
     model = models.residual_block()
     file = by_stock(model, tmp_path)
     np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(model, 4)]))

@@ -7,8 +7,6 @@ import tempfile
 import warnings
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -23,7 +21,7 @@ from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import SourceGraph
 from kenosis_ort.graph.save import made_for, mark
-from kenosis_ort.targets import Hooks, Target, get_target
+from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu.pieces import cut
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, check_bias_alignment, verify_fusion
 from tests import models
@@ -32,13 +30,13 @@ from tests.verify.expect import one
 
 
 @pytest.fixture
-def model() -> onnx.ModelProto:
+def model():
     g = QdqGraph()
     return g.model(g.relu_q(g.op("Relu", g.conv(g.act_input()))))
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scratch(tmp_path, monkeypatch):
     """An empty folder for temporary files and as working folder."""
     folder = tmp_path / "scratch"
     folder.mkdir()
@@ -47,7 +45,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def split(model: onnx.ModelProto, path: Path) -> Path:
+def split(model, path):
     """Saves a model with its data beside it."""
     onnx.save(model, path, save_as_external_data=True, location="model.data", size_threshold=0)
     return path
@@ -65,14 +63,14 @@ def test_all_forms_of_a_model_give_the_same_report_and_leave_nothing(model, tmp_
     assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "split.onnx", "model.data", "scratch"}
 
 
-def test_float_node_with_external_scales(tmp_path: Path) -> None:
+def test_float_node_with_external_scales(tmp_path):
     g = QdqGraph()
     path = split(g.model(g.q(g.op("Relu", g.conv(g.act_input())))), tmp_path / "model.onnx")
     assert "zero point of its Q is 128" in one(verify_fusion(path), "Conv").reason
     assert check_bias_alignment(onnx.load(path, load_external_data=False), base=tmp_path) == []
 
 
-def test_missing_files(model: onnx.ModelProto, tmp_path: Path) -> None:
+def test_missing_files(model, tmp_path):
     path = split(copy_model(model), tmp_path / "model.onnx")
     (tmp_path / "model.data").unlink()
     with pytest.raises(VerificationError):
@@ -83,7 +81,7 @@ def test_missing_files(model: onnx.ModelProto, tmp_path: Path) -> None:
         verify_fusion(model, custom_op_libraries=[str(tmp_path / "none.so")])
 
 
-def test_refusal_names_the_node_by_its_own_name(model: onnx.ModelProto, scratch: Path) -> None:
+def test_refusal_names_the_node_by_its_own_name(model, scratch):
     node = next(n for n in model.graph.node if n.op_type == "Relu")
     node.op_type, node.name = "NoSuchOperator", "my_node"
     with pytest.raises(VerificationError, match="my_node") as caught:
@@ -96,20 +94,20 @@ def test_refusal_names_the_node_by_its_own_name(model: onnx.ModelProto, scratch:
 # ---- a file says for which target it was made; the proof asks its runtime, and says so where it cannot ---------------
 
 
-def made(out: Path, target: str | Target = "ort-cpu", **options: Any) -> Path:
+def made(out, target="ort-cpu", **options):
     model = models.conv_relu_chain(2)
     quantize_static(model, out, models.reader(model, 4), target=target, recipe="plain", promise=False, **options)
     return out
 
 
-def test_a_file_says_for_which_target_it_was_made_but_not_one_for_other_tools(tmp_path: Path) -> None:
+def test_a_file_says_for_which_target_it_was_made_but_not_one_for_other_tools(tmp_path):
     out = tmp_path / "out.onnx"
     assert made_for(onnx.load(made(out))) == made_for(onnx.load(made(out, format="qop"))) == "ort-cpu"
     assert made_for(onnx.load(made(out, "tensorrt"))) == "tensorrt"
     assert made_for(onnx.load(made(out, format="qonnx"))) is made_for(models.conv_relu_chain(2)) is None
 
 
-def test_marking_replaces_the_mark_and_nothing_else() -> None:
+def test_marking_replaces_the_mark_and_nothing_else():
     model = models.conv_relu_chain(2)
     onnx.helper.set_model_props(model, {"author": "somebody"})
     mark(model, "first")
@@ -117,10 +115,10 @@ def test_marking_replaces_the_mark_and_nothing_else() -> None:
     assert {e.key: e.value for e in model.metadata_props} == {"author": "somebody", "kenosis_ort.target": "second"}
 
 
-def test_the_runtime_of_the_files_own_target_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_the_runtime_of_the_files_own_target_is_asked(tmp_path, monkeypatch):
+    asked = []
 
-    def prove(model: Any, **_: Any) -> FusionReport:
+    def prove(model, **_):
         asked.append("elsewhere")
         return FusionReport((), "1", runtime="another")
 
@@ -136,7 +134,7 @@ def test_the_runtime_of_the_files_own_target_is_asked(tmp_path: Path, monkeypatc
         assert verify_fusion(path, target="ort-cpu").runtime == "onnxruntime"
 
 
-def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path, capsys):
     path = made(tmp_path / "out.onnx", "tensorrt")
     with pytest.warns(KenosisWarning, match="made for target 'tensorrt', and the runtime of 'ort-cpu' is asked"):
         verify_fusion(path)
@@ -152,9 +150,9 @@ def test_a_file_for_a_runtime_that_is_not_here_is_told(tmp_path: Path, capsys: p
 # ---- a large model is proved in pieces, and the proof is that of the whole ------------------------------------------
 
 
-def _residual_net(*, signed: bool = False, shapes: bool = True) -> onnx.ModelProto:
+def _residual_net(*, signed=False, shapes=True):
     g = QdqGraph(act=np.int8 if signed else np.uint8)
-    known: list[str] = []
+    known = []
     x = g.act_input((1, 8, 6, 6))
     for _ in range(6):
         known += [first := g.op("Relu", g.conv(x, 8, 8)), second := g.conv(g.relu_q(first), 8, 8)]
@@ -167,14 +165,14 @@ def _residual_net(*, signed: bool = False, shapes: bool = True) -> onnx.ModelPro
     return model
 
 
-def _small_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def _small_pieces(monkeypatch, size):
     module = "kenosis_ort.targets.ort_cpu.cpu_proof"
     monkeypatch.setattr(f"{module}.WHOLE_LIMIT", 0)
     monkeypatch.setattr(f"{module}.cut", lambda model, graph: cut(model, graph, size=size))
 
 
 @pytest.mark.parametrize("size", [1, 4, 11])
-def test_the_proof_is_that_of_the_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_is_that_of_the_whole(size, monkeypatch):
     model = _residual_net()
     whole = verify_fusion(model)
     _small_pieces(monkeypatch, size)
@@ -184,7 +182,7 @@ def test_the_proof_is_that_of_the_whole(size: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
-def test_every_node_is_in_one_piece_and_the_pieces_compute_the_whole(size: int) -> None:
+def test_every_node_is_in_one_piece_and_the_pieces_compute_the_whole(size):
     model = _residual_net()
     parts = cut(model, SourceGraph(model), size=size)
     movable = ("DequantizeLinear", "Constant")
@@ -199,7 +197,7 @@ def test_every_node_is_in_one_piece_and_the_pieces_compute_the_whole(size: int) 
         np.testing.assert_array_equal(values[output.name], array)
 
 
-def test_no_cut_through_int8_or_values_of_unknown_rank() -> None:
+def test_no_cut_through_int8_or_values_of_unknown_rank():
     signed, unknown = _residual_net(signed=True), _residual_net(shapes=False)
     assert len(cut(signed, SourceGraph(signed), size=1)) == 1
     first, rest = cut(unknown, SourceGraph(unknown), size=1)  # only the graph input has a rank
@@ -207,13 +205,13 @@ def test_no_cut_through_int8_or_values_of_unknown_rank() -> None:
     assert len(rest.graph.node) == len(unknown.graph.node) - 1
 
 
-def test_no_cut_where_the_order_is_not_topological() -> None:
+def test_no_cut_where_the_order_is_not_topological():
     model = _residual_net()
     replace_nodes(model.graph, list(model.graph.node)[::-1])
     assert len(cut(model, SourceGraph(model), size=1)) == 1
 
 
-def test_a_body_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_keeps_what_it_reads(monkeypatch):
     model = _residual_net()
     graph = model.graph
     captured = next(n.output[0] for n in graph.node if n.op_type == "DequantizeLinear" and "quantize" in n.input[0])
@@ -250,20 +248,20 @@ reports = st.builds(
 
 
 @given(reports)
-def test_json_has_every_kernel(report: FusionReport) -> None:
+def test_json_has_every_kernel(report):
     raw = json.loads(json.dumps(report.to_dict()))
     assert raw == {"schema": 1, **json.loads(json.dumps(asdict(report)))}
 
 
 @given(reports)
-def test_counts_and_shares(report: FusionReport) -> None:
+def test_counts_and_shares(report):
     assert sum(report.counts().values()) == len(report.kernels)
     assert 0.0 <= report.integer_share() <= 1.0
     assert len(report.float_nodes()) == report.counts()["float"]
     assert len(str(report).splitlines()) <= 13
 
 
-def test_absorbed_matmul_counts_by_its_kernel() -> None:
+def test_absorbed_matmul_counts_by_its_kernel():
     report = FusionReport(
         (
             KernelReport("a", "MatMul", "com.microsoft.QGemm", True, absorbed=("b",), status=Status.INTEGER),
@@ -281,8 +279,8 @@ def test_absorbed_matmul_counts_by_its_kernel() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, None])
-def test_aligned_biases_pass(axis: int | None) -> None:
-    def make(g: QdqGraph) -> str:
+def test_aligned_biases_pass(axis):
+    def make(g):
         return g.gemm(g.q(g.op("Flatten", g.q(g.conv(g.act_input(), axis=axis)))), 16 * 144, 8, axis=axis)
 
     assert check_bias_alignment(build(make)) == []
@@ -290,14 +288,14 @@ def test_aligned_biases_pass(axis: int | None) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.5, 2.0).filter(lambda f: abs(f - 1) > 1e-5))
-def test_misaligned_bias_is_found(factor: float) -> None:
+def test_misaligned_bias_is_found(factor):
     model = build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=factor))
     (problem,) = check_bias_alignment(model)
     assert problem.kind == "bias-scale"
     assert problem.node.startswith("gemm")
 
 
-def test_tiny_scales_are_judged_in_steps_of_float32() -> None:
+def test_tiny_scales_are_judged_in_steps_of_float32():
     model = build(lambda g: g.gemm(g.act_input((4, 32))))
     makers = {n.output[0]: n for n in model.graph.node}
     gemm = next(n for n in model.graph.node if n.op_type == "Gemm")
@@ -310,24 +308,24 @@ def test_tiny_scales_are_judged_in_steps_of_float32() -> None:
     assert "0.81 %" in problem.what
 
 
-def test_a_bias_that_counts_nothing_is_not_judged() -> None:
+def test_a_bias_that_counts_nothing_is_not_judged():
     model = build(lambda g: g.gemm(g.act_input((4, 32)), bias_factor=2.0, beta=0.0))
     assert check_bias_alignment(model) == []
 
 
-def test_shared_bias_of_disagreeing_consumers_is_found() -> None:
+def test_shared_bias_of_disagreeing_consumers_is_found():
     model = build(lambda g: [g.gemm(g.act_input((4, 32))), g.gemm(g.act_input((4, 32), 0.05))])
     first, second = [n for n in model.graph.node if n.op_type == "Gemm"]
     first.input[2] = second.input[2]
     assert [p.node for p in check_bias_alignment(model)] == [first.name]
 
 
-def _edit(model: onnx.ModelProto, name: str, change: np.ndarray) -> None:
+def _edit(model, name, change):
     initializer = next(i for i in model.graph.initializer if i.name == name)
     initializer.CopyFrom(numpy_helper.from_array(change, name))
 
 
-def test_a_bias_has_the_zero_point_zero() -> None:
+def test_a_bias_has_the_zero_point_zero():
     model = build(lambda g: g.q(g.conv(g.act_input((1, 16, 6, 6)))))
     makers = {n.output[0]: n for n in model.graph.node}
     bias = makers[next(n.input[2] for n in model.graph.node if n.op_type == "Conv")]

@@ -1,8 +1,6 @@
 """Grids of weights in blocks, channels scaled in front of them, and which layers get 8 bits."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -30,14 +28,14 @@ SIZES = {"rows": st.integers(1, 70), "columns": st.integers(1, 5), "seed": st.in
 KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8]), "symmetric": st.booleans()}
 
 
-def matrix_of(rows: int, columns: int, seed: int) -> np.ndarray:
+def matrix_of(rows, columns, seed):
     rng = np.random.default_rng(seed)
     return rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
 
 
 @given(**SIZES, **KINDS)
 def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is_what_was_meant(
-    rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool
+    rows, columns, seed, block, bits, symmetric
 ):
     matrix = matrix_of(rows, columns, seed)
     grid = find_grid(matrix, bits, block, symmetric=symmetric)
@@ -65,7 +63,7 @@ def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is
 
 @given(rows=st.integers(8, 80), columns=st.integers(1, 6), seed=st.integers(0, 999), **KINDS)
 @example(rows=8, columns=1, seed=306, block=16, bits=4, symmetric=False)
-def test_rounding_by_moments_never_loses(rows: int, columns: int, seed: int, block: int, bits: int, symmetric: bool):
+def test_rounding_by_moments_never_loses(rows, columns, seed, block, bits, symmetric):
     rng = np.random.default_rng(seed)
     matrix = rng.normal(size=(rows, columns))
     x = rng.normal(size=(4 * rows, rows)) @ rng.normal(size=(rows, rows)) * np.exp(rng.normal(size=rows))
@@ -87,12 +85,12 @@ def test_inputs_that_are_always_zero_round_to_nearest():
 
 
 @pytest.mark.parametrize(("rows", "block"), [(16, 16), (17, 16), (31, 16), (32, 32), (100, 64), (128, 128), (999, 128)])
-def test_blocks_are_powers_of_two_that_the_matrix_fills(rows: int, block: int):
+def test_blocks_are_powers_of_two_that_the_matrix_fills(rows, block):
     assert block_of(rows, 128) == block
 
 
 @given(st.integers(0, 2**31), st.sampled_from([16, 32]), st.integers(20, 70))
-def test_fitted_steps_are_the_best_for_their_integers(seed: int, block: int, rows: int):
+def test_fitted_steps_are_the_best_for_their_integers(seed, block, rows):
     rng = np.random.default_rng(seed)
     matrix, data = rng.standard_normal((rows, 3)), rng.standard_normal((4 * rows, rows))
     hessian = data.T @ data / len(data)
@@ -114,7 +112,7 @@ def test_fitted_steps_are_the_best_for_their_integers(seed: int, block: int, row
 ROWS, LARGE = 32, 4
 
 
-def net(gain: float = 30.0, seed: int = 0, behind: str = "gate") -> onnx.ModelProto:
+def net(gain=30.0, seed=0, behind="gate"):
     """Two layers behind a normalization, a few of whose channels are large where weights are small."""
     rng = np.random.default_rng(seed)
     sizes = np.ones(ROWS)
@@ -129,34 +127,34 @@ def net(gain: float = 30.0, seed: int = 0, behind: str = "gate") -> onnx.ModelPr
     return onnx.shape_inference.infer_shapes(parse(text, {n: a.astype(np.float32) for n, a in arrays.items()}))
 
 
-def feeds(count: int = 8, seed: int = 0) -> list[dict[str, Any]]:
+def feeds(count=8, seed=0):
     rng = np.random.default_rng(seed)
     return [{"x": rng.normal(size=(1, 20, ROWS)).astype(np.float32)} for _ in range(count)]
 
 
-def run(model: onnx.ModelProto | Path, samples: list[dict[str, Any]]) -> Any:
+def run(model, samples):
     return np.concatenate([value.ravel() for outputs in support.run(model, samples) for value in outputs])
 
 
-def moments(model: onnx.ModelProto) -> Any:
+def moments(model):
     inner = np.concatenate([f["x"][0] for f in feeds()])
     inner = (inner - inner.mean(-1, keepdims=True)) / inner.std(-1, keepdims=True)
     inner *= array(model.graph.initializer, "gamma").astype(np.float64)
     return inner.T @ inner / len(inner)
 
 
-def error(matrix: Any, hessian: Any) -> float:
+def error(matrix, hessian):
     found, grid = round_in_blocks(np.asarray(matrix, np.float64), 4, 32, hessian)
     return relative_error(matrix, found, grid, hessian)
 
 
-def weighed(model: onnx.ModelProto, error: Any = error, **options: Any) -> tuple[onnx.ModelProto, dict[str, Any]]:
+def weighed(model, error=error, **options):
     hessian = moments(model)
     return weigh_channels(model, options.get("moments", lambda _: hessian), error, options.get("excluded", ()))
 
 
 @given(gain=st.floats(8.0, 200.0), seed=st.integers(0, 99))
-def test_exact_in_float_and_the_model_is_not_changed(gain: float, seed: int) -> None:
+def test_exact_in_float_and_the_model_is_not_changed(gain, seed):
     model = net(gain, seed)
     before, plain = model.SerializeToString(), moments(model)
     changed, factors = weighed(model, lambda _, hessian: 1.0 if np.array_equal(hessian, plain) else 0.5)
@@ -166,7 +164,7 @@ def test_exact_in_float_and_the_model_is_not_changed(gain: float, seed: int) -> 
     assert model.SerializeToString() == before
 
 
-def test_large_channels_get_finer_weights() -> None:
+def test_large_channels_get_finer_weights():
     factors, gamma = weighed(net())[1]["node1"], array(net().graph.initializer, "gamma")
     assert factors[gamma > 1].min() > 1.5 * factors[gamma == 1].max()
 
@@ -178,16 +176,16 @@ def test_large_channels_get_finer_weights() -> None:
     (net(), {"excluded": ("node1",)}),
     (net(behind="up"), {}),  # a matrix of two layers,
 ])  # fmt: skip
-def test_left_alone(model: onnx.ModelProto, options: dict[str, Any]) -> None:
+def test_left_alone(model, options):
     changed, factors = weighed(model, **options)
     assert factors == {}
     assert changed is model
 
 
-def test_through_the_public_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_through_the_public_call(tmp_path, monkeypatch):
     """Measured: 8.7 dB without, 12.0 dB, on other samples and at products in float."""
     model, found = net(), {}
-    options: dict[str, Any] = {"protect_sensitive": False, "accuracy_level": 0}
+    options = {"protect_sensitive": False, "accuracy_level": 0}
     for name in ("with", "without"):
         if name == "without":
             monkeypatch.setattr("kenosis_ort.weights.blocks.weigh_channels", lambda same, *_: (same, {}))
@@ -206,7 +204,7 @@ LAYERS = st.dictionaries(
 
 
 @given(LAYERS)
-def test_the_dearest_by_byte_get_more_and_no_more_than_a_tenth_of_all(layers: dict[str, tuple[float, int]]):
+def test_the_dearest_by_byte_get_more_and_no_more_than_a_tenth_of_all(layers):
     errors, sizes = {n: e for n, (e, _) in layers.items()}, {n: s for n, (_, s) in layers.items()}
     chosen = worth_their_bytes(errors, sizes)
     assert sum(sizes[name] for name in chosen) <= 0.1 * sum(sizes.values())

@@ -1,7 +1,6 @@
 """Linear layers of few bits and dynamic ones against float arithmetic; `quantize_weights` as users call it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -20,18 +19,18 @@ from tests.planning import parse
 FORMS = [weight_only, dynamic]
 Form = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 KERNELS = {"MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+BIAS = models.normal((24,), 1)
 
 
-def kernels(model: onnx.ModelProto) -> list[str]:
+def kernels(model):
     return [node.op_type for node in model.graph.node if node.op_type in KERNELS]
 
 
-def decibels(reference: onnx.ModelProto, model: onnx.ModelProto, *, count: int = 3) -> float:
+def decibels(reference, model, *, count=3):
     return min(c.sqnr_db for c in compare_outputs(reference, model, models.feeds(reference, count)))
 
 
-def one_layer(nodes: str = "y = Gemm(x, w, b)", b: object = models.normal((24,), 1), *, x: str = "3,32",
-              w: str = "32,24", seed: int = 0) -> onnx.ModelProto:  # fmt: skip
+def one_layer(nodes="y = Gemm(x, w, b)", b=BIAS, *, x="3,32", w="32,24", seed=0):
     return parse(f"(float[{x}] x) => (y) <float[{w}] w> {{ {nodes} }}", {"b": np.float32(b)}, seed=seed)
 
 
@@ -48,7 +47,7 @@ def one_layer(nodes: str = "y = Gemm(x, w, b)", b: object = models.normal((24,),
     (one_layer(b=np.full((1, 24), 2.0)), 35),
     (one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)), 35),
 ])  # fmt: skip
-def test_all_linear_layers_run_on_the_kernels(form: Form, model: onnx.ModelProto, least: float):
+def test_all_linear_layers_run_on_the_kernels(form, model, least):
     before = model.SerializeToString(deterministic=True)
     made = form(model)
     assert model.SerializeToString(deterministic=True) == before
@@ -60,7 +59,7 @@ def test_all_linear_layers_run_on_the_kernels(form: Form, model: onnx.ModelProto
     assert [o.name for o in made.graph.output] == [o.name for o in model.graph.output]
 
 
-def overridable() -> onnx.ModelProto:
+def overridable():
     model = one_layer()
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [32, 24]))
     return model
@@ -77,7 +76,7 @@ def overridable() -> onnx.ModelProto:
     overridable,  # what callers may override is no constant
     lambda: changed(one_layer(), w=np.inf),
 ])  # fmt: skip
-def test_other_nets_have_no_such_form(form: Form, build: Callable[[], onnx.ModelProto]):
+def test_other_nets_have_no_such_form(form, build):
     assert form(build()) is None
 
 
@@ -88,7 +87,7 @@ def test_data_that_several_layers_read_is_quantized_once():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
+def test_a_matrix_that_several_layers_use_is_stored_once(form):
     model = parse("""(float[2,32] x) => (float[2,32] y) <float[32,32] w>
         { a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) d = Gemm<transB = 1>(c, w) y = Relu(d) }""")  # another matrix
     made = form(model)
@@ -98,7 +97,7 @@ def test_a_matrix_that_several_layers_use_is_stored_once(form: Form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_matrix_with_another_reader_stays_too(form: Form):
+def test_a_matrix_with_another_reader_stays_too(form):
     text = """(int64[4] ids) => (float[4,50] y) <float[50,32] table>
         { rows = Gather(table, ids) y = Gemm<transB = 1>(rows, table) }"""
     model = parse(text)
@@ -113,7 +112,7 @@ def test_seven_bit_weights():
     assert np.abs(weight).max() == 64
 
 
-def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
+def look_up(rows, width, seed=0):
     text = f"(int64[4] ids) => (y) <float[{rows},{width}] table> {{ [look] y = Gather (table, ids) }}"
     return parse(text, seed=seed)
 
@@ -121,7 +120,7 @@ def look_up(rows: int, width: int, seed: int = 0) -> onnx.ModelProto:
 @given(
     rows=st.integers(16, 60), width=st.sampled_from([32, 64]), bits=st.sampled_from([4, 8]), seed=st.integers(0, 99)
 )  # fmt: skip
-def test_embeddings_are_looked_up_in_blocks(rows: int, width: int, bits: int, seed: int):
+def test_embeddings_are_looked_up_in_blocks(rows, width, bits, seed):
     model = look_up(rows, width, seed)
     made, names = with_block_embeddings(model, bits, 32)
     assert names == ("look",)
@@ -137,7 +136,7 @@ def test_embeddings_that_do_not_fit_blocks_stay():
 # ---- the public call -------------------------------------------------------------------------------------------------
 
 
-def decoder(width: int = 64, rows: int = 50, seed: int = 0) -> onnx.ModelProto:
+def decoder(width=64, rows=50, seed=0):
     """Tokens in, an embedding, three linear layers with a residual, logits out."""
     net = models.Net(seed=seed)
     ids = net.input("ids", [1, 6], TensorProto.INT64)
@@ -148,13 +147,13 @@ def decoder(width: int = 64, rows: int = 50, seed: int = 0) -> onnx.ModelProto:
     return net.of(net.op("MatMul", [x, net.weight((width, rows), name="head_w")], name="head"))
 
 
-def feeds(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+def feeds(count, seed=0):
     rng = np.random.default_rng(seed)
     return [{"ids": rng.integers(0, 50, (1, 6))} for _ in range(count)]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_layers_and_embedding_have_few_bits_and_the_file_runs(tmp_path: Path, bits: int):
+def test_layers_and_embedding_have_few_bits_and_the_file_runs(tmp_path, bits):
     model, out = decoder(), tmp_path / "out.onnx"
     before = model.SerializeToString(deterministic=True)
     report = kenosis_ort.quantize_weights(model, out, models.FeedReader(feeds(16)), bits=bits, protect_sensitive=False)
@@ -186,7 +185,7 @@ def test_an_embedding_has_four_bits_where_they_cost_the_outputs_little(tmp_path,
     assert quality(model, out, others) > quality(model, plain, others) - 1.5
 
 
-def test_samples_make_it_better_on_others(tmp_path: Path):
+def test_samples_make_it_better_on_others(tmp_path):
     model = decoder()
     found = {}
     for name, reader in (("nearest", None), ("rounded", models.FeedReader(feeds(64)))):
@@ -197,7 +196,7 @@ def test_samples_make_it_better_on_others(tmp_path: Path):
     assert found["rounded"] > found["nearest"] + 1
 
 
-def test_a_layer_that_loses_much_more_than_the_others_keeps_eight_bits(tmp_path: Path):
+def test_a_layer_that_loses_much_more_than_the_others_keeps_eight_bits(tmp_path):
     one_of_a_block = np.where(np.arange(64) % 16, 1, 40)[:, None]  # takes all the range
     model = changed(decoder(), head_w=one_of_a_block)
     report = kenosis_ort.quantize_weights(model, tmp_path / "out.onnx", embeddings=False, block_size=128)
@@ -211,7 +210,7 @@ def test_a_layer_that_loses_much_more_than_the_others_keeps_eight_bits(tmp_path:
     assert bits == {node: 8 if error > 4 * middle else 4 for node, error in errors.items()}
 
 
-def test_named_nodes_stay_float(tmp_path: Path):
+def test_named_nodes_stay_float(tmp_path):
     model, out = decoder(), tmp_path / "out.onnx"
     kenosis_ort.quantize_weights(model, out, nodes_to_exclude=["head", "embed"])
     written = {node.name: node.op_type for node in onnx.load(out).graph.node}
@@ -226,13 +225,13 @@ def test_named_nodes_stay_float(tmp_path: Path):
     ({"model_input": models.conv_relu_chain(2)}, kenosis_ort.NothingToQuantizeError, "."),
     ({"calibration_data_reader": [{"other": np.zeros((1, 6))}]}, kenosis_ort.CalibrationError, "ids"),
 ])  # fmt: skip
-def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path: Path, options: dict, error: type, words: str):
+def test_what_is_wrong_is_told_and_nothing_is_written(tmp_path, options, error, words):
     with pytest.raises(error, match=words):
         kenosis_ort.quantize_weights(**{"model_input": decoder(), "model_output": tmp_path / "out.onnx", **options})
     assert not list(tmp_path.iterdir())
 
 
-def test_progress_is_told_by_layer(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_is_told_by_layer(tmp_path):
+    told = []
     kenosis_ort.quantize_weights(decoder(), tmp_path / "out.onnx", feeds(6), progress=lambda *entry: told.append(entry))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]

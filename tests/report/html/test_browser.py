@@ -2,8 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def browser() -> Any:
+def browser():
     executable = os.environ.get("KENOSIS_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
         pytest.skip("no Chromium is installed")
@@ -29,8 +27,8 @@ def browser() -> Any:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder: Path = tmp_path_factory.mktemp("pages")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
     deep = full_report(plan=plan(*DEEP), fusion=fusion(*(kernel(name) for name in DEEP)), evidence=evidence(*DEEP))
     found = {}
     for name, report in {"small": full_report(), "deep": deep, "evil": evil_report()}.items():
@@ -40,11 +38,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def open_page(browser: Any, files: dict[str, Path]) -> Any:
+def open_page(browser, files):
     """Function that opens a page; until the test ends it asks for nothing beside itself and complains of nothing."""
     opened, asked, complaints = list[str](), list[str](), list[str]()
 
-    def open_page(name: str = "small", **context: Any) -> Any:
+    def open_page(name="small", **context):
         page = browser.new_context(viewport={"width": 1280, "height": 900}, **context).new_page()
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -61,7 +59,7 @@ def open_page(browser: Any, files: dict[str, Path]) -> Any:
 
 @pytest.mark.parametrize("name", ["small", "deep", "evil"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_without_complaints_or_requests(open_page, name: str, scheme: str, tmp_path: Path):
+def test_it_opens_without_complaints_or_requests(open_page, name, scheme, tmp_path):
     page = open_page(name, color_scheme=scheme)
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert (tmp_path / "page.png").stat().st_size > 10_000

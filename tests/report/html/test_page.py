@@ -9,7 +9,6 @@ from collections import defaultdict
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -22,7 +21,6 @@ from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call, region_of
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
 from kenosis_ort.report.html.picture import time_plot
-from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.storage.data import to_data
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
 
@@ -33,7 +31,7 @@ EVIL = "<script>alert(1)</script>\"'&</title><img src=x onerror=alert(1)>"
 class Page(HTMLParser):
     """Reads a page into tags; `problems` names what is not well formed."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.problems: list[str] = []
@@ -44,7 +42,7 @@ class Page(HTMLParser):
         self.close()
         self.problems += [f"{tag} is not closed" for tag in self._open]
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         names = [name for name, _ in attrs]
         if len(names) != len(set(names)):
             self.problems.append(f"{tag} has an attribute twice: {names}")
@@ -52,26 +50,26 @@ class Page(HTMLParser):
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if tag in VOID:
             return
         if not self._open or self._open.pop() != tag:
             self.problems.append(f"</{tag}> closes something else")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._open and self._open[-1] == "script":
             self.scripts.append(data)
         elif self._open and self._open[-1] == "style":
             self.styles.append(data)
 
-    def all(self, tag: str) -> list[dict[str, str | None]]:
+    def all(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def evil_report() -> QuantizationReport:
+def evil_report():
     """Names, reasons and options that try to be markup, wherever a model or a caller puts text."""
     node = kernel(EVIL, integer=False, kernel=EVIL, status="float", reason=EVIL, absorbed=(EVIL,))
     told = {"model_input": EVIL, "model_output": EVIL, "notes": (EVIL,), "warnings": (EVIL,), "versions": {EVIL: EVIL}}
@@ -88,11 +86,11 @@ REPORTS = {
 
 
 @pytest.fixture(params=list(REPORTS))
-def page(request: pytest.FixtureRequest) -> Page:
+def page(request):
     return Page(render_html(REPORTS[request.param]))
 
 
-def test_it_is_well_formed_and_every_reference_leads_to_an_id(page: Page):
+def test_it_is_well_formed_and_every_reference_leads_to_an_id(page):
     assert page.problems == []
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -101,7 +99,7 @@ def test_it_is_well_formed_and_every_reference_leads_to_an_id(page: Page):
     assert {*targets, *((link["href"] or "").removeprefix("#") for link in page.all("a"))} <= {*ids}
 
 
-def test_it_has_landmarks_and_headings_that_skip_no_level_and_controls_and_pictures_have_names(page: Page):
+def test_it_has_landmarks_and_headings_that_skip_no_level_and_controls_and_pictures_have_names(page):
     counts = {name: len(page.all(name)) for name in ("header", "nav", "main", "footer", "h1")}
     assert counts == dict.fromkeys(counts, 1)
     assert page.all("title")
@@ -117,7 +115,7 @@ def test_it_has_landmarks_and_headings_that_skip_no_level_and_controls_and_pictu
     assert all(canvas["aria-label"] and canvas["tabindex"] == "0" for canvas in page.all("canvas"))
 
 
-def test_it_fetches_nothing_its_policy_allows_its_own_script_and_style_only_and_that_heeds_motion_and_print(page: Page):
+def test_it_fetches_nothing_its_policy_allows_its_own_script_and_style_only_and_that_heeds_motion_and_print(page):
     for tag, attributes in page.tags:
         assert tag not in ("link", "img", "iframe", "object", "embed", "audio", "video", "base"), tag
         assert not any(name.startswith("on") or name in ("src", "style") for name in attributes), (tag, attributes)
@@ -146,7 +144,7 @@ def test_sections_appear_where_there_is_something_to_show():
         assert (text in full, text in bare) == (True, True), text
 
 
-def test_a_report_saves_its_page_and_says_why_it_cannot(tmp_path: Path):
+def test_a_report_saves_its_page_and_says_why_it_cannot(tmp_path):
     original = full_report()
     original.save_html(tmp_path / "r.html")
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == original.to_html()
@@ -168,7 +166,7 @@ def test_the_call_reads_the_recipe_file_and_names_libraries():
     ("float", Kind.INTEGER, "caller-excluded", "float"), ("float", None, "", "float"), ("", None, "", "other"),
     ("", Kind.ABSORBED, "rule", "fused"), ("", Kind.FLOAT, "protected-input", "protected"),
 ])  # fmt: skip
-def test_a_node_is_in_the_region_of_its_kernel_or_of_the_plan(status: str, kind: Kind | None, rule: str, region: str):
+def test_a_node_is_in_the_region_of_its_kernel_or_of_the_plan(status, kind, rule, region):
     decision = None if kind is None else NodeDecision("node", "Conv", kind, rule, "because")
     assert region_of(decision, kernel("node", status=status) if status else None) == region
 
@@ -183,20 +181,20 @@ def test_a_large_model_stays_below_two_megabytes():
 # ---- colours ------------------------------------------------------------------------------------------------------
 
 
-def tokens() -> dict[str, dict[str, str]]:
+def tokens():
     text = files("kenosis_ort.report.html").joinpath("static", "tokens.css").read_text(encoding="utf-8")
     parts = text.split("prefers-color-scheme: dark")
     schemes = [dict(re.findall(r"--([\w-]+):\s*(#[0-9a-f]{6});", part)) for part in parts]
     return dict(zip(("light", "dark"), schemes, strict=True))
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(a: str, b: str) -> float:
+def contrast(a, b):
     high, low = sorted((luminance(a), luminance(b)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
@@ -212,7 +210,7 @@ MARKS = [*((name, "surface") for name in REGIONS), ("edge", "surface"), ("focus"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_marks_have_enough_contrast(scheme: str):
+def test_text_and_marks_have_enough_contrast(scheme):
     colours = tokens()[scheme]
     assert colours.keys() == tokens()["light"].keys()
     assert set(colours) >= {name for pair in TEXT + MARKS for name in pair}
@@ -231,7 +229,7 @@ def test_notebook_fragment_tells_the_verdict():
 
 
 @st.composite
-def graphs(draw) -> tuple[int, list[tuple[int, int]]]:
+def graphs(draw):
     count = draw(st.integers(1, 60))
     pairs = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=120, unique=True))
     return count, [(min(a, b), max(a, b)) for a, b in pairs if a != b]
