@@ -64,8 +64,7 @@ def test_a_constant_that_is_listed_as_an_input_is_its_default(outputs):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (b"", "empty"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
+    (b"", "empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS"),
     (b"PK\x03\x04aaaa", "zip archive"), (b"<!doctype html><html>", "HTML"),
     (b"\x18\x00\x00\x00ORTM" + bytes(20), "ORT format"),
     (b"this is no model at all, only a text of some length", "not a complete ONNX model"),
@@ -211,8 +210,7 @@ def with_functions(*bodies):
 @pytest.mark.parametrize(("fields", "message"), [
     ({"dims": [4, -4]}, "negative size"), ({"dims": [4, 5]}, "64 bytes.*takes 80"), ({"dims": [2**40, 2**40]}, "takes"),
     ({"dims": [2**32, 2**32, 4]}, "takes"), ({"raw_data": TINY.tobytes()[:-1]}, "63 bytes"),
-    ({"raw_data": TINY.tobytes() + b"\0"}, "65 bytes"),
-    ({"raw_data": b"", "float_data": [1.0] * 15}, "15 numbers"),
+    ({"raw_data": TINY.tobytes() + b"\0"}, "65 bytes"), ({"raw_data": b"", "float_data": [1.0] * 15}, "15 numbers"),
     ({"raw_data": TINY.tobytes()[:8], "segment": TensorProto.Segment(begin=0, end=1)}, "segment"),
     ({"data_type": 77}, "data type 77"), ({"data_type": 0}, "data type 0"),
     ({"data_type": TensorProto.STRING}, "strings"),

@@ -204,8 +204,7 @@ def test_nothing_to_compute_is_nothing_to_convert(kind):
 @pytest.mark.parametrize(("declared", "body", "kind"), [
     ("<float16[1,1] h = {15360}>", "m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
     ("", "h = Constant<value = float16[1,1] {15360}>() m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
-    ("", "h = Cast<to = 10>(x) m = MatMul(h, h) o = Cast<to = 1>(m)", "float"),
-    ("", "o = secret.Secret(x)", "float16"),
+    ("", "h = Cast<to = 10>(x) m = MatMul(h, h) o = Cast<to = 1>(m)", "float"), ("", "o = secret.Secret(x)", "float16"),
 ], ids=["stored", "constant", "attribute", "declared"])  # fmt: skip
 def test_what_only_a_body_says_of_the_type_counts(declared, body, kind):
     branch = f"() => ({kind}[4,4] o) {declared} {{ {body} }}"

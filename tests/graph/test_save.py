@@ -327,8 +327,7 @@ def by_recipe(recipe):
 
 @pytest.mark.parametrize(("build", "call"), [
     (decoder, weights_alone(0)), (decoder, weights_alone(8)), (models.transformer_block, by_recipe("fast")),
-    (lambda: models.bn_net(channels=16), by_recipe("accurate")),
-    (models.transformer_block, by_recipe("weight-only-4")),
+    (lambda: models.bn_net(channels=16), by_recipe("accurate")), (models.transformer_block, by_recipe("weight-only-4")),
 ], ids=["weights alone", "by samples", "fast", "accurate", "weight-only-4"])  # fmt: skip
 def test_files_and_reports_are_those_made_in_memory(tmp_path, on_disk, monkeypatch, build, call):
     path, reports = split(build(), tmp_path), []

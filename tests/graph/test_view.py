@@ -172,8 +172,7 @@ def test_others_do_not(one, other):
 @pytest.mark.parametrize(("inputs", "outputs", "body", "pairs"), [
     ("past_key past_value", "present_key present_value", "",
      {"present_key": "past_key", "present_value": "past_value"}),
-    ("input state", "output stateN", "", {"stateN": "state"}),
-    ("past_h prev_h", "next_h", "", {}),
+    ("input state", "output stateN", "", {"stateN": "state"}), ("past_h prev_h", "next_h", "", {}),
     ("state", "state_out new_state", "", {}),
     ("state more", "cat_1 stateN", "new = Neg(more) cat_1 = Concat<axis = 2>(state, new)", {"cat_1": "state"}),
     ("past_0 past_1 a b c", "cat_8 cat_9 both one other",

@@ -21,8 +21,7 @@ def test_what_is_broken_stands_there_once_and_its_tests_exist(each):
 
 
 @pytest.mark.parametrize(("new", "longest_s", "says"), [
-    ("ANSWER = 43", 120.0, "caught test_it.py::test_it"),
-    ("ANSWER = 6 * 7", 120.0, "NOT CAUGHT"),
+    ("ANSWER = 43", 120.0, "caught test_it.py::test_it"), ("ANSWER = 6 * 7", 120.0, "NOT CAUGHT"),
     ("while True: pass", 2.0, "NOT CAUGHT: the tests do not end within 2 s"),
 ], ids=["fails", "passes", "hangs"])  # fmt: skip
 def test_a_test_that_fails_has_caught_it_not_one_that_never_ends(tmp_path, new, longest_s, says):

@@ -82,9 +82,7 @@ def test_overrides_of_tensors_survive():
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("nonsense", "not valid TOML"),
-    ("schema = 9\n[recipe]\n", "schema 9"),
-    ("a = 1\n", "no \\[recipe\\]"),
+    ("nonsense", "not valid TOML"), ("schema = 9\n[recipe]\n", "schema 9"), ("a = 1\n", "no \\[recipe\\]"),
     ("[recipe]\nequalise = true\n", "Did you mean 'equalize'"),
     ("[recipe]\nsamples = -1\n", "samples=-1 .*r.toml: samples"),
     ("[recipe.bits]\na = {weights = 9}\n", "=9 .*r.toml: bits.'a'"),

@@ -277,8 +277,7 @@ NORMED = f"{NORMS['layer norm']}\n a = MatMul (n, w1)\n "
 
 @pytest.mark.parametrize(("body", "options"), [
     (f"{NORMED} y = Add (a, n)", {"insert": False}),  # a residual reads it
-    (f"{NORMED} y = Add (a, b2)", {"nodes": ["other"]}),
-    ("y = MatMul (x, w1)", {}),
+    (f"{NORMED} y = Add (a, b2)", {"nodes": ["other"]}), ("y = MatMul (x, w1)", {}),
     (f"{NORMS['layer norm']}\n t = Transpose <perm = [0, 2, 1]> (n)\n y = MatMul (t, w)", {}),
 ])  # fmt: skip
 def test_left_alone(body, options):

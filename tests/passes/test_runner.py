@@ -183,8 +183,7 @@ def test_settings_are_checked_by_their_types(given, says):
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("[recipe.sen]\n", "Did you mean 'seen'"),
-    ("[recipe.seen]\nstrenght = 1\n", "Did you mean 'strength'"),
+    ("[recipe.sen]\n", "Did you mean 'seen'"), ("[recipe.seen]\nstrenght = 1\n", "Did you mean 'strength'"),
     ("[recipe]\nseen = 1\n", "is no table"), ("[recipe.seen]\nmode = 1\n", "mode=1"),
 ])  # fmt: skip
 def test_mistakes_in_a_file_are_named(known, text, says):

@@ -87,24 +87,14 @@ HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
 
 
 @pytest.mark.parametrize(("behind", "outputs", "found"), [
-    ("y = Sigmoid (c)", "y", (-8.0, 8.0)),
-    ("y = Tanh (c)", "y", (-4.0, 4.0)),
-    ("y = HardSwish (c)", "y", (-3.0, None)),
-    ("y = HardSigmoid (c)", "y", (-2.5, 2.5)),
-    (f"y = {HARD} (c)", "y", (-3.0, 3.0)),
-    ("y = Relu (c)", "y", (0.0, None)),
-    ("y = Erf (c)", "y", (-3.0, 3.0)),
-    ("y = Mish (c)", "y", (-9.0, None)),
-    ("y = com.microsoft.Gelu (c)", "y", (-4.5, None)),
-    ("y = Softplus (c)", "y", (-8.0, None)),
-    ("y = Elu (c)", "y", (-7.0, None)),
-    ("y = Selu (c)", "y", (-7.0, None)),
-    ("y = Celu <alpha = 2.0> (c)", "y", (-14.0, None)),
-    ("y = Clip (c, low, high)", "y", (-1.0, 2.0)),
-    ("y = Clip (c, low)", "y", (-1.0, None)),
-    ("s = Sigmoid (c) y = Mul (c, s)", "y", (-8.0, None)),
-    ("s = Sigmoid (c) y = Mul (s, c)", "y", (-8.0, None)),
-    (f"s = {HARD} (c) y = Mul (c, s)", "y", (-3.0, None)),
+    ("y = Sigmoid (c)", "y", (-8.0, 8.0)), ("y = Tanh (c)", "y", (-4.0, 4.0)), ("y = HardSwish (c)", "y", (-3.0, None)),
+    ("y = HardSigmoid (c)", "y", (-2.5, 2.5)), (f"y = {HARD} (c)", "y", (-3.0, 3.0)),
+    ("y = Relu (c)", "y", (0.0, None)), ("y = Erf (c)", "y", (-3.0, 3.0)), ("y = Mish (c)", "y", (-9.0, None)),
+    ("y = com.microsoft.Gelu (c)", "y", (-4.5, None)), ("y = Softplus (c)", "y", (-8.0, None)),
+    ("y = Elu (c)", "y", (-7.0, None)), ("y = Selu (c)", "y", (-7.0, None)),
+    ("y = Celu <alpha = 2.0> (c)", "y", (-14.0, None)), ("y = Clip (c, low, high)", "y", (-1.0, 2.0)),
+    ("y = Clip (c, low)", "y", (-1.0, None)), ("s = Sigmoid (c) y = Mul (c, s)", "y", (-8.0, None)),
+    ("s = Sigmoid (c) y = Mul (s, c)", "y", (-8.0, None)), (f"s = {HARD} (c) y = Mul (c, s)", "y", (-3.0, None)),
     ("y = com.microsoft.QuickGelu <alpha = 1.0> (c)", "y", (-8.0, None)),
     ("y = com.microsoft.QuickGelu (c)", "y", (-8.0 / 1.702, None)),
     pytest.param("y = Swish <alpha = 2.0> (c)", "y", (-4.0, None), marks=SWISH),
@@ -114,8 +104,7 @@ HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
     ("a = Add (c, three) b = Clip (a, zero, six) y = Mul (c, b)", "y", (-3.0, None)),
     ("a = Add (c, three) y = Clip (a, zero, six)", "y", (-3.0, 3.0)),
     # Several consumers take the wider bound on each side.
-    ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)),
-    ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
+    ("y = Sigmoid (c) z = Tanh (c)", "y, z", (-8.0, 8.0)), ("y = Sigmoid (c) z = HardSwish (c)", "y, z", (-8.0, None)),
     # What saturates a Concat saturates its parts.
     ("j = Concat <axis = 1> (c, c) y = Relu (j)", "y", (0.0, None)),
     ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y", (0.0, None)),
@@ -123,13 +112,9 @@ HARD = "HardSigmoid <alpha = 0.1666667, beta = 0.5>"
     ("j = Concat <axis = 1> (x, c) y = Relu (j)", "y, j", None),
     ("j = Concat <axis = 1> (x, c) r = Relu (j) y = Add (j, r)", "y", None),
     # A consumer sees the difference.
-    ("y = Sigmoid (c) z = Neg (c)", "y, z", None),
-    ("y = Sigmoid (c)", "y, c", None),
-    ("y = Neg (c)", "y", None),
-    ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None),
-    ("s = Tanh (c) y = Mul (c, s)", "y", None),
-    ("y = HardSigmoid <alpha = -0.2> (c)", "y", None),
-    ("y = Elu <alpha = 50.0> (c)", "y", None),
+    ("y = Sigmoid (c) z = Neg (c)", "y, z", None), ("y = Sigmoid (c)", "y, c", None), ("y = Neg (c)", "y", None),
+    ("s = Sigmoid (x) r = ReduceMean (s) y = Mul (c, r)", "y", None), ("s = Tanh (c) y = Mul (c, s)", "y", None),
+    ("y = HardSigmoid <alpha = -0.2> (c)", "y", None), ("y = Elu <alpha = 50.0> (c)", "y", None),
     ("b = ReduceMin <keepdims = 0> (x) y = Clip (c, b)", "y", None),
     ("y = Clip (c, high, low)", "y", None),  # no number lies between
     (f"y = Sigmoid (c) f = Cast <to = 9> (k) {IF}", "y, z", None),
@@ -139,12 +124,9 @@ def test_what_all_consumers_together_see(behind, outputs, found):
 
 
 @pytest.mark.parametrize(("behind", "opset", "axes"), [
-    ("y = Softmax (c)", 17, (-1,)),
-    ("y = Softmax <axis = 1> (c)", 17, (1,)),
-    ("y = Softmax <axis = 2> (c)", 11, (2, 3)),
-    ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
-    ("y = Sigmoid (c)", 17, None),
-    ("s = Softmax (c)\n y = Add (s, c)", 17, None),
+    ("y = Softmax (c)", 17, (-1,)), ("y = Softmax <axis = 1> (c)", 17, (1,)),
+    ("y = Softmax <axis = 2> (c)", 11, (2, 3)), ("r = Reshape (c, shape)\n y = Softmax <axis = 2> (r)", 17, (-1,)),
+    ("y = Sigmoid (c)", 17, None), ("s = Softmax (c)\n y = Add (s, c)", 17, None),
     ("r = Reshape (c, shape)\n y = Softmax <axis = 0> (r)", 17, None),
 ])  # fmt: skip
 def test_what_a_softmax_sees(behind, opset, axes):

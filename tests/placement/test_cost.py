@@ -51,8 +51,7 @@ def test_products_and_free_sizes(text, expected):
 
 
 @pytest.mark.parametrize(("arguments", "name"), [
-    ({"inputs": 64, "outputs": 64}, "conv-pointwise"),
-    ({"inputs": 64, "outputs": 64, "stride": 2}, "conv-dense"),
+    ({"inputs": 64, "outputs": 64}, "conv-pointwise"), ({"inputs": 64, "outputs": 64, "stride": 2}, "conv-dense"),
     ({"inputs": 64, "outputs": 64, "window": (3, 3)}, "conv-dense"),
     ({"inputs": 64, "outputs": 64, "window": (5,)}, "conv-dense"),
     ({"inputs": 3, "outputs": 64, "window": (3, 3)}, "conv-few-channels"),
@@ -87,8 +86,7 @@ def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
 
 
 @pytest.mark.parametrize(("op", "expected"), [
-    ("Relu", Work("clip", elements=2 * 4 * 36)),
-    ("Sigmoid", Work("sigmoid", elements=2 * 4 * 36)),
+    ("Relu", Work("clip", elements=2 * 4 * 36)), ("Sigmoid", Work("sigmoid", elements=2 * 4 * 36)),
     ("GlobalAveragePool", Work("global-pool", elements=2 * 4 * 36)),
     ("MaxPool <kernel_shape = [2,3], strides = [2,2]>", Work("max-pool", 0, 6 * 48, 48, 6 * 48, 2 * 4 * 36)),
     ("AveragePool <kernel_shape = [2,2]>", Work("average-pool", 0, 4 * 200, 200, 4 * 200, 2 * 4 * 36)),
@@ -96,8 +94,7 @@ def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
     ("Softmax <axis = 1>", Work("softmax", elements=2 * 4 * 36, pieces=72, reads=2 * 4 * 36)),
     ("SpaceToDepth <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, reads=2 * 4 * 36)),
     ("DepthToSpace <blocksize = 2>", Work("transpose", elements=2 * 4 * 36, pieces=2 * 4 * 36)),
-    ("Flatten", Work("nothing")),
-    ("Sin", Work("other", elements=2 * 4 * 36)),
+    ("Flatten", Work("nothing")), ("Sin", Work("other", elements=2 * 4 * 36)),
 ])  # fmt: skip
 def test_other_operators(op, expected):
     assert work(f"(float[2,4,6,6] x) => (y) {{ y = {op} (x) }}") == expected
@@ -339,8 +336,7 @@ def test_the_same_results_to_the_bit(tmp_path, options):
 
 @pytest.mark.parametrize("options", [
     {"TensorQuantOverrides": {"deep_w": [{"symmetric": True, "reduce_range": True}]}},
-    {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}},
-    {"WeightSymmetric": False},
+    {"TensorQuantOverrides": {"deep_w": [{"quant_type": QuantType.QUInt8}]}}, {"WeightSymmetric": False},
     {"MinimumRealRange": 0.01},
 ], ids=["range", "type", "asymmetric", "least range"])  # fmt: skip
 def test_what_the_caller_says_of_weights_is_kept_and_the_report_is_true(tmp_path, options):

@@ -199,15 +199,12 @@ def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_ne
 
 @pytest.mark.parametrize(("own", "limit", "shared", "elsewhere", "said"), [
     # Read elsewhere, a value must not lose resolution; ranges are widened to hold 0 before they are compared.
-    ((0.0, 1.0), None, (0.0, 1.4), True, None),
-    ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
-    ((0.0, 1.0), None, (0.0, 100.0), False, None),
-    ((2.0, 3.0), None, (0.0, 4.0), True, None),
+    ((0.0, 1.0), None, (0.0, 1.4), True, None), ((0.0, 1.0), None, (0.0, 1.6), True, "'v' is read elsewhere"),
+    ((0.0, 1.0), None, (0.0, 100.0), False, None), ((2.0, 3.0), None, (0.0, 4.0), True, None),
     ((-1.0, 0.0), None, (-1.0, 1.0), True, "'v' is read elsewhere"),
     # An absorbed activation must stay absorbed.
     ((0.0, 4.0), (0.0, None), (-1.0, 4.0), False, "below 0.0"),
-    ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"),
-    ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
+    ((0.0, 4.0), (0.0, 6.0), (0.0, 8.0), False, "above 6.0"), ((0.0, 4.0), (0.0, 6.0), (0.0, 6.0), False, None),
     ((0.0, 4.0), (0.0, None), (0.5, 4.0), False, None),
     # Before calibration everything may be shared, so that every value that may need its own range is observed.
     (None, (0.0, None), None, True, None),
@@ -254,17 +251,13 @@ GATED = "g = GlobalAveragePool (a) e = Conv (g, t) h = Sigmoid (e) m = Mul (a, h
     *((stem(between), "cd") for between in ("r = Relu (c)", "r = HardSwish (c)", "r = Identity (c)",
                                             "s = Sigmoid (c) r = Mul (c, s)", "r = LeakyRelu (c)")),
     # Others are no stem: of many channels, before a dense Conv, a pool, two Convs, an output, a second Conv.
-    (stem(channels=16), ""),
-    (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
-    (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""),
-    (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
-    (stem(outputs="y, r"), ""),
-    (behind_stem(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
+    (stem(channels=16), ""), (stem(depthwise=f"d = Conv <{CONV}> (r, f)"), ""),
+    (stem("r = MaxPool <kernel_shape = [1,1]> (c)"), ""), (stem(behind="z = Conv (r, u)", outputs="y, z"), ""),
+    (stem(outputs="y, r"), ""), (behind_stem(f"r = Relu (c) e = Conv (r, u) g = Relu (e) y = {DEPTHWISE} (g, v)"), ""),
     # A net of nothing else is integer.
     (behind_stem(f"y = {DEPTHWISE} (c, v)"), ""),
     # The projection joins them where it does not widen; a residual around them takes all three.
-    (mobile("y = Conv (p, t)"), "cdp"),
-    (mobile("y = Conv (p, t)", wide=16), "cd"),
+    (mobile("y = Conv (p, t)"), "cdp"), (mobile("y = Conv (p, t)", wide=16), "cd"),
     (mobile("s = Add (r, p) y = Conv (s, t)"), "cdp"),
     # A sum with anything else takes none, and a gate between them leaves the projection integer.
     (mobile("q = Conv (p, t) z = Relu (q) s = Add (r, z) y = Conv (s, t)"), ""),
@@ -288,13 +281,10 @@ def test_a_target_may_switch_it_off():
 
 
 @pytest.mark.parametrize(("between", "fast"), [
-    (f"p = {WIDE_POOL} (c)", True),
-    (f"r = Relu (c) p = {WIDE_POOL} (r)", True),
-    (f"s = Sigmoid (c) m = Mul (c, s) p = {WIDE_POOL} (m)", True),
-    (f"h = HardSwish (c) p = {WIDE_POOL} (h)", True),
+    (f"p = {WIDE_POOL} (c)", True), (f"r = Relu (c) p = {WIDE_POOL} (r)", True),
+    (f"s = Sigmoid (c) m = Mul (c, s) p = {WIDE_POOL} (m)", True), (f"h = HardSwish (c) p = {WIDE_POOL} (h)", True),
     (f"d = Conv <{CONV}> (c, f) a = Concat <axis = 1> (c, d) b = Slice (a, o, e, n) p = {WIDE_POOL} (b)", True),
-    (f"q = {WIDE_POOL} (c) p = {WIDE_POOL} (q)", True),
-    (f"l = LRN <size = 3> (c) p = {WIDE_POOL} (l)", False),
+    (f"q = {WIDE_POOL} (c) p = {WIDE_POOL} (q)", True), (f"l = LRN <size = 3> (c) p = {WIDE_POOL} (l)", False),
     (f"l = InstanceNormalization (c, one, one) p = {WIDE_POOL} (l)", False),
     (f"l = AveragePool <kernel_shape = [3,3], pads = [1,1,1,1]> (c) p = {WIDE_POOL} (l)", False),
     (f"i = {WIDE_POOL} (x) p = Add (c, i)", False),  # a pool of the input

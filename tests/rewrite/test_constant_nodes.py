@@ -27,8 +27,7 @@ def dropped(body, expected, outputs="float[2,3] y", declared="", **weights):
     # What joins or adds one value alone goes; a cache that is handed on is read as it came.
     ("a = Relu(x) b = Concat<axis = 1>(a) y = Neg(b)", "float[2,3] y", "Relu Neg"),
     ("a = Relu(x) b = Max(a) c = Sum(b) y = Neg(c)", "float[2,3] y", "Relu Neg"),
-    ("y = Concat<axis = 1>(x, x)", "float[2,6] y", "Concat"),
-    ("a = Sum(x) y = Relu(a)", "float[2,3] y", "Relu"),
+    ("y = Concat<axis = 1>(x, x)", "float[2,6] y", "Concat"), ("a = Sum(x) y = Relu(a)", "float[2,3] y", "Relu"),
 ])  # fmt: skip
 def test_copies_go_and_what_an_output_needs_stays(body, outputs, expected):
     dropped(body, expected, outputs)

@@ -85,10 +85,8 @@ def test_both_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("platform", "said", "expected"), [
-    ("linux", "/cache", "/cache"),
-    *(("linux", said, "/home/me/.cache") for said in ("", "relative/folder")),
-    ("darwin", "", "/home/me/Library/Caches"),
-    ("win32", "", "/home/me/AppData/Local"),
+    ("linux", "/cache", "/cache"), *(("linux", said, "/home/me/.cache") for said in ("", "relative/folder")),
+    ("darwin", "", "/home/me/Library/Caches"), ("win32", "", "/home/me/AppData/Local"),
 ])  # fmt: skip
 def test_the_folder_for_facts(monkeypatch, platform, said, expected):
     monkeypatch.setattr(sys, "platform", platform)

@@ -40,8 +40,7 @@ NORM_IN_PARTS = """a = MatMul (x, w16_32) m = ReduceMean (a, last) d = Sub (a, m
 
 
 @pytest.mark.parametrize(("model", "options", "kind"), [
-    (BRANCHES, {}, "int8"),
-    (BRANCHES, {"weight_type": QuantType.QUInt8}, "uint8"),
+    (BRANCHES, {}, "int8"), (BRANCHES, {"weight_type": QuantType.QUInt8}, "uint8"),
     # The session here would make int8 values uint8, and refuses its own graph for it where a MatMul becomes a Gemm.
     (models.transformer_block(), {}, "int8"),
 ])  # fmt: skip

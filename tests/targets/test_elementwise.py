@@ -140,8 +140,7 @@ EXAMPLES = {
         *(Case(kernel.format(op_type), binary(op_type, CONSTANT[kind], OUT, 100))
           for op_type in BOTH
           for kernel, kinds in (
-              ("QLinear{}", ("dq", "dq scalar")),
-              ("{}", ("dq int8", "float", "float scalar", "float value")),
+              ("QLinear{}", ("dq", "dq scalar")), ("{}", ("dq int8", "float", "float scalar", "float value")),
           )
           for kind in kinds),
         *(Case(o, lambda g, o=o: g.op(o, g.act_input(), g.act_input())) for o in BOTH),
@@ -149,12 +148,10 @@ EXAMPLES = {
     "sub-div-float": [Case(o, binary(o, CONSTANT["value"], *q)) for o in FLOAT_BINARY for q in ((), (OUT, 100))],
     "unary-float": [Case(o, unary(o, *q), options={"opset": 20}) for o in FLOAT_UNARY for q in ((), (OUT, 100))],
     "sigmoid-lut": [
-        Case("QLinearSigmoid", unary("Sigmoid", 1 / 256, 0), 1 / 256),
-        Case("Sigmoid", bare("Sigmoid")),
+        Case("QLinearSigmoid", unary("Sigmoid", 1 / 256, 0), 1 / 256), Case("Sigmoid", bare("Sigmoid")),
     ],
     "leakyrelu-lut": [
-        Case("QLinearLeakyRelu", unary("LeakyRelu", OUT, 100, alpha=0.1), OUT),
-        Case("LeakyRelu", bare("LeakyRelu")),
+        Case("QLinearLeakyRelu", unary("LeakyRelu", OUT, 100, alpha=0.1), OUT), Case("LeakyRelu", bare("LeakyRelu")),
     ],
     "softmax-lut": [
         *(Case("QLinearSoftmax", alone(step("Softmax", axis=a), 1 / 256, 0, shape=s), 1 / 256) for s, a in SOFTMAXES),
@@ -166,8 +163,7 @@ EXAMPLES = {
     ],
     "relu-clip-alone": [
         Case("", lambda g: g.relu_q(g.op("Relu", g.act_input()))),
-        Case("", lambda g: g.q(g.clip(g.act_input(), -4.1, 4.1))),
-        Case("Relu", unary("Relu")),
+        Case("", lambda g: g.q(g.clip(g.act_input(), -4.1, 4.1))), Case("Relu", unary("Relu")),
         Case("Clip", lambda g: g.q(g.clip(g.act_input(), -1.0, 1.0))),
     ],
     "residual-add": [Case("QLinearAdd QLinearConv QLinearConv", block, qdq.RELU_STEP)],
@@ -179,10 +175,8 @@ EXAMPLES = {
         *(Case(TWO, joined((STEP, 128), (STEP, 128), axis=a), STEP) for a in (0, 1, 2, -1)),
         Case(TWO, joined((5 / 255, 128), (3 / 255, 7), out=(OUT, 100)), OUT),
         Case("QLinearConcat", joined_with(lambda g: g.dq_constant(g.random(*IMAGE)))),
-        Case("Concat", joined_with(lambda g: g.const(g.random(*IMAGE)))),
-        Case("Concat", joined_with(QdqGraph.input)),
-        Case("Concat Conv QLinearConv", joined(None, (STEP, 128))),
-        Case("Concat Conv Conv", joined(None, None)),
+        Case("Concat", joined_with(lambda g: g.const(g.random(*IMAGE)))), Case("Concat", joined_with(QdqGraph.input)),
+        Case("Concat Conv QLinearConv", joined(None, (STEP, 128))), Case("Concat Conv Conv", joined(None, None)),
         Case("Concat", lambda g: g.op("Concat", g.act_input(), g.act_input(), axis=1)),
     ],
     "norms-float": [Case(f"{name} {ISLAND}", alone(norm)) for name, norm in NORMS.items()],
@@ -218,8 +212,7 @@ EXAMPLES = {
         *(Case(o, unary(o, axes=[2, 3]), options={"opset": 13}) for o in ("ReduceMean", "ReduceL2")),
         *(Case(o, alone(step(o, (2, 3))), options={"opset": 18}) for o in ("ReduceMean", "ReduceL2", "ReduceSum")),
         Case("ReduceSum", alone(step("ReduceSum", (2, 3))), options={"opset": 13}),
-        Case("GlobalMaxPool", unary("GlobalMaxPool")),
-        Case("LpPool", unary("LpPool", kernel_shape=[2, 2])),
+        Case("GlobalMaxPool", unary("GlobalMaxPool")), Case("LpPool", unary("LpPool", kernel_shape=[2, 2])),
     ],
     "sixteen-bit-float": [
         *(Case(kernel, lambda g, m=make: g.q(m(g), STEP16), options={"opset": 21, "act": act})
@@ -309,8 +302,7 @@ IN_LAYOUT = {
 
 @pytest.mark.since("1.31")
 @pytest.mark.parametrize(("op_type", "fast"), [
-    *((o, True) for o in sorted(CHANNELS_LAST)),
-    *((o, False) for o in ("LRN", "InstanceNormalization", "AveragePool")),
+    *((o, True) for o in sorted(CHANNELS_LAST)), *((o, False) for o in ("LRN", "InstanceNormalization", "AveragePool")),
 ])  # fmt: skip
 def test_rule_maxpool_channels_first_slow(op_type, fast):
     """Some hand the layout of a QLinearConv on to a MaxPool, which then has its fast kernel."""

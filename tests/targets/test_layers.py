@@ -124,8 +124,7 @@ EXAMPLES = {
         Case("Conv QLinearConv", partial(shared, bias=True), marks=since("1.27")),
     ],
     "conv-needs-output-q": [
-        Case("Conv", conv(q=False)),
-        Case("Conv", lambda g: [g.q(y := conv(q=False)(g)), y]),
+        Case("Conv", conv(q=False)), Case("Conv", lambda g: [g.q(y := conv(q=False)(g)), y]),
         *(Case(f"Conv {op}", alone(lambda g, x, o=op: g.op(o, g.conv(x), g.const(g.random(16, 1, 1)))))
           for op in ("Mul", "Add")),
     ],
@@ -146,8 +145,7 @@ EXAMPLES = {
         Case("QGemm Relu", alone(lambda g, x: g.op("Relu", g.gemm(x)), shape=LINES, q_behind=False)),
     ],
     "gemm-float-bias-needs-output-q": [
-        Case("Gemm", gemm(q=False, bias="float"), exact=True),
-        Case("QGemm", gemm(bias="float")),
+        Case("Gemm", gemm(q=False, bias="float"), exact=True), Case("QGemm", gemm(bias="float")),
     ],
     "matmul-integer": [
         *(Case("QLinearMatMul", alone(lambda g, x, a=axis: g.matmul(x, axis=a), shape=shape), STEP)
@@ -155,8 +153,7 @@ EXAMPLES = {
           for axis in (1, None)),
         *(Case("MatMulIntegerToFloat", matmul(shape), exact=True) for shape in RANKS),
         # Behind DQ and Transpose: before 1.31 the form by channel aborted the process that loaded it.
-        Case("FusedMatMul", transposed_weight(0), marks=since("1.31")),
-        Case("QLinearMatMul", transposed_weight(None)),
+        Case("FusedMatMul", transposed_weight(0), marks=since("1.31")), Case("QLinearMatMul", transposed_weight(None)),
         # A float activation and an int8 weight, which a Gemm has to have untransposed.
         *(Case("MatMulNBits", lambda g, a=a: g.matmul(g.input(LINES), axis=a), marks=since("1.25")) for a in (1, None)),
         *(Case("MatMul", lambda g, a=a: g.q(g.matmul(g.input(LINES), axis=a)), marks=since("1.25")) for a in (1, None)),
@@ -173,16 +170,14 @@ EXAMPLES = {
         *(Case("Gemm Reshape Reshape", matmul(shape, bias="float")) for shape in RANKS[1:]),
     ],
     "matmul-residual-float-gemm": [
-        Case("Gemm", residual(LINES, q=False)),
-        Case("QLinearAdd QLinearMatMul", residual(LINES, q=True)),
+        Case("Gemm", residual(LINES, q=False)), Case("QLinearAdd QLinearMatMul", residual(LINES, q=True)),
         Case("Add MatMulIntegerToFloat", residual(BATCH, q=False)),
     ],
     # With three axes and a symbolic one, or a bias of further axes, MatMul and Add are not merged.
     "matmul-add-int32-bias": [
         *(Case("Add MatMulIntegerToFloat", alone(lambda g, x, b=bias: g.matmul(x, bias=b), shape=("N", 4, 32)))
           for bias in ("int32", "float")),
-        Case("QGemm", shaped_bias(LINES, (1,), "int32")),
-        Case("Gemm", shaped_bias(LINES, (1,), "float")),
+        Case("QGemm", shaped_bias(LINES, (1,), "int32")), Case("Gemm", shaped_bias(LINES, (1,), "float")),
         *(Case("Add MatMulIntegerToFloat", shaped_bias(BATCH, lead, kind))
           for lead in ((1,), (1, 1))
           for kind in ("int32", "float")),

@@ -75,8 +75,7 @@ class Case(NamedTuple):
 IN_KERNEL = [op for op in EPILOGUE if op != "PRelu"]
 FLOATS = ("Exp (c)", "Log (c)", "Erf (c)", "Selu (c)", "Softsign (c)", "Max (c, half)", "Min (c, half)")
 EXAMPLES = {
-    "onednn-conv": [Case("b = Q (c)", share=1.0)],
-    "onednn-linear": [Case(quantized_net(LINEAR, "1,8,16"), share=1.0)],
+    "onednn-conv": [Case("b = Q (c)", share=1.0)], "onednn-linear": [Case(quantized_net(LINEAR, "1,8,16"), share=1.0)],
     "onednn-residual": [
         Case(f"{text} f = Relu (e) b = Q (f)", "Add Relu") for text in ("d = Q (c) e = Add (d, a)", "e = Add (c, a)")
     ],
@@ -86,8 +85,7 @@ EXAMPLES = {
         Case("d = Q (c) e = GlobalAveragePool (d) b = Q (e)", share=1.0),
         Case("d = Q (c) b = GlobalAveragePool (d)", share=0.5),
     ],
-    "onednn-moves": [Case(POOLED, "MaxPool", share=1.0)],
-    "onednn-resize": [Case(RESIZED, "Resize", share=1.0)],
+    "onednn-moves": [Case(POOLED, "MaxPool", share=1.0)], "onednn-resize": [Case(RESIZED, "Resize", share=1.0)],
     "onednn-epilogue": [
         *(Case(f"d = {op} (c) b = Q (d)", part=op, share=1.0) for op in IN_KERNEL),
         # the session takes Relu and Clip out of the way of a Q all the same

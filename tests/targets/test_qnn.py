@@ -66,15 +66,12 @@ EXAMPLES = {
     "qnn-matmul-activations": ("4,8", "t = Transpose <perm = [1,0]> (x) y = MatMul (x, t)"),
     "qnn-elementwise": (IMAGE, """a = Abs (x) b = Add (a, by) c = Mul (b, by) d = Max (c, by) e = Div (d, by)
         y = Sub (e, x)"""),
-    "qnn-where": (IMAGE, "n = Neg (x) y = Where (even, x, n)"),
-    "qnn-softmax": (IMAGE, "y = Softmax (x)"),
-    "qnn-sigmoid": (IMAGE, "y = Sigmoid (x)"),
-    "qnn-tanh": (IMAGE, "y = Tanh (x)"),
+    "qnn-where": (IMAGE, "n = Neg (x) y = Where (even, x, n)"), "qnn-softmax": (IMAGE, "y = Softmax (x)"),
+    "qnn-sigmoid": (IMAGE, "y = Sigmoid (x)"), "qnn-tanh": (IMAGE, "y = Tanh (x)"),
     "qnn-functions": (IMAGE, "a = LeakyRelu (x) b = HardSwish (a) c = Gelu (b) d = Elu (c) y = Exp (d)"),
     "qnn-norms": (IMAGE, "n = InstanceNormalization (x, ones6, zeros6) y = LayerNormalization (n, ones8, zeros8)"),
     "qnn-pools": (IMAGE, "p = AveragePool <kernel_shape = [2,2], strides = [2,2]> (x) y = GlobalAveragePool (p)"),
-    "qnn-reductions": (IMAGE, "m = ReduceMean (x, i3) y = ReduceMax (m, i2)"),
-    "qnn-concat": (IMAGE, JOINED),
+    "qnn-reductions": (IMAGE, "m = ReduceMean (x, i3) y = ReduceMax (m, i2)"), "qnn-concat": (IMAGE, JOINED),
     "qnn-moves": (IMAGE, """p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (x)
         t = Transpose <perm = [0,2,3,1]> (p) s = Slice (t, i0, i3, i1) y = Reshape (s, flat)"""),
     "qnn-resize-nearest": (IMAGE, "y = Resize (x, , twice)"),
@@ -153,8 +150,7 @@ def test_a_concat_covers_what_cannot_be_on_its_grid(tmp_path):
 
 @pytest.mark.parametrize(("body", "kind"), [
     ("n = Neg (x) j = Concat <axis = 1> (x, n) [act] y = Relu (j)", Kind.INTEGER),
-    (f"{CONV} [act] y = Relu (c)", Kind.ABSORBED),
-    (f"{CONV} [act] y = Clip (c, zero, one)", Kind.ABSORBED),
+    (f"{CONV} [act] y = Relu (c)", Kind.ABSORBED), (f"{CONV} [act] y = Clip (c, zero, one)", Kind.ABSORBED),
 ])  # fmt: skip
 def test_rule_qnn_relu(body, kind, tmp_path):
     assert preview(net_of(body), target="qnn").by_node["act"].kind is kind

@@ -197,11 +197,9 @@ def test_a_conv_that_is_quantized_at_load_is_told(behind):
 
 
 @pytest.mark.parametrize(("op_type", "make"), [
-    ("Conv", lambda g: silent(g, before=True)),
-    ("Conv", lambda g: silent(g, "Relu", before=True)),
+    ("Conv", lambda g: silent(g, before=True)), ("Conv", lambda g: silent(g, "Relu", before=True)),
     ("Conv", lambda g: silent(g, "LeakyRelu")),  # of slope 1 it is a barrier inside the kernel
-    ("FusedConv", stored),
-    ("FusedConv", lambda g: stored(g, "Relu")),
+    ("FusedConv", stored), ("FusedConv", lambda g: stored(g, "Relu")),
 ])  # fmt: skip
 def test_what_keeps_its_weights(op_type, make):
     found = of(make)

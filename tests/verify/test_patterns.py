@@ -75,8 +75,7 @@ FOUR = ("Relu", "Mul", "Tanh", "Abs")
 BIAS_ADD = "b = Add (add, c)"
 TWO_ADDS = f"{BIAS_ADD} d = Add (add, b)"
 WHOLE = {
-    "nothing": (conv(), (), "u8", ""),
-    **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},
+    "nothing": (conv(), (), "u8", ""), **{op: (conv(chain(op)), (None,), "u8", "") for op in (*UNARY, *BINARY)},
     "SiLU is two": (conv(SILU), ("Sigmoid", "Multiply"), "u8", ""),
     "Mish spelled out is three": (conv("p = Softplus (c) t = Tanh (p) e = Mul (t, c)"),
                                   ("SoftPlus", "Tanh", "Multiply"), "u8", ""),
@@ -102,10 +101,8 @@ WHOLE = {
     "an operand that is no data": (conv("p = u8 (x) m = ReduceMin <keepdims = 0> (c) e = Clip (p, m)"),
                                    (), "f32", "ReduceMin"),
     "a Quantize in between": (conv("q = u8 (c) e = Relu (q)"), (), "u8", ""),
-    "float": (conv(dst="", outputs="c"), (), "f32", ""),
-    "int8": (conv(dst="y = s8 (c)"), (), "s8", ""),
-    "a TypeCast": (conv(dst="y = Cast <to = 10> (c)"), (), "f16", ""),
-    "no bias": (conv(bias=""), (), "u8", ""),
+    "float": (conv(dst="", outputs="c"), (), "f32", ""), "int8": (conv(dst="y = s8 (c)"), (), "s8", ""),
+    "a TypeCast": (conv(dst="y = Cast <to = 10> (c)"), (), "f16", ""), "no bias": (conv(bias=""), (), "u8", ""),
 }  # fmt: skip
 
 
@@ -155,24 +152,19 @@ def of_other_form(*, op_type="Conv", inputs=3):
 
 
 BROKEN = [
-    (conv(src="x"), Clause.SRC_CONVERSION),
-    (conv(src="p = u8 (x) a = Relu (p)"), Clause.SRC_CONVERSION),
-    (conv(src="a = u16 (x)"), Clause.SRC_TYPE),
-    (conv(weight="weights"), Clause.WEIGHTS_CONVERSION),
+    (conv(src="x"), Clause.SRC_CONVERSION), (conv(src="p = u8 (x) a = Relu (p)"), Clause.SRC_CONVERSION),
+    (conv(src="a = u16 (x)"), Clause.SRC_TYPE), (conv(weight="weights"), Clause.WEIGHTS_CONVERSION),
     (conv(weight="k = Clip (held_s8) w = DequantizeLinear (k, step, s8)"), Clause.WEIGHTS_CONVERSION),
     (conv(weight="w = DequantizeLinear (held_u8, step, u8)"), Clause.WEIGHTS_TYPE),
     (conv(weight="w = DequantizeLinear (held_s16, step, s16)"), Clause.WEIGHTS_TYPE),
     (conv(weight="w = u8 (weights)"), Clause.WEIGHTS_TYPE),
     (conv(weight="q = QuantizeLinear (ones16, step16, s8) w = DequantizeLinear (q, step, s8)"), Clause.WEIGHTS_TYPE),
-    (conv(bias=INT32_BIAS), Clause.BIAS_CONVERSION),
-    (conv(bias="zeros64"), Clause.BIAS_TYPE),
-    (conv(f"{chain(*FOUR)} b = Add (add, c3)", bias=""), Clause.EPILOGUE),
-    (conv(dst="y = u16 (c)"), Clause.DST_TYPE),
+    (conv(bias=INT32_BIAS), Clause.BIAS_CONVERSION), (conv(bias="zeros64"), Clause.BIAS_TYPE),
+    (conv(f"{chain(*FOUR)} b = Add (add, c3)", bias=""), Clause.EPILOGUE), (conv(dst="y = u16 (c)"), Clause.DST_TYPE),
     (conv(dst="y = Cast <to = 11> (c)"), Clause.DST_TYPE),
     (conv(chain(*FOUR, *FOUR), src="a = s16 (x)", bias=INT32_BIAS, weight="weights", dst="y = s16 (LAST)"),
      [Clause.SRC_TYPE, Clause.WEIGHTS_CONVERSION, Clause.BIAS_CONVERSION, Clause.EPILOGUE, Clause.DST_TYPE]),
-    (in_type(TensorProto.FLOAT16), Clause.DST_CONVERSION),
-    (of_other_form(op_type="QLinearConv"), Clause.CONVOLUTION),
+    (in_type(TensorProto.FLOAT16), Clause.DST_CONVERSION), (of_other_form(op_type="QLinearConv"), Clause.CONVOLUTION),
     (of_other_form(inputs=1), Clause.CONVOLUTION),
 ]  # fmt: skip
 

@@ -172,8 +172,7 @@ def test_large_channels_get_finer_weights():
 @pytest.mark.parametrize(("model", "options"), [
     (net(1.0), {}),  # channels alike
     (net(), {"error": lambda *_: 1.0}),  # no gain
-    (net(), {"moments": lambda _: None}),
-    (net(), {"excluded": ("node1",)}),
+    (net(), {"moments": lambda _: None}), (net(), {"excluded": ("node1",)}),
     (net(behind="up"), {}),  # a matrix of two layers,
 ])  # fmt: skip
 def test_left_alone(model, options):

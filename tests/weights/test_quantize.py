@@ -38,13 +38,10 @@ def one_layer(nodes="y = Gemm(x, w, b)", b=BIAS, *, x="3,32", w="32,24", seed=0)
 @pytest.mark.parametrize(("model", "least"), [
     (models.mlp(n_in=48, hidden=64, n_out=32), 30), (models.mlp(n_in=48, hidden=64, n_out=32, gemm=False), 30),
     (models.mlp(n_in=200, hidden=130, n_out=17), 30), (models.transformer_block(tokens=6, width=32), 30),
-    (one_layer("y = MatMul(x, w)"), 35),
-    (one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"), 35),
-    (one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5), 35),
-    (one_layer("y = Gemm(x, w)"), 35),
+    (one_layer("y = MatMul(x, w)"), 35), (one_layer("m = MatMul(x, w) y = Add(b, m)", x="2,3,32"), 35),
+    (one_layer("m = MatMul(x, w) y = Add(b, m)", 0.5), 35), (one_layer("y = Gemm(x, w)"), 35),
     (one_layer("y = Gemm<transB = 1>(x, w, b)", w="24,32"), 35),
-    (one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"), 35),
-    (one_layer(b=np.full((1, 24), 2.0)), 35),
+    (one_layer("y = Gemm<transB = 1, beta = 2.5>(x, w, b)", w="24,32"), 35), (one_layer(b=np.full((1, 24), 2.0)), 35),
     (one_layer("y = Gemm<beta = -1.0>(x, w, b)", np.full((1, 1), 2.0)), 35),
 ])  # fmt: skip
 def test_all_linear_layers_run_on_the_kernels(form, model, least):
@@ -69,10 +66,8 @@ def overridable():
 @pytest.mark.parametrize("build", [
     lambda: models.conv_relu_chain(2),
     lambda: models.mlp(n_in=8, hidden=12, n_out=4),  # too small to pay
-    lambda: one_layer("y = Gemm<alpha = 0.5>(x, w, b)"),
-    lambda: one_layer(b=np.ones((3, 24))),
-    lambda: one_layer(b=np.ones((3, 1))),
-    lambda: one_layer("y = Gemm(x, w)", w="32,8"),
+    lambda: one_layer("y = Gemm<alpha = 0.5>(x, w, b)"), lambda: one_layer(b=np.ones((3, 24))),
+    lambda: one_layer(b=np.ones((3, 1))), lambda: one_layer("y = Gemm(x, w)", w="32,8"),
     overridable,  # what callers may override is no constant
     lambda: changed(one_layer(), w=np.inf),
 ])  # fmt: skip
