@@ -108,25 +108,12 @@ def _external() -> onnx.ModelProto:
 
 
 SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
-    "conv": lambda: models.conv_relu_chain(6),
-    "residual": models.residual_block,
-    "bn": models.bn_net,
-    "mobile": models.mobile_block,
-    "transformer": models.transformer_block,
-    "linear": lambda: models.mlp(gemm=False),
-    "concat": models.concat_net,
-    "detector": _detector,
-    "two_inputs": models.two_input_detector,
-    "if": models.net_with_if,
-    "loop": _loop,
-    "lstm": _lstm,
-    "half": _half,
-    "functions": _functions,
-    "sparse": _sparse,
-    "external": _external,
-    "quantized": lambda: model_of(None, None),
-    "digits": models.narrow_digits,
-}
+    "conv": lambda: models.conv_relu_chain(6), "residual": models.residual_block, "bn": models.bn_net,
+    "mobile": models.mobile_block, "transformer": models.transformer_block, "linear": lambda: models.mlp(gemm=False),
+    "concat": models.concat_net, "detector": _detector, "two_inputs": models.two_input_detector,
+    "if": models.net_with_if, "loop": _loop, "lstm": _lstm, "half": _half, "functions": _functions, "sparse": _sparse,
+    "external": _external, "quantized": lambda: model_of(None, None), "digits": models.narrow_digits,
+}  # fmt: skip
 
 
 @cache

@@ -23,12 +23,9 @@ CONSTANTS: dict[str, Any] = {
     **{f"zeros{count}": np.zeros(count, np.float32) for count in (4, 6, 8)},
     **{f"i{value}": np.array([value]) for value in range(5)},
     **{name: np.array(value) for name, value in {"one": 1, "two": 2, "ends": [0, 2], "parts": [1, 3]}.items()},
-    "flat": np.array([1, -1]),
-    "row": np.arange(5).reshape(1, 5),
-    "even": np.arange(6) % 2 == 0,
-    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
-    "scales": np.array([1, 1, 2, 2], np.float32),
-}
+    "flat": np.array([1, -1]), "row": np.arange(5).reshape(1, 5), "even": np.arange(6) % 2 == 0,
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "scales": np.array([1, 1, 2, 2], np.float32),
+}  # fmt: skip
 """Constants that the texts name; other weights are declared in front of the nodes, and random."""
 CONV3 = "Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]>"
 POOL = "kernel_shape = [2, 2], strides = [2, 2]"

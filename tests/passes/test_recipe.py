@@ -17,8 +17,7 @@ from tests.models import FeedReader
 
 shares = st.floats(0, 1)
 recipes = st.builds(
-    Recipe,
-    name=st.text(st.characters(codec="utf-8"), max_size=20),
+    Recipe, name=st.text(st.characters(codec="utf-8"), max_size=20),
     ranges=st.sampled_from(["auto", "minmax", "percentile", "entropy"]), equalize=st.booleans(),
     bias_correction=st.booleans(), rounding=st.sampled_from(["nearest", "learned"]),
     smooth=st.sampled_from(["auto", "off"]) | shares, row_scales=st.booleans(), mixed_precision=st.booleans(),
@@ -127,20 +126,17 @@ def test_settings_in_place_of_a_recipes_own():
 
 OVERRIDE = [{"quant_type": QuantType.QUInt8, "rmin": np.float32(-3.0), "rmax": np.float32(3.0)}]
 CALLS = {
-    "nothing": {},
-    "types": {"activation_type": QuantType.QInt8, "per_channel": False, "reduce_range": True},
+    "nothing": {}, "types": {"activation_type": QuantType.QInt8, "per_channel": False, "reduce_range": True},
     "method": {"calibrate_method": CalibrationMethod.Percentile, "extra_options": {"CalibPercentile": 99.9}},
     "overrides": {"extra_options": {"TensorQuantOverrides": {"x": OVERRIDE}, "ActivationSymmetric": True}},
     "places": {"nodes_to_exclude": ["conv1"], "protect_outputs": "int8", "rewrites": False, "verify": False},
-    "stages": {"stages": Stages(bias=False, nudge=False), "recipe": "plain"},
-    "stock": {"stages": Stages.none()},
+    "stages": {"stages": Stages(bias=False, nudge=False), "recipe": "plain"}, "stock": {"stages": Stages.none()},
     "accuracy": {"recipe": Recipe("mine", equalize=False, rounding="learned", samples=12), "accuracy_budget": 1e-6},
     "speed": {"speed": Speed(promise=False, tune="off", threads=2), "op_types_to_quantize": ["Conv"]},
-    "named": {"recipe": "tiny"},
-    "bits": {"format": "qcdq", "weight_bits": 4},
+    "named": {"recipe": "tiny"}, "bits": {"format": "qcdq", "weight_bits": 4},
     "operators": {"format": "qop", "extra_options": {"ActivationSymmetric": True}},
     "smooth": {"extra_options": {"SmoothQuant": True, "SmoothQuantAlpha": 0.4}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS)

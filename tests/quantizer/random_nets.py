@@ -78,35 +78,25 @@ class _Grower:
 _POOL: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
 _STEPS: dict[str, Callable[[_Grower], str]] = {
     "conv": lambda g: g.conv(g.draw(st.sampled_from([1, 3])), bias=g.flip()),
-    "depthwise": lambda g: g.conv(3, groups=_CHANNELS),
-    "shared_conv": _Grower.shared_conv,
-    "relu": lambda g: g.op("Relu"),
-    "clip": lambda g: g.op("Clip", *g.draw(st.sampled_from(_BOUNDS))),
-    "far_clip": lambda g: g.op("Clip", 0.25, 3.0),
-    "sigmoid": lambda g: g.op("Sigmoid"),
-    "leaky": lambda g: g.op("LeakyRelu", alpha=0.1),
-    "tanh": lambda g: g.op("Tanh"),
-    "hardswish": lambda g: g.op("HardSwish"),
-    "add": lambda g: g.op("Add", g.pick()),
-    "sub": lambda g: g.op("Sub", g.pick()),
-    "mul": lambda g: g.op("Mul", g.pick()),
+    "depthwise": lambda g: g.conv(3, groups=_CHANNELS), "shared_conv": _Grower.shared_conv,
+    "relu": lambda g: g.op("Relu"), "clip": lambda g: g.op("Clip", *g.draw(st.sampled_from(_BOUNDS))),
+    "far_clip": lambda g: g.op("Clip", 0.25, 3.0), "sigmoid": lambda g: g.op("Sigmoid"),
+    "leaky": lambda g: g.op("LeakyRelu", alpha=0.1), "tanh": lambda g: g.op("Tanh"),
+    "hardswish": lambda g: g.op("HardSwish"), "add": lambda g: g.op("Add", g.pick()),
+    "sub": lambda g: g.op("Sub", g.pick()), "mul": lambda g: g.op("Mul", g.pick()),
     "add_scalar": lambda g: g.on(g.net.const(g.draw(st.sampled_from([0.5, -2.0]))), "Add", g.pick()),
     "mul_scalar": lambda g: g.op("Mul", np.array([0.5])),
-    "mul_vector": lambda g: g.op("Mul", g.net.rng.uniform(0.5, 1.5, (1, _CHANNELS, 1, 1))),
-    "concat": _Grower.concat,
-    "maxpool": lambda g: g.op("MaxPool", **_POOL),
-    "averagepool": lambda g: g.op("AveragePool", **_POOL),
+    "mul_vector": lambda g: g.op("Mul", g.net.rng.uniform(0.5, 1.5, (1, _CHANNELS, 1, 1))), "concat": _Grower.concat,
+    "maxpool": lambda g: g.op("MaxPool", **_POOL), "averagepool": lambda g: g.op("AveragePool", **_POOL),
     "transpose_twice": lambda g: g.on(g.op("Transpose", perm=[0, 2, 3, 1]), "Transpose", perm=[0, 3, 1, 2]),
     "reshape_twice": lambda g: g.on(g.op("Reshape", np.array([1, -1])), "Reshape", np.array(_SHAPE)),
     "resize": lambda g: g.on(
         g.op("Resize", "", [1.0, 1.0, 2.0, 2.0], mode="nearest"), "MaxPool", kernel_shape=[2, 2], strides=[2, 2]
     ),
-    "split": _Grower.split,
-    "softmax": lambda g: g.op("Softmax", axis=1),
-    "norm": lambda g: g.op("LayerNormalization", np.ones(_SIZE), np.zeros(_SIZE), axis=-1),
-    "if": _Grower.branches,
+    "split": _Grower.split, "softmax": lambda g: g.op("Softmax", axis=1),
+    "norm": lambda g: g.op("LayerNormalization", np.ones(_SIZE), np.zeros(_SIZE), axis=-1), "if": _Grower.branches,
     "linear": lambda g: g.net.linear(g.pick(), _SIZE, _SIZE, bias=g.flip()),
-}
+}  # fmt: skip
 _OFTEN = ("conv", "conv", "relu", "add")
 
 

@@ -229,12 +229,9 @@ def test_weights_that_are_not_finite_are_an_error(broken):
 
 
 @given(
-    st.floats(2**-20, 100, width=32),
-    st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=5),
-    st.sampled_from([1.0, 0.5, -2.0]),
-    st.booleans(),
-    st.integers(0, 2**16),
-)
+    st.floats(2**-20, 100, width=32), st.lists(st.floats(2**-20, 1, width=32), min_size=1, max_size=5),
+    st.sampled_from([1.0, 0.5, -2.0]), st.booleans(), st.integers(0, 2**16),
+)  # fmt: skip
 def test_the_bias_lies_on_the_product_of_the_scales(input_scale, weight_scales, beta, per_channel, seed):
     """The grid is exactly the float32 product that the runtime's kernels compute; the error half a step of it."""
     scales = np.array(weight_scales, np.float32)
@@ -304,13 +301,10 @@ def clipping_layers(model):
 
 
 @given(
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 5)),
-    axis=st.sampled_from([None, 0, 1, 2]),
-    picked=st.sets(st.sampled_from(range(len(ORDERS))), max_size=3),
-    zero_point=st.sampled_from([0, -1]),
-    one_sign=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 5)), axis=st.sampled_from([None, 0, 1, 2]),
+    picked=st.sets(st.sampled_from(range(len(ORDERS))), max_size=3), zero_point=st.sampled_from([0, -1]),
+    one_sign=st.booleans(), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_no_pair_clips_and_the_error_is_half_a_step(shape, axis, picked, zero_point, one_sign, seed):
     rng = np.random.default_rng(seed)
     weight = rng.normal(0, 1, shape).astype(np.float32) * np.float32(10.0 ** rng.uniform(-3, 3))

@@ -117,12 +117,9 @@ def test_a_recipe_file_loads_no_library(tmp_path):
 
 
 READ = {
-    "model": load_model,
-    "recipe": RecipeFile.load,
-    "data": lambda path: list(ArrayReader(path)),
-    "ranges": CalibrationTable.load,
-    "host": HostProfile.load,
-}
+    "model": load_model, "recipe": RecipeFile.load, "data": lambda path: list(ArrayReader(path)),
+    "ranges": CalibrationTable.load, "host": HostProfile.load,
+}  # fmt: skip
 
 
 def feed(pipe):

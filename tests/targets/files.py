@@ -22,15 +22,11 @@ CONSTANTS: dict[str, Any] = {
     },
     **{f"ones{count}": np.ones(count, np.float32) for count in (4, 6, 8)},
     **{f"zeros{count}": np.zeros(count, np.float32) for count in (4, 6, 8, 16)},
-    **{f"i{value}": np.array([value]) for value in range(4)},
-    "by": np.full((1, 6, 1, 1), 1.5, np.float32),
-    "half": np.full((1, 1, 1, 1), 0.5, np.float32),
-    "channels": np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1),
-    "even": np.tile([True, False], 192).reshape(1, 6, 8, 8),
-    "twice": np.float32([1, 1, 2, 2]),
-    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
-    "flat": np.array([1, 72]),
-}
+    **{f"i{value}": np.array([value]) for value in range(4)}, "by": np.full((1, 6, 1, 1), 1.5, np.float32),
+    "half": np.full((1, 1, 1, 1), 0.5, np.float32), "channels": np.float32([60, 1, 1, 1, 1, 1]).reshape(1, 6, 1, 1),
+    "even": np.tile([True, False], 192).reshape(1, 6, 8, 8), "twice": np.float32([1, 1, 2, 2]),
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "flat": np.array([1, 72]),
+}  # fmt: skip
 """What texts of nets name, beside weights, which are called after their shapes: ``w8_6_3_3``."""
 
 

@@ -35,16 +35,12 @@ def product(g, x, gate):
 
 
 ACTIVATIONS = {
-    "LeakyRelu": (step("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"),
-    "Sigmoid": (step("Sigmoid"), "QLinearSigmoid"),
-    "Tanh": (step("Tanh"), "Tanh"),
-    "HardSigmoid": (step("HardSigmoid"), "HardSigmoid"),
-    "HardSwish": (step("HardSwish"), "HardSigmoid Mul"),
-    "Elu": (step("Elu"), "Elu"),
-    "Gelu": (step("Gelu"), "Gelu"),
+    "LeakyRelu": (step("LeakyRelu", alpha=0.1), "QLinearLeakyRelu"), "Sigmoid": (step("Sigmoid"), "QLinearSigmoid"),
+    "Tanh": (step("Tanh"), "Tanh"), "HardSigmoid": (step("HardSigmoid"), "HardSigmoid"),
+    "HardSwish": (step("HardSwish"), "HardSigmoid Mul"), "Elu": (step("Elu"), "Elu"), "Gelu": (step("Gelu"), "Gelu"),
     "QuickGelu": (step("QuickGelu", domain=qdq.MS, alpha=1.0), "QuickGelu"),
     "PRelu": (lambda g, v: g.op("PRelu", v, g.const(g.random(16, 1, 1))), "PRelu"),
-}
+}  # fmt: skip
 """With the kernels that they are between Q and DQ."""
 DEFERRED = [
     *(make for make, _ in ACTIVATIONS.values()),
@@ -164,41 +160,27 @@ PADS = (0, 0, 1, 1, 0, 0, 1, 1)
 TWICE = np.float32([1, 1, 2, 2])
 POOL = step("MaxPool", kernel_shape=[2, 2])
 MOVES = {
-    "Reshape": step("Reshape", (1, 16, -1)),
-    "Transpose": step("Transpose", perm=[0, 2, 3, 1]),
-    "Flatten": step("Flatten"),
-    "Slice": step("Slice", (0,), (8,), (1,)),
-    "Gather": step("Gather", (0, 2, 4), axis=1),
+    "Reshape": step("Reshape", (1, 16, -1)), "Transpose": step("Transpose", perm=[0, 2, 3, 1]),
+    "Flatten": step("Flatten"), "Slice": step("Slice", (0,), (8,), (1,)), "Gather": step("Gather", (0, 2, 4), axis=1),
     "GatherElements": step("GatherElements", np.zeros((1, 16, 12, 12), np.int64), axis=1),
-    "Squeeze": step("Squeeze", (0,)),
-    "Unsqueeze": step("Unsqueeze", (0,)),
-    "Expand": step("Expand", (2, 16, 12, 12)),
-    "Tile": step("Tile", (1, 1, 2, 2)),
-    "DepthToSpace": step("DepthToSpace", blocksize=2),
+    "Squeeze": step("Squeeze", (0,)), "Unsqueeze": step("Unsqueeze", (0,)), "Expand": step("Expand", (2, 16, 12, 12)),
+    "Tile": step("Tile", (1, 1, 2, 2)), "DepthToSpace": step("DepthToSpace", blocksize=2),
     "DepthToSpace CRD": step("DepthToSpace", blocksize=2, mode="CRD"),
-}
+}  # fmt: skip
 REPAIRED = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "MaxPool")
 NOT_REPAIRED = {
     **{name: move for name, move in MOVES.items() if name not in REPAIRED},
-    "Resize": step("Resize", "", TWICE, mode="nearest"),
-    "Pad": step("Pad", PADS),
-    "Split": lambda g, v: g.ops("Split", v, count=2, axis=1)[0],
-    "SpaceToDepth": step("SpaceToDepth", blocksize=2),
-    "Concat": step("Concat", axis=1),
-    "AveragePool": step("AveragePool", kernel_shape=[2, 2]),
-    "GlobalAveragePool": step("GlobalAveragePool"),
-    "ReduceMax": step("ReduceMax", axes=[2, 3]),
-}
+    "Resize": step("Resize", "", TWICE, mode="nearest"), "Pad": step("Pad", PADS),
+    "Split": lambda g, v: g.ops("Split", v, count=2, axis=1)[0], "SpaceToDepth": step("SpaceToDepth", blocksize=2),
+    "Concat": step("Concat", axis=1), "AveragePool": step("AveragePool", kernel_shape=[2, 2]),
+    "GlobalAveragePool": step("GlobalAveragePool"), "ReduceMax": step("ReduceMax", axes=[2, 3]),
+}  # fmt: skip
 FLOAT = {
-    "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"],
-    "GatherND": step("GatherND", np.zeros((1, 2), np.int64)),
-    "Trilu": step("Trilu"),
-    "Compress": step("Compress", [True, False, True], axis=1),
-    "Pad": NOT_REPAIRED["Pad"],
-    "Pad of a value": step("Pad", PADS, np.float32(0)),
-    "Pad by reflection": step("Pad", PADS, mode="reflect"),
+    "SpaceToDepth": NOT_REPAIRED["SpaceToDepth"], "GatherND": step("GatherND", np.zeros((1, 2), np.int64)),
+    "Trilu": step("Trilu"), "Compress": step("Compress", [True, False, True], axis=1), "Pad": NOT_REPAIRED["Pad"],
+    "Pad of a value": step("Pad", PADS, np.float32(0)), "Pad by reflection": step("Pad", PADS, mode="reflect"),
     "Pad by the edge": step("Pad", PADS, mode="edge"),
-}
+}  # fmt: skip
 """Float even between equal parameters."""
 
 

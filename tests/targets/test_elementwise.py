@@ -31,14 +31,11 @@ def binary(op_type, other=QdqGraph.act_input, *q):
 
 
 CONSTANT = {
-    "dq": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5),
-    "dq scalar": lambda g: g.dq_constant(1.5),
+    "dq": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5), "dq scalar": lambda g: g.dq_constant(1.5),
     "dq int8": lambda g: g.dq_constant(np.abs(g.random(16, 1, 1)) + 0.5, dtype=np.int8),
-    "float": lambda g: g.const(np.abs(g.random(16, 1, 1)) + 0.5),
-    "float scalar": lambda g: g.const(1.5),
-    "value": QdqGraph.act_input,
-    "float value": QdqGraph.input,
-}
+    "float": lambda g: g.const(np.abs(g.random(16, 1, 1)) + 0.5), "float scalar": lambda g: g.const(1.5),
+    "value": QdqGraph.act_input, "float value": QdqGraph.input,
+}  # fmt: skip
 
 
 def where(kind):
@@ -283,20 +280,14 @@ def test_behind_a_conv_pools_run_in_its_layout():
 
 IN_LAYOUT = {
     **{op: lambda g, x, o=op: g.op(o, x, x) for op in (*BOTH, "Sub", "Div", "Sum", "Max", "Min")},
-    "Concat": lambda g, x: g.op("Concat", x, x, axis=1),
-    "Clip": step("Clip", np.float32(0), np.float32(2)),
-    "Pow": step("Pow", np.float32(1.5)),
-    "PRelu": step("PRelu", np.full((16, 1, 1), 0.3, np.float32)),
-    "Slice": step("Slice", [0], [8], [1]),
-    "Split": lambda g, x: g.ops("Split", x, count=2, axis=1, num_outputs=2)[0],
+    "Concat": lambda g, x: g.op("Concat", x, x, axis=1), "Clip": step("Clip", np.float32(0), np.float32(2)),
+    "Pow": step("Pow", np.float32(1.5)), "PRelu": step("PRelu", np.full((16, 1, 1), 0.3, np.float32)),
+    "Slice": step("Slice", [0], [8], [1]), "Split": lambda g, x: g.ops("Split", x, count=2, axis=1, num_outputs=2)[0],
     "Resize": step("Resize", "", np.float32([1, 1, 2, 2]), mode="nearest"),
-    "Pad": step("Pad", [0, 0, 1, 1, 0, 0, 1, 1]),
-    "InstanceNormalization": NORMS["InstanceNormalization"],
-    "MaxPool": pool,
-    "QuickGelu": step("QuickGelu", domain=qdq.MS),
-    "LRN": NORMS["LRN"],
+    "Pad": step("Pad", [0, 0, 1, 1, 0, 0, 1, 1]), "InstanceNormalization": NORMS["InstanceNormalization"],
+    "MaxPool": pool, "QuickGelu": step("QuickGelu", domain=qdq.MS), "LRN": NORMS["LRN"],
     "AveragePool": lambda g, x: g.op("Max", g.op("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4)),
-}
+}  # fmt: skip
 """Operators over a picture that ask for more than ``Operator (x)``."""
 
 

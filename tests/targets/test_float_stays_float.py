@@ -18,12 +18,9 @@ NODES = {
 }
 """With what the runtime makes of them."""
 BETWEEN = {
-    "": lambda g, v: v,
-    "Relu": step("Relu"),
-    "Clip": lambda g, v: g.clip(v, 0.0, 6.0),
-    "Clip, not absorbed": lambda g, v: g.clip(v, -1.0, 1.0),
-    "Slice": step("Slice", [0], [12], [1]),
-}
+    "": lambda g, v: v, "Relu": step("Relu"), "Clip": lambda g, v: g.clip(v, 0.0, 6.0),
+    "Clip, not absorbed": lambda g, v: g.clip(v, -1.0, 1.0), "Slice": step("Slice", [0], [12], [1]),
+}  # fmt: skip
 BARRIERS = [step("Max"), step("Sum"), step("LeakyRelu", alpha=1.0)]
 NO_BARRIERS = [
     *(step("Identity"), step("Dropout"), step("Cast", to=1), step("Mul", np.float32(1)), step("Add", np.float32(0))),

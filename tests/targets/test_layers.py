@@ -262,15 +262,12 @@ def output(c, zero_point):
     scales = rng.uniform(1e-4, 1e-2, outputs if c["per_channel"] else 1).astype(np.float32)
     steps = np.sqrt(read * np.prod(c["window"])) * float(scales.mean()) * 30
     held = {
-        "xs": np.float32(0.04),
-        "xz": kind(c["zero"] - shift),
-        "w": weights.astype(np.int8),
+        "xs": np.float32(0.04), "xz": kind(c["zero"] - shift), "w": weights.astype(np.int8),
         "ws": scales if c["per_channel"] else scales[0],
-        "wz": np.full(scales.shape if c["per_channel"] else (), zero_point, np.int8),
-        "ys": np.float32(0.04 * steps),
+        "wz": np.full(scales.shape if c["per_channel"] else (), zero_point, np.int8), "ys": np.float32(0.04 * steps),
         "yz": kind(c["out_zero"] - shift),
         **({"b": rng.integers(-5000, 5000, outputs).astype(np.int32)} if c["bias"] else {}),
-    }
+    }  # fmt: skip
     how = f"strides = {[*c['strides']]}, pads = {[*c['front'], *c['back']]}, dilations = {[*c['dilations']]}"
     data = (rng.integers(0, 256, (c["batch"], inputs, *size)) - shift).astype(kind)
     shapes = f"({data.dtype}{[*data.shape]} x) => ({data.dtype}[{','.join('abcd'[: data.ndim])}] y)"

@@ -233,16 +233,14 @@ def test_a_body_keeps_what_it_reads(monkeypatch):
 
 
 kernels = st.builds(
-    KernelReport,
-    node=st.text(min_size=1, max_size=8), op_type=st.sampled_from(["Conv", "Gemm", "Relu", "Shape"]),
+    KernelReport, node=st.text(min_size=1, max_size=8), op_type=st.sampled_from(["Conv", "Gemm", "Relu", "Shape"]),
     kernel=st.sampled_from(["", "Conv", "com.microsoft.QLinearConv"]), integer=st.booleans(),
     absorbed=st.lists(st.text(max_size=4), max_size=2).map(tuple), absorbed_into=st.none() | st.text(max_size=4),
     reason=st.text(max_size=8), status=st.sampled_from(Status), cause=st.sampled_from(Cause),
     graph=st.sampled_from(["", "If.then_branch"]), silently_quantized=st.booleans(), weights_per_run=st.booleans(),
 )  # fmt: skip
 reports = st.builds(
-    FusionReport,
-    kernels=st.lists(kernels, max_size=12).map(tuple), runtime_version=st.just("1.2.3"),
+    FusionReport, kernels=st.lists(kernels, max_size=12).map(tuple), runtime_version=st.just("1.2.3"),
     overhead=st.dictionaries(st.sampled_from(["Transpose", "QuantizeLinear"]), st.integers(1, 9)),
 )  # fmt: skip
 
@@ -266,11 +264,10 @@ def test_absorbed_matmul_counts_by_its_kernel():
         (
             KernelReport("a", "MatMul", "com.microsoft.QGemm", True, absorbed=("b",), status=Status.INTEGER),
             KernelReport("b", "Add", "com.microsoft.QGemm", True, absorbed_into="a", status=Status.ABSORBED),
-            KernelReport("c", "Conv", "Conv", False),
-            KernelReport("d", "Conv", "", False, status=Status.REMOVED),
+            KernelReport("c", "Conv", "Conv", False), KernelReport("d", "Conv", "", False, status=Status.REMOVED),
         ),
         "1.2.3",
-    )
+    )  # fmt: skip
     assert report.integer_share() == 0.5
     assert report.kernel_counts() == {"com.microsoft.QGemm": 1, "Conv": 1}
 
