@@ -14,7 +14,7 @@ from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, warn_caller
 from kenosis_ort.flow.builder import Builder
-from kenosis_ort.flow.call import Call, passes_for
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.passes.order import WEIGHT_PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
@@ -108,7 +108,7 @@ def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTab
     """The ranges; for made-up samples wider ones than seen where that is called for, with the trust in them."""
     config, data = calibration_config(builder.request), call.data
     plain = builder.request.stock_reason is not None or config.is_chunked or config.strided
-    followed = passes_for(call.request) if call.cache is None else WEIGHT_PASSES  # a table that is kept is for all
+    followed = call.wanted if call.cache is None else WEIGHT_PASSES  # a table that is kept is for all
     channels = {} if plain else drafted.channels_to_follow(builder, followed)
     if plain or data is None or not is_made_up(data.reader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)

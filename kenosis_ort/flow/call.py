@@ -40,13 +40,6 @@ REWRITTEN_DB: Final = 30.0  # the runtime's own LRN is off by three digits
 REWRITTEN_ABSOLUTE: Final = 1e-6  # where the output is zero, or next to it
 
 
-def passes_for(request: Request) -> tuple[Pass, ...]:
-    """The passes that a request asks for, in order."""
-    if not request.target.loads_in_ort:
-        return ()  # their changes are evaluated there
-    return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
-
-
 class RewriteMismatchError(errors.VerificationError):
     """A rewritten float model computes something else than the original."""
 
@@ -95,6 +88,14 @@ class Call(Journal):
     def feeds(self) -> list[Feed]:
         """The kept samples that passes and comparisons look at."""
         return [] if self.data is None else [*self.data.feeds[: self.request.feeds_wanted]]
+
+    @cached_property
+    def wanted(self) -> tuple[Pass, ...]:
+        """The passes that the request asks for, in order."""
+        request = self.request
+        if not request.target.loads_in_ort:
+            return ()  # their changes are evaluated there
+        return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
 
     @cached_property
     def original(self) -> Reference | None:
@@ -202,7 +203,7 @@ class Call(Journal):
             model: As for `divide`.
         """
         data = self.data
-        wanted = self.request.chooses_ranges or any(each.before_calibration for each in passes_for(self.request))
+        wanted = self.request.chooses_ranges or any(each.before_calibration for each in self.wanted)
         if data is None or not wanted:
             return {}
         places = data.foreseen(self.request.feeds_wanted) or []

@@ -22,7 +22,7 @@ from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
 from kenosis_ort.flow import samples
 from kenosis_ort.flow.builder import Builder
-from kenosis_ort.flow.call import Call, passes_for
+from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.tables import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
@@ -48,7 +48,7 @@ NO_SAMPLES: Final = (
 def improved(call: Call, builder: Builder, build: Build) -> tuple[Builder, Build]:
     """The build after the recipe's passes, and the builder that made it."""
     request = call.request
-    passes = [each for each in passes_for(request) if not each.before_calibration]
+    passes = [each for each in call.wanted if not each.before_calibration]
     if not passes or request.stock_reason is not None or not build.is_whole:
         return builder, build
 
@@ -113,7 +113,7 @@ def context_of(call: Call, fit: Sequence[Feed], evaluator: Evaluator, builder: B
         prove=builder.build,
         plan=lambda table, keep: builder.planned(keep, table),
         fitted_ranges=fitted_ranges,
-        active={each.name: each for each in passes_for(request)},
+        active={each.name: each for each in call.wanted},
         forced=frozenset({SmoothQuant.name} if request.extra_options.get("SmoothQuant") else ()),
         per_channel=request.per_channel,
         inserts_scales=request.inserts_smoothing,
@@ -201,7 +201,7 @@ def with_weight_passes(
     if not drafted.may_change:
         return builder, table
     feeds = call.feeds
-    passes = [each for each in passes_for(request) if each.before_calibration]
+    passes = [each for each in call.wanted if each.before_calibration]
     if passes and not feeds:
         call.notes.append(f"Equalization and SmoothQuant were not tried: {NO_SAMPLES}")
     ranges = _Ranges(call, drafted, builder, table, feeds)
@@ -229,7 +229,7 @@ def with_weight_passes(
         with call.stage("equalize"):
             return completed, ranges.final(completed, replace(state, prepared=changed))
 
-    if changed is not prepared or passes_for(request):
+    if changed is not prepared or call.wanted:
         builder, table = call.attempt("The change of weights", with_ranges, (builder, table))
     if feeds and request.verify and (builder.prepared.notes or builder.prepared is not changed):
         # A sample whose outputs are at hand, and of one row where batches were taken apart.
@@ -321,7 +321,7 @@ class _Ranges:
         return cache(lambda tensors: self._collected(builder, some_of(self._divided[0], _ENOUGH), tensors))
 
     def _collected(self, builder: Builder, feeds: Sequence[Feed], tensors: Sequence[str]) -> CalibrationTable:
-        channels = self.drafted.channels_to_follow(self.builder, passes_for(self.call.request))
+        channels = self.drafted.channels_to_follow(self.builder, self.call.wanted)
         return builder.collected(feeds, tensors, self.table.config, channels)
 
 

@@ -238,7 +238,6 @@ def failed(error: VerificationError, sample: int) -> CalibrationError:
     return CalibrationError(error.what, where=f"held-out sample {sample}", fix=error.fix)
 
 
-Feed = Mapping[str, Any]
 T = TypeVar("T")
 
 LEAST_FEEDS = 4
