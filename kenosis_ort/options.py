@@ -289,3 +289,32 @@ class Speed(_Group):
     promise: bool = True
     host: str | os.PathLike[str] | Any = None
     sequence_lengths: Sequence[int] = ()
+
+
+BYTE = 8
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bits of weights and activations, 2 to 8.
+
+    Attributes:
+        weights: Of all weights that ``by_node`` does not speak about.
+        activations: Of all values that nodes compute, likewise.
+        by_node: (weights, activations) by node; None leaves one of them at the general word.
+    """
+
+    weights: int = BYTE
+    activations: int = BYTE
+    by_node: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+
+    @property
+    def are_bytes(self) -> bool:
+        """Everything has 8 bits."""
+        given = [bits for pair in self.by_node.values() for bits in pair if bits is not None]
+        return all(bits == BYTE for bits in (self.weights, self.activations, *given))
+
+    def of(self, node: str, *, weights: bool) -> int:
+        """The bits of the weights that a node reads, or of what it computes."""
+        given = self.by_node.get(node, (None, None))[0 if weights else 1]
+        return given or (self.weights if weights else self.activations)

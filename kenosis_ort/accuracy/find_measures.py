@@ -19,8 +19,7 @@ import onnx
 
 from kenosis_ort.accuracy import measures as found_by
 from kenosis_ort.accuracy.error import Array, Float64, Outputs, as_rows, product
-from kenosis_ort.accuracy.measured import Measure
-from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap, without_ones
+from kenosis_ort.accuracy.measures import THRESHOLD, BoxLayout, ClassAgreement, ClassOverlap, Measure, without_ones
 
 _TRANSPARENT = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast", "Concat"})
 _MEANS = frozenset({"ReduceMean", "ReduceMax"})  # of shares they are shares

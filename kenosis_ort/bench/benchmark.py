@@ -22,9 +22,9 @@ from kenosis_ort.calibration.feeds import sample_feeds
 from kenosis_ort.calibration.synthetic import SyntheticReader
 from kenosis_ort.checks import MOST_THREADS, real, whole
 from kenosis_ort.graph.load import parse_model
-from kenosis_ort.report.text import format_bytes, make_table, to_text
+from kenosis_ort.report.text import make_table, to_text
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.storage.data import to_data
+from kenosis_ort.storage.data import format_bytes, to_data
 from kenosis_ort.storage.writing import Scratch
 
 SCHEMA_VERSION = 1

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from kenosis_ort.calibration import derived, feeds as sources, part_session
-from kenosis_ort.calibration.accumulators import Collector, SeenAs
+from kenosis_ort.calibration import feeds as sources, part_session
+from kenosis_ort.calibration.accumulators import Array, Collector, Functions, SeenAs, functions_of, unions_of, united
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, model_fingerprint
-from kenosis_ort.calibration.derived import Array
 from kenosis_ort.calibration.feeds import Feed, Part, Sample
 from kenosis_ort.calibration.parts import StagedModel
 from kenosis_ort.calibration.statistics import CalibrationConfig, TensorStatistics
@@ -129,12 +128,12 @@ class Sweep(Closing):
             types.update(self._model.ask_types([name for names in groups for name in names if name not in types]))
             computed, fed, constant = (_observable(names, types) for names in groups)
             # Values that follow from others: none where all elements count, or ranges are to be stock's.
-            functions: derived.Functions = {}
+            functions: Functions = {}
             if not (config.uses_histogram or config.bit_exact or config.moving_average):
-                functions = derived.functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
+                functions = functions_of(proto.graph, {**computed, **fed}, channels, seen_as)
             made = {name for of_one in functions.values() for name in of_one}
             whole = not (config.moving_average or config.bit_exact or config.sketch)
-            self._unions = derived.unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
+            self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
             # Those that are fetched, in any order where nothing asks for theirs.
             fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
             ordered = {name for name in seen_as if name not in functions}  # a function of the array
@@ -296,7 +295,7 @@ class Sweep(Closing):
         return self._named(found)
 
     def _named(self, found: dict[str, TensorStatistics]) -> dict[str, TensorStatistics]:
-        found = derived.united({**found, **self._constant}, self._unions)
+        found = united({**found, **self._constant}, self._unions)
         return {name: found[name] for name in dict.fromkeys(self._points.tensors) if name in found}
 
 

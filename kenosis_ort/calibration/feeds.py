@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import onnxruntime as ort
 from kenosis_ort.errors import CalibrationError, KenosisError, did_you_mean
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 Feed = Mapping[str, Any]
 Shape = tuple["int | str | None", ...]
 
@@ -410,3 +411,30 @@ def _odd_mask(declared: Dims, given: Sizes) -> str:
                 covered = f"{read}, and the cache '{cache}' has {past}" if cache else str(read)
                 return f"The input '{mask}' has {given[mask][1]} on axis 1, where '{tokens}' has {covered}."
     return ""
+
+
+class Rows(dict[str, Any]):
+    """A feed whose rows are samples of their own, as was tried."""
+
+
+LEAST_FEEDS = 4
+_FEW_FEEDS = 32
+
+
+def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
+    """The samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
+
+    Every fourth is held out; of fewer than 32 every second: two samples of a small net differ by 30 dB.
+    """
+    if len(feeds) < LEAST_FEEDS:
+        return [], []
+    every = 2 if len(feeds) < _FEW_FEEDS else 4
+    fit = [f for i, f in enumerate(feeds) if i % every != every - 1]
+    return fit, list(feeds[every - 1 :: every])
+
+
+def some_of(feeds: Sequence[Feed], count: int) -> list[Feed]:
+    """Evenly spaced feeds that hold so many samples, rows of `Rows` counted each; all where there are fewer."""
+    rows = sum(len(next(iter(feed.values()))) if isinstance(feed, Rows) else 1 for feed in feeds)
+    wanted = -(-count * len(feeds) // max(rows, 1))
+    return [feeds[place * len(feeds) // wanted] for place in range(wanted)] if wanted < len(feeds) else list(feeds)

@@ -23,8 +23,8 @@ from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.summary import ModelSummary, summarize
 from kenosis_ort.plan import EdgeRole, Kind, PlacementPlan
 from kenosis_ort.report import evidence
-from kenosis_ort.report.text import Form, format_bytes, make_facts, render_fusion, render_layers, table
-from kenosis_ort.storage.data import to_data
+from kenosis_ort.report.text import Form, make_facts, render_fusion, render_layers, table
+from kenosis_ort.storage.data import format_bytes, to_data
 from kenosis_ort.targets import TARGETS, get_target
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from kenosis_ort.cluster.client import answering, connected, versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
 from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.passes.recipe import is_recipe_file, read_text, read_toml
-from kenosis_ort.report.text import format_bytes, make_table
-from kenosis_ort.storage.data import to_data
+from kenosis_ort.report.text import make_table
+from kenosis_ort.storage.data import format_bytes, to_data
 from kenosis_ort.storage.writing import absolute, check_apart, sha256_of, write_text
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from kenosis_ort.bench.benchmark import bench
 from kenosis_ort.calibration.readers import ArrayReader
 from kenosis_ort.report.evidence import fusion_verdict
 from kenosis_ort.report.quantization_report import QuantizationReport
-from kenosis_ort.report.text import Form, format_bytes, render_fusion, table
+from kenosis_ort.report.text import Form, render_fusion, table
 from kenosis_ort.runtime.session import open_session
+from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.storage.writing import Scratch
 from kenosis_ort.verify import FusionReport, verify_fusion
 

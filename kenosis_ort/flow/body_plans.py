@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration.computed_feeds import Feeds, body_feeds, value_types
-from kenosis_ort.calibration.feeds import input_specs
+from kenosis_ort.calibration.feeds import Feed, input_specs
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import NothingToQuantizeError
 from kenosis_ort.flow import samples
@@ -28,7 +28,7 @@ from kenosis_ort.graph.bodies import Body, Place, has_layers, places, take_out
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+from kenosis_ort.passes.evaluator import Evaluator, Score
 from kenosis_ort.passes.float_search import multiply_accumulates
 from kenosis_ort.plan import Kind, NodeDecision
 

@@ -15,6 +15,7 @@ from onnx import TensorProto
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.calibration.estimators import fitted_to_widths
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import KenosisError, NothingToQuantizeError, OptionError
@@ -28,8 +29,7 @@ from kenosis_ort.graph.product_pairs import store_exactly
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.graph.walk import owners
 from kenosis_ort.passes.contract import Build, Overlay, Pass, WeightPass, materialize, overflown
-from kenosis_ort.passes.evaluator import Feed
-from kenosis_ort.passes.runner import Journal
+from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
 from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
@@ -279,7 +279,7 @@ class Builder:
                 self.request.target.hooks.spell(quantized, plan)
         whole = self._put_bodies(quantized, plan, keep)
         if self.request.caches:
-            quantize_cache(quantized, with_scales(self.request.caches, table))
+            quantize_cache(quantized, with_scales(self.request.caches, table.range_of))
         elif plan and self.request.target.hooks.spell is Hooks().spell:
             self._latest = _Emitted(quantizer, plan, keep, own, whole)
         return Build(self.prepared.proto, table, keep, whole, quantized, corrections=corrections)

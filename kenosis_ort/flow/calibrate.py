@@ -18,7 +18,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import calibration_config
 from kenosis_ort.passes.order import WEIGHT_PASSES
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.report.sections import TensorTrust, TrustSummary
+from kenosis_ort.report.facts import TensorTrust, TrustSummary
 
 if TYPE_CHECKING:
     from kenosis_ort.calibration.trust import CalibrationTrust

@@ -14,20 +14,20 @@ from typing import Final
 import onnx
 
 from kenosis_ort import errors
-from kenosis_ort.accuracy.measured import Measured
+from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
-from kenosis_ort.calibration.feeds import Cut, Part
+from kenosis_ort.calibration.feeds import LEAST_FEEDS, Cut, Feed, Part, split_feeds
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.samples import Division, KeepingReader, Validation, find_division
 from kenosis_ort.flow.tables import CalibrationCache
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build, Pass
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, Reference, split_feeds
+from kenosis_ort.passes.evaluator import Evaluator, Reference
+from kenosis_ort.passes.journal import Journal
 from kenosis_ort.passes.order import passes_of
 from kenosis_ort.passes.recipe import SpeedChoice
-from kenosis_ort.passes.runner import Journal
-from kenosis_ort.report import sections
+from kenosis_ort.report import facts
 from kenosis_ort.runtime import session
 
 _log = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ class Call(Journal):
     request: Request
     data: KeepingReader | None = None
     cache: CalibrationCache | None = None
-    speed: sections.SpeedSummary | None = None
+    speed: facts.SpeedSummary | None = None
     choice: SpeedChoice | None = None
-    trust: sections.TrustSummary | None = None
+    trust: facts.TrustSummary | None = None
     validation: Validation | None = None
     division: Division | None = None
     divided: tuple[list[Feed], Evaluator] | None = None
-    measure: sections.MeasureSummary | None = None
+    measure: facts.MeasureSummary | None = None
     measured: tuple[Build, Measured] | None = None
     size_before: int = 0
     size_after: int = 0

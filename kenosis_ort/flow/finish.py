@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.bench.op_times import with_measurements
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow.call import REWRITTEN_ABSOLUTE, REWRITTEN_DB, Call
@@ -23,15 +24,15 @@ from kenosis_ort.graph.external_data import external_files
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.fusion_aware import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
+from kenosis_ort.report.facts import CalibrationSummary
 from kenosis_ort.report.gathering import gather_evidence
-from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import check_apart, same_file
 from kenosis_ort.targets import Target

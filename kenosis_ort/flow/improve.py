@@ -14,9 +14,10 @@ from typing import Final
 import onnx
 
 from kenosis_ort.accuracy.channel_statistics import batch_norm_statistics
-from kenosis_ort.accuracy.measured import Measured
+from kenosis_ort.accuracy.measures import Measured
 from kenosis_ort.accuracy.metric import is_within
 from kenosis_ort.calibration import cached_samples
+from kenosis_ort.calibration.feeds import LEAST_FEEDS, Feed, some_of, split_feeds
 from kenosis_ort.calibration.readers import is_made_up
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import OptionError
@@ -29,11 +30,11 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.passes.contract import Build, Context, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
-from kenosis_ort.passes.evaluator import LEAST_FEEDS, Evaluator, Feed, some_of, split_feeds
+from kenosis_ort.passes.evaluator import Evaluator
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
-from kenosis_ort.report.sections import MeasureSummary
+from kenosis_ort.report.facts import MeasureSummary
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.targets.model import WEIGHT_ONLY
 

@@ -14,7 +14,7 @@ from kenosis_ort.graph import constants, outside, shapes, walk
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.view import PreparedModel
-from kenosis_ort.passes.runner import Journal
+from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import stock_model

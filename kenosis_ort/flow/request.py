@@ -17,14 +17,13 @@ from kenosis_ort.calibration.statistics import CalibrationConfig
 from kenosis_ort.errors import OptionError
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.graph.walk import owners
-from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages
+from kenosis_ort.options import EXPORT_FORMATS, OptionChoice, PlacementOptions, Speed, Stages, Widths
 from kenosis_ort.passes.recipe import Recipe
-from kenosis_ort.placement.eligibility import Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
 from kenosis_ort.runtime.limits import machine
-from kenosis_ort.targets import DataTypes, Role, Target
+from kenosis_ort.targets.model import DataTypes, Role, Target
 from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
 

@@ -28,12 +28,13 @@ from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
+from kenosis_ort.passes.journal import OF_THE_MODEL, reason_of
 from kenosis_ort.passes.recipe import RECIPES
-from kenosis_ort.passes.runner import OF_THE_MODEL, reason_of
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.stock import CalibrationDataReader
-from kenosis_ort.report.quantization_report import CalibrationSummary, QuantizationReport
+from kenosis_ort.report.facts import CalibrationSummary
+from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor, as_array, configured, open_session
 from kenosis_ort.storage import writing
 
@@ -324,7 +325,7 @@ def _quantized(call: Call) -> QuantizationReport:
         return deliver_float(call, bad, samples)
     if request.caches and not int8_cache.cache_scales(chosen.quantized):  # another form than planned int8
         chosen = replace(chosen, quantized=outside.copy_model(chosen.quantized))
-        int8_cache.quantize_cache(chosen.quantized, int8_cache.with_scales(request.caches, chosen.table))
+        int8_cache.quantize_cache(chosen.quantized, int8_cache.with_scales(request.caches, chosen.table.range_of))
     if chosen is not build:
         compared = finish.compare(call, chosen, feeds)
     known = 0 if call.validation is None else call.validation.shared(feeds)

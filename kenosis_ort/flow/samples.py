@@ -17,10 +17,9 @@ import numpy as np
 import onnx
 
 from kenosis_ort.calibration import cached_samples, readers
-from kenosis_ort.calibration.feeds import InputSpec, Sample, bytes_of, check_feed, input_specs, sample_feeds
+from kenosis_ort.calibration.feeds import Feed, InputSpec, Rows, Sample, bytes_of, check_feed, input_specs, sample_feeds
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.constants import meant_as_defaults
-from kenosis_ort.passes.evaluator import Feed, Rows
 from kenosis_ort.quantizer.stock import CalibrationDataReader
 from kenosis_ort.storage.spool import Spool
 

@@ -19,6 +19,7 @@ import onnx
 
 from kenosis_ort.bench.harness import MARGIN
 from kenosis_ort.calibration.cached_samples import model_fingerprint
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.preparation import prepare_model
@@ -27,13 +28,12 @@ from kenosis_ort.graph import constants, outside
 from kenosis_ort.graph.product_pairs import weight_pair
 from kenosis_ort.options import EXPORT_FORMATS
 from kenosis_ort.passes.contract import Build
-from kenosis_ort.passes.evaluator import Feed
+from kenosis_ort.passes.journal import Journal
 from kenosis_ort.passes.recipe import SpeedChoice
-from kenosis_ort.passes.runner import Journal
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.placement.planner import choose_regions
 from kenosis_ort.plan import PlacementPlan
-from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
+from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.runtime.limits import machine
 from kenosis_ort.runtime.session import openable
 from kenosis_ort.storage.writing import Scratch

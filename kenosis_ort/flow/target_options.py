@@ -16,9 +16,9 @@ from kenosis_ort import options
 from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.flow.request import Request, not_taken
 from kenosis_ort.graph.view import GraphView
+from kenosis_ort.options import BYTE, Widths
 from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.placement.cost import NetCosts
-from kenosis_ort.placement.eligibility import BYTE, Widths
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import stock
 from kenosis_ort.runtime.limits import ARM, machine, processor_class

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import onnx
 
+from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.flow.request import Request
 from kenosis_ort.graph import constants
-from kenosis_ort.passes.evaluator import Feed
 from kenosis_ort.runtime.session import Session, open_session
 
 _log = logging.getLogger(__name__)

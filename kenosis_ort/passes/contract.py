@@ -27,8 +27,9 @@ from kenosis_ort.runtime.session import HERE, WHOLE_LIMIT, Executor
 from kenosis_ort.targets.proof import FusionReport
 
 if TYPE_CHECKING:
+    from kenosis_ort.calibration.feeds import Feed
     from kenosis_ort.calibration.table import CalibrationTable
-    from kenosis_ort.passes.evaluator import Evaluator, Feed, Score
+    from kenosis_ort.passes.evaluator import Evaluator, Score
 
 LEAST_HELD_OUT = 4
 """Samples that a change of ranges or weights is evaluated on."""

@@ -18,7 +18,7 @@ import copy
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,14 +29,14 @@ import onnx
 
 from kenosis_ort.accuracy.error import Deviations, Outputs, Signals, find_uses, output_error
 from kenosis_ort.accuracy.find_measures import find_measures
-from kenosis_ort.accuracy.measured import Measure, Measured, measure_pairs, of_parts, worst
+from kenosis_ort.accuracy.measures import Measure, Measured, measure_pairs, of_parts, worst
 from kenosis_ort.accuracy.metric import CheckedMetric, OutputError, Scored
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
+from kenosis_ort.calibration.feeds import Feed, Rows
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.runtime.session import HERE, Array, Executor, Running, Session, open_session, repeats
 
-Feed = Mapping[str, Any]
 Model = Path | onnx.ModelProto
 
 _MOST_WEIGHTS: Final = 2**26
@@ -240,8 +240,6 @@ def failed(error: VerificationError, sample: int) -> CalibrationError:
 
 T = TypeVar("T")
 
-LEAST_FEEDS = 4
-_FEW_FEEDS = 32
 _ABOUT = 1.02  # how much more counts as no more: biases of SqueezeNet correct 34 % on five samples, -0.8 % without one
 _CLEAR = 2.0  # standard errors that a difference of the caller's metric is clear of chance by
 _REFERENCE_BYTES = 2**26  # of outputs of the float model that are kept; beyond it runs beside each candidate
@@ -249,29 +247,6 @@ _MOST_PARTS = 32  # that held-out samples which are batches are taken into, to l
 
 NOISE = "error of the outputs, each by its use"
 METRIC = "loss of the caller's metric, where clear; else error of the outputs"
-
-
-class Rows(dict[str, Any]):
-    """A feed whose rows are samples of their own, as was tried."""
-
-
-def split_feeds(feeds: Sequence[T]) -> tuple[list[T], list[T]]:
-    """The samples to fit passes to, and those to evaluate on; both empty where there are too few to do both.
-
-    Every fourth is held out; of fewer than 32 every second: two samples of a small net differ by 30 dB.
-    """
-    if len(feeds) < LEAST_FEEDS:
-        return [], []
-    every = 2 if len(feeds) < _FEW_FEEDS else 4
-    fit = [f for i, f in enumerate(feeds) if i % every != every - 1]
-    return fit, list(feeds[every - 1 :: every])
-
-
-def some_of(feeds: Sequence[Feed], count: int) -> list[Feed]:
-    """Evenly spaced feeds that hold so many samples, rows of `Rows` counted each; all where there are fewer."""
-    rows = sum(len(next(iter(feed.values()))) if isinstance(feed, Rows) else 1 for feed in feeds)
-    wanted = -(-count * len(feeds) // max(rows, 1))
-    return [feeds[place * len(feeds) // wanted] for place in range(wanted)] if wanted < len(feeds) else list(feeds)
 
 
 def least_ratio(samples: int) -> float:

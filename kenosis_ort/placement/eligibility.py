@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kenosis_ort.errors import OptionError, did_you_mean
@@ -26,40 +26,14 @@ from kenosis_ort.graph.constants import Is, having
 from kenosis_ort.graph.qdq import exact_grid
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
+from kenosis_ort.options import BYTE, Widths
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
 from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role
 
 if TYPE_CHECKING:
     from kenosis_ort.placement.constraints import Constraints
 
-BYTE = 8
 _PASS_THROUGH = having(Is.MOVE) | {"Cast", "Expand", "Gather", "Pad", "Slice", "Tile"}
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Bits of weights and activations, 2 to 8.
-
-    Attributes:
-        weights: Of all weights that ``by_node`` does not speak about.
-        activations: Of all values that nodes compute, likewise.
-        by_node: (weights, activations) by node; None leaves one of them at the general word.
-    """
-
-    weights: int = BYTE
-    activations: int = BYTE
-    by_node: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
-
-    @property
-    def are_bytes(self) -> bool:
-        """Everything has 8 bits."""
-        given = [bits for pair in self.by_node.values() for bits in pair if bits is not None]
-        return all(bits == BYTE for bits in (self.weights, self.activations, *given))
-
-    def of(self, node: str, *, weights: bool) -> int:
-        """The bits of the weights that a node reads, or of what it computes."""
-        given = self.by_node.get(node, (None, None))[0 if weights else 1]
-        return given or (self.weights if weights else self.activations)
 
 
 def with_widths(plan: PlacementPlan, view: GraphView, widths: Widths, explicit: Collection[str] = ()) -> PlacementPlan:

@@ -12,14 +12,13 @@ The file in between computes exactly what the last one does, from caches in floa
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.qdq import DQ, Q
@@ -60,9 +59,9 @@ def scale_for(ranges: Sequence[tuple[float, float]]) -> float:
     return float(scale) if np.isfinite(scale) and scale > 0 else 1.0
 
 
-def with_scales(caches: Sequence[Cache], table: CalibrationTable) -> tuple[Cache, ...]:
+def with_scales(caches: Sequence[Cache], range_of: Callable[[str], tuple[float, float]]) -> tuple[Cache, ...]:
     """Caches with the scales that they have by ranges, where they have none yet."""
-    ranges = ([table.range_of(name) for name in cache.names] for cache in caches)
+    ranges = ([range_of(name) for name in cache.names] for cache in caches)
     return tuple(
         cache._replace(scale=cache.scale or scale_for(seen)) for cache, seen in zip(caches, ranges, strict=True)
     )

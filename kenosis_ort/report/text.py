@@ -20,13 +20,14 @@ from rich.text import Text
 
 from kenosis_ort.errors import printable
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.report import evidence, sections
+from kenosis_ort.report import evidence
+from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.targets.proof import ClippingLoss, FusionReport, KernelReport
 
 if TYPE_CHECKING:
-    from kenosis_ort.passes.runner import PassOutcome
+    from kenosis_ort.passes.journal import PassOutcome
     from kenosis_ort.plan import PlacementPlan
-    from kenosis_ort.report.quantization_report import QuantizationReport
+    from kenosis_ort.report.facts import ReportFacts, SpeedCandidate, SpeedSummary, TrustSummary
 
 Form: TypeAlias = str | Callable[[Any], str | Text]
 """What a cell of a `table` holds: a format string of the row's object, or a function of it."""
@@ -105,7 +106,7 @@ def make_facts(facts: Iterable[tuple[str, str | Text]], *, style: str = "dim") -
     return table
 
 
-def render_report(report: QuantizationReport, *, full: bool = False) -> RenderableType:
+def render_report(report: ReportFacts, *, full: bool = False) -> RenderableType:
     """The report for a rich console.
 
     Args:
@@ -163,23 +164,11 @@ def listed(nodes: Sequence[KernelReport | evidence.Explanation]) -> str:
     return f"{operators}: {', '.join(n.node for n in nodes[:MAX_NAMES])}{', ...' if len(nodes) > MAX_NAMES else ''}"
 
 
-def format_bytes(count: int) -> str:
-    """A byte count with a decimal unit, e.g. ``"30.6 MB"``."""
-    if count < 1000:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("kB", "MB"):
-        size /= 1000
-        if size < 999.95:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} GB"
-
-
 def _verdict(sentence: str, *, good: bool) -> Text:
     return Text(sentence, style="bold green" if good else "bold yellow")
 
 
-def _facts(report: QuantizationReport) -> Table:
+def _facts(report: ReportFacts) -> Table:
     calibration, fusion = report.calibration, report.fusion
     taken = None if report.speed is None else report.speed.taken
     facts: list[tuple[str, str | Text]] = [("model", f"{report.model_input} -> {report.model_output}")]
@@ -277,7 +266,7 @@ def _why(broken: bool, reason: str) -> Text:
     return Text.assemble(("planned as integer: ", "red") if broken else "", reason)
 
 
-def _options(report: QuantizationReport) -> Table:
+def _options(report: ReportFacts) -> Table:
     rows = ((name, str(getattr(value, "name", value)), source) for name, (value, source) in report.options.items())
     return make_table("option", "value", "chosen by", rows=rows, title="Options")
 
@@ -308,7 +297,7 @@ def _passes(passes: Sequence[PassOutcome]) -> Table:
     return make_table("pass", "outcome", ">error", ">change", "why", rows=rows, title="Accuracy passes")
 
 
-def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
+def _candidates(speed: SpeedSummary, *, full: bool) -> RenderableType:
     """The forms of the model that were considered; without ``full`` those below the one taken are only counted."""
     shown = [form for form in speed.candidates if full or form.status not in _UNTRIED]
     rows = []
@@ -324,14 +313,14 @@ def _candidates(speed: sections.SpeedSummary, *, full: bool) -> RenderableType:
     return Group(*(blocks if shown else blocks[1:]), *(Text(note, style="dim") for note in speed.notes))
 
 
-def _speed(form: sections.SpeedCandidate) -> str:
+def _speed(form: SpeedCandidate) -> str:
     if form.ratio is None:
         return ""
     interval = "" if form.low is None or form.high is None else f" ({form.low:.2f} to {form.high:.2f})"
     return f"{form.ratio:.2f}x{interval}"
 
 
-def _trust(trust: sections.TrustSummary, *, full: bool) -> RenderableType:
+def _trust(trust: TrustSummary, *, full: bool) -> RenderableType:
     """Trust in the calibration, with the doubtful tensors."""
     style = _TRUST_STYLES.get(trust.verdict, "")
     blocks: list[RenderableType] = [

@@ -58,3 +58,15 @@ def to_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_data(entry) for key, entry in value.items()}
     return [to_data(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def format_bytes(count: int) -> str:
+    """A byte count with a decimal unit, e.g. ``"30.6 MB"``."""
+    if count < 1000:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("kB", "MB"):
+        size /= 1000
+        if size < 999.95:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} GB"

@@ -26,7 +26,7 @@ import onnx
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.bench.harness import LEAST_ROUNDS, MARGIN, SpeedComparison, Verdict
 from kenosis_ort.errors import KenosisError, VerificationError
-from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
+from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.tuning.races import Race, RaceSetup, race
 
 _log = logging.getLogger(__name__)

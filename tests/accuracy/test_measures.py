@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import helper
 
-from kenosis_ort.accuracy import measured, measures
+from kenosis_ort.accuracy import measures
+from kenosis_ort.accuracy.error import quantile
 from kenosis_ort.accuracy.find_measures import find_measures
 
 
@@ -44,7 +45,7 @@ def _boxes(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
     return {"y": boxes + 8 * noise * rng.normal(size=boxes.shape), "s": scores}
 
 
-CASES: list[tuple[measured.Measure, Any]] = [
+CASES: list[tuple[measures.Measure, Any]] = [
     (measures.ClassAgreement("y"), _scores(2, 5)), (measures.ClassAgreement("y", "token"), _scores(1, 7, 11)),
     (measures.YesOrNo("y"), _scores(1, 1, into=sigmoid)), (measures.SameTokens("y"), _ids),
     (measures.MaskOverlap("y"), _scores(1, 1, 9, 9, into=sigmoid)),
@@ -61,13 +62,13 @@ def _outputs(make: Any, seed: int, noise: float, count: int) -> list[Mapping[str
     return [make(np.random.default_rng([seed, i]), noise) for i in range(count)]
 
 
-def _measured(measure: measured.Measure, outputs: Any, reference: Any) -> measured.Measured:
-    return measured.measure_pairs([measure], zip(outputs, reference, strict=True))[0]
+def _measured(measure: measures.Measure, outputs: Any, reference: Any) -> measures.Measured:
+    return measures.measure_pairs([measure], zip(outputs, reference, strict=True))[0]
 
 
 @by_measure
 @given(seed=st.integers(0, 2**16), noise=st.floats(0.0, 3.0), count=st.integers(1, 12))
-def test_bounds_and_interval(measure: measured.Measure, make: Any, seed: int, noise: float, count: int) -> None:
+def test_bounds_and_interval(measure: measures.Measure, make: Any, seed: int, noise: float, count: int) -> None:
     found = _measured(measure, _outputs(make, seed, noise, count), _outputs(make, seed, 0.0, count))
     assert found.samples == count
     assert found.value >= 0.0
@@ -81,7 +82,7 @@ def test_bounds_and_interval(measure: measured.Measure, make: Any, seed: int, no
 
 @by_measure
 @given(seed=st.integers(0, 2**16), count=st.integers(1, 10))
-def test_the_reference_itself_is_perfect(measure: measured.Measure, make: Any, seed: int, count: int) -> None:
+def test_the_reference_itself_is_perfect(measure: measures.Measure, make: Any, seed: int, count: int) -> None:
     reference = _outputs(make, seed, 0.0, count)
     found = _measured(measure, reference, reference)
     assert found.value == found.float_value == (1.0 if found.higher_is_better else 0.0)
@@ -90,14 +91,14 @@ def test_the_reference_itself_is_perfect(measure: measured.Measure, make: Any, s
 
 
 @by_measure
-def test_noise_costs(measure: measured.Measure, make: Any) -> None:
+def test_noise_costs(measure: measures.Measure, make: Any) -> None:
     reference = _outputs(make, 3, 0.0, 30)
     less, more = (_measured(measure, _outputs(make, 3, noise, 30), reference).loss for noise in (0.3, 2.0))
     assert less < more
 
 
 @by_measure
-def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: measured.Measure, make: Any) -> None:
+def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: measures.Measure, make: Any) -> None:
     reference = _outputs(make, 5, 0.0, 3)
     spoilt = [lambda x: np.full_like(x, np.nan) if x.dtype.kind == "f" else x + 1]
     if not isinstance(measure, measures.DetectionF1):  # boxes without scores are no output of any model
@@ -114,7 +115,7 @@ def test_expected_agreement_is_what_many_samples_say() -> None:
     scores = rng.normal(size=(40_000, 10)).astype(np.float32) * margin
     noisy = scores + noise * rng.normal(size=scores.shape).astype(np.float32)
 
-    def of_rows(count: int, start: int = 0) -> measured.Measured:
+    def of_rows(count: int, start: int = 0) -> measures.Measured:
         parts = [slice(at, at + 64) for at in range(start, start + count, 64)]
         both = ([{"y": rows[p]} for p in parts] for rows in (noisy, scores))
         return _measured(measures.ClassAgreement("y"), *both)
@@ -137,10 +138,10 @@ def test_relative_error_is_an_amplitude() -> None:
 
 
 def test_the_output_that_lost_most_speaks() -> None:
-    a, b = (measured.Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
-    error = measured.Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
-    assert measured.worst([b, a]) is a
-    assert measured.worst([b, a, error]) is error
+    a, b = (measures.Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
+    error = measures.Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
+    assert measures.worst([b, a]) is a
+    assert measures.worst([b, a, error]) is error
 
 
 def test_boxes_are_matched_by_class_and_overlap() -> None:
@@ -170,21 +171,21 @@ def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
 def test_wilson_is_within_bounds_and_holds_the_share(count: int, share: float) -> None:
-    low, high = measured.wilson(share, count)
+    low, high = measures.wilson(share, count)
     assert 0.0 <= low <= share <= high <= 1.0
 
 
 def test_wilson_as_published() -> None:
     """Two hundred of two hundred: the loss may be 1.9 %, and half a percent is not told."""
-    assert measured.wilson(1.0, 200) == (pytest.approx(0.98115, abs=1e-5), 1.0)
-    assert measured.wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert measures.wilson(1.0, 200) == (pytest.approx(0.98115, abs=1e-5), 1.0)
+    assert measures.wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 SHARE = measures.YesOrNo("y").value
 INTERVALS: dict[str, Any] = {
-    "wilson": lambda x: measured.wilson(x.mean(), 200),
-    "bootstrap": lambda x: measured.bootstrap(np.stack([x, np.ones(200)], axis=1).astype(float), SHARE),
-    "parts": lambda x: measured.of_parts(x.mean(), x.reshape(10, 20).mean(axis=1), samples=200, scale=1.0),
+    "wilson": lambda x: measures.wilson(x.mean(), 200),
+    "bootstrap": lambda x: measures.bootstrap(np.stack([x, np.ones(200)], axis=1).astype(float), SHARE),
+    "parts": lambda x: measures.of_parts(x.mean(), x.reshape(10, 20).mean(axis=1), samples=200, scale=1.0),
 }
 
 
@@ -198,16 +199,16 @@ def test_coverage(kind: str) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.sampled_from([0.0, 0.025, 0.9, 0.975, 1.0]))
 def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
     rows = np.array([values, values[::-1]]).T
-    np.testing.assert_array_equal(measured.quantile(rows, share), np.quantile(rows, share, axis=0))
+    np.testing.assert_array_equal(quantile(rows, share), np.quantile(rows, share, axis=0))
 
 
 def test_few_samples_tell_no_interval() -> None:
-    assert measured.bootstrap(np.ones((measured.LEAST_SAMPLES - 1, 2)), SHARE) is None
-    assert measured.of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
+    assert measures.bootstrap(np.ones((measures.LEAST_SAMPLES - 1, 2)), SHARE) is None
+    assert measures.of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
 
 
 def test_nothing_seen_to_change_may_still_change() -> None:
-    low, high = measured.of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
+    low, high = measures.of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
     assert 0.005 < 0.9 - low < 0.02
     assert high - 0.9 == pytest.approx(0.9 - low)
 

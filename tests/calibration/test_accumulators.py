@@ -9,9 +9,23 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, accumulators, derived, part_session as session
-from kenosis_ort.calibration.accumulators import Accumulator, Collector, exponent_of, extremes, extremes_and_some, pick
-from kenosis_ort.calibration.derived import Function, unions_of
+from kenosis_ort.calibration import (
+    CalibrationConfig,
+    CalibrationTable,
+    accumulators,
+    collector,
+    part_session as session,
+)
+from kenosis_ort.calibration.accumulators import (
+    Accumulator,
+    Collector,
+    Function,
+    exponent_of,
+    extremes,
+    extremes_and_some,
+    pick,
+    unions_of,
+)
 from kenosis_ort.calibration.histogram import HALF, Extremes, Histogram
 from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
 from kenosis_ort.calibration.statistics import TensorStatistics
@@ -325,7 +339,7 @@ def test_unions_have_what_their_parts_have(method, channels, monkeypatch):
         return table, counts.total.copied
 
     found, copied = both()
-    monkeypatch.setattr(derived, "unions_of", lambda *_: {})
+    monkeypatch.setattr(collector, "unions_of", lambda *_: {})
     seen, most = both()
     assert (found.tensors, found.part.tensors) == (seen.tensors, seen.part.tensors)
     assert copied < most

@@ -17,7 +17,8 @@ from kenosis_ort.demo import load_digits
 from kenosis_ort.option_types import RecipeFile
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.recipe import SpeedChoice
-from kenosis_ort.report.quantization_report import HOST_CHOICES, CalibrationSummary
+from kenosis_ort.report.facts import CalibrationSummary
+from kenosis_ort.report.quantization_report import HOST_CHOICES
 from tests import models
 from tests.cli.conftest import PLAIN, Shell
 

@@ -16,14 +16,13 @@ from hypothesis import given, strategies as st
 from kenosis_ort import ArrayReader, KenosisWarning, QuantizationReport, Recipe, errors, quantize_static
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.collector import Points, collect
-from kenosis_ort.calibration.feeds import InputSpec
+from kenosis_ort.calibration.feeds import InputSpec, Rows, some_of
 from kenosis_ort.calibration.part_session import block_size
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
 from kenosis_ort.flow.finish import few_of
 from kenosis_ort.flow.samples import KeepingReader, Validation, find_division
 from kenosis_ort.passes import leave_float
-from kenosis_ort.passes.evaluator import Rows, some_of
 from kenosis_ort.runtime.counting import counted
 from tests import models
 from tests.flow.support import Untouched, quantized, run

@@ -22,7 +22,8 @@ from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import value_types
 from kenosis_ort.graph.walk import attribute
-from kenosis_ort.placement.eligibility import Widths, with_widths
+from kenosis_ort.options import Widths
+from kenosis_ort.placement.eligibility import with_widths
 from tests import models, planning
 from tests.contracts.test_formats import grids
 from tests.flow.support import Untouched, changed

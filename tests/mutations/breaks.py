@@ -95,7 +95,7 @@ BREAKS = (
     Break("formats/to_qop.py", "    if narrow is not None and not clip:", "    if False:", "contracts/test_formats.py"),
     Break("formats/to_qop.py", "[(q.scale, q.zero_point) for q in", "[(q.scale,) for q in", "formats interop"),
     Break("interop.py", "if tensor.constant is None", "if tensor.constant is not None", "interop cli/test_commands.py"),
-    Break("report/quantization_report.py", "'smaller' if ratio > 1 else '", "'smaller' if ratio < 1 else '", "report"),
+    Break("report/facts.py", "'smaller' if ratio > 1 else '", "'smaller' if ratio < 1 else '", "report"),
     Break("report/evidence.py", "    if plan and integer < len(heavy):", "    if False:", "report cli"),
     Break("targets/proof.py", "k.node in planned and not", "False and not", "report flow/test_ladder.py cli"),
     Break("verify/processors.py",

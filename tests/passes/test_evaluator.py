@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.metric import Scored, check_metric
-from kenosis_ort.calibration.feeds import Sample
+from kenosis_ort.calibration.feeds import LEAST_FEEDS, Rows, Sample, split_feeds
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.passes import evaluator as evaluation
 from kenosis_ort.passes.contract import LEAST_HELD_OUT
-from kenosis_ort.passes.evaluator import Candidates, Reference, Rows, Score, least_ratio, split_feeds
+from kenosis_ort.passes.evaluator import Candidates, Reference, Score, least_ratio
 from kenosis_ort.runtime.counting import counted
 from kenosis_ort.runtime.session import Here, Running
 from tests import models
@@ -25,7 +25,7 @@ ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=12)
 @given(st.integers(0, 80))
 def test_samples_to_fit_and_to_evaluate_on_are_apart(count):
     fit, held_out = split_feeds([{"x": np.array([i])} for i in range(count)])
-    if count < evaluation.LEAST_FEEDS:
+    if count < LEAST_FEEDS:
         assert (fit, held_out) == ([], [])
         return
     assert sorted(int(f["x"][0]) for f in (*fit, *held_out)) == list(range(count))

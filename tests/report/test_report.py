@@ -14,13 +14,14 @@ from hypothesis import given, strategies as st
 import kenosis_ort
 from kenosis_ort import preview
 from kenosis_ort.options import OptionChoice
-from kenosis_ort.passes.runner import PassOutcome
+from kenosis_ort.passes.journal import PassOutcome
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report import evidence as reasons
 from kenosis_ort.report.evidence import OpTime, OpTimes, explain_kernel, explain_plan, layer_times
+from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.report.html.cards import cards
-from kenosis_ort.report.sections import SpeedCandidate, SpeedSummary
-from kenosis_ort.report.text import MAX_FLOAT_ROWS, format_bytes, render_fusion, render_report, to_text
+from kenosis_ort.report.text import MAX_FLOAT_ROWS, render_fusion, render_report, to_text
+from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models, planning
 from tests.report.samples import compared, full_report, fusion, kernel, plan, report, speed

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from kenosis_ort.plan import Kind, NodeDecision
-from kenosis_ort.report.sections import SpeedCandidate
-from kenosis_ort.report.text import format_bytes
-from kenosis_ort.storage.data import plain
+from kenosis_ort.report.facts import SpeedCandidate
+from kenosis_ort.storage.data import format_bytes, plain
 from kenosis_ort.targets.proof import KernelReport
 
-if TYPE_CHECKING:  # which makes pages
-    from kenosis_ort.report.quantization_report import QuantizationReport
+if TYPE_CHECKING:
+    from kenosis_ort.report.facts import ReportFacts
 
 _NOT_A_PATH: Final = ("model '", "the given ModelProto")
 """How messages call a model that came in memory."""
 
 
-def python_call(report: QuantizationReport) -> str:
+def python_call(report: ReportFacts) -> str:
     """A script that makes the same model by the recipe file that stands beside it; data and metric are left open."""
     model, reader = repr(report.model_input), "the same calibration data, in the same order"
     open_names = {"reader": reader}
@@ -164,7 +163,7 @@ _Content = tuple[str, str, Standing, str]
 """Figure, sentence, standing and label of a card."""
 
 
-def cards(report: QuantizationReport) -> tuple[Card, ...]:
+def cards(report: ReportFacts) -> tuple[Card, ...]:
     """The four parts of the verdict."""
     return (
         Card("accuracy", "Accuracy", "signal", *_accuracy(report)),
@@ -174,7 +173,7 @@ def cards(report: QuantizationReport) -> tuple[Card, ...]:
     )
 
 
-def _accuracy(report: QuantizationReport) -> _Content:
+def _accuracy(report: ReportFacts) -> _Content:
     measured = [o for o in report.outputs if not math.isnan(o.sqnr_db)]
     if not report.outputs:
         return "–", "Outputs were not compared with the float model.", "unknown", "not measured"
@@ -200,7 +199,7 @@ def _accuracy(report: QuantizationReport) -> _Content:
     return figure, sentence, "good", "close to float"
 
 
-def _speed(report: QuantizationReport) -> _Content:
+def _speed(report: ReportFacts) -> _Content:
     if report.is_float:
         return "float", report.verdict(), "watch", "the float model"
     form = None if report.speed is None else report.speed.taken
@@ -226,7 +225,7 @@ def _timed(form: SpeedCandidate, basis: str) -> _Content:
     return factor(form.ratio), sentence, standing, ", ".join(filter(None, (basis, form.verdict)))
 
 
-def _size(report: QuantizationReport) -> _Content:
+def _size(report: ReportFacts) -> _Content:
     if not report.size_ratio:
         return "–", "The sizes are not known.", "unknown", "not measured"
     sentence = f"{format_bytes(report.size_before)} before, {format_bytes(report.size_after)} after."
@@ -234,7 +233,7 @@ def _size(report: QuantizationReport) -> _Content:
     return factor(report.size_ratio), sentence, standing, report.size_change
 
 
-def _trust(report: QuantizationReport) -> _Content:
+def _trust(report: ReportFacts) -> _Content:
     calibration, trust = report.calibration, report.trust
     seen = f"{calibration.samples} samples, {calibration.tensors} tensors, {calibration.method} ranges."
     if trust is None and calibration.samples:

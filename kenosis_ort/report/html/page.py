@@ -16,22 +16,25 @@ from kenosis_ort.report.evidence import ReportEvidence, kernels_in_words, proces
 from kenosis_ort.report.html import picture
 from kenosis_ort.report.html.cards import REGIONS, cards, decibels, factor, milliseconds, number, percent, python_call
 from kenosis_ort.report.html.picture import NodeFacts, node_facts
-from kenosis_ort.report.text import format_bytes
-from kenosis_ort.storage.data import plain
+from kenosis_ort.storage.data import format_bytes, plain
 
-if TYPE_CHECKING:  # which makes pages
-    from kenosis_ort.report.quantization_report import QuantizationReport
+if TYPE_CHECKING:
+    from kenosis_ort.report.facts import ReportFacts
 
 _STYLE: Final = ("tokens.css", "page.css", "parts.css", "print.css")
 _SCRIPTS: Final = ("data.js", "plot.js", "canvas.js", "view.js", "graph.js", "panel.js", "tables.js", "main.js")
 _NO_EVIDENCE: Final = ReportEvidence()
 
 
-def render_html(report: QuantizationReport) -> str:
+def render_html(report: ReportFacts, toml: str) -> str:
     """The report as one HTML page; sections without data are left out.
 
     Names in a model are input from outside: all of them are escaped, and the page's security policy allows no
     script, style, image or connection but the page's own.
+
+    Args:
+        report: The facts.
+        toml: The recipe file that makes the same model again.
     """
     shown = report.evidence or _NO_EVIDENCE
     facts = node_facts(report, shown)
@@ -58,7 +61,7 @@ def render_html(report: QuantizationReport) -> str:
             times=picture.time_plot(shown.times),
             kernels=kernels_in_words(report.layers),
             frame=picture,
-            toml=report.recipe_file().to_toml().strip(),
+            toml=toml.strip(),
             call=python_call(report),
             style=style,
             script=script,
@@ -68,7 +71,7 @@ def render_html(report: QuantizationReport) -> str:
     )
 
 
-def render_notebook(report: QuantizationReport) -> str:
+def render_notebook(report: ReportFacts) -> str:
     """The verdict as a fragment for a notebook: no scripts, its own few styles."""
     facts = node_facts(report, _NO_EVIDENCE)
     left = [fact for fact in facts if fact.region in ("float", "protected")]
@@ -85,7 +88,7 @@ def _counts(facts: tuple[NodeFacts, ...]) -> dict[str, int]:
     return {region: count for region, count in counts.items() if count}
 
 
-def _broken(report: QuantizationReport, facts: tuple[NodeFacts, ...]) -> list[tuple[int, NodeFacts]]:
+def _broken(report: ReportFacts, facts: tuple[NodeFacts, ...]) -> list[tuple[int, NodeFacts]]:
     """The nodes that the plan calls integer and the runtime runs in float, with their numbers."""
     names = {kernel.node for kernel in report.left_float()}
     return [(index, fact) for index, fact in enumerate(facts) if fact.name in names]

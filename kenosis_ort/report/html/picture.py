@@ -28,8 +28,8 @@ from kenosis_ort.report.html.cards import REGIONS, Region, decibels, number, reg
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
 from kenosis_ort.storage.data import finite
 
-if TYPE_CHECKING:  # which makes pages
-    from kenosis_ort.report.quantization_report import QuantizationReport
+if TYPE_CHECKING:
+    from kenosis_ort.report.facts import ReportFacts
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""
@@ -58,7 +58,7 @@ class NodeFacts:
     estimated_ms: float | None = None
 
 
-def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
+def node_facts(report: ReportFacts, evidence: ReportEvidence) -> tuple[NodeFacts, ...]:
     """The facts about every node: of the graph where there is one, else of the plan and the proof."""
     kernels = {} if report.fusion is None else {k.node: k for k in report.fusion.kernels}
     named = {n.node: n.op_type for n in report.plan.nodes} or {k.node: k.op_type for k in kernels.values()}
@@ -98,9 +98,7 @@ def node_facts(report: QuantizationReport, evidence: ReportEvidence) -> tuple[No
     return tuple(facts)
 
 
-def picture_data(
-    report: QuantizationReport, evidence: ReportEvidence, facts: Sequence[NodeFacts]
-) -> dict[str, Any] | None:
+def picture_data(report: ReportFacts, evidence: ReportEvidence, facts: Sequence[NodeFacts]) -> dict[str, Any] | None:
     """The picture as compact JSON data; None without a graph.
 
     The scripts of the page are the only readers: texts are numbers into ``texts``, see ``static/data.js``.

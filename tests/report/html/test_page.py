@@ -17,9 +17,9 @@ from kenosis_ort.errors import OutputError
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.plan import Kind, NodeDecision
 from kenosis_ort.report.evidence import OpTime, OpTimes
-from kenosis_ort.report.html import render_html, render_notebook
 from kenosis_ort.report.html.cards import python_call, region_of
 from kenosis_ort.report.html.layout import MAX_READERS, NODE_HEIGHT, NODE_WIDTH, layered, layout_of
+from kenosis_ort.report.html.page import render_notebook
 from kenosis_ort.report.html.picture import time_plot
 from kenosis_ort.storage.data import to_data
 from tests.report.samples import evidence, full_report, fusion, kernel, plan, report
@@ -87,7 +87,7 @@ REPORTS = {
 
 @pytest.fixture(params=list(REPORTS))
 def page(request):
-    return Page(render_html(REPORTS[request.param]))
+    return Page(REPORTS[request.param].to_html())
 
 
 def test_it_is_well_formed_and_every_reference_leads_to_an_id(page):
@@ -129,7 +129,7 @@ def test_it_fetches_nothing_its_policy_allows_its_own_script_and_style_only_and_
 
 
 def test_names_are_never_read_as_markup():
-    text = render_html(evil_report())
+    text = evil_report().to_html()
     page, notebook = Page(text), Page(render_notebook(evil_report()))
     assert (len(page.scripts), page.all("img"), notebook.all("script"), notebook.all("img")) == (2, [], [], [])
     assert EVIL in json.loads(page.scripts[0])["texts"]
@@ -137,7 +137,7 @@ def test_names_are_never_read_as_markup():
 
 
 def test_sections_appear_where_there_is_something_to_show():
-    full, bare = render_html(full_report()), render_html(report())
+    full, bare = full_report().to_html(), report().to_html()
     for text in ("Accuracy passes", "Time by operator", "By layer", "<canvas", "ten real samples", "1.25× to 1.75×"):
         assert (text in full, text in bare) == (True, False), text
     for text in ("opset raised from 9 to 13", "one [odd] thing", "no Q on its output", "host default", "31.2 dB"):
