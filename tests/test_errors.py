@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenosis_ort import (
-    KenosisError,
-    KenosisWarning,
-    OptionError,
-    bench,
-    errors as of_the_package,
-    preview,
-    quantize_static,
-)
+from kenosis_ort import KenosisError, KenosisWarning, OptionError, bench, errors, preview, quantize_static
 from kenosis_ort.calibration.collector import _Adder
 from kenosis_ort.errors import InternalError, UnsupportedModelError, callers_own, last_gate, printable
 from tests import models
@@ -70,11 +62,11 @@ def test_defects_are_reported_as_such_and_memory_as_memory():
         door(lambda: fail(KeyError("x")))
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(UnsupportedModelError, match="Memory ran out"):
-        door(lambda: fail(MemoryError()))  # type: ignore[arg-type]
+        door(lambda: fail(MemoryError()))
     with pytest.raises(OptionError, match="mine"):
         door(lambda: fail(OptionError("mine")))
     with pytest.raises(TypeError, match="argument") as wrong:
-        door()  # type: ignore[call-arg]
+        door()
     assert not isinstance(wrong.value, KenosisError)
 
 
@@ -138,7 +130,7 @@ WITHOUT_A_FIX = {
     ("flow/call.py", "RewriteMismatchError"): "the call undoes the rewrite, goes on, and tells that with a fix"
 }
 """Errors that come without a fix, by file and class, and why."""
-PACKAGE = Path(of_the_package.__file__).parent
+PACKAGE = Path(errors.__file__).parent
 
 
 def test_every_error_says_what_to_do():

@@ -9,10 +9,9 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,24 +25,24 @@ from kenosis_ort.cli.main import main as command
 from tests import models
 from tests.fuzz import seeds, structure
 from tests.fuzz.gentle import GENTLE
-from tests.models import Array, Feed, FeedReader
+from tests.models import Feed, FeedReader
 
-OLD: Final = b"what stood here before"
-ALLOWED: Final = ("int8", "float", "refused", "done", "step failed")
+OLD = b"what stood here before"
+ALLOWED = ("int8", "float", "refused", "done", "step failed")
 """Classes of results that are right; all others are defects. Of a step that failed the report asks for a bug report."""
 
-_MUST_RESULT: Final = ("quantize_static", "in memory", "quantize")
-_CALLERS: Final = ("AlreadyQuantizedError", "OptionError", "ArgumentTypeError")
+_MUST_RESULT = ("quantize_static", "in memory", "quantize")
+_CALLERS = ("AlreadyQuantizedError", "OptionError", "ArgumentTypeError")
 """Errors about what the caller gave, whatever the runtime makes of the model."""
-_ON_PURPOSE: Final = ("is not UTF-8 text.", "'utf-8' codec can't decode")
+_ON_PURPOSE = ("is not UTF-8 text.", "'utf-8' codec can't decode")
 """What refusals of names say that the runtime takes: protobuf hands them out as bytes, its Python form refuses them."""
 
-_SANE_DB: Final = 10.0
-_TOLD_DB: Final = 6.0
-_LARGEST_FEED: Final = 2**20
-_SHOWN: Final = 200  # characters of a change, which may name a field of any length
+_SANE_DB = 10.0
+_TOLD_DB = 6.0
+_LARGEST_FEED = 2**20
+_SHOWN = 200  # characters of a change, which may name a field of any length
 
-_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
+_OPTIONS = (
     *({}, {}, {}, {"stages": kenosis_ort.Stages.none()}),
     *({"promise": False, **more} for more in ({}, {}, {}, {"recipe": "plain"}, {"recipe": "plain"})),
     *({"promise": False, **more} for more in ({"evidence": "full"}, {"recipe": "accurate"})),
@@ -76,13 +75,13 @@ class Case:
     feeds: list[Feed] = field(default_factory=list)
     old: bool = False
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         changes = (change if len(change) <= _SHOWN else f"{change[:_SHOWN]}..." for change in self.changes)
         return f"{self.net} by {self.door} with {sorted(self.options)}: {'; '.join(changes)}"
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     """Cases: most changes leave a model that the runtime loads, some damage its bytes."""
     doors = [name for name, (often, _) in DOORS.items() for _ in range(often)]
     net = draw(st.sampled_from(sorted(seeds.SEEDS)))
@@ -106,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-def _fitted(model: onnx.ModelProto, feeds: list[Feed]) -> list[Feed]:
+def _fitted(model, feeds):
     """Feeds for what the mutated model declares, so that more cases come through to the end."""
     shapes = [[d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input]
     if any(np.prod(shape, dtype=np.float64) > _LARGEST_FEED for shape in shapes):
@@ -127,11 +126,11 @@ class Work:
     case: Case
     folder: Path
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.model, self.out = self.folder / "model.onnx", self.folder / "out" / "out.onnx"
         self.reader = FeedReader(self.case.feeds)
 
-    def lay_out(self) -> dict[Path, bytes]:
+    def lay_out(self):
         """Writes the input files; their contents."""
         (self.folder / "out").mkdir()
         (self.folder / "tmp").mkdir()
@@ -147,12 +146,12 @@ class Work:
         return {path: path.read_bytes() for path in sorted(self.folder.iterdir()) if path.is_file()}
 
 
-def _quantize_static(work: Work, source: Any = None, reader: Any = None, **options: Any) -> Any:
+def _quantize_static(work, source=None, reader=None, **options):
     given = (source or work.model, work.out, work.reader if reader is None else reader)
     return kenosis_ort.quantize_static(*given, **(options or work.case.options))
 
 
-def _in_memory(work: Work) -> Any:
+def _in_memory(work):
     try:
         model = onnx.load_model_from_string(work.case.model)
     except DecodeError as error:  # the caller's own call fails before ours
@@ -164,13 +163,13 @@ def _in_memory(work: Work) -> Any:
     return report
 
 
-def _compare(work: Work) -> Any:
+def _compare(work):
     pair = [work.model, work.folder / "other.onnx"]
     return kenosis_ort.compare(*(pair[::-1] if work.case.old else pair), work.reader, samples=2)
 
 
-def _cli(words: str) -> Callable[[Work], Any]:
-    def run(work: Work) -> Any:
+def _cli(words):
+    def run(work):
         places = {"MODEL": work.model, "OUT": work.out, "DATA": work.folder / "feeds.npz",
                   "REPORT": work.folder / "out" / "report.html"}  # fmt: skip
         said = io.StringIO()
@@ -189,7 +188,7 @@ def _cli(words: str) -> Callable[[Work], Any]:
     return run
 
 
-DOORS: Final[dict[str, tuple[int, Callable[[Work], Any]]]] = {
+DOORS = {
     "quantize_static": (14, _quantize_static),
     "in memory": (2, _in_memory),
     "quantize": (1, lambda work: kenosis_ort.quantize(work.model, work.out, StaticQuantConfig(work.reader),
@@ -216,7 +215,7 @@ DOORS: Final[dict[str, tuple[int, Callable[[Work], Any]]]] = {
 # ---- what came of it --------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, str]:
+def run_case(case, folder, say):
     """Runs one case in an empty folder.
 
     Args:
@@ -269,14 +268,14 @@ def run_case(case: Case, folder: Path, say: Callable[[str], None]) -> dict[str, 
     return {"class": found, "detail": detail}
 
 
-def _has_to_work(case: Case, detail: str) -> bool:
+def _has_to_work(case, detail):
     """Whether a refusal is right only where the runtime refuses the model too."""
     apart = case.door == "in memory" and case.data
     meant = detail.startswith(_CALLERS) or any(said in detail for said in _ON_PURPOSE)
     return case.door in _MUST_RESULT and not apart and "stages" not in case.options and not meant
 
 
-def _odd(text: str) -> bool:
+def _odd(text):
     """Whether a text holds control characters (but line breaks) or marks that change the reading order."""
     return any(
         (ord(c) < 32 and c != "\n")
@@ -285,7 +284,7 @@ def _odd(text: str) -> bool:
     )
 
 
-def _leftovers(work: Work, inputs: dict[Path, bytes]) -> list[str]:
+def _leftovers(work, inputs):
     """Files that are new or no longer what they were, but for the output and what belongs to it."""
     found = [p.name for p in work.folder.iterdir() if p.is_file() and p not in inputs]
     found += [f"{p.name} changed" for p, content in inputs.items() if not p.exists() or p.read_bytes() != content]
@@ -296,7 +295,7 @@ def _leftovers(work: Work, inputs: dict[Path, bytes]) -> list[str]:
     return found + [f"tmp/{p.name}" for p in (work.folder / "tmp").iterdir()]
 
 
-def _judged(work: Work, report: Any) -> tuple[str, str]:
+def _judged(work, report):
     """Classifies a written model by what the runtime makes of it, against the float model."""
     if not report:
         return "done", ""
@@ -331,7 +330,7 @@ def _judged(work: Work, report: Any) -> tuple[str, str]:
     return ("step failed", "\n".join(failed)) if failed else ("int8" if integer else "float", "")
 
 
-def _runs(work: Work) -> bool:
+def _runs(work):
     """Whether the runtime runs the float model as it came, to finite results."""
     try:
         outputs = _outputs(work.model, work.case.feeds)
@@ -341,7 +340,7 @@ def _runs(work: Work) -> bool:
     return all(bool(np.isfinite(a).all()) for a in arrays)
 
 
-def _outputs(path: Path, feeds: list[Feed]) -> dict[str, list[Array]]:
+def _outputs(path, feeds):
     session = models.session(path)
     names = [value.name for value in session.get_outputs()]
     wanted = {value.name for value in session.get_inputs()} | {v.name for v in session.get_overridable_initializers()}
@@ -349,7 +348,7 @@ def _outputs(path: Path, feeds: list[Feed]) -> dict[str, list[Array]]:
     return {name: [result[at] for result in results] for at, name in enumerate(names)}
 
 
-def _sqnr_db(want: list[Any], got: list[Any]) -> float | None:
+def _sqnr_db(want, got):
     """The signal against the error over all feeds, None where shape or type differ."""
     signal = noise = 0.0
     for a, b in zip(want, got, strict=True):

@@ -3,27 +3,24 @@
 They look for what our own code takes for granted; `structure` looks for what nobody checks.
 """
 
-from random import Random
-from typing import Any, Final
-
 import numpy as np
 import onnx
 import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
 from kenosis_ort.graph.structure import unsound
-from tests.fuzz.structure import Mutation, nest_node, rename_value
+from tests.fuzz.structure import nest_node, rename_value
 
 Shape = tuple["int | str | None", ...]
 
-_FACTORS: Final = (0.0, 1.0, -1.0, 0.5, 2.0, 3.7, 1e-8, 1e-30, 1e8, 1e30, 255.0, 1e-3)
-_BOUNDS: Final = ((0, 6), (-1, 1), (0, 0), (3, -3), (0.5, 2), (-5, -1))
-_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
-_ONE: Final = """Relu Sigmoid Tanh Neg Abs Identity Dropout LeakyRelu Elu HardSwish HardSigmoid Softplus Softsign Exp
+_FACTORS = (0.0, 1.0, -1.0, 0.5, 2.0, 3.7, 1e-8, 1e-30, 1e8, 1e30, 255.0, 1e-3)
+_BOUNDS = ((0, 6), (-1, 1), (0, 0), (3, -3), (0.5, 2), (-5, -1))
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
+_ONE = """Relu Sigmoid Tanh Neg Abs Identity Dropout LeakyRelu Elu HardSwish HardSigmoid Softplus Softsign Exp
     Erf Floor Round Sign Sin Selu Celu ThresholdedRelu Reciprocal Softmax LogSoftmax Hardmax Atan Flatten Shape
     LpNormalization Sqrt Log IsNaN Not Ceil Size GlobalAveragePool ReduceMax NonZero Transpose RandomNormalLike"""
-_TWO: Final = "Mul Mul Add Add Sub Div Pow Max Min PRelu"
-FORMS: Final = (
+_TWO = "Mul Mul Add Add Sub Div Pow Max Min PRelu"
+FORMS = (
     *(f"o = {op}(x)" for op in _ONE.split()),
     *(f"o = Cast<to = {kind}>(x)" for kind in (1, 7, 10, 11)),
     *(f"o = {op}({operands})" for op in _TWO.split() for operands in ("x, c", "c, x")),
@@ -37,13 +34,13 @@ FORMS: Final = (
 """What makes ``o`` of a value ``x`` and, where they are named, of another value ``y`` of its kind and of constants."""
 
 
-def _types(model: onnx.ModelProto) -> dict[str, tuple[int, Shape]]:
+def _types(model):
     """Element type and shape of the main graph's values, as far as ONNX infers them."""
     try:
         inferred = onnx.shape_inference.infer_shapes(model)
     except Exception:  # an earlier mutation left nothing to infer
         inferred = model
-    found: dict[str, tuple[int, Shape]] = {}
+    found = {}
     for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
         tensor = value.type.tensor_type
         if tensor.HasField("shape"):
@@ -52,13 +49,13 @@ def _types(model: onnx.ModelProto) -> dict[str, tuple[int, Shape]]:
     return found
 
 
-def _constant(model: onnx.ModelProto, array: Any) -> str:
+def _constant(model, array):
     name = f"added_{len(model.graph.initializer)}"
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
     return name
 
 
-def _edges(model: onnx.ModelProto, types: dict[str, tuple[int, Shape]]) -> list[tuple[int, int, str]]:
+def _edges(model, types):
     """Edges whose value is a float tensor: node, position, value."""
     return [
         (at, position, name)
@@ -68,13 +65,13 @@ def _edges(model: onnx.ModelProto, types: dict[str, tuple[int, Shape]]) -> list[
     ]
 
 
-def _others(model: onnx.ModelProto, types: dict[str, tuple[int, Shape]], name: str, at: int) -> list[str]:
+def _others(model, types, name, at):
     """Values of the type and shape of one that are there before a node."""
     made = {value: number for number, node in enumerate(model.graph.node) for value in node.output}
     return [n for n, kind in types.items() if n != name and kind == types[name] and made.get(n, -1) < at]
 
 
-def insert(model: onnx.ModelProto, dice: Random) -> str | None:
+def insert(model, dice):
     """Puts operators on an edge, or beside it as a dead end or one more output."""
     types = _types(model)
     edges = _edges(model, types)
@@ -112,7 +109,7 @@ def insert(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"{form} {where} of {value!r}"
 
 
-def reroute(model: onnx.ModelProto, dice: Random) -> str | None:
+def reroute(model, dice):
     """Reads one value in the place of another of its type and shape."""
     types = _types(model)
     edges = [(*edge, others) for edge in _edges(model, types) if (others := _others(model, types, edge[2], edge[0]))]
@@ -123,7 +120,7 @@ def reroute(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"{other!r} is read in the place of {name!r}"
 
 
-def add_output(model: onnx.ModelProto, dice: Random) -> str | None:
+def add_output(model, dice):
     """Makes a value, a weight or an input a graph output, with or without a type."""
     names = [name for node in model.graph.node for name in node.output if name]
     names += [entry.name for entry in (*model.graph.initializer, *model.graph.input)]
@@ -138,12 +135,12 @@ def add_output(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"{name!r} is an output too"
 
 
-def _stored(model: onnx.ModelProto) -> list[TensorProto]:
+def _stored(model):
     """Initializers whose content is in the model and sound."""
     return [t for t in model.graph.initializer if t.data_location != TensorProto.EXTERNAL and not unsound(t)]
 
 
-ODD: Final = (
+ODD = (
     *(("whole", "times", factor) for factor in (0.0, 1.0, -1.0, 1e-30, 1e20, 1e-42)),
     *(("a row", "times", factor) for factor in (0, 1e-12, 1e-6, 1e4, -1)),
     *(("one number", "is", number) for number in (1e4, np.nan, np.inf)),
@@ -152,7 +149,7 @@ ODD: Final = (
 """What is made of a part of a weight: dead channels, one value, outliers, tiny, huge, not finite."""
 
 
-def change_weight(model: onnx.ModelProto, dice: Random) -> str | None:
+def change_weight(model, dice):
     """Gives a weight odd numbers."""
     floats = [t for t in _stored(model) if t.data_type in _FLOATS and 0 not in t.dims]
     if not floats:
@@ -168,7 +165,7 @@ def change_weight(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"weight {tensor.name!r}: {part} {how} {number}"
 
 
-MOVES: Final = {
+MOVES = {
     "node": "w = Constant<value_int = 0>()",
     "identity": "w = Identity(s)",
     "transposed": "w = Transpose(s)",
@@ -177,7 +174,7 @@ MOVES: Final = {
 """Nodes that make a weight ``w``, of one that is stored as ``s``."""
 
 
-def move_weight(model: onnx.ModelProto, dice: Random) -> str | None:
+def move_weight(model, dice):
     """Keeps a weight's numbers but stores them otherwise: as a node, an input's default, typed fields, computed."""
     stored_here, held = _stored(model), model.graph.initializer
     if not stored_here:
@@ -211,7 +208,7 @@ def move_weight(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"weight {name!r}: {how}"
 
 
-def loosen_interface(model: onnx.ModelProto, dice: Random) -> str | None:
+def loosen_interface(model, dice):
     """Makes sizes symbolic or unknown, or drops the shapes of inputs or outputs."""
     values = [*model.graph.input, *model.graph.output]
     if not values:
@@ -228,10 +225,10 @@ def loosen_interface(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"interface: {what} of {value.name!r}"
 
 
-def clutter(model: onnx.ModelProto, dice: Random) -> str | None:
+def clutter(model, dice):
     """Adds what nothing needs: inputs, weights, wrong value_info; takes names away."""
     graph = model.graph
-    shapes: list[list[Any]] = [[1], ["a", "b"], [], [9, 9, 9, 9]]
+    shapes = [[1], ["a", "b"], [], [9, 9, 9, 9]]
     names = ["nobody", *(n for node in graph.node for n in node.output if n)]
     infos = [helper.make_tensor_value_info(dice.choice(names), 1, dice.choice(shapes)) for _ in range(2)]
     weights = [np.ones((0, 3), np.float32), np.array(["a"], object), np.ones(5, np.complex64)]
@@ -250,7 +247,7 @@ def clutter(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"clutter: {what}"
 
 
-LAYERS: Final = {
+LAYERS = {
     "Conv": 'auto_pad="SAME_UPPER" auto_pad="SAME_LOWER" auto_pad="VALID" auto_pad="NOTSET" dilations=[1,1] '
     "dilations=[2,2] dilations=[3,1] strides=[1,1] strides=[2,1] strides=[3,3] pads=[0,0,0,0] pads=[1,0,2,1] "
     "pads=[3,3,3,3] kernel_shape=",
@@ -266,7 +263,7 @@ LAYERS: Final = {
 """Legal attributes of layers; those without a value are dropped alone."""
 
 
-def change_layer(model: onnx.ModelProto, dice: Random) -> str | None:
+def change_layer(model, dice):
     """Changes a legal attribute of a layer: padding, strides, factors, axes, groups."""
     nodes = [node for node in model.graph.node if node.op_type in LAYERS]
     if not nodes:
@@ -283,7 +280,7 @@ def change_layer(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"{node.name!r} ({node.op_type}): {name}"
 
 
-GENTLE: Final[tuple[Mutation, ...]] = (
+GENTLE = (
     *[insert] * 8,
     *(reroute, add_output, change_weight, change_weight, move_weight, move_weight, loosen_interface, clutter),
     *(change_layer, rename_value, nest_node),

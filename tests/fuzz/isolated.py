@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Final
 
 import onnxruntime.quantization
 import rich.table
@@ -21,21 +20,21 @@ import kenosis_ort
 import kenosis_ort.flow.run
 import kenosis_ort.report.html.page
 from tests import one_core
-from tests.fuzz.case import ALLOWED, Case, run_case
+from tests.fuzz.case import ALLOWED, run_case
 
 for _name in kenosis_ort.__all__:  # once, in the process that all others are forked from
     getattr(kenosis_ort, _name)
-_IMPORTED: Final = (onnxruntime.quantization, rich.table)
+_IMPORTED = (onnxruntime.quantization, rich.table)
 
-IS_POSSIBLE: Final = "forkserver" in multiprocessing.get_all_start_methods()
-MEMORY: Final = 8 * 2**30
+IS_POSSIBLE = "forkserver" in multiprocessing.get_all_start_methods()
+MEMORY = 8 * 2**30
 """Bytes of address space a case may take."""
 
-CPU_S: Final = 60
-WALL_S: Final = 120.0
+CPU_S = 60
+WALL_S = 120.0
 
 
-def _run(case: Case, folder: Path) -> None:
+def _run(case, folder):
     limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: CPU_S, resource.RLIMIT_CORE: 0}
     for kind, limit in {**limits, resource.RLIMIT_FSIZE: 2**30}.items():
         resource.setrlimit(kind, (limit, limit))
@@ -50,14 +49,14 @@ def _run(case: Case, folder: Path) -> None:
     os._exit(0)
 
 
-def isolated(case: Case, *, keep_defects: Path | None = None) -> dict[str, Any]:
+def isolated(case, *, keep_defects=None):
     """What comes of a case: its class and a detail.
 
     Args:
         case: The case.
         keep_defects: Folder to which its files are copied if what comes of it is wrong.
     """
-    context: Any = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     folder = Path(tempfile.mkdtemp(prefix="kenosis-fuzz-"))
     try:
@@ -75,7 +74,7 @@ def isolated(case: Case, *, keep_defects: Path | None = None) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _result(folder: Path, ended: int | None) -> dict[str, Any]:
+def _result(folder, ended):
     said = folder / "result.json"
     if said.exists():  # the status of a process that another thread asked for first is lost
         return dict(json.loads(said.read_text(encoding="utf-8")))

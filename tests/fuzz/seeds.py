@@ -1,8 +1,6 @@
 """The valid models that mutations start from: small, seeded, each with something of its own that can go wrong."""
 
-from collections.abc import Callable
 from functools import cache
-from typing import Final
 
 import numpy as np
 import onnx
@@ -11,11 +9,11 @@ from onnx import TensorProto, helper, numpy_helper
 from tests import models, planning
 from tests.formats.qonnx import model_of
 
-DATA_NAME: Final = "weights.bin"
-FEEDS: Final = 6
+DATA_NAME = "weights.bin"
+FEEDS = 6
 
 
-def _detector() -> onnx.ModelProto:
+def _detector():
     """A conv head whose number of boxes depends on the data: NonMaxSuppression, and Gather by what it chose."""
     return planning.parse(
         """(float[1,3,8,8] x) => (float[1,n,4] kept, int64[n,3] chosen) <float[8,3,3,3] w, float[8] b, float[4,8,1,1] u,
@@ -31,7 +29,7 @@ def _detector() -> onnx.ModelProto:
     )
 
 
-def _loop() -> onnx.ModelProto:
+def _loop():
     """A Loop whose body multiplies a carried state by an outer weight, behind and before a Gemm."""
     return planning.parse(
         """(float[1,8] x) => (float[1,4] y)
@@ -45,7 +43,7 @@ def _loop() -> onnx.ModelProto:
     )
 
 
-def _lstm() -> onnx.ModelProto:
+def _lstm():
     """A net with states: an LSTM fed and read by linear layers."""
     return planning.parse(
         """(float[5,1,8] x, float[1,1,6] h_in, float[1,1,6] c_in) => (float[5,1,4] y, float[1,1,6] h, float[1,1,6] c)
@@ -57,7 +55,7 @@ def _lstm() -> onnx.ModelProto:
     )
 
 
-def _half() -> onnx.ModelProto:
+def _half():
     """A float16 net with a float16 interface."""
     return planning.parse(
         """(float16[1,3,8,8] x) => (float16[1,4,8,8] y) <float16[8,3,3,3] w0, float16[4,8,1,1] w1>
@@ -65,7 +63,7 @@ def _half() -> onnx.ModelProto:
     )
 
 
-def _functions() -> onnx.ModelProto:
+def _functions():
     """Two model-local functions, one calling the other with an attribute."""
     return planning.parse(
         """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w, float[4,4,1,1] w2>
@@ -78,7 +76,7 @@ def _functions() -> onnx.ModelProto:
     )
 
 
-def _sparse() -> onnx.ModelProto:
+def _sparse():
     """A MatMul chain that holds a sparse initializer, Constant nodes, and weights listed as inputs."""
     model = planning.parse(
         """(float[1,8] x, float[8,8] listed) => (float[1,8] y) { [mm] m = MatMul(x, listed)
@@ -95,7 +93,7 @@ def _sparse() -> onnx.ModelProto:
     return model
 
 
-def _external() -> onnx.ModelProto:
+def _external():
     """A conv chain whose weights lie in `DATA_NAME`; their content stays in the model for `split_data`."""
     model = models.conv_relu_chain(6)
     offset = 0
@@ -107,7 +105,7 @@ def _external() -> onnx.ModelProto:
     return model
 
 
-SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
+SEEDS = {
     "conv": lambda: models.conv_relu_chain(6), "residual": models.residual_block, "bn": models.bn_net,
     "mobile": models.mobile_block, "transformer": models.transformer_block, "linear": lambda: models.mlp(gemm=False),
     "concat": models.concat_net, "detector": _detector, "two_inputs": models.two_input_detector,
@@ -117,22 +115,22 @@ SEEDS: Final[dict[str, Callable[[], onnx.ModelProto]]] = {
 
 
 @cache
-def seed_bytes(name: str) -> bytes:
+def seed_bytes(name):
     """A seed model, serialized."""
     return SEEDS[name]().SerializeToString()
 
 
-def seed_model(name: str) -> onnx.ModelProto:
+def seed_model(name):
     """A fresh copy of a seed model."""
     return onnx.load_model_from_string(seed_bytes(name))
 
 
-def seed_feeds(name: str) -> list[models.Feed]:
+def seed_feeds(name):
     """Feeds that fit the seed model."""
     return models.feeds(seed_model(name), FEEDS, dims={"batch": 2})
 
 
-def split_data(model: onnx.ModelProto) -> bytes:
+def split_data(model):
     """Takes the content of tensors with external entries out of a model, in place; returns the data file."""
     data = bytearray()
     for tensor in model.graph.initializer:

@@ -6,9 +6,8 @@ has nothing for it to change. Dice are a strategy's (``st.randoms``), so that wh
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from random import Random
-from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -19,21 +18,21 @@ from kenosis_ort.graph.walk import all_graphs
 
 Mutation = Callable[[onnx.ModelProto, Random], "str | None"]
 
-NAMES: Final = (
+NAMES = (
     *("", " ", "x", "a\nb", "\x1b[31mred\x1b[0m", "\u202egnp.x", "\u2066y\u2069", "name\twith\ttab"),
     *("<script>alert(1)</script>", "n" * 5000, "'quoted' \"twice\"", "[bold]markup[/bold]"),
     *("x_QuantizeLinear_Output", "x_scale", "é\u0301\U0001f600", "../../etc/passwd", "%s %d {0} {name}"),
     *("\x00", "conv0_w", "\r", "kv#1#", "a/b:0"),
 )
-INTS: Final = (
+INTS = (
     *(0, 1, -1, 2, 3, 7, -2, -7, 64, 127, 255, 256, 1000),
     *(65536, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63)),
 )
-FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e30, 3e38, float("inf"), float("-inf"), float("nan"))
-_SCHEMAS: Final = [schema for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")]
-_FURTHER: Final = """NoSuchOp FusedConv QLinearConv FusedMatMul Attention block silu FastGelu Affine MatMulNBits Trilu
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 1e30, 3e38, float("inf"), float("-inf"), float("nan"))
+_SCHEMAS = [schema for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")]
+_FURTHER = """NoSuchOp FusedConv QLinearConv FusedMatMul Attention block silu FastGelu Affine MatMulNBits Trilu
     SkipLayerNormalization BiasGelu QuickGelu DynamicQuantizeMatMul"""
-STRINGS: Final[Mapping[str, Sequence[str]]] = {
+STRINGS = {
     "domain": ("", "ai.onnx", "com.microsoft", "ai.onnx.ml", "local", "no.such.domain", "com.microsoft.nchwc"),
     "op_type": (*sorted({schema.name for schema in _SCHEMAS}), *_FURTHER.split(), ""),
     "attribute": sorted({name for schema in _SCHEMAS if not schema.domain for name in schema.attributes}),
@@ -46,12 +45,12 @@ STRINGS: Final[Mapping[str, Sequence[str]]] = {
 }
 """What stands in strings, beside names, by what they are."""
 
-BYTES: Final = (b"", b"\xff\xfe", b"SAME_UPPER", b"VALID", b"reflect", b"linear", b"tanh", bytes(4), b"\x01" * 64)
-_LARGEST: Final = 2**20
-_OFTEN: Final = ("NodeProto", "AttributeProto", "TensorProto") * 3
+BYTES = (b"", b"\xff\xfe", b"SAME_UPPER", b"VALID", b"reflect", b"linear", b"tanh", bytes(4), b"\x01" * 64)
+_LARGEST = 2**20
+_OFTEN = ("NodeProto", "AttributeProto", "TensorProto") * 3
 
 
-def _messages(message: Message) -> Iterator[Message]:
+def _messages(message):
     """A message and all within it."""
     yield message
     for _, value in message.ListFields():
@@ -62,24 +61,24 @@ def _messages(message: Message) -> Iterator[Message]:
                 yield from _messages(part)
 
 
-def _owners(model: onnx.ModelProto) -> list[Any]:
+def _owners(model):
     """What holds nodes."""
     return [*all_graphs(model.graph), *model.functions]
 
 
-def _node(model: onnx.ModelProto, dice: Random) -> onnx.NodeProto | None:
+def _node(model, dice):
     nodes = [node for owner in _owners(model) for node in owner.node]
     return dice.choice(nodes) if nodes else None
 
 
-def some_name(model: onnx.ModelProto, dice: Random) -> str:
+def some_name(model, dice):
     """A name that is in use, or an odd one."""
     names = {name for owner in _owners(model) for node in owner.node for name in (*node.input, *node.output)}
     names |= {value.name for value in (*model.graph.input, *model.graph.initializer)}
     return dice.choice(sorted(names)) if names and dice.random() < 0.75 else dice.choice(NAMES)
 
 
-def _odd(model: onnx.ModelProto, message: Message, field: str, old: Any, dice: Random) -> Any:
+def _odd(model, message, field, old, dice):
     """Another value of the kind of an old one."""
     if isinstance(old, str):
         known = "attribute" if isinstance(message, onnx.AttributeProto) and field == "name" else field
@@ -93,9 +92,9 @@ def _odd(model: onnx.ModelProto, message: Message, field: str, old: Any, dice: R
     return dice.choice([*INTS, *range(1, 28), old + 1, old - 1])
 
 
-def change_field(model: onnx.ModelProto, dice: Random) -> str | None:
+def change_field(model, dice):
     """Changes one field of one message of the model, whichever it is."""
-    found: dict[str, list[Message]] = {}
+    found = {}
     for message in _messages(model):
         found.setdefault(message.DESCRIPTOR.name, []).append(message)
     kind = dice.choice([*sorted(found), *(name for name in _OFTEN if name in found)])
@@ -119,7 +118,7 @@ def change_field(model: onnx.ModelProto, dice: Random) -> str | None:
     return None
 
 
-def _change_message(message: Message, field: str, found: Mapping[str, list[Message]], dice: Random) -> str:
+def _change_message(message, field, found, dice):
     value = getattr(message, field)
     others = [other for other in found.get(value.DESCRIPTOR.name, []) if other.ByteSize() < _LARGEST]
     how = dice.choice(["cleared", "made", "taken from elsewhere"]) if others else "made"
@@ -132,7 +131,7 @@ def _change_message(message: Message, field: str, found: Mapping[str, list[Messa
     return how
 
 
-def _change_list(model: onnx.ModelProto, message: Message, field: str, dice: Random) -> str:
+def _change_list(model, message, field, dice):
     held = getattr(message, field)
     values = [copy.deepcopy(value) for value in held]
     how = dice.choice([*(("dropped", "twice", "odd", "cut", "shuffled") if values else ()), "one more"])
@@ -157,7 +156,7 @@ def _change_list(model: onnx.ModelProto, message: Message, field: str, dice: Ran
 # ---- more than a field ----------------------------------------------------------------------------------------------
 
 
-def rename_value(model: onnx.ModelProto, dice: Random) -> str | None:
+def rename_value(model, dice):
     """Renames a value everywhere, so that the model stays as valid as it was, but for clashes."""
     old, new = some_name(model, dice), dice.choice(NAMES) if dice.random() < 0.8 else some_name(model, dice)
     for owner in _owners(model):
@@ -170,7 +169,7 @@ def rename_value(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"renamed value {old!r} to {new!r}"
 
 
-def external(model: onnx.ModelProto, dice: Random) -> str | None:
+def external(model, dice):
     """Gives a tensor external data entries that may lead anywhere."""
     tensors = [message for message in _messages(model) if isinstance(message, TensorProto)]
     if not tensors:
@@ -184,7 +183,7 @@ def external(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"external entries of {tensor.name!r}"
 
 
-def store_sparse(model: onnx.ModelProto, dice: Random) -> str | None:
+def store_sparse(model, dice):
     """Stores an initializer as a sparse one, which may lie."""
     held = dice.choice(list(all_graphs(model.graph))).initializer
     if not held:
@@ -199,7 +198,7 @@ def store_sparse(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"initializer {values.name!r} is sparse"
 
 
-def nest_node(model: onnx.ModelProto, dice: Random) -> str | None:
+def nest_node(model, dice):
     """Moves a node into the branches of an If, several levels deep."""
     node = _node(model, dice)
     if node is None or not node.output:
@@ -217,7 +216,7 @@ def nest_node(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"moved {inner.name!r} into {depth} bodies"
 
 
-def make_function(model: onnx.ModelProto, dice: Random) -> str | None:
+def make_function(model, dice):
     """Makes a function of a node, in its own domain or another, or has a function call itself."""
     node = _node(model, dice)
     if node is None:
@@ -237,7 +236,7 @@ def make_function(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"function: {what} of {node.op_type}"
 
 
-def add_giant(model: onnx.ModelProto, dice: Random) -> str | None:
+def add_giant(model, dice):
     """Adds a constant subgraph whose result takes more memory than there is, perhaps used by the net."""
     sizes = dice.choice([[2**31, 2**20], [2**62], [2**40], [2**33], [-1], [2**31, 2**31, 4], [0], [10**5, 10**5]])
     call = dice.choice(["ConstantOfShape(a)", "EyeLike(a)", "Expand(b, a)", "Tile(b, a)", "Range(c, d, e)", "Random"])
@@ -256,13 +255,13 @@ def add_giant(model: onnx.ModelProto, dice: Random) -> str | None:
     return f"giant constant by {call} of {sizes}"
 
 
-STRUCTURAL: Final[tuple[Mutation, ...]] = (
+STRUCTURAL = (
     *[change_field] * 14,
     *(rename_value, rename_value, external, store_sparse, nest_node, make_function, add_giant),
 )
 
 
-def damage(data: bytes, dice: Random) -> tuple[bytes, str]:
+def damage(data, dice):
     """Changes a few bytes of a file."""
     content = bytearray(data)
     what = dice.choice(["flip", "flip", "flip", "cut", "slice", "insert", "repeat"])

@@ -6,7 +6,7 @@ Run it after a change of placement that is meant, read the diff, and commit the 
 import tempfile
 from pathlib import Path
 
-from kenosis_ort import PlacementPlan, QuantizationReport, preview, quantize_static
+from kenosis_ort import preview, quantize_static
 from kenosis_ort.runtime.limits import on
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models
@@ -15,14 +15,14 @@ from tests.processor import USUAL
 FOLDER = Path(__file__).parent / "plans"
 
 
-def quantized(name: str) -> QuantizationReport:
+def quantized(name):
     """Quantizes one of the shared models with seeded data, as a user would, and returns the report."""
     model = models.ALL[name]()
     with tempfile.TemporaryDirectory() as folder:
         return quantize_static(model, Path(folder) / "out.onnx", models.reader(model, 4), promise=False)
 
 
-def plan_text(plan: PlacementPlan) -> str:
+def plan_text(plan):
     """Returns the plan's text.
 
     Nodes are ``name op kind rule``, values ``name how provider`` (the provider only where it is another value),
@@ -39,7 +39,7 @@ def plan_text(plan: PlacementPlan) -> str:
     return "\n".join([f"target {plan.target}\n", *blocks])
 
 
-def main() -> None:
+def main():
     """Writes one file a shared model and removes files of models that are gone.
 
     The plans for other targets than the default are those before calibration, in a folder each.

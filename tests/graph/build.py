@@ -1,31 +1,27 @@
 """Small models and exact comparisons for the tests of graph/ and rewrite/."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import onnx
 
-from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.rewrite.prepare import prepare
-from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.planning import parse
 
 
-def net(text: str, weights: Mapping[str, np.ndarray] | None = None, **options) -> onnx.ModelProto:
+def net(text, weights=None, **options):
     """The model of an ONNX text, sound or not; see `tests.planning.parse`."""
     return parse(text, weights, **{"checked": False, "ir_version": 8, **options})
 
 
-def ready(proto: onnx.ModelProto, *, min_opset: int = 13, rewrites: Sequence[Rewrite] = (), **options) -> PreparedModel:
+def ready(proto, *, min_opset=13, rewrites=(), **options):
     limits = runtime_limits()
     options = {"max_ir": limits.max_ir, "max_opset": limits.max_opset, **options}
     return prepare(proto, min_opset=min_opset, rewrites=rewrites, **options)
 
 
-def run(proto: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def run(proto, feeds):
     return models.session(proto, optimize=False).run(None, dict(feeds))
 
 
@@ -40,15 +36,15 @@ def assert_same(before, after, feeds, *, rtol=1e-4, least=1e-30):
             np.testing.assert_array_equal(x, y)
 
 
-def ops(proto: onnx.ModelProto) -> list[str]:
+def ops(proto):
     return [node.op_type for node in proto.graph.node]
 
 
-def steps(call: Callable[[], object]) -> int:
+def steps(call):
     """Functions, of Python and of C, that are called within a call: work that is the same on every machine."""
     count = 0
 
-    def seen(*_: object) -> None:
+    def seen(*_):
         nonlocal count
         count += 1
 

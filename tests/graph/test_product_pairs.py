@@ -134,7 +134,6 @@ def test_order_by_operator(call, shape, axes):
 def test_multiples_of_any_step_are_found(multiples, step):
     values = (np.array(multiples) * step).astype(np.float32)
     found = exact_grid(values)
-    assert found is not None
     np.testing.assert_allclose(found.multiples * found.step, values, rtol=0, atol=1e-5 * float(np.abs(values).max()))
     assert found.low == min(int(found.multiples.min()), 0)
     assert max(int(found.multiples.max()), 0) - found.low <= 255
@@ -145,7 +144,6 @@ def test_multiples_of_any_step_are_found(multiples, step):
 ])  # fmt: skip
 def test_the_step_is_the_coarsest_one(values, step, multiples):
     found = exact_grid(np.array(values, np.float32))
-    assert found is not None
     assert (found.step if step else None, found.low, found.multiples.tolist()) == (step, 0, multiples)
 
 

@@ -230,7 +230,7 @@ def test_bodies_and_external_weights_count(tmp_path):
 @pytest.mark.parametrize(("how", "expected"), [({}, "QDQ"), ({"quant_format": QuantFormat.QOperator}, "QOperator")])
 def test_what_was_quantized_is_told(how, expected, tmp_path):
     model, out = models.conv_relu_chain(2), tmp_path / "o.onnx"
-    quantize_static(model, out, models.reader(model), recipe="plain", promise=False, **how)  # type: ignore[arg-type]
+    quantize_static(model, out, models.reader(model), recipe="plain", promise=False, **how)
     found = summarize(out)
     assert (found.quantization, found.is_float, found.file_bytes) == (expected, False, out.stat().st_size)
 

@@ -6,14 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import (
-    OptionError,
-    OutputError,
-    UnsupportedModelError,
-    VerificationError,
-    convert,
-    interop as convert_module,
-)
+from kenosis_ort import OptionError, OutputError, UnsupportedModelError, VerificationError, convert, interop
 from kenosis_ort.cli.main import main
 from kenosis_ort.interop import read_model
 from tests.downloaded import QUANTIZED
@@ -27,7 +20,6 @@ def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     model = conv_net(**kind)
     done = convert(model, tmp_path / "out.onnx")
     assert done.read_as == "qonnx"
-    assert done.fusion is not None
     assert done.fusion.integer_share() == 1.0, str(done.fusion)
     assert all(k.integer for k in done.fusion.kernels if k.op_type == "Add"), str(done.fusion)
     expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw(), optimize=True)[0]
@@ -90,7 +82,7 @@ def test_files_of_others_are_converted(tmp_path, name, to):
 def test_ties_that_fall_otherwise_are_no_reason_to_refuse_and_what_is_off_by_more_is(tmp_path, monkeypatch):
     """Compared on an input that lies half way between two steps of the first quantizer."""
     steps = np.random.default_rng(0).integers(-4, 4, (2, 3, 6, 6)).astype(np.float32) + np.float32(0.5)
-    monkeypatch.setattr(convert_module, "_made_up", lambda *_: [{"x": steps / 8}])
+    monkeypatch.setattr(interop, "_made_up", lambda *_: [{"x": steps / 8}])
     net, kept, out = Net(), tmp_path / "kept.onnx", tmp_path / "out.onnx"
     model = net.of(net.quant("x", 0.125, zero_point=101, bits=8))
     assert convert(model, kept).agreement[0].sqnr_db < 30
@@ -101,7 +93,7 @@ def test_ties_that_fall_otherwise_are_no_reason_to_refuse_and_what_is_off_by_mor
             scale.CopyFrom(onnx.numpy_helper.from_array(np.float32(8), scale.name))
         return found
 
-    monkeypatch.setattr(convert_module, "read_model", misread)
+    monkeypatch.setattr(interop, "read_model", misread)
     with pytest.raises(VerificationError, match="what was read is off"):
         convert(model, out)
     assert not out.exists()

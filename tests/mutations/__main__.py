@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutations.breaks import BREAKS, Break
+from tests.mutations.breaks import BREAKS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 300.0
@@ -24,7 +24,7 @@ _ENDED = {0: "NOT CAUGHT", 1: "caught"}
 _ROW = "| {:>2} | {:28} | {:50} | {} | {:>4} |"
 
 
-def verdict(tree: Path, each: Break, longest_s: float = LONGEST_S) -> str:
+def verdict(tree, each, longest_s=LONGEST_S):
     """What came of a break: ``caught by`` a test, or what is wrong with the break or its tests."""
     path = tree / "kenosis_ort" / each.file
     source = path.read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def verdict(tree: Path, each: Break, longest_s: float = LONGEST_S) -> str:
     return " ".join([found, *(line.split("/", 1)[-1] for line in failed)])
 
 
-def main() -> int:
+def main():
     """Prints the table."""
     caught, chosen = 0, [int(number) for number in sys.argv[1:]] or range(1, len(BREAKS) + 1)
     print(_ROW.format("", "file", "what is broken", "what the tests say", "s"))

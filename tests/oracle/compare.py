@@ -3,7 +3,7 @@
 import onnx
 
 
-def _parts(model: onnx.ModelProto) -> dict[str, object]:
+def _parts(model):
     """What two models have to agree in, by what it is called."""
     graph, parts = model.graph, {}
     for at, node in enumerate(graph.node):
@@ -22,7 +22,7 @@ def _parts(model: onnx.ModelProto) -> dict[str, object]:
     return parts
 
 
-def differences(want: onnx.ModelProto, got: onnx.ModelProto) -> list[str]:
+def differences(want, got):
     """What differs, empty if the graphs are the same.
 
     Compared are nodes in order (with names, attributes and bodies), initializers (name, type, shape, bytes), graph

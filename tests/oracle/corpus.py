@@ -17,7 +17,7 @@ from tests import models, planning
 
 SHAPE = "float[1,4,6,6]"
 _NUMBERS = {"zero": 0, "half": 0.5, "low": -0.5, "six": 6, "minus": -1, "quarter": 0.25, "eighth": 0.125, "five": 5}
-CONSTANTS: dict[str, Any] = {
+CONSTANTS = {
     **{name: np.float32(value) for name, value in _NUMBERS.items()},
     **{f"ones{count}": np.ones(count, np.float32) for count in (3, 4, 5, 6, 8)},
     **{f"zeros{count}": np.zeros(count, np.float32) for count in (4, 6, 8)},
@@ -91,7 +91,7 @@ ALONE = {
 }
 
 
-def _parsed(text: str) -> onnx.ModelProto:
+def _parsed(text):
     """The model of a text, nodes named after what they write, but for those that have names."""
     used = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", text)}
     model = planning.parse(text, used)
@@ -100,7 +100,7 @@ def _parsed(text: str) -> onnx.ModelProto:
     return model
 
 
-def _graph(text: str, *, front: bool, back: bool = False) -> onnx.ModelProto:
+def _graph(text, *, front, back=False):
     """The graph of one of `TEXTS`, a Conv in front of it and behind it where asked for."""
     outputs, colon, rest = text.rpartition(": ")
     weights, _, nodes = rest[1:].partition("> ") if rest.startswith("<") else ("", "", rest)
@@ -116,7 +116,7 @@ def _graph(text: str, *, front: bool, back: bool = False) -> onnx.ModelProto:
 
 
 Builder = Callable[[], onnx.ModelProto]
-GRAPHS: dict[str, Builder] = {
+GRAPHS = {
     **models.ALL,
     **{name: partial(_graph, text, front=True) for name, text in TEXTS.items()},
     **{f"{name}_at_input": partial(_graph, text, front=False) for name, text in TEXTS.items()},
@@ -131,12 +131,12 @@ GRAPHS: dict[str, Builder] = {
 Options = dict[str, Any]
 """Arguments of stock's quantizer, as `quantize_static` names them, and the operator set."""
 _S8 = QuantType.QInt8
-_PLAIN: Options = {
+_PLAIN = {
     "activation_type": QuantType.QUInt8, "weight_type": _S8, "per_channel": False, "reduce_range": False,
     "op_types_to_quantize": (), "nodes_to_quantize": (), "nodes_to_exclude": (), "extra_options": {},
     "opset": models.OPSET,
 }  # fmt: skip
-_GIVEN: dict[str, Options] = {
+_GIVEN = {
     "u8s8": {}, "u8s8_per_channel": {"per_channel": True}, "s8s8": {"activation_type": _S8},
     "s8s8_symmetric": {"activation_type": _S8, "per_channel": True, "extra_options": {"ActivationSymmetric": True}},
     "u8u8_weight_asymmetric": {"weight_type": QuantType.QUInt8, "extra_options": {"WeightSymmetric": False}},
@@ -164,6 +164,6 @@ _GIVEN: dict[str, Options] = {
 OPTIONS = {name: {**_PLAIN, **given} for name, given in _GIVEN.items()}
 
 
-def feeds(model: onnx.ModelProto, count: int = 2) -> list[models.Feed]:
+def feeds(model, count=2):
     """Random feeds; integer inputs stay below 3."""
     return models.feeds(model, count, high=3, dims={"batch": 2})

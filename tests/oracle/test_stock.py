@@ -13,12 +13,7 @@ import onnx
 import pytest
 from onnx import helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
-from onnxruntime.quantization import (
-    CalibrationMethod,
-    QDQQuantizer,
-    create_calibrator,
-    quantize_static as stock_quantize_static,
-)
+from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, create_calibrator, quantize_static as by_stock
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
@@ -147,7 +142,7 @@ def test_all_stages_off_equals_stock(options, tmp_path):
             continue
         arguments["nodes_to_exclude"] = [n for n in OPTIONS[options]["nodes_to_exclude"] if n in nodes]
         try:
-            stock_quantize_static(model, str(stock), FeedReader(corpus.feeds(model)), **arguments)
+            by_stock(model, str(stock), FeedReader(corpus.feeds(model)), **arguments)
             want = onnx.load(stock)
         except (ValueError, RuntimeError, AssertionError, TypeError, ort_errors.Fail):
             continue  # where stock has no answer there is nothing to be equal to

@@ -35,7 +35,7 @@ def test_names_and_files(name, tmp_path):
     assert resolve_recipe(recipe) is recipe
     assert resolve(recipe).options == {}  # its name alone says more than passes
     with pytest.raises(FrozenInstanceError):
-        recipe.samples = 3  # type: ignore[misc]
+        recipe.samples = 3
 
 
 def test_unknown_names(tmp_path):

@@ -88,7 +88,7 @@ class Fits(Rename):
 
 def run(*passes, **given):
     """The name of the state that is found, and what became of each pass."""
-    call = Call(loaded=LoadedModel(MODEL, None, "m"), request=None)  # type: ignore[arg-type]
+    call = Call(loaded=LoadedModel(MODEL, None, "m"), request=None)
     usual = {"fit": [{}] * 8, "evaluator": Evaluator(), **dict.fromkeys(("quantize", "prove", "plan", "fitted_ranges"))}
     context = Context(build_of=lambda s: SimpleNamespace(quantized=s.prepared.proto), **{**usual, **given})
     runner = PassRunner(context, call)

@@ -230,7 +230,7 @@ def behind_stem(body, channels=3, outputs="y", wide=8):
 
 
 def stem(between="r = Relu (c)", depthwise=f"d = {DEPTHWISE} (r, v)", behind="", **how):
-    return behind_stem(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)  # type: ignore[arg-type]
+    return behind_stem(f"{between} {depthwise} a = Relu (d) y = Conv (a, u) {behind}", **how)
 
 
 def mobile(tail, project="p = Conv (a, u)", wide=8):

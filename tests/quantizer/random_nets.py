@@ -1,10 +1,6 @@
 """Random small nets for property tests: every operator role, branches, shared weights, bodies, several outputs."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import onnx
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -19,54 +15,54 @@ _BOUNDS = [(0.0, 6.0), (-1.0, 1.0), (0.0, 1.0), (-0.5, 2.0)]
 class _Grower:
     """Adds random steps to a net; all values have one shape."""
 
-    def __init__(self, draw: st.DrawFn, seed: int) -> None:
+    def __init__(self, draw, seed):
         self.draw = draw
         self.net = Net(seed=seed)
         self.values = [self.net.input("x", _SHAPE)]
         self.flag: str | None = None
         self.shared: tuple[str, str] | None = None
 
-    def pick(self) -> str:
+    def pick(self):
         """Returns a value to read, a late one more often than an early one."""
         late = self.values[-3:]
         return self.draw(st.sampled_from(late if self.flip() else self.values))
 
-    def flip(self) -> bool:
+    def flip(self):
         return self.draw(st.booleans())
 
-    def op(self, op_type: str, *others: Any, **attributes: Any) -> str:
+    def op(self, op_type, *others, **attributes):
         """Adds a node that reads a value and others."""
         return self.net.op(op_type, [self.pick(), *others], **attributes)
 
-    def on(self, value: str, op_type: str, *others: Any, **attributes: Any) -> str:
+    def on(self, value, op_type, *others, **attributes):
         return self.net.op(op_type, [value, *others], **attributes)
 
-    def conv(self, k: int, **given: Any) -> str:
+    def conv(self, k, **given):
         return self.net.conv(self.pick(), _CHANNELS, _CHANNELS, k=k, **given)
 
-    def shared_conv(self) -> str:
+    def shared_conv(self):
         net = self.net
         if self.shared is None:
             w = net.weight((_CHANNELS, _CHANNELS, 1, 1), name="shared_w")
             self.shared = (w, net.const(net.rng.normal(0, 0.1, _CHANNELS), "shared_b"))
         return self.op("Conv", *self.shared, kernel_shape=[1, 1])
 
-    def concat(self) -> str:
+    def concat(self):
         both = self.op("Concat", self.pick(), axis=1)
         if self.flip():
             return self.net.conv(both, 2 * _CHANNELS, _CHANNELS, k=1)
         return self.on(both, "Slice", *(np.array([v]) for v in (1, _CHANNELS + 1, 1)))
 
-    def split(self) -> str:
+    def split(self):
         first = self.op("Split", np.array([2, 2]), outputs=2, axis=1)
         return self.on(f"{first}_1", "Concat", first, axis=1)
 
-    def branches(self) -> str:
+    def branches(self):
         if self.flag is None:
             self.flag = self.net.input("flag", [], TensorProto.BOOL)
         name, captured = f"if_{len(self.net.nodes)}", self.pick()
 
-        def branch(label: str, op_type: str) -> onnx.GraphProto:
+        def branch(label, op_type):
             out = f"{name}_{label}"
             node = helper.make_node(op_type, [captured], [out], name=f"{out}_node")
             return helper.make_graph([node], out, [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, _SHAPE)])
@@ -75,8 +71,8 @@ class _Grower:
         return self.net.op("If", [self.flag], name=name, **bodies)
 
 
-_POOL: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
-_STEPS: dict[str, Callable[[_Grower], str]] = {
+_POOL = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+_STEPS = {
     "conv": lambda g: g.conv(g.draw(st.sampled_from([1, 3])), bias=g.flip()),
     "depthwise": lambda g: g.conv(3, groups=_CHANNELS), "shared_conv": _Grower.shared_conv,
     "relu": lambda g: g.op("Relu"), "clip": lambda g: g.op("Clip", *g.draw(st.sampled_from(_BOUNDS))),
@@ -101,7 +97,7 @@ _OFTEN = ("conv", "conv", "relu", "add")
 
 
 @st.composite
-def nets(draw: st.DrawFn, max_steps: int = 10) -> onnx.ModelProto:
+def nets(draw, max_steps=10):
     """Draws a model of at least one Conv; what nothing reads is an output, and some other values are too."""
     grower = _Grower(draw, draw(st.integers(0, 2**16)))
     for kind in ("conv", *draw(st.lists(st.sampled_from([*_STEPS, *_OFTEN]), min_size=1, max_size=max_steps))):

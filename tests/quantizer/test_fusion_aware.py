@@ -2,10 +2,8 @@
 
 from collections import Counter
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import pytest
 from hypothesis import given, strategies as st
@@ -27,8 +25,6 @@ from tests import models
 from tests.clients.support import worst_db
 from tests.flow.support import changed, run
 from tests.planning import prepared, quantize
-
-Array = npt.NDArray[Any]
 
 
 class Performed:

@@ -1,7 +1,5 @@
 """Small reports to test with."""
 
-from typing import Any
-
 from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.journal import PassOutcome
@@ -14,33 +12,33 @@ from kenosis_ort.report.quantization_report import QuantizationReport
 from kenosis_ort.targets.proof import FusionReport, KernelReport, Status
 
 
-def kernel(node: str, op_type: str = "Conv", **changes: Any) -> KernelReport:
+def kernel(node, op_type="Conv", **changes):
     values = {"kernel": "com.microsoft.QLinearConv", "integer": True, "status": Status.INTEGER, **changes}
     return KernelReport(node=node, op_type=op_type, **{**values, "status": Status(values["status"])})
 
 
-def compared(name: str, sqnr_db: float) -> OutputComparison:
+def compared(name, sqnr_db):
     return OutputComparison(name, sqnr_db, cosine=1.0, max_abs=0.25, agreement=None, equal=0.5, elements=10, samples=8)
 
 
-def fusion(*kernels: KernelReport) -> FusionReport:
+def fusion(*kernels):
     return FusionReport(kernels=kernels, runtime_version="1.2.3", overhead={"Transpose": 2})
 
 
-def plan(*integer: str) -> PlacementPlan:
+def plan(*integer):
     decided = (EdgeRole.ACTIVATION, How.OWN, "rule", "because")
     decisions = tuple(Decision(Edge(f"{node}.in", node, 0), *decided) for node in integer)
     nodes = tuple(NodeDecision(node, "Conv", Kind.INTEGER, "rule", "because") for node in integer)
     return PlacementPlan(target="ort-cpu", decisions=decisions, nodes=nodes)
 
 
-def report(**changes: Any) -> QuantizationReport:
+def report(**changes):
     proof = fusion(
         kernel("stem", absorbed=("stem_relu",)),
         kernel("stem_relu", op_type="Relu", kernel="", integer=False, status="absorbed"),
         kernel("head", integer=False, kernel="Conv", status="float", reason="no Q on its output"),
     )
-    values: dict[str, Any] = {
+    values = {
         "model_input": "in.onnx", "model_output": "out.onnx", "target": "ort-cpu", "fusion": proof,
         "options": {"per_channel": OptionChoice(True, "host default")}, "plan": plan("stem", "head"),
         "calibration": CalibrationSummary("minmax", 8, 5, 0.25), "notes": ("opset raised from 9 to 13",),
@@ -51,7 +49,7 @@ def report(**changes: Any) -> QuantizationReport:
     return QuantizationReport(**{**values, **changes})
 
 
-def passes() -> tuple[PassOutcome, ...]:
+def passes():
     return (
         PassOutcome("equalize", True, 0.02, 0.015, "relative noise", "the error falls", 0.5),
         PassOutcome("bias_correction", False, 0.015, 0.016, "relative noise", "the error does not fall", 0.2),
@@ -59,7 +57,7 @@ def passes() -> tuple[PassOutcome, ...]:
     )
 
 
-def speed() -> SpeedSummary:
+def speed():
     slower = ("int8 as planned", "slower", "only 0.80x", 0.8, 0.75, 0.85, "slower", 2.0, 0.5)
     taken = ("first node float", "taken", "1.50x", 1.5, 1.25, 1.75, "faster", 1.0, 0.5)
     spare = ("the float model", "spare", "not needed")
@@ -69,12 +67,12 @@ def speed() -> SpeedSummary:
     return SpeedSummary(candidates, float_milliseconds=1.5, tune="model", notes=notes)
 
 
-def trust() -> TrustSummary:
+def trust():
     seen = (TensorTrust("a", "seen", 0.4, "unstable"),)
     return TrustSummary("usable", "two ranges vary", "synthetic", "ten real samples", seen)
 
 
-def evidence(*names: str) -> ReportEvidence:
+def evidence(*names):
     """Evidence about a chain of nodes of these names, ``stem``, ``stem_relu`` and ``head`` by default."""
     nodes, layers, value = [], [], "image"
     for index, name in enumerate(names or ("stem", "stem_relu", "head")):
@@ -97,7 +95,7 @@ def evidence(*names: str) -> ReportEvidence:
     )
 
 
-def full_report(**changes: Any) -> QuantizationReport:
+def full_report(**changes):
     """A report in which every section has something to show."""
     values = {"recipe": RECIPES["fast"], "passes": passes(), "speed": speed(), "trust": trust(), "evidence": evidence()}
     return report(**{**values, **changes})

@@ -26,8 +26,6 @@ from kenosis_ort.targets.proof import Cause, KernelReport, Status
 from tests import models, planning
 from tests.report.samples import compared, full_report, fusion, kernel, plan, report, speed
 
-numbers = st.none() | st.floats(allow_nan=False)
-
 
 def text_of(shown, *, full=False):
     return to_text(render_report(shown, full=full))

@@ -1,21 +1,18 @@
 """Support for the tests of rewrites: a rule applied, float outputs compared, and the kernels after quantization."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
 
 from kenosis_ort.graph import walk
-from kenosis_ort.graph.view import PreparedModel
 from tests import planning
 from tests.graph.build import ready, run
 
 RTOL = 1e-5
 
 
-def parse(text: str, weights: Mapping[str, Any] | None = None, **options: Any) -> onnx.ModelProto:
+def parse(text, weights=None, **options):
     """Returns the model of a text, its nodes named after their first output."""
     proto = planning.parse(text, weights, **options)
     for node in proto.graph.node:
@@ -23,26 +20,26 @@ def parse(text: str, weights: Mapping[str, Any] | None = None, **options: Any) -
     return proto
 
 
-def ops(proto: onnx.ModelProto) -> list[str]:
+def ops(proto):
     return [f"{node.domain}.{node.op_type}".lstrip(".") for node in proto.graph.node]
 
 
-def unread(proto: onnx.ModelProto) -> set[str]:
+def unread(proto):
     """Names of constants that nothing reads."""
     read = {name for node in walk.all_nodes(proto) for name in node.input} | {v.name for v in proto.graph.output}
     return {tensor.name for tensor in proto.graph.initializer} - read
 
 
-def rewritten(rule, proto: onnx.ModelProto, *nodes: str, **options: Any) -> PreparedModel:
+def rewritten(rule, proto, *nodes, **options):
     """Returns the prepared model after one rule for the named nodes, of all nodes if none is named."""
 
-    def named(model: onnx.ModelProto, *, keep_values: Collection[str]):
+    def named(model, *, keep_values):
         return rule(model, keep_values=keep_values, nodes=nodes or None)
 
     return ready(proto, rewrites=[named], **options)
 
 
-def check(rule, proto, feeds, expected: Collection[str] | str | None = None, *nodes, rtol=RTOL, **options):
+def check(rule, proto, feeds, expected=None, *nodes, rtol=RTOL, **options):
     """The rule gives these operators and the same outputs, relative to the largest of each; the model is sound.
 
     Args:
@@ -80,7 +77,7 @@ def check(rule, proto, feeds, expected: Collection[str] | str | None = None, *no
     return result
 
 
-def refused(rule, proto: onnx.ModelProto, why: str | None, *nodes: str, **options: Any) -> None:
+def refused(rule, proto, why, *nodes, **options):
     """The rule leaves the nodes as they are; a note says why, or there is none (``why`` None)."""
     plain, result = ready(proto, **options), rewritten(rule, proto, *nodes, **options)
     assert list(result.proto.graph.node) == list(plain.proto.graph.node)
@@ -88,9 +85,7 @@ def refused(rule, proto: onnx.ModelProto, why: str | None, *nodes: str, **option
     assert [why in note for note in added] == ([] if why is None else [True]), added
 
 
-def spelled(
-    body: str, shape: Sequence[int | str], *, seed: int = 0, opset: int = 17, **constants: Any
-) -> onnx.ModelProto:
+def spelled(body, shape, *, seed=0, opset=17, **constants):
     """Returns the net of a body from ``x`` to its last value, sums and products in an order that the seed says.
 
     Args:

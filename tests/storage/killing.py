@@ -4,15 +4,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 _STEPS = frozenset(
     {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
 )
 
 
-def killed_at_every_step(function: Callable[[], object], *, most: int = 200) -> Iterator[int]:
+def killed_at_every_step(function, *, most=200):
     """Yields the number of the step in front of which a fresh process was killed, until one comes to its end.
 
     Raises:
@@ -28,7 +26,7 @@ def killed_at_every_step(function: Callable[[], object], *, most: int = 200) -> 
     raise AssertionError(f"more than {most} steps")
 
 
-def _in_child(function: Callable[[], object], step: int) -> int:
+def _in_child(function, step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads beside a fork: the child starts none and uses none
         child = os.fork()
@@ -38,7 +36,7 @@ def _in_child(function: Callable[[], object], step: int) -> int:
     try:
         left = step
 
-        def count(event: str, _: tuple[Any, ...]) -> None:
+        def count(event, _):
             nonlocal left
             if event in _STEPS:
                 left -= 1

@@ -1,9 +1,6 @@
 """Files as they are made for a target, with what tests ask of them."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +12,7 @@ from tests.flow.support import run, sqnr_db
 from tests.planning import parse
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
-CONSTANTS: dict[str, Any] = {
+CONSTANTS = {
     **{
         name: np.float32(value)
         for name, value in {"zero": 0, "one": 1, "nine": 9, "tiny": 0.02, "least": -3.4e38}.items()
@@ -30,7 +27,7 @@ CONSTANTS: dict[str, Any] = {
 """What texts of nets name, beside weights, which are called after their shapes: ``w8_6_3_3``."""
 
 
-def net_of(body: str, shape: str = "1,6,8,8", outputs: str = "y", **more: Any) -> onnx.ModelProto:
+def net_of(body, shape="1,6,8,8", outputs="y", **more):
     """Returns the net of nodes from ``x`` to ``y``; ``more`` are constants beside those here."""
     weights = dict(re.findall(r"\b(w(\d+(?:_\d+)*)[a-z]?)\b", body))
     declared = ", ".join(f"float[{sizes.replace('_', ',')}] {name}" for name, sizes in weights.items())
@@ -39,7 +36,7 @@ def net_of(body: str, shape: str = "1,6,8,8", outputs: str = "y", **more: Any) -
     return parse(f"{head} {{ {body} }}", held, opset=20, domains=())
 
 
-def quantized_net(body: str, shape: str = "1,4,6,6", outputs: str = "y", **more: Any) -> onnx.ModelProto:
+def quantized_net(body, shape="1,4,6,6", outputs="y", **more):
     """Likewise, where ``a = Q (b)`` are Q and DQ, and ``q8_3_3_3`` and ``u8_3_3_3`` DQ of int8 and uint8 weights."""
     pair = r"[\1_Q] \1_q = QuantizeLinear (\2, step, middle) [\1_DQ] \1 = DequantizeLinear (\1_q, step, middle)"
     body = re.sub(r"(\w+) = Q \((\w+)\)", pair, body)
@@ -63,9 +60,7 @@ class Written:
         options: Of the call; by default the recipe is plain, and nothing is promised.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, folder: Path, target: str, *, feeds: Sequence[models.Feed] = (), **options: Any
-    ) -> None:
+    def __init__(self, model, folder, target, *, feeds=(), **options):
         self.source, self.path = model, folder / f"{target}.onnx"
         options = {"recipe": "plain", "promise": False, **options}
         reader = models.FeedReader(feeds or models.feeds(model, 6))
@@ -76,12 +71,12 @@ class Written:
         self.constants = {t.name: numpy_helper.to_array(t) for t in self.model.graph.initializer}
 
     @property
-    def operators(self) -> list[str]:
+    def operators(self):
         """The operators of the file in order, Q and DQ left out."""
         return [n.op_type for n in self.model.graph.node if n.op_type not in (Q, DQ)]
 
     @property
-    def grids(self) -> dict[str, tuple[float, int]]:
+    def grids(self):
         """Scale and zero point of each Q, by the name of what it quantizes."""
         return {
             n.input[0]: (float(self.constants[n.input[1]]), int(self.constants[n.input[2]]))
@@ -90,21 +85,21 @@ class Written:
         }
 
     @property
-    def types(self) -> set[str]:
+    def types(self):
         """The types of activations."""
         return {self.constants[n.input[2]].dtype.name for n in self.model.graph.node if n.op_type == Q}
 
-    def readers(self, name: str) -> list[str]:
+    def readers(self, name):
         """The operators behind a node."""
         made = set(self.nodes[name].output)
         return sorted(n.op_type for n in self.model.graph.node if made & set(n.input))
 
-    def before(self, name: str) -> list[str]:
+    def before(self, name):
         """The operator before each input of a node, "" for graph inputs and constants."""
         makers = [self.makers.get(v) for v in self.nodes[name].input]
         return ["" if maker is None else maker.op_type for maker in makers]
 
-    def decibels(self) -> float:
+    def decibels(self):
         """The signal of its outputs against the float net's."""
         feeds = models.feeds(self.source, 4)
         return sqnr_db([o[0] for o in run(self.source, feeds)], [o[0] for o in run(self.path, feeds)])

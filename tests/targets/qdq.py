@@ -38,7 +38,7 @@ PAIR = ("QuantizeLinear", "DequantizeLinear")
 LAYOUT = frozenset({*PAIR, "Transpose", "ReorderInput", "ReorderOutput"})
 
 
-def _middle(dtype: npt.DTypeLike) -> int:
+def _middle(dtype):
     info = np.iinfo(dtype)
     return (int(info.min) + int(info.max) + 1) // 2
 
@@ -53,15 +53,13 @@ class QdqGraph:
         seed: Seed of the random weights.
     """
 
-    def __init__(
-        self, *, opset: int = 17, act: npt.DTypeLike = np.uint8, weight: npt.DTypeLike = np.int8, seed: int = 0
-    ) -> None:
+    def __init__(self, *, opset=17, act=np.uint8, weight=np.int8, seed=0):
         self.net = models.Net(opset=opset, seed=seed, suffix="")
         self.act = act
         self.weight = weight
         self._scales: dict[str, Array] = {}
 
-    def model(self, *outputs: str) -> onnx.ModelProto:
+    def model(self, *outputs):
         """Returns the model with the given float values as graph outputs, unchecked: the runtime is to judge it."""
         self.net.outputs = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in outputs]
         opsets = [helper.make_opsetid("", self.net.opset), helper.make_opsetid(MS, 1)]
@@ -69,41 +67,40 @@ class QdqGraph:
 
     # ---- values -----------------------------------------------------------------------------------------------
 
-    def input(self, shape: Sequence[int | str] = (1, 16, 12, 12), elem_type: int = TensorProto.FLOAT) -> str:
+    def input(self, shape=(1, 16, 12, 12), elem_type=TensorProto.FLOAT):
         """Adds a graph input."""
         return self.net.input(f"x_{len(self.net.inputs)}", shape, elem_type)
 
-    def act_input(self, shape: Sequence[int | str] = (1, 16, 12, 12), scale: float = STEP) -> str:
+    def act_input(self, shape=(1, 16, 12, 12), scale=STEP):
         """Adds a graph input with a Q/DQ pair behind it."""
         return self.q(self.input(shape), scale)
 
-    def const(self, value: Any, dtype: npt.DTypeLike = np.float32) -> str:
+    def const(self, value, dtype=np.float32):
         """Adds an initializer; the element type of a numpy value is kept."""
         return self.net.const(value if isinstance(value, (np.ndarray, np.generic)) else np.array(value, dtype))
 
-    def ints(self, *values: int) -> str:
+    def ints(self, *values):
         """Adds an int64 vector initializer."""
         return self.const(np.array(values, np.int64))
 
-    def floats(self, *values: float) -> str:
+    def floats(self, *values):
         """Adds a float32 vector initializer."""
         return self.const(np.array(values, np.float32))
 
-    def random(self, *shape: int, spread: float = 0.5) -> Array:
+    def random(self, *shape, spread=0.5):
         """Returns float32 normal values of the given shape."""
         return (self.net.rng.standard_normal(shape) * spread).astype(np.float32)
 
-    def op(self, op_type: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
+    def op(self, op_type, *inputs, domain="", **attributes):
         """Adds a node with one output."""
         return self.net.op(op_type, inputs, domain=domain, **attributes)
 
-    def ops(self, op_type: str, *inputs: str, count: int, domain: str = "", **attributes: Any) -> list[str]:
+    def ops(self, op_type, *inputs, count, domain="", **attributes):
         """Adds a node with ``count`` outputs."""
         first = self.net.op(op_type, inputs, outputs=count, domain=domain, **attributes)
         return [first, *(f"{first}_{i}" for i in range(1, count))]
 
-    def q(self, value: str, scale: float = STEP, zero_point: int | None = None, *, act: npt.DTypeLike | None = None,
-          rank: int = 0) -> str:  # fmt: skip
+    def q(self, value, scale=STEP, zero_point=None, *, act=None, rank=0):
         """Adds a Q/DQ pair and returns the DQ output.
 
         Args:
@@ -120,13 +117,13 @@ class QdqGraph:
         self._scales[out] = np.asarray(scale, np.float32)
         return out
 
-    def relu_q(self, value: str, scale: float = RELU_STEP, *, rank: int = 0) -> str:
+    def relu_q(self, value, scale=RELU_STEP, *, rank=0):
         """Adds a Q/DQ pair for values from 0 up: the zero point is the lowest quantized value."""
         return self.q(value, scale, int(np.iinfo(self.act).min), rank=rank)
 
     # ---- constants behind DequantizeLinear --------------------------------------------------------------------
 
-    def dq_weight(self, array: Array, *, axis: int | None = 0, zero_point: int | None = None) -> str:
+    def dq_weight(self, array, *, axis=0, zero_point=None):
         """Adds a weight behind DequantizeLinear; ``axis=None`` is per-tensor.
 
         Only half of the integer range is used, so that kernels with 16-bit intermediate sums cannot saturate and
@@ -142,12 +139,12 @@ class QdqGraph:
             shape[axis] = -1
         data = np.clip(np.rint(array / scale.reshape(shape)) + zp, info.min, info.max).astype(self.weight)
         parameters = [self.const(data), self.const(scale), self.const(np.full(scale.shape, zp, self.weight))]
-        attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
+        attributes = {} if axis is None else {"axis": axis}
         out = self.op("DequantizeLinear", *parameters, **attributes)
         self._scales[out] = scale
         return out
 
-    def dq_constant(self, array: Array | float, *, dtype: npt.DTypeLike | None = None) -> str:
+    def dq_constant(self, array, *, dtype=None):
         """Adds a per-tensor quantized constant operand that covers -4..4."""
         kind = self.act if dtype is None else dtype
         info = np.iinfo(kind)
@@ -156,18 +153,17 @@ class QdqGraph:
         scale = self.const(np.float32(STEP))
         return self.op("DequantizeLinear", self.const(np.asarray(data, kind)), scale, self.const(np.array(zp, kind)))
 
-    def dq_bias(self, array: Array, value: str, weight: str, *, factor: float = 1.0) -> str:
+    def dq_bias(self, array, value, weight, *, factor=1.0):
         """Adds an int32 bias of scale ``input_scale * weight_scale * factor`` behind DequantizeLinear."""
         scale = np.asarray(self._scales[value] * self._scales[weight] * np.float32(factor), np.float32)
         data = np.rint(array / scale).astype(np.int32)
         parameters = [self.const(data), self.const(scale), self.const(np.zeros(scale.shape, np.int32))]
-        attributes: dict[str, Any] = {"axis": 0} if scale.ndim else {}
+        attributes = {"axis": 0} if scale.ndim else {}
         return self.op("DequantizeLinear", *parameters, **attributes)
 
     # ---- compute nodes with constant weights ------------------------------------------------------------------
 
-    def conv(self, value: str, cin: int = 16, cout: int = 16, *, kernel: int = 3, group: int = 1,
-             transpose: bool = False, axis: int | None = 0, **how: Any) -> str:  # fmt: skip
+    def conv(self, value, cin=16, cout=16, *, kernel=3, group=1, transpose=False, axis=0, **how):
         """Adds a Conv or ConvTranspose of stride 1 with random weights that keeps the spatial size.
 
         Args:
@@ -186,24 +182,20 @@ class QdqGraph:
         op_type = "ConvTranspose" if transpose else "Conv"
         return self.op(op_type, *inputs, kernel_shape=[kernel] * 2, pads=[kernel // 2] * 4, group=group)
 
-    def gemm(self, value: str, k: int = 32, n: int = 16, *, transposed: bool = True, axis: int | None = 0,
-             alpha: float = 1.0, beta: float = 1.0, **how: Any) -> str:  # fmt: skip
+    def gemm(self, value, k=32, n=16, *, transposed=True, axis=0, alpha=1.0, beta=1.0, **how):
         """Adds a Gemm with random weights; arguments as in `conv`, ``axis`` counts on the stored weight."""
         array = self.random(*((n, k) if transposed else (k, n)), spread=1.0 / np.sqrt(k))
         inputs = self._operands(value, array, n, axis=axis, **how)
         return self.op("Gemm", *inputs, transB=int(transposed), alpha=alpha, beta=beta)
 
-    def matmul(
-        self, value: str, k: int = 32, n: int = 16, *, bias: str = "none", axis: int | None = 1, weight: str = "dq"
-    ) -> str:
+    def matmul(self, value, k=32, n=16, *, bias="none", axis=1, weight="dq"):
         """Adds a MatMul with a random constant right operand, and an Add behind it where a bias is asked for."""
         array = self.random(k, n, spread=1.0 / np.sqrt(k))
         left, right, *added = self._operands(value, array, n, weight=weight, bias=bias, axis=axis)
         product = self.op("MatMul", left, right)
         return self.op("Add", product, *added) if added else product
 
-    def _operands(self, value: str, array: Array, outputs: int, *, axis: int | None, weight: str = "dq",
-                  zero_point: int | None = None, bias: str = "int32", bias_factor: float = 1) -> list[str]:  # fmt: skip
+    def _operands(self, value, array, outputs, *, axis, weight="dq", zero_point=None, bias="int32", bias_factor=1):
         """What a layer reads: a value, a weight and a random bias.
 
         Args:
@@ -224,19 +216,19 @@ class QdqGraph:
             inputs.append(self.dq_bias(biases, value, held, factor=bias_factor))
         return inputs
 
-    def clip(self, value: str, low: float, high: float) -> str:
+    def clip(self, value, low, high):
         """Adds a Clip with constant bounds."""
         return self.op("Clip", value, self.const(low), self.const(high))
 
 
-def build(make: Callable[[QdqGraph], str | list[str]], **options: Any) -> onnx.ModelProto:
+def build(make, **options):
     """Returns the model whose outputs ``make`` returns; ``options`` go to `QdqGraph`."""
     graph = QdqGraph(**options)
     made = make(graph)
     return graph.model(*([made] if isinstance(made, str) else made))
 
 
-def conv_then(make: Callable[[QdqGraph, str], str | list[str]], **options: Any) -> onnx.ModelProto:
+def conv_then(make, **options):
     """Returns ``input -> Q/DQ -> Conv -> make(graph, conv output)``, the frame of most graphs here."""
     return build(lambda g: make(g, g.conv(g.act_input())), **options)
 
@@ -252,27 +244,27 @@ BYTES = "Q and DQ around"
 ISLAND = "float with Q and DQ around"
 
 
-def step(op_type: str, *further: Any, **attributes: Any) -> Step:
+def step(op_type, *further, **attributes):
     """An operator of one value; further inputs are names, arrays, or vectors of ints."""
 
-    def made(g: QdqGraph, value: str) -> str:
+    def made(g, value):
         more = [each if isinstance(each, str) else g.const(np.asarray(each)) for each in further]
         return g.op(op_type, value, *more, **attributes)
 
     return made
 
 
-def alone(make: Step, *q: float, q_behind: bool = True, shape: Sequence[int | str] = IMAGE) -> Make:
+def alone(make, *q, q_behind=True, shape=IMAGE):
     """A step of a quantized input, with Q behind it unless told otherwise."""
 
-    def made(g: QdqGraph) -> str:
+    def made(g):
         y = make(g, g.act_input(shape))
         return g.q(y, *q) if q_behind else y
 
     return made
 
 
-PRODUCERS: dict[str, tuple[Sequence[int], Step]] = {
+PRODUCERS = {
     "QLinearConv": (IMAGE, lambda g, x: g.conv(x)),
     "QGemm": (LINES, lambda g, x: g.gemm(x)),
     "QLinearMatMul": (LINES, lambda g, x: g.matmul(x)),
@@ -286,7 +278,7 @@ PRODUCERS: dict[str, tuple[Sequence[int], Step]] = {
 """Integer kernels, with the shape of what they read and what makes them between DQ and Q."""
 
 
-def produced(g: QdqGraph, kernel: str) -> str:
+def produced(g, kernel):
     shape, make = PRODUCERS[kernel]
     return make(g, g.act_input(shape))
 
@@ -314,7 +306,7 @@ class Case(NamedTuple):
     marks: Sequence[pytest.MarkDecorator] = ()
     options: Mapping[str, Any] = {}
 
-    def check(self) -> None:
+    def check(self):
         """Fails where the runtime makes something else of it."""
         model = build(self.make, **self.options)
         if self.kernels.endswith(ISLAND):
@@ -337,21 +329,21 @@ class Case(NamedTuple):
             assert snr_db(model) > FLOAT_ONLY_DB
 
 
-def each_case(examples: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+def each_case(examples):
     """One test a graph, named after its rule."""
     named = ((f"{rule}-{number}", case) for rule, found in examples.items() for number, case in enumerate(found))
     each = [pytest.param(case, id=name, marks=getattr(case, "marks", ())) for name, case in named]
     return pytest.mark.parametrize("case", each)
 
 
-def since(version: str) -> tuple[pytest.MarkDecorator]:
+def since(version):
     return (pytest.mark.since(version),)
 
 
 # ---- what the runtime makes of a model ------------------------------------------------------------------------
 
 
-def optimized(model: onnx.ModelProto) -> onnx.ModelProto:
+def optimized(model):
     """Returns the graph that the runtime executes at ORT_ENABLE_ALL."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "optimized.onnx"
@@ -359,23 +351,23 @@ def optimized(model: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.load(path)
 
 
-def kernels(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+def kernels(model):
     """Returns the nodes of the optimized graph in order."""
     return list(optimized(model).graph.node)
 
 
-def op_types(model: onnx.ModelProto) -> list[str]:
+def op_types(model):
     """Returns the operator types of the optimized graph in order, without their domains."""
     return [k.op_type for k in kernels(model)]
 
 
-def ordered(model: onnx.ModelProto) -> list[str]:
+def ordered(model):
     """Returns the operator types of the optimized graph in order, Q and DQ for short, but for the reorders of NCHWc."""
     short = dict(zip(PAIR, ("Q", "DQ"), strict=True))
     return [short.get(op_type, op_type) for op_type in op_types(model) if not op_type.startswith("Reorder")]
 
 
-def compute_ops(model: onnx.ModelProto) -> list[str]:
+def compute_ops(model):
     """Returns the sorted operator types of the optimized graph without Q, DQ, Transpose and layout reorders.
 
     The proof is held against the same graph: it accounts for every kernel, and finds each under its source node.
@@ -385,7 +377,7 @@ def compute_ops(model: onnx.ModelProto) -> list[str]:
     return sorted(n.op_type for n in graph.node if n.op_type not in LAYOUT)
 
 
-def _check_proof(model: onnx.ModelProto, graph: onnx.GraphProto) -> None:
+def _check_proof(model, graph):
     found = verify_fusion(model)
     check_complete(model, found)
     own = [k for k in found.kernels if k.kernel and k.absorbed_into is None and not k.graph]
@@ -401,17 +393,17 @@ def _check_proof(model: onnx.ModelProto, graph: onnx.GraphProto) -> None:
         assert k.status is not Status.FLOAT or "QLinear" not in k.kernel, k
 
 
-def runs_on_bytes(model: onnx.ModelProto, op_type: str) -> bool:
+def runs_on_bytes(model, op_type):
     """Tells whether an operator stands alone between one Q and DQ of the optimized graph, and the proof says so."""
     around = [o for o in op_types(model) if o != "DequantizeLinear"]
     return around == ["QuantizeLinear", op_type] and not verify_fusion(model).float_nodes()
 
 
-def quantized_weights(model: onnx.ModelProto) -> int:
+def quantized_weights(model):
     """Returns how many 8-bit initializers of two or more axes the optimized graph holds; the proof tells of them."""
     kinds = (TensorProto.INT8, TensorProto.UINT8)
 
-    def count(held: onnx.ModelProto) -> int:
+    def count(held):
         return sum(1 for i in held.graph.initializer if i.data_type in kinds and len(i.dims) > 1)
 
     found = count(optimized(model))
@@ -419,28 +411,28 @@ def quantized_weights(model: onnx.ModelProto) -> int:
     return found
 
 
-def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:
+def run(model, feeds, *, optimize=True):
     """Runs the model at ORT_ENABLE_ALL or without optimization."""
     return [np.asarray(a) for a in models.session(model, optimize=optimize).run(None, feeds)]
 
 
-def random_feeds(model: onnx.ModelProto, seed: int = 1) -> dict[str, Array]:
+def random_feeds(model, seed=1):
     """Returns one sample for every graph input; ids are 0..7, symbolic axes 2 long."""
     symbols = {d.dim_param for info in model.graph.input for d in info.type.tensor_type.shape.dim}
     return models.feeds(model, 1, seed=seed, dims=dict.fromkeys(symbols, 2), high=8)[0]
 
 
-def _both(model: onnx.ModelProto) -> list[tuple[Array, Array]]:
+def _both(model):
     feeds = random_feeds(model)
     pairs = zip(run(model, feeds), run(model, feeds, optimize=False), strict=True)
     return [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs]
 
 
-def snr_db(model: onnx.ModelProto) -> float:
+def snr_db(model):
     """Returns the signal to difference ratio of the optimized against the unoptimized model in dB."""
     return min(sqnr_db(reference, actual) for actual, reference in _both(model))
 
 
-def largest_difference(model: onnx.ModelProto) -> float:
+def largest_difference(model):
     """Returns the largest absolute difference between the optimized and the unoptimized model."""
     return max(float(np.abs(actual - reference).max()) for actual, reference in _both(model))

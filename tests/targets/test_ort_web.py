@@ -1,11 +1,9 @@
 """Files for ONNX Runtime Web; where ``KENOSIS_ORT_WEB`` names its folder, what its WASM build makes of them too."""
 
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
@@ -25,7 +23,6 @@ from tests.flow.support import run
 from tests.targets.files import Written, net_of
 
 there = pytest.mark.skipif(bool(ort_web.missing()), reason=ort_web.missing())
-Array = npt.NDArray[Any]
 
 
 def chain(activation="Relu", width=32, size=14, last=True, **how):

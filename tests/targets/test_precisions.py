@@ -1,7 +1,5 @@
 """Every row of the table of precisions, asked of the installed runtime."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
@@ -13,7 +11,6 @@ from tests.targets.qdq import VERSION, QdqGraph, compute_ops, random_feeds, run
 K, N, BLOCK = 64, 32, 32
 SINCE_1_32 = {"int16-activations/2": "MatMulNBits", "blocked-int8-weights/0": "MatMul"}
 """What onnxruntime 1.32 does otherwise: a MatMul of 16-bit values takes blocks of 8 bits, and float8 loads."""
-Make = Callable[[QdqGraph], str]
 
 
 def _model(make, *, opset=21, out=TensorProto.FLOAT, **options):

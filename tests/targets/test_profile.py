@@ -157,8 +157,8 @@ def test_what_was_measured_here_is_kept(tmp_path, monkeypatch):
 def test_the_second_kernel_has_a_cost_where_there_is_one():
     work = Work("conv-dense", 10**8, 10**8, 10**5, 10**3, 10**5, 10**5)
     amx, vnni = (profile.table(ORT.costs) for profile in (ORT.profiles[1], ORT.profiles[0]))
-    assert amx.shifted_us(work) < amx.integer_us(work)  # type: ignore[operator]
-    assert vnni.shifted_us(work) > vnni.integer_us(work)  # type: ignore[operator]
+    assert amx.shifted_us(work) < amx.integer_us(work)
+    assert vnni.shifted_us(work) > vnni.integer_us(work)
     assert vnni.shifted_us(Work("add", elements=9)) is None
     for profile in ORT.profiles:
         assert all(cost.fixed >= profile.kernels[name][1].fixed for name, cost in profile.shifted.items())

@@ -38,7 +38,6 @@ def test_the_fit_finds_what_times_were_made_of(seed, values):
 
 
 def test_a_few_probes_make_a_whole_profile(monkeypatch):
-    assert TARGET.hooks.probes is not None
     probes = [probe for probe in TARGET.hooks.probes() if probe.kernels]
     few = replace(TARGET, hooks=replace(TARGET.hooks, probes=lambda: iter(probes[:4])))
     told = []
@@ -52,7 +51,6 @@ def test_a_few_probes_make_a_whole_profile(monkeypatch):
 
 
 def test_probes_ask_for_every_class_and_integer_kernels_run_in_integer():
-    assert TARGET.hooks.probes is not None
     asked = {"float": set(), "integer": set(), "shifted": set()}
     for probe in TARGET.hooks.probes():
         for work, form in probe.nodes.values():
@@ -80,7 +78,7 @@ def test_what_was_measured_is_kept_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("kenosis_ort.targets.profile.keep_profile", lambda profile: made.update(kept=profile))
     out = tmp_path / "host.json"
     with pytest.raises(OptionError, match="keep"):
-        measure_host(keep="x")  # type: ignore[arg-type]
+        measure_host(keep="x")
     assert not made  # before anything is measured
     assert measure_host(keep=False).name == "here"
     assert "kept" not in made

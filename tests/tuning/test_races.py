@@ -39,7 +39,6 @@ class FakeStadium(FakeBench):
     load: float = 0.01
 
     def opened_of(self, source):
-        assert isinstance(source, bytes)
         return self.open(onnx.load_model_from_string(source).graph.name)
 
     def setup(self, *, feeds=(FEED,), **keywords):

@@ -1,19 +1,17 @@
 """Short forms for what the tests assert about a fusion report."""
 
-import onnx
-
 from kenosis_ort.graph.walk import known_as
-from kenosis_ort.verify import FusionReport, KernelReport, Status, verify_fusion
+from kenosis_ort.verify import Status, verify_fusion
 
 
-def report(model: onnx.ModelProto) -> FusionReport:
+def report(model):
     """Returns the report, after checking what holds for every report."""
     found = verify_fusion(model)
     check_complete(model, found)
     return found
 
 
-def check_complete(model: onnx.ModelProto, found: FusionReport) -> None:
+def check_complete(model, found):
     """Every compute node of the main graph has exactly one entry, and absorbers know what they absorbed."""
     compute = [n for n in model.graph.node if n.op_type not in ("QuantizeLinear", "DequantizeLinear", "Constant")]
     main = [k for k in found.kernels if not k.graph]
@@ -29,7 +27,7 @@ def check_complete(model: onnx.ModelProto, found: FusionReport) -> None:
             assert not k.integer
 
 
-def one(found: FusionReport, op_type: str) -> KernelReport:
+def one(found, op_type):
     """Returns the only entry of an operator type."""
     entries = [k for k in found.kernels if k.op_type == op_type]
     assert len(entries) == 1, f"{len(entries)} nodes of type {op_type}"

@@ -1,7 +1,6 @@
 """What the proof says of each node: its kernel, what that takes in and quantizes at load, and why it is float."""
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -237,9 +236,6 @@ def test_a_constant_node_in_place_of_an_initializer_is_seen():
 
 
 # ---- each cause of a float node, by a graph that shows it -----------------------------------------------------------
-
-
-Build = Callable[[QdqGraph], list[str]]
 
 
 def _nchw(g):

@@ -10,14 +10,7 @@ from hypothesis import assume, example, given, strategies as st
 from kenosis_ort import quantize_weights
 from kenosis_ort.weights import blocks
 from kenosis_ort.weights.block_model import much_worse, output_errors, worth_their_bytes
-from kenosis_ort.weights.blocks import (
-    block_of,
-    find_grid,
-    fitted_steps,
-    relative_error,
-    round_in_blocks,
-    weigh_channels,
-)
+from kenosis_ort.weights.blocks import find_grid, fitted_steps, relative_error, round_in_blocks, weigh_channels
 from tests import models
 from tests.flow import support
 from tests.flow.support import changed, sqnr_db
@@ -28,16 +21,12 @@ SIZES = {"rows": st.integers(1, 70), "columns": st.integers(1, 5), "seed": st.in
 KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8]), "symmetric": st.booleans()}
 
 
-def matrix_of(rows, columns, seed):
-    rng = np.random.default_rng(seed)
-    return rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
-
-
 @given(**SIZES, **KINDS)
 def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is_what_was_meant(
     rows, columns, seed, block, bits, symmetric
 ):
-    matrix = matrix_of(rows, columns, seed)
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
     grid = find_grid(matrix, bits, block, symmetric=symmetric)
     integers = grid.nearest(matrix)
     assert (integers.min() >= 0, integers.max() <= 2**bits - 1, (grid.scale > 0).all()) == (True, True, True)
@@ -86,7 +75,7 @@ def test_inputs_that_are_always_zero_round_to_nearest():
 
 @pytest.mark.parametrize(("rows", "block"), [(16, 16), (17, 16), (31, 16), (32, 32), (100, 64), (128, 128), (999, 128)])
 def test_blocks_are_powers_of_two_that_the_matrix_fills(rows, block):
-    assert block_of(rows, 128) == block
+    assert blocks.block_of(rows, 128) == block
 
 
 @given(st.integers(0, 2**31), st.sampled_from([16, 32]), st.integers(20, 70))

@@ -1,7 +1,5 @@
 """Linear layers of few bits and dynamic ones against float arithmetic; `quantize_weights` as users call it."""
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx
 import pytest
@@ -17,7 +15,6 @@ from tests.flow.support import changed, quality
 from tests.planning import parse
 
 FORMS = [weight_only, dynamic]
-Form = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 KERNELS = {"MatMulNBits", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
 BIAS = models.normal((24,), 1)
 
