@@ -104,6 +104,11 @@ def prepared(model: onnx.ModelProto, *, min_opset: int = 13) -> onnx.ModelProto:
     ).proto
 
 
+def view_of(model: onnx.ModelProto | str, weights: Mapping[str, Any] | None = None) -> GraphView:
+    """Returns the prepared model, or that of an ONNX text, as it is looked at."""
+    return GraphView(prepared(parse(model, weights) if isinstance(model, str) else model))
+
+
 def plan_of(
     model: onnx.ModelProto | str, *, weights: Mapping[str, Any] | None = None,
     ranges: Mapping[str, Range] | None = None, target: Target = ORT_CPU, min_opset: int = 13, **options: Any

@@ -154,9 +154,8 @@ def test_attributes_of_functions_given_by_default_and_left_out(given):
 
 def test_outputs_of_open_size_get_no_made_up_names():
     proto = net("(float[n,3] x) => (int64[] y) { y = NonZero(x) }")
-    (dim, open_dim) = ready(proto).proto.graph.output[0].type.tensor_type.shape.dim
-    assert dim.dim_value == 2
-    assert not open_dim.WhichOneof("value")
+    dims = ready(proto).proto.graph.output[0].type.tensor_type.shape.dim
+    assert [(dim.dim_value, dim.WhichOneof("value")) for dim in dims] == [(2, "dim_value"), (0, None)]
 
 
 # ---- each change of an operator between operator sets 7 and 26 -------------------------------------------------------
@@ -221,9 +220,7 @@ def test_converted_operators_compute_the_same(case):
     text = f"({x} x) => ({y}) {{ [the_node] {call if '= ' in call.split('(')[0].split('<')[0] else f'y = {call}'} }}"
     before = net(text, constants, opset=opset)
     (feed,) = models.feeds(before, 1)
-    for target in TARGETS:
-        if not opset < target <= last:
-            continue
+    for target in (target for target in TARGETS if opset < target <= last):
         after = ready(before, min_opset=target).proto
         assert onnx.defs.get_schema(after.graph.node[-1].op_type, target).deprecated is False
         assert {e.domain: e.version for e in after.opset_import}[""] == target
@@ -279,8 +276,7 @@ def test_the_domain_alias_is_normalized():
     before = net("(float[2] x) => (float[2] y) { y = Relu(x) }", domains=())
     before.graph.node[0].domain = before.opset_import[0].domain = "ai.onnx"
     after = ready(before).proto
-    assert [(e.domain, e.version) for e in after.opset_import] == [("", 17)]
-    assert after.graph.node[0].domain == ""
+    assert [*((e.domain, e.version) for e in after.opset_import), after.graph.node[0].domain] == [("", 17), ""]
 
 
 def test_a_model_of_an_older_operator_set_than_seven():
@@ -294,10 +290,8 @@ def test_a_model_of_an_older_operator_set_than_seven():
 
 def test_what_cannot_be_converted_is_named():
     text = "(float[2,3] x, float[3] a) => (float[] y) { [bad] y = BatchNormalization<spatial = 0>(x, a, a, a, a) }"
-    with pytest.raises(UnsupportedModelError, match="spatial") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"spatial.*node 'bad'.* Fix: "):
         ready(net(text, opset=8))
-    assert "node 'bad'" in str(caught.value)
-    assert caught.value.fix
 
 
 # ---- newer than the runtime -----------------------------------------------------------------------------------------

@@ -75,8 +75,7 @@ def test_types_and_shapes_of_constants_are_known_whether_the_graph_states_them_o
     made = graph.add_constant(np.zeros((2, 3), np.int64), "made")
     known = [(graph.element_type(value), graph.dims(value)) for value in (*mul.inputs, made)]
     assert known == [(TensorProto.FLOAT, (1, 3)), (TensorProto.FLOAT, (3,)), (TensorProto.INT64, (2, 3))]
-    assert graph.element_type(None) is graph.rank(None) is None
-    assert optional(mul, 5) is None
+    assert graph.element_type(None) is graph.rank(None) is optional(mul, 5) is None
     assert not further_outputs(mul)
 
 
@@ -88,19 +87,16 @@ def test_types_are_read_again_and_look_ups_begin_anew():
     assert graph.largest(mul.inputs[1]) == 3
     graph.replace_array(mul.inputs[1], np.array([7, 2, 3], np.float32))
     assert graph.largest(mul.inputs[1]) == 7
-    assert graph.is_pinned(mul.inputs[0])
-    assert graph.has_edits
+    assert (graph.is_pinned(mul.inputs[0]), graph.has_edits) == (True, True)
     new = graph.insert_before(mul, "Neg", [mul.inputs[0]])
     graph.read(mul, 0, new)
     declared = {info.name: info for info in graph.write().graph.value_info}
     declared["b"].type.tensor_type.shape.dim[1].dim_value = 5
     graph.proto.graph.value_info.remove(declared["a"])
     graph.read_types()
-    assert graph.dims(mul.outputs[0]) == (1, 5)
-    assert graph.dims(node(graph, "Relu").outputs[0]) is None
+    assert (graph.dims(mul.outputs[0]), graph.dims(node(graph, "Relu").outputs[0])) == ((1, 5), None)
     assert graph.node("Mul_b_Neg") is new.producer() in graph.nodes
-    assert not graph.keep_values
-    assert not graph.has_edits
+    assert (len(graph.keep_values), graph.has_edits) == (0, False)
 
 
 def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put():
@@ -109,7 +105,6 @@ def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put():
     mul = node(graph, "Mul")
     first = graph.insert_before(mul, "Neg", [mul.inputs[0]])
     graph.read(mul, 0, graph.insert_before(mul, "Abs", [first]))
-    shape = graph.dims(mul.outputs[0])
     put_behind(graph, mul, "Sqrt")
     graph.append_behind(mul, "Exp", [mul.outputs[0]])
     assert written(graph) == [
@@ -118,8 +113,7 @@ def test_nodes_in_front_and_behind_stand_in_the_order_they_were_put():
         "y = Neg b",
     ]  # fmt: skip
     assert [n.name for n in graph.proto.graph.node][1:3] == ["Mul_b_Neg", "Mul_b_Abs"]
-    assert graph.dims(node(graph, "Sqrt").outputs[0]) == shape == (1, 3)
-    assert graph.dims(mul.outputs[0]) is None
+    assert (graph.dims(node(graph, "Sqrt").outputs[0]), graph.dims(mul.outputs[0])) == ((1, 3), None)
     onnx.checker.check_model(graph.proto)
 
 

@@ -16,11 +16,11 @@ from kenosis_ort.runtime.limits import runtime_limits
 from tests import models
 from tests.graph.build import net, run
 
-WEIGHT = np.arange(4096, dtype=np.float32).reshape(64, 64)
+TINY = np.arange(16, dtype=np.float32).reshape(4, 4)
 
 
-def linear():
-    return net("(float[1,64] x) => (float[1,64] y) { y = MatMul(x, w) }", {"w": WEIGHT})
+def tiny():
+    return net("(float[1,4] x) => (float[1,4] y) { [mm] y = MatMul(x, w) }", {"w": TINY})
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def external(tmp_path):
     path.parent.mkdir()
 
     def write(**entries):
-        onnx.save_model(linear(), path, save_as_external_data=True, location="model.data", size_threshold=0)
+        onnx.save_model(tiny(), path, save_as_external_data=True, location="model.data", size_threshold=0)
         proto = onnx.load(path, load_external_data=False)
         tensor = proto.graph.initializer[0]
         said = {e.key: e.value for e in tensor.external_data} | entries
@@ -45,14 +45,14 @@ def external(tmp_path):
 
 
 def test_a_path_gives_a_complete_model_and_a_proto_is_copied(tmp_path):
-    given, path = linear(), tmp_path / "m.onnx"
+    given, path = tiny(), tmp_path / "m.onnx"
     onnx.save(given, path)
     loaded, copied = load_model(str(path)), load_model(given)
     assert (loaded.path, loaded.name, loaded.proto) == (path, str(path), given)
     assert (copied.path, copied.proto) == (None, given)
     copied.proto.graph.node[0].name = "changed"
     copied.proto.graph.initializer[0].raw_data = b""
-    assert given == linear()
+    assert given == tiny()
 
 
 @pytest.mark.parametrize("outputs", ["float[2] y", "float[2] y, float[2] w"])
@@ -69,15 +69,14 @@ def test_a_constant_that_is_listed_as_an_input_is_its_default(outputs):
     (b"\x18\x00\x00\x00ORTM" + bytes(20), "ORT format"),
     (b"this is no model at all, only a text of some length", "not a complete ONNX model"),
     (bytes(range(256)), "not a complete ONNX model"), (b"\x08\x08", "no ONNX graph"),
-    *((linear().SerializeToString()[:length], "ONNX") for length in (1, 2, 10, 50, 8000, -1)),
+    *((tiny().SerializeToString()[:length], "ONNX") for length in (1, 2, 10, 50, 100, -1)),
 ])  # fmt: skip
 def test_other_files_are_refused_by_what_they_are(tmp_path, content, message):
     path = tmp_path / "m.onnx"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_model(path)
-    assert str(path) in str(caught.value)
-    assert caught.value.fix
+    assert (str(path) in str(caught.value), bool(caught.value.fix)) == (True, True)
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -94,7 +93,7 @@ def test_external_data_are_read(external):
     for path in (external(), external(length=None)):  # without a length by its shape
         (tensor,) = load_model(path).proto.graph.initializer
         assert tensor.data_location == TensorProto.DEFAULT
-        np.testing.assert_array_equal(numpy_helper.to_array(tensor), WEIGHT)
+        np.testing.assert_array_equal(numpy_helper.to_array(tensor), TINY)
 
 
 UNSAFE = {
@@ -104,18 +103,17 @@ UNSAFE = {
     "does not exist": [{"location": at} for at in ("none.data", "*/_ORT_MEM_ADDR_/*")],
     "not a regular file": [{"location": "."}], "has only": [{"offset": 1}, {"offset": 10**15}],
     "negative": [{"offset": -1}, {"length": -5}], "malformed": [{"offset": "x"}],
-    "takes 16384": [{"length": 10**12}, {"length": 100}], "truncated": [{"location": "short.data"}],
+    "takes 64": [{"length": 10**12}, {"length": 10}], "truncated": [{"location": "short.data"}],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "entries"), [(says, entries) for says, all_ in UNSAFE.items() for entries in all_])
 def test_unsafe_or_broken_external_data_are_refused(external, entries, message):
     path = external(**entries)
-    (path.parent.parent / "secret.data").write_bytes(WEIGHT.tobytes())
-    (path.parent / "short.data").write_bytes(WEIGHT.tobytes()[:-1])
-    with pytest.raises(ModelLoadError, match=message) as caught:
+    (path.parent.parent / "secret.data").write_bytes(TINY.tobytes())
+    (path.parent / "short.data").write_bytes(TINY.tobytes()[:-1])
+    with pytest.raises(ModelLoadError, match=f"(?s)(?=.*tensor 'w').*{message}"):
         load_model(path)
-    assert "tensor 'w'" in str(caught.value)
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -123,7 +121,7 @@ def test_links_out_of_the_folder_are_refused(external, folder):
     path = external(location="sub/secret.data") if folder else external()
     outside = path.parent.parent / "outside"
     outside.mkdir()
-    (outside / "secret.data").write_bytes(WEIGHT.tobytes())
+    (outside / "secret.data").write_bytes(TINY.tobytes())
     (path.parent / "model.data").unlink()
     link, to = ("sub", outside) if folder else ("model.data", outside / "secret.data")
     (path.parent / link).symlink_to(to)
@@ -139,7 +137,7 @@ def test_a_hub_cache_of_links_is_read(external, tmp_path):
         (path.parent / name).rename(path.parent / blob)
         (snapshot / name).symlink_to(f"../folder/{blob}")
     (tensor,) = load_model(snapshot / "model.onnx").proto.graph.initializer
-    np.testing.assert_array_equal(numpy_helper.to_array(tensor), WEIGHT)
+    np.testing.assert_array_equal(numpy_helper.to_array(tensor), TINY)
 
 
 def test_external_data_in_a_subgraph_constant_are_checked(tmp_path):
@@ -175,13 +173,6 @@ def test_weights_alone_may_be_quantized():
 
 
 # ---- what is checked before anything works on a model ---------------------------------------------------------------
-
-
-TINY = np.arange(16, dtype=np.float32).reshape(4, 4)
-
-
-def tiny():
-    return net("(float[1,4] x) => (float[1,4] y) { [mm] y = MatMul(x, w) }", {"w": TINY})
 
 
 def nested(levels):
@@ -317,9 +308,8 @@ def test_a_negative_size_is_open():
     """Paddle's exporters wrote -1; shape inference reckons with it, and so a Tile was repeated -1 times."""
     text = "p = MaxPool<kernel_shape = [2,2], strides = [2,2]>(x) y = Flatten(p)"
     proto = net(f"(float[1,3,1,1] x) => (float[1,1] y) {{ {text} }}")
-    for value in (*proto.graph.input, *proto.graph.output):
-        for size in value.type.tensor_type.shape.dim:
-            size.dim_value = 3 if size.dim_value == 3 else -1
+    for size in (size for v in (*proto.graph.input, *proto.graph.output) for size in v.type.tensor_type.shape.dim):
+        size.dim_value = 3 if size.dim_value == 3 else -1
     inferred = load_model(proto).proto
     infer_shapes(inferred)
     for value in (inferred.graph.input[0], *inferred.graph.value_info):

@@ -73,8 +73,7 @@ def test_a_link_is_followed(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "out.onnx")
     write_model(small(), tmp_path / "link.onnx", external_data=False, check=accept)
-    assert (tmp_path / "real" / "out.onnx").is_file()
-    assert (tmp_path / "link.onnx").is_symlink()
+    assert ((tmp_path / "real" / "out.onnx").is_file(), (tmp_path / "link.onnx").is_symlink()) == (True, True)
 
 
 @pytest.mark.parametrize(("destination", "message"), [

@@ -13,27 +13,22 @@ from kenosis_ort.graph.walk import known_as
 from kenosis_ort.quantizer.stock import QuantFormat
 from tests import models
 from tests.graph.build import net, run
-from tests.planning import parse, prepared
-
-
-def view(text):
-    return GraphView(prepared(parse(text, {"zero": np.float32(0)})))
+from tests.planning import parse, view_of
 
 
 def test_consumers_and_the_sole_one():
-    v = view("net (float[1,3] x) => (y, z, o) { a = Neg (x) o = Abs (x) y = Relu (a) b = Abs (o) z = Add (b, b) }")
+    v = view_of("net (float[1,3] x) => (y, z, o) { a = Neg (x) o = Abs (x) y = Relu (a) b = Abs (o) z = Add (b, b) }")
     a, o, b = (v.node(n).outputs[0] for n in ("Neg_a", "Abs_o", "Abs_b"))
     assert [(c.node.name, c.index) for c in v.consumers(v.inputs[0])] == [("Neg_a", 0), ("Abs_o", 0)]
     assert v.sole_consumer(a).node.name == "Relu_y"
     assert v.sole_consumer(o) is None, "an output of the graph"
     assert v.sole_consumer(b) is None, "read twice by one node"
-    assert v.is_output(o)
-    assert not v.is_output(a)
+    assert (v.is_output(o), v.is_output(a)) == (True, False)
     assert v.node("no such node") is None
 
 
 def test_shapes_constants_and_operator_sets():
-    v = view("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
+    v = view_of("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
     (x,), w = v.inputs, v.nodes[0].inputs[1]
     assert (v.dims(x), v.rank(x), v.content(w).shape) == ((None, 3), 2, (3, 2))
     assert [v.is_constant(value) for value in (x, w, None)] == [False, True, False]
@@ -41,27 +36,23 @@ def test_shapes_constants_and_operator_sets():
 
 
 def test_what_a_body_reads_is_consumed_by_its_owner():
-    v = GraphView(prepared(models.net_with_if()))
+    v = view_of(models.net_with_if())
     conv, relu = v.node("conv0").outputs[0], v.node("relu0").outputs[0]
     assert ("if", CAPTURED) in [(c.node.name, c.index) for c in v.consumers(conv)]
     assert [x.name for x in v.captured_by(v.node("if"))] == ["conv0_out"]
     assert v.sole_consumer(relu).node.name == "add"
-    alone = GraphView(prepared(models.net_with_if(capture_conv=False)))
+    alone = view_of(models.net_with_if(capture_conv=False))
     assert alone.sole_consumer(alone.node("relu0").outputs[0]) is None
 
 
 def test_what_a_nested_body_reads_is_consumed_by_the_outermost_owner():
     inner = "(float[1,3] q) { q = Abs (a) }"
     branch = f"r () => (float[1,3] p) {{ p = If (f) <then_branch = t () => {inner}, else_branch = e () => {inner}> }}"
-    v = view(f"""net (float[1,3] x, bool f) => (y) {{
-      a = Neg (x)
-      y = If (f) <then_branch = {branch}, else_branch = {branch}>
-    }}""")
+    chosen = f"If (f) <then_branch = {branch}, else_branch = {branch}>"
+    v = view_of(f"net (float[1,3] x, bool f) => (y) {{ a = Neg (x) y = {chosen} }}")
     a = v.nodes[0].outputs[0]
     assert [(c.node, c.index) for c in v.consumers(a)] == [(v.nodes[1], CAPTURED)]
-    assert v.is_pinned(a)
-    assert v.sole_consumer(a) is None
-    assert not v.is_output(a)
+    assert (v.is_pinned(a), v.sole_consumer(a), v.is_output(a)) == (True, None, False)
     assert {value.name for value in v.captured_by(v.nodes[1])} == {"f", "a"}
 
 
@@ -74,8 +65,7 @@ def test_operators_of_other_domains_go_by_their_full_names():
     model.graph.node[0].domain = "own"
     model.opset_import.add(domain="own", version=1)
     v = GraphView(model)
-    assert [node.op_type for node in v.nodes] == ["own.Relu"]
-    assert model.graph.node[0].op_type == "Relu"
+    assert (v.nodes[0].op_type, model.graph.node[0].op_type) == ("own.Relu", "Relu")
 
 
 def test_types_of_maps_are_read_past_and_kept():
@@ -135,12 +125,10 @@ def test_what_the_table_says_holds(op_type):
     if Is.FREE in is_:
         assert np.array_equal(y.ravel(), x.ravel())
     if Is.PICK in is_:
-        assert x.min() <= y.min()
-        assert y.max() <= x.max()
+        assert x.min() <= y.min() <= y.max() <= x.max()
     if op_type in BOUNDS:
         low, high = BOUNDS[op_type]
-        assert low <= y.min()
-        assert y.max() <= high
+        assert low <= y.min() <= y.max() <= high
 
 
 def test_an_operator_of_another_domain_is_nothing():
@@ -206,25 +194,19 @@ def test_facts_of_a_small_model():
     found = summarize(small(np.zeros((3, 5), np.float32)))
     assert found.inputs == (TensorSummary("x", "float", ("batch", "?", 3)),)
     assert found.outputs == (TensorSummary("z", "float", None),)
-    assert found.operators == {"MatMul": 1, "my.Foo": 1}
-    assert found.opsets == {"ai.onnx": 17, "my": 1}
+    assert (found.operators, found.opsets) == ({"MatMul": 1, "my.Foo": 1}, {"ai.onnx": 17, "my": 1})
     assert (found.parameters, found.weight_bytes, found.weight_types) == (15, 60, {"float": 60})
     assert (found.producer, found.ir_version, found.quantization) == ("me 3", 8, "float")
-    assert found.is_float
-    assert found.path == "model 'net'"
-    assert found.to_dict()["inputs"][0]["name"] == "x"
+    assert (found.is_float, found.path, found.to_dict()["inputs"][0]["name"]) == (True, "model 'net'", "x")
 
 
 def test_bodies_and_external_weights_count(tmp_path):
     body = summarize(models.net_with_if())
-    assert body.nodes == sum(body.operators.values())
-    assert body.nodes > len(models.net_with_if().graph.node)
-    path = tmp_path / "m.onnx"
-    model = small(np.zeros((300, 50), np.float32))
+    assert body.nodes == sum(body.operators.values()) > len(models.net_with_if().graph.node)
+    model, path = small(np.zeros((300, 50), np.float32)), tmp_path / "m.onnx"
     onnx.save_model(model, path, save_as_external_data=True, size_threshold=0)
     found = summarize(path)
-    assert found.parameters == 15_000
-    assert found.file_bytes == path.stat().st_size + 60_000
+    assert (found.parameters, found.file_bytes) == (15_000, path.stat().st_size + 60_000)
 
 
 @pytest.mark.parametrize(("how", "expected"), [({}, "QDQ"), ({"quant_format": QuantFormat.QOperator}, "QOperator")])

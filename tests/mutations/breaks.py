@@ -147,7 +147,7 @@ BREAKS = (
     Break("graph/precision.py", "for graph in walk.all_graphs(model.graph):\n        for value in (*graph.input, *",
           "for graph in [model.graph]:\n        for value in (*graph.input, *", "graph/test_precision.py"),
     Break("plan.py", "if d.edge.consumer == node", "if d.edge.consumer", "contracts/test_targets.py"),
-    Break("fusing.py", "keep_types=True", "keep_types=False", "test_fusing.py"),
+    Break("fusing.py", "keep_types=True", "keep_types=False", "rewrite/test_fuse_attention.py"),
     Break("placement/eligibility.py", " if len(found) < len(names) else {}", "", "placement/test_eligibility.py"),
     Break("placement/absorption.py", "else min(x for x in", "else max(x for x in", "placement/test_absorption.py"),
     Break("demo/measurements.py", "values.argmax(1) == digits.", "values.argmax(1) != digits.", "cli/test_commands.py"),

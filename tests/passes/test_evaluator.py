@@ -37,8 +37,7 @@ def test_what_counts_as_better(errors, at, share, unit):
     """The error is less, and no sample's absence makes it more than 2 % more; in whatever unit."""
     at %= len(errors)
     plain = Score(unit * sum(errors), tuple(unit * e for e in errors))
-    assert not plain.is_better(plain)
-    assert not plain.beats(plain)
+    assert (plain.is_better(plain), plain.beats(plain)) == (False, False)
 
     def changed(total, one):
         return Score(total * plain.error, tuple(e * (one if i == at else share) for i, e in enumerate(plain.without)))
@@ -52,8 +51,7 @@ def test_what_counts_as_better(errors, at, share, unit):
 
 def test_fewer_samples_must_say_it_louder():
     ratios = [0.0, *(least_ratio(n) for n in (1, 2, 4, 8, 32, 1000)), 0.98]
-    assert ratios == sorted(ratios)
-    assert ratios[1] < 0.6
+    assert (ratios, ratios[1] < 0.6) == (sorted(ratios), True)
 
 
 def scored(values):
@@ -63,12 +61,9 @@ def scored(values):
 def test_a_metric_decides_where_it_is_clear():
     base = np.array([0.8, 0.7, 0.9, 0.8])
     plain, better = scored(base), scored(base + 0.05)
-    assert better.is_better(plain)
-    assert better.beats(plain)
-    assert not plain.is_better(better)
+    assert (better.is_better(plain), better.beats(plain), plain.is_better(better)) == (True, True, False)
     unclear = scored(base + np.array([0.3, -0.2, 0.2, -0.2]))._replace(error=0.5, without=(0.5, 0.5))
-    assert unclear.beats(plain)  # by its error
-    assert not plain.beats(unclear)
+    assert (unclear.beats(plain), plain.beats(unclear)) == (True, False)  # by its error
     alone = plain._replace(scored=Scored(0.8))
     assert not unclear._replace(scored=Scored(0.7)).is_better(alone)
     assert unclear._replace(scored=Scored(0.8)).is_better(alone)
@@ -85,8 +80,7 @@ def test_score_without_each_sample():
     feeds = models.feeds(scaled(1.0), 3)
     evaluator = evaluator_of(scaled(1.0), feeds)
     rest = [evaluator_of(scaled(1.0), feeds[:at] + feeds[at + 1 :]).score(scaled(1.1)).error for at in range(3)]
-    assert evaluator.score(scaled(1.1)).without == pytest.approx(rest)
-    assert evaluator.score(scaled(1.0)).error == 0.0
+    assert (evaluator.score(scaled(1.1)).without, evaluator.score(scaled(1.0)).error) == (pytest.approx(rest), 0.0)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(6, 6), (20, 16), (1, 1)])

@@ -80,8 +80,7 @@ def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, ga
     for units in (found, halved):
         assert frozenset().union(*(t.gates for t in units)) == on
     none, together = errors([frozenset(), on])  # errors are close to additive
-    assert none == 0.0
-    assert sum(t.error for t in found) == pytest.approx(together, rel=1.0)
+    assert (none, sum(t.error for t in found)) == (0.0, pytest.approx(together, rel=1.0))
 
 
 @given(st.lists(st.floats(0, 10), max_size=20), st.sampled_from([0.01, 0.1, 0.3]))
@@ -148,8 +147,7 @@ def convs_of(model):
 
 def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(shop):
     found, reachable = shop.search(budget=1e-3)
-    assert len(shop.built) <= 6
-    assert 1e-3 >= found.loss >= 0.0
+    assert (len(shop.built) <= 6, 0.0 <= found.loss <= 1e-3) == (True, True)
     assert shop.search(budget=0.9)[0].loss > 0.002
     convs = convs_of(shop.model)
     assert set(found.floats) & set(convs) == set(convs[BAD : BAD + 2])
@@ -161,16 +159,13 @@ def test_the_two_nodes_around_the_bad_tensor_are_left_float_in_the_runtime_too(s
     for node in (proof[name] for name in found.floats):
         assert (node.integer, node.silently_quantized) == (False, False)
         assert node.status in (Status.FLOAT, Status.ABSORBED, Status.REMOVED)
-    integer = {n.node for n in plan.nodes if n.kind is Kind.INTEGER}
-    assert integer
-    assert all(proof[name].integer for name in integer)
+    assert {proof[n.node].integer for n in plan.nodes if n.kind is Kind.INTEGER} == {True}
 
 
 @pytest.mark.parametrize(("budget", "share", "says"), [(1e-3, 0.2, "the budget holds with"), (0.0, 0.5, "least found")])
 def test_a_budget_out_of_reach_keeps_the_best_and_says_what_is_reachable(shop, budget, share, says):
     found, reachable = shop.search(budget=budget, max_float_share=share)
-    assert found.loss > budget
-    assert found.loss <= shop.search(budget=0.9)[0].loss
+    assert budget < found.loss <= shop.search(budget=0.9)[0].loss
     assert found.share <= share
     assert says in reachable
 
@@ -210,8 +205,7 @@ def test_multiply_accumulates():
     work = float_search.multiply_accumulates(model)
     assert work == {"MatMul_m": 2 * 6 * 5, "ConvTranspose_u": 9 * 4 * 2 * 4, "Conv_y": 9 * 4 * 27}
     assert float_search.default_cost(model) == {**work, "Relu_t": 16.0 * 10}
-    assert float_search.float_share(work, set(work)) == 1.0
-    assert float_search.float_share({}, {"a"}) == 0.0
+    assert (float_search.float_share(work, set(work)), float_search.float_share({}, {"a"})) == (1.0, 0.0)
 
 
 # ---- the gated model: all gates on is the quantized model, all off the float one, and single gates are single tensors

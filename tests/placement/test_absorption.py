@@ -12,8 +12,7 @@ from kenosis_ort.placement.eligibility import classify
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import RangeLimit
 from kenosis_ort.targets.ort_cpu import ORT_CPU
-from tests.placement.build import view_of
-from tests.planning import parse
+from tests.planning import parse, view_of
 
 
 def absorption(text, weights=None, **options):

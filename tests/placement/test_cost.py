@@ -12,7 +12,6 @@ from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
 from kenosis_ort import preview
-from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.cost import MinCut, NetCosts
 from kenosis_ort.placement.planner import Planner, choose_regions
@@ -23,8 +22,7 @@ from kenosis_ort.targets.profile import KernelCost, Work
 from tests import models
 from tests.flow.support import changed, make, proof, run
 from tests.models import Net
-from tests.placement.build import view_of
-from tests.planning import parse, prepared
+from tests.planning import view_of
 
 
 def work(text):
@@ -148,7 +146,7 @@ class Case:
     """A model, or an ONNX text, with its plan and the means to change it."""
 
     def __init__(self, model):
-        self.view = GraphView(prepared(parse(model) if isinstance(model, str) else model))
+        self.view = view_of(model)
         self.plan = self.replan({})
 
     def replan(self, keep):

@@ -6,15 +6,22 @@ import pytest
 from kenosis_ort.errors import OptionError
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.assignment import Assignment
-from kenosis_ort.placement.eligibility import protect, secondary_inputs
+from kenosis_ort.placement.constraints import constrain
+from kenosis_ort.placement.eligibility import classify, protect, secondary_inputs
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import Role
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
-from tests.placement.build import CONV, classes_of, view_of
-from tests.planning import parse, plan_of
+from tests.planning import parse, plan_of, view_of
 
+CONV = "kernel_shape=[3,3], pads=[1,1,1,1]"
 CONV_NET = f"net (float[1,3,8,8] x) => (y) <float[4,3,3,3] w, float[4] b> {{ y = Conv <{CONV}> (x, w, b) }}"
+
+
+def classes_of(model, weights=None, *, protected=None, **options):
+    """Returns the class of each node."""
+    view = view_of(model, weights)
+    return classify(constrain(view, ORT_CPU, PlacementOptions(**options)), protected or {})
 
 
 def only(text, weights=None, **options):

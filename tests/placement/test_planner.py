@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.decisions import ScaleGroups
 from kenosis_ort.placement.planner import Planner
@@ -16,9 +15,9 @@ from kenosis_ort.plan import EdgeRole, How, Kind, RangeLimit
 from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from tests import models
-from tests.placement.build import CONV, how, nodes_of, pairs
-from tests.planning import parse, plan_of, prepared
+from tests.planning import plan_of, view_of
 
+CONV = "kernel_shape=[3,3], pads=[1,1,1,1]"
 POOL = "MaxPool <kernel_shape = [2,2], strides = [2,2]>"
 
 
@@ -30,6 +29,21 @@ def net(body, outputs="y"):
 
 def matrices(body, outputs="y, z"):
     return f"net (float[2,3,4] x) => ({outputs}) <float[4,4] w, float[4,4] v> {{ p = MatMul (x, w) {body} }}"
+
+
+def nodes_of(plan, kind):
+    return [n.node for n in plan.nodes if n.kind is kind]
+
+
+def pairs(plan):
+    """Returns the values that get Q/DQ with the value whose parameters they take (None: their own)."""
+    return {v: d.provider for v, d in plan.quantized_values()}
+
+
+def how(plan, value, consumer):
+    """Returns how a node ("" for the graph's outputs) reads a value."""
+    (found,) = {d.how for d in plan.decisions if d.edge.value == value and d.edge.consumer == consumer}
+    return found
 
 
 def decision(plan, value, consumer):
@@ -138,7 +152,7 @@ def test_producers_of_a_concat_share_its_scale_where_the_ranges_allow(ranges, re
 
 def test_one_plan_does_for_all_ranges_that_share_scales_alike():
     wide, wider = ({"r": (0.0, 2.0), "q": (0.0, top), "c": (0.0, top)} for top in (3.0, 3.5))
-    view, finished = GraphView(prepared(parse(FAN_IN))), []
+    view, finished = view_of(FAN_IN), []
     planner = Planner(view, ORT_CPU, PlacementOptions(), lambda plan: (finished.append(plan), plan)[1])
     plans = [planner.plan(ranges) for ranges in (None, wide, wider, SIGNED, wide, None)]
     assert len(finished) == 3
@@ -150,7 +164,7 @@ def test_one_plan_does_for_all_ranges_that_share_scales_alike():
 def test_values_on_a_grid_of_their_own():
     """In 16 bits, where the caller gives no scale; a Concat that reads one covers it, and follows its own range."""
     body = "p = Softmax (x) s = Sigmoid (x) m = Neg (x) y = Concat <axis = 1> (s, m, p)"
-    view = GraphView(prepared(parse(f"(float[1,4,8,8] x) => (y) {{ {body} }}")))
+    view = view_of(f"(float[1,4,8,8] x) => (y) {{ {body} }}")
 
     def planner(**overrides):
         said = {name: [entry] for name, entry in overrides.items()}

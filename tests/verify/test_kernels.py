@@ -172,7 +172,7 @@ def test_a_relu_that_the_q_behind_it_does_as_well_is_removed(make, words):
     assert relu.reason.endswith(words)
 
 
-# ---- float weights between DQ and Q: `tests.targets.test_float_stays_float` has the rules -------------------------
+# ---- float weights between DQ and Q: `tests.targets.test_layers` has the rules ------------------------------------
 
 
 def silent(g, behind="", *, before=False, **how):
