@@ -37,7 +37,7 @@ import kenosis_ort
 from kenosis_ort import Stages, SyntheticReader, quantize_static
 from kenosis_ort.demo import load_digits, model_path
 from kenosis_ort.runtime.counting import counted
-from kenosis_ort.runtime.limits import machine, on, processor_class
+from kenosis_ort.runtime.machine import machine, on, processor_class
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models, processor
 from tests.golden.regenerate import plan_text

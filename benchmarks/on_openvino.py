@@ -48,7 +48,7 @@ from architectures import net_file, sqnr_by_output
 from nets import NETS, Feed
 
 import kenosis_ort
-from kenosis_ort.runtime.limits import has_matrix_tiles, machine
+from kenosis_ort.runtime.machine import has_matrix_tiles, machine
 from kenosis_ort.targets.onednn.openvino_proof import executed, runtime_version
 
 VARIANTS = ("stock", "nncf", "ort-cpu", "onednn")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from _node_times import LEAST_US, TARGET, Net, Step, calibrate, chain_us, middle, profile, quantized
 
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets.ort_cpu.work import conv_work, linear_work
 from kenosis_ort.targets.profile import KernelCost, Work
 

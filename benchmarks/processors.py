@@ -26,7 +26,7 @@ from onnxruntime.quantization import QuantType, quantize_static as stock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kenosis_ort import SyntheticReader, quantize_static
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 from tests import models
 
 _RUN = """

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import Phase, settings
 
 from kenosis_ort.calibration.part_session import block_size
-from kenosis_ort.runtime.limits import machine, on, runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
+from kenosis_ort.runtime.machine import machine, on
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 from tests.one_core import open_session
 from tests.pace import Pace

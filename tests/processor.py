@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from kenosis_ort.runtime.limits import Machine, at_hand
+from kenosis_ort.runtime.machine import Machine, at_hand
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
 
 X86 = at_hand().family.lower() in {"x86_64", "amd64"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from kenosis_ort.targets.model import FusionRule, Requirement, Role
 from kenosis_ort.targets.ort_cpu import ORT_CPU
+from kenosis_ort.targets.table import FusionRule, Requirement, Role
 
 from .markdown import code, table
 

@@ -34,9 +34,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.histogram import HALF, MIN_EXPONENT, Counts, Extremes, Histogram, fold
 from kenosis_ort.calibration.part_session import Blocked, in_order
-from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, TensorStatistics
+from kenosis_ort.calibration.statistics import (
+    HALF,
+    MIN_EXPONENT,
+    CalibrationConfig,
+    ChannelRange,
+    Counts,
+    Extremes,
+    Histogram,
+    TensorStatistics,
+    fold,
+)
 from kenosis_ort.graph.constants import LAYOUT
 from kenosis_ort.graph.walk import attribute_float
 

@@ -20,7 +20,7 @@ from kenosis_ort.calibration.statistics import CalibrationConfig, TensorStatisti
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError, did_you_mean
 from kenosis_ort.graph.canonical import in_order
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 from kenosis_ort.runtime.session import Closing, as_array
 from kenosis_ort.storage.spool import Spool
 

@@ -26,8 +26,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.calibration.histogram import HALF, Histogram
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.statistics import HALF, Histogram, TensorStatistics
 from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import PlacementPlan, RangeLimit

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kenosis_ort.calibration.cached_samples import CachedSamples, pack_samples, unpack_samples
-from kenosis_ort.calibration.histogram import HALF, Histogram
-from kenosis_ort.calibration.statistics import CalibrationConfig, ChannelRange, TensorStatistics
+from kenosis_ort.calibration.statistics import HALF, CalibrationConfig, ChannelRange, Histogram, TensorStatistics
 from kenosis_ort.errors import CalibrationError, OptionError, OutputError, did_you_mean
 from kenosis_ort.storage.writing import regular, write_text
 

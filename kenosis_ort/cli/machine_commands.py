@@ -17,7 +17,7 @@ from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.demo import measurements
 from kenosis_ort.graph.save import check_destination
 from kenosis_ort.report.text import Form, make_facts, table
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target
 from kenosis_ort.targets.profile import HostProfile, KernelCost
 

@@ -2,7 +2,7 @@
 
 The objects are stock's own, augmented file and all, so that code that reads them finds what it expects. Only the data
 takes another way: one sample at a time through statistics that do not grow, where stock holds the results of all
-samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.histogram` explains.
+samples until the end. MinMax ranges equal stock's bit for bit; histograms differ as `calibration.statistics` explains.
 """
 
 import logging

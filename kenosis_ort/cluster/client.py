@@ -27,7 +27,7 @@ import onnx
 
 from kenosis_ort.errors import ArgumentTypeError, ClusterError, KenosisError, OptionError
 from kenosis_ort.graph.outside import content_bytes, copy_without_weights, raw_bytes
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.options import Stages
 from kenosis_ort.passes.contract import Build
 from kenosis_ort.passes.evaluator import Evaluator, Score
-from kenosis_ort.passes.float_search import multiply_accumulates
+from kenosis_ort.passes.leave_float import multiply_accumulates
 from kenosis_ort.plan import Kind, NodeDecision
 
 _STAYS_FLOAT: Final = " stays float: "

@@ -31,9 +31,8 @@ from kenosis_ort.graph.walk import owners
 from kenosis_ort.passes.contract import Build, Overlay, Pass, WeightPass, materialize, overflown
 from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.absorption import SeenAs, seen_as, values_of_own_scale
-from kenosis_ort.placement.decisions import beyond_scales
 from kenosis_ort.placement.eligibility import with_widths
-from kenosis_ort.placement.planner import Planner
+from kenosis_ort.placement.planner import Planner, beyond_scales
 from kenosis_ort.plan import EdgeRole, How, NodeDecision, PlacementPlan
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.int8_cache import quantize_cache, with_scales

@@ -22,10 +22,11 @@ from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.runtime.limits import machine
-from kenosis_ort.targets.model import DataTypes, Role, Target
+from kenosis_ort.runtime.machine import machine
+from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.profile import HostProfile
 from kenosis_ort.targets.proof import FusionReport
+from kenosis_ort.targets.table import DataTypes, Role
 
 if TYPE_CHECKING:  # which few calls have, and which loads asyncio
     from kenosis_ort.cluster.client import Cluster

@@ -21,7 +21,7 @@ from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer import stock
-from kenosis_ort.runtime.limits import ARM, machine, processor_class
+from kenosis_ort.runtime.machine import ARM, machine, processor_class
 from kenosis_ort.targets import DataTypes, Target
 from kenosis_ort.targets.profile import CostTable, HostProfile, cached_profile, nearest
 from kenosis_ort.tuning.measure import pays

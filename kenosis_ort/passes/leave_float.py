@@ -3,26 +3,315 @@
 Greedy: tensors are ranked by what quantizing them alone costs at the outputs; of the sets of nodes that would make a
 bad tensor float, the one with the most error removed for its price is taken, again and again. That orders the nodes.
 How many of them are needed is found by bisection over real builds, scored on feeds that the ranking has not seen.
+
+The search for nodes to leave float: which tensors cost how much, what leaving nodes float changes, and a path.
+
+Tensors are quantized alone, all others float, and measured at the outputs. Quantization noise from different tensors
+adds up nearly independently, so that what a set of tensors costs is close to the sum of what its members cost. Where
+only the worst are wanted, sets are halved as long as they matter: k bad tensors among n are found in about
+``2 k log2(n / k)`` runs instead of n. Source: single-tensor quantization as in HAWQ and in ONNX Runtime's debugging
+guide; the halving is adaptive group testing (Dorfman 1943).
+
+One Conv left float alone still reads its quantized input and hands on a quantized output: only its weights gain. A bad
+activation becomes float only where the node behind which it is quantized and all that read it are left float
+together. What a set changes is asked of the planner, and read off the gates that vanish. What a node costs in float if
+nobody says better: its multiply-accumulates, and a little for cheap operators.
 """
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import onnx
 
 from kenosis_ort.accuracy.metric import OutputError, is_within
 from kenosis_ort.errors import UnsupportedModelError
-from kenosis_ort.passes import float_search
+from kenosis_ort.graph.constants import LAYERS
+from kenosis_ort.graph.view import GraphView
 from kenosis_ort.passes.contract import Candidate, Context, Pass, Skipped, State, Statistics, noted
-from kenosis_ort.passes.float_search import FloatSet
-from kenosis_ort.passes.gates import GatedModel
+from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.recipe import setting
-from kenosis_ort.plan import PlacementPlan
+from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.runtime.session import HERE, Executor
+
+_SURELY = 4.0  # a set that is expected to cost this many times the limit is halved without a run
+
+Replan = Callable[[Mapping[str, str]], PlacementPlan]
+"""The plan that leaves further nodes float: node name to reason."""
+
+
+class TensorSensitivity(NamedTuple):
+    """Error that quantizing one tensor causes.
+
+    Attributes:
+        value: Name in the float model; of activations with shared parameters, the first.
+        kind: What it is; a weight stands for its bias as well.
+        gates: Indices of its gates: one, or those of a group that is quantized together.
+        consumers: Nodes that read it quantized.
+        error: Output error with only this quantized; 0 for none.
+        exact: Whether it was measured alone; otherwise it is its share of a set that hardly matters.
+    """
+
+    value: str
+    kind: GateKind
+    gates: frozenset[int]
+    consumers: tuple[str, ...]
+    error: float
+    exact: bool = True
+
+
+Errors = Callable[[Sequence[frozenset[int]]], Sequence[float]]
+"""Errors at the outputs with the gates of each set on, all others off."""
+
+
+def errors_of(gated: GatedModel, feeds: Sequence[Mapping[str, Any]], error: OutputError) -> Errors:
+    """The measure of sets of gates.
+
+    Args:
+        gated: The gated model.
+        feeds: Calibration feeds; a handful is enough to rank.
+        error: The error at the outputs.
+    """
+    (reference,) = gated.outputs(feeds, [()])
+    return lambda sets: [float(error(outputs, reference)) for outputs in gated.outputs(feeds, sets)]
+
+
+def tensor_sensitivity(
+    gates: Sequence[Gate], errors: Errors, *, on: frozenset[int], cutoff: float
+) -> tuple[TensorSensitivity, ...]:
+    """Measures the worst tensors by halving sets.
+
+    Args:
+        gates: Of the gated model.
+        errors: Measures sets of them.
+        on: Gates to look at.
+        cutoff: Sets that cost at most this share of the whole error are not taken apart.
+
+    Returns:
+        One entry per group of gates, the worst first.
+    """
+    units, known = _units(gates, on), dict[frozenset[int], float]()
+    if not units:
+        return ()
+    known[on] = whole = errors([on])[0]
+    floor = cutoff * whole
+    found: dict[frozenset[int], TensorSensitivity] = {}
+    parts = [(units, whole)]  # with the error that is expected of all of them together
+    while parts:  # what a round asks for may be measured at the same time; sets that surely cost a lot are not
+        asked = [_together(part) for part, expected in parts if len(part) == 1 or expected <= _SURELY * floor]
+        asked = [gates for gates in asked if gates not in known]
+        known |= zip(asked, errors(asked), strict=True)
+        smaller = []
+        for part, expected in parts:
+            count, error = len(part), known.get(_together(part), expected)
+            if count == 1 or error <= floor:
+                found |= {unit.gates: unit._replace(error=error / count, exact=count == 1) for unit in part}
+            else:
+                halves = part[: count // 2], part[count // 2 :]
+                smaller += [(half, error * len(half) / count) for half in halves]
+        parts = smaller
+    return tuple(sorted((found[unit.gates] for unit in units), key=lambda t: -t.error))
+
+
+def _together(units: Sequence[TensorSensitivity]) -> frozenset[int]:
+    return frozenset().union(*(unit.gates for unit in units))
+
+
+def _units(gates: Sequence[Gate], on: frozenset[int]) -> list[TensorSensitivity]:
+    """The groups of gates that are measured together, in graph order."""
+    groups: dict[str, list[Gate]] = {}
+    for gate in gates:
+        if gate.index in on:
+            groups.setdefault(gate.group, []).append(gate)
+    units = []
+    for members in groups.values():
+        first = next((g for g in members if g.kind is not GateKind.BIAS), members[0])
+        consumers = tuple(dict.fromkeys(name for g in members for name in g.consumers))
+        units.append(TensorSensitivity(first.value, first.kind, frozenset(g.index for g in members), consumers, 0.0))
+    return units
+
+
+_BY_ELEMENT = 16.0
+"""Multiply-accumulates that take as long as one element of a cheap operator: such are bound by memory, not arithmetic.
+
+At 4 bytes read and 4 written and 10 GB/s an element takes 0.8 ns, in which a float kernel does some 20 to 60 products.
+"""
+
+
+def multiply_accumulates(model: onnx.ModelProto) -> dict[str, float]:
+    """The multiply-accumulates by sample of every node with constant weights, by node name.
+
+    Args:
+        model: A model with shape annotations. Symbolic dimensions count as 1. Not changed.
+    """
+    view = GraphView(model)
+    found: dict[str, float] = {}
+    for node in view.nodes:
+        weight = node.inputs[1] if node.op_type in LAYERS and len(node.inputs) > 1 else None
+        if weight is not None and view.is_constant(weight):
+            found[str(node.name)] = float(view.multiply_accumulates(node))
+    return found
+
+
+def default_cost(model: onnx.ModelProto) -> dict[str, float]:
+    """A price by node name: multiply-accumulates, and 16 for every element that another node writes."""
+    view = GraphView(model)
+    light = {str(node.name): _BY_ELEMENT * sum(view.elements(value) for value in node.outputs) for node in view.nodes}
+    return {**light, **multiply_accumulates(model)}
+
+
+def float_share(work: Mapping[str, float], nodes: set[str]) -> float:
+    """The share of the work that some nodes do, 0..1."""
+    total = sum(work.values())
+    return sum(work.get(name, 0.0) for name in nodes) / total if total else 0.0
+
+
+_LEAST_GAIN = 0.01  # share of all errors that a move has to remove, and a tensor has to make to be worth one
+_PER_NODE = 0.002  # share of all prices added for every node of a move, so that few nodes are preferred
+_MOST_STEPS = 48
+_INTEGER = (Kind.INTEGER, Kind.PASS_THROUGH)
+
+
+class FloatSet(NamedTuple):
+    """A placement on the way of the search.
+
+    Attributes:
+        keep_float: Nodes named to be left float, with the reason.
+        on: Gates that still quantize.
+        floats: Nodes that run in float in the plan and not in the plan that the search began with, dearest first.
+        price: Sum of their prices.
+        share: Their share of the multiply-accumulates.
+        loss: What the net built so loses, once it was measured.
+    """
+
+    keep_float: Mapping[str, str]
+    on: frozenset[int]
+    floats: tuple[str, ...]
+    price: float
+    share: float
+    loss: float = math.nan
+
+
+class Board:
+    """Knows the graph, the prices and the planner.
+
+    Args:
+        model: The float model.
+        plan: The plan that the search begins with.
+        gated: The gated model of that plan.
+        replan: Plans anew with further nodes left float.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        plan: PlacementPlan,
+        gated: GatedModel,
+        replan: Replan,
+    ) -> None:
+        self.gated = gated
+        self.work = multiply_accumulates(model)
+        self.cost = default_cost(model)
+        self._replan = replan
+        self._kinds = {n.node: n.kind for n in plan.nodes}
+        self._producers = {name: node for node in model.graph.node for name in node.output}
+        self._readers: dict[str, list[str]] = {}
+        for d in plan.decisions:
+            self._readers.setdefault(d.edge.value, []).append(d.edge.consumer)
+        self._integer_before = {name for name, kind in self._kinds.items() if kind in _INTEGER}
+
+    def state(self, keep_float: Mapping[str, str]) -> FloatSet:
+        """Error and cost of the net with these nodes left float."""
+        plan = self._replan(keep_float)
+        left = {n.node for n in plan.nodes if n.kind is Kind.FLOAT and n.node in self._integer_before}
+        return FloatSet(
+            keep_float=dict(keep_float),
+            on=self.gated.on_in(plan),
+            floats=tuple(sorted(left, key=lambda name: (-self.cost.get(name, 0.0), name))),
+            price=sum(self.cost.get(name, 0.0) for name in left),
+            share=float_share(self.work, left),
+        )
+
+    def changes(self, unit: TensorSensitivity) -> list[frozenset[str]]:
+        """The sets of nodes whose being float may make a tensor float, smallest first."""
+        if unit.kind is not GateKind.ACTIVATION:
+            return [frozenset(n for n in unit.consumers if n in self._integer_before)]
+        values = [self.gated.gates[i].value for i in sorted(unit.gates)]
+        before = {name for value in values for name in self._before(value)}
+        behind = {r for value in values for r in self._readers.get(value, ()) if self._kinds.get(r) is Kind.INTEGER}
+        sets = [frozenset(before), frozenset(behind), frozenset(before | behind)]
+        return [s for s in dict.fromkeys(sets) if s]
+
+    def _before(self, value: str) -> Iterable[str]:
+        """Yields the integer node behind which a value is quantized, looking through the activation it absorbs."""
+        node = self._producers.get(value)
+        while node is not None and self._kinds.get(node.name) is Kind.ABSORBED:
+            makers = [self._producers[name] for name in node.input if name in self._producers]
+            node = makers[0] if len(makers) == 1 else None
+        if node is not None and self._kinds.get(node.name) is Kind.INTEGER:
+            yield str(node.name)
+
+
+def greedy_path(board: Board, units: Sequence[TensorSensitivity], start: FloatSet, *, limit: float) -> list[FloatSet]:
+    """Placements, each with a move more than the one before: the most error removed for its price.
+
+    A move's worth can only shrink while others are made, so it is looked at again only when it comes first (lazy
+    greedy, Minoux 1978).
+
+    Args:
+        board: The net.
+        units: Its tensors with their errors.
+        start: Where to begin; the first of the result.
+        limit: Largest share of the multiply-accumulates in float, 0..1.
+    """
+    total = sum(u.error for u in units)
+    fee = _PER_NODE * sum(board.cost.values())
+    path = [start]
+    queue: list[_Move] = []
+    for unit in units:
+        if unit.exact and unit.error >= _LEAST_GAIN * total:
+            for nodes in board.changes(unit):
+                if not any(m.nodes == nodes for m in queue):
+                    queue.append(_Move(nodes, _because(unit, total)))
+    while queue and len(path) <= _MOST_STEPS:
+        now = path[-1]
+        queue.sort(key=lambda m: (-m.worth, m.price, sorted(m.nodes)))
+        best = queue.pop(0)
+        if best.nodes <= now.keep_float.keys():
+            continue
+        after = board.state({**dict.fromkeys(sorted(best.nodes), best.reason), **now.keep_float})
+        gain = sum(u.error for u in units if u.gates & now.on and not u.gates & after.on)
+        if gain < _LEAST_GAIN * total or after.share > limit:
+            continue
+        best.price = max(after.price - now.price, 0.0) + fee * len(best.nodes - now.keep_float.keys())
+        worth = gain / best.price if best.price > 0 else float("inf")
+        if worth < best.worth and queue and worth < queue[0].worth:
+            best.worth = worth
+            queue.append(best)
+            continue
+        path.append(after)
+        for move in queue:  # what could not gain alone may gain beside this one
+            move.worth = float("inf") if move.nodes & best.nodes else move.worth
+    return path
+
+
+@dataclass
+class _Move:
+    """Nodes to be left float together, with the worth that they had when last looked at."""
+
+    nodes: frozenset[str]
+    reason: str
+    worth: float = float("inf")
+    price: float = 0.0
+
+
+def _because(unit: TensorSensitivity, total: float) -> str:
+    what = "weights" if unit.kind is GateKind.WEIGHT else "tensor"
+    return f"quantizing {what} '{unit.value}' alone makes {100 * unit.error / total:.2g} % of the summed output errors"
+
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +334,7 @@ def search_mixed_precision(
     error: OutputError,
     budget: float,
     max_float_share: float,
-    replan: float_search.Replan,
+    replan: Replan,
     keep_float: Mapping[str, str],
     custom_op_libraries: Sequence[str] = (),
     executor: Executor = HERE,
@@ -81,16 +370,16 @@ def search_mixed_precision(
     # Rank the tensors on the gated model.
     with GatedModel(float_model, quantized, custom_op_libraries=custom_op_libraries, executor=executor) as gated:
         del quantized
-        errors = float_search.errors_of(gated, feeds, error)
-        units = float_search.tensor_sensitivity(gated.gates, errors, on=gated.on_in(plan), cutoff=_CUTOFF)
-        board = float_search.Board(float_model, plan, gated, replan)
+        errors = errors_of(gated, feeds, error)
+        units = tensor_sensitivity(gated.gates, errors, on=gated.on_in(plan), cutoff=_CUTOFF)
+        board = Board(float_model, plan, gated, replan)
         # Bisect the path of moves; beyond the limit only to say what would be needed.
-        path = float_search.greedy_path(board, units, board.state(keep_float), limit=max_float_share)
+        path = greedy_path(board, units, board.state(keep_float), limit=max_float_share)
         best = trials.cheapest(path)
         if best is not None:
             return best, ""
         best = max(trials.made, key=lambda t: (-t.loss, -t.price))
-        beyond = trials.cheapest(float_search.greedy_path(board, units, path[-1], limit=1.0))
+        beyond = trials.cheapest(greedy_path(board, units, path[-1], limit=1.0))
     return best, trials.reachable(best, beyond, max_float_share)
 
 

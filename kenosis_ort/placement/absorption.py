@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kenosis_ort.graph.view import CAPTURED, FLOAT, Bounds, Consumer, GraphView, ir
 from kenosis_ort.plan import PlacementPlan, RangeLimit
-from kenosis_ort.targets.model import NodeClass, Role
+from kenosis_ort.targets.table import NodeClass, Role
 
 if TYPE_CHECKING:
     from kenosis_ort.placement.constraints import Constraints

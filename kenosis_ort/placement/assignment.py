@@ -19,7 +19,8 @@ from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import Absorption
 from kenosis_ort.placement.constraints import WEIGHTS_ONLY, Constraints, constrain
 from kenosis_ort.placement.eligibility import classify, fed_by, protect
-from kenosis_ort.targets.model import NodeClass, Role, Target
+from kenosis_ort.targets.model import Target
+from kenosis_ort.targets.table import NodeClass, Role
 
 _GATES = ("Swish", "QuickGelu", "HardSwish", "Gelu", "FastGelu", "Mish")
 """Products of a value with a function of it; spelled out as such, stock quantizes what they read."""
@@ -30,6 +31,7 @@ class Domain:
     """Which nodes run in integer.
 
     Args:
+        target: The runtime.
         classes: What each node could become.
         absorption: Which activations vanish.
 
@@ -41,9 +43,9 @@ class Domain:
         refused: Names of anchors that the caller's words leave float, with the reason.
     """
 
-    def __init__(self, classes: Mapping[str, NodeClass], absorption: Absorption) -> None:
+    def __init__(self, target: Target, classes: Mapping[str, NodeClass], absorption: Absorption) -> None:
         self.classes, self.absorption, self.constraints = classes, absorption, absorption.constraints
-        self.view, self.target, self.options = absorption.view, absorption.target, self.constraints.options
+        self.view, self.target, self.options = absorption.view, target, self.constraints.options
         self._outputs_take_int8 = self.options.protect_outputs in (None, "int8")
         self._readers = {value: self.view.consumers(value) for node in self.view.nodes for value in node.outputs}
         self._outputs = frozenset(self.view.graph.outputs)
@@ -277,11 +279,11 @@ class Assignment:
         # What kernels take in, and which nodes run in integer then.
         self.absorption = Absorption(self.constraints, self.classes)
         self._class_activations()
-        self.domain = Domain(self.classes, self.absorption)
+        self.domain = Domain(target, self.classes, self.absorption)
         again = dict(target.hooks.reclass_integers(view, self.classes, self.domain.integer))
         if again != self.classes:
             self.classes = again
-            self.domain = Domain(again, self.absorption)
+            self.domain = Domain(target, again, self.absorption)
         # What carries Q and DQ.
         self.biased = self._matmul_biases()
         self.absorbed = {name for name, producer in self.absorption.by_activation.items() if self._takes_in(producer)}

@@ -22,7 +22,7 @@ from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, EdgeRole
-from kenosis_ort.targets.model import Role, Target
+from kenosis_ort.targets.table import Role, Table
 
 _LIMITS: Final[dict[int, tuple[int, int]]] = {onnx.TensorProto.UINT8: (0, 255), onnx.TensorProto.INT8: (-128, 127)}
 
@@ -152,7 +152,7 @@ class Constraints:
     """
 
     view: GraphView
-    target: Target
+    target: Table
     options: PlacementOptions
     overrides: Overrides
     requested: Mapping[str, str]
@@ -261,7 +261,7 @@ def _natural_axis(node: ir.Node) -> int | None:
     return channel_axis(node) if weight is not None and weight.is_initializer() else None
 
 
-def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Constraints:
+def constrain(view: GraphView, target: Table, options: PlacementOptions) -> Constraints:
     """Constraints by the caller's options for a model."""
     overrides = Overrides(options.overrides, activation_type=options.activation_type, weight_type=options.weight_type)
     reasons = ((str(node.name), _requested(target, options, overrides, node)) for node in view.nodes)
@@ -273,7 +273,7 @@ def constrain(view: GraphView, target: Target, options: PlacementOptions) -> Con
 
 
 def _shared(
-    view: GraphView, target: Target, overrides: Overrides, values: frozenset[str]
+    view: GraphView, target: Table, overrides: Overrides, values: frozenset[str]
 ) -> tuple[dict[str, str], frozenset[str]]:
     """Which value's own parameters others would share through operators that move bytes, and which tear."""
     if not values:
@@ -292,7 +292,7 @@ def _shared(
     return found, frozenset(torn)
 
 
-def _requested(target: Target, options: PlacementOptions, overrides: Overrides, node: ir.Node) -> str | None:
+def _requested(target: Table, options: PlacementOptions, overrides: Overrides, node: ir.Node) -> str | None:
     """The option by which the caller wants a node quantized whatever the target says."""
     if options.closed(str(node.name), node.op_type) is not None or node.op_type in _NEVER_NAMED:
         return None

@@ -28,7 +28,7 @@ from kenosis_ort.graph.view import CAPTURED, FLOAT, Consumer, GraphView, ir
 from kenosis_ort.graph.walk import MAIN_DOMAINS
 from kenosis_ort.options import BYTE, Widths
 from kenosis_ort.plan import Decision, EdgeRole, How, PlacementPlan
-from kenosis_ort.targets.model import FusionRule, NodeClass, Requirement, Role
+from kenosis_ort.targets.table import FusionRule, NodeClass, Requirement, Role
 
 if TYPE_CHECKING:
     from kenosis_ort.placement.constraints import Constraints

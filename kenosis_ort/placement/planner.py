@@ -1,145 +1,387 @@
-"""The planner: one decision an edge, one a node, before the graph is touched; and regions left float by estimate.
+"""The planner: one decision an edge, one a node, before the graph is touched.
 
-Without measuring, a region is left float only where the gain is clear. Three questions are asked. Would the whole net
-be slower in integer than in float, as nets of microseconds may be, whose kernels cost more to call than to run? Would
-it be faster with its first few heavy nodes in float, as mobile nets may be, which begin with the two slowest shapes of
-the integer kernels? And would it be parted anywhere else, at the least cost of kernels and conversions? An estimate is
-off by up to `CostTable.error`, so a whole net is only given up beyond that; two placements of one net share part of the
-error, so less is asked there.
+A decision says type and symmetry, whether scale and zero point are a value's own or shared, by which rule, and why.
 
-Where integer kernels are slower than float ones for many shapes (`CostTable.anywhere`), the cheapest parting of the
-net is asked for instead, wherever its float regions lie, and whether integer pays at all is the estimate's to say.
+Operators that move bytes need the same parameters in and out. Producers of a Concat may take over the parameters
+of its output, which saves the requantization; they do so only where nothing is lost: no absorbed activation would
+come back to life, and no other consumer of the value would see a much coarser grid.
+
+Nodes whose data, weights or products are too small or large for float32 scales stay float. An integer kernel multiplies
+the scales of its data and its weights in float32. Where that underflows or overflows, as with weights near 1e-36, the
+kernel and the int32 bias beside it compute on different grids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Final
+from functools import cached_property, partial
 
-from kenosis_ort.graph.constants import HEAVY
+from kenosis_ort.graph.constants import LAYERS
 from kenosis_ort.graph.product_pairs import weight_pair
-from kenosis_ort.graph.view import GraphView, ir
+from kenosis_ort.graph.view import CAPTURED, FLOAT, GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.placement.absorption import saturation_limits
 from kenosis_ort.placement.assignment import Assignment
-from kenosis_ort.placement.cost import CostEstimate, NetCosts
-from kenosis_ort.placement.decisions import Decider, Range, ScaleGroups, share_scales
-from kenosis_ort.plan import Decision, How, PlacementPlan, RangeLimit
-from kenosis_ort.targets import model as targets
-from kenosis_ort.targets.model import Role
-from kenosis_ort.targets.profile import CostTable
+from kenosis_ort.placement.constraints import WEIGHTS_ONLY, channel_axis
+from kenosis_ort.plan import Decision, Edge, EdgeRole, How, Kind, NodeDecision, PlacementPlan, RangeLimit
+from kenosis_ort.targets.model import Placed, Target
+from kenosis_ort.targets.table import NodeClass, Role
 
-_LONGEST: Final = 3
-_ROUNDS: Final = 3
-_WORTH_IT: Final = 1.03
-"""Nets that are estimated to gain less stay float."""
-_PREFIX_GAIN: Final = 1.12
-"""Estimated prefixes of up to 1.08x were slower when measured, by up to 10 %."""
-_LEAST_PREFIX: Final = (1 - 1 / _PREFIX_GAIN) / 2
-"""Share of the time below which a prefix cannot gain that much, with as much again for the nodes around it."""
-
-Replan = Callable[[Mapping[str, str]], PlacementPlan]
+Range = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Regions:
-    """What to leave in float.
+@dataclass
+class ScaleGroups:
+    """Union-find over value names; a group's root provides the parameters.
 
-    Attributes:
-        plan: The placement with these regions.
-        cost: Its estimate.
-        all_integer: The estimate of the placement that was asked about.
-        keep_float: Node names with the reason.
-        whole_net: Float is clearly faster as a whole; then ``plan`` is the one asked about.
-        reason: For the report; empty where nothing is left in float.
+    Args:
+        ranges: Calibrated (low, high) by value name; empty while planning before calibration.
+        limits: Bounds that absorbed activations put on a value's range.
+        share_limit: Largest coarsening of a value that has other consumers.
     """
 
-    plan: PlacementPlan
-    cost: CostEstimate
-    all_integer: CostEstimate
-    keep_float: Mapping[str, str] = field(default_factory=dict)
-    whole_net: bool = False
-    reason: str = ""
+    ranges: Mapping[str, Range]
+    limits: Mapping[str, RangeLimit]
+    share_limit: float
+    _parent: dict[str, str] = field(default_factory=dict)
+    _members: dict[str, list[str]] = field(default_factory=dict)
+
+    def root(self, value: str) -> str:
+        while (parent := self._parent.get(value, value)) != value:
+            self._parent[value] = self._parent.get(parent, parent)
+            value = parent
+        return value
+
+    @property
+    def shared(self) -> frozenset[tuple[str, str]]:
+        """The values that take another's parameters, each with the one that provides them."""
+        return frozenset((value, self.root(value)) for value in list(self._parent))
+
+    def tie(self, value: str, provider: str) -> None:
+        """Makes ``value``'s whole group use ``provider``'s parameters."""
+        a, b = self.root(value), self.root(provider)
+        if a != b:
+            self._parent[a] = b
+            self._members.setdefault(b, [b]).extend(self._members.pop(a, [a]))
+
+    def members(self, value: str) -> list[str]:
+        return self._members.get(self.root(value), [self.root(value)])
+
+    def may_share(self, value: str, provider: str, read_elsewhere: Callable[[str], bool]) -> str | None:
+        """Reason why ``value``'s group must not take ``provider``'s parameters, None if it may.
+
+        Args:
+            value: A producer of a Concat.
+            provider: The Concat's output.
+            read_elsewhere: Tells whether a value has consumers beside the Concat.
+        """
+        target = self.ranges.get(self.root(provider))
+        if target is None:
+            return None
+        low, high = min(target[0], 0.0), max(target[1], 0.0)
+        for member in self.members(value):
+            limit = self.limits.get(member)
+            if limit is not None:
+                if limit.low is not None and low < limit.low:
+                    return f"the shared range reaches below {limit.low}, which '{member}' absorbs"
+                if limit.high is not None and high > limit.high:
+                    return f"the shared range reaches above {limit.high}, which '{member}' absorbs"
+            own = self.ranges.get(member)
+            if own is not None and read_elsewhere(member):
+                width = max(own[1], 0.0) - min(own[0], 0.0)
+                if high - low > self.share_limit * width:
+                    return f"'{member}' is read elsewhere and would lose resolution"
+        return None
 
 
-def choose_regions(
-    view: GraphView, plan: PlacementPlan, costs: CostTable, replan: Replan, writes_float: Collection[str] = ()
-) -> Regions:
-    """The regions to leave in float.
+def share_scales(
+    assignment: Assignment, ranges: Mapping[str, Range] | None, own_grids: Container[str] = ()
+) -> ScaleGroups:
+    """Groups of quantized values that use one scale and zero point.
+
+    Args:
+        assignment: What each node is.
+        ranges: Calibrated (low, high) by value name; None or empty while planning before calibration.
+        own_grids: Values whose kernels write on a grid of their own: they take no other's.
+    """
+    target, fixed, view = assignment.target, assignment.constraints.values, assignment.view
+    groups = ScaleGroups(ranges or {}, assignment.absorption.limits, target.concat_share_limit)
+
+    def is_read_beside(concat: ir.Node, name: str) -> bool:
+        value = assignment.quantized[name]
+        return view.is_output(value) or any(
+            c.node is not concat
+            and (c.index == CAPTURED or assignment.classes[str(c.node.name)].role is not Role.PASS_THROUGH)
+            for c in view.consumers(value)
+        )
+
+    for node in view.nodes:
+        c = assignment.classes[str(node.name)]
+        if str(node.name) not in assignment.carrying:
+            continue
+        for out in [str(v.name) for v in assignment.written[str(node.name)]]:
+            if c.role is Role.PASS_THROUGH:
+                read = str(c.data[0].name)
+                groups.tie(*((read, out) if groups.root(out) in fixed else (out, read)))  # the caller's own provide
+            elif c.role is Role.CONCAT and groups.root(out) not in fixed:
+                for value in dict.fromkeys(str(v.name) for v in c.data):
+                    if groups.root(value) in fixed or groups.root(value) in own_grids:
+                        continue
+                    if target.whole or groups.may_share(value, out, partial(is_read_beside, node)) is None:
+                        groups.tie(value, out)
+    return groups
+
+
+_LEAST, _MOST = 1e-30, 1e35  # what is left of float32 when 8-bit steps, sums and a product of scales are taken off
+
+
+def beyond_scales(view: GraphView, plan: PlacementPlan, ranges: Mapping[str, Range]) -> dict[str, str]:
+    """The integer nodes that have to stay float, with the reason.
 
     Args:
         view: The prepared model.
         plan: Its placement.
-        costs: The runtime's table.
-        replan: Returns the placement with some nodes (name to reason) in float.
-        writes_float: Operators whose integer kernels write float without a DQ.
-
-    Returns:
-        The regions; none where shapes are not known, or no gain is clear.
+        ranges: Calibrated (low, high) by value name.
     """
-    net = NetCosts(view, costs)
-    base = net.estimate(plan)
-    whole = Regions(plan, base, base)
-    if base.unknown or not plan.integer_nodes():
-        return whole
-    parted = _parted(net, whole, replan, writes_float)
-    if costs.anywhere:
-        if parted.plan.integer_nodes() and parted.cost.speed >= _WORTH_IT:
-            return parted
-        reason = f"int8 would be {parted.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
-        return replace(parted if parted.plan.integer_nodes() else whole, whole_net=True, reason=reason)
-    best, integer = whole, set(plan.integer_nodes())
-    heavy = [node.node for node in plan.nodes if node.op_type in HEAVY and node.node in integer]
-    for length in range(1, min(_LONGEST, len(heavy) - 1) + 1):
-        names = heavy[:length]
-        there = sum(cost.planned_us for cost in base.nodes if cost.node in names)
-        if there < _LEAST_PREFIX * base.planned_us:
+    found: dict[str, str] = {}
+    data: dict[str, float] = {}
+    weights: dict[str, str] = {}
+    integer = {n.node for n in plan.nodes if n.kind in (Kind.INTEGER, Kind.PASS_THROUGH)}
+    for d in plan.decisions:
+        node = d.edge.consumer
+        if node not in integer or d.how not in (How.OWN, How.SHARED):
             continue
-        first = f"the first {length} of {len(heavy)} heavy nodes{_in_us(there, costs)}"
-        reason = f"float is estimated to be faster for {first}"
-        keep = dict.fromkeys(names, reason)
-        changed = replan(keep)
-        cost = net.estimate(changed)
-        if cost.planned_us * _PREFIX_GAIN < best.cost.planned_us:
-            best = Regions(changed, cost, base, keep, reason=_compared(reason, cost, base, costs))
-    gains = parted.cost.planned_us * _PREFIX_GAIN < best.cost.planned_us
-    if gains and parted.keep_float and parted.plan.integer_nodes():
-        best = parted
-    if best.cost.speed * costs.error < 1:
-        reason = f"int8 is estimated at {best.cost.speed:.2f}x of float{_in_us(base.float_us, costs)}"
-        return replace(whole, whole_net=True, reason=reason)
-    return best
+        if d.role is EdgeRole.WEIGHT:
+            weights[node] = d.edge.value
+        elif d.edge.value in ranges:
+            largest = max(abs(end) for end in ranges[d.edge.value])
+            data[node] = max(largest, data.get(node, 0.0))
+            if not _fits(largest):
+                found[node] = f"its data '{d.edge.value}' reaches {largest:.1e}: beyond what scales hold"
+    stored = view.graph.initializers
+    reach = {name: view.largest(stored[name]) for name in dict.fromkeys(weights.values()) if name in stored}
+    for node, name in weights.items():
+        largest = reach.get(name, 0.0)
+        if not _fits(largest):
+            found[node] = f"its weight '{name}' reaches {largest:.1e}: beyond what scales hold"
+        elif not _fits(largest * data.get(node, 0.0)):
+            found.setdefault(node, f"its data times its weight '{name}' is beyond what scales hold")
+    return found
 
 
-def _parted(net: NetCosts, best: Regions, replan: Replan, writes_float: Collection[str]) -> Regions:
-    """The cheapest parting of a net, found from the last one until none is cheaper."""
-    base = best.all_integer
-    for _ in range(_ROUNDS):
-        slower = net.cheapest_in_float(best.plan, writes_float)
-        if not slower:
-            break
-        reason = "float is estimated to be faster there, with the conversions around it"
-        keep = {**best.keep_float, **dict.fromkeys(sorted(slower), reason)}
-        changed = replan(keep)
-        cost = net.estimate(changed)
-        if cost.planned_us >= best.cost.planned_us:
-            break
-        count = sum(base.by_node[name].op_type in HEAVY for name in keep)
-        reason = _compared(f"{count} heavy nodes stay float", cost, base, net.costs)
-        best = Regions(changed, cost, base, keep, reason=reason)
-    return best
+def _fits(largest: float) -> bool:
+    return largest == 0.0 or _LEAST <= largest <= _MOST
 
 
-def _compared(reason: str, cost: CostEstimate, base: CostEstimate, costs: CostTable) -> str:
-    if not costs.shows_times:
-        return f"{reason}: {cost.planned_us / base.planned_us:.2f}x of the time"
-    return f"{reason}: {cost.planned_us:.0f} us for {base.planned_us:.0f} us"
+_AS_INT32 = "int32 at input_scale * weight_scale"
+_SIGNED = (ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT4)
 
 
-def _in_us(us: float, costs: CostTable) -> str:
-    return f" ({us:.0f} us)" if costs.shows_times else ""
+class Decider:
+    """The decisions that hold for all ranges, of which a plan's follow.
+
+    Args:
+        assignment: What each node is.
+        own_grids: Values whose kernels write on a grid of their own.
+
+    Attributes:
+        nodes: A decision by node, in the order of the graph.
+    """
+
+    def __init__(self, assignment: Assignment, own_grids: Container[str]) -> None:
+        self.assignment, self.own_grids = assignment, own_grids
+        self.view, self.options, self.constraints = assignment.view, assignment.options, assignment.constraints
+        self.classes, self.absorption, self.quantized = assignment.classes, assignment.absorption, assignment.quantized
+        self._axes: dict[ir.Value, int | None] = {}  # of the scales of weights
+        self.nodes: list[NodeDecision] = []
+        self._decisions: list[Decision] = []  # by edge, each value with parameters of its own
+        captured = [self.view.captured_by(node) for node in self.view.nodes]
+        for node, values in zip(self.view.nodes, captured, strict=True):
+            self._decide_node(node, values)
+        self._decide_outputs()
+
+    def _decide_node(self, node: ir.Node, captured: Iterable[ir.Value]) -> None:
+        """Decides on a node and all that it reads, in its bodies too."""
+        name = str(node.name)
+        c = self.classes[name]
+        self.nodes.append(NodeDecision(name, node.op_type, *self._kind(node, c)))
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype == FLOAT:
+                self._decisions.append(self._read(node, c, Edge(str(value.name), name, index), value))
+        for value in captured:
+            if value.dtype == FLOAT and not value.is_initializer():
+                edge = Edge(str(value.name), name, CAPTURED)
+                self._decisions.append(self._float_read(edge, value, EdgeRole.ACTIVATION))
+
+    def _kind(self, node: ir.Node, c: NodeClass) -> tuple[Kind, str, str]:
+        """What a node becomes, with rule and reason."""
+        name, assigned, domain = str(node.name), self.assignment, self.assignment.domain
+        if name in assigned.biased:
+            return Kind.ABSORBED, "matmul-add-int32-bias", "its bias joins the MatMul before it as int32"
+        if name in assigned.absorbed:
+            into = "requantization" if node.op_type in assigned.target.clamps else "kernel"
+            return Kind.ABSORBED, c.rule, f"vanishes into the {into} of '{self.absorption.by_activation[name].name}'"
+        if name in domain.integer:
+            missing = self.constraints.without_kernel(node)
+            if missing is not None:
+                return Kind.FLOAT, "caller-types", missing
+            return (Kind.PASS_THROUGH if c.role is Role.PASS_THROUGH else Kind.INTEGER), c.rule, c.reason
+        if name in assigned.requested:
+            return Kind.FLOAT, "caller-insists", f"quantized all the same: {assigned.requested[name]}"
+        if c.rule == WEIGHTS_ONLY:
+            kind = Kind.FLOAT if name in self.options.keep_float else Kind.INTEGER
+            return kind, c.rule, self.options.keep_float.get(name, c.reason)
+        # Float, by whom?
+        if c.role is Role.ANCHOR and domain.heads.get(name):
+            return Kind.FLOAT, "output-protection", "computes a graph output; the output policy keeps it float"
+        if name in domain.refused:
+            return Kind.FLOAT, "caller-float-output", domain.refused[name]
+        if c.role is Role.ACTIVATION and name in self.absorption.refused:
+            return Kind.FLOAT, c.rule, f"does not vanish: {self.absorption.refused[name]}"
+        if c.role in (Role.ISLAND, Role.FLOAT, Role.ANCHOR):
+            return Kind.FLOAT, c.rule, c.reason
+        reason = "it is not fed by integer kernels only, or nothing behind it runs in integer"
+        return Kind.FLOAT, "integer-domain", reason
+
+    def _read(self, node: ir.Node, c: NodeClass, edge: Edge, value: ir.Value) -> Decision:
+        """How a node reads one of its inputs."""
+        name, assigned = edge.consumer, self.assignment
+        if value.is_initializer():
+            return self._read_constant(node, c, edge)
+        carries = name in assigned.carrying and edge.value in self.quantized
+        if carries and any(value is v for v in assigned.data(node)):
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, f"'{name}' reads integers")
+        if value is assigned.shortcuts.get(name):
+            reason = f"the shortcut that the kernel of '{self.absorption.by_activation[name].name}' adds"
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, reason)
+        return self._float_read(edge, value, EdgeRole.ACTIVATION)
+
+    def _read_constant(self, node: ir.Node, c: NodeClass, edge: Edge) -> Decision:
+        name, assigned, overrides = edge.consumer, self.assignment, self.constraints.overrides
+        integer, requested = name in assigned.domain.integer, name in assigned.requested
+        weighted = (integer and c.role is Role.ANCHOR) or (requested and node.op_type in LAYERS)
+        if name in assigned.biased and edge.index == assigned.biased[name][1]:
+            rule, grids = "matmul-add-int32-bias", _grids(assigned.biased[name][0])
+            return Decision(edge, EdgeRole.BIAS, How.DERIVED, rule, _AS_INT32, scale_from=grids)
+        if (weighted or c.rule == WEIGHTS_ONLY) and edge.index == 1:
+            axis, reason = self._weight_axis(node), "weights of an integer kernel"
+            return Decision(edge, EdgeRole.WEIGHT, How.OWN, c.rule, reason, axis=axis)
+        if edge.value in overrides and (integer or requested):
+            axis, reason = overrides.axis(edge.value), "the caller's own parameters (TensorQuantOverrides)"
+            return Decision(edge, EdgeRole.WEIGHT, How.OWN, c.rule, reason, axis=axis)
+        if weighted and edge.index == 2:
+            data = node.inputs[0]
+            if not self.constraints.bias_follows(node) or data is None or str(data.name) not in self.quantized:
+                return Decision(edge, EdgeRole.BIAS, How.FLOAT, c.rule, "the bias stays float")
+            beta, grids = node.attributes.get_float("beta", 1.0), _grids(node)
+            return Decision(edge, EdgeRole.BIAS, How.DERIVED, c.rule, _AS_INT32, scale_from=grids, beta=beta)
+        table = assigned.target.rule(node.op_type)
+        named = requested and table is not None and table.role is Role.BINARY
+        if (integer and c.role is Role.BINARY) or named:
+            return Decision(edge, EdgeRole.ACTIVATION, How.OWN, c.rule, "exact operand of an integer kernel")
+        return Decision(edge, EdgeRole.WEIGHT, How.FLOAT, c.rule, "belongs to a float node")
+
+    def _weight_axis(self, node: ir.Node) -> int | None:
+        """The axis of a weight's scales, None for one scale; one answer for all nodes that share a weight."""
+        if self.options.block_size and self.classes[str(node.name)].rule == WEIGHTS_ONLY:
+            # Along the axis that the kernel sums over.
+            return 1 - channel_axis(node) if node.op_type in ("Gemm", "MatMul") else 0
+        weight = node.inputs[1]
+        assert weight is not None
+        if weight not in self._axes:
+            readers, carrying = [c.node for c in self.view.consumers(weight) if c.index == 1], self.assignment.carrying
+            known = [r for r in readers if str(r.name) in carrying or self.classes[str(r.name)].rule == WEIGHTS_ONLY]
+            axes = {self.constraints.weight_axis(node) for node in known}
+            self._axes[weight] = axes.pop() if len(axes) == 1 else None
+        return self._axes[weight]
+
+    def _float_read(self, edge: Edge, value: ir.Value, role: EdgeRole) -> Decision:
+        if str(value.name) not in self.quantized:
+            return Decision(edge, role, How.FLOAT, "not-quantized", "neither side needs integers")
+        if self.assignment.owned_by_integer(value):
+            reason = "the integer kernel before it writes integers only"
+            return Decision(edge, role, How.DEQUANTIZED, "integer-producer", reason)
+        return Decision(edge, role, How.FLOAT, "float-producer", "reads the float value beside its Q")
+
+    def _decide_outputs(self) -> None:
+        """Decides how the graph's outputs are read."""
+        for index, value in enumerate(self.view.graph.outputs):
+            edge, producer = Edge(str(value.name), "", index), value.producer()
+            owned = edge.value in self.quantized and self.assignment.owned_by_integer(value)
+            if value.dtype != FLOAT:
+                continue
+            if owned and producer is not None:
+                rule = self.classes[str(producer.name)].rule
+                reason = "comes out of an integer kernel"
+                self._decisions.append(Decision(edge, EdgeRole.OUTPUT, How.OWN, rule, reason))
+            else:
+                self._decisions.append(self._float_read(edge, value, EdgeRole.OUTPUT))
+
+    def with_grids(self, groups: ScaleGroups, moved: Mapping[str, str]) -> tuple[Decision, ...]:
+        """The decisions with integer types and symmetry; values that an operator moved to a grid are read as they are.
+
+        Args:
+            groups: Which values share their parameters.
+            moved: Values that lie on a grid without Q of their own, with what moved them.
+        """
+        shared = [_shared(d, groups) for d in self._decisions]
+        grids = zip(shared, self.constraints.overrides.grids(shared), strict=True)
+        return tuple([_read_as_is(self._with_grid(d, *grid), moved) for d, grid in grids])
+
+    def _with_grid(self, decision: Decision, dtype: int, symmetric: bool | None) -> Decision:
+        """A decision with the integer type that its value is read in, and symmetry, as given or by the options."""
+        value = decision.edge.value
+        if decision.how is How.FLOAT:
+            return decision
+        if decision.how is How.DERIVED:
+            return replace(decision, dtype=_type_name(ir.DataType.INT32), symmetric=True)
+        root = decision.provider or value
+        weight = decision.role is EdgeRole.WEIGHT
+        if symmetric is None and weight:
+            symmetric = self.options.weight_symmetric
+            symmetric = ir.DataType(dtype) in _SIGNED if symmetric is None else symmetric
+        elif symmetric is None:
+            symmetric = self.options.activation_symmetric and value not in self.view.graph.initializers
+            symmetric = symmetric and root not in self.own_grids  # their kernels write from their own zero point
+        return replace(decision, dtype=_type_name(dtype), symmetric=symmetric)
+
+
+def _shared(decision: Decision, groups: ScaleGroups) -> Decision:
+    """A decision with the value that provides the parameters of what is read."""
+    if decision.how not in (How.OWN, How.DEQUANTIZED) or decision.role is EdgeRole.WEIGHT:
+        return decision
+    root = groups.root(decision.edge.value)
+    if root == decision.edge.value:
+        return decision
+    if decision.how is How.DEQUANTIZED:
+        return replace(decision, provider=root)
+    return replace(
+        decision, how=How.SHARED, reason=f"{decision.reason}, with the parameters of '{root}'", provider=root
+    )
+
+
+def _grids(node: ir.Node) -> tuple[str, str]:
+    """The values whose scales make that of a layer's bias."""
+    data, weight = node.inputs[0], node.inputs[1]
+    assert data is not None
+    assert weight is not None
+    return str(data.name), str(weight.name)
+
+
+def _type_name(element_type: int) -> str:
+    return ir.DataType(element_type).name.lower()
+
+
+def _read_as_is(decision: Decision, moved: Mapping[str, str]) -> Decision:
+    """A decision to read a value as it is where an operator moved it there from a grid."""
+    mover = moved.get(decision.edge.value)
+    if mover is None or decision.how is How.FLOAT:
+        return decision
+    reason = f"'{mover}' moves bytes: it is on their grid already"
+    return replace(
+        decision, how=How.FLOAT, rule="moves-keep-grid", reason=reason, provider=None, dtype="", symmetric=False
+    )
 
 
 _WIDE = (ir.DataType.UINT16, ir.DataType.INT16)
@@ -214,7 +456,7 @@ class Planner:
     def __init__(
         self,
         view: GraphView,
-        target: targets.Target,
+        target: Target,
         options: PlacementOptions,
         finish: Callable[[PlacementPlan], PlacementPlan] | None = None,
     ) -> None:
@@ -228,7 +470,7 @@ class Planner:
     def integer_candidates(self) -> set[str]:
         """The nodes that a rewrite for integer kernels may change: integer anchors, and what lies between."""
         domain, classes = self._base.assignment.domain, self._base.assignment.classes
-        return {name for name in domain.integer if classes[name].role is targets.Role.ANCHOR} | domain.between
+        return {name for name in domain.integer if classes[name].role is Role.ANCHOR} | domain.between
 
     def plan(
         self, ranges: Mapping[str, Range] | None = None, keep_float: Mapping[str, str] | None = None
@@ -297,7 +539,7 @@ class _Placement:
         for d in decisions:
             by_value.setdefault(d.edge.value, []).append(d)
         a, domain = self.assignment, self.assignment.domain
-        placed = targets.Placed(
+        placed = Placed(
             self.view, domain.integer, domain.float_output, a.absorbed, a.biased, a.requested, a.quantized, by_value
         )
         return PlacementPlan(

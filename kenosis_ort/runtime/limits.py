@@ -1,29 +1,20 @@
-"""What the installed runtime reads and can quantize, and the machine at hand.
-
-The highest IR version and operator sets of the runtime, facts of the processor, its cores, and how runs are timed.
-
-Whoever wants to know of the machine asks `machine`; within `on` it is another one, so that a test says which processor
-it means.
-"""
+"""What the installed runtime reads and can quantize: the highest IR version and operator sets, facts found out once."""
 
 import hashlib
 import logging
-import os
 import platform
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import onnx
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from kenosis_ort.runtime.counting import count
+from kenosis_ort.runtime.machine import at_hand
 from kenosis_ort.storage.writing import keep, recall
 
 _log = logging.getLogger(__name__)
@@ -161,124 +152,3 @@ def _loads(*, ir_version: int, opset: int, ml: int = _OLDEST_ML) -> bool:
         return False
     count(sessions=1)
     return True
-
-
-# ---- the machine --------------------------------------------------------------------------------------------------
-
-_CPU_INFO: Final = Path("/proc/cpuinfo")
-_CPU_INFO_LIMIT: Final = 1 << 16  # bytes; the first processor's entry lies within
-_TILES: Final = "amx_int8"
-_ARM: Final = frozenset({"asimddp", "i8mm", "sve", "sve2", "bf16"})
-FEATURES: Final = frozenset({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", _TILES, "amx_bf16"} | _ARM)
-"""Processor flags by which runtimes choose among their float and integer matrix kernels."""
-ARM: Final = "Arm"
-_CLASSES: Final = (
-    ("AMX", {_TILES}),
-    ("VNNI", {"avx512_vnni", "avx_vnni"}),
-    (ARM, _ARM),
-    ("AVX-512 without VNNI", {"avx512f"}),
-    ("AVX2", {"avx2"}),
-)
-_EXACT: Final = frozenset({"AMX", "VNNI", ARM})
-
-
-def has_matrix_tiles() -> bool:
-    """Whether this is Linux on a processor with AMX for 8-bit numbers, where the runtimes use it."""
-    return _TILES in machine().features
-
-
-def processor_class(features: Iterable[str]) -> str:
-    """Name of the kind of matrix kernels that a processor has, empty where its flags tell none.
-
-    Args:
-        features: Its flags among `FEATURES`.
-    """
-    flags = frozenset(features)
-    return next((name for name, those in _CLASSES if flags & those), "")
-
-
-def sums_of_products(features: Iterable[str], *, saturates: bool) -> str:
-    """The class of the processor and how it adds products of 8 bits, in a sentence without a full stop.
-
-    Args:
-        features: Its flags among `FEATURES`.
-        saturates: Those products saturate here, as measured.
-    """
-    known = processor_class(features) or "A processor of unknown class"
-    return f"{known}: products of 8 bits are added in {16 if saturates else 32}"
-
-
-def has_dot_products(features: Iterable[str]) -> bool:
-    """Whether flags say that the processor adds products of 8 bits in 32."""
-    return processor_class(features) in _EXACT
-
-
-def read_cpu_info(text: str, *, fallback: str) -> tuple[str, tuple[str, ...]]:
-    """Reads the processor's name and flags.
-
-    Args:
-        text: Content of ``/proc/cpuinfo``, or nothing.
-        fallback: The name where the text has none (Arm processors have numbers only; they are appended).
-    """
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r"^([^\n:]+?)\s*:\s*([^\n]*)$", text, re.MULTILINE):
-        fields.setdefault(key.lower(), " ".join(value.split()))
-    numbers = [
-        fields[key] for key in ("cpu implementer", "cpu part", "cpu family", "model", "stepping") if key in fields
-    ]
-    name = " ".join([fields.get("model name") or fallback, *numbers])
-    listed = (fields.get("flags") or fields.get("features") or "").split()
-    return name, tuple(sorted(FEATURES.intersection(listed)))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a call knows of the machine it runs on.
-
-    Attributes:
-        family: Processor family as the operating system names it.
-        cpu: Name of the processor.
-        features: Its flags among `FEATURES`; none where the system does not list them.
-        cores: Processors that this process may use.
-        saturates: 8-bit products saturate at 16 bits; None where the runtime is to be asked.
-        timed: Gives the way in which a target's runtime is timed here, for the target's own one.
-    """
-
-    family: str
-    cpu: str
-    features: tuple[str, ...]
-    cores: int = 1
-    saturates: bool | None = None
-    timed: Callable[[Any], Any] = lambda runtime: runtime
-
-
-_given: Final[ContextVar[Machine | None]] = ContextVar("machine", default=None)
-
-
-def machine() -> Machine:
-    """The machine that was handed in by `on`, else the one at hand."""
-    return _given.get() or at_hand()
-
-
-@contextmanager
-def on(given: Machine) -> Iterator[Machine]:
-    """A context in which calls take another machine for the one at hand."""
-    token = _given.set(given)
-    try:
-        yield given
-    finally:
-        _given.reset(token)
-
-
-@cache
-def at_hand() -> Machine:
-    """The machine that this process runs on."""
-    try:
-        with _CPU_INFO.open("rb") as file:
-            text = file.read(_CPU_INFO_LIMIT).decode("utf-8", "replace")
-    except OSError:  # not Linux, or hidden
-        text = ""
-    family = platform.machine()
-    cpu, features = read_cpu_info(text, fallback=platform.processor() or family or "unknown processor")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(family, cpu, features, cores)

@@ -11,7 +11,8 @@ from kenosis_ort.errors import OptionError, did_you_mean
 from kenosis_ort.exports import deferred
 
 if TYPE_CHECKING:
-    from kenosis_ort.targets.model import DataTypes, FusionRule, Hooks, Requirement, Role, Target, TimedRuntime
+    from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
+    from kenosis_ort.targets.table import DataTypes, FusionRule, Requirement, Role
 
 DEFAULT_TARGET: Final = "ort-cpu"
 
@@ -28,7 +29,11 @@ __all__ = [
     "get_target",
 ]
 
-__getattr__ = deferred(__name__, dict.fromkeys(__all__, "kenosis_ort.targets.model"))  # all that is not here
+_HOMES: Final = {
+    **dict.fromkeys(("DataTypes", "FusionRule", "Requirement", "Role"), "kenosis_ort.targets.table"),
+    **dict.fromkeys(("Hooks", "Target", "TimedRuntime"), "kenosis_ort.targets.model"),
+}
+__getattr__ = deferred(__name__, _HOMES)
 
 _CONSTANTS: Final = {
     "ort-cpu": "ORT_CPU",

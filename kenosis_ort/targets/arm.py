@@ -18,9 +18,10 @@ from typing import Final
 from onnx import TensorProto
 
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
-from kenosis_ort.targets.model import DataTypes, Hooks, Target
+from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.rules import is_arm
+from kenosis_ort.targets.table import DataTypes
 
 _HERE: Final = is_arm(platform.machine())
 _CPU: Final = ORT_CPU.hooks

@@ -22,7 +22,7 @@ import onnx
 
 from kenosis_ort.errors import OptionError, printable
 from kenosis_ort.graph.view import GraphView, ir
-from kenosis_ort.runtime.limits import has_dot_products, machine, processor_class
+from kenosis_ort.runtime.machine import has_dot_products, machine, processor_class
 from kenosis_ort.storage.writing import keep, recall, regular, write_text
 
 Form = Literal["float", "integer", "shifted"]
@@ -202,7 +202,7 @@ class HostProfile:
         name: What a report calls it, e.g. ``vnni``.
         target: Name of the target whose runtime was measured.
         cpu: The processor.
-        features: Its flags among `kenosis_ort.runtime.limits.FEATURES`, by which a runtime chooses its kernels.
+        features: Its flags among `kenosis_ort.runtime.machine.FEATURES`, by which a runtime chooses its kernels.
         runtime: The runtime's version.
         threads: Threads of a session.
         run: Microseconds of a run besides its kernels.
@@ -378,7 +378,7 @@ def nearest(profiles: Sequence[HostProfile], features: Sequence[str], *, saturat
 
     Args:
         profiles: At least one; of equally near ones the first is taken.
-        features: Flags among `kenosis_ort.runtime.limits.FEATURES`; none where the system does not list them.
+        features: Flags among `kenosis_ort.runtime.machine.FEATURES`; none where the system does not list them.
         saturates: Products of 8 bits saturate there, as measured; it counts where the flags do not say otherwise.
     """
     clips = saturates and not has_dot_products(features)

@@ -13,7 +13,8 @@ from typing import Final
 
 from onnx import TensorProto
 
-from kenosis_ort.targets.model import DataTypes, Requirement, Role, Target, rule
+from kenosis_ort.targets.model import Target
+from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
 
 _rule: Final = partial(rule, versions="not run")
 _WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)

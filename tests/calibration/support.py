@@ -14,7 +14,7 @@ from onnxruntime.quantization.calibrate import TensorsData
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
 from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
-from kenosis_ort.calibration.histogram import Histogram
+from kenosis_ort.calibration.statistics import Histogram
 from tests.clients.support import ranges
 from tests.models import Feed, FeedReader
 from tests.planning import parse

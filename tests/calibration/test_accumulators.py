@@ -26,9 +26,8 @@ from kenosis_ort.calibration.accumulators import (
     pick,
     unions_of,
 )
-from kenosis_ort.calibration.histogram import HALF, Extremes, Histogram
 from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.statistics import HALF, Extremes, Histogram, TensorStatistics
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
 from tests.calibration.support import histogram_of, histogram_of as build, one_node_model, random_feeds, swept

@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends
 from kenosis_ort.calibration.estimators import Range, estimates, least_error_range, sketch
-from kenosis_ort.calibration.histogram import _divergence, entropy_range
-from kenosis_ort.calibration.statistics import TensorStatistics
+from kenosis_ort.calibration.statistics import TensorStatistics, _divergence, entropy_range
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import RangeLimit
 from tests import models

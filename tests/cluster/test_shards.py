@@ -10,7 +10,7 @@ import pytest
 
 from kenosis_ort import CalibrationTable, Shards, calibrate, quantize_static
 from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
-from kenosis_ort.calibration.histogram import Extremes
+from kenosis_ort.calibration.statistics import Extremes
 from kenosis_ort.cluster.client import versions
 from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from tests.cluster import shards_of

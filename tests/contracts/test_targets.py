@@ -21,7 +21,7 @@ from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.targets import TARGETS, Target
-from kenosis_ort.targets.model import FusionRule, Role as TargetRole
+from kenosis_ort.targets.table import FusionRule, Role as TargetRole
 from tests import models
 from tests.planning import parse, prepared
 from tests.processor import ARM, NO_VNNI, VNNI

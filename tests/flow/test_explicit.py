@@ -14,7 +14,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_stat
 
 from kenosis_ort import KenosisWarning, OptionError, Stages, quantize_static, verify_fusion
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.runtime.limits import Machine
+from kenosis_ort.runtime.machine import Machine
 from kenosis_ort.targets import DataTypes
 from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
 from tests import models

@@ -13,7 +13,7 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, Recipe, quantize_static
 from kenosis_ort.flow import speed
-from kenosis_ort.flow.timed_feeds import scenarios
+from kenosis_ort.flow.speed import scenarios
 from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise

@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from kenosis_ort.graph.qdq import annotate
-from kenosis_ort.targets.model import DataTypes
+from kenosis_ort.targets.table import DataTypes
 from tests import models
 from tests.planning import parse
 

@@ -13,7 +13,7 @@ from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
-from kenosis_ort.targets.model import DataTypes
+from kenosis_ort.targets.table import DataTypes
 from kenosis_ort.verify import check_bias_alignment, verify_fusion
 from tests.formats.qonnx import X86, Net, conv_net, draw, operators, run, same
 

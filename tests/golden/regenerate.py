@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from kenosis_ort import preview, quantize_static
-from kenosis_ort.runtime.limits import on
+from kenosis_ort.runtime.machine import on
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from tests import models
 from tests.processor import USUAL

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import house
 from kenosis_ort import preview
 from kenosis_ort.plan import Kind
-from kenosis_ort.runtime.limits import at_hand
+from kenosis_ort.runtime.machine import at_hand
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS
 from kenosis_ort.targets.ort_cpu.rules import is_arm
 from kenosis_ort.targets.proof import Status

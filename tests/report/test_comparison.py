@@ -23,7 +23,7 @@ from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models, planning
 from tests.flow.support import changed, make
 from tests.models import FeedReader, feeds
-from tests.passes.test_float_search import BAD, spiky_chain
+from tests.passes.test_leave_float import BAD, spiky_chain
 from tests.processor import SATURATES
 
 

@@ -12,7 +12,7 @@ from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.cli.main import main
 from kenosis_ort.flow.target_options import with_own_profile
 from kenosis_ort.options import Speed
-from kenosis_ort.runtime.limits import machine
+from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs
 from kenosis_ort.targets.profile import KernelCost, Work

@@ -22,12 +22,13 @@ from kenosis_ort.graph.product_pairs import INT16_SUM
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.rewrite.rule import Editor, rule
-from kenosis_ort.runtime.limits import has_matrix_tiles
-from kenosis_ort.targets import model as targets
-from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Target, TimedRuntime
+from kenosis_ort.runtime.machine import has_matrix_tiles
+from kenosis_ort.targets import table
+from kenosis_ort.targets.model import Hooks, Target, TimedRuntime
 from kenosis_ort.targets.onednn.conformance import conform
 from kenosis_ort.targets.onednn.openvino_proof import missing, open_runner, prove
 from kenosis_ort.targets.prefix import leave_prefix_float
+from kenosis_ort.targets.table import DataTypes, Requirement, Role
 
 SLOW_IN_KERNEL: Final = frozenset({"Sigmoid", "Tanh", "Gelu", "Elu", "Mish"})
 """Activations with an exponential in them."""
@@ -109,7 +110,7 @@ def _strides(node: ir.Node, value: ir.Value) -> tuple[int, ...]:
 
 
 _WEIGHTED: Final = (Requirement.CONSTANT_WEIGHT, Requirement.CONSTANT_OR_NO_BIAS)
-_rule: Final = partial(targets.rule, versions="openvino>=2025")
+_rule: Final = partial(table.rule, versions="openvino>=2025")
 
 EPILOGUE: Final = (
     *("Relu", "Clip", "LeakyRelu", "PRelu", "Sigmoid", "HardSwish", "Gelu", "Tanh", "Elu", "Mish"),

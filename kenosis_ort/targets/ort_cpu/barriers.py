@@ -15,7 +15,8 @@ from typing import Final
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.options import PlacementOptions
 from kenosis_ort.plan import Decision, How
-from kenosis_ort.targets.model import NodeClass, Placed, Role
+from kenosis_ort.targets.model import Placed
+from kenosis_ort.targets.table import NodeClass, Role
 
 _RULE: Final = "maxpool-channels-first-slow"
 CHANNELS_LAST: Final = frozenset(

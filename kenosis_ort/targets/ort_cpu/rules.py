@@ -18,9 +18,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from kenosis_ort.runtime.limits import fact_of_processor, machine
+from kenosis_ort.runtime.limits import fact_of_processor
+from kenosis_ort.runtime.machine import machine
 from kenosis_ort.runtime.session import open_session
-from kenosis_ort.targets.model import DataTypes, Requirement, Role, rule
+from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
 
 _log = logging.getLogger(__name__)
 

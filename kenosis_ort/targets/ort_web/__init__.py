@@ -55,13 +55,14 @@ from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
 from kenosis_ort.runtime.child import Child
 from kenosis_ort.storage.writing import Scratch
-from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Runner, Target, TimedRuntime, rule
+from kenosis_ort.targets.model import Hooks, Runner, Target, TimedRuntime
 from kenosis_ort.targets.ort_cpu import ORT_CPU
 from kenosis_ort.targets.ort_cpu.cpu_proof import prove_by
 from kenosis_ort.targets.ort_cpu.reasons import clip_bounds
 from kenosis_ort.targets.ort_cpu.work import ORT_CPU_COSTS, work_of as cpu_work_of
 from kenosis_ort.targets.profile import HostProfile, Work
 from kenosis_ort.targets.proof import FusionReport, refuse_libraries
+from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
 
 VARIABLE: Final = "KENOSIS_ORT_WEB"
 _PACKAGE: Final = "onnxruntime-web"

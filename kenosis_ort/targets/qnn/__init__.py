@@ -13,8 +13,9 @@ from typing import Final
 
 from onnx import TensorProto
 
-from kenosis_ort.targets.model import DataTypes, Hooks, Requirement, Role, Target, rule
+from kenosis_ort.targets.model import Hooks, Target
 from kenosis_ort.targets.qnn.htp_proof import missing, prove
+from kenosis_ort.targets.table import DataTypes, Requirement, Role, rule
 
 _WHY_NOT: Final = missing()
 _rule: Final = partial(rule, versions="onnxruntime-qnn>=2.7")

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from kenosis_ort.accuracy.metric import check_metric
 from kenosis_ort.errors import UnsupportedModelError, VerificationError
-from kenosis_ort.passes import float_search
+from kenosis_ort.passes import leave_float
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind
@@ -60,7 +60,7 @@ def gated(made):
 
 
 def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, gated):
-    errors, on = float_search.errors_of(gated, made.feeds[:2], noise), everything(gated)
+    errors, on = leave_float.errors_of(gated, made.feeds[:2], noise), everything(gated)
     asked = []
 
     def counted(sets):
@@ -68,7 +68,7 @@ def test_the_worst_tensor_is_found_and_halving_finds_it_with_fewer_runs(made, ga
         return errors(sets)
 
     found, halved = (
-        asked.append(0) or float_search.tensor_sensitivity(gated.gates, counted, on=on, cutoff=cutoff)
+        asked.append(0) or leave_float.tensor_sensitivity(gated.gates, counted, on=on, cutoff=cutoff)
         for cutoff in (0.0, 0.1)
     )
     assert (found[0].value, found[0].kind) == (spiky_chain()[1], GateKind.ACTIVATION)
@@ -94,7 +94,7 @@ def test_halving_measures_what_matters_alone_and_asks_for_a_round_of_sets_togeth
 
     floor, on = cutoff * sum(costs), frozenset(range(len(costs)))
     gates = [Gate(i, GateKind.ACTIVATION, f"v{i}", (), f"g{i}") for i in range(len(costs))]
-    units = float_search.tensor_sensitivity(gates, errors, on=on, cutoff=cutoff)
+    units = leave_float.tensor_sensitivity(gates, errors, on=on, cutoff=cutoff)
     assert sorted(i for unit in units for i in unit.gates) == list(range(len(costs)))
     assert [unit.error for unit in units] == sorted((unit.error for unit in units), reverse=True)
     asked = set().union(*rounds)
@@ -175,7 +175,7 @@ def test_prices_and_the_budget_decide(shop, monkeypatch):
     even, bad = dict.fromkeys(convs_of(shop.model), 1.0), convs_of(shop.model)[BAD]
 
     def priced(price):
-        monkeypatch.setattr(float_search, "default_cost", lambda model: {**even, bad: price})
+        monkeypatch.setattr(leave_float, "default_cost", lambda model: {**even, bad: price})
         return shop.search(budget=1e-3)[0]
 
     plain, dear = priced(1.0), priced(1e6)
@@ -202,10 +202,10 @@ def test_multiply_accumulates():
         { y = Conv <kernel_shape=[3,3], strides=[2,2]> (x, w) u = ConvTranspose <strides=[2,2]> (y, v)
         m = MatMul (z, g) t = Relu (m) }"""
     ))  # fmt: skip
-    work = float_search.multiply_accumulates(model)
+    work = leave_float.multiply_accumulates(model)
     assert work == {"MatMul_m": 2 * 6 * 5, "ConvTranspose_u": 9 * 4 * 2 * 4, "Conv_y": 9 * 4 * 27}
-    assert float_search.default_cost(model) == {**work, "Relu_t": 16.0 * 10}
-    assert (float_search.float_share(work, set(work)), float_search.float_share({}, {"a"})) == (1.0, 0.0)
+    assert leave_float.default_cost(model) == {**work, "Relu_t": 16.0 * 10}
+    assert (leave_float.float_share(work, set(work)), leave_float.float_share({}, {"a"})) == (1.0, 0.0)
 
 
 # ---- the gated model: all gates on is the quantized model, all off the float one, and single gates are single tensors
