@@ -10,7 +10,6 @@ import onnxruntime as ort
 import pytest
 from hypothesis import Phase, settings
 
-from kenosis_ort.calibration.part_session import block_size
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.machine import machine, on
 from kenosis_ort.targets.ort_cpu.rules import products_saturate
@@ -63,8 +62,6 @@ def _one_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(ort.InferenceSession, "__init__", open_session)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         runtime_limits(), products_saturate()  # found once, so that no test counts their sessions
-        if X86:  # no other build has layouts in blocks
-            block_size()
         yield
 
 

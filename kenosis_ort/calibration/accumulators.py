@@ -26,7 +26,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from kenosis_ort.calibration.part_session import Blocked, in_order
 from kenosis_ort.calibration.statistics import (
     HALF,
     MIN_EXPONENT,
@@ -192,43 +191,10 @@ def _gated(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> tuple[
 Float64 = npt.NDArray[np.float64]
 
 _LONG_ROW = 512  # elements that a channel has side by side
-MOST_PLACES = 1 << 18
-"""Elements of one array whose places are kept: 2 MiB."""
-
-
-@lru_cache(maxsize=64)
-def places(shape: tuple[int, ...], stride: int) -> npt.NDArray[np.intp]:
-    """Positions in memory of every ``stride``-th element, in the order of memory.
-
-    Args:
-        shape: Of the array in blocks.
-        stride: Counted in the order that the elements have without blocks.
-    """
-    images, blocks, height, width, block = shape
-    area = height * width
-    channel, place = np.divmod(np.arange(0, images * blocks * block * area, stride, dtype=np.intp), area)
-    group, inside = np.divmod(channel, block)
-    found = np.sort((group * area + place) * block + inside)
-    found.flags.writeable = False
-    return found
-
-
-def pick(array: Array, stride: int) -> Array:
-    """Every ``stride``-th element, in any order."""
-    if isinstance(array, Blocked):
-        picked: Array = np.asarray(array).take(places(array.shape, stride), mode="wrap")
-        return picked
-    return array.reshape(-1)[::stride]
 
 
 def channel_ends(end: np.ufunc, array: Array, axis: int) -> Float64:
-    """The least or largest value of each channel, NaN where there is one; in blocks they are of axis 1."""
-    if isinstance(array, Blocked):  # line by line: of a channel no two elements lie side by side
-        images, blocks, height, width, block = array.shape
-        lines = np.asarray(array).reshape(images, blocks, height, width * block)
-        line = end.reduce(lines, axis=(0, 2)).reshape(blocks, width, block)
-        ends: Float64 = end.reduce(line, axis=1).reshape(-1).astype(np.float64)
-        return ends
+    """The least or largest value of each channel, NaN where there is one."""
     behind = math.prod(array.shape[axis + 1 :])
     rows = array.reshape(math.prod(array.shape[:axis]), array.shape[axis], behind)
     if behind >= _LONG_ROW or len(rows) == 1:
@@ -325,10 +291,8 @@ class Accumulator:
         if self._counts_all:
             return extremes(array), array
         stride = _stride(array.size)
-        if isinstance(array, Blocked) and array.size > stride * MOST_PLACES:
-            array = in_order(array)
         if known is not None:
-            return known, pick(array, stride)
+            return known, array.reshape(-1)[::stride]
         return (extremes(array), array) if stride == 1 else extremes_and_some(array, stride)
 
     def take(self, seen: Extremes, some: Array) -> bool:
@@ -351,7 +315,7 @@ class Accumulator:
 
     def _follow_channels(self, array: Array) -> Extremes | None:
         """Takes the range of each channel into account; returns what follows for the array, None without channels."""
-        rank = 4 if isinstance(array, Blocked) else array.ndim
+        rank = array.ndim
         if self._axis is None or not array.size or not -rank <= self._axis < rank:
             return None
         low, high = (channel_ends(end, array, self._axis % rank) for end in (np.minimum, np.maximum))
@@ -493,25 +457,18 @@ def extremes(array: npt.NDArray[np.floating]) -> Extremes:
 
 
 def extremes_and_some(array: Array, stride: int) -> tuple[Extremes, Array]:
-    """The extremes and every ``stride``-th element, taken while it is in the processor's cache.
-
-    Of an array in blocks they are the same elements as of one in order.
-    """
+    """The extremes and every ``stride``-th element, taken while it is in the processor's cache."""
     low, high = math.inf, -math.inf
     picked = np.empty(-(-array.size // stride), np.float32)
-    where = places(array.shape, stride) if isinstance(array, Blocked) else None
-    array, behind, taken = np.asarray(array), 0, 0  # elements up to the end of a block, and those picked of them
+    behind = taken = 0  # elements up to the end of a block, and those picked of them
     for block in blocks(array):
         block_low, block_high = ends(block)
         if math.isnan(block_low):
             return Extremes(math.nan, math.nan, array.size), _NOTHING
         low, high = min(low, block_low), max(high, block_high)
         start, behind = behind, behind + block.size
-        first, taken = taken, -(-behind // stride) if where is None else int(np.searchsorted(where, behind))
-        if where is None:
-            picked[first:taken] = block[first * stride - start :: stride]
-        else:  # any mode but "raise", which would copy
-            array.take(where[first:taken], out=picked[first:taken], mode="wrap")
+        first, taken = taken, -(-behind // stride)
+        picked[first:taken] = block[first * stride - start :: stride]
     return Extremes(low, high, array.size), picked
 
 

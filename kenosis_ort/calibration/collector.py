@@ -134,12 +134,8 @@ class Sweep(Closing):
             made = {name for of_one in functions.values() for name in of_one}
             whole = not (config.moving_average or config.bit_exact or config.sketch)
             self._unions = unions_of(proto.graph, computed, {*made, *channels, *seen_as}) if whole else {}
-            # Those that are fetched, in any order where nothing asks for theirs.
             fetched = {n: dtype for n, dtype in computed.items() if n not in made and n not in self._unions}
-            ordered = {name for name in seen_as if name not in functions}  # a function of the array
-            ordered.update(name for name, axis in channels.items() if axis not in (1, -3))
-            any_order = fetched.keys() - ordered
-            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget, any_order)
+            self._staged = StagedModel(self._model, proto, fetched, types, config.fetch_budget)
         except BaseException:
             self.close()
             raise

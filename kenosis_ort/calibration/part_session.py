@@ -1,19 +1,11 @@
-"""Runtime sessions of the float model with chosen tensors as outputs, also as its convolutions lay them out.
-
-Kernels for pictures keep the channels in blocks: those of one block lie side by side at each place. Where such a value
-leaves the graph, the runtime puts it in order first, a pass over memory that takes longer than some convolutions.
-Extremes do not ask for order, extremes by channel and single elements can be had from either one.
-"""
+"""Runtime sessions of the float model, or of a part of its graph, with chosen tensors as outputs."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx.helper
 import onnxruntime as ort
@@ -22,86 +14,15 @@ from kenosis_ort.calibration.feeds import misfit
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph import outside
 from kenosis_ort.graph.constants import Is, having
-from kenosis_ort.graph.walk import attribute_int, read_names
+from kenosis_ort.graph.walk import read_names
 from kenosis_ort.runtime import session as sessions
-from kenosis_ort.runtime.limits import fact_of_processor, runtime_limits
+from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import Closing, Session
 from kenosis_ort.storage.writing import Scratch
 
 _log = logging.getLogger(__name__)
 
-_EXTERNAL_FROM = 4096
 _RANDOM = having(Is.RANDOM)
-_DOMAIN = "com.microsoft.nchwc"
-_REORDER = "ReorderOutput"
-_BLOCKS = (4, 8, 16, 32)
-
-Array = npt.NDArray[Any]
-
-
-class Blocked(np.ndarray[Any, Any]):
-    """An array of shape (images, channels / block, height, width, block), all of it in one piece."""
-
-
-@lru_cache(maxsize=1)
-def block_size() -> int:
-    """Number of channels of a block on this processor; found out once, see `fact_of_processor`."""
-    return fact_of_processor("block", _probed_block_size, lambda size: type(size) is int and size in _BLOCKS)
-
-
-def _probed_block_size() -> int:
-    reorder = onnx.helper.make_node("ReorderInput", ["x"], ["y"], domain=_DOMAIN)
-    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4, 1, 1])
-    graph = onnx.helper.make_graph([reorder], "block", [x], [onnx.ValueInfoProto(name="y")])
-    opsets = [onnx.helper.make_opsetid("", 13), onnx.helper.make_opsetid(_DOMAIN, 1)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=7)
-    session = sessions.open_session(model, optimize=False)
-    (y,) = session.run(None, {"x": np.zeros((1, 4, 1, 1), np.float32)})
-    return int(y.shape[1])
-
-
-def without_reorders(optimized: onnx.ModelProto, names: Collection[str]) -> dict[str, str]:
-    """Has an optimized model return values in blocks that it would put in order first.
-
-    Values whose channels do not fill their blocks are put in order as before: what fills up is no value.
-
-    Args:
-        optimized: As the runtime writes it; changed.
-        names: Outputs that may come in blocks.
-
-    Returns:
-        By the name of an output, that of the one that takes its place; without those that stay.
-    """
-    graph = optimized.graph
-    found = {}
-    for node in graph.node:
-        reorders = node.op_type == _REORDER and node.domain == _DOMAIN and not attribute_int(node, "channels_last", 0)
-        if reorders and node.output[0] in names and attribute_int(node, "channels", 1) % block_size() == 0:
-            found[node.output[0]] = node.input[0]
-    if found:
-        uses = Counter(name for node in graph.node for name in set(read_names(node)))
-        rest = [n for n in graph.node if n.op_type != _REORDER or n.output[0] not in found or uses[n.output[0]]]
-        outputs = dict.fromkeys(found.get(value.name, value.name) for value in graph.output)
-        typed = {value.name: value for value in graph.output}
-        returned = [typed.get(name) or onnx.ValueInfoProto(name=name) for name in outputs]
-        del graph.node[:], graph.output[:]
-        graph.node.extend(rest)
-        graph.output.extend(returned)
-    return found
-
-
-def as_blocked(array: Array) -> Blocked:
-    """Array that the runtime returned in blocks, in its logical shape and type."""
-    images, channels, height, width = array.shape
-    block = block_size()
-    return array.reshape(images, channels // block, height, width, block).view(Blocked)
-
-
-def in_order(array: Blocked) -> Array:
-    """The elements in order, (images, channels, height, width)."""
-    images, blocks, height, width, block = array.shape
-    plain: Array = np.asarray(array).transpose(0, 1, 4, 2, 3).reshape(images, blocks * block, height, width)
-    return plain
 
 
 class SessionSettings(NamedTuple):
@@ -176,14 +97,6 @@ class ObservedModel(Closing):
         while self._folders:
             self._folders.pop().close()
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether the runtime may lay out values in blocks of channels, in sessions that can be written and read."""
-        settings = self._settings
-        on_cpu = all(name == "CPUExecutionProvider" for name in settings.providers)
-        has_convs = any(node.op_type == "Conv" for node in self._skeleton.graph.node)
-        return on_cpu and has_convs and settings.optimize and not self._is_mapped
-
     def _strip(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """A copy of the model with large weights moved to a file; they are never copied twice in memory."""
         inside = (t for t in proto.graph.initializer if not outside.is_outside(t))
@@ -237,42 +150,21 @@ class ObservedModel(Closing):
         part: Segment,
         outputs: Sequence[str],
         values: Mapping[str, Any],
-        any_order: Collection[str] = (),
         *,
         alone: bool = True,
-    ) -> tuple[Session, dict[str, str]]:
+    ) -> Session:
         """Makes a session of a contiguous part of the graph; what is constant in the whole is constant in it.
 
         Args:
             part: Which nodes, and what they read from outside.
             outputs: Names of the tensors to return, in this order.
             values: What the part is to run on: types and ranks of its inputs are those of their values.
-            any_order: Outputs that may come in blocks of channels, as kernels lay them out.
             alone: Whether it is the only session; otherwise it gives memory back after each run.
-
-        Returns:
-            The session, and by the names of outputs that come in blocks what they are called there
-            (`as_blocked` takes their arrays).
 
         Raises:
             CalibrationError: The runtime refuses it, or it would read something other than tensors from outside.
         """
-        model = self._part(part, outputs, values)
-        if not any_order:
-            return self._create(model, arena=alone), {}
-        path = self._folder() / "optimized.onnx"
-        try:
-            plain = self._create(model, arena=alone, written_to=path)
-            optimized = onnx.load(path, load_external_data=False)
-            in_blocks = without_reorders(optimized, any_order)
-            if not in_blocks:
-                return plain, {}
-            del plain
-            path.write_bytes(optimized.SerializeToString())
-            return self._opened(str(path), arena=alone, optimize=False), in_blocks
-        except (CalibrationError, OSError) as error:  # no room for the file, or the runtime does not read what it wrote
-            _log.info("what convolutions make is put in order before it is looked at: %s", error)
-            return self._create(model, arena=alone), {}
+        return self._create(self._part(part, outputs, values), arena=alone)
 
     def _part(self, part: Segment, outputs: Sequence[str], values: Mapping[str, Any]) -> onnx.ModelProto:
         source = self._skeleton.graph
@@ -309,24 +201,17 @@ class ObservedModel(Closing):
                 wanted.update(read_names(nodes[at]))
         return found[::-1]
 
-    def _create(self, model: onnx.ModelProto, *, arena: bool = True, written_to: Path | None = None) -> Session:
-        content = model.SerializeToString()
+    def _create(self, model: onnx.ModelProto, *, arena: bool = True) -> Session:
+        settings, source = self._settings, model.SerializeToString()
         if self._file is not None:
-            self._file.write_bytes(content)
-        source = content if self._file is None else str(self._file)
-        return self._opened(source, arena=arena, optimize=self._settings.optimize, written_to=written_to)
-
-    def _opened(self, source: str | bytes, *, arena: bool, optimize: bool, written_to: Path | None = None) -> Session:
-        """Opens a session; the model that the runtime makes of the source is written to a file if that is named."""
-        settings = self._settings
+            self._file.write_bytes(source)
+            source = str(self._file)
         try:
-            options = sessions.session_options(threads=settings.threads, optimize=optimize)
+            options = sessions.session_options(threads=settings.threads, optimize=settings.optimize)
             options.enable_cpu_mem_arena = arena
             options.enable_mem_pattern = False  # it holds a quarter more memory for the same time
             if self._is_mapped:
                 sessions.map_weights(self._skeleton, options)  # a part computes as the whole does
-            if written_to is not None:
-                sessions.write_optimized(options, written_to, _EXTERNAL_FROM)
             libraries = settings.custom_op_libraries
             return sessions.open_session(
                 source, options=options, custom_op_libraries=libraries, providers=settings.providers

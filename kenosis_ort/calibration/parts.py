@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import onnx
 from onnx import helper
 
 from kenosis_ort.calibration.feeds import bytes_of
-from kenosis_ort.calibration.part_session import ObservedModel, Segment, as_blocked, constant_values, run
+from kenosis_ort.calibration.part_session import ObservedModel, Segment, constant_values, run
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes
 from kenosis_ort.graph.walk import all_names, read_names, reserve_name
@@ -38,8 +38,6 @@ MOST_TENSORS = 1000
 """Tensors observed in one part; the runtime's time to make a session grows with the square of its outputs."""
 _MOST_WEIGHTS = 2**32
 """Bytes of weights in one part; a model of more is run in several."""
-_LITTLE = 2**22
-"""Bytes of weights that are written in no time."""
 
 
 def estimate_bytes(proto: onnx.ModelProto, feed: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
@@ -197,7 +195,6 @@ class _Stage:
     part: Segment
     last_use: frozenset[str]  # inputs that no later stage reads
     session: Session | None = None
-    in_blocks: Mapping[str, str] = field(default_factory=dict)  # outputs that come so, and what they are called then
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -213,7 +210,6 @@ class StagedModel:
         computed: Tensors that nodes compute, in graph order, with their numpy types.
         types: Element types of values, 0 for what is no tensor.
         budget: Bytes of observed tensors that may be held at a time.
-        any_order: Of the tensors those that may be handed out as `kenosis_ort.calibration.part_session.Blocked`.
 
     Attributes:
         is_heavy: Its weights are too many for one part: it is best run on several feeds at a time.
@@ -226,10 +222,9 @@ class StagedModel:
         computed: Mapping[str, str],
         types: Mapping[str, int],
         budget: int,
-        any_order: Collection[str] = (),
     ) -> None:
         self._model, self._proto, self._computed, self._types = model, proto, computed, types
-        self._budget, self._any_order = budget, frozenset(any_order)
+        self._budget = budget
         self._sizes: Sizes = {}
         self.is_heavy = weight_bytes(proto) > _MOST_WEIGHTS
         self._stages: list[_Stage] = []
@@ -282,21 +277,9 @@ class StagedModel:
     def _run_stage(self, stage: _Stage, values: Mapping[str, Any], sample: int) -> dict[str, Array]:
         if stage.session is None:
             alone = self.is_heavy or len(self._stages) == 1
-            asked = stage.part, stage.outputs, values, self._free(stage.part)
-            stage.session, stage.in_blocks = self._model.segment(*asked, alone=alone)
+            stage.session = self._model.segment(stage.part, stage.outputs, values, alone=alone)
         inputs = {name: values[name] for name in stage.session.inputs if name in values}
-        blocks = stage.in_blocks
-        names = list(dict.fromkeys(blocks.get(name, name) for name in stage.outputs))
-        found = run(stage.session, names, inputs, sample)
-        return {n: as_blocked(found[blocks[n]]) if n in blocks else found[n] for n in stage.outputs}
-
-    def _free(self, part: Segment) -> frozenset[str]:
-        """Values that may stay in blocks; none where the weights outweigh the savings: they are written anew."""
-        if self.is_heavy or not self._model.has_blocks:
-            return frozenset()
-        free = self._any_order.intersection(part.observed).difference(part.passed_on)
-        saved = sum(self._sizes.get(name, 0) for name in free)
-        return free if weight_bytes(self._proto) <= max(saved, _LITTLE) else frozenset()
+        return run(stage.session, stage.outputs, inputs, sample)
 
     def _plan(self, feed: Mapping[str, Any], sample: int) -> None:
         """Cuts the graph into stages for feeds of this size; again only when a larger one comes."""

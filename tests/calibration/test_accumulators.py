@@ -1,10 +1,8 @@
-"""What is kept of a tensor: exact histograms, ranges by channel, blocks of channels; what follows from another."""
+"""What is kept of a tensor: exact histograms, ranges by channel; what follows from another."""
 
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
@@ -14,7 +12,6 @@ from kenosis_ort.calibration import (
     CalibrationTable,
     accumulators,
     collector,
-    part_session as session,
 )
 from kenosis_ort.calibration.accumulators import (
     Accumulator,
@@ -23,10 +20,8 @@ from kenosis_ort.calibration.accumulators import (
     exponent_of,
     extremes,
     extremes_and_some,
-    pick,
     unions_of,
 )
-from kenosis_ort.calibration.part_session import Blocked, ObservedModel, Segment, SessionSettings, in_order
 from kenosis_ort.calibration.statistics import HALF, Extremes, Histogram, TensorStatistics
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
@@ -149,89 +144,19 @@ def test_counts_are_checked_and_frozen() -> None:
         histogram.counts[0] = 1
 
 
-# ---- values in blocks of channels ------------------------------------------------------------------------------------
+# ---- every some element ----------------------------------------------------------------------------------------------
 
 
-CHANNELS = ("wide", "odd", "end")  # 32, 27 and 32, of 8 or 16 a block: full ones, and one that is not
-
-
-NET = parse(  # three Convs, the second of channels that fill no whole number of blocks
-    """(float[n,4,40,41] x) => (float[n,32,40,41] end)
-    <float[32,4,3,3] w_wide, float[27,32,3,3] w_odd, float[32,27,3,3] w_end> {
-    c_wide = Conv <pads = [1, 1, 1, 1]> (x, w_wide)  wide = Relu (c_wide)
-    c_odd = Conv <pads = [1, 1, 1, 1]> (wide, w_odd)  odd = Relu (c_odd)
-    c_end = Conv <pads = [1, 1, 1, 1]> (odd, w_end)  end = Sigmoid (c_end) }""",
-    ir_version=8,
-)
-
-
-def samples() -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(1)
-    return [{"x": rng.normal(0, 1, (2, 4, 40, 41)).astype(np.float32)} for _ in range(3)]
-
-
-@pytest.mark.parametrize("channels", [{}, {"wide": 1, "end": -3}])
-@pytest.mark.parametrize("budget", [2**29, 1 << 20])
-@pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
-def test_statistics_are_those_of_values_in_order(options, budget, channels, monkeypatch):
-    names = [*CHANNELS, *(f"c_{name}" for name in CHANNELS)]
-    found = swept(NET, samples(), names, channels=channels, fetch_budget=budget, **options)
-    monkeypatch.setattr(session, "without_reorders", lambda *_: {})
-    plain = swept(NET, samples(), names, channels=channels, fetch_budget=budget, **options)
-    assert found.tensors == plain.tensors
-
-
-def test_full_blocks_come_as_they_are_and_only_where_any_order_does() -> None:
-    part = Segment(0, len(NET.graph.node), ("x",), CHANNELS, ())
-    feed = samples()[0]
-    with ObservedModel(NET, SessionSettings(threads=1)) as observed:
-        blocked, held = observed.segment(part, part.observed, feed, ("wide", "odd"))
-        if not held:
-            pytest.skip("this processor has no blocks")
-        plain, _ = observed.segment(part, part.observed, feed)
-        assert set(held) == {"wide"}
-        wanted = dict(zip(CHANNELS, plain.run(list(CHANNELS), feed), strict=True))
-        for name, array in wanted.items():
-            (got,) = blocked.run([held.get(name, name)], feed)
-            assert got.shape == array.shape
-            assert np.array_equal(got, array) == (name not in held)
-            np.testing.assert_array_equal(np.sort(got, axis=None), np.sort(array, axis=None))
-        assert blocked.inputs == plain.inputs
-
-
-def test_a_file_that_the_runtime_does_not_read_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, lost = swept(NET, samples(), ["wide"]), Mock(return_value={"wide": "no such value"})
-    monkeypatch.setattr(session, "without_reorders", lost)
-    monkeypatch.setattr(session.onnx, "load", Mock(return_value=onnx.ModelProto()))  # and cannot be opened
-    assert swept(NET, samples(), ["wide"]).tensors == wanted.tensors
-    assert [call.args[1] for call in lost.call_args_list] == [{"wide"}]
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> Blocked:
-    shape = [draw(st.integers(1, most)) for most in (3, 4, 40, 40)]
-    block = draw(st.sampled_from([8, 16]))
-    return np.random.default_rng(sum(shape)).standard_normal((*shape, block)).astype(np.float32).view(Blocked)
-
-
-def plain_arrays() -> st.SearchStrategy[np.ndarray]:
+def arrays() -> st.SearchStrategy[np.ndarray]:
     flat = st.integers(1, 3 * accumulators.BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
     return st.builds(np.asarray, flat, st.sampled_from([np.float16, np.float32]))
 
 
-@given(array=arrays() | plain_arrays(), stride=st.sampled_from([2, 5, 7, 11, 13, 19]))
-def test_the_elements_picked_are_those_picked_in_order(array: Any, stride: int) -> None:
-    plain = in_order(array) if isinstance(array, Blocked) else array
+@given(array=arrays(), stride=st.sampled_from([2, 5, 7, 11, 13, 19]))
+def test_elements_are_picked_by_their_stride(array: np.ndarray, stride: int) -> None:
     seen, picked = extremes_and_some(array, stride)
-    assert seen == extremes(plain)
-    wanted = np.sort(plain.reshape(-1)[::stride])
-    np.testing.assert_array_equal(np.sort(picked), wanted)
-    np.testing.assert_array_equal(np.sort(pick(array, stride)), wanted)
-
-
-@given(array=arrays(), axis=st.sampled_from([1, -3]))
-def test_channels_are_told_apart(array: Blocked, axis: int) -> None:
-    assert taken(SKETCH, array, axis=axis) == taken(SKETCH, in_order(array), axis=axis)
+    assert seen == extremes(array)
+    np.testing.assert_array_equal(picked, array[::stride])
 
 
 # ---- gates and unions, which follow from what is observed of their input ---------------------------------------------

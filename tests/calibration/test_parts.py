@@ -119,7 +119,7 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch:
     with ObservedModel(model, SessionSettings(threads=1)) as observed:
         assert len(list(tmp_path.iterdir())) == 1
         name = model.graph.node[0].output[0]
-        part, _ = observed.segment(Segment(0, 1, ("x",), (name,), ()), [name], feed)
+        part = observed.segment(Segment(0, 1, ("x",), (name,), ()), [name], feed)
         for opened in (observed.session([name]), part):
             assert opened.run([name], feed)[0].shape == (feed["x"].shape[0], 128)
     assert not list(tmp_path.iterdir())
@@ -256,7 +256,7 @@ def test_one_part_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.collect()
         assert not any(each() is not None for each in opened)
         made = segment(self, *arguments, **options)
-        opened.append(weakref.ref(made[0]))
+        opened.append(weakref.ref(made))
         return made
 
     monkeypatch.setattr(ObservedModel, "segment", alone)
