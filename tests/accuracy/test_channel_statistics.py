@@ -1,7 +1,6 @@
 """Statistics by channel: equal to numpy, known from BatchNormalization alone, and means behind an activation."""
 
 import numpy as np
-import onnx
 import pytest
 
 from kenosis_ort.accuracy import channel_statistics as found_by
@@ -103,22 +102,22 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def net(line: str) -> onnx.ModelProto:
+def net(line):
     text = f"(float[N,3,4,5] x) => (float[N,3,4,5] y) {{ v = Identity (x)  {line}  y = Identity (z) }}"
     return planning.parse(text, {"low": np.float32(-0.5), "high": np.float32(1.5), "two": np.float32(2)})
 
 
-def response(line: str) -> found_by.Response:
+def response(line):
     graph = LiveGraph(net(line))
     return found_by.Response(graph, behind_v(graph), 4, 1)
 
 
-def behind_v(graph: LiveGraph) -> found_by.Activation:
+def behind_v(graph):
     """The activation behind what the first node writes."""
     return found_by.activation_behind(graph, graph.nodes[0].outputs[0])
 
 
-def test_bounds() -> None:
+def test_bounds():
     for line, bounds in ACTIVATIONS.values():
         graph = LiveGraph(net(line))
         assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds, line
@@ -126,7 +125,7 @@ def test_bounds() -> None:
     assert found_by.clip_bounds(LiveGraph(net("z = Relu (v)")), [old]) == (-1.0, 6.0)
 
 
-def test_a_shift_moves_the_mean_behind_to_where_it_should_be() -> None:
+def test_a_shift_moves_the_mean_behind_to_where_it_should_be():
     arrays = [models.normal((1, 3, 4, 5), seed) for seed in range(64)]
     found, true = response("z = Relu (v)"), np.array([0.3, 0.0, -0.2])
     expected = np.concatenate([found.means(a, true) for a in arrays])

@@ -1,13 +1,10 @@
 """How far outputs are apart: by what they are for, by signal and noise, and by a metric of the caller's."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
@@ -113,12 +110,11 @@ def test_columns_whose_number_depends_on_the_data_and_infinite_elements_are_equa
 
 
 _KINDS = {
-    "classes": lambda rng: rng.normal(size=(3, 7)),
-    "probabilities": lambda rng: softmax(rng.normal(size=(3, 7))),
+    "classes": lambda rng: rng.normal(size=(3, 7)), "probabilities": lambda rng: softmax(rng.normal(size=(3, 7))),
     "positions": lambda rng: detector(60, seed=int(rng.integers(1000))),
     "boxes without an object": lambda rng: detector(60, seed=3) * (rng.random() < 0.5),
     "dense": lambda rng: 1e4 + rng.normal(size=(1, 2, 5, 5)),
-}
+}  # fmt: skip
 
 
 @given(st.sampled_from(sorted(_KINDS)), st.integers(2, 6), st.integers(0, 10**6))
@@ -152,13 +148,13 @@ finite = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elemen
 
 
 @given(finite, st.floats(0.0009765625, 0.5, width=32))
-def test_sqnr_of_equal_and_of_scaled_signals(x: np.ndarray, error: float) -> None:
+def test_sqnr_of_equal_and_of_scaled_signals(x, error):
     assert sqnr_db(x, x) == math.inf
     if np.any(x):
         assert sqnr_db(x, x.astype(np.float64) * (1 + error)) == pytest.approx(-20 * math.log10(error), abs=1e-3)
 
 
-def test_sqnr_edge_cases() -> None:
+def test_sqnr_edge_cases():
     zero, one = np.zeros(3), np.ones(3)
     assert sqnr_db(zero, zero) == math.inf
     assert sqnr_db(zero, one) == -math.inf
@@ -170,13 +166,13 @@ def test_sqnr_edge_cases() -> None:
         sqnr_db(zero, np.ones(4))
 
 
-def _net(quantized: bool) -> onnx.ModelProto:
+def _net(quantized):
     g = QdqGraph(seed=3)
     x = g.input((4, 32))
     return g.model(g.gemm(g.q(x) if quantized else x, weight="dq" if quantized else "float"))
 
 
-def test_compare_outputs() -> None:
+def test_compare_outputs():
     reference, quantized = _net(False), _net(True)
     name = quantized.graph.output[0].name
     reference.graph.node[-1].output[0] = reference.graph.output[0].name = name
@@ -192,8 +188,8 @@ def test_compare_outputs() -> None:
 
 
 @pytest.mark.parametrize(("shape", "agreement"), [((1, 2, 2), 0.5), ((1, 2, 1, 2), 0.0)], ids=["rows", "maps"])
-def test_the_largest_is_sought_among_the_last_or_among_channels(shape: tuple[int, ...], agreement: float) -> None:
-    def adds(values: list[float]) -> onnx.ModelProto:
+def test_the_largest_is_sought_among_the_last_or_among_channels(shape, agreement):
+    def adds(values):
         held = np.array(values, np.float32).reshape(shape)
         return parse(f"(float{list(shape)} x) => (y) {{ y = Add (x, s) }}", {"s": held})
 
@@ -201,8 +197,8 @@ def test_the_largest_is_sought_among_the_last_or_among_channels(shape: tuple[int
     assert found.agreement == agreement
 
 
-def test_samples_with_another_number_of_rows_are_counted_and_not_compared() -> None:
-    def positive(shift: float) -> onnx.ModelProto:
+def test_samples_with_another_number_of_rows_are_counted_and_not_compared():
+    def positive(shift):
         text = """(float[n] x) => (float[m] y, int64[1] k) {
             z = Add (x, s)  zero = Sub (s, s)  keep = Greater (z, zero)  y = Compress (z, keep)  k = Shape (y) }"""
         return parse(text, {"s": np.float32(shift)})
@@ -214,7 +210,7 @@ def test_samples_with_another_number_of_rows_are_counted_and_not_compared() -> N
     assert (count.skipped, count.floating, count.equal) == (0, False, 0.5)
 
 
-def test_compare_outputs_refuses_other_outputs_and_bad_samples() -> None:
+def test_compare_outputs_refuses_other_outputs_and_bad_samples():
     reference = _net(False)
     with pytest.raises(VerificationError, match="no output"):
         compare_outputs(reference, _net(True), [])
@@ -229,7 +225,7 @@ LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
 REFERENCE = [{"y": np.eye(3)[label][None]} for label in LABELS]
 
 
-def labelled(outputs: Any, reference: Any, indices: Any) -> float:
+def labelled(outputs, reference, indices):
     """Top-1 against labels."""
     del reference
     return float(np.mean([o["y"].argmax() == LABELS[i] for o, i in zip(outputs, indices, strict=True)]))
@@ -238,34 +234,34 @@ def labelled(outputs: Any, reference: Any, indices: Any) -> float:
 class Accuracy:
     """The same in the manner of torchmetrics."""
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
+    def __init__(self):
+        self.seen = []
         self.right = 0
 
-    def update(self, outputs: Any, reference: Any, index: int) -> None:
+    def update(self, outputs, reference, index):
         self.right += int(outputs["y"].argmax() == LABELS[index])
         self.seen.append(index)
 
-    def compute(self) -> float:
+    def compute(self):
         return self.right / len(self.seen)
 
-    def reset(self) -> None:
+    def reset(self):
         self.seen, self.right = [], 0
 
 
 class Called:
     """An object that is called as a function is."""
 
-    def __call__(self, outputs: Any, reference: Any) -> float:
+    def __call__(self, outputs, reference):
         return float(len(outputs))
 
 
-def _pairs(indices: Sequence[int], wrong: int = 0) -> list[Any]:
+def _pairs(indices, wrong=0):
     outputs = [{"y": np.roll(REFERENCE[i]["y"], n < wrong, axis=1)} for n, i in enumerate(indices)]
     return [(o, REFERENCE[i]) for o, i in zip(outputs, indices, strict=True)]
 
 
-def test_both_kinds_find_labels_by_the_samples_numbers_and_say_the_same_of_the_parts_too() -> None:
+def test_both_kinds_find_labels_by_the_samples_numbers_and_say_the_same_of_the_parts_too():
     metric = Accuracy()
     metric.update(*_pairs([0])[0], 0)
     for checked in map(check_metric, (labelled, metric)):
@@ -277,7 +273,7 @@ def test_both_kinds_find_labels_by_the_samples_numbers_and_say_the_same_of_the_p
     assert metric.seen == [], "reset before and after"
 
 
-def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told() -> None:
+def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told():
     for metric, value in (
         (lambda outputs, reference: float(len(outputs) == len(reference) == 4), 1.0),
         (lambda outputs, reference, threshold=0.5: threshold, 0.5),
@@ -293,7 +289,7 @@ def test_metrics_of_two_arguments_go_on_and_indices_with_a_default_are_told() ->
 
 
 class Broken(Accuracy):
-    def update(self, outputs: Any, reference: Any, index: int) -> None:
+    def update(self, outputs, reference, index):
         raise KeyError("logits")
 
 
@@ -302,7 +298,7 @@ class Broken(Accuracy):
     (lambda a, b, *, labels: 0.0, "labels"), (Accuracy, "is a class"), ("accuracy", "cannot be called"),
     (0.5, "cannot be called"), (SimpleNamespace(update=max, compute=float), "no reset"),
 ])  # fmt: skip
-def test_wrong_shapes_are_refused_at_once(metric: Any, message: str) -> None:
+def test_wrong_shapes_are_refused_at_once(metric, message):
     with pytest.raises(ArgumentTypeError, match=message) as caught:
         check_metric(metric)
     assert "metric" in str(caught.value)
@@ -313,19 +309,19 @@ def test_wrong_shapes_are_refused_at_once(metric: Any, message: str) -> None:
     (lambda o, r: 1 / 0, "raised ZeroDivisionError"), (lambda o, r: np.array([1.0, 2.0]), "returned ndarray"),
     (Broken(), "raised KeyError"),
 ])  # fmt: skip
-def test_a_broken_metric_is_said(metric: Any, message: str) -> None:
+def test_a_broken_metric_is_said(metric, message):
     with pytest.raises(OptionError, match=message):
         check_metric(metric).score(_pairs([0, 1]), [0, 1])
 
 
-def test_a_metric_that_parts_break_has_no_interval() -> None:
+def test_a_metric_that_parts_break_has_no_interval():
     whole_only = check_metric(lambda outputs, reference: 1 / (len(outputs) == 10))
     found = whole_only.score(_pairs(range(10)), range(10))
     assert (found.value, found.parts) == (1.0, ())
 
 
 @given(st.integers(0, 300))
-def test_parts_are_all_samples_once(count: int) -> None:
+def test_parts_are_all_samples_once(count):
     bounds = part_bounds(count)
     assert [i for a, b in bounds for i in range(a, b)] == (list(range(count)) if bounds else [])
     assert all(b - a >= 2 for a, b in bounds)
@@ -333,5 +329,5 @@ def test_parts_are_all_samples_once(count: int) -> None:
 
 
 @given(st.floats(0, 1), st.floats(-1, 1))
-def test_budget(allowed: float, lost: float) -> None:
+def test_budget(allowed, lost):
     assert is_within(lost, allowed) == (lost <= allowed + 1e-9 * (1 + allowed))

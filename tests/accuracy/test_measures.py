@@ -1,51 +1,47 @@
 """What every measure keeps, what intervals hold, and what measure an output gets by operator, shape and values."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given, strategies as st
-from onnx import helper
 
 from kenosis_ort.accuracy import measures
 from kenosis_ort.accuracy.error import quantile
 from kenosis_ort.accuracy.find_measures import find_measures
 
 
-def softmax(x: Any, axis: int = -1) -> Any:
+def softmax(x, axis=-1):
     e = np.exp(x - x.max(axis=axis, keepdims=True))
     return (e / e.sum(axis=axis, keepdims=True)).astype(np.float32)
 
 
-def sigmoid(x: Any) -> Any:
+def sigmoid(x):
     return (1 / (1 + np.exp(-x))).astype(np.float32)
 
 
-def boxes_of(rng: np.random.Generator, count: int) -> Any:
+def boxes_of(rng, count):
     """Boxes by their corners."""
     low = rng.uniform(0, 80, (1, count, 2))
     return np.concatenate([low, low + rng.uniform(5, 20, (1, count, 2))], axis=-1).astype(np.float32)
 
 
-def _scores(*shape: int, into: Any = np.float32) -> Any:
+def _scores(*shape, into=np.float32):
     """Function that makes an output of this shape from noisy scores."""
     return lambda rng, noise: {"y": into(rng.normal(size=shape) * 3 + noise * rng.normal(size=shape))}
 
 
-def _ids(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+def _ids(rng, noise):
     x = rng.integers(0, 50, (1, 12))
     return {"y": np.where(rng.uniform(size=x.shape) < 0.3 * noise, 1 + x, x)}
 
 
-def _boxes(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+def _boxes(rng, noise):
     boxes = boxes_of(rng, 6)
     scores = rng.uniform(size=(1, 6, 3)) * np.array([1.0, 0.6, 0.3])
     return {"y": boxes + 8 * noise * rng.normal(size=boxes.shape), "s": scores}
 
 
-CASES: list[tuple[measures.Measure, Any]] = [
+CASES = [
     (measures.ClassAgreement("y"), _scores(2, 5)), (measures.ClassAgreement("y", "token"), _scores(1, 7, 11)),
     (measures.YesOrNo("y"), _scores(1, 1, into=sigmoid)), (measures.SameTokens("y"), _ids),
     (measures.MaskOverlap("y"), _scores(1, 1, 9, 9, into=sigmoid)),
@@ -58,17 +54,17 @@ by_measure = pytest.mark.parametrize(
 )
 
 
-def _outputs(make: Any, seed: int, noise: float, count: int) -> list[Mapping[str, np.ndarray]]:
+def _outputs(make, seed, noise, count):
     return [make(np.random.default_rng([seed, i]), noise) for i in range(count)]
 
 
-def _measured(measure: measures.Measure, outputs: Any, reference: Any) -> measures.Measured:
+def _measured(measure, outputs, reference):
     return measures.measure_pairs([measure], zip(outputs, reference, strict=True))[0]
 
 
 @by_measure
 @given(seed=st.integers(0, 2**16), noise=st.floats(0.0, 3.0), count=st.integers(1, 12))
-def test_bounds_and_interval(measure: measures.Measure, make: Any, seed: int, noise: float, count: int) -> None:
+def test_bounds_and_interval(measure, make, seed, noise, count):
     found = _measured(measure, _outputs(make, seed, noise, count), _outputs(make, seed, 0.0, count))
     assert found.samples == count
     assert found.value >= 0.0
@@ -82,7 +78,7 @@ def test_bounds_and_interval(measure: measures.Measure, make: Any, seed: int, no
 
 @by_measure
 @given(seed=st.integers(0, 2**16), count=st.integers(1, 10))
-def test_the_reference_itself_is_perfect(measure: measures.Measure, make: Any, seed: int, count: int) -> None:
+def test_the_reference_itself_is_perfect(measure, make, seed, count):
     reference = _outputs(make, seed, 0.0, count)
     found = _measured(measure, reference, reference)
     assert found.value == found.float_value == (1.0 if found.higher_is_better else 0.0)
@@ -91,14 +87,14 @@ def test_the_reference_itself_is_perfect(measure: measures.Measure, make: Any, s
 
 
 @by_measure
-def test_noise_costs(measure: measures.Measure, make: Any) -> None:
+def test_noise_costs(measure, make):
     reference = _outputs(make, 3, 0.0, 30)
     less, more = (_measured(measure, _outputs(make, 3, noise, 30), reference).loss for noise in (0.3, 2.0))
     assert less < more
 
 
 @by_measure
-def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: measures.Measure, make: Any) -> None:
+def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure, make):
     reference = _outputs(make, 5, 0.0, 3)
     spoilt = [lambda x: np.full_like(x, np.nan) if x.dtype.kind == "f" else x + 1]
     if not isinstance(measure, measures.DetectionF1):  # boxes without scores are no output of any model
@@ -108,14 +104,14 @@ def test_values_that_are_no_numbers_and_other_shapes_are_lost(measure: measures.
         assert _measured(measure, outputs, reference).loss > 0.4
 
 
-def test_expected_agreement_is_what_many_samples_say() -> None:
+def test_expected_agreement_is_what_many_samples_say():
     """Margins and noise of few samples tell the loss that many show, closer than counting these few."""
     rng = np.random.default_rng(0)
     margin, noise = 6.0, 0.55
     scores = rng.normal(size=(40_000, 10)).astype(np.float32) * margin
     noisy = scores + noise * rng.normal(size=scores.shape).astype(np.float32)
 
-    def of_rows(count: int, start: int = 0) -> measures.Measured:
+    def of_rows(count, start=0):
         parts = [slice(at, at + 64) for at in range(start, start + count, 64)]
         both = ([{"y": rows[p]} for p in parts] for rows in (noisy, scores))
         return _measured(measures.ClassAgreement("y"), *both)
@@ -130,21 +126,21 @@ def test_expected_agreement_is_what_many_samples_say() -> None:
     assert many.loss_for(0.005) == many.loss
 
 
-def test_relative_error_is_an_amplitude() -> None:
+def test_relative_error_is_an_amplitude():
     signal = np.random.default_rng(1).normal(size=(1, 3, 64, 64)) + 7.0
     reference = [{"y": signal}]
     off = [{"y": signal + 0.01 * signal.std() * np.sign(np.random.default_rng(2).normal(size=signal.shape))}]
     assert _measured(measures.RelativeError("y"), off, reference).value == pytest.approx(0.01, rel=1e-6)
 
 
-def test_the_output_that_lost_most_speaks() -> None:
+def test_the_output_that_lost_most_speaks():
     a, b = (measures.Measured(n, "share", v, 1.0, 9, 9) for n, v in (("a", 0.9), ("b", 0.99)))
     error = measures.Measured("e", "share", 0.3, 0.0, 9, 9, higher_is_better=False)
     assert measures.worst([b, a]) is a
     assert measures.worst([b, a, error]) is error
 
 
-def test_boxes_are_matched_by_class_and_overlap() -> None:
+def test_boxes_are_matched_by_class_and_overlap():
     layout = measures.BoxLayout("boxes", "scores", label="labels")
     boxes = np.array([[0, 0, 10, 10], [1, 0, 10, 10], [50, 50, 60, 60.0]])[None]
     one = {"boxes": boxes, "scores": np.array([[0.9, 0.8, 0.7]]), "labels": np.array([[1, 1, 2]])}
@@ -157,7 +153,7 @@ def test_boxes_are_matched_by_class_and_overlap() -> None:
     assert measures.overlaps(boxes[0], boxes[0])[0, 2] == 0.0
 
 
-def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
+def test_centers_columns_and_transposed_heads_are_the_same_boxes():
     corners = np.array([[10, 10, 30, 50], [60, 20, 80, 30.0]])
     centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
     scores = np.array([[0.9, 0.1], [0.2, 0.8]])
@@ -170,19 +166,19 @@ def test_centers_columns_and_transposed_heads_are_the_same_boxes() -> None:
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
-def test_wilson_is_within_bounds_and_holds_the_share(count: int, share: float) -> None:
+def test_wilson_is_within_bounds_and_holds_the_share(count, share):
     low, high = measures.wilson(share, count)
     assert 0.0 <= low <= share <= high <= 1.0
 
 
-def test_wilson_as_published() -> None:
+def test_wilson_as_published():
     """Two hundred of two hundred: the loss may be 1.9 %, and half a percent is not told."""
     assert measures.wilson(1.0, 200) == (pytest.approx(0.98115, abs=1e-5), 1.0)
     assert measures.wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 SHARE = measures.YesOrNo("y").value
-INTERVALS: dict[str, Any] = {
+INTERVALS = {
     "wilson": lambda x: measures.wilson(x.mean(), 200),
     "bootstrap": lambda x: measures.bootstrap(np.stack([x, np.ones(200)], axis=1).astype(float), SHARE),
     "parts": lambda x: measures.of_parts(x.mean(), x.reshape(10, 20).mean(axis=1), samples=200, scale=1.0),
@@ -190,24 +186,24 @@ INTERVALS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", INTERVALS)
-def test_coverage(kind: str) -> None:
+def test_coverage(kind):
     seen = np.random.default_rng(0).uniform(size=(200, 200)) < 0.9
     held = [low <= 0.9 <= high for low, high in map(INTERVALS[kind], seen)]
     assert 0.88 <= np.mean(held) <= 0.995
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.sampled_from([0.0, 0.025, 0.9, 0.975, 1.0]))
-def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
+def test_a_quantile_is_numpys(values, share):
     rows = np.array([values, values[::-1]]).T
     np.testing.assert_array_equal(quantile(rows, share), np.quantile(rows, share, axis=0))
 
 
-def test_few_samples_tell_no_interval() -> None:
+def test_few_samples_tell_no_interval():
     assert measures.bootstrap(np.ones((measures.LEAST_SAMPLES - 1, 2)), SHARE) is None
     assert measures.of_parts(0.5, np.ones(3), samples=3, scale=1.0) is None
 
 
-def test_nothing_seen_to_change_may_still_change() -> None:
+def test_nothing_seen_to_change_may_still_change():
     low, high = measures.of_parts(0.9, np.zeros(10), samples=300, scale=1.0) or (0.0, 0.0)
     assert 0.005 < 0.9 - low < 0.02
     assert high - 0.9 == pytest.approx(0.9 - low)
@@ -219,29 +215,29 @@ def test_nothing_seen_to_change_may_still_change() -> None:
 RNG = np.random.default_rng(0)
 
 
-def graph(**outputs: Sequence[str]) -> onnx.GraphProto:
+def graph(**outputs):
     """Returns a graph whose outputs are each behind a chain of operators."""
     made = onnx.GraphProto(name="net", output=[onnx.ValueInfoProto(name=name) for name in outputs])
     for name, chain in outputs.items():
         values = ["x", *(f"{name}_{at}" for at in range(len(chain) - 1)), name]
-        made.node.extend(map(helper.make_node, chain, zip(values), zip(values[1:])))
+        made.node.extend(map(onnx.helper.make_node, chain, zip(values), zip(values[1:])))
     return made
 
 
-def kind_of(chain: Sequence[str], arrays: Sequence[Any], fed: Any = None) -> str:
+def kind_of(chain, arrays, fed=None):
     feeds = [] if fed is None else [{"x": fed}]
     found = find_measures(graph(y=chain), [{"y": np.asarray(a)} for a in arrays], feeds)
     return found[0].name.split(" ")[0] if found else ""
 
 
-def normal(*shape: int, count: int = 16, scale: float = 4.0) -> list[Any]:
+def normal(*shape, count=16, scale=4.0):
     return [RNG.normal(size=shape).astype(np.float32) * scale for _ in range(count)]
 
 
 LANDMARKS = [(RNG.normal(size=(1, 20)) + np.arange(20) * 5).astype(np.float32) for _ in range(16)]
 SMOOTH = [sigmoid(RNG.normal(size=(1, 1, 16, 16))) for _ in range(4)]
 
-KINDS: list[tuple[str, Sequence[str], Sequence[Any], Any]] = [
+KINDS = [
     ("top-1", ["Softmax"], [softmax(a) for a in normal(1, 10)], None),
     ("top-1", ["Softmax", "Reshape"], [softmax(a) for a in normal(2, 10, count=1)], None),
     ("top-1", ["LogSoftmax"], [np.log(softmax(a)) for a in normal(1, 10)], None),
@@ -279,27 +275,27 @@ KINDS: list[tuple[str, Sequence[str], Sequence[Any], Any]] = [
 ]  # fmt: skip
 
 
-def _case(case: tuple[str, Sequence[str], Sequence[Any], Any]) -> str:
+def _case(case):
     return f"{case[0] or 'none'}-{'-'.join(case[1]) or 'input'}-{np.shape(case[2][0]) if len(case[2]) else ()}"
 
 
 @pytest.mark.parametrize(("expected", "chain", "arrays", "fed"), KINDS, ids=list(map(_case, KINDS)))
-def test_kinds(expected: str, chain: Sequence[str], arrays: Sequence[Any], fed: Any) -> None:
+def test_kinds(expected, chain, arrays, fed):
     assert kind_of(chain, arrays, fed) == expected
 
 
-def test_a_mask_of_the_shape_of_a_picture_is_none_where_it_is_the_picture() -> None:
+def test_a_mask_of_the_shape_of_a_picture_is_none_where_it_is_the_picture():
     masks = [sigmoid(a) for a in normal(1, 1, 16, 16, count=4, scale=20.0)]
     for fed, expected in ((masks, "relative"), (normal(1, 1, 16, 16, count=4), "mask")):
         outputs, feeds = [{"y": m} for m in masks], [{"x": f} for f in fed]
         assert find_measures(graph(y=["Sigmoid"]), outputs, feeds)[0].name.startswith(expected)
 
 
-def _found(chain: dict[str, Sequence[str]], samples: Sequence[dict[str, Any]]) -> str:
+def _found(chain, samples):
     return " ".join(m.name.split(" ")[0] for m in find_measures(graph(**chain), samples))
 
 
-def test_boxes_beside_scores() -> None:
+def test_boxes_beside_scores():
     heads = {"boxes": ["Concat"], "scores": ["Softmax"]}
     scores = [softmax(RNG.normal(size=(1, 50, 3)) * 4 + np.array([3, 0, 0])) for _ in range(6)]
     assert _found(heads, [{"boxes": boxes_of(RNG, 50), "scores": s} for s in scores]) == "F1"
@@ -309,14 +305,14 @@ def test_boxes_beside_scores() -> None:
     assert _found({**heads, "scores": ["Mul"]}, few) == "relative relative"
 
 
-def test_boxes_of_changing_number_with_labels() -> None:
+def test_boxes_of_changing_number_with_labels():
     heads = {"boxes": ["Gather"], "scores": ["Gather"], "labels": ["Gather"]}
     seen = [(boxes_of(RNG, n)[0], RNG.uniform(size=n).astype(np.float32), RNG.integers(0, 3, n)) for n in (4, 7, 2)]
     assert _found(heads, [dict(zip(heads, each, strict=True)) for each in seen]) == "F1"
 
 
-def test_boxes_in_columns() -> None:
-    def head(*, centers: bool) -> Any:
+def test_boxes_in_columns():
+    def head(*, centers):
         boxes = boxes_of(RNG, 80)
         if centers:
             boxes = np.concatenate([(boxes[..., :2] + boxes[..., 2:]) / 2, boxes[..., 2:] - boxes[..., :2]], axis=-1)
@@ -331,7 +327,7 @@ def test_boxes_in_columns() -> None:
     assert kind_of(["Gather"], [listed.astype(np.float32)]) == "F1"
 
 
-def test_texts_of_any_length_have_no_columns() -> None:
+def test_texts_of_any_length_have_no_columns():
     texts = [normal(1, length, 8, count=1)[0] for length in (9, 12, 5)]
     assert kind_of(["LayerNormalization"], texts) == "relative"
     shares = [sigmoid(a.swapaxes(-1, -2)) for a in texts]
@@ -340,7 +336,7 @@ def test_texts_of_any_length_have_no_columns() -> None:
     assert "F1" not in _found({"boxes": ["Concat"], "scores": ["Sigmoid"]}, samples)
 
 
-def test_features_beside_a_decision_are_not_the_measure() -> None:
+def test_features_beside_a_decision_are_not_the_measure():
     heads = {"features": ["Relu"], "logits": ["Gemm"]}
     samples = [{"features": f, "logits": y} for f, y in zip(normal(1, 32), normal(1, 10), strict=True)]
     assert _found(heads, samples) == "top-1"

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 import kenosis_ort
-from kenosis_ort import BenchReport, CalibrationError, OptionError, VerificationError
+from kenosis_ort import CalibrationError, OptionError, VerificationError
 from kenosis_ort.bench import doctor
 from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
 from kenosis_ort.bench.harness import Verdict
@@ -22,12 +21,12 @@ from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from tests.flow.support import make
 from tests.models import FeedReader, conv_relu_chain, feeds, mlp, net_with_if, residual_block
 from tests.planning import parse
-from tests.processor import VNNI, X86, Pretend
+from tests.processor import VNNI, X86
 
 QUICK = {"rounds": 2, "budget_s": 0.3, "warmup": 1}
 
 
-def quick(models, given=None, **keywords) -> BenchReport:
+def quick(models, given=None, **keywords):
     return kenosis_ort.bench(models, given, **{**QUICK, **keywords})
 
 
@@ -40,12 +39,12 @@ WITHOUT_KERNEL.graph.node[0].op_type = "NoSuchOperator"
 TWO = [{"x": np.zeros((2, 6), np.float32)}]
 
 
-def refusing(rows: int) -> onnx.ModelProto:
+def refusing(rows):
     """A model that loads and runs only with batches of so many rows."""
     return parse(f"(float[n,6] x) => (float[{rows},6] y) <int64[2] s = {{{rows}, 6}}> {{ y = Reshape (x, s) }}")
 
 
-def test_paths_bytes_and_protos(tmp_path: Path):
+def test_paths_bytes_and_protos(tmp_path):
     before, paths = CHAIN.SerializeToString(), [tmp_path / folder / "m.onnx" for folder in ("a", "b")]
     for path in paths:
         path.parent.mkdir()
@@ -74,7 +73,7 @@ def test_one_model_alone_with_a_reader_or_made_up_data():
     assert quick(parse("() => (float[4] y) <float[4] c> { y = Neg (c) }")).models[0].runs > 0, "or without inputs"
 
 
-def test_external_data_counts(tmp_path: Path):
+def test_external_data_counts(tmp_path):
     outside = tmp_path / "outside.onnx"
     onnx.save_model(mlp(), outside, save_as_external_data=True, location="w.bin", size_threshold=0)
     bare = onnx.load_model(outside, load_external_data=False)
@@ -86,7 +85,7 @@ def test_external_data_counts(tmp_path: Path):
 @pytest.mark.parametrize(("broken", "reason"), [
     (b"no model", ""), (WITHOUT_KERNEL, ""), (Path("no/such/model.onnx"), ""), (refusing(3), "does not run"),
 ])  # fmt: skip
-def test_a_model_that_does_not_load_or_run_is_named_and_left_out(broken: Any, reason: str):
+def test_a_model_that_does_not_load_or_run_is_named_and_left_out(broken, reason):
     report = quick({"good": refusing(2), "broken": broken, "also good": refusing(2)}, TWO)
     assert [t.name for t in report.models] == ["good", "also good"]
     assert [gone.name for gone in report.left_out] == ["broken"]
@@ -95,7 +94,7 @@ def test_a_model_that_does_not_load_or_run_is_named_and_left_out(broken: Any, re
     assert "left out: broken" in str(report)
 
 
-REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+REFUSED = [
     (b"no model", DATA, {}, VerificationError, "the model cannot be timed"),
     ("no/such/model.onnx", None, {}, VerificationError, r"the model cannot be timed.*does not exist"),
     ([WITHOUT_KERNEL, CHAIN], DATA, {}, VerificationError, "the baseline model cannot be timed"),
@@ -116,7 +115,7 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("models", "data", "options", "kind", "text"), REFUSED)
-def test_what_is_refused(models: Any, data: Any, options: Any, kind: type[Exception], text: str):
+def test_what_is_refused(models, data, options, kind, text):
     """The only model or the baseline that does not run, other inputs, no model, feeds that do not fit, options."""
     with pytest.raises(kind, match=text):
         quick(models, data, **options)
@@ -141,7 +140,7 @@ def test_json_and_text():
 # ---- times by operator, told by the model's own nodes ---------------------------------------------------------------
 
 
-def test_every_conv_is_timed_once_under_its_own_name(tmp_path: Path):
+def test_every_conv_is_timed_once_under_its_own_name(tmp_path):
     model = residual_block()
     few, before = feeds(model, 2), model.SerializeToString()
     onnx.save(model, tmp_path / "m.onnx")
@@ -171,7 +170,7 @@ def test_wrong_feeds_and_none_are_errors():
             profile_ops(model, given)
 
 
-def test_evidence_of_a_net_with_a_body(tmp_path: Path):
+def test_evidence_of_a_net_with_a_body(tmp_path):
     model, few = net_with_if(), feeds(net_with_if(), 3)
     made = make(model, tmp_path, few, rewrites=False)
     held = gather_evidence(model, made.written)
@@ -188,7 +187,7 @@ INTEGER = ("uint8 x int8", "int8 x int8", "uint8 x uint8")
 
 
 def test_each_type_of_each_operator_is_timed():
-    done: list[tuple[int, int | None]] = []
+    done = []
     found = kernel_speeds(budget_s=0.2, progress=lambda *count: done.append(count))
     assert done
     speeds = {(s.operator, s.types): s for s in found}
@@ -210,14 +209,14 @@ def test_each_type_of_each_operator_is_timed():
     (("asimddp",), False, "Arm: products of 8 bits are added in 32."),
     ((), True, "A processor of unknown class: products of 8 bits are added in 16"),
 ])  # fmt: skip
-def test_the_class_of_the_processor_is_named(pretend: Pretend, flags: tuple[str, ...], saturates: bool, said: str):
+def test_the_class_of_the_processor_is_named(pretend, flags, saturates, said):
     pretend(replace(VNNI, features=flags, saturates=saturates))
     notes = examine(flags=flags, budget_s=0).notes
     assert any(note.startswith(said) for note in notes)
     assert not any("7 bits" in note for note in notes)
 
 
-def test_what_does_not_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_run_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "open_session", Mock(side_effect=RuntimeError("no such kernel")))
     assert {(s.verdict, "no such kernel" in s.reason) for s in kernel_speeds(budget_s=0.1)} == {("refused", True)}
 
@@ -231,7 +230,7 @@ def test_the_examination_is_plain_data():
     assert any("no 8-bit dot product" in note for note in found.notes)
 
 
-def test_a_runtime_much_older_than_onnx_and_no_fast_integer_type_are_worth_a_note(monkeypatch: pytest.MonkeyPatch):
+def test_a_runtime_much_older_than_onnx_and_no_fast_integer_type_are_worth_a_note(monkeypatch):
     limits = RuntimeLimits(max_ir=8, max_opset=onnx.defs.onnx_opset_version() - 5, version="1.0")
     slow = (KernelSpeed("Conv", "uint8 x int8", "QLinearConv", 2.0, 0.5, "slow"),)
     monkeypatch.setattr(doctor, "runtime_limits", lambda: limits)

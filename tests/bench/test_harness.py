@@ -25,7 +25,7 @@ class FakeRunner:
     factor: float = 1.0
     ran: int = 0
 
-    def run(self, output_names: None, input_feed: Any) -> Any:
+    def run(self, output_names, input_feed):
         self.ran += 1
         self.bench.runs.append((self.name, input_feed))
         self.bench.now += self.bench.cost(self.name, self.ran) * self.factor
@@ -50,20 +50,20 @@ class FakeBench:
     opened: list[str] = field(default_factory=list)
     runs: list[tuple[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
-    def cost(self, name: str, ran: int) -> float:
+    def cost(self, name, ran):
         """Seconds of a run now."""
         found = self.seconds[name] if isinstance(self.seconds, Mapping) else self.seconds(name, ran)
         if isinstance(found, Exception):
             raise found
         return found
 
-    def open(self, name: str) -> FakeRunner:
+    def open(self, name):
         self.opened.append(name)
         self.now += self.load
         return FakeRunner(self, name, float(np.exp(self.rng.normal(0, self.spread))))
@@ -78,13 +78,13 @@ rounds = st.one_of(*(st.lists(st.tuples(each, each), min_size=1, max_size=40) fo
 series = st.lists(times, min_size=LEAST_ROUNDS, max_size=30)
 
 
-def at_a_threshold(*ratios: float) -> bool:
+def at_a_threshold(*ratios):
     """Whether rounding alone may turn the verdict."""
     return any(math.isclose(ratio, edge, rel_tol=1e-9) for ratio in ratios for edge in (1.0, MARGIN, 1 / MARGIN))
 
 
 @given(rounds, st.floats(1e-3, 1e3), st.randoms(use_true_random=False))
-def test_what_a_comparison_does_not_depend_on(pairs: list[tuple[float, float]], scale: float, order):
+def test_what_a_comparison_does_not_depend_on(pairs, scale, order):
     """The order of the series, but for the sign; the unit; the order of the rounds."""
     a, b = (list(each) for each in zip(*pairs, strict=True))
     plain, back = compare(a, b), compare(b, a)
@@ -101,7 +101,7 @@ def test_what_a_comparison_does_not_depend_on(pairs: list[tuple[float, float]], 
 
 
 @given(series, st.floats(0.2, 5.0))
-def test_a_drift_that_hits_both_alike_is_cancelled(drift: list[float], speed: float):
+def test_a_drift_that_hits_both_alike_is_cancelled(drift, speed):
     assume(not at_a_threshold(speed))
     found = compare([d * speed for d in drift], drift)
     assert found.ratio == pytest.approx(speed)
@@ -119,7 +119,7 @@ def test_a_drift_that_hits_both_alike_is_cancelled(drift: list[float], speed: fl
     ([1.001] * 8 + [1.05] * 7, [1.0] * 15, Verdict.NOISY),  # a lead below the margin with a wide interval
     ([0.0] * 8, [0.0] * 8, Verdict.SAME),
 ])  # fmt: skip
-def test_verdicts(reference: list[float], own: list[float], verdict: Verdict):
+def test_verdicts(reference, own, verdict):
     assert compare(reference, own).verdict is verdict
 
 
@@ -130,13 +130,13 @@ def test_series_that_do_not_pair_are_refused():
 
 
 @given(st.integers(LEAST_ROUNDS, 400))
-def test_the_rank_is_the_tightest_that_keeps_the_confidence(n: int):
+def test_the_rank_is_the_tightest_that_keeps_the_confidence(n):
     # Conover, Practical Nonparametric Statistics: 95 % interval of the median from ordered observations.
     assert [harness.interval_rank(n) for n in (5, 6, 9, 10, 15, 20, 25)] == [None, 1, 2, 2, 4, 6, 8]
     rank = harness.interval_rank(n)
     assert rank is not None
 
-    def coverage(k: int) -> float:
+    def coverage(k):
         return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
     assert coverage(rank) >= harness.CONFIDENCE > coverage(rank + 1)
@@ -145,8 +145,7 @@ def test_the_rank_is_the_tightest_that_keeps_the_confidence(n: int):
 # ---- rounds ---------------------------------------------------------------------------------------------------------
 
 
-def timed(fake: FakeBench, names: list[str], *, rounds: int = 4, budget_s: float = 1e6, warmup: int = 2, seed: int = 0,
-          feeds=({"x": 0},), opener=None, **keywords):  # fmt: skip
+def timed(fake, names, *, rounds=4, budget_s=1e6, warmup=2, seed=0, feeds=({"x": 0},), opener=None, **keywords):
     schedule = Schedule(rounds, fake.now + budget_s, warmup, seed)
     return time_interleaved(names, opener or fake.open, feeds, schedule, clock=fake.clock, **keywords)
 
@@ -154,9 +153,9 @@ def timed(fake: FakeBench, names: list[str], *, rounds: int = 4, budget_s: float
 def test_every_round_opens_every_model_once_in_the_seeds_order_with_one_feed():
     names, feeds = ["a", "b", "c"], ["first", "second"]
 
-    def opened(seed: int) -> list[str]:
+    def opened(seed):
         fake = FakeBench(dict.fromkeys(names, 0.01))
-        told: list[tuple[int, int | None]] = []
+        told = []
         timings = timed(fake, names, rounds=12, seed=seed, feeds=feeds, progress=lambda *done: told.append(done))
         blocks = [run for run, _ in groupby(fake.runs)]
         assert [name for name, _ in blocks] == fake.opened, "blocks do not mix"
@@ -185,7 +184,7 @@ def test_warm_up_and_loading_do_not_count_and_a_block_is_as_long_as_asked():
 
 @given(st.lists(st.floats(1e-3, 2.0), min_size=1, max_size=4), st.floats(0, 1.0), st.floats(-1, 60.0),
        st.integers(1, 20), st.integers(0, 5))  # fmt: skip
-def test_the_budget_is_kept(seconds: list[float], load: float, budget: float, rounds: int, warmup: int):
+def test_the_budget_is_kept(seconds, load, budget, rounds, warmup):
     costs = {f"m{i}": cost for i, cost in enumerate(seconds)}
     fake = FakeBench(costs, load=load)
     begin = fake.now
@@ -202,14 +201,14 @@ def test_the_budget_is_kept(seconds: list[float], load: float, budget: float, ro
 
 def test_a_model_that_does_not_open_or_fails_later_is_dropped_whole_unless_it_must_run():
     class Bad(FakeRunner):
-        def run(self, output_names: None, input_feed: object) -> None:
+        def run(self, output_names, input_feed):
             if input_feed == "second" and self.name == "c":
                 raise RuntimeError("Got invalid dimensions")
             super().run(output_names, input_feed)
 
     fake = FakeBench({"a": 0.01, "c": 0.01})
 
-    def opener(name: str) -> FakeRunner:
+    def opener(name):
         if name == "b":
             raise VerificationError("the runtime does not load it", where="b")
         fake.open(name)

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import onnx
@@ -17,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def nets() -> ModuleType:
+def nets():
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return importlib.import_module("nets")
@@ -25,7 +24,7 @@ def nets() -> ModuleType:
         sys.path.remove(str(BENCHMARKS))
 
 
-def outputs(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+def outputs(model, feeds):
     opened = session(model)
     return [opened.run(None, feed) for feed in feeds]
 
@@ -34,7 +33,7 @@ def outputs(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[
     *((name, [(1, 1000)]) for name in ("shufflenet", "squeezenet", "deit_tiny")),
     ("detector", [(1, 2100, 4), (1, 80, 2100)]), ("bert_mini", [(1, 128, 256), (1, 256)]),
 ])  # fmt: skip
-def test_a_net_checks_loads_and_tells_inputs_apart(nets: ModuleType, name: str, shapes: list[tuple[int, ...]]) -> None:
+def test_a_net_checks_loads_and_tells_inputs_apart(nets, name, shapes):
     architecture = nets.NETS[name]
     model = architecture.build()
     onnx.checker.check_model(model, full_check=True)
@@ -46,12 +45,12 @@ def test_a_net_checks_loads_and_tells_inputs_apart(nets: ModuleType, name: str, 
         assert float(np.std(a - b)) > 0.01 * float(np.std(a))
 
 
-def test_the_same_weights_every_time(nets: ModuleType) -> None:
+def test_the_same_weights_every_time(nets):
     build = nets.NETS["squeezenet"].build
     assert build().SerializeToString() == build().SerializeToString()
 
 
-def test_statistics_are_those_of_the_data_and_folding_changes_no_output(nets: ModuleType) -> None:
+def test_statistics_are_those_of_the_data_and_folding_changes_no_output(nets):
     """What a BatchNormalization writes has the mean and deviation that its shift and scale say."""
     architecture = nets.NETS["shufflenet"]
     batch = nets.data.joined(architecture.feeds(2, 3))
@@ -78,7 +77,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for folder in ("benchmarks", "examples", "docs") for path in (ROOT / folder).glob("*.py"))
 
 
-def taken(script: Path) -> list[tuple[str, str]]:
+def taken(script):
     """Modules of ours and the names that a script takes from each."""
     found = ast.walk(ast.parse(script.read_text(encoding="utf-8")))
     froms = [node for node in found if isinstance(node, ast.ImportFrom) and not node.level]
@@ -87,12 +86,12 @@ def taken(script: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_what_it_takes_exists(script: Path) -> None:
+def test_what_it_takes_exists(script):
     missing = [f"{module}.{name}" for module, name in taken(script) if not exists(module, name)]
     assert not missing
 
 
-def exists(module: str, name: str) -> bool:
+def exists(module, name):
     """Whether a module has the name, or a module of its own under it."""
     found = importlib.import_module(module)
     is_package = hasattr(found, "__path__")

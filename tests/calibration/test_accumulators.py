@@ -1,7 +1,5 @@
 """What is kept of a tensor: exact histograms, ranges by channel; what follows from another."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -9,7 +7,6 @@ from hypothesis.extra import numpy as hnp
 
 from kenosis_ort.calibration import (
     CalibrationConfig,
-    CalibrationTable,
     accumulators,
     collector,
 )
@@ -22,7 +19,7 @@ from kenosis_ort.calibration.accumulators import (
     extremes_and_some,
     unions_of,
 )
-from kenosis_ort.calibration.statistics import HALF, Extremes, Histogram, TensorStatistics
+from kenosis_ort.calibration.statistics import HALF, Extremes, Histogram
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
 from tests.calibration.support import histogram_of, histogram_of as build, one_node_model, random_feeds, swept
@@ -31,7 +28,7 @@ from tests.planning import parse
 PLAIN, SKETCH = CalibrationConfig(), CalibrationConfig(sketch=True)
 
 
-def taken(config: CalibrationConfig, *arrays: np.ndarray, axis: int | None = None) -> TensorStatistics:
+def taken(config, *arrays, axis=None):
     """Statistics of a tensor whose values are these, one after the other."""
     tensor = Accumulator("float32", config, axis)
     assert all(tensor.take(*tensor.look(array)) for array in arrays)
@@ -42,7 +39,7 @@ def taken(config: CalibrationConfig, *arrays: np.ndarray, axis: int | None = Non
     ("shape", "axis"), [((5, 8, 3, 3), 1), ((5, 8, 40, 40), 1), ((1, 8, 2, 2), 1), ((4, 6, 7), -1), ((9,), 0)]
 )
 @pytest.mark.parametrize("config", [PLAIN, SKETCH])
-def test_channels_and_the_whole(shape: tuple[int, ...], axis: int, config: CalibrationConfig) -> None:
+def test_channels_and_the_whole(shape, axis, config):
     data = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     found = taken(config, *data, axis=axis)
     over = (0, *(a + 1 for a in range(len(shape)) if a != axis % len(shape)))
@@ -65,7 +62,7 @@ def test_not_finite_is_seen_wherever_it_is(bad, shape, config, axis):
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 35, 35), (1, 300, 256), (5, 7, 11, 13, 17), (1, 4, 200, 200)])
-def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> None:
+def test_all_channels_and_places_are_picked_alike(shape):
     data = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     data[..., 0] += 100.0  # one channel, last axis, far away
     statistics = taken(SKETCH, data)
@@ -78,7 +75,7 @@ def test_all_channels_and_places_are_picked_alike(shape: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
-def test_what_consumers_take_alike_may_be_infinite(options: dict[str, Any]) -> None:
+def test_what_consumers_take_alike_may_be_infinite(options):
     """A mask of minus infinity is an error by itself, and counts as what a function says it stands for."""
     samples = random_feeds(3)
     for sample in samples:
@@ -106,7 +103,7 @@ values = hnp.arrays(
 
 
 @given(values)
-def test_every_value_is_in_its_bin_and_bins_are_narrow(data: np.ndarray) -> None:
+def test_every_value_is_in_its_bin_and_bins_are_narrow(data):
     histogram = build(data)
     assert histogram.total == data.size
     if not data.size:
@@ -119,7 +116,7 @@ def test_every_value_is_in_its_bin_and_bins_are_narrow(data: np.ndarray) -> None
 
 
 @given(values, values, values)
-def test_order_and_split_do_not_matter(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+def test_order_and_split_do_not_matter(a, b, c):
     whole = build(np.concatenate([a, b, c]))
     assert build(c, a, b) == whole
     parts = [build(p) for p in (a, b, c)]
@@ -127,7 +124,7 @@ def test_order_and_split_do_not_matter(a: np.ndarray, b: np.ndarray, c: np.ndarr
     assert parts[2].merge(parts[0].merge(parts[1])) == whole
 
 
-def test_larger_than_a_block_and_of_any_shape_and_type() -> None:
+def test_larger_than_a_block_and_of_any_shape_and_type():
     data = np.random.default_rng(0).standard_normal((3, 50, 1000)).astype(np.float32)
     assert build(data) == build(*data)
     assert build(data[:, ::2]).total == data.size // 2
@@ -136,7 +133,7 @@ def test_larger_than_a_block_and_of_any_shape_and_type() -> None:
     assert [exponent_of(magnitude) for magnitude in (1.0, 0.999, 0.0)] == [1, 0, -100]
 
 
-def test_counts_are_checked_and_frozen() -> None:
+def test_counts_are_checked_and_frozen():
     with pytest.raises(ValueError, match="8192 bins"):
         Histogram(0, np.zeros(3, np.int64))
     histogram = build(np.ones(3, np.float32))
@@ -147,13 +144,13 @@ def test_counts_are_checked_and_frozen() -> None:
 # ---- every some element ----------------------------------------------------------------------------------------------
 
 
-def arrays() -> st.SearchStrategy[np.ndarray]:
+def arrays():
     flat = st.integers(1, 3 * accumulators.BLOCK).map(lambda size: np.random.default_rng(size).standard_normal(size))
     return st.builds(np.asarray, flat, st.sampled_from([np.float16, np.float32]))
 
 
 @given(array=arrays(), stride=st.sampled_from([2, 5, 7, 11, 13, 19]))
-def test_elements_are_picked_by_their_stride(array: np.ndarray, stride: int) -> None:
+def test_elements_are_picked_by_their_stride(array, stride):
     seen, picked = extremes_and_some(array, stride)
     assert seen == extremes(array)
     np.testing.assert_array_equal(picked, array[::stride])
@@ -171,17 +168,17 @@ GATES = """gates (float[N,6000] x) => (float[N,6000] y) <float three = {3.0}> {
     hard = Mul (v, h)  swish = HardSwish (v)  again = Sigmoid (s)  y = Sum (s, silu, h, hard, swish, again) }"""
 
 
-def gate_samples(count: int) -> list[dict[str, np.ndarray]]:
+def gate_samples(count):
     rng = np.random.default_rng(0)
     return [{"x": rng.standard_normal((4, SIDE)).astype(np.float32) * (1 + at)} for at in range(count)]
 
 
-def collected(feeds: list[dict[str, np.ndarray]], *tensors: str, sketch: bool = True, **more) -> CalibrationTable:
+def collected(feeds, *tensors, sketch=True, **more):
     return swept(parse(GATES), feeds, tensors, sketch=sketch, **more)
 
 
 @pytest.mark.parametrize("sketch", [False, True])
-def test_what_follows_is_what_is_seen(sketch: bool) -> None:
+def test_what_follows_is_what_is_seen(sketch):
     feeds = gate_samples(3)
     derived = collected(feeds, "v", *NAMES, "again", sketch=sketch)
     for name in (*NAMES, "again"):
@@ -197,7 +194,7 @@ def test_what_follows_is_what_is_seen(sketch: bool) -> None:
             assert moved <= a.total / 100  # the runtime takes Sigmoid(-20) for 0
 
 
-def test_what_follows_is_counted_within_its_extremes() -> None:
+def test_what_follows_is_counted_within_its_extremes():
     """Float32 rounds a gate apart from its extremes: counted beyond them it would be in the next bin."""
     x = np.array([0.14576514065265656], np.float32)
     kinds = dict.fromkeys(("x", "s"), "float32")
@@ -208,7 +205,7 @@ def test_what_follows_is_counted_within_its_extremes() -> None:
     assert derived.histogram == histogram_of(np.array([derived.high], np.float32))
 
 
-def test_what_follows_is_not_fetched() -> None:
+def test_what_follows_is_not_fetched():
     feeds = gate_samples(2)
     size = sum(feed["x"].nbytes for feed in feeds)
     with counted() as counts:
@@ -219,7 +216,7 @@ def test_what_follows_is_not_fetched() -> None:
     assert counts.total.copied // size == 1 + len(NAMES)
 
 
-def test_tables_merge_to_the_same_bytes() -> None:
+def test_tables_merge_to_the_same_bytes():
     feeds = gate_samples(5)
     parts = [collected(feeds[:2], "v", *NAMES), collected(feeds[2:], "v", *NAMES)]
     whole = collected(feeds, "v", *NAMES)
@@ -227,7 +224,7 @@ def test_tables_merge_to_the_same_bytes() -> None:
     assert collected(feeds, "v", *NAMES, part={0: (), 1: ()}).part.tensors == parts[0].tensors
 
 
-def test_what_stands_for_the_input_changes_no_function_of_it() -> None:
+def test_what_stands_for_the_input_changes_no_function_of_it():
     feeds = gate_samples(2)
     plain = collected(feeds, "v", *NAMES)
     cut = collected(feeds, "v", *NAMES, seen_as={"v": lambda array: np.maximum(array, np.float32(-2.0))})
@@ -237,7 +234,7 @@ def test_what_stands_for_the_input_changes_no_function_of_it() -> None:
 
 @pytest.mark.parametrize("function", [Function(0.0, 0.0, True), Function(1 / 6, 0.5, True), Function(0.5, 1.0, True)])
 @pytest.mark.parametrize(("low", "high"), [(-9.0, 4.0), (-9.0, -5.0), (-1.0, 3.0), (0.5, 2.0), (-3.0, -0.1)])
-def test_a_range_holds_all_that_lies_between(function: Function, low: float, high: float) -> None:
+def test_a_range_holds_all_that_lies_between(function, low, high):
     inputs = np.linspace(low, high, 200_001, dtype=np.float32)
     values = inputs * function.gate(inputs)
     found = function.of(Extremes(low, high, 5))
@@ -257,7 +254,7 @@ MOVING = """moves (float[N,6000] x) => (float[N,M] y) <int64[1] zero = {0}, int6
 def test_unions_have_what_their_parts_have(method, channels, monkeypatch):
     names = ["x", "all", "a", "turned", "back", "b", "fed", "y"]
 
-    def both() -> tuple[CalibrationTable, int]:
+    def both():
         with counted() as counts:
             table = swept(parse(MOVING), gate_samples(3), names, method=method, channels=channels, part={1: ()})
         return table, counts.total.copied
@@ -269,7 +266,7 @@ def test_unions_have_what_their_parts_have(method, channels, monkeypatch):
     assert copied < most
 
 
-def test_unions_of_gates_are_seen() -> None:
+def test_unions_of_gates_are_seen():
     """A gate's range is the function's, and may be wider than what is seen: it widens nothing behind it."""
     graph = parse(MOVING).graph
     kinds = dict.fromkeys(("a", "b", "turned", "back", "all"), "float32")

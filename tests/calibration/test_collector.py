@@ -1,16 +1,13 @@
 """MinMax ranges are stock's, bit for bit; what stock gets wrong is right; some samples have statistics of their own."""
 
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
 
+from kenosis_ort import CalibrationError, SyntheticReader
 from kenosis_ort.calibration import CalibrationConfig, parts
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.feeds import Cut
-from kenosis_ort.calibration.synthetic import SyntheticReader
-from kenosis_ort.errors import CalibrationError
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.calibration.support import ListReader, node_outputs, one_node_model, random_feeds, same_as_stock, swept
@@ -25,22 +22,22 @@ METHODS = (CalibrationConfig(), CalibrationConfig(moving_average=True), Calibrat
 @pytest.mark.parametrize("stride", [None, 3])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("average", [{}, {"moving_average": True}, {"moving_average": True, "averaging_constant": 0.3}])
-def test_equals_stock_bit_for_bit(net: str, average: dict[str, Any], symmetric: bool, stride: int | None) -> None:
+def test_equals_stock_bit_for_bit(net, average, symmetric, stride):
     model = models.ALL[net]()
     same_as_stock(model, models.feeds(model, 6), stride=stride, symmetric=symmetric, **average)
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_optimized_session_differs_by_rounding_only(net: str) -> None:
+def test_optimized_session_differs_by_rounding_only(net):
     same_as_stock(models.ALL[net](), models.feeds(models.ALL[net](), 3), error=1e-5, bit_exact=False)
 
 
 @pytest.mark.parametrize("count", [1, 7, 40, 300])
-def test_mean_of_many_samples_is_summed_as_stock_sums_it(count: int) -> None:
+def test_mean_of_many_samples_is_summed_as_stock_sums_it(count):
     same_as_stock(one_node_model(), random_feeds(count), moving_average=True, threads=0)
 
 
-def test_float16_is_stock_in_type_and_value() -> None:
+def test_float16_is_stock_in_type_and_value():
     samples = [{"x": f["x"].astype(np.float16)} for f in random_feeds(5)]
     for average in (False, True):
         same_as_stock(one_node_model(element="float16"), samples, moving_average=average)
@@ -48,7 +45,7 @@ def test_float16_is_stock_in_type_and_value() -> None:
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
 @pytest.mark.parametrize("name", SMALL)
-def test_minmax_of_real_nets_is_stock_and_percentiles_are_near(name: str) -> None:
+def test_minmax_of_real_nets_is_stock_and_percentiles_are_near(name):
     """With as many threads as stock takes: the rounding of a Conv depends on them."""
     path = ZOO / f"{name}.onnx"
     model = onnx.load(path)
@@ -61,7 +58,7 @@ def test_minmax_of_real_nets_is_stock_and_percentiles_are_near(name: str) -> Non
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_max_intermediate_outputs_loses_no_data(limit: int) -> None:
+def test_max_intermediate_outputs_loses_no_data(limit):
     """Stock drops every full chunk; here the range is that of all samples."""
     samples = random_feeds(5)[::-1]  # the largest come first, and would be lost
     everything = np.concatenate([s["x"].ravel() for s in samples])
@@ -69,14 +66,14 @@ def test_max_intermediate_outputs_loses_no_data(limit: int) -> None:
     assert table.range_of("y") == (everything.min(), everything.max())
 
 
-def test_max_intermediate_outputs_chunks_the_moving_average_like_a_stride() -> None:
+def test_max_intermediate_outputs_chunks_the_moving_average_like_a_stride():
     model, samples = one_node_model(), random_feeds(6)
     average = {"moving_average": True, "averaging_constant": 0.25}
     by_limit = swept(model, samples, ["y"], max_intermediate_outputs=2, **average)
     assert by_limit.range_of("y") == swept(model, ListReader(samples), ["y"], strided=2, **average).range_of("y")
 
 
-def test_scalars() -> None:
+def test_scalars():
     table = swept(one_node_model("ReduceSum <keepdims = 0>"), random_feeds(3), ["y", "z"])
     sums = [float(f["x"].sum()) for f in random_feeds(3)]
     assert table.range_of("y") == pytest.approx((min(sums), max(sums)), rel=1e-5)
@@ -84,7 +81,7 @@ def test_scalars() -> None:
 
 
 @pytest.mark.parametrize("config", METHODS)
-def test_shapes_differ_from_sample_to_sample_and_no_elements_count_for_nothing(config: CalibrationConfig) -> None:
+def test_shapes_differ_from_sample_to_sample_and_no_elements_count_for_nothing(config):
     rng = np.random.default_rng(0)
     samples = [{"x": rng.standard_normal((n, 4)).astype(np.float32)} for n in (0, 1, 9, 0, 3)]
     everything = np.concatenate([s["x"] for s in samples])
@@ -99,7 +96,7 @@ def test_shapes_differ_from_sample_to_sample_and_no_elements_count_for_nothing(c
     assert (nothing.range_of("y"), nothing.tensors["y"].count) == ((0.0, 0.0), 0)
 
 
-def test_inputs_outputs_and_constants_can_be_observed() -> None:
+def test_inputs_outputs_and_constants_can_be_observed():
     model = models.residual_block()
     weight, head = model.graph.initializer[0], model.graph.output[0].name
     samples = models.feeds(model, 2)
@@ -109,7 +106,7 @@ def test_inputs_outputs_and_constants_can_be_observed() -> None:
         assert table.range_of(name) == (values.min(), values.max())
 
 
-def test_integer_tensors_are_left_out() -> None:
+def test_integer_tensors_are_left_out():
     model = models.transformer_block()
     table = swept(model, models.feeds(model, 2))
     assert "ids" not in table
@@ -117,7 +114,7 @@ def test_integer_tensors_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile"])
-def test_types_are_asked_of_the_runtime_where_annotations_lack(method: str) -> None:
+def test_types_are_asked_of_the_runtime_where_annotations_lack(method):
     model = one_node_model(annotate=False)
     assert not model.graph.value_info
     assert swept(model, random_feeds(2), ["y"], method=method).tensors["y"].count == 30
@@ -126,25 +123,25 @@ def test_types_are_asked_of_the_runtime_where_annotations_lack(method: str) -> N
 @pytest.mark.parametrize("method", ["minmax", "percentile"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensors", [["x"], ["y", "z"], ["z", "x"]])
-def test_not_finite_is_an_error_that_names_tensor_and_sample(method: str, bad: float, tensors: list[str]) -> None:
+def test_not_finite_is_an_error_that_names_tensor_and_sample(method, bad, tensors):
     samples = random_feeds(4, (30, 40))
     samples[2]["x"][7, 7] = bad
     with pytest.raises(CalibrationError, match=r"tensor 'x', sample 2"):  # the input itself, whatever is observed
         swept(one_node_model(), samples, tensors, method=method)
 
 
-def test_the_first_tensor_in_graph_order_is_named() -> None:
+def test_the_first_tensor_in_graph_order_is_named():
     model = planning.parse("g (float[N] x) => (float[N] exp) { log = Log (x)  exp = Exp (log) }")
     with pytest.raises(CalibrationError, match="tensor 'log'"):
         swept(model, [{"x": np.array([1.0, -1.0], np.float32)}], ["exp", "log"])
 
 
-def test_a_mean_that_overflows_is_no_error() -> None:
+def test_a_mean_that_overflows_is_no_error():
     table = swept(one_node_model(), [{"x": np.full((4, 64), 3e38, np.float32)}], ["y"])
     assert table.range_of("y") == (np.float32(3e38), np.float32(3e38))
 
 
-def test_model_without_inputs_runs_once() -> None:
+def test_model_without_inputs_runs_once():
     model = planning.parse("g () => (float[2] y) { c = Constant <value_floats = [1.0, 5.0]> ()  y = Neg (c) }")
     table = swept(model, ListReader([]), ["y"])
     assert (table.samples, table.range_of("y")) == (1, (-5.0, -1.0))
@@ -154,7 +151,7 @@ def test_model_without_inputs_runs_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"sketch": True}, {"method": "percentile"}], ids=str)
-def test_a_part_is_what_a_sweep_over_it_alone_finds(options: dict[str, Any]) -> None:
+def test_a_part_is_what_a_sweep_over_it_alone_finds(options):
     model = planning.prepared(models.residual_block(channels=6))  # too few for blocks, which take a session
     feeds, numbers = models.feeds(model, 7, seed=3), (0, 2, 5)
     with counted() as counts:
@@ -168,7 +165,7 @@ def test_a_part_is_what_a_sweep_over_it_alone_finds(options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("heavy", [False, True])
 @pytest.mark.parametrize("sketch", [False, True])
-def test_a_batch_may_be_of_the_part_by_its_rows(sketch: bool, heavy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_may_be_of_the_part_by_its_rows(sketch, heavy, monkeypatch):
     monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600 if heavy else 2**32)
     model = planning.prepared(models.with_free_batch(models.residual_block()))
     rows = [feed["x"] for feed in models.feeds(model, 12, seed=3)]

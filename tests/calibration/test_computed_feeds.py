@@ -1,7 +1,5 @@
 """Feeds that models compute: states from step to step, what bodies are fed with, models in pieces."""
 
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from kenosis_ort import CalibrationError, PipelineReader
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.calibration.feeds import misfit
-from kenosis_ort.graph.bodies import Body, places, take_out
+from kenosis_ort.graph.bodies import places, take_out
 from kenosis_ort.graph.walk import outer_names, owners
 from kenosis_ort.runtime.counting import counted
 from tests.contracts.test_readers import read as drain
@@ -27,11 +25,11 @@ CACHE = """net (float[1,T,2] x, float[B,P,2] past_key_values_0_key) => (float[1,
     present_0_key = Concat <axis = 1> (past_key_values_0_key, x)\n y = Neg (x) }"""
 
 
-def ones(count: int) -> list[dict[str, Any]]:
+def ones(count):
     return [{"x": np.ones((1, 3), np.float32)} for _ in range(count)]
 
 
-def looped(feeds: Any, **options: Any) -> list[float]:
+def looped(feeds, **options):
     """First elements of the states that a reader adds."""
     reader = ClosedLoopReader(parse(INTEGRATOR), feeds, threads=1, **options)
     assert len(reader) == len(feeds)
@@ -40,7 +38,7 @@ def looped(feeds: Any, **options: Any) -> list[float]:
     return found
 
 
-def test_states_come_from_the_step_before() -> None:
+def test_states_come_from_the_step_before():
     assert looped(ones(4)) == [0, 1, 2, 3]
     assert looped(ones(5), steps=2) == [0, 1, 0, 1, 0]
     first = {"h_in": np.full((1, 3), 7, np.float32)}
@@ -50,14 +48,14 @@ def test_states_come_from_the_step_before() -> None:
     assert looped(feeds, states={"h_out": "h_in"}) == [0, 1, 7, 8]
 
 
-def test_an_empty_cache_grows(tmp_path: Path) -> None:
+def test_an_empty_cache_grows(tmp_path):
     onnx.save(parse(CACHE), tmp_path / "net.onnx")
     reader = ClosedLoopReader(tmp_path / "net.onnx", [{"x": np.zeros((1, 3, 2), np.float32)}] * 3, threads=1)
     sizes = [feed["past_key_values_0_key"].shape for feed in iter(reader.get_next, None)]
     assert sizes == [(1, 0, 2), (1, 3, 2), (1, 6, 2)]
 
 
-def test_bad_states_and_samples_are_named() -> None:
+def test_bad_states_and_samples_are_named():
     for states, feeds, says in (
         ({"h_out": "h_inn"}, ones(2), "Did you mean"),
         ({}, ones(2), "No state"),
@@ -73,7 +71,7 @@ def test_bad_states_and_samples_are_named() -> None:
 X = normal((2, 32))
 
 
-def fed(model: onnx.ModelProto, *feeds: dict[str, Any]) -> list[tuple[Body, list[Any]]]:
+def fed(model, *feeds):
     """Each body with what it is fed with, the same each time."""
     found = []
     for owner in owners(model):
@@ -87,7 +85,7 @@ def fed(model: onnx.ModelProto, *feeds: dict[str, Any]) -> list[tuple[Body, list
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_branch_is_fed_where_its_condition_holds(outside: bool) -> None:
+def test_a_branch_is_fed_where_its_condition_holds(outside):
     model = ready(control.two_rates(outside=outside)).proto
     rates = [16000, 8000, 8000]
     feeds = [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in rates]
@@ -110,7 +108,7 @@ ENDS = """(float[2,32] x, int64 n) => (float[2,32] y, float[m,2,32] all) <int64 
     (control.loop(None), {"x": X, "n": np.array(3)}, 3, 1), (control.loop(3), {"x": X}, 3, 1),
     (control.scan(), {"x": normal((1, 6, 24))}, 6, 0),
 ], ids=["loop that ends by itself", "loop", "loop of known length", "scan"])  # fmt: skip
-def test_loops_are_fed_once_an_iteration(model: onnx.ModelProto, feed: dict[str, Any], steps: int, at: int) -> None:
+def test_loops_are_fed_once_an_iteration(model, feed, steps, at):
     model = ready(model).proto
     ((body, inside),) = fed(model, feed)
     assert [int(f.get("i", step)) for step, f in enumerate(inside)] == [*range(steps)]
@@ -145,17 +143,17 @@ WITH_PAST = f"""with_past (int64[B,1] input_ids, int64[B,S] encoder_attention_ma
 PIECES = {"encoder": parse(ENCODER), "first": parse(FIRST), "with_past": parse(WITH_PAST)}
 
 
-def sentences(*lengths: int) -> list[dict[str, Any]]:
+def sentences(*lengths):
     ids = [np.arange(1, n + 1)[None] for n in lengths]
     return [{"input_ids": row, "attention_mask": np.ones_like(row)} for row in ids]
 
 
-def read(piece: str, samples: Any, pieces: Any = PIECES, **options: Any) -> list[dict[str, Any]]:
+def read(piece, samples, pieces=PIECES, **options):
     """What a piece is fed with."""
     return drain(PipelineReader(pieces, samples, **{"threads": 1, "start_token": 1, **options})[piece])
 
 
-def test_each_piece_gets_what_the_pieces_before_it_return() -> None:
+def test_each_piece_gets_what_the_pieces_before_it_return():
     pipeline = PipelineReader(PIECES, sentences(3, 2), tokens=2, start_token=4, threads=1)
     assert (len(pipeline), list(pipeline)) == (3, ["encoder", "first", "with_past"])
     assert [feed["input_ids"].shape for feed in drain(pipeline["encoder"])] == [(1, 3), (1, 2)]
@@ -173,14 +171,14 @@ def test_each_piece_gets_what_the_pieces_before_it_return() -> None:
         pipeline["encodr"]
 
 
-def test_a_sequence_ends_with_its_stop_token() -> None:
+def test_a_sequence_ends_with_its_stop_token():
     for stop, expected in ((4, [2, 3]), (2, [])):
         feeds = read("with_past", sentences(3), tokens=9, stop_token=stop)
         assert [feed["input_ids"].item() for feed in feeds] == expected
 
 
 @pytest.mark.parametrize(("piece", "runs"), [("encoder", 0), ("first", 1), ("with_past", 3)])
-def test_only_what_a_piece_needs_is_run(piece: str, runs: int) -> None:
+def test_only_what_a_piece_needs_is_run(piece, runs):
     with counted() as counts:
         read(piece, sentences(3), tokens=2)
     assert counts.total.runs == runs
@@ -196,7 +194,7 @@ MERGED = f"""merged (int64[B,T] input_ids, float[B,S,1] encoder_hidden_states, b
         else_branch = without () => (float[B,V,1] seen) {{ seen = Identity (encoder_hidden_states) }}> }}"""
 
 
-def test_both_branches_of_a_merged_decoder() -> None:
+def test_both_branches_of_a_merged_decoder():
     feeds = read("decoder", sentences(3), {"encoder": PIECES["encoder"], "decoder": parse(MERGED)}, tokens=3)
     assert [bool(feed["use_cache_branch"]) for feed in feeds] == [False, True, True]
     assert [feed["past_key_values_0_decoder_key"].shape for feed in feeds] == [(1, 0, 1), (1, 1, 1), (1, 2, 1)]
@@ -210,7 +208,7 @@ DECODER = f"""decoder (int64[B,T] input_ids, int64[B,M] attention_mask, int64[B,
     present_0 = Concat <axis = 1> (past_0, wide) }}"""
 
 
-def test_the_mask_and_positions_of_a_decoder_alone_grow() -> None:
+def test_the_mask_and_positions_of_a_decoder_alone_grow():
     prompt = {"input_ids": np.array([[0, 1, 2]]), "attention_mask": np.array([[0, 1, 1]])}
     for given in ({}, {"position_ids": np.array([[0, 0, 1]])}):
         feeds = read("net", [{**prompt, **given}], {"net": parse(DECODER)}, tokens=3, start_token=None)
@@ -221,7 +219,7 @@ def test_the_mask_and_positions_of_a_decoder_alone_grow() -> None:
         assert positions[1:] == ([[[2]], [[3]]] if given else [[[3]], [[4]]])
 
 
-def test_a_decoder_without_a_cache_reads_all_tokens_again() -> None:
+def test_a_decoder_without_a_cache_reads_all_tokens_again():
     text = f"net (int64[B,T] input_ids) => (float[B,T,9] logits) <{_CONSTANTS}> {{ {_SCORES} }}"
     feeds = read("net", [{"input_ids": np.array([[2]])}], {"net": parse(text)}, tokens=3, start_token=None)
     assert [feed["input_ids"].tolist() for feed in feeds] == [[[2]], [[2, 3]], [[2, 3, 4]]]
@@ -233,14 +231,14 @@ HEAD = {"encoder": PIECES["encoder"], "head": parse(
 LINKS = {"head": {"memory": "last_hidden_state"}}
 
 
-def test_links_and_choice_say_what_names_do_not() -> None:
+def test_links_and_choice_say_what_names_do_not():
     choose = lambda outputs: outputs["state"][:, -1].astype(np.int64) * 2  # noqa: E731
     feeds = read("head", sentences(3), HEAD, tokens=3, links=LINKS, choose=choose)
     assert feeds[-1]["input_ids"].tolist() == [[1, 2, 4]]
 
 
-def test_a_loop_of_the_callers_own() -> None:
-    def halves(pieces: Any, sample: Any) -> None:
+def test_a_loop_of_the_callers_own():
+    def halves(pieces, sample):
         for part in (slice(0, 1), slice(1, None)):
             seen = pieces["encoder"](**{name: value[:, part] for name, value in sample.items()})
             pieces["net"](x=seen["last_hidden_state"])
@@ -260,28 +258,27 @@ OF_SHORT = {"first": {"encoder_attention_mask": "encoder_attention_mask"}}
 ODD = parse("odd (float[B,S,1,1] memory) => (float[B,S,1,1] y) { y = Neg (memory) }")
 SAID = (r"'encoder_hidden_states' has 3 on axis 1, and the input 'encoder_attention_mask' has 2.*calls both 'S'"
         r".*model 'first'")  # fmt: skip
-REFUSED: tuple[tuple[str, str, Any, Any, dict[str, Any]], ...] = (
+REFUSED = (
     (SAID, "first", SHORT, {n: PIECES[n] for n in ("encoder", "first")}, {"tokens": 2, "links": OF_SHORT}),
     ("wrong type.*model 'encoder', input 'input_ids', sample 0", "encoder", WRONG, PIECES, {}),
     ("Give start_token=", "first", sentences(3), PIECES, {"start_token": None}),
     ("input 'memory'", "odd", sentences(3), {"encoder": PIECES["encoder"], "odd": ODD}, {}),
-    ("no models", "", sentences(3), {}, {}),
-    ("no samples", "", [], PIECES, {}),
+    ("no models", "", sentences(3), {}, {}), ("no samples", "", [], PIECES, {}),
     ("scores of tokens", "head", sentences(3), HEAD, {"links": LINKS}),
     (r"choose returned float64 of shape \(1,\)", "head", sentences(3), HEAD, {"choose": lambda _: np.ones(1)}),
     ("no model", "", sentences(3), HEAD, {"links": {"heads": {}}}),
     ("input that there is not", "", sentences(3), HEAD, {"links": {"head": {"memry": "state"}}}),
     ("Did you mean 'state'", "", sentences(3), HEAD, {"links": {"head": {"memory": "stat"}}}),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("says", "piece", "samples", "pieces", "options"), REFUSED)
-def test_what_does_not_fit_is_named(says: str, piece: str, samples: Any, pieces: Any, options: dict[str, Any]) -> None:
+def test_what_does_not_fit_is_named(says, piece, samples, pieces, options):
     with pytest.raises(CalibrationError, match=says):
         read(piece, samples, pieces, **options)
 
 
-def test_files_are_read_once_and_left_alone(tmp_path: Path) -> None:
+def test_files_are_read_once_and_left_alone(tmp_path):
     paths = {name: tmp_path / f"{name}.onnx" for name in PIECES}
     for name, path in paths.items():
         onnx.save(PIECES[name], path)
@@ -291,7 +288,7 @@ def test_files_are_read_once_and_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mask", "past", "said"), [(3, 0, ""), (4, 2, "'attention_mask' has 4 on axis 1"), (5, 2, "")])
-def test_a_mask_covers_the_tokens_and_the_cache(mask: int, past: int, said: str) -> None:
+def test_a_mask_covers_the_tokens_and_the_cache(mask, past, said):
     net = parse(
         """net (int64[B,T] input_ids, int64[B,M] attention_mask, float[B,2,P,1] past_0) => (int64[B,T] y) {
         y = Identity (input_ids) }"""

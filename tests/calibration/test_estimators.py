@@ -1,7 +1,6 @@
 """Ranges from histograms: what every estimator keeps, and stock's methods within the bound that we state."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends
-from kenosis_ort.calibration.estimators import Range, estimates, least_error_range, sketch
+from kenosis_ort.calibration.estimators import estimates, least_error_range, sketch
 from kenosis_ort.calibration.statistics import TensorStatistics, _divergence, entropy_range
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.plan import RangeLimit
@@ -22,15 +21,15 @@ METHODS = [*estimators.ESTIMATORS]
 methods = st.sampled_from(METHODS)
 
 
-def statistics_of(data: Floats) -> TensorStatistics:
+def statistics_of(data):
     return TensorStatistics(float(data.min()), float(data.max()), data.size, histogram=histogram_of(data))
 
 
-def estimate(statistics: TensorStatistics, method: str, **bounds: Any) -> Range:
+def estimate(statistics, method, **bounds):
     return estimates(statistics, (method,), **bounds)[method]
 
 
-def quantization_error(data: Floats, low: float, high: float, power: float, levels: int = 256) -> float:
+def quantization_error(data, low, high, power, levels=256):
     """What `Sketch.errors` predicts, from the data themselves."""
     values = data.astype(np.float64)
     low, high = min(low, 0.0), max(high, 0.0)
@@ -43,7 +42,7 @@ def quantization_error(data: Floats, low: float, high: float, power: float, leve
 
 
 @st.composite
-def activations(draw: st.DrawFn, size: int = 4000) -> Floats:
+def activations(draw, size=4000):
     """Gaussian, heavy-tailed, rectified, clipped, shifted or spiky data of any magnitude."""
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     kinds = {"standard_normal": (), "laplace": (), "standard_t": (3,), "uniform": (-1, 2), "lognormal": ()}
@@ -68,22 +67,19 @@ def test_range_lies_within_extremes_and_limits(data, method, low_limit, high_lim
 
 
 @given(activations(), st.sampled_from([2.0, 3.0]))
-def test_least_error_is_near_the_best_there_is(data: Floats, power: float) -> None:
+def test_least_error_is_near_the_best_there_is(data, power):
     """No worse than the full range, and within a few percent of a brute-force search over the data."""
     low, high = least_error_range(sketch(statistics_of(data)), power=power)
     found = quantization_error(data, low, high, power)
     full = (float(data.min()), float(data.max()))
     assert found <= quantization_error(data, *full, power) * 1.03
-    brute = min(
-        quantization_error(data, full[0] * a, full[1] * b, power)
-        for a in np.geomspace(0.03, 1, 12)
-        for b in np.geomspace(0.03, 1, 12)
-    )
+    shares = np.geomspace(0.03, 1, 12)
+    brute = min(quantization_error(data, full[0] * a, full[1] * b, power) for a in shares for b in shares)
     assert found <= brute * 1.1
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> None:
+def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed):
     """Tails of different length on the two sides, and few levels: a range shrunk on both sides at once is no match."""
     rng = np.random.default_rng(seed)
     data = np.concatenate([np.abs(rng.standard_normal(4000)), -3 * np.abs(rng.laplace(size=4000))]).astype(np.float32)
@@ -95,33 +91,33 @@ def test_ends_are_moved_one_by_one_until_no_fine_step_is_better(seed: int) -> No
     assert min(others) > 0.998 * found
 
 
-def test_what_a_percentile_leaves_in() -> None:
+def test_what_a_percentile_leaves_in():
     data = np.random.default_rng(0).laplace(size=100_000).astype(np.float32)
     for percentile in (99.0, 99.9, 99.99):
         low, high = estimators.quantile_range(sketch(statistics_of(data)), percentile)
         assert ((data >= low) & (data <= high)).mean() * 100 == pytest.approx(percentile, abs=0.03)
 
 
-def test_more_levels_clip_less() -> None:
+def test_more_levels_clip_less():
     statistics = statistics_of(np.random.default_rng(0).standard_normal(100_000).astype(np.float32))
     ends = [estimate(statistics, "mse", levels=levels)[1] for levels in (16, 256, 65536)]
     assert ends[0] < ends[1] <= ends[2]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_constant_and_empty_tensors(method: str) -> None:
+def test_constant_and_empty_tensors(method):
     assert estimate(statistics_of(np.full(10, 2.5, np.float32)), method) == pytest.approx((2.5, 2.5))
     assert estimate(statistics_of(np.zeros(10, np.float32)), method) == (0.0, 0.0)
     assert estimate(TensorStatistics(0.0, 0.0, 0), method) == (0.0, 0.0)
 
 
-def test_a_range_set_by_hand_is_kept() -> None:
+def test_a_range_set_by_hand_is_kept():
     fixed = TensorStatistics(-9.0, 9.0, 5, fixed=(-1.0, 2.0))
     assert estimate(fixed, "mse") == (-1.0, 2.0)
     assert estimate(fixed, "mse", low_limit=0.0) == (0.0, 2.0)
 
 
-def test_a_whole_table() -> None:
+def test_a_whole_table():
     data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     statistics = statistics_of(data)
     table = CalibrationTable({"a": statistics, "b": statistics, "constant": TensorStatistics(-1.0, 5.0, 3)})
@@ -134,13 +130,13 @@ def test_a_whole_table() -> None:
     assert table.with_ranges(ranges).range_of("a") == ranges["a"]
 
 
-def test_what_has_no_histogram_keeps_its_own_range() -> None:
+def test_what_has_no_histogram_keeps_its_own_range():
     averaged = TensorStatistics(-9.0, 9.0, 5, averaged=(-2.0, 3.0))
     table = CalibrationTable({"a": averaged}, CalibrationConfig(moving_average=True))
     assert estimators.estimate_all(table, ("mse",)) == {"mse": {"a": (-2.0, 3.0)}}
 
 
-def test_statistics_without_a_histogram() -> None:
+def test_statistics_without_a_histogram():
     with pytest.raises(CalibrationError, match="histogram"):
         sketch(TensorStatistics(0.0, 1.0, 5))
 
@@ -152,7 +148,7 @@ def test_statistics_without_a_histogram() -> None:
     activations(), st.sampled_from([None, -0.5]), st.floats(0.2, 1.0), st.floats(0.2, 1.0),
     st.sampled_from([1.0, 2.0, 2.4, 3.0]),
 )  # fmt: skip
-def test_error_is_that_of_the_data(data: Floats, limit: float | None, a: float, b: float, power: float) -> None:
+def test_error_is_that_of_the_data(data, limit, a, b, power):
     """And what lies beyond a limit counts as the limit."""
     values, data = sketch(statistics_of(data), low_limit=limit), data if limit is None else np.maximum(data, limit)
     assert (values.low, values.high, values.total) == (data.min(), data.max(), data.size)
@@ -164,7 +160,7 @@ def test_error_is_that_of_the_data(data: Floats, limit: float | None, a: float, 
 
 
 @given(activations())
-def test_quantiles(data: Floats) -> None:
+def test_quantiles(data):
     values = sketch(statistics_of(data))
     bin_width = 4.0 * np.abs(data).max() / 2048
     for share in (0.0, 0.01, 0.5, 0.99, 1.0):
@@ -174,13 +170,13 @@ def test_quantiles(data: Floats) -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(5.0, None, 5.0), (None, -5.0, -5.0)])
-def test_everything_beyond_a_limit(low: float | None, high: float | None, expected: float) -> None:
+def test_everything_beyond_a_limit(low, high, expected):
     values = sketch(statistics_of(np.linspace(-1, 1, 99, dtype=np.float32)), low_limit=low, high_limit=high)
     assert (values.low, values.high) == (expected, expected)
     assert values.errors([(min(expected, 0.0), max(expected, 0.0))], power=2.0) == pytest.approx([0.0], abs=1e-9)
 
 
-def test_extremes_that_a_partial_histogram_missed() -> None:
+def test_extremes_that_a_partial_histogram_missed():
     part = statistics_of(np.linspace(-1, 1, 1000, dtype=np.float32))
     values = sketch(TensorStatistics(-50.0, 90.0, 5000, histogram=part.histogram))
     assert (values.low, values.high) == (-50.0, 90.0)
@@ -194,28 +190,27 @@ FOUR = pytest.mark.parametrize("net", ["residual_block", "silu_net", "two_input_
 
 
 @FOUR
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"percentile": 99.0}, {"symmetric": False}, {"symmetric": False, "percentile": 90.0}, {"percentile": 100.0}],
-)
-def test_percentile_is_within_the_bound(net: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [
+    {}, {"percentile": 99.0}, {"symmetric": False}, {"symmetric": False, "percentile": 90.0}, {"percentile": 100.0},
+])  # fmt: skip
+def test_percentile_is_within_the_bound(net, options):
     bins = 2 if options.get("symmetric", True) else 3  # of 2048, ours and stock's, which are as wide or twice
     error = bins * 1.0001 / 2048 + 1e-6
     same_as_stock(models.ALL[net](), models.feeds(models.ALL[net](), 5), "Percentile", error=error, **options)
 
 
-def test_percentile_of_a_constant_is_exactly_stock() -> None:
+def test_percentile_of_a_constant_is_exactly_stock():
     same_as_stock(one_node_model(), [{"x": np.full((4, 4), 3.3, np.float32)}], "Percentile", num_bins=129)
 
 
 @FOUR
-def test_default_entropy_is_exactly_stock(net: str) -> None:
+def test_default_entropy_is_exactly_stock(net):
     same_as_stock(models.ALL[net](), models.feeds(models.ALL[net](), 4), "Entropy")
 
 
 @pytest.mark.parametrize("bins", [256, 512, 1024])
 @pytest.mark.parametrize("seed", range(3))
-def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> None:
+def test_entropy_of_more_bins_is_near_stock_optimum(bins, seed):
     """Our candidate's divergence on stock's own counts is near the smallest there is."""
     rng = np.random.default_rng(seed)
     data = rng.standard_t(3, 20_000).astype(np.float32)
@@ -224,7 +219,7 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
     top = max(map(abs, ends(data)))
     counts, edges = np.histogram(data, bins, range=(-top, top))
 
-    def divergence(end: float) -> float:
+    def divergence(end):
         reach = int(np.argmin(np.abs(edges - end))) - 1 - bins // 2
         return _divergence(counts, bins // 2 - reach, min(bins // 2 + reach + 1, bins), 128)
 
@@ -235,7 +230,7 @@ def test_entropy_of_more_bins_is_near_stock_optimum(bins: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("scenario", ["same", "p3"])
-def test_distribution_is_within_the_bound(scenario: Any) -> None:
+def test_distribution_is_within_the_bound(scenario):
     model = models.silu_net()
     samples = models.feeds(model, 4)
     theirs = stock(model, samples, "Distribution", scenario=scenario)
@@ -253,7 +248,7 @@ def test_distribution_is_within_the_bound(scenario: Any) -> None:
         assert (a.avg.dtype, a.hist_edges.dtype) == (b.avg.dtype, b.hist_edges.dtype)
 
 
-def test_other_percentile_from_the_same_table() -> None:
+def test_other_percentile_from_the_same_table():
     configs = CalibrationConfig("percentile"), CalibrationConfig("percentile", percentile=90), CalibrationConfig()
     tables = [swept(one_node_model(), random_feeds(3, (100, 100)), ["y"], config=config) for config in configs]
     ranges = [replace(tables[0], config=config).range_of("y") for config in configs]

@@ -5,16 +5,14 @@ import itertools
 import logging
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given, strategies as st
-from onnx import TensorProto
 
-from kenosis_ort.calibration import CalibrationTable, collector, part_session, parts
+from kenosis_ort.calibration import collector, part_session, parts
 from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, element_types
 from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
 from kenosis_ort.errors import CalibrationError
@@ -29,11 +27,11 @@ from tests.planning import parse
 NAMES = ["residual_block", "silu_net", "two_input_detector", "transformer_block", "net_with_if", "concat_net", "mlp"]
 
 
-def annotated(net: str) -> onnx.ModelProto:
+def annotated(net):
     return onnx.shape_inference.infer_shapes(models.ALL[net]())
 
 
-def under(model: onnx.ModelProto, feeds: Any, budget: int, tensors: Any = None, **options: Any) -> CalibrationTable:
+def under(model, feeds, budget, tensors=None, **options):
     """The table with stock's own sessions under a byte budget."""
     return swept(model, feeds, tensors, fetch_budget=budget, **{"method": "percentile", "bit_exact": True, **options})
 
@@ -41,7 +39,7 @@ def under(model: onnx.ModelProto, feeds: Any, budget: int, tensors: Any = None, 
 @pytest.mark.parametrize("net", NAMES)
 @pytest.mark.parametrize("budget", [1, 1500, 2**28])
 @pytest.mark.parametrize("method", ["percentile", "minmax"])
-def test_parts_give_the_same_table(net: str, budget: int, method: str) -> None:
+def test_parts_give_the_same_table(net, budget, method):
     model = models.ALL[net]()
     samples = models.feeds(model, 2)
     whole = under(model, samples, 2**30, method=method)
@@ -49,7 +47,7 @@ def test_parts_give_the_same_table(net: str, budget: int, method: str) -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 500), st.integers(200, 4000))
-def test_parts_cover_each_needed_node_once(net: str, budget: int, most: int) -> None:
+def test_parts_cover_each_needed_node_once(net, budget, most):
     """No part has more observed bytes or weights than wanted where it could be cut."""
     model = annotated(net)
     feed, types = models.feeds(model, 1)[0], element_types(model)
@@ -76,13 +74,13 @@ def test_parts_cover_each_needed_node_once(net: str, budget: int, most: int) -> 
     assert observed[0] in model.graph.node[early.end - 1].output, "what is not observed is not computed"
 
 
-def test_what_no_later_part_reads_is_let_go() -> None:
+def test_what_no_later_part_reads_is_let_go():
     """While a feed's results of a part are taken, no feed before it holds what that part alone read."""
     model = onnx.shape_inference.infer_shapes(models.conv_relu_chain(4))
     names, feeds = [node.output[0] for node in model.graph.node], models.feeds(model, 2)
-    seen: dict[tuple[int, str], weakref.ref[Any]] = {}
+    seen = {}
 
-    def take(place: int, arrays: dict[str, Any]) -> None:
+    def take(place, arrays):
         (name,) = arrays
         seen[place, name] = weakref.ref(arrays[name])
         assert place == 0 or not any(seen[0, each]() is not None for each in names[: names.index(name)])
@@ -93,7 +91,7 @@ def test_what_no_later_part_reads_is_let_go() -> None:
     assert len(seen) == 2 * len(names)
 
 
-def test_no_cut_across_a_value_without_a_tensor_type() -> None:
+def test_no_cut_across_a_value_without_a_tensor_type():
     text = """g (float[2] x) => (float[4] y) { a = Neg (x)  s = SequenceConstruct (a, x)  b = Neg (a)
         c = ConcatFromSequence <axis = 0> (s)  y = Neg (c) }"""
     model = onnx.shape_inference.infer_shapes(parse(text))
@@ -104,7 +102,7 @@ def test_no_cut_across_a_value_without_a_tensor_type() -> None:
 
 
 @pytest.mark.parametrize("annotate", [True, False])  # sizes are measured where annotations do not tell
-def test_a_larger_feed_is_planned_anew(annotate: bool, caplog: Any) -> None:
+def test_a_larger_feed_is_planned_anew(annotate, caplog):
     samples = [*random_feeds(1, (2, 2)), *random_feeds(1, (80, 80)), *random_feeds(1, (2, 2))]
     with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
         table = under(one_node_model(annotate=annotate), samples, 9000, ["y", "z"])
@@ -112,7 +110,7 @@ def test_a_larger_feed_is_planned_anew(annotate: bool, caplog: Any) -> None:
     assert table.tensors["z"].count == 4 + 6400 + 4
 
 
-def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_go_to_a_file_that_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = models.mlp(hidden=128)
     (feed,) = models.feeds(model, 1)
@@ -129,7 +127,7 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile"])
-def test_custom_operators_run_with_their_library_and_only_then(method: str) -> None:
+def test_custom_operators_run_with_their_library_and_only_then(method):
     extensions = pytest.importorskip("onnxruntime_extensions")
     model = parse("(float[2,2] x) => (float[2,2] z) { y = contrib.Inverse (x)  z = Neg (y) }", domains=["contrib"])
     model.graph.node[0].domain = model.opset_import[1].domain = "ai.onnx.contrib"
@@ -143,7 +141,7 @@ def test_custom_operators_run_with_their_library_and_only_then(method: str) -> N
 CONSTANTS = {"head": [2], "sizes": [9, 7], "pads": [0, 0, 1, 1, 0, 0, 1, 1], "zero": [0], "two": [2], "k": [3]}
 
 
-def net_of_cut_constants(*, fold: bool) -> onnx.ModelProto:
+def net_of_cut_constants(*, fold):
     """Resize by computed sizes, a Pad and a TopK whose amounts come from Constant nodes far in front of them."""
     model = parse(
         """g (float[n,2,4,5] x) => (float[n,2,o,q] y) {
@@ -163,12 +161,12 @@ def net_of_cut_constants(*, fold: bool) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("annotate", [False, True])
 @pytest.mark.parametrize("fold", [False, True])
-def test_constants_and_ranks_outlive_a_cut(fold: bool, annotate: bool) -> None:
+def test_constants_and_ranks_outlive_a_cut(fold, annotate):
     model = net_of_cut_constants(fold=fold)
     model = onnx.shape_inference.infer_shapes(model) if annotate else model
     samples, names = random_feeds(2, (3, 2, 4, 5)), [*"abcdey", "mean"]
     assert under(model, samples, 1, names).tensors == under(model, samples, 2**30, names).tensors
-    types = {**element_types(model), "wanted": TensorProto.INT64, "shape": TensorProto.INT64}
+    types = {**element_types(model), "wanted": onnx.TensorProto.INT64, "shape": onnx.TensorProto.INT64}
     found = cut(model, names, dict.fromkeys(names, 8), {**types, **dict.fromkeys([*names, "index"], 1)}, 1)
     assert len(found) > 3
     assert not {*CONSTANTS, "empty", "twice"}.intersection(itertools.chain(*(p.inputs for p in found)))
@@ -181,7 +179,7 @@ def test_what_cannot_run_by_itself_runs_from_the_first_node_on(heavy, monkeypatc
     whole = under(model, samples, 2**30)
     make = ObservedModel.segment
 
-    def refuse(self: Any, part: Segment, *args: Any, **options: Any) -> Any:
+    def refuse(self, part, *args, **options):
         if part.start > 1:
             raise CalibrationError("refused")
         return make(self, part, *args, **options)
@@ -193,13 +191,13 @@ def test_what_cannot_run_by_itself_runs_from_the_first_node_on(heavy, monkeypatc
     assert caplog.text.count("cannot run by itself") == 1
 
 
-def test_random_nodes_are_no_constants() -> None:
+def test_random_nodes_are_no_constants():
     model = parse("g (float[2] x) => (float[2] y) { noise = RandomNormal <shape = [2]> ()  y = Add (x, noise) }")
     assert part_session.constant_values(model) == (set(), frozenset())
 
 
 @pytest.mark.parametrize("budget", [1, 2**30])
-def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
+def test_nodes_in_another_order_give_the_same_table(budget):
     model = models.residual_block()
     samples, names = models.feeds(model, 2), node_outputs(model)
     want = under(model, samples, 2**30, names)
@@ -212,17 +210,14 @@ def test_nodes_in_another_order_give_the_same_table(budget: int) -> None:
 
 # ---- many weights: some samples at a time, one part open at a time --------------------------------------------------
 
-KINDS: dict[str, dict[str, Any]] = {
-    "minmax": {},
-    "sketch": {"sketch": True},
-    "percentile": {"method": "percentile"},
-    "chunks": {"max_intermediate_outputs": 3},
-    "average": {"moving_average": True},
-}
+KINDS = {
+    "minmax": {}, "sketch": {"sketch": True}, "percentile": {"method": "percentile"},
+    "chunks": {"max_intermediate_outputs": 3}, "average": {"moving_average": True},
+}  # fmt: skip
 
 
 @pytest.fixture
-def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
+def heavy(monkeypatch):
     """Parts of few weights, bundles of three samples, and hardly any memory for what crosses."""
     monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600)
     for module in (collector, parts):
@@ -230,7 +225,7 @@ def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "_BUNDLE", 3)
 
 
-def swept_net(net: str, **options: Any) -> CalibrationTable:
+def swept_net(net, **options):
     few = {"channels": 6} if net == "residual_block" else {}  # of which no processor makes blocks: parts add alike
     model = planning.prepared(models.ALL[net](**few))
     channels = dict.fromkeys(node_outputs(model)[:3], 1) if net == "residual_block" else {}
@@ -239,7 +234,7 @@ def swept_net(net: str, **options: Any) -> CalibrationTable:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("net", NAMES)
-def test_the_table_is_that_of_the_whole(net: str, kind: str, request: pytest.FixtureRequest) -> None:
+def test_the_table_is_that_of_the_whole(net, kind, request):
     part = {} if kind == "average" else dict.fromkeys((0, 2, 5), ())
     whole = swept_net(net, part=part, keep=4, **KINDS[kind])
     request.getfixturevalue("heavy")
@@ -249,10 +244,10 @@ def test_the_table_is_that_of_the_whole(net: str, kind: str, request: pytest.Fix
 
 
 @pytest.mark.usefixtures("heavy")
-def test_one_part_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_part_is_open_at_a_time(monkeypatch):
     segment, opened, told = ObservedModel.segment, list[weakref.ref[Any]](), list[int]()
 
-    def alone(self: ObservedModel, *arguments: Any, **options: Any) -> Any:
+    def alone(self, *arguments, **options):
         gc.collect()
         assert not any(each() is not None for each in opened)
         made = segment(self, *arguments, **options)
@@ -266,10 +261,10 @@ def test_one_part_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("heavy")
-def test_parts_are_opened_as_the_whole_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_opened_as_the_whole_is(tmp_path, monkeypatch):
     """Whether the runtime orders weights for its kernels, which add up in another order then, is of the whole."""
     model = with_weights_on_disk(planning.prepared(models.residual_block()), tmp_path / "weights")
-    opened_as: list[int] = []
+    opened_as = []
     map_weights = session.map_weights
     monkeypatch.setattr(session, "map_weights", lambda m, o: (opened_as.append(weight_bytes(m)), map_weights(m, o)))
     swept(model, models.feeds(model, 2))

@@ -3,11 +3,8 @@
 import itertools
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -30,13 +27,13 @@ CONFIGS += [PERCENTILE(percentile=99.9), CalibrationConfig(sketch=True)]
 CONFIGS += [CalibrationConfig(symmetric=True, moving_average=True)]
 
 
-def of_one_node(samples: Any = None, tensors: Any = ("y",), op: str = "Identity", **options: Any) -> CalibrationTable:
+def of_one_node(samples=None, tensors=("y",), op="Identity", **options):
     return swept(one_node_model(op), random_feeds(4) if samples is None else samples, tensors, **options)
 
 
 @pytest.mark.since("1.27")  # stock's cache files
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_we_and_stock_read_our_file(config: CalibrationConfig, tmp_path: Path) -> None:
+def test_we_and_stock_read_our_file(config, tmp_path):
     table = of_one_node(tensors=(), config=config)
     path = tmp_path / "sub" / "cache.json"
     table.save(path)
@@ -52,7 +49,7 @@ def test_we_and_stock_read_our_file(config: CalibrationConfig, tmp_path: Path) -
 
 @pytest.mark.since("1.27")  # stock's cache files
 @pytest.mark.parametrize("method", ["MinMax", "Percentile", "Entropy", "Distribution"])
-def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
+def test_we_read_stock_file(method, tmp_path):
     model = models.residual_block()
     theirs = stock(model, models.feeds(model, 3), method)
     stock_calibrate.save_tensors_data(theirs, tmp_path / "cache.json")
@@ -66,7 +63,7 @@ def test_we_read_stock_file(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FLOAT16", "BOOL", "INT8", "INT4", "UINT4"])
-def test_fingerprint_is_that_of_the_content_however_it_is_stored(kind: str) -> None:
+def test_fingerprint_is_that_of_the_content_however_it_is_stored(kind):
     typed = helper.make_tensor("w", onnx.TensorProto.DataType.Value(kind), [3], [1, 0, 1])
     raw = numpy_helper.from_array(numpy_helper.to_array(typed), "w")
     assert (typed.HasField("raw_data"), raw.HasField("raw_data")) == (False, True)
@@ -74,7 +71,7 @@ def test_fingerprint_is_that_of_the_content_however_it_is_stored(kind: str) -> N
     assert model_fingerprint(found[0]) == model_fingerprint(found[1])
 
 
-def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
+def test_fingerprint_sees_weights_and_graph_and_nothing_else():
     model = models.residual_block()
     base, weights = model_fingerprint(model), model.graph.initializer
     assert model_fingerprint(changed(model, conv1_w=1 + 1e-6)) != base
@@ -94,7 +91,7 @@ def test_fingerprint_sees_weights_and_graph_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "distribution"])
-def test_merging_equals_one_run(method: str) -> None:
+def test_merging_equals_one_run(method):
     model = models.residual_block()
     samples = models.feeds(model, 5)
     whole, a, b = (swept(model, part, method=method) for part in (samples, samples[:2], samples[2:]))
@@ -103,14 +100,14 @@ def test_merging_equals_one_run(method: str) -> None:
         assert replace(a, made_up=one).merge(replace(b, made_up=other)).made_up == (one and other)
 
 
-def test_merging_a_moving_average_weighs_by_samples() -> None:
+def test_merging_a_moving_average_weighs_by_samples():
     samples = random_feeds(5)
     whole, a, b = (of_one_node(part, moving_average=True) for part in (samples, samples[:1], samples[1:]))
     assert a.merge(b).range_of("y") == pytest.approx(whole.range_of("y"), rel=1e-6)
 
 
 ORDERED = CalibrationConfig(moving_average=True, strided=2)
-REFUSED: tuple[tuple[str, Callable[[CalibrationTable], object]], ...] = (
+REFUSED = (
     ("different models", lambda table: table.merge(of_one_node(op="Abs"))),
     ("different settings", lambda table: table.merge(of_one_node(symmetric=True))),
     ("different tensors", lambda table: table.merge(of_one_node(tensors=["y", "x"]))),
@@ -125,32 +122,32 @@ REFUSED: tuple[tuple[str, Callable[[CalibrationTable], object]], ...] = (
 
 
 @pytest.mark.parametrize(("says", "call"), REFUSED)
-def test_what_does_not_go_together_is_refused(says: str, call: Callable[[CalibrationTable], object]) -> None:
+def test_what_does_not_go_together_is_refused(says, call):
     with pytest.raises(CalibrationError, match=says):
         call(of_one_node())
 
 
-def test_only_settings_of_the_method_count() -> None:
+def test_only_settings_of_the_method_count():
     table = of_one_node(config=PERCENTILE(percentile=99.0))
     table.check_matches(table.model_fingerprint, PERCENTILE(percentile=99.0, moving_average=True))
     with pytest.raises(CalibrationError, match=r"percentile is 99\.0 there and 99\.9 here"):
         table.check_matches(table.model_fingerprint, PERCENTILE(percentile=99.9))
 
 
-def test_empty_shards_do_not_widen_the_range() -> None:
+def test_empty_shards_do_not_widen_the_range():
     full = of_one_node([{"x": np.full((1, 2), 5, np.float32)}])
     empty = of_one_node([{"x": np.zeros((0, 2), np.float32)}])
     assert full.merge(empty).range_of("y") == empty.merge(full).range_of("y") == (5.0, 5.0)
 
 
-def test_ranges_set_by_hand_and_tables_are_frozen() -> None:
+def test_ranges_set_by_hand_and_tables_are_frozen():
     table = of_one_node(tensors=["y", "z"])
     fixed = table.with_ranges({"y": (-1.0, 2.0)})
     assert fixed.range_of("y") == (-1.0, 2.0) != table.range_of("y")
     assert fixed.range_of("z") == table.range_of("z")
     assert CalibrationTable.from_json(fixed.to_json()) == fixed == pickle.loads(pickle.dumps(fixed))
     with pytest.raises(TypeError):
-        table.tensors["x"] = None  # type: ignore[index]
+        table.tensors["x"] = None
 
 
 @pytest.mark.parametrize(("text", "match"), [
@@ -161,7 +158,7 @@ def test_ranges_set_by_hand_and_tables_are_frozen() -> None:
     ('{"CLS": "TensorsData", "data": {}}', "damaged"),
     ('{"CLS": "TensorsData", "data": {"a": {}}, "calibration_method": {"value": "X.MinMax"}}', "damaged"),
 ])  # fmt: skip
-def test_bad_files_are_named_errors(text: str, match: str, tmp_path: Path) -> None:
+def test_bad_files_are_named_errors(text, match, tmp_path):
     path = tmp_path / "cache.json"
     path.write_text(text)
     with pytest.raises(CalibrationError, match=match) as caught:
@@ -169,7 +166,7 @@ def test_bad_files_are_named_errors(text: str, match: str, tmp_path: Path) -> No
     assert caught.value.where == str(path)
 
 
-def test_missing_and_unwritable_files(tmp_path: Path) -> None:
+def test_missing_and_unwritable_files(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(CalibrationError, match="cannot be read"):
             CalibrationTable.load(path)
@@ -180,7 +177,7 @@ def test_missing_and_unwritable_files(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_config_takes_stock_names_and_extra_options() -> None:
+def test_config_takes_stock_names_and_extra_options():
     assert CalibrationConfig(method="MinMax").method == "minmax"
     assert CalibrationConfig.from_extra_options(CalibrationMethod.Percentile, {}).percentile == 99.999
     off = {"CalibMaxIntermediateOutputs": 0, "CalibStridedMinMax": None, "ActivationSymmetric": True}
@@ -195,7 +192,7 @@ def test_config_takes_stock_names_and_extra_options() -> None:
     assert (PERCENTILE().is_symmetric, CalibrationConfig().is_symmetric) == (True, False)
 
 
-UNKNOWN: tuple[tuple[str, dict[str, Any]], ...] = (
+UNKNOWN = (
     *(("Did you mean 'minmax'", {"method": "minmix"}), ("Unknown calibration method", {"method": 3})),
     *(("averaging_constant", {"averaging_constant": 1.5}), ("percentile", {"percentile": 101})),
     *(("num_bins", {"method": "distribution", "num_bins": 100}), ("scenario", {"scenario": "p4"})),
@@ -204,7 +201,7 @@ UNKNOWN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("match", "options"), UNKNOWN)
-def test_config_refuses(match: str, options: dict[str, Any]) -> None:
+def test_config_refuses(match, options):
     with pytest.raises(OptionError, match=match):
         CalibrationConfig(**options)
 
@@ -212,7 +209,7 @@ def test_config_refuses(match: str, options: dict[str, Any]) -> None:
 # ---- samples that are kept -------------------------------------------------------------------------------------------
 
 
-def kept_of(samples: list[Sample], most: int, budget: int) -> CachedSamples:
+def kept_of(samples, most, budget):
     kept = CachedSamples(most, budget)
     for each in samples:
         kept.add(each)
@@ -227,7 +224,7 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size=2
 @given(SAMPLES, st.integers(1, 8), st.integers(1, 40), st.data())
 def test_shards_in_any_order_keep_what_one_reader_keeps(samples, most, budget, data):
     whole = kept_of(samples, most, budget)
-    shards: list[list[Sample]] = [[], [], []]
+    shards = [[], [], []]
     for each in samples:
         shards[data.draw(st.integers(0, 2))].append(each)
     order = data.draw(st.permutations(shards))
@@ -240,26 +237,22 @@ def test_shards_in_any_order_keep_what_one_reader_keeps(samples, most, budget, d
 
 
 @given(SAMPLES, st.integers(1, 8), st.integers(1, 8))
-def test_who_keeps_more_keeps_the_same_first(samples: list[Sample], few: int, more: int) -> None:
+def test_who_keeps_more_keeps_the_same_first(samples, few, more):
     """So a table that serves every recipe gives each what its own reader would have."""
     many, some = (kept_of(samples, most, 60).samples for most in (few + more, few))
     assert [s.index for s in many[:few]] == [s.index for s in some]
 
 
-VALUES: dict[str, Any] = {
-    "float32": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "int64": np.array([[1, -2]]),
-    "bool": np.array([True, False]),
-    "nothing": np.zeros((0, 3), np.float16),
-    "scalar": np.float32(3) * np.ones(()),
-    "texts": np.array([["a", "bc"]]),
-    "objects": np.array(["a", "bcd"], object),
+VALUES = {
+    "float32": np.arange(6, dtype=np.float32).reshape(2, 3), "int64": np.array([[1, -2]]),
+    "bool": np.array([True, False]), "nothing": np.zeros((0, 3), np.float16), "scalar": np.float32(3) * np.ones(()),
+    "texts": np.array([["a", "bc"]]), "objects": np.array(["a", "bcd"], object),
     "sequence": [np.ones(2, np.float32), np.zeros((1, 1), np.float32)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_file_holds_them_to_the_bit(kind: str) -> None:
+def test_a_file_holds_them_to_the_bit(kind):
     kept = kept_of([Sample({"x": VALUES[kind]}, 7)], 3, 1000)
     head, packed = json.loads(json.dumps(pack_samples(kept)))
     found = unpack_samples(head, packed)
@@ -267,7 +260,7 @@ def test_a_file_holds_them_to_the_bit(kind: str) -> None:
     assert feed_digest(found.samples[0]) == feed_digest(kept.samples[0])
 
 
-def test_what_no_file_holds_is_left_out() -> None:
+def test_what_no_file_holds_is_left_out():
     assert pack_samples(kept_of([Sample({"x": np.array([{}], object)}, 0)], 3, 1000)) == (None, [])
 
 
@@ -277,7 +270,7 @@ TOO_LARGE = (("24 bytes", {"budget": 20}, {}), ("bytes", {"budget": 2**40}, BOMB
 
 
 @pytest.mark.parametrize(("says", "head", "change"), [*((".", {}, change) for change in DAMAGED), *TOO_LARGE])
-def test_sizes_are_checked_before_memory_is_taken(says: str, head: dict[str, Any], change: dict[str, Any]) -> None:
+def test_sizes_are_checked_before_memory_is_taken(says, head, change):
     of_all, packed = pack_samples(kept_of([Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
     assert of_all is not None
     packed[0]["x"] = change if "text" in change else packed[0]["x"] | change

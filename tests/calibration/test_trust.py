@@ -1,13 +1,9 @@
 """How far ranges of made-up samples are trusted: the verdict, how ranges grow, and what models know about theirs."""
 
 import math
-from collections.abc import Sequence
 from functools import partial, reduce
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 
@@ -15,18 +11,17 @@ from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quant
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, net_evidence, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
 from kenosis_ort.graph.load import load_model
-from tests import models
+from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
 from tests.calibration.synthetic.test_draws import edges
 from tests.downloaded import ZOO
-from tests.planning import parse
 
 STEADY = {"a": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.05)}
 SHAKY = {**STEADY, "b": trust.TensorAssessment(trust.RangeSource.MEASURED, (0, 1), (0, 1), 0.6)}
 
 
-def verdict(**changes: Any) -> tuple[trust.TrustLevel, tuple[str, ...], tuple[str, ...]]:
-    known: dict[str, Any] = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
+def verdict(**changes):
+    known = {"tensors": STEADY, "known": {"x": Known.GIVEN}, "misfits": {}, "silent": {}}
     known.update(natural=True, real=0, needed=None)
     return trust.verdict_on(**{**known, **changes})
 
@@ -46,7 +41,7 @@ def verdict(**changes: Any) -> tuple[trust.TrustLevel, tuple[str, ...], tuple[st
     ({"real": 3}, trust.TrustLevel.USABLE, "last of 3 real", "more real samples"),
     ({"real": 3, "needed": 1}, trust.TrustLevel.TRUSTED, "", ""),
 ])  # fmt: skip
-def test_rules(changes: dict[str, Any], expected: trust.TrustLevel, cause: str, supply: str) -> None:
+def test_rules(changes, expected, cause, supply):
     found, causes, supplies = verdict(**changes)
     assert found is expected
     assert cause in " ".join(causes)
@@ -54,17 +49,17 @@ def test_rules(changes: dict[str, Any], expected: trust.TrustLevel, cause: str, 
     assert bool(causes) == bool(supplies) == (expected is not trust.TrustLevel.TRUSTED)
 
 
-NET = parse("""(float[n,16] x) => (y) <float[16,32] w, float[32,4] v> {
+NET = planning.parse("""(float[n,16] x) => (y) <float[16,32] w, float[32,4] v> {
     m = MatMul (x, w)  r = Relu (m)  k = MatMul (r, v)  q = Mul (k, k)  y = Neg (q) }""")
 
 
-def tables(feeds: list[Any], groups: int) -> list[CalibrationTable]:
+def tables(feeds, groups):
     """Tables of a net, one a group of these samples."""
     count = len(feeds) // groups
     return [swept(NET, feeds[at * count : (at + 1) * count]) for at in range(groups)]
 
 
-def test_ranges_hold_what_was_measured_within_bounds() -> None:
+def test_ranges_hold_what_was_measured_within_bounds():
     made_up = tables(random_feeds(16, (1, 16)), 4)
     table, told = trust.assess(NET, made_up, provenance=Provenance(known={"x": Known.GIVEN}))
     assert told.samples == 16
@@ -77,7 +72,7 @@ def test_ranges_hold_what_was_measured_within_bounds() -> None:
     assert told.tensors["x"].used == told.tensors["x"].measured
 
 
-def test_real_samples_decide_where_there_are_any() -> None:
+def test_real_samples_decide_where_there_are_any():
     real = tables(random_feeds(4, (1, 16), seed=5), 4)
     made_up = tables([{"x": f["x"] * 100} for f in random_feeds(16, (1, 16))], 4)
     table, told = trust.assess(NET, made_up, real, provenance=Provenance(real=4))
@@ -89,15 +84,15 @@ def test_real_samples_decide_where_there_are_any() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "needed"), [([1] * 6, 1), (range(1, 7), None), ([1] * 2, None)])
-def test_how_many_real_samples_were_enough(sizes: Sequence[int], needed: int | None) -> None:
+def test_how_many_real_samples_were_enough(sizes, needed):
     feeds = [{"x": size * feed["x"]} for size in sizes for feed in random_feeds(1, (1, 16))]
     assert trust.real_samples_needed(tables(feeds, len(feeds))) == needed
 
 
-def test_collection_in_groups_sees_every_sample_once() -> None:
+def test_collection_in_groups_sees_every_sample_once():
     made_up = partial(SyntheticReader, NET, samples=11)
     collected = partial(trust.collect_with_trust, NET, samples=11, provenance=made_up().provenance)
-    seen: list[tuple[int, int | None]] = []
+    seen = []
     names, plain = node_outputs(NET), swept(NET, made_up())
     table, told = collected(made_up(), Points(names, threads=1), progress=lambda *args: seen.append(args))
     assert table.samples == told.samples == 11
@@ -115,18 +110,18 @@ REAL |= {"silero_vad_16k": "usable or do not ship"}
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
 @pytest.mark.parametrize(("name", "expected"), REAL.items())
-def test_zoo(name: str, expected: str) -> None:
+def test_zoo(name, expected):
     model = load_model(ZOO / f"{name}.onnx").proto
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
     points = Points([v.name for v in model.graph.output], threads=1)
     evidence = net_evidence.net_evidence(model, net_evidence.probe_feeds(reader))
-    how: Any = {"provenance": reader.provenance, "samples": 16, "evidence": evidence}
+    how = {"provenance": reader.provenance, "samples": 16, "evidence": evidence}
     assert trust.collect_with_trust(model, reader, points, **how)[1].verdict.value in expected
 
 
 @pytest.mark.skipif(not ZOO.exists(), reason="the zoo is not here")
-def test_gaussian_noise_is_found_out() -> None:
+def test_gaussian_noise_is_found_out():
     model = load_model(ZOO / "mobilenetv1_cifar_probe.onnx").proto
     rng = np.random.default_rng(0)
     noise = [{"input": 30 * rng.standard_normal((1, 3, 96, 96)).astype(np.float32)} for _ in range(4)]
@@ -149,15 +144,15 @@ def test_extension_holds_the_measured_range_and_grows_with_depth(groups, shallow
     assert 0 <= one.spread <= 1
 
 
-def test_inputs_constants_and_single_groups_are_not_extended() -> None:
+def test_inputs_constants_and_single_groups_are_not_extended():
     for groups, depth in (([(0.0, 1.0), (0.0, 2.0)], 0.0), ([(3.0, 3.0)] * 4, 1.0), ([(0.0, 5.0)], 1.0)):
         growth = trust.extend(groups, depth)
         assert growth.extended == growth.measured
 
 
-def test_the_fit_predicts_the_growth_of_the_largest_value() -> None:
+def test_the_fit_predicts_the_growth_of_the_largest_value():
     rng = np.random.default_rng(0)
-    reached: list[float] = []
+    reached = []
     for _ in range(200):
         values = rng.gumbel(10, 1, (4, 100)).max(axis=1)
         reached.append(trust.extend([(0.0, float(v)) for v in values], 1.0).extended[1])
@@ -181,8 +176,8 @@ BOUNDS = {"Relu": (0, INF), "Sigmoid": (0, 1), "Tanh": (-1, 1), "Softmax": (0, 1
 
 
 @pytest.mark.parametrize(("op", "expected"), BOUNDS.items())
-def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | None) -> None:
-    model = parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
+def test_bounds_of_activations_hold(op, expected):
+    model = planning.parse(f"g (float[N,3] x) => (float[N,3] z) {{ y = {op} (x)  z = Identity (y) }}")
     assert net_evidence.hard_bounds(model).get("z") == expected
     if expected is not None:
         feed = {"x": np.random.default_rng(0).normal(0, 20, (50, 3)).astype(np.float32)}
@@ -190,28 +185,28 @@ def test_bounds_of_activations_hold(op: str, expected: tuple[float, float] | Non
         assert expected[0] <= low <= high <= expected[1]
 
 
-def test_bounds_of_clip_and_concat() -> None:
-    model = parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
+def test_bounds_of_clip_and_concat():
+    model = planning.parse("""g (float[N,3] x) => (float[N,6] d) <float six = {6}, float zero = {0}> {
         a = Clip (x, zero, six)  b = Clip (x, , six)  c = Concat <axis = 1> (a, a)  d = Concat <axis = 1> (a, x) }""")
     assert net_evidence.hard_bounds(model) == {"a": (0, 6), "b": (-INF, 6), "c": (0, 6)}
 
 
-def test_depth_counts_layers() -> None:
+def test_depth_counts_layers():
     model = models.conv_relu_chain(4)
     values = ["x", *(node.output[0] for node in model.graph.node)]
     assert trust.depths(model) == dict(zip(values, [0, 0.5, 0.5, 1, 1], strict=True))
 
 
-def normalized() -> tuple[onnx.ModelProto, np.ndarray]:
+def normalized():
     """A BatchNormalization and Relu trained on given data, and the data."""
     data = np.random.default_rng(0).normal([1.0, -2.0, 5.0], [1.0, 3.0, 0.5], (4000, 3)).astype(np.float32)
     text = """g (float[N,3] x) => (float[N,3] z)
         <float[3] g = {1.5, -2.7, 1.0}, float[3] b = {0.5, 0.0, -1.0}, float[3] m, float[3] v> {
         [bn] y = BatchNormalization (x, g, b, m, v)  z = Relu (y) }"""
-    return parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data
+    return planning.parse(text, {"m": data.mean(axis=0), "v": data.var(axis=0)}), data
 
 
-def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> None:
+def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones():
     model, data = normalized()
     (fit,) = net_evidence.fit_batch_norms(model, [{"x": data[:2000]}, {"x": data[2000:]}])
     assert fit.misfit < 0.01
@@ -226,13 +221,13 @@ def test_natural_data_fit_and_their_range_is_predicted_from_scaled_ones() -> Non
 @pytest.mark.parametrize(
     ("found", "wanted"), [((-5, -1), (-0.5, -0.1)), ((-5, 2), (-0.5, 2)), ((1, 2), (1, 2))], ids=str
 )
-def test_a_leaky_relu_shortens_what_is_negative(found: tuple[float, float], wanted: tuple[float, float]) -> None:
-    model = parse("g (float[1] y) => (float[1] z) { z = LeakyRelu <alpha = 0.1> (y) }")
+def test_a_leaky_relu_shortens_what_is_negative(found, wanted):
+    model = planning.parse("g (float[1] y) => (float[1] z) { z = LeakyRelu <alpha = 0.1> (y) }")
     fit = net_evidence.BatchNormFit("bn", "y", 0.0, found)
     assert net_evidence.predicted_ranges(model, [fit], {})["z"] == pytest.approx(wanted)
 
 
-def test_dead_channels_and_models_without_statistics() -> None:
+def test_dead_channels_and_models_without_statistics():
     model, data = normalized()
     data[:, 0] = 1.0
     (fit,) = net_evidence.fit_batch_norms(model, [{"x": data}])
@@ -241,7 +236,7 @@ def test_dead_channels_and_models_without_statistics() -> None:
     assert net_evidence.fit_batch_norms(model, []) == ()
 
 
-FLAT = parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-9}, float three = {3}> {
+FLAT = planning.parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-9}, float three = {3}> {
     little = Mul (x, small)  flat = Add (little, three) }""")
 
 
@@ -249,11 +244,11 @@ FLAT = parse("""(float[1,4] x) => (float[1,4] flat) <float small = {1e-9}, float
     (FLAT, 6, {"flat": "is the same for all samples"}), (FLAT, 3, {}),  # too few to tell
     *((model, 6, {}) for model in (edges(), models.residual_block(), models.mlp(), models.two_input_detector())),
 ])  # fmt: skip
-def test_an_output_that_does_not_depend_on_the_sample(model: onnx.ModelProto, samples: int, expected: Any) -> None:
+def test_an_output_that_does_not_depend_on_the_sample(model, samples, expected):
     assert net_evidence.silent_outputs(model, models.feeds(model, samples)) == expected
 
 
-def test_the_report_says_do_not_ship(tmp_path: Path) -> None:
+def test_the_report_says_do_not_ship(tmp_path):
     model = edges(bias=-200.0)
     reader = SyntheticReader(model, samples=8, input_range=(0, 1))
     with pytest.warns(KenosisWarning):

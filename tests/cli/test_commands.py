@@ -16,14 +16,13 @@ from kenosis_ort.cli.commands import COMMANDS
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sweep_command import Row
 from kenosis_ort.demo import measurements as measured
-from kenosis_ort.demo.measurements import Demonstration
 from kenosis_ort.report.text import to_text
 from kenosis_ort.targets import TARGETS
 from tests import models
-from tests.cli.conftest import BATCH, PLAIN, ROUNDS, Printed, Shell
+from tests.cli.conftest import BATCH, PLAIN, ROUNDS, Printed
 
 
-def test_a_float_and_a_quantized_model_are_inspected(shell: Shell) -> None:
+def test_a_float_and_a_quantized_model_are_inspected(shell):
     shown = ("quantization float", "3,186", "image float [batch, 1, 8, 8]", "4 Conv", "ai.onnx")
     assert not shell("inspect float.onnx").lacks(*shown)
     found = shell("inspect int8.onnx --json").data
@@ -34,7 +33,7 @@ def test_a_float_and_a_quantized_model_are_inspected(shell: Shell) -> None:
 # -- explain
 
 
-def test_the_plan_of_a_float_model_is_explained(shell: Shell) -> None:
+def test_the_plan_of_a_float_model_is_explained(shell):
     assert "None of 5 nodes that carry arithmetic" in shell("explain float.onnx").line
     shown = ("Conv 'layer5.conv': integer, by conv-integer", "input 1")
     assert not shell("explain float.onnx layer5.conv").lacks(*shown)
@@ -43,7 +42,7 @@ def test_the_plan_of_a_float_model_is_explained(shell: Shell) -> None:
     assert "folded into its neighbours" in shell("explain float.onnx", gone[0]["node"]).line
 
 
-def test_a_quantized_model_is_asked_of_the_runtime(shell: Shell) -> None:
+def test_a_quantized_model_is_asked_of_the_runtime(shell):
     assert "runs as com.microsoft.QLinearConv" in shell("explain int8.onnx layer5.conv").line
     shell.quantize("-q --exclude layer5.conv")
     assert not shell("explain out.onnx").lacks("1 of 5 nodes", "Conv 'layer5.conv': float, by")
@@ -52,7 +51,7 @@ def test_a_quantized_model_is_asked_of_the_runtime(shell: Shell) -> None:
 # -- verify
 
 
-def test_the_proof_and_what_strict_makes_of_it(shell: Shell) -> None:
+def test_the_proof_and_what_strict_makes_of_it(shell):
     printed = shell("verify int8.onnx --strict")
     assert not printed.lacks("5 of 5 Conv/Gemm/MatMul run on integer kernels", "com.microsoft.QGemm")
     raw = shell("verify int8.onnx --json").data
@@ -62,7 +61,7 @@ def test_the_proof_and_what_strict_makes_of_it(shell: Shell) -> None:
     shell("verify float.onnx --strict", code=1)
 
 
-def test_patterns_name_the_broken_clause(shell: Shell) -> None:
+def test_patterns_name_the_broken_clause(shell):
     printed = shell("verify int8.onnx --patterns onednn --strict", code=1)
     broken = "breaks bias-conversion: the bias is s32 behind a DequantizeLinear"
     assert not printed.lacks("Convs match 'oneDNN, Quantized Convolution Fusion Patterns'", broken)
@@ -74,7 +73,7 @@ def test_patterns_name_the_broken_clause(shell: Shell) -> None:
 COMPARE = "compare float.onnx int8.onnx --data samples.npz"
 
 
-def test_outputs_layers_and_a_next_step(shell: Shell) -> None:
+def test_outputs_layers_and_a_next_step(shell):
     printed = shell(f"{COMPARE} --full")
     shown = ("logits 100.0 %", "Layers, most lost first", "Weights, worst first", " samples; ", "next: ")
     assert printed.lacks(*shown, "made-up") == ["made-up"]
@@ -82,11 +81,10 @@ def test_outputs_layers_and_a_next_step(shell: Shell) -> None:
     assert not itself.lacks("inf dB", "made-up data")
 
 
-@pytest.mark.parametrize(
-    ("demand", "code"),
-    [("--min-agreement 99% --min-sqnr 10", 0), ("--min-sqnr 90", 1), ("--min-agreement 50% --min-sqnr 90", 1)],
-)
-def test_demands_show_in_the_exit_code(demand: str, code: int, shell: Shell) -> None:
+@pytest.mark.parametrize(("demand", "code"), [
+    ("--min-agreement 99% --min-sqnr 10", 0), ("--min-sqnr 90", 1), ("--min-agreement 50% --min-sqnr 90", 1),
+])  # fmt: skip
+def test_demands_show_in_the_exit_code(demand, code, shell):
     found = shell(f"{COMPARE} {demand} --json", code=code).data
     assert (found["below"], found["made_up_data"]) == ([] if code == 0 else ["logits"], False)
 
@@ -94,7 +92,7 @@ def test_demands_show_in_the_exit_code(demand: str, code: int, shell: Shell) -> 
 # -- calibrate and merge
 
 
-def test_tables_are_written_merged_and_used(shell: Shell) -> None:
+def test_tables_are_written_merged_and_used(shell):
     calibrate = "calibrate float.onnx"
     assert "from 12 samples; it holds 12 of them" in shell(f"{calibrate} day.json --data samples.npz").line
     shell(f"{calibrate} night.json --synthetic 3")
@@ -110,7 +108,7 @@ def test_tables_are_written_merged_and_used(shell: Shell) -> None:
 QUICK = "--seconds 0.3 --rounds 2"
 
 
-def test_models_are_timed_side_by_side_and_what_cannot_run_is_left_out(shell: Shell) -> None:
+def test_models_are_timed_side_by_side_and_what_cannot_run_is_left_out(shell):
     printed = shell(f"bench float.onnx int8.onnx {QUICK}")
     assert not printed.lacks("float.onnx", "int8.onnx", "baseline", "p95", "made-up data")
     raw = shell(f"bench float.onnx int8.onnx --data samples.npz --threads 2 --json {QUICK}").data
@@ -124,7 +122,7 @@ def test_models_are_timed_side_by_side_and_what_cannot_run_is_left_out(shell: Sh
 # -- targets and compare-targets
 
 
-def test_all_targets_are_listed_with_what_they_want(shell: Shell) -> None:
+def test_all_targets_are_listed_with_what_they_want(shell):
     listed = {row["target"]: row for row in shell("targets --json").data}
     assert (list(listed), listed["ort-cpu"]["proved"]) == (list(TARGETS), True)
     assert listed["tensorrt"].items() >= {"activations": "int8, zero point 0", "proved": False}.items()
@@ -132,7 +130,7 @@ def test_all_targets_are_listed_with_what_they_want(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_table_of_a_target_holds_every_rule_and_fact(name: str, shell: Shell) -> None:
+def test_the_table_of_a_target_holds_every_rule_and_fact(name, shell):
     target = TARGETS[name]
     rows = shell(f"targets {name} --json").data["rules"]
     assert [row["id"] for row in rows] == [*(r.id for r in target.rules), *(i for i, _ in target.facts)]
@@ -141,7 +139,7 @@ def test_the_table_of_a_target_holds_every_rule_and_fact(name: str, shell: Shell
     assert shell(f"targets {name}").out
 
 
-def test_targets_are_compared_on_a_net(shell: Shell) -> None:
+def test_targets_are_compared_on_a_net(shell):
     found = shell("compare-targets float.onnx --target ort-cpu --target tensorrt --json").data
     rows = [(row["target"], row["integer_heavy"], row["heavy"]) for row in found["targets"]]
     assert rows == [("ort-cpu", 5, 5), ("tensorrt", 5, 5)]
@@ -154,7 +152,7 @@ def test_targets_are_compared_on_a_net(shell: Shell) -> None:
 # -- doctor
 
 
-def test_the_doctor_tells_facts_and_types(shell: Shell) -> None:
+def test_the_doctor_tells_facts_and_types(shell):
     shown = ("processor", "onnxruntime", "CPUExecutionProvider", "operator sets up to", "uint8 x int8")
     assert not shell("doctor --seconds 0.1").lacks(*shown)
     assert shell("doctor --no-timing").lacks("note: ", "uint8 x int8") == ["uint8 x int8"]
@@ -163,7 +161,7 @@ def test_the_doctor_tells_facts_and_types(shell: Shell) -> None:
 # -- demo
 
 
-def test_the_demonstration(demonstration: measured.Demonstration, kept_models: Path) -> None:
+def test_the_demonstration(demonstration, kept_models):
     """It prints and tells accuracy, speed and proof, and keeps the models."""
     shown = ("float32", "stock, default", "stock, best", "kenosis-ort", "accuracy", "speed")
     printed = Printed(to_text(measured.render(demonstration)), "")
@@ -203,7 +201,7 @@ CALLS = {
 
 
 @pytest.fixture
-def folder(shell: Shell, demonstration: Demonstration, monkeypatch: pytest.MonkeyPatch) -> Shell:
+def folder(shell, demonstration, monkeypatch):
     """What the calls need; the demonstration and the model of the sweep are not made again."""
     monkeypatch.setattr("kenosis_ort.tuning.measure.measure_profile", lambda target, **_: target.profiles[0])
     monkeypatch.setattr("kenosis_ort.demo.measurements.demonstrate", lambda *_, **__: demonstration)
@@ -214,7 +212,7 @@ def folder(shell: Shell, demonstration: Demonstration, monkeypatch: pytest.Monke
     return shell
 
 
-def call(shell: Shell, command: str, more: str = "") -> Printed:
+def call(shell, command, more=""):
     for made in ("table.json", "all.json", "first.json"):
         (shell.folder / made).unlink(missing_ok=True)
     if command == "merge":
@@ -222,19 +220,19 @@ def call(shell: Shell, command: str, more: str = "") -> Printed:
     return shell(f"{command} {CALLS[command]} {more}")
 
 
-def test_every_command_is_tried_here() -> None:
+def test_every_command_is_tried_here():
     assert CALLS.keys() == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_json_is_all_that_is_on_stdout(command: str, folder: Shell) -> None:
+def test_json_is_all_that_is_on_stdout(command, folder):
     printed = call(folder, command, "--json")
     assert printed.data
     assert (printed.lacks("NaN", "Infinity"), printed.err) == (["NaN", "Infinity"], "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(command: str, folder: Shell) -> None:
+def test_quiet_prints_nothing_and_text_has_no_escapes_in_a_pipe(command, folder):
     assert call(folder, command, "--quiet") == ("", "")
     printed = call(folder, command)
     assert (bool(printed.out), "\x1b" in printed.out, printed.err) == (True, False, "")
@@ -249,7 +247,7 @@ def test_no_color_is_honoured_on_a_terminal(name, coloured, shell, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_has_an_example_and_the_exit_codes(command: str, shell: Shell) -> None:
+def test_help_has_an_example_and_the_exit_codes(command, shell):
     printed = shell(f"{command} --help")
     assert f"\n  kenosis-ort {command}" in printed.out
     assert not printed.lacks("exit codes:", "--json", "--quiet", "--verbose")
@@ -258,12 +256,12 @@ def test_help_has_an_example_and_the_exit_codes(command: str, shell: Shell) -> N
         assert COMMANDS[command].summary[0].islower()
 
 
-def test_the_common_options_go_before_and_after_the_command(shell: Shell) -> None:
+def test_the_common_options_go_before_and_after_the_command(shell):
     for line in ("--json inspect float.onnx", "inspect float.onnx --json"):
         assert shell(line).data["quantization"] == "float"
 
 
-def test_verbose_logs_to_stderr(shell: Shell) -> None:
+def test_verbose_logs_to_stderr(shell):
     printed = shell(f"quantize float.onnx -vv --json --synthetic 1 {PLAIN}")
     assert printed.data
     assert printed.err
@@ -280,33 +278,33 @@ print(*sorted({{"numpy", "onnx", "onnxruntime", "rich", "onnx_ir"}} & sys.module
 """
 
 
-def test_parsing_imports_nothing_slow() -> None:
+def test_parsing_imports_nothing_slow():
     code = PARSE_ONLY.format(path=str(Path(sys.modules["kenosis_ort"].__file__ or "").parent))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("command", [name for name, each in COMMANDS.items() if each.needs_data])
-def test_where_data_are_needed_their_lack_is_told(command: str, shell: Shell) -> None:
+def test_where_data_are_needed_their_lack_is_told(command, shell):
     words = CALLS[command].partition(" --data")[0]
     assert "--synthetic" in shell(f"{command} {words}", code=2).err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_missing_model_is_named_with_the_closest_one(command: str, shell: Shell) -> None:
+def test_a_missing_model_is_named_with_the_closest_one(command, shell):
     """Whatever takes a model; bench leaves models out, and is asked of a single one elsewhere."""
     if any(one.dest in ("model", "float_model") for one in COMMANDS[command].arguments):
         line = CALLS[command].replace("float.onnx", "flaot.onnx").replace("int8.onnx", "int4.onnx")
         assert re.search("Did you mean.* Fix: ", shell.complaint(f"{command} {line.replace('linear', 'flaot')}"))
 
 
-def test_a_screen_without_colours_or_a_terminal_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_screen_without_colours_or_a_terminal_shows_no_bar(capsys):
     with Screen().progress("counting") as progress:
         assert progress is None
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_json_cannot_say_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_json_cannot_say_is_null(capsys):
     Screen(as_json=True).result(lambda: {"a": [float("inf"), float("nan"), 1.0]}, lambda: "")
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.0]}
 

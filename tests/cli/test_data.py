@@ -1,7 +1,6 @@
 """From --data to a reader: arrays or images, told by what is there, and what a function of the caller's may return."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -16,7 +15,7 @@ from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 
 
-def image_model(path: Path, *shapes: list[int | str]) -> Path:
+def image_model(path, *shapes):
     """Writes a model that hands its inputs on."""
     sizes = [",".join(map(str, shape)) for shape in shapes]
     ends = [", ".join(f"float[{size}] {name}{i}" for i, size in enumerate(sizes)) for name in ("in", "out")]
@@ -25,7 +24,7 @@ def image_model(path: Path, *shapes: list[int | str]) -> Path:
     return path
 
 
-def write_images(folder: Path, count: int = 3) -> Path:
+def write_images(folder, count=3):
     image = pytest.importorskip("PIL.Image")
     folder.mkdir()
     for i in range(count):
@@ -34,7 +33,7 @@ def write_images(folder: Path, count: int = 3) -> Path:
     return folder
 
 
-def reader_of(model: Path, data: object, *more: str):
+def reader_of(model, data, *more):
     words = ["quantize", str(model), "out.onnx", *([] if data is None else ["--data", str(data)]), *more]
     return sources.make_reader(build_parser().parse_args(words), model)
 
@@ -48,7 +47,7 @@ def reader_of(model: Path, data: object, *more: str):
     ("folder", r"unknown kind.*Fix: .*\.npz"),
     ("notes.txt", "data does not exist"),
 ])  # fmt: skip
-def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path: Path, files: str, found: bool | str):
+def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path, files, found):
     for file in files.split():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -66,13 +65,13 @@ def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path: Pa
     ([2, 1, 6, 4], "", (2, 1, 6, 4)),
     (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
 ], ids=["channels first", "channels last", "grey, a fixed batch", "size given"])  # fmt: skip
-def test_images_follow_the_models_input(tmp_path: Path, shape: list[int | str], more: str, expected: tuple[int, ...]):
+def test_images_follow_the_models_input(tmp_path, shape, more, expected):
     images = write_images(tmp_path / "images", 4)
     feed = reader_of(image_model(tmp_path / "m.onnx", shape), images, *more.split()).get_next()
     assert {name: (value.shape, value.dtype) for name, value in feed.items()} == {"in0": (expected, np.float32)}
 
 
-def test_images_are_normalized_and_limited_and_a_size_that_is_not_fixed_has_to_be_said(tmp_path: Path):
+def test_images_are_normalized_and_limited_and_a_size_that_is_not_fixed_has_to_be_said(tmp_path):
     images = write_images(tmp_path / "images")
     normalize = "--scale 1 --mean 0,100,200 --std 1,2,4 --batch-size 2 --limit 2"
     reader = reader_of(image_model(tmp_path / "m.onnx", ["n", 6, 4, 3]), images, *normalize.split())
@@ -82,7 +81,7 @@ def test_images_are_normalized_and_limited_and_a_size_that_is_not_fixed_has_to_b
         reader_of(image_model(tmp_path / "m.onnx", ["n", 3, "h", "w"]), images)
 
 
-def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
+def test_a_single_array_goes_to_the_only_input(tmp_path):
     data, shape = tmp_path / "samples.npy", ["n", 3, 6, 4]
     np.save(data, np.zeros((2, 3, 6, 4), np.float32))
     one, two = image_model(tmp_path / "one.onnx", shape), image_model(tmp_path / "two.onnx", shape, shape)
@@ -92,7 +91,7 @@ def test_a_single_array_goes_to_the_only_input(tmp_path: Path):
     assert set(reader_of(two, data, "--input", "in1").get_next()) == {"in1"}
 
 
-def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
+def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path):
     one = image_model(tmp_path / "one.onnx", [1, 2], [1, 3, 4, 4])
     assert image_input(one, None) == InputSpec("in1", np.dtype(np.float32), (1, 3, 4, 4))
     two = image_model(tmp_path / "two.onnx", [1, 3, 4, 4], ["n", 3, 8, 8])
@@ -102,7 +101,7 @@ def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path: Path):
             image_input(two, name)
 
 
-def test_array_and_synthetic_readers(tmp_path: Path):
+def test_array_and_synthetic_readers(tmp_path):
     model = image_model(tmp_path / "m.onnx", ["n", 3, 6, 4])
     np.savez(tmp_path / "d.npz", in0=np.ones((5, 3, 6, 4), np.float32))
     assert reader_of(model, tmp_path / "d.npz", "--batch-size", "2").get_next()["in0"].shape == (2, 3, 6, 4)
@@ -112,7 +111,7 @@ def test_array_and_synthetic_readers(tmp_path: Path):
     assert first == again != other
 
 
-def test_the_output_may_stand_last_and_labels_are_left_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_output_may_stand_last_and_labels_are_left_aside(tmp_path, capsys):
     model, data, last = (str(tmp_path / name) for name in ("m.onnx", "d.npz", "last.onnx"))
     onnx.save(models.mlp(), model)
     np.savez(data, x=models.normal((4, 16)), labels=np.arange(3), scale=np.float32(2))
@@ -149,7 +148,7 @@ def fails_late():
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path, monkeypatch):
     (tmp_path / "loader_of_samples.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "loader_of_samples", raising=False)
@@ -158,7 +157,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("function", ["reader", "dictionary", "array", "list_of_feeds", "list_of_arrays", "generator"])
 @pytest.mark.parametrize("spelling", ["{}:{}", "{}.py:{}"])
-def test_whatever_holds_samples_may_be_returned(module: str, function: str, spelling: str):
+def test_whatever_holds_samples_may_be_returned(module, function, spelling):
     path = list(sys.path)
     feeds = list(sample_feeds(call_function(spelling.format(module, function), lambda: "x")))
     assert [set(feed) for feed in feeds] == [{"x"}] * 3
@@ -176,21 +175,21 @@ def test_whatever_holds_samples_may_be_returned(module: str, function: str, spel
     ("{}_not:reader", "ModuleNotFoundError"),
     ("{}_not.py:reader", "does not exist"),
 ])  # fmt: skip
-def test_what_goes_wrong_is_said_with_a_fix(module: str, source: str, message: str):
+def test_what_goes_wrong_is_said_with_a_fix(module, source, message):
     with pytest.raises(CalibrationError, match="Fix: ") as caught:
         call_function(source.format(module), lambda: "x")
     assert message in str(caught.value)
 
 
-def test_a_generator_that_fails_later_is_named_as_well(module: str):
+def test_a_generator_that_fails_later_is_named_as_well(module):
     feeds = sample_feeds(call_function(f"{module}:fails_late", lambda: "x"))
     next(feeds)
     with pytest.raises(CalibrationError, match="no second disk"):
         next(feeds)
 
 
-def test_only_bare_arrays_ask_for_the_only_input(module: str):
-    def two_inputs() -> str:
+def test_only_bare_arrays_ask_for_the_only_input(module):
+    def two_inputs():
         raise CalibrationError("two inputs", fix="--input NAME")
 
     assert list(sample_feeds(call_function(f"{module}:list_of_feeds", two_inputs)))

@@ -14,7 +14,7 @@ import pytest
 
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.demo import load_digits
-from tests.cli.conftest import PLAIN, Shell
+from tests.cli.conftest import PLAIN
 
 LOADER = """import os, numpy
 def samples():
@@ -25,7 +25,7 @@ def samples():
 
 
 @pytest.fixture
-def bad(shell: Shell) -> Shell:
+def bad(shell):
     """Data that do not fit beside what does, and other names of files."""
     images = load_digits().calibration[:4]
     np.savez("wrong_name.npz", imagee=images)
@@ -76,7 +76,7 @@ merge new.json none.json => none.json
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines(), ids=lambda line: line.partition(" =>")[0])
-def test_a_mistake_is_answered_with_what_where_and_fix(mistake: str, bad: Shell) -> None:
+def test_a_mistake_is_answered_with_what_where_and_fix(mistake, bad):
     line, expected = mistake.replace("DATA", "--data samples.npz").split(" => ")
     line += f" {PLAIN}" if line.startswith("quantize") and "--recipe" not in line else ""
     told = bad.complaint(line)
@@ -87,7 +87,7 @@ def test_a_mistake_is_answered_with_what_where_and_fix(mistake: str, bad: Shell)
     assert all(error[part] for part in ("what", "fix"))
 
 
-def test_a_function_that_changes_the_working_directory_moves_nothing(bad: Shell) -> None:
+def test_a_function_that_changes_the_working_directory_moves_nothing(bad):
     printed = bad(f"quantize m.onnx --data loader.py:samples --report r.html --cache c.json {PLAIN}")
     assert "report: r.html" in printed.out
     assert {"m.int8.onnx", "m.int8.recipe.toml", "r.html", "c.json"} <= bad.files().keys()
@@ -109,7 +109,7 @@ bench => required
 
 
 @pytest.mark.parametrize("mistake", USAGE[1:].splitlines(), ids=lambda line: line.partition(" =>")[0])
-def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake: str, shell: Shell) -> None:
+def test_bad_usage_shows_the_usage_and_what_is_wrong(mistake, shell):
     line, expected = mistake.split(" => ")
     printed = shell(line, code=2)
     assert printed.out == ""
@@ -120,7 +120,7 @@ WRONG = "options = 3, data = [], recipe = 5, = =, [data] batch_size = 'x', [data
 
 
 @pytest.mark.parametrize("text", WRONG.split(", "))
-def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text: str, shell: Shell) -> None:
+def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text, shell):
     """What is no value of an option: see `tests.cli.test_options`."""
     written = f"{text}\n".replace("] ", "]\n")
     (shell.folder / "r.toml").write_text(written if "recipe" in text else f"{written}[recipe]\nname = 'mine'\n")
@@ -128,7 +128,7 @@ def test_a_wrong_value_in_a_recipe_file_is_told_with_the_file(text: str, shell: 
     assert told.index("[at: r.toml") < told.index("Fix: ")
 
 
-def test_interruption_and_a_defect_of_ours_are_told(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_and_a_defect_of_ours_are_told(shell, monkeypatch):
     for raised, code, expected in (
         (KeyboardInterrupt, 130, "interrupted"),
         (ZeroDivisionError("!"), 2, "ZeroDivisionError: !"),
@@ -138,14 +138,14 @@ def test_interruption_and_a_defect_of_ours_are_told(shell: Shell, monkeypatch: p
         assert expected in shell.complaint("verify float.onnx", code=code)
 
 
-def test_logging_is_left_as_it_was(shell: Shell) -> None:
+def test_logging_is_left_as_it_was(shell):
     logger = logging.getLogger("kenosis_ort")
     before = (logger.level, logger.propagate, list(logger.handlers))
     assert "none.onnx" in shell("-v verify none.onnx", code=2).err
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 
 
-def test_module_runs_as_a_command() -> None:
+def test_module_runs_as_a_command():
     command = [sys.executable, "-m", "kenosis_ort", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout.startswith("kenosis-ort ")
@@ -163,7 +163,7 @@ def samples():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_terminated_it_cleans_up(bad: Shell) -> None:
+def test_terminated_it_cleans_up(bad):
     folder = bad.folder
     (folder / "waiter.py").write_text(WAITER)
     (folder / "tmp").mkdir()
@@ -171,7 +171,7 @@ def test_terminated_it_cleans_up(bad: Shell) -> None:
     before = sorted(folder.iterdir())
     line = f"quantize m.onnx --data waiter.py:samples {PLAIN}".split()
 
-    def left() -> list[Path]:
+    def left():
         return [path for path in (folder / "tmp").iterdir() if "kenosis" in path.name]  # the runtime leaves a file too
 
     command, pipe = [sys.executable, "-m", "kenosis_ort", *line], subprocess.PIPE

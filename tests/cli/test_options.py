@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import tomli_w
@@ -24,26 +24,22 @@ from kenosis_ort.cli.main import build_parser
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile, resolve
 from kenosis_ort.options import KEYWORDS, Format
 from tests import wrong
-from tests.cli.conftest import Shell
 
 
-def given_by(line: str) -> dict[str, object]:
+def given_by(line):
     return flags.given(build_parser().parse_args(shlex.split(line)))
 
 
-SAMPLES: dict[str, list[tuple[str, object]]] = {
-    "accuracy_budget": [("0.5%", 0.005), ("0.01", 0.01)],
-    **{name: [("17", 17)] for name in ("threads", "max_opset")},
-    **{name: [("4", 4)] for name in ("weight_bits", "activation_bits")},
-    "sequence_lengths": [("1,128", [1, 128])],
-    "extra_options": [("WeightSymmetric=False", {"WeightSymmetric": False})],
-    "recipe": [("strict", "strict")],
+SAMPLES = {
+    "accuracy_budget": [("0.5%", 0.005), ("0.01", 0.01)], **{name: [("17", 17)] for name in ("threads", "max_opset")},
+    **{name: [("4", 4)] for name in ("weight_bits", "activation_bits")}, "sequence_lengths": [("1,128", [1, 128])],
+    "extra_options": [("WeightSymmetric=False", {"WeightSymmetric": False})], "recipe": [("strict", "strict")],
     "target": [("ort-cpu", "ort-cpu")],
-}
+}  # fmt: skip
 """Words of the shell and what the library takes for them, of options that take no choice."""
 
 
-def words_of(name: str) -> list[tuple[list[str], object]]:
+def words_of(name):
     """The arguments that say an option in all its ways, and the value of each."""
     flag = flags.FLAGS[name]
     known, first = OPTIONS[name].words, flag.names[0]
@@ -62,7 +58,7 @@ def test_nothing_given_means_nothing_passed_on():
 
 
 @pytest.mark.parametrize("name", flags.FLAGS)
-def test_an_option_means_the_same_on_the_command_line_in_a_file_in_python_and_in_advice(name: str):
+def test_an_option_means_the_same_on_the_command_line_in_a_file_in_python_and_in_advice(name):
     """Given, it alone reaches the API, as the library's own check leaves it; said in Python's words it comes back."""
     assert name in {*inspect.signature(quantize_static).parameters, *KEYWORDS}
     for tokens, value in words_of(name):
@@ -104,7 +100,7 @@ def test_a_setting_takes_the_place_of_the_recipes_own():
         given_by("quantize m.onnx --set equalise=false")
 
 
-def help_of(option: str) -> str:
+def help_of(option):
     printed = StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit):
         build_parser().parse_args(["quantize", option])
@@ -123,7 +119,7 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
 # -- values as the shell gives them
 
 
-READERS: list[tuple[Any, dict[str, Any], list[str]]] = [
+READERS = [
     (parser.whole, {"0": 0}, ["-1", "1.5", "²", "", "x", "9" * 5000]),
     (parser.threads, {"0": 0}, ["99999999999", "-1"]),
     (parser.positives, {"1, 128": [1, 128]}, ["0", "1,,2"]),
@@ -169,7 +165,7 @@ def test_what_is_taken_and_what_is_refused_and_nothing_else_breaks_a_reader(read
     ("extra_options['BlockSize'] dictates", "extra_options['BlockSize'] dictates"),
     ("or mean= and std= of the preprocessing", "or --mean and --std of the preprocessing"),
 ])  # fmt: skip
-def test_options_are_spelled_as_the_command_takes_them(python: str, shell: str):
+def test_options_are_spelled_as_the_command_takes_them(python, shell):
     assert flags.in_shell_words(python) == shell
 
 
@@ -179,10 +175,10 @@ def test_options_are_spelled_as_the_command_takes_them(python: str, shell: str):
 QUANTIZE = "quantize float.onnx out.onnx --data samples.npz"
 
 
-def held(values: tuple[Any, ...]) -> list[Any]:
+def held(values):
     """The values that JSON gives back as they are, and TOML too."""
 
-    def is_held(value: Any) -> bool:
+    def is_held(value):
         try:
             return "None" not in repr(value) and repr(json.loads(json.dumps(value))) == repr(value)
         except TypeError:
@@ -191,7 +187,7 @@ def held(values: tuple[Any, ...]) -> list[Any]:
     return [value for value in values if is_held(value)]
 
 
-def says(told: str, name: str) -> bool:
+def says(told, name):
     """Whether a complaint names an option, by Python's name or the shell's."""
     return name in told or FLAGS[name].names[0].removeprefix("--") in told
 
@@ -204,13 +200,12 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("tables", "name"),
-    [pytest.param(at, name, id=".".join((*at, name))) for at, names in TABLES.items() for name in names],
-)
-def test_in_a_recipe_file(tables: tuple[str, ...], name: str, shell: Shell) -> None:
+@pytest.mark.parametrize(("tables", "name"), [
+    pytest.param(at, name, id=".".join((*at, name))) for at, names in TABLES.items() for name in names
+])  # fmt: skip
+def test_in_a_recipe_file(tables, name, shell):
     for value in held(TABLES[tables][name]):
-        content: dict[str, Any] = {name: value}
+        content = {name: value}
         for table in reversed(tables):
             content = {table: content}
         Path("r.toml").write_text(tomli_w.dumps({"recipe": {"name": "mine"}, **content}))
@@ -221,7 +216,7 @@ def test_in_a_recipe_file(tables: tuple[str, ...], name: str, shell: Shell) -> N
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_behind_its_flag(name: str, shell: Shell) -> None:
+def test_behind_its_flag(name, shell):
     before = shell.files()
     for value in wrong.OPTIONS[name]:
         is_word = isinstance(value, str) and "\0" not in value  # no shell hands that over
@@ -231,14 +226,14 @@ def test_behind_its_flag(name: str, shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("name", [*wrong.RECIPE, *wrong.EXTRA])
-def test_as_a_setting_or_extra_option(name: str, shell: Shell) -> None:
+def test_as_a_setting_or_extra_option(name, shell):
     option, values = ("--set", wrong.RECIPE[name]) if name in wrong.RECIPE else ("--option", wrong.EXTRA[name])
     for value in held(values):
         assert says(shell.complaint(QUANTIZE, option, f"{name}={json.dumps(value)}"), name)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_words_that_no_reader_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_no_reader_takes(command, capsys):
     refused, parser = {read: words for read, _, words in READERS}, build_parser()
     for one in COMMANDS[command].arguments:
         flag, read = one.names[0], one.settings.get("type")

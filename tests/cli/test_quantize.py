@@ -20,21 +20,21 @@ from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.report.facts import CalibrationSummary
 from kenosis_ort.report.quantization_report import HOST_CHOICES
 from tests import models
-from tests.cli.conftest import PLAIN, Shell
+from tests.cli.conftest import PLAIN
 
 
-def test_the_output_is_named_after_the_model() -> None:
+def test_the_output_is_named_after_the_model():
     for model, expected in (("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")):
         assert output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
 
 
-def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell: Shell) -> None:
+def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell):
     before = shell.files().keys()
     assert shell(f"-q quantize float.onnx --data samples.npz --no-save-recipe {PLAIN}") == ("", "")
     assert shell.files().keys() - before == {"float.int8.onnx"}
 
 
-def test_json_is_the_whole_report(shell: Shell) -> None:
+def test_json_is_the_whole_report(shell):
     printed = shell.quantize("--json --report report.html")
     report = json.loads(printed.out)
     assert (report["model_output"], report["calibration"]["samples"]) == ("out.onnx", 12)
@@ -47,20 +47,20 @@ def test_json_is_the_whole_report(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("data", "samples"), [("--synthetic 8", 8), ("--data samples.npz --synthetic 4", 16), ("--recipe r.toml", 3)]
 )
-def test_samples_are_made_up_alone_beside_real_ones_or_by_the_recipe(shell: Shell, data: str, samples: int) -> None:
+def test_samples_are_made_up_alone_beside_real_ones_or_by_the_recipe(shell, data, samples):
     recipe = '[recipe]\nranges = "minmax"\nequalize = false\nbias_correction = false\nsynthetic = 3\n'
     (shell.folder / "r.toml").write_text(recipe)
     how = data if "recipe" in data else f"{data} --recipe plain"
     assert shell(f"quantize float.onnx out.onnx {how} --no-promise --json").data["calibration"]["samples"] == samples
 
 
-def test_what_made_up_data_lack_is_said_in_the_commands_words(shell: Shell) -> None:
+def test_what_made_up_data_lack_is_said_in_the_commands_words(shell):
     onnx.save(models.conv_relu_chain(2, channels=3, size=16), "m.onnx")
     printed = shell(f"quantize m.onnx --synthetic 4 --no-save-recipe {PLAIN}")
     assert "what would help: --input-range x=LOW,HIGH, or --mean and --std" in printed.line
 
 
-def test_what_is_said_is_done_and_recorded_as_the_callers(shell: Shell) -> None:
+def test_what_is_said_is_done_and_recorded_as_the_callers(shell):
     how = "--no-per-channel --method percentile --option CalibPercentile=99.9 --exclude layer0.conv"
     report = shell.quantize(f"{how} --json").data
     assert report["options"]["per_channel"] == {"value": False, "source": "caller"}
@@ -70,7 +70,7 @@ def test_what_is_said_is_done_and_recorded_as_the_callers(shell: Shell) -> None:
     assert kernels.items() >= {"layer0.conv": False, "layer5.conv": True}.items()
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(shell: Shell) -> None:
+def test_a_dry_run_shows_the_plan_and_writes_nothing(shell):
     before = shell.files()
     printed = shell("quantize float.onnx --dry-run --exclude layer5.conv")
     shown = ("conv-integer", "3 Conv", "caller-excluded", "1 Conv: layer5.conv", "--exclude", "Nothing is written")
@@ -104,7 +104,7 @@ number = 3
 
 
 @pytest.fixture
-def held_out(shell: Shell) -> Shell:
+def held_out(shell):
     digits = load_digits()
     np.savez("held_out.npz", image=digits.images[:40])
     np.save("labels.npy", digits.labels[:40])
@@ -113,7 +113,7 @@ def held_out(shell: Shell) -> Shell:
 
 
 @pytest.mark.parametrize("metric", ["top1", "updated", ""])
-def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: str) -> None:
+def test_labels_and_held_out_data(held_out, trained_model, metric):
     named = f"--metric metrics_of_digits.py:{metric}" if metric else ""
     found = held_out.quantize(f"--json --eval-data held_out.npz {named}", model=trained_model).data["measure"]
     assert (found["samples"], found["source"]) == (40, "evaluation sample")
@@ -129,7 +129,7 @@ def test_labels_and_held_out_data(held_out: Shell, trained_model: Path, metric: 
     ("--metric metrics_of_digits.py:number", "metric=3"),
     ("--metric nowhere:top1", "nowhere"),
 ])  # fmt: skip
-def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: str) -> None:
+def test_mistakes_in_what_is_measured(held_out, arguments, message):
     assert message in held_out.quantize(f"--json {arguments}", code=2).err
     assert "out.onnx" not in held_out.files()
 
@@ -138,13 +138,12 @@ def test_mistakes_in_what_is_measured(held_out: Shell, arguments: str, message: 
 
 CASES = {
     "options": "--data samples.npz --exclude layer5.conv --method percentile --option ActivationSymmetric=true",
-    "defaults": "--data samples.npz",
-    "made up": "--synthetic 5 --seed 3 --input-range image=0,1 --recipe plain",
-}
+    "defaults": "--data samples.npz", "made up": "--synthetic 5 --seed 3 --input-range image=0,1 --recipe plain",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_recipe_makes_the_same_bytes_again(case: str, shell: Shell) -> None:
+def test_the_recipe_makes_the_same_bytes_again(case, shell):
     shell(f"quantize float.onnx first.onnx {CASES[case]}")
     data = "" if case == "made up" else "--data samples.npz"  # made-up data come from the recipe
     shell(f"quantize float.onnx again.onnx {data} --recipe first.recipe.toml")
@@ -156,7 +155,7 @@ def test_the_recipe_makes_the_same_bytes_again(case: str, shell: Shell) -> None:
         assert shell.files()["first.recipe.toml"] == before["first.recipe.toml"], "one that is used is not written over"
 
 
-def test_it_is_a_recipe_for_the_library_as_well(shell: Shell) -> None:
+def test_it_is_a_recipe_for_the_library_as_well(shell):
     how = "--save-recipe mine.toml -q --recipe plain --accuracy-budget 1%"
     shell(f"quantize float.onnx o.onnx --data samples.npz {how}")
     assert "o.recipe.toml" not in shell.files()
@@ -180,7 +179,7 @@ DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --in
     --scale 0.00392156862745098 --channel-order BGR --resize crop --fill 3 --limit 7"""
 
 
-def test_what_was_said_about_data_survives_a_file(tmp_path: Path):
+def test_what_was_said_about_data_survives_a_file(tmp_path):
     said = flags.given_data(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
     assert said.keys() == {*flags.DATA_NAMES} - {"data"}
     path = tmp_path / "r.toml"

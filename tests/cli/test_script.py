@@ -5,20 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime.quantization as stock
 import pytest
 
+from kenosis_ort import KenosisError, verify_fusion
 from kenosis_ort.__main__ import is_script, run_script
 from kenosis_ort.cli import sweep_command as sweeping
 from kenosis_ort.cli.main import main
-from kenosis_ort.cli.sweep_command import Job, Row, done_before, perform, read_jobs, render, share_of
-from kenosis_ort.errors import KenosisError
+from kenosis_ort.cli.sweep_command import Row, done_before, perform, read_jobs, render, share_of
 from kenosis_ort.report.text import to_text
-from kenosis_ort.verify import verify_fusion
 from tests import models
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "drop_in_before.py"
@@ -37,7 +35,7 @@ def test_the_script_of_the_examples_runs_unchanged_with_ours_in_stocks_place():
     assert told[-1] == "kenosis-ort: called quantize_static 1 time"
 
 
-def script(folder: Path, text: str) -> str:
+def script(folder, text):
     path = folder / "script.py"
     path.write_text(text)
     return str(path)
@@ -56,7 +54,7 @@ def test_a_script_or_module_sees_its_own_arguments_and_folder(tmp_path, monkeypa
     sys.modules.pop("beside", None)
 
 
-def test_exit_codes_and_errors_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_exit_codes_and_errors_are_the_scripts_own(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_script([script(tmp_path, "import sys; sys.exit(7)")])
     assert stopped.value.code == 7
@@ -113,19 +111,19 @@ ONE = f"{NET}\n{PLAIN}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     onnx.save(models.conv_relu_chain(2), tmp_path / "net.onnx")
     np.savez(tmp_path / "data.npz", x=models.normal((4, 4, 8, 8)))
     return tmp_path
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     file = folder / "models.toml"
     file.write_text(text)
     return file
 
 
-def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_models_are_quantized_once_and_the_table_says_what_failed(folder, monkeypatch, capsys):
     models = "[models.good]\nmodel = 'net.onnx'\n[models.bad]\nmodel = 'net.onnx'\nexclude = ['no such node']\n"
     file = write(folder, f"[defaults]\ndata = 'data.npz'\n{PLAIN}{models}")
     assert main(["sweep", str(file), "--json"]) == 1
@@ -138,15 +136,15 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, 
     assert min(good["sqnr_db"], good["size_after"]) > 10
     assert (bad["failed"], "no such node" in bad["verdict"]) == (True, True)
 
-    done: list[str] = []
+    done = []
 
-    def performed(job: Job, *_: Any) -> Row:
+    def performed(job, *_):
         done.append(job.name)
         return Row(job.name, "done", False, str(job.output))
 
     monkeypatch.setattr(sweeping, "perform", performed)
 
-    def repeated() -> list[str]:
+    def repeated():
         done.clear()
         main(["sweep", str(file), "-q"])
         return list(done)
@@ -156,8 +154,8 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder: Path, 
     assert repeated() == ["good", "bad"], "another output than the recorded one"
 
 
-def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(text: str = ONE) -> Job:
+def test_whatever_a_model_depends_on_makes_it_again(folder, monkeypatch):
+    def job(text=ONE):
         return read_jobs(write(folder, text), folder)[0]
 
     row = perform(job())
@@ -176,7 +174,7 @@ def test_whatever_a_model_depends_on_makes_it_again(folder: Path, monkeypatch: p
     assert done_before(job()) is None, "a record that is none"
 
 
-def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_fails_its_model_alone(folder, monkeypatch):
     job = read_jobs(write(folder, ONE), folder)[0]
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
@@ -201,20 +199,20 @@ def test_a_process_that_dies_fails_its_model_alone(folder: Path, monkeypatch: py
     ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),
     (f"[defaults]\nout = 'o'\n{NET}\n{NET.replace('models.a', 'models.b')}", "output of 'b' is the output of 'a'"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said_before_anything_is_done(folder: Path, text: str, what: str) -> None:
+def test_what_is_wrong_is_said_before_anything_is_done(folder, text, what):
     with pytest.raises(KenosisError, match=what):
         read_jobs(write(folder, text), folder / "results")
     assert not (folder / "results").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system gives processors to none")
-def test_no_processor_is_two_workers() -> None:
+def test_no_processor_is_two_workers():
     everything = os.sched_getaffinity(0)
     shares = [share_of(number, len(everything)) for number in range(len(everything))]
     assert sorted(processor for share in shares for processor in share) == sorted(everything)
 
 
-def test_names_cannot_do_anything_on_a_terminal() -> None:
+def test_names_cannot_do_anything_on_a_terminal():
     row = Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
     text = to_text(render([row]))
     assert ("[red]<script>" in text, "\x1b" in text) == (True, False)

@@ -7,11 +7,7 @@ from typing import Any
 
 import onnx
 from onnxruntime.quantization import QuantType
-from onnxruntime.quantization.calibrate import (
-    CalibrationMethod,
-    TensorsData,
-    create_calibrator as stock_create_calibrator,
-)
+from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData, create_calibrator as stocks
 
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.quantizer.stock import QUANTIZABLE_OPS
@@ -21,7 +17,7 @@ from tests.models import Feed, FeedReader
 
 
 def ranges(
-    model: onnx.ModelProto, feeds: list[Feed], folder: Path, *, create: Any = stock_create_calibrator,
+    model: onnx.ModelProto, feeds: list[Feed], folder: Path, *, create: Any = stocks,
     method: CalibrationMethod = CalibrationMethod.MinMax, op_types: list[str] | None = None, calls: int = 1,
     **options: Any,
 ) -> TensorsData:  # fmt: skip

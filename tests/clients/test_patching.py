@@ -4,12 +4,9 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -35,33 +32,33 @@ PLACES = [*BOTH, *MORE]
 BEFORE = [getattr(module, name) for module, name in PLACES]
 
 
-def now() -> list[Any]:
+def now():
     return [getattr(module, name) for module, name in PLACES]
 
 
 @pytest.fixture(autouse=True)
-def all_is_back() -> Iterator[None]:
+def all_is_back():
     yield
     assert now() == BEFORE
 
 
 @pytest.fixture
-def client() -> Iterator[types.ModuleType]:
+def client():
     """A module that imported stock's names, under names of its own."""
     module = types.ModuleType("a_client_of_stock")
-    module.q, module.Q, module.c = stock.quantize_static, stock.QDQQuantizer, stock_calibrate.create_calibrator  # type: ignore[attr-defined]
+    module.q, module.Q, module.c = stock.quantize_static, stock.QDQQuantizer, stock_calibrate.create_calibrator
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
 
 
-def is_ours(value: Any) -> bool:
+def is_ours(value):
     if value.__name__ == "quantize":  # goes on to stock's where the configuration is dynamic
         return value not in BEFORE
     return str(getattr(value, "__wrapped__", value).__module__).startswith("kenosis_ort")
 
 
-def test_every_place_is_ours_inside_and_stocks_outside(client: types.ModuleType) -> None:
+def test_every_place_is_ours_inside_and_stocks_outside(client):
     held = vars(client).copy()
     with patch():
         assert all(is_ours(value) for value in now())
@@ -74,19 +71,19 @@ def test_every_place_is_ours_inside_and_stocks_outside(client: types.ModuleType)
     assert vars(client) == held
 
 
-def test_a_module_imported_in_between_gets_stocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_imported_in_between_gets_stocks_back(tmp_path, monkeypatch):
     (tmp_path / "imported_in_between.py").write_text("from onnxruntime.quantization import quantize_static as q\n")
     monkeypatch.syspath_prepend(tmp_path)
     with patch():
-        import imported_in_between  # type: ignore[import-not-found]
+        import imported_in_between
 
         assert imported_in_between.q.__wrapped__ is kenosis_ort.quantize_static
     assert imported_in_between.q is BEFORE[0]
     del sys.modules["imported_in_between"]
 
 
-def test_stocks_is_back_however_it_ends_and_what_others_hold_stays(client: types.ModuleType) -> None:
-    client.ours = kenosis_ort.quantize_static  # type: ignore[attr-defined]
+def test_stocks_is_back_however_it_ends_and_what_others_hold_stays(client):
+    client.ours = kenosis_ort.quantize_static
     handle = patch()
     assert client.q is not BEFORE[0]
     for _ in range(2):  # once more does nothing
@@ -96,24 +93,24 @@ def test_stocks_is_back_however_it_ends_and_what_others_hold_stays(client: types
         raise ZeroDivisionError
     assert now() == BEFORE
     with patch():
-        client.q = print  # type: ignore[attr-defined]
+        client.q = print
         assert client.ours is kenosis_ort.quantize_static
     assert (client.q, client.ours) == (print, kenosis_ort.quantize_static)
 
 
-def test_nested_and_in_any_order(client: types.ModuleType, tmp_path: Path) -> None:
+def test_nested_and_in_any_order(client, net, tmp_path):
     outer = patch()
     inner = patch()
-    client.c(save(tmp_path), None, str(tmp_path / "a.onnx"))
+    client.c(net, None, str(tmp_path / "a.onnx"))
     outer.undo()
     assert client.c is not BEFORE[6]
-    client.c(save(tmp_path), None, str(tmp_path / "a.onnx"))
+    client.c(net, None, str(tmp_path / "a.onnx"))
     inner.undo()
     assert (outer.calls["create_calibrator"], inner.calls["create_calibrator"]) == (1, 2)
 
 
-def test_many_threads_patch_and_undo() -> None:
-    def work(_: int) -> bool:
+def test_many_threads_patch_and_undo():
+    def work(_):
         with patch():
             return is_ours(stock.quantize_static)
 
@@ -121,21 +118,16 @@ def test_many_threads_patch_and_undo() -> None:
         assert all(threads.map(work, range(40)))
 
 
-def save(folder: Path) -> Path:
-    onnx.save(models.residual_block(), folder / "net.onnx")
-    return folder / "net.onnx"
+CORE = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
 
 
-CORE: dict[str, Any] = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
-
-
-def test_calls_are_counted_and_told(tmp_path: Path) -> None:
-    model, path = models.residual_block(), save(tmp_path)
-    told: list[tuple[str, str]] = []
+def test_calls_are_counted_and_told(net, tmp_path):
+    model = models.residual_block()
+    told = []
     with patch(on_call=lambda name, result: told.append((name, type(result).__name__))) as patched:
-        stock.quantize_static(path, tmp_path / "1.onnx", models.reader(model), **CORE)
-        stock.quantize(path, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model), **CORE))
-        stock.quantize(path, tmp_path / "3.onnx", DynamicQuantConfig(weight_type=QuantType.QUInt8))
+        stock.quantize_static(net, tmp_path / "1.onnx", models.reader(model), **CORE)
+        stock.quantize(net, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model), **CORE))
+        stock.quantize(net, tmp_path / "3.onnx", DynamicQuantConfig(weight_type=QuantType.QUInt8))
         data = ranges(model, models.feeds(model, 2), tmp_path, create=stock_calibrate.create_calibrator)
         build(stock.QDQQuantizer, model, data)
     results = ["QuantizationReport", "QuantizationReport", "MinMaxCalibrater", "QDQQuantizer"]
@@ -145,20 +137,20 @@ def test_calls_are_counted_and_told(tmp_path: Path) -> None:
     assert all((tmp_path / f"{i}.onnx").exists() for i in (1, 2, 3))
 
 
-def test_a_failing_call_counts_for_nothing(tmp_path: Path) -> None:
+def test_a_failing_call_counts_for_nothing(net, tmp_path):
     with patch() as patched:
         with pytest.raises(kenosis_ort.ModelLoadError):
             stock.quantize_static(tmp_path / "none.onnx", tmp_path / "q.onnx", models.FeedReader([]))
         assert is_ours(stock.quantize_static)
-        stock_calibrate.create_calibrator(save(tmp_path), list(QUANTIZABLE_OPS), str(tmp_path / "a.onnx"))
+        stock_calibrate.create_calibrator(net, list(QUANTIZABLE_OPS), str(tmp_path / "a.onnx"))
     assert dict(patched.calls) == {"create_calibrator": 1}
 
 
-def test_options_that_the_patched_code_cannot_pass(tmp_path: Path) -> None:
-    model, path = models.residual_block(), save(tmp_path)
+def test_options_that_the_patched_code_cannot_pass(net, tmp_path):
+    model = models.residual_block()
     with patch(recipe="plain", verify=True), patch(verify=False):
-        report = stock.quantize_static(path, tmp_path / "1.onnx", models.reader(model))
-        other = stock.quantize(path, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model)))
+        report = stock.quantize_static(net, tmp_path / "1.onnx", models.reader(model))
+        other = stock.quantize(net, tmp_path / "2.onnx", StaticQuantConfig(models.reader(model)))
     for made in (report, other):
         assert (made.options["recipe"].value, made.fusion) == (kenosis_ort.RECIPES["plain"].to_dict(), None)
     for wrong, said in (("recipy", r"'recipy'.*Did you mean 'recipe'"), ("per_channel", "'per_channel'")):
@@ -173,28 +165,26 @@ METHODS = pytest.mark.parametrize("method", list(CalibrationMethod), ids=lambda 
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Path:
+def net(tmp_path):
     onnx.save(models.residual_block(), tmp_path / "net.onnx")
     return tmp_path / "net.onnx"
 
 
-def ends(data: Any) -> dict[str, tuple[float, float]]:
+def ends(data):
     return {k: (float(np.ravel(v.lowest)[0]), float(np.ravel(v.highest)[0])) for k, v in data.items()}
 
 
-def by_both(model: onnx.ModelProto, samples: int, folder: Path, **options: Any) -> list[Any]:
+def by_both(model, samples, folder, **options):
     """Ranges by stock's calibrator and by ours."""
     feeds, both = models.feeds(model, samples), (stock_calibrate.create_calibrator, create_calibrator)
     return [ranges(model, feeds, folder, create=create, **options) for create in both]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"symmetric": True}, {"moving_average": True, "averaging_constant": 0.3}, {"averaging_constant": 7}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {}, {"symmetric": True}, {"moving_average": True, "averaging_constant": 0.3}, {"averaging_constant": 7},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("op_types", [None, ["Conv"]], ids=str)
-def test_minmax_ranges_are_stocks_to_the_bit(options: dict[str, Any], op_types: Any, tmp_path: Path) -> None:
+def test_minmax_ranges_are_stocks_to_the_bit(options, op_types, tmp_path):
     want, got = by_both(models.residual_block(), 6, tmp_path, op_types=op_types, calls=2, **options)
     assert (ends(got), got.calibration_method) == (ends(want), want.calibration_method)
     for name, entry in want.items():
@@ -202,7 +192,7 @@ def test_minmax_ranges_are_stocks_to_the_bit(options: dict[str, Any], op_types: 
 
 
 @pytest.mark.parametrize("method", ["Percentile", "Entropy", "Distribution"])
-def test_histogram_methods_are_near_stocks(method: str, tmp_path: Path) -> None:
+def test_histogram_methods_are_near_stocks(method, tmp_path):
     want, got = by_both(models.residual_block(size=24), 4, tmp_path, method=CalibrationMethod[method])
     assert ends(got).keys() == ends(want).keys()
     for name, (low, high) in ends(want).items():
@@ -211,7 +201,7 @@ def test_histogram_methods_are_near_stocks(method: str, tmp_path: Path) -> None:
 
 
 @METHODS
-def test_the_object_is_stocks_with_its_interface(method: CalibrationMethod, net: Path, tmp_path: Path) -> None:
+def test_the_object_is_stocks_with_its_interface(method, net, tmp_path):
     augmented = tmp_path / "augmented.onnx"
     calibrator = create_calibrator(str(net), ["Conv"], str(augmented), method)
     assert isinstance(calibrator, getattr(stock_calibrate, f"{method.name}Calibrater"))
@@ -225,22 +215,21 @@ def test_the_object_is_stocks_with_its_interface(method: CalibrationMethod, net:
     assert len(calibrator.infer_session.get_outputs()) > 1
 
 
-def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(net: Path, tmp_path: Path) -> None:
+def test_the_augmented_model_is_loaded_only_where_it_is_asked_for(net, tmp_path):
     calibrator = create_calibrator(net, None, str(tmp_path / "augmented.onnx"))
     (tmp_path / "augmented.onnx").unlink()
     calibrator.collect_data(models.reader(models.residual_block()))
     assert "x" in calibrator.compute_data()
 
 
-def test_ranges_by_channel_are_stocks_and_so_are_errors(net: Path, tmp_path: Path) -> None:
+def test_ranges_by_channel_are_stocks_and_so_are_errors(net, tmp_path):
     out = str(tmp_path / "a.onnx")
-    assert (
-        type(create_calibrator(net, None, out, extra_options={"per_channel": True})) is stock_calibrate.MinMaxCalibrater
-    )
+    by_channel = create_calibrator(net, None, out, extra_options={"per_channel": True})
+    assert type(by_channel) is stock_calibrate.MinMaxCalibrater
     with pytest.raises(ValueError, match="Unsupported calibration method"):
-        create_calibrator(net, None, out, "MinMax")  # type: ignore[arg-type]
+        create_calibrator(net, None, out, "MinMax")
     with pytest.raises(ValueError, match="model_path should be model path"):
-        create_calibrator(models.residual_block(), None, out)  # type: ignore[arg-type]
+        create_calibrator(models.residual_block(), None, out)
     calibrator = create_calibrator(net, None, out)
     with pytest.raises(ValueError, match="No data is collected"):
         calibrator.collect_data(models.FeedReader([]))
@@ -249,11 +238,11 @@ def test_ranges_by_channel_are_stocks_and_so_are_errors(net: Path, tmp_path: Pat
 
 
 @METHODS
-def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path) -> None:
-    alive: list[int] = []
-    references: list[weakref.ref[Any]] = []
+def test_feeds_are_not_kept(method, net, tmp_path):
+    alive = []
+    references = []
 
-    def feeds() -> Iterator[models.Feed]:
+    def feeds():
         for seed in range(8):
             feed = {"x": models.normal((1, 3, 8, 8), seed)}
             references.append(weakref.ref(feed["x"]))
@@ -269,7 +258,7 @@ def test_feeds_are_not_kept(method: CalibrationMethod, net: Path, tmp_path: Path
 
 
 @METHODS
-def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: Path) -> None:
+def test_minus_infinity_counts_for_nothing(method, tmp_path):
     """Stock's MinMax gives such a tensor an infinite range, its histograms fail."""
     masked = planning.parse("(float[1,4] x, float[1,4] mask) => (y) { m = Add (x, mask) y = Softmax (m) }")
     feed = {"x": np.float32([[1, 2, 3, 4]]), "mask": np.float32([[0, 0, -np.inf, -np.inf]])}
@@ -279,7 +268,7 @@ def test_minus_infinity_counts_for_nothing(method: CalibrationMethod, tmp_path: 
 
 
 def test_where_the_collection_cannot_begin_stock_takes_over(net, tmp_path, monkeypatch):
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise CalibrationError("not today")
 
     monkeypatch.setattr("kenosis_ort.clients.calibrator.Sweep", fails)

@@ -3,8 +3,6 @@
 import inspect
 import logging
 import math
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,14 +24,14 @@ from tests.flow.support import quantized, run
 NETS = [models.ALL[name] for name in models.ALL if name not in ("conv_relu_chain", "mlp_matmul", "net_with_if")]
 
 
-def test_the_constructor_is_stocks() -> None:
+def test_the_constructor_is_stocks():
     ours, stock = (inspect.signature(kind.__init__).parameters for kind in (QDQQuantizer, StockQDQQuantizer))
     assert list(ours) == list(stock)
     assert [(p.kind, p.default) for p in ours.values()] == [(p.kind, p.default) for p in stock.values()]
 
 
 @pytest.mark.parametrize("activation", [QuantType.QUInt8, QuantType.QInt8], ids=lambda t: t.name)
-def test_unprepared_models_are_as_good_as_by_stock(activation: QuantType, tmp_path: Path) -> None:
+def test_unprepared_models_are_as_good_as_by_stock(activation, tmp_path):
     """Taken together: whose rounding errors cancel better in one small net is chance."""
     gained = []
     for model in (net() for net in NETS):
@@ -49,13 +47,13 @@ def test_unprepared_models_are_as_good_as_by_stock(activation: QuantType, tmp_pa
     assert np.mean(gained) > 0
 
 
-def sorted_copy(model: onnx.ModelProto) -> onnx.ModelProto:
+def sorted_copy(model):
     copy = copy_model(model)
     ONNXModel(copy).topological_sort()
     return copy
 
 
-def test_a_negative_size_is_open(tmp_path: Path) -> None:
+def test_a_negative_size_is_open(tmp_path):
     model, _, data = calibrated(models.residual_block(), tmp_path)
     for size in model.graph.input[0].type.tensor_type.shape.dim[2:]:
         size.dim_value = -1
@@ -64,7 +62,7 @@ def test_a_negative_size_is_open(tmp_path: Path) -> None:
     assert [d.dim_value for d in made.model.model.graph.input[0].type.tensor_type.shape.dim] == [1, 3, 0, 0]
 
 
-def test_positional_arguments_and_what_is_found_afterwards(tmp_path: Path) -> None:
+def test_positional_arguments_and_what_is_found_afterwards(tmp_path):
     model, feeds, data = calibrated(models.residual_block(channels=16), tmp_path, create=create_calibrator)
     before, entries = model.SerializeToString(), dict(data.items())
     quantizer = QDQQuantizer(model, True, False, QuantType.QInt8, QuantType.QUInt8, data, [], [], ["Conv", "Gemm"])
@@ -93,7 +91,7 @@ def test_ranges_of_every_method_will_do_and_bodies_see_what_they_read_after_savi
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the arithmetic in stock's constructor
 @pytest.mark.parametrize("infinite", [False, True], ids=["none", "infinite"])
-def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> None:
+def test_nodes_without_a_range_stay_float(tmp_path, infinite):
     model, feeds, data = calibrated(models.residual_block(), tmp_path)
     hidden = next(n.output[0] for n in model.graph.node if n.name == "conv2")
     if infinite:
@@ -108,7 +106,7 @@ def test_nodes_without_a_range_stay_float(tmp_path: Path, infinite: bool) -> Non
     assert worst_db(model, quantizer.model.model, feeds) > 30
 
 
-def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) -> None:
+def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path):
     """A rewrite joins what the calibrator saw apart: the net stays as it came where that gives more integer nodes."""
     model, _, data = calibrated(models.two_input_detector(), tmp_path, op_types=["Conv"])
     quantizer = build(QDQQuantizer, model, data)
@@ -117,7 +115,7 @@ def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("lacking", "tries"), [("", 1), ("conv2_out", 2)])
-def test_what_is_slow_in_integers_stays_float_and_is_told(tmp_path, monkeypatch, lacking: str, tries: int) -> None:
+def test_what_is_slow_in_integers_stays_float_and_is_told(tmp_path, monkeypatch, lacking, tries):
     """A net is tried without rewrites where ranges lack alone, and their lack is the reason that is told."""
     prepared = Mock(wraps=quantizers.for_integers)
     monkeypatch.setattr(quantizers, "for_integers", prepared)
@@ -132,7 +130,7 @@ def test_what_is_slow_in_integers_stays_float_and_is_told(tmp_path, monkeypatch,
     assert prepared.call_count == tries
 
 
-def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> Any:
+def same_as_stock(model, data, **changes):
     """Asserts that ours warns and gives stock's very model; returns the warnings."""
     stock = build(StockQDQQuantizer, model, data, **changes)
     with pytest.warns(KenosisWarning, match="as stock does") as caught:
@@ -143,7 +141,7 @@ def same_as_stock(model: onnx.ModelProto, data: TensorsData, **changes: Any) -> 
 
 
 def test_whatever_fails_gives_stocks_result(tmp_path, monkeypatch, caplog):
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise IndexError("list index out of range")
 
     model, _, data = calibrated(models.residual_block(), tmp_path)
@@ -154,16 +152,16 @@ def test_whatever_fails_gives_stocks_result(tmp_path, monkeypatch, caplog):
     assert any(r.exc_info for r in caplog.records), "the traceback is logged"
 
 
-def test_a_quantized_model_goes_through_stock(tmp_path: Path) -> None:
+def test_a_quantized_model_goes_through_stock(tmp_path):
     model, feeds, data = calibrated(models.residual_block(), tmp_path)
     quantized = sorted_copy(build(StockQDQQuantizer, model, data).model.model)
     same_as_stock(quantized, ranges(quantized, feeds, tmp_path))
 
 
-def test_errors_are_stocks(tmp_path: Path) -> None:
+def test_errors_are_stocks(tmp_path):
     model = models.residual_block()
     with pytest.raises(TypeError, match="not TensorData"):
-        build(QDQQuantizer, model, {"x": (0.0, 1.0)})  # type: ignore[arg-type]
+        build(QDQQuantizer, model, {"x": (0.0, 1.0)})
     messages = []
     for kind in (StockQDQQuantizer, QDQQuantizer):
         with pytest.raises(ValueError, match="Quantization parameters are not specified") as caught:
@@ -177,26 +175,18 @@ def test_errors_are_stocks(tmp_path: Path) -> None:
 
 # Each takes the value named "{0}" of shape (1, 4, 4, 4) to one of the same shape.
 STEPS = {
-    "Relu": "Relu ({0})",
-    "Clip": "Clip ({0}, low, high)",
-    "Clip above": "Clip ({0}, , high)",
-    "Transpose": "Transpose <perm = [0, 2, 3, 1]> ({0})",
-    "Identity": "Identity ({0})",
+    "Relu": "Relu ({0})", "Clip": "Clip ({0}, low, high)", "Clip above": "Clip ({0}, , high)",
+    "Transpose": "Transpose <perm = [0, 2, 3, 1]> ({0})", "Identity": "Identity ({0})",
     "MaxPool": "MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
-    "AveragePool": "AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})",
-    "Reshape": "Reshape ({0}, shape)",
-}
+    "AveragePool": "AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> ({0})", "Reshape": "Reshape ({0}, shape)",
+}  # fmt: skip
 CONSTANTS = {
-    "low": np.float32(-0.5),
-    "high": np.float32(1),
-    "beyond": np.float32(-9),
-    "shape": np.array([1, 4, 4, 4]),
-    "pads": np.array([0, 1, 0, 0, 0, 0, 0, 0]),
-    "extra": np.full((1, 1, 4, 4), 7, np.float32),
-}
+    "low": np.float32(-0.5), "high": np.float32(1), "beyond": np.float32(-9), "shape": np.array([1, 4, 4, 4]),
+    "pads": np.array([0, 1, 0, 0, 0, 0, 0, 0]), "extra": np.full((1, 1, 4, 4), 7, np.float32),
+}  # fmt: skip
 
 
-def net(steps: list[str], *last: str) -> onnx.ModelProto:
+def net(steps, *last):
     lines = [f"v{i + 1} = {STEPS[s].format(f'v{i}')}" for i, s in enumerate(steps)]
     lines += [f"w{i} = {text.format(f'v{len(steps)}')}" for i, text in enumerate(last)]
     names = [f"v{i + 1}" for i in range(len(steps))] + [f"w{i}" for i in range(len(last))]
@@ -205,7 +195,7 @@ def net(steps: list[str], *last: str) -> onnx.ModelProto:
 
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6), st.integers(0, 2**16))
-def test_derived_ranges_hold_what_is_computed(steps: list[str], seed: int) -> None:
+def test_derived_ranges_hold_what_is_computed(steps, seed):
     model = net(steps, "Pad ({0}, pads)", "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)")
     x = models.normal((1, 4, 4, 4), seed, 2)
     found = with_derived(model, {"v0": (float(x.min()), float(x.max()))})
@@ -223,7 +213,7 @@ ENDS = "Pad ({0}, pads, beyond)", "Concat <axis = 1> ({0}, extra)"
     (net(["Relu", "Identity"]), {"v0": (-1, 1), "v1": (0, 9), "v2": (0, 5)}, {}),
     *((net([], text), {"v0": (0, 1)}, {}) for text in ("Sigmoid ({0})", "Concat <axis = 1> ({0}, no)", "Exp ({0})")),
 ], ids=["ends", "moved", "known", "sigmoid", "unknown", "exp"])  # fmt: skip
-def test_the_ends_are_those_of_the_operator_and_nothing_is_made_up(model: Any, known: Any, more: Any) -> None:
+def test_the_ends_are_those_of_the_operator_and_nothing_is_made_up(model, known, more):
     assert with_derived(model, known) == {**known, **more}
 
 
@@ -241,7 +231,7 @@ REWRITTEN = {
 
 
 @pytest.mark.parametrize("rewrite", REWRITTEN)
-def test_weights_and_activations_are_paired_and_compared(rewrite: str, tmp_path: Path) -> None:
+def test_weights_and_activations_are_paired_and_compared(rewrite, tmp_path):
     model = REWRITTEN[rewrite]()
     feeds = models.feeds(model, 3)
     float_path, path = tmp_path / "float.onnx", tmp_path / "q.onnx"

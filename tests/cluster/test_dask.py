@@ -9,8 +9,6 @@ import textwrap
 import threading
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,15 +26,15 @@ pytestmark = ON_A_CLUSTER
 
 
 @pytest.fixture(scope="module")
-def whole() -> str:
+def whole():
     return calibrate(MODEL, FeedReader(ALL)).to_json()
 
 
-def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, whole: str, tmp_path: Path) -> None:
+def test_one_two_and_five_workers_make_the_bytes_of_one_process(client, whole, tmp_path):
     quantize_static(MODEL, tmp_path / "here.onnx", FeedReader(ALL), promise=False)
     here = (tmp_path / "here.onnx").read_bytes()
 
-    def same(client: Any) -> None:
+    def same(client):
         assert calibrate(MODEL, Shards(feeds, SHARDS), executor=client).to_json() == whole
         assert calibrate(MODEL, FeedReader(ALL), executor=client).to_json() == whole
         quantize_static(MODEL, tmp_path / "there.onnx", Shards(feeds, SHARDS), promise=False, executor=client)
@@ -48,20 +46,20 @@ def test_one_two_and_five_workers_make_the_bytes_of_one_process(client: Any, who
             same(other)
 
 
-def killed(client: Any) -> None:
+def killed(client):
     """Every worker, and with them what was sent to them."""
     for pid in client.run(os.getpid).values():
         os.kill(pid, signal.SIGKILL)
 
 
-def stopped(client: Any) -> None:
+def stopped(client):
     """One worker stands still for a while."""
     pid = next(iter(client.run(os.getpid).values()))
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
 
 
-def forgotten(client: Any) -> None:
+def forgotten(client):
     """The scheduler forgets every task and every result, as one that restarts; here someone else cancels them."""
     keys = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.tasks))
     assert keys
@@ -73,7 +71,7 @@ def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(trouble,
     """Or a shard kills the worker that reads it, the first time."""
     told, seen = list[ShardDone](), list[int]()
 
-    def on_shard(entry: ShardDone) -> None:
+    def on_shard(entry):
         told.append(entry)
         if entry.done == 1 and trouble is not None:
             with distributed.Client(processes, set_as_default=False) as other:
@@ -94,10 +92,10 @@ def test_whatever_happens_to_workers_the_bytes_are_those_of_one_process(trouble,
 def test_workers_that_die_while_versions_are_compared_cost_time_only(client, whole, tmp_path, monkeypatch, deaths):
     asked = cluster_client._probe
 
-    def dying(libraries: list[str]) -> Any:
+    def dying(libraries):
         probe, marks = asked(libraries), [str(tmp_path / f"{at}.died") for at in range(deaths)]
 
-        def dies() -> Any:
+        def dies():
             for mark in marks:
                 try:
                     os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
@@ -113,12 +111,12 @@ def test_workers_that_die_while_versions_are_compared_cost_time_only(client, who
     assert len(list(tmp_path.iterdir())) == deaths
 
 
-def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_kills_the_last_worker_is_named(tmp_path, monkeypatch):
     """Where nobody starts workers again."""
     monkeypatch.setattr(cluster_executor, "_NO_WORKER_S", 1.0)
     monkeypatch.setattr(cluster_executor, "_POLL_S", 0.2)
     words = [sys.executable, *["-m", "distributed.cli.dask_worker", "--no-nanny", "--nthreads=1"]]
-    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with (
         distributed.LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
@@ -130,14 +128,14 @@ def test_a_shard_that_kills_the_last_worker_is_named(tmp_path: Path, monkeypatch
     assert "shard 1" in str(caught.value.where).split(", ")
 
 
-def test_a_worker_in_threads_warns_of_no_number(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_worker_in_threads_warns_of_no_number(recwarn):
     """Such as share the process with the caller."""
     with in_threads(1) as client:
         calibrate(MODEL, Shards(shards_of.huge, 2), executor=client)
     assert [str(w.message) for w in recwarn if issubclass(w.category, RuntimeWarning)] == []
 
 
-def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_path: Path) -> None:
+def test_a_shard_that_kills_every_worker_is_named_or_left_out(client, tmp_path):
     shards = Shards(partial(deadly, tmp_path, 1, always=True), 3)
     with pytest.warns(KenosisWarning, match=r"shard 1 was left out.*given this shard died, also when it ran alone"):
         rest = calibrate(MODEL, shards, executor=Cluster(client, bad_shards="skip"))
@@ -145,7 +143,7 @@ def test_a_shard_that_kills_every_worker_is_named_or_left_out(client: Any, tmp_p
 
 
 @pytest.mark.parametrize(("make", "number"), [(shards_of.bad, 2), (shards_of.broken, 1)])
-def test_bad_data_stop_the_run_or_are_left_out_whole(client: Any, make: Any, number: int) -> None:
+def test_bad_data_stop_the_run_or_are_left_out_whole(client, make, number):
     with pytest.raises(CalibrationError) as caught:
         calibrate(MODEL, Shards(make, SHARDS), executor=client)
     assert str(caught.value.where).startswith(f"shard {number}")
@@ -155,7 +153,7 @@ def test_bad_data_stop_the_run_or_are_left_out_whole(client: Any, make: Any, num
     assert kept.to_json() == calibrate(MODEL, good).to_json()
 
 
-def test_a_client_that_dies_leaves_a_cluster_that_works(client: Any, whole: str) -> None:
+def test_a_client_that_dies_leaves_a_cluster_that_works(client, whole):
     address = client.scheduler.address
     code = f"""
         from distributed import Client
@@ -178,11 +176,11 @@ def test_a_client_that_dies_leaves_a_cluster_that_works(client: Any, whole: str)
     assert not any(client.processing().values()), "what the dead client wanted is computed no more"
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_computed(client: Any) -> None:
+def test_what_cannot_be_sent_is_refused_before_anything_is_computed(client):
     lock = threading.Lock()
-    opened: list[int] = []
+    opened = []
 
-    def make(number: int) -> Any:
+    def make(number):
         with lock:
             opened.append(number)
         return feeds(number)
@@ -192,7 +190,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_computed(client: Any)
     assert not opened
 
 
-def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_that_cannot_do_the_work_are_refused(client, monkeypatch):
     """Workers of other versions, with the list; such as lack a library, or the package."""
     with pytest.raises(ClusterError, match=r"no file /no/such\.so"):
         Cluster(client).check(["/no/such.so"])
@@ -202,7 +200,7 @@ def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: 
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
 
     name = "kenosis_ort.cluster.client"
-    client.run(lambda: sys.modules.update({name: None}))  # type: ignore[dict-item]
+    client.run(lambda: sys.modules.update({name: None}))
     try:
         with pytest.raises(ClusterError, match=r"2 of 2 workers.*kenosis-ort is not installed"):
             calibrate(MODEL, Shards(feeds, SHARDS), executor=client)
@@ -210,15 +208,15 @@ def test_clusters_that_cannot_do_the_work_are_refused(client: Any, monkeypatch: 
         client.run(lambda: sys.modules.pop(name))
 
 
-def test_a_moving_average_is_calibrated_here(client: Any) -> None:
-    options: dict[str, Any] = {"extra_options": {"CalibMovingAverage": True}}
+def test_a_moving_average_is_calibrated_here(client):
+    options = {"extra_options": {"CalibMovingAverage": True}}
     here = calibrate(MODEL, FeedReader(ALL), **options)
     with pytest.warns(KenosisWarning, match="calibrated here, not on the executor"):
         there = calibrate(MODEL, FeedReader(ALL), executor=client, **options)
     assert here.to_json() == there.to_json()
 
 
-def test_a_closed_client_and_an_asynchronous_one(processes: Any, tmp_path: Path) -> None:
+def test_a_closed_client_and_an_asynchronous_one(processes, tmp_path):
     client = distributed.Client(processes, set_as_default=False)
     client.close()
     reader = FeedReader(ALL)
@@ -227,12 +225,12 @@ def test_a_closed_client_and_an_asynchronous_one(processes: Any, tmp_path: Path)
     assert len(list(iter(reader.get_next, None))) == len(ALL), "nothing was read"
     assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError, match="bad_shards"):
-        Cluster(client, bad_shards="maybe")  # type: ignore[arg-type]
+        Cluster(client, bad_shards="maybe")
     with pytest.raises((ArgumentTypeError, AttributeError)):
         Cluster(object.__new__(distributed.Client))
 
 
-def test_addresses(client: Any) -> None:
+def test_addresses(client):
     """One where nobody answers is told of soon, and without a client that waits for long where it ends."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

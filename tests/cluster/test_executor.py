@@ -4,12 +4,9 @@ import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from kenosis_ort import RECIPES, Cluster, Shards, calibrate, quantize_static
@@ -22,7 +19,6 @@ from tests import models
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
 from tests.cluster.shards_of import ALL, MODEL, wide
 from tests.flow.support import changed
-from tests.models import FeedReader
 from tests.planning import parse
 
 distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
@@ -32,23 +28,23 @@ RECIPE = replace(RECIPES["accurate"], name="all", **HARDEST)
 pytestmark = ON_A_CLUSTER
 
 
-def quantized(path: Path, **options: Any) -> bytes:
-    quantize_static(MODEL, path, FeedReader(ALL), recipe=RECIPE, promise=False, **options)
+def quantized(path, **options):
+    quantize_static(MODEL, path, models.FeedReader(ALL), recipe=RECIPE, promise=False, **options)
     return path.read_bytes()
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def here(tmp_path_factory):
     return quantized(tmp_path_factory.mktemp("here") / "model.onnx")
 
 
 @pytest.fixture
-def works(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def works(monkeypatch):
     """Names of the functions that went to workers, a line a task."""
-    seen: list[str] = []
+    seen = []
     submitted = ClusterExecutor._submitted
 
-    def counted(self: ClusterExecutor, work: Any, *how: Any) -> Any:
+    def counted(self, work, *how):
         seen.append(work.__name__)
         return submitted(self, work, *how)
 
@@ -70,7 +66,7 @@ def test_passes_make_the_bytes_of_one_process(workers, client, here, works, tmp_
     assert {"ran", "_round_layer", "swept"} == set(works)
 
 
-def test_workers_that_die_of_a_piece_cost_nothing_but_time(client: Any, tmp_path: Path) -> None:
+def test_workers_that_die_of_a_piece_cost_nothing_but_time(client, tmp_path):
     """One death more than Dask itself takes for the piece's fault."""
     with ClusterExecutor(Cluster(client)) as executor:
         found = list(executor.map(shards_of.squared_though_killed, ((tmp_path, n) for n in range(30))))
@@ -79,7 +75,7 @@ def test_workers_that_die_of_a_piece_cost_nothing_but_time(client: Any, tmp_path
     assert all((square == number**2).all() for number, square in found)
 
 
-def test_a_piece_that_kills_every_worker_ends_the_call(client: Any) -> None:
+def test_a_piece_that_kills_every_worker_ends_the_call(client):
     with (
         ClusterExecutor(Cluster(client)) as executor,
         pytest.raises(ClusterError, match="Every worker that was given a part of a pass died"),
@@ -87,7 +83,7 @@ def test_a_piece_that_kills_every_worker_ends_the_call(client: Any) -> None:
         list(executor.map(shards_of.always_killed, range(3)))
 
 
-def test_errors_come_back_as_they_were_raised(client: Any) -> None:
+def test_errors_come_back_as_they_were_raised(client):
     with ClusterExecutor(Cluster(client)) as executor:
         results = executor.map(shards_of.refused, range(4))
         assert [next(results), next(results)] == [0, 1]
@@ -98,11 +94,11 @@ def test_errors_come_back_as_they_were_raised(client: Any) -> None:
             list(executor.map(shards_of.broken_work, [0]))
 
 
-def test_a_model_runs_up_to_the_feed_that_it_refuses(client: Any) -> None:
+def test_a_model_runs_up_to_the_feed_that_it_refuses(client):
     given = [*ALL[:6], {name: value[..., :3] for name, value in ALL[0].items()}, ALL[7]]
 
-    def run(executor: Any) -> list[dict[str, Any]]:
-        outputs: list[dict[str, Any]] = []
+    def run(executor):
+        outputs = []
         with executor.open(MODEL) as opened, pytest.raises(VerificationError, match="does not run"):
             outputs.extend(opened.runs(given))
         return outputs
@@ -120,21 +116,21 @@ def test_a_model_runs_up_to_the_feed_that_it_refuses(client: Any) -> None:
 class _Client:
     """Stands for a client: counts the bytes that tasks take along."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sent = 0
 
-    def submit(self, work: Any, content: Any, **_: Any) -> Any:
+    def submit(self, work, content, **_):
         self.sent += sum(map(len, content.values()))
         return SimpleNamespace(content=work(content), status="pending")
 
 
-def there(sender: Sender, content: Any) -> tuple[Any, int]:
+def there(sender, content):
     """Returns what a worker unpacks, and the bytes of the packet."""
     message, bundles = sender.packed(content)
     return unpacked(message, [bundle.content for bundle in bundles]), len(message)
 
 
-def test_a_model_arrives_as_it_was_and_weights_travel_once() -> None:
+def test_a_model_arrives_as_it_was_and_weights_travel_once():
     rest()
     client = _Client()
     sender = Sender(client)
@@ -152,7 +148,7 @@ def test_a_model_arrives_as_it_was_and_weights_travel_once() -> None:
     assert client.sent - before < whole / 3
 
 
-def test_contents_of_models_before_the_latest_few_are_let_go_of() -> None:
+def test_contents_of_models_before_the_latest_few_are_let_go_of():
     sender = Sender(_Client())
     for seed in range(8):
         there(sender, models.conv_relu_chain(2, channels=64, seed=seed))
@@ -165,7 +161,7 @@ def test_contents_of_models_before_the_latest_few_are_let_go_of() -> None:
 
 
 @pytest.fixture(scope="module")
-def small() -> Any:
+def small():
     """A client of one worker with 256 MB, of which the runtime and Python take 140."""
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}),  # a forked one takes less
@@ -177,7 +173,7 @@ def small() -> Any:
         yield client
 
 
-def cropping() -> onnx.ModelProto:
+def cropping():
     """Reads 4 MB a sample, and works on 256 numbers of them."""
     return parse("""(uint8[1,4,1024,1024] x) => (float[1,4,8,8] y) <float[4,4,3,3] w, int64[2] from, int64[2] to,
         int64[2] axes> { c = Slice (x, from, to, axes)  f = Cast <to = 1> (c)
@@ -185,14 +181,14 @@ def cropping() -> onnx.ModelProto:
         {"to": [8, 8], "axes": [2, 3]})  # fmt: skip
 
 
-def cropped(small: Any) -> None:
+def cropped(small):
     """Samples of a calibration."""
     there = calibrate(cropping(), Shards(wide, 20), executor=small, keep_samples=False)
     assert there.samples == 80
     assert there.to_json() == calibrate(cropping(), Shards(wide, 20), keep_samples=False).to_json()
 
 
-def run_by_passes(small: Any) -> None:
+def run_by_passes(small):
     """Samples of passes."""
     feeds = [feed for number in range(20) for feed in wide(number)]
     with ClusterExecutor(Cluster(small)) as executor, executor.open(cropping()) as there, HERE.open(cropping()) as here:
@@ -200,7 +196,7 @@ def run_by_passes(small: Any) -> None:
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
-def spilled(small: Any) -> None:
+def spilled(small):
     """Results: four of 16 MB are under way at a time, and Dask spills from 70 % of the limit on."""
     with ClusterExecutor(Cluster(small)) as executor:
         found = executor.map(shards_of.much, range(18))
@@ -212,18 +208,18 @@ def spilled(small: Any) -> None:
 
 
 @pytest.mark.parametrize("work", [cropped, run_by_passes, spilled])
-def test_what_is_larger_than_the_memory_of_a_worker_kills_none(work: Any, small: Any) -> None:
+def test_what_is_larger_than_the_memory_of_a_worker_kills_none(work, small):
     before = small.run(os.getpid)
     work(small)
     assert small.run(os.getpid) == before
 
 
-def test_workers_that_are_paused_for_want_of_memory_end_the_call(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_paused_for_want_of_memory_end_the_call(small, monkeypatch):
     monkeypatch.setattr(cluster_executor, "_NO_WORKER_S", 0.5)
     monkeypatch.setattr(cluster_executor, "_POLL_S", 0.2)
 
-    def pause_from(fraction: float, status: str) -> None:
-        def change(dask_worker: Any) -> None:
+    def pause_from(fraction, status):
+        def change(dask_worker):
             dask_worker.memory_manager.memory_pause_fraction = fraction
 
         small.run(change)

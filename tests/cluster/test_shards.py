@@ -3,7 +3,6 @@
 import itertools
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,13 @@ from tests.models import FeedReader
 
 
 @pytest.mark.parametrize("asked", ["machine", "python_version_tuple"])
-def test_another_machine_or_python_is_told(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_or_python_is_told(asked, monkeypatch):
     here = versions()
     monkeypatch.setattr(f"platform.{asked}", lambda: ("riscv64", "0"))
     assert versions() != here
 
 
-def test_shards_make_the_table_of_one_reader(tmp_path: Path) -> None:
+def test_shards_make_the_table_of_one_reader(tmp_path):
     whole = calibrate(MODEL, FeedReader(ALL))
     made = [feeds(number) for number in range(SHARDS)]
     paths = [tmp_path / f"{number}.npz" for number in range(SHARDS)]
@@ -45,7 +44,7 @@ def test_shards_make_the_table_of_one_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign: int) -> None:
+def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign):
     edges = (sign * np.arange(1, 40) / 4).astype(np.float32)  # of the bins of 700
     beside = np.concatenate([edges - np.float32(distance) for distance in (-3e-5, -1e-7, 0, 1e-7, 3e-5)])
     few, many = HistogramBuilder(), HistogramBuilder()
@@ -61,7 +60,7 @@ def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign: i
     (Shards(lambda n: n, SHARDS), "type int"),
     ([Path("no.npz")], "does not exist"),
 ])  # fmt: skip
-def test_a_bad_shard_is_named(source: Any, what: str) -> None:
+def test_a_bad_shard_is_named(source, what):
     with pytest.raises(CalibrationError, match=what) as caught:
         calibrate(MODEL, source)
     assert "shard " in str(caught.value.where)
@@ -71,13 +70,13 @@ def test_a_bad_shard_is_named(source: Any, what: str) -> None:
     (feeds, 0, OptionError), (feeds, True, OptionError), (3, None, ArgumentTypeError),
     (itertools.count(), 2, ArgumentTypeError),
 ])  # fmt: skip
-def test_what_is_no_shards(source: Any, count: Any, error: type[Exception]) -> None:
+def test_what_is_no_shards(source, count, error):
     with pytest.raises(error):
         Shards(source, count)
 
 
 @pytest.mark.parametrize("executor", ["tcp://nowhere:1", 3, object()])
-def test_an_executor_is_a_client(executor: Any, tmp_path: Path) -> None:
+def test_an_executor_is_a_client(executor, tmp_path):
     with pytest.raises(ArgumentTypeError, match="Dask client") as caught:
         quantize_static(MODEL, tmp_path / "o.onnx", FeedReader(ALL), executor=executor)
     assert caught.value.where == "executor"

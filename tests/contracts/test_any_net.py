@@ -22,7 +22,7 @@ HEAVY = ("Conv", "Gemm", "MatMul")
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets(), st.data())
-def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model: onnx.ModelProto, data: st.DataObject) -> None:
+def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model, data):
     names = [node.name for node in planning.prepared(model).graph.node]
     done = planning.quantize(
         model,
@@ -35,7 +35,7 @@ def test_every_edge_is_as_decided_and_integer_nodes_are_integer(model: onnx.Mode
 
 
 @st.composite
-def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[models.Feed]]:
+def structures(draw):
     """A seed of the fuzzer, wired and stored otherwise, of open sizes; its numbers are as sound as they were."""
     name = draw(st.sampled_from(sorted(SEEDS.keys() - {"digits", "external", "quantized"})))
     model, dice = seed_model(name), draw(st.randoms(use_true_random=False))
@@ -51,7 +51,7 @@ def structures(draw: st.DrawFn) -> tuple[onnx.ModelProto, list[models.Feed]]:
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets().map(lambda model: (model, models.feeds(model, 3))) | structures())
-def test_the_public_call(case: tuple[onnx.ModelProto, list[models.Feed]]) -> None:
+def test_the_public_call(case):
     model, feeds = case
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random nets may well be of poor quality

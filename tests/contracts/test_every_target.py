@@ -3,19 +3,16 @@
 import dataclasses
 import importlib
 import itertools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import QuantType, quantize_static as stock
 
-from kenosis_ort import KenosisWarning, QuantizationReport, Stages, preview, quantize_static, verify_fusion
-from kenosis_ort.errors import OptionError, VerificationError
+from kenosis_ort import KenosisWarning, OptionError, Stages, VerificationError, preview, quantize_static, verify_fusion
 from kenosis_ort.plan import How, Kind
 from kenosis_ort.runtime.session import configured, open_session
-from kenosis_ort.targets import TARGETS, DataTypes, Hooks, Target, get_target
+from kenosis_ort.targets import TARGETS, DataTypes, Hooks, get_target
 from tests import models
 from tests.flow.support import initializers, quality, run, sqnr_db
 from tests.oracle.compare import differences
@@ -34,23 +31,23 @@ OWN = dataclasses.replace(
 
 
 @pytest.fixture
-def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_runtime(monkeypatch):
     """Whoever asks or times onnxruntime's CPU provider fails the test."""
     for name in ("targets.ort_cpu.cpu_proof.prove_by", "tuning.promise.keep_promise"):
         monkeypatch.setattr(f"kenosis_ort.{name}", lambda *_, **__: pytest.fail("another runtime was asked"))
 
 
-def quantized(model: onnx.ModelProto, out: Path, target: Target = OWN, **options: Any) -> QuantizationReport:
+def quantized(model, out, target=OWN, **options):
     return quantize_static(model, out, models.reader(model, 12), target=target, **options)
 
 
-def behind(model: onnx.ModelProto, name: str) -> list[str]:
+def behind(model, name):
     """Returns the operators that read what a node writes."""
     made = {v for n in model.graph.node if n.name == name for v in n.output}
     return [n.op_type for n in model.graph.node if made & set(n.input)]
 
 
-def chain(*activations: str) -> onnx.ModelProto:
+def chain(*activations):
     """Convs with each of some activations between them."""
     net = models.Net()
     y = net.input("x", [1, 3, 8, 8])
@@ -62,7 +59,7 @@ def chain(*activations: str) -> onnx.ModelProto:
 
 
 @pytest.mark.usefixtures("no_runtime")
-def test_the_default_call_with_a_target_from_outside(tmp_path: Path) -> None:
+def test_the_default_call_with_a_target_from_outside(tmp_path):
     model, out = chain("HardSwish", "SiLU", "LeakyRelu"), tmp_path / "out.onnx"
     report = quantized(model, out)
     assert report.verdict() == f"Quantized; not proved: target '{OWN.name}' has no runtime here."
@@ -77,7 +74,7 @@ def test_the_default_call_with_a_target_from_outside(tmp_path: Path) -> None:
     assert quality(model, out, models.feeds(model, 4)) > 20
 
 
-def test_the_same_net_on_two_targets_has_q_in_other_places(tmp_path: Path) -> None:
+def test_the_same_net_on_two_targets_has_q_in_other_places(tmp_path):
     model = chain("HardSwish")
     here, there = tmp_path / "ort.onnx", tmp_path / "own.onnx"
     quantized(model, here, ORT, rewrites=False)
@@ -89,13 +86,13 @@ def test_the_same_net_on_two_targets_has_q_in_other_places(tmp_path: Path) -> No
     assert not all(k.integer for k in proof.kernels if k.op_type == "Conv")
 
 
-def text(body: str, last: str) -> onnx.ModelProto:
+def text(body, last):
     """Convs of eight channels with nodes between them."""
     return parse(f"""(float[1,8,8,8] x) => (y) <float[8,8,1,1] w, float[8,8,1,1] v, float[8,8,1,1] u, float[4,16,1,1] t>
         {{ [c] c = Conv (x, w) {body} [last] y = Conv ({last}) }}""")
 
 
-def test_epilogues_end_where_the_table_says() -> None:
+def test_epilogues_end_where_the_table_says():
     found = preview(text("""[a0] p = LeakyRelu (c) [a1] q = Tanh (p) [a2] r = Elu (q) [a3] s = HardSwish (r)
         [a4] z = Sigmoid (s)""", "z, u"), target=OWN)  # fmt: skip
     assert [found.by_node[f"a{i}"].kind for i in range(5)] == [Kind.ABSORBED] * 4 + [Kind.INTEGER]
@@ -103,7 +100,7 @@ def test_epilogues_end_where_the_table_says() -> None:
     assert carried == {next(d.edge.value for d in found.decisions if d.edge.consumer == "a4")}
 
 
-def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone() -> None:
+def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone():
     model = models.residual_block()
     for target, kinds in ((OWN, ["uint8"] * 2), (dataclasses.replace(OWN, residual="shortcut"), ["", "uint8"])):
         plan = preview(model, target=target)
@@ -111,7 +108,7 @@ def test_a_residual_add_keeps_q_on_both_inputs_or_on_the_shortcut_alone() -> Non
         assert (plan.by_node["add"].kind is Kind.ABSORBED) == (target is not OWN)
 
 
-def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
+def test_of_two_convs_in_a_residual_add_one_takes_it_in():
     net = text("""r = Relu (c) [main] m = Conv (r, v) [projection] p = Conv (r, u)
         [add] a = Add (m, p) [behind] b = Relu (a)""", "b, w")  # fmt: skip
     found = preview(net, target=dataclasses.replace(OWN, residual="shortcut"))
@@ -126,13 +123,13 @@ def test_of_two_convs_in_a_residual_add_one_takes_it_in() -> None:
     (text("d = Conv (x, v) j = Concat <axis = 1> (c, d) [act] a = HardSwish (j)", "a, t"), {}),
     (text("[act] a = HardSwish (c)", "a, u"), {"c": [{"rmin": -4.0, "rmax": 4.0}]}),
 ], ids=["a concat computes none", "the caller's own range"])  # fmt: skip
-def test_what_ends_before_an_activation(model: onnx.ModelProto, said: dict[str, Any]) -> None:
+def test_what_ends_before_an_activation(model, said):
     plan = preview(model, target=OWN, extra_options={"TensorQuantOverrides": said}, rewrites=False)
     assert plan.by_node["act"].kind is not Kind.ABSORBED
     assert {d.edge.value for d in plan.decisions if d.dtype} >= {*said}
 
 
-def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
+def test_symmetric_activations_and_float_biases(tmp_path):
     int8 = onnx.TensorProto.INT8
     types = DataTypes(activation=int8, activations=(int8,), weights=(int8,), only_these=True, symmetric=True,
                       weight_symmetric=True, why="a test says so")  # fmt: skip
@@ -151,11 +148,11 @@ def test_symmetric_activations_and_float_biases(tmp_path: Path) -> None:
         quantized(model, out, dataclasses.replace(OWN, formats=("qdq",)), quant_format="QOperator")
 
 
-def test_a_target_without_a_runtime_cannot_be_asked(tmp_path: Path) -> None:
+def test_a_target_without_a_runtime_cannot_be_asked(tmp_path):
     with pytest.raises(OptionError, match="has no runtime here"):
         verify_fusion(chain("Relu"), target=OWN)
     with pytest.raises(OptionError, match=r"unknown target 'ort-cpv'.*Did you mean 'ort-cpu'"):
-        quantized(chain("Relu"), tmp_path / "out.onnx", "ort-cpv")  # type: ignore[arg-type]
+        quantized(chain("Relu"), tmp_path / "out.onnx", "ort-cpv")
     assert OWN.name not in TARGETS
 
 
@@ -169,11 +166,10 @@ each_model = pytest.mark.parametrize("name", models.ALL)
 @pytest.mark.filterwarnings("ignore:.* not run on integers on target")
 @pytest.mark.parametrize("target", [*TARGETS.values(), OWN], ids=lambda target: target.name)
 @each_model
-def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> None:
+def test_a_net_of_every_family(target, name, tmp_path):
     model, out = models.ALL[name](), tmp_path / "out.onnx"
-    report = quantize_static(
-        model, out, models.reader(model, 6), target=target, recipe="plain", promise=False, verify=False
-    )
+    how = {"recipe": "plain", "promise": False, "verify": False}
+    report = quantize_static(model, out, models.reader(model, 6), target=target, **how)
     assert report.target == report.plan.target == target.name
     assert report.plan.integer_nodes()
     types = {onnx.TensorProto.DataType.Name(t).lower() for t in target.data_types().activations}
@@ -191,7 +187,7 @@ def test_a_net_of_every_family(target: Target, name: str, tmp_path: Path) -> Non
 
 
 @each_target
-def test_without_stages_it_is_stock(target: Target, tmp_path: Path) -> None:
+def test_without_stages_it_is_stock(target, tmp_path):
     model, (source, theirs, ours) = models.residual_block(), (tmp_path / f"{name}.onnx" for name in "fso")
     onnx.save(model, source)
     stock(source, theirs, models.reader(model, 4))
@@ -206,7 +202,7 @@ WIDE = {"quant_type": QuantType.QInt16}
 OVERRIDE = "takes? .*'conv0_(out|w)'|not take .*'conv0_(out|w)'"
 
 
-def entry(name: str, **said: Any) -> dict[str, Any]:
+def entry(name, **said):
     return {"extra_options": {"TensorQuantOverrides": {name: [said]}}}
 
 
@@ -222,21 +218,21 @@ def entry(name: str, **said: Any) -> dict[str, Any]:
     ("tensorrt", {"activation_type": QuantType.QUInt8}, "int8 with zero point 0 alone"),
     ("tensorrt", {"weight_type": QuantType.QUInt8}, "int8 with zero point 0 alone"),
 ])  # fmt: skip
-def test_types_without_kernels_are_refused_before_calibration(target: str, said: dict[str, Any], words: str) -> None:
+def test_types_without_kernels_are_refused_before_calibration(target, said, words):
     """The runtime would refuse the file, or compute something else; the reader is empty and would say so if asked."""
     with pytest.raises(OptionError, match=f"target '{target}'.* {words}|{words}"):
         quantize_static(models.conv_relu_chain(2), "never.onnx", models.FeedReader([]), target=target, **said)
 
 
 @pytest.mark.parametrize("module", ["onednn.openvino_proof", "ort_web", "qnn.htp_proof"])
-def test_libraries_of_operators_for_onnxruntime_are_refused_elsewhere(module: str) -> None:
+def test_libraries_of_operators_for_onnxruntime_are_refused_elsewhere(module):
     prove = importlib.import_module(f"kenosis_ort.targets.{module}").prove
     with pytest.raises(VerificationError, match="leave custom_op_libraries out"):
         prove(models.mlp(), custom_op_libraries=["lib.so"])
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "arm", "ort-web"])
-def test_an_override_is_kept_where_the_runtime_runs_it_in_float(target: str, tmp_path: Path) -> None:
+def test_an_override_is_kept_where_the_runtime_runs_it_in_float(target, tmp_path):
     model, said = models.conv_relu_chain(8), entry("conv0_out", **WIDE)
     settled = {"recipe": "plain", "promise": False, "verify": False, **said}
     report = quantize_static(model, tmp_path / "o.onnx", models.reader(model, 2), target=target, **settled)

@@ -1,15 +1,13 @@
 """What every format has to hold: it runs as the QDQ form does and comes back; what it cannot say is refused."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 
 from kenosis_ort.errors import KenosisError, ModelLoadError, UnsupportedModelError
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
@@ -39,12 +37,11 @@ class Format:
 
 
 FORMATS = {
-    "qdq": Format(copy_model, ("qdq", "qcdq")),
-    "qcdq": Format(to_qcdq, ("qdq", "qcdq")),
+    "qdq": Format(copy_model, ("qdq", "qcdq")), "qcdq": Format(to_qcdq, ("qdq", "qcdq")),
     "qonnx": Format(to_qonnx, ("qonnx",)),
     "qop-clip": Format(lambda model: to_qop(to_runtime_form(copy_model(model), X86), clip=True), ("qop",), 1.01),
-}
-EXAMPLES: Mapping[str, Callable[[], onnx.ModelProto]] = {
+}  # fmt: skip
+EXAMPLES = {
     **{f"conv_net{kind}": lambda kind=kind: read_model(conv_net(**kind)).canonical
        for kind in ({}, {"signed": True}, {"bits": 2, "norm": True}, {"bits": 8}, {"bits": 8, "bias": False})},
     **{name: lambda name=name: planning.quantize(models.ALL[name](), protect_outputs="int8").quantized
@@ -55,22 +52,22 @@ each_example = pytest.mark.parametrize("example", EXAMPLES)
 canonical = cache(lambda example: EXAMPLES[example]())
 
 
-def written(form: str, example: str) -> onnx.ModelProto:
+def written(form, example):
     return FORMATS[form].write(canonical(example))
 
 
-def outputs(model: onnx.ModelProto, example: str, *, optimize: bool = False) -> list[Any]:
+def outputs(model, example, *, optimize=False):
     (feed,) = models.feeds(canonical(example), 1, dims={"batch": 2})
     return run(spell_out(model), feed, optimize=optimize)
 
 
-def check_close(found: list[Any], wanted: list[Any], example: str, steps: float) -> None:
+def check_close(found, wanted, example, steps):
     step = max(float(t.quantizer.scale.max()) for t in quantizers_of(canonical(example)) if t.constant is None)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=max(steps * step, 1e-5))
 
 
-def grids(model: onnx.ModelProto) -> Counter[Any]:
+def grids(model):
     """What is said of each quantized tensor but biases, without names; what several DQs say of one tensor once."""
     found = {}
     for t in quantizers_of(model):
@@ -84,7 +81,7 @@ def grids(model: onnx.ModelProto) -> Counter[Any]:
 
 @each_format
 @each_example
-def test_what_is_written_runs_as_the_qdq_form_and_changes_nothing(form: str, example: str) -> None:
+def test_what_is_written_runs_as_the_qdq_form_and_changes_nothing(form, example):
     source, steps = canonical(example), FORMATS[form].steps
     before = source.SerializeToString()
     made = written(form, example)
@@ -97,7 +94,7 @@ def test_what_is_written_runs_as_the_qdq_form_and_changes_nothing(form: str, exa
 
 @each_format
 @each_example
-def test_what_is_written_comes_back(form: str, example: str) -> None:
+def test_what_is_written_comes_back(form, example):
     made = written(form, example)
     if "MatMulIntegerToFloat" in operators(made):
         pytest.skip("its output has no scale")
@@ -116,7 +113,7 @@ def test_what_is_written_comes_back(form: str, example: str) -> None:
 
 
 @each_format
-def test_the_float_model_behind_it_has_no_integers(form: str) -> None:
+def test_the_float_model_behind_it_has_no_integers(form):
     found = read_model(written(form, "residual_block"), as_float=True).canonical
     assert not {t.data_type for t in found.graph.initializer} & {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
     assert not any("Quant" in node.op_type or "QLinear" in node.op_type for node in found.graph.node)
@@ -125,40 +122,40 @@ def test_the_float_model_behind_it_has_no_integers(form: str) -> None:
 # ---- what cannot be said --------------------------------------------------------------------------------------------
 
 
-def quant(change: Callable[[onnx.NodeProto], Any] = lambda node: None, **said: Any) -> onnx.ModelProto:
+def quant(change=lambda node: None, **said):
     net = Net()
     model = net.of(net.quant("x", **{"scale": 0.1, "out": "y", **said}))
     change(model.graph.node[0])
     return model
 
 
-def without(name: str) -> Callable[[onnx.NodeProto], Any]:
+def without(name):
     return lambda node: node.attribute.remove(next(a for a in node.attribute if a.name == name))
 
 
-def as_type(op_type: str) -> Callable[[onnx.NodeProto], Any]:
+def as_type(op_type):
     return lambda node: setattr(node, "op_type", op_type)
 
 
-def of(build: Callable[[Net], str]) -> onnx.ModelProto:
+def of(build):
     net = Net()
     return net.of(build(net))
 
 
-def in_a_body() -> onnx.ModelProto:
+def in_a_body():
     net, inner = Net(), quant().graph
     net.domains.add(DOMAIN)
-    body = helper.make_graph(inner.node, "body", [], inner.output)
+    body = onnx.helper.make_graph(inner.node, "body", [], inner.output)
     return net.of(net.op("If", [np.asarray(True)], name="branch", out="y", then_branch=body, else_branch=body))
 
 
-def from_data(node: str, kind: str) -> onnx.ModelProto:
+def from_data(node, kind):
     text = f"(float[2,3,6,6] x) => ({kind} y) {{ q = QuantizeLinear (x, s, z)\n {node} }}"
     constants = {"s": np.float32(0.05), "z": np.uint8(120), "w": np.ones((6, 4), np.uint8), "r": np.ones(6, np.float32)}
     return planning.parse(text, constants)
 
 
-READ: Mapping[str, tuple[onnx.ModelProto, str]] = {
+READ = {
     "bit width 0": (quant(bits=0), "bit width 0"),
     "bit width 300": (quant(bits=300), "bit width 300"),
     "bit width nan": (quant(bits=float("nan")), "bit width"),
@@ -198,7 +195,7 @@ READ: Mapping[str, tuple[onnx.ModelProto, str]] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_what_cannot_be_read_is_refused_with_node_and_clause(case: str) -> None:
+def test_what_cannot_be_read_is_refused_with_node_and_clause(case):
     model, clause = READ[case]
     before = model.SerializeToString()
     with pytest.raises(KenosisError, match=clause or ".") as refused:
@@ -209,7 +206,7 @@ def test_what_cannot_be_read_is_refused_with_node_and_clause(case: str) -> None:
     assert model.SerializeToString() == before
 
 
-def test_what_cannot_be_written_is_refused_with_node_and_fix() -> None:
+def test_what_cannot_be_written_is_refused_with_node_and_fix():
     with pytest.raises(UnsupportedModelError, match=r"'x' has 4.*node 'dq'.*Fix: write format='qop-clip'"):
         to_qop(model_of(0, 15))
     for write in (to_qcdq, to_qonnx, to_qop):

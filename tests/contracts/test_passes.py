@@ -1,7 +1,7 @@
 """What every accuracy pass has to hold, on a net that it improves and on one that it leaves as it is, and why."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,18 +13,17 @@ from unittest.mock import Mock
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import KenosisWarning, QuantizationReport, Recipe
+from kenosis_ort import KenosisWarning, Recipe
 from kenosis_ort.option_types import RecipeFile, resolve
-from kenosis_ort.passes import PASSES, Candidate, Context, Pass, Skipped, State, WeightPass, passes_of
+from kenosis_ort.passes import PASSES, Candidate, Skipped, WeightPass, passes_of
 from tests import models
 from tests.flow.support import changed, quantized, run
 from tests.flow.test_recipes import sentences, t5
 from tests.models import Feed, Net
 
-OFF: Mapping[str, Any] = {
+OFF = {
     "ranges": "minmax", "row_scales": False, "equalize": False, "smooth": "off", "bias_correction": False
 }  # fmt: skip
 """Settings of a recipe without any pass."""
@@ -52,12 +51,12 @@ class Example:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self):
         """The recipe with this pass alone."""
         return Recipe(**{**OFF, **self.settings})
 
 
-def uneven(op: str = "Relu") -> onnx.ModelProto:
+def uneven(op="Relu"):
     """Two Convs with channels of very different size between them."""
     net, scale = Net(seed=1), 10.0 ** np.linspace(-2, 1, 8)
     y = net.op(op, [net.conv(net.input("x", [1, 3, 8, 8]), 3, 8, name="first")], name="between")
@@ -65,7 +64,7 @@ def uneven(op: str = "Relu") -> onnx.ModelProto:
     return changed(model, first_w=scale.reshape(8, 1, 1, 1), first_b=scale, second_w=1 / scale.reshape(1, 8, 1, 1))
 
 
-def normalized(outliers: float) -> onnx.ModelProto:
+def normalized(outliers):
     """Linear layers behind a normalization, some of whose channels are so many times larger."""
     net, width = Net(seed=2), 32
     gamma = np.ones(width)
@@ -76,7 +75,7 @@ def normalized(outliers: float) -> onnx.ModelProto:
     return net.of(net.linear(y, width, 8, name="fc1"))
 
 
-def coarse(depth: int = 3) -> onnx.ModelProto:
+def coarse(depth=3):
     """Convs of one scale of weights each, whose rounding moves what comes out."""
     net = Net(seed=3)
     y = net.input("x", [1, 4, 8, 8])
@@ -85,7 +84,7 @@ def coarse(depth: int = 3) -> onnx.ModelProto:
     return net.of(net.conv(y, 4, 4, name="last"))
 
 
-def whole() -> onnx.ModelProto:
+def whole():
     """A layer whose weights and inputs are whole numbers, so that integers compute it exactly."""
     net = Net(seed=4)
     weights = net.rng.integers(-127, 128, (16, 8)).astype(np.float32)
@@ -93,49 +92,45 @@ def whole() -> onnx.ModelProto:
     return net.of(net.op("MatMul", [net.input("x", [4, 16]), net.const(weights)], name="exact"))
 
 
-def integers() -> list[Feed]:
+def integers():
     """Samples of whole numbers from 0 to 255, both of which each one holds."""
     found = np.random.default_rng(0).integers(0, 256, (16, 4, 16)).astype(np.float32)
     found[:, 0, :2] = 0.0, 255.0
     return [{"x": x} for x in found]
 
 
-def normal(shape: tuple[int, ...]) -> Callable[[], list[Feed]]:
+def normal(shape):
     """Normally distributed samples."""
     return lambda: [{"x": models.normal(shape, seed)} for seed in range(16)]
 
 
-def with_tails() -> list[Feed]:
+def with_tails():
     """Samples few of whose numbers are much larger than the others."""
     rng = np.random.default_rng(0)
     return [{"x": rng.standard_t(5, IMAGE).astype(np.float32)} for _ in range(32)]
 
 
-EXAMPLES: Mapping[str, Example] = {
+IN_FLOAT = {"mixed_precision": True, "accuracy_budget": 1e-5, "max_float_share": 0.9}
+BUDGET, UINT8 = {"mixed_precision": True, "accuracy_budget": 0.9}, {"weight_type": QuantType.QUInt8}
+EXAMPLES = {
     "row_scales": Example({"row_scales": True}, t5, lambda: sentences(16), "layers behind"),
     "equalize": Example({"equalize": True}, uneven, normal(IMAGE), "1 places"),
     "smooth": Example({"smooth": "auto"}, lambda: normalized(40.0), normal(TOKENS), "2 places"),
     "bias_correction": Example({"bias_correction": True}, coarse, normal(SMALL)),
     "ranges": Example({"ranges": "auto"}, models.mobile_block, with_tails, "mse ranges"),
     "rounding": Example({"rounding": "learned"}, coarse, normal(SMALL)),
-    "mixed_precision": Example(
-        {"mixed_precision": True, "accuracy_budget": 1e-5, "max_float_share": 0.9}, coarse, normal(SMALL), "Left float"
-    ),
+    "mixed_precision": Example(IN_FLOAT, coarse, normal(SMALL), "Left float"),
 }
 """What each pass improves, by its name."""
 
-NEAR_MISSES: Mapping[str, Example] = {
+NEAR_MISSES = {
     "row_scales": Example({"row_scales": True}, lambda: normalized(1.0), normal(TOKENS), "one range serves all rows"),
     "equalize": Example({"equalize": True}, lambda: uneven("Sigmoid"), normal(IMAGE), "nothing to gain"),
     "smooth": Example({"smooth": "auto"}, coarse, normal(SMALL), "nothing to gain"),
     "bias_correction": Example({"bias_correction": True}, whole, integers, "does not fall"),
     "ranges": Example({"ranges": "auto"}, whole, integers, "no other estimator is better"),
-    "rounding": Example(
-        {"rounding": "learned"}, coarse, normal(SMALL), "does not fall", {"weight_type": QuantType.QUInt8}
-    ),
-    "mixed_precision": Example(
-        {"mixed_precision": True, "accuracy_budget": 0.9}, coarse, normal(SMALL), "the budget holds without"
-    ),
+    "rounding": Example({"rounding": "learned"}, coarse, normal(SMALL), "does not fall", UINT8),
+    "mixed_precision": Example(BUDGET, coarse, normal(SMALL), "the budget holds without"),
 }
 """What each pass leaves as it is."""
 
@@ -149,11 +144,11 @@ CASES = {"example": EXAMPLES, "near miss": NEAR_MISSES}
 each_case = pytest.mark.parametrize("case", CASES)
 
 
-def written(model: onnx.ModelProto) -> bytes:
+def written(model):
     return model.SerializeToString(deterministic=True)
 
 
-def seen_in(state: State) -> Any:
+def seen_in(state):
     """Everything in a state, so that two can be compared."""
     factors = {value: np.asarray(how.factors).tobytes() for value, how in state.rescaled.items()}
     told = [written(state.prepared.proto), state.prepared.notes, factors]
@@ -178,7 +173,7 @@ class Seen:
 
 
 @contextmanager
-def applied(kind: type[Pass], how: Any) -> Iterator[None]:
+def applied(kind, how):
     """A pass whose `apply` is another function, which gets the pass's own first."""
     with pytest.MonkeyPatch.context() as patch:
         real = kind.apply
@@ -187,16 +182,16 @@ def applied(kind: type[Pass], how: Any) -> Iterator[None]:
 
 
 @cache
-def looked_at(name: str, case: str) -> Seen:
+def looked_at(name, case):
     """One call with a pass, looked at from inside."""
     example, seen = CASES[case][name], Seen()
 
-    def apply(real: Any, state: State, statistics: Mapping[str, Any], context: Context) -> Candidate | Skipped:
+    def apply(real, state, statistics, context):
         seen.before = seen_in(state)
         seen.found = [real(state, statistics, context) for _ in range(2)]
         seen.after = seen_in(state)
         seen.twice = [each if isinstance(each, Skipped) else (each.what, seen_in(each.state)) for each in seen.found]
-        found: Candidate | Skipped = seen.found[0]
+        found = seen.found[0]
         if isinstance(found, Candidate):
             models = [state.prepared.proto, found.state.prepared.proto]
             seen.float_outputs = [[each[0] for each in run(model, example.samples()[:2])] for model in models]
@@ -210,7 +205,7 @@ def looked_at(name: str, case: str) -> Seen:
     return seen
 
 
-def left_float(state: State, context: Context) -> dict[str, tuple[Any, Any]]:
+def left_float(state, context):
     """Float constants of an integer layer that is left float after a pass, beside those of the model."""
     build = state.built
     node = next(n for n in build.float_model.graph.node if n.name in build.plan.integer_nodes() and len(n.input) > 1)
@@ -219,21 +214,21 @@ def left_float(state: State, context: Context) -> dict[str, tuple[Any, Any]]:
     return {name: (own[name], found.get(name)) for name in node.input[1:] if name in own}
 
 
-def constants(model: onnx.ModelProto) -> dict[str, Any]:
-    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+def constants(model):
+    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
 
 
-def call(example: Example, out: Path, **options: Any) -> QuantizationReport:
+def call(example, out, **options):
     return quantized(example.net(), out, example.samples(), **{"recipe": example.recipe, **example.options, **options})
 
 
-def test_every_pass_has_an_example_and_a_near_miss() -> None:
+def test_every_pass_has_an_example_and_a_near_miss():
     assert EXAMPLES.keys() == NEAR_MISSES.keys() == KINDS.keys()
 
 
 @each_pass
 @each_case
-def test_it_improves_its_example_and_says_why_it_leaves_the_other(name: str, case: str) -> None:
+def test_it_improves_its_example_and_says_why_it_leaves_the_other(name, case):
     seen = looked_at(name, case)
     (outcome,) = seen.report.passes
     assert (outcome.name, outcome.kept) == (name, case == "example")
@@ -247,14 +242,14 @@ def test_it_improves_its_example_and_says_why_it_leaves_the_other(name: str, cas
 
 @each_pass
 @each_case
-def test_the_state_that_it_gets_stays_as_it_is_and_it_does_the_same_twice(name: str, case: str) -> None:
+def test_the_state_that_it_gets_stays_as_it_is_and_it_does_the_same_twice(name, case):
     seen = looked_at(name, case)
     assert seen.before == seen.after
     assert seen.twice[0] == seen.twice[1]
 
 
 @each_pass
-def test_a_candidate_is_the_same_float_net_and_nodes_left_float_have_their_own_weights(name: str) -> None:
+def test_a_candidate_is_the_same_float_net_and_nodes_left_float_have_their_own_weights(name):
     seen = looked_at(name, "example")
     assert isinstance(seen.found[0], Candidate)
     before, after = seen.float_outputs
@@ -271,7 +266,7 @@ def test_a_candidate_is_the_same_float_net_and_nodes_left_float_have_their_own_w
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 @each_pass
-def test_one_that_raises_is_left_out_as_if_it_were_not_there(name: str, tmp_path: Path) -> None:
+def test_one_that_raises_is_left_out_as_if_it_were_not_there(name, tmp_path):
     example, kind = EXAMPLES[name], KINDS[name]
     raises = Mock(side_effect=IndexError("a pass that fails"))
     with applied(kind, raises), pytest.warns(KenosisWarning, match=f"{kind.title} failed .*a pass that fails"):
@@ -284,7 +279,7 @@ def test_one_that_raises_is_left_out_as_if_it_were_not_there(name: str, tmp_path
 
 @each_pass
 @each_case
-def test_a_recipe_file_holds_it(name: str, case: str, tmp_path: Path) -> None:
+def test_a_recipe_file_holds_it(name, case, tmp_path):
     recipe = CASES[case][name].recipe
     (tmp_path / "recipe.toml").write_text(RecipeFile(recipe, {}).to_toml(), encoding="utf-8")
     read = resolve(tmp_path / "recipe.toml").recipe

@@ -6,10 +6,7 @@ import io
 import itertools
 import pickle
 import tarfile
-from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,19 +27,19 @@ from kenosis_ort.calibration.readers import IndexedReader, source_files
 from tests import models
 from tests.graph.build import net
 
-DATA: models.Array = models.normal((6, 16))
+DATA = models.normal((6, 16))
 """Samples of the one input of `models.mlp`."""
 
 STATES = "(float[1,4] x, float[1,4] h_in) => (float[1,4] y, float[1,4] h_out) { h_out = Tanh(x) y = Add(x, h_in) }"
 
 
-def npy(array: Any, save: Any = np.save, **options: Any) -> bytes:
+def npy(array, save=np.save, **options):
     content = io.BytesIO()
     save(content, array, **options)
     return content.getvalue()
 
 
-def tar(path: Path, entries: Mapping[str, bytes], mode: Any = "w") -> Path:
+def tar(path, entries, mode="w"):
     with tarfile.open(path, mode) as archive:
         for name, content in entries.items():
             info = tarfile.TarInfo(name)
@@ -51,19 +48,19 @@ def tar(path: Path, entries: Mapping[str, bytes], mode: Any = "w") -> Path:
     return path
 
 
-def npz(path: Path, **arrays: Any) -> Path:
+def npz(path, **arrays):
     np.savez(path, **(arrays or {"x": DATA}))
     return path
 
 
-def folder(path: Path, **files: bytes) -> Path:
+def folder(path, **files):
     path.mkdir()
     for name, content in files.items():
         (path / name.replace("_", ".")).write_bytes(content)
     return path
 
 
-def parquet(path: Path, **columns: Any) -> Path:
+def parquet(path, **columns):
     import pyarrow
     import pyarrow.parquet
 
@@ -71,7 +68,7 @@ def parquet(path: Path, **columns: Any) -> Path:
     return path
 
 
-def images(path: Path, **others: bytes) -> Path:
+def images(path, **others):
     import PIL.Image
 
     folder(path, **others)
@@ -81,19 +78,19 @@ def images(path: Path, **others: bytes) -> Path:
     return path
 
 
-def feeds_folder(path: Path) -> Path:
+def feeds_folder(path):
     return folder(path, **{f"{at}_npz": _bytes_of(sample[None]) for at, sample in enumerate(DATA)})
 
 
-def _bytes_of(x: models.Array) -> bytes:
+def _bytes_of(x):
     return npy(x, lambda file, x: np.savez(file, x=x))
 
 
-def in_shards(path: Path) -> list[Path]:
+def in_shards(path):
     return [npz(path / f"{at}.npz", x=DATA[at : at + 2]) for at in range(0, 6, 2)]
 
 
-SAME: Mapping[str, Callable[..., Any]] = {
+SAME = {
     "dictionary": lambda path, **how: ArrayReader({"x": DATA}, **how),
     "npz file": lambda path, **how: ArrayReader(npz(path / "a.npz"), **how),
     "npy file": lambda path, **how: ArrayReader(folder(path / "a", x_npy=npy(DATA)) / "x.npy", **how),
@@ -110,39 +107,39 @@ SAME: Mapping[str, Callable[..., Any]] = {
 }
 """Readers of `DATA`, one sample a feed or, where they take ``batch_size``, more."""
 
-OTHERS: Mapping[str, Callable[[Path], Any]] = {
+OTHERS = {
     "images": lambda path: ImageFolderReader(images(path / "a"), input_name="x", size=(8, 8)),
     "made up": lambda path: SyntheticReader(models.mlp(), samples=4, input_ranges={"x": (-1, 1)}),
     "closed loop": lambda path: ClosedLoopReader(net(STATES), [{"x": models.normal((1, 4), at)} for at in range(3)]),
 }
 """Readers of other data."""
 
-EXAMPLES: Mapping[str, Callable[[Path], Any]] = {**SAME, **OTHERS}
+EXAMPLES = {**SAME, **OTHERS}
 
 GZ = gzip.compress(npy(DATA))
 OBJECTS = np.array([{}, {}], object)
-SIZE: Mapping[str, Any] = {"input_name": "x", "size": (4, 4)}
+SIZE = {"input_name": "x", "size": (4, 4)}
 
 
-def _cut(path: Path, content: bytes) -> Path:
+def _cut(path, content):
     path.write_bytes(content[: len(content) // 2])
     return path
 
 
-def _image(path: Path, **options: Any) -> Any:
+def _image(path, **options):
     return ImageFolderReader(images(path / "a"), **{**SIZE, **options})
 
 
-def _tar(inputs: Mapping[str, str], entries: Mapping[str, bytes], path: Path) -> Any:
+def _tar(inputs, entries, path):
     return TarReader(tar(path / "a.tar", entries), inputs)
 
 
-def _table(inputs: Mapping[str, str], path: Path, **options: Any) -> Any:
+def _table(inputs, path, **options):
     table = parquet(path / "a.parquet", a=[[1.0] * 12] * 3, s=["x", "y", None], ids=[[1, 2], [3], [4]])
     return ParquetReader(table, inputs, **options)
 
 
-NEAR_MISSES: tuple[tuple[str, Callable[[Path], Any]], ...] = (
+NEAR_MISSES = (
     ("does not exist", lambda path: ArrayReader(path / "none.npz")),
     ("text.npz", lambda path: ArrayReader(_cut(path / "text.npz", b"no archive"))),
     ("cut.npz", lambda path: ArrayReader(_cut(path / "cut.npz", _bytes_of(DATA)))),
@@ -153,7 +150,7 @@ NEAR_MISSES: tuple[tuple[str, Callable[[Path], Any]], ...] = (
     ("different numbers of samples", lambda path: ArrayReader({"x": DATA, "y": DATA[:3]})),
     ("no sample", lambda path: ArrayReader({"x": DATA[:0]})),
     ("no leading axis", lambda path: ArrayReader({"x": np.float32(3)})),
-    ("from a int", lambda path: ArrayReader(3)),  # type: ignore[arg-type]
+    ("from a int", lambda path: ArrayReader(3)),
     ("holds no sample", lambda path: ArrayReader([])),
     ("batch size", lambda path: ArrayReader({"x": DATA}, batch_size=0)),
     ("NCHW", partial(_image, layout="CHW")),
@@ -191,7 +188,7 @@ NEAR_MISSES: tuple[tuple[str, Callable[[Path], Any]], ...] = (
 """What a message says, and what it is raised of, at once or when it is read."""
 
 
-def read(reader: Any) -> list[dict[str, Any]]:
+def read(reader):
     return list(itertools.takewhile(lambda feed: feed is not None, iter(reader.get_next, None)))
 
 
@@ -210,11 +207,11 @@ NOT_COPIED = ("made up", "closed loop", "shards by a function")
 BATCHED = [name for name, make in SAME.items() if "how" in inspect.signature(make).parameters]
 
 
-def each_but(*names: str) -> pytest.MarkDecorator:
+def each_but(*names):
     return pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in names])
 
 
-def made(name: str, folder: Path, **how: Any) -> Any:
+def made(name, folder, **how):
     for needed, module in (("images", "PIL"), ("Parquet table", "pyarrow")):
         if name == needed:
             pytest.importorskip(module)
@@ -222,7 +219,7 @@ def made(name: str, folder: Path, **how: Any) -> Any:
 
 
 @each_reader
-def test_it_is_a_reader_of_stocks_that_ends(name: str, tmp_path: Path) -> None:
+def test_it_is_a_reader_of_stocks_that_ends(name, tmp_path):
     reader = made(name, tmp_path)
     assert isinstance(reader, CalibrationDataReader)
     feeds = read(reader)
@@ -232,7 +229,7 @@ def test_it_is_a_reader_of_stocks_that_ends(name: str, tmp_path: Path) -> None:
 
 
 @each_but(*HANDED_ON)
-def test_what_it_hands_out_is_the_callers(name: str, tmp_path: Path) -> None:
+def test_what_it_hands_out_is_the_callers(name, tmp_path):
     reader = made(name, tmp_path)
     feeds = read(reader)
     kept = [{name: np.array(array) for name, array in feed.items()} for feed in feeds]
@@ -244,7 +241,7 @@ def test_what_it_hands_out_is_the_callers(name: str, tmp_path: Path) -> None:
 
 
 @each_but(*STREAMS)
-def test_it_has_feeds_by_number_and_ranges_as_stock_sets_them(name: str, tmp_path: Path) -> None:
+def test_it_has_feeds_by_number_and_ranges_as_stock_sets_them(name, tmp_path):
     reader = made(name, tmp_path)
     assert isinstance(reader, IndexedReader)
     feeds = read(reader)
@@ -262,7 +259,7 @@ def test_it_has_feeds_by_number_and_ranges_as_stock_sets_them(name: str, tmp_pat
 
 
 @each_of_the_same
-def test_the_same_numbers_give_the_same_table(name: str, tmp_path: Path) -> None:
+def test_the_same_numbers_give_the_same_table(name, tmp_path):
     model = models.mlp()
     want = calibrate(model, [{"x": sample[None]} for sample in DATA])
     found = calibrate(model, made(name, tmp_path))
@@ -272,25 +269,24 @@ def test_the_same_numbers_give_the_same_table(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("batch", [1, 2, 4, 64])
-def test_samples_are_batched_in_order(name: str, batch: int, tmp_path: Path) -> None:
+def test_samples_are_batched_in_order(name, batch, tmp_path):
     parts = [feed["x"] for feed in read(made(name, tmp_path, batch_size=batch))]
     whole = 2 if name == "shards" else len(DATA)  # a shard ends a batch
-    assert [len(part) for part in parts] == [
-        min(batch, whole - start) for _ in range(len(DATA) // whole) for start in range(0, whole, batch)
-    ]
+    sizes = [min(batch, whole - start) for start in range(0, whole, batch)]
+    assert [len(part) for part in parts] == sizes * (len(DATA) // whole)
     np.testing.assert_array_equal(np.concatenate(parts), DATA)
     assert parts[0].dtype == np.float32
 
 
 @each_but(*NOT_COPIED)
-def test_a_copy_on_a_worker_begins_at_the_beginning(name: str, tmp_path: Path) -> None:
+def test_a_copy_on_a_worker_begins_at_the_beginning(name, tmp_path):
     reader = made(name, tmp_path)
     copy = pickle.loads(pickle.dumps(reader))
     np.testing.assert_equal(read(copy), read(reader))
 
 
 @each_reader
-def test_it_knows_the_files_that_it_reads(name: str, tmp_path: Path) -> None:
+def test_it_knows_the_files_that_it_reads(name, tmp_path):
     files = source_files(made(name, tmp_path))
     assert all(file.is_file() and file.is_relative_to(tmp_path) for file in files)
     on_disk = any(word in name for word in ("file", "table", "images")) or name == "shards"
@@ -298,7 +294,7 @@ def test_it_knows_the_files_that_it_reads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("says", "make"), NEAR_MISSES)
-def test_what_it_cannot_read_is_told_in_one_sentence(says: str, make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_what_it_cannot_read_is_told_in_one_sentence(says, make, tmp_path):
     for module in ("PIL", "pyarrow"):
         pytest.importorskip(module)
     with pytest.raises(KenosisError, match=says) as caught:

@@ -1,7 +1,5 @@
 """What every rewrite has to hold, on its own example and on what may surround it."""
 
-from collections.abc import Collection, Iterator
-
 import numpy as np
 import onnx
 import onnx.compose
@@ -9,17 +7,14 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.shapes import infer_shapes
-from kenosis_ort.graph.view import ir
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
-from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, rule as rewrite
-from tests import models
+from kenosis_ort.rewrite.rule import NotCollapsibleError, rule as rewrite
+from tests import models, planning
 from tests.contracts import rules
 from tests.contracts.rules import EXAMPLES, KERNELS, NAMED, RULES, example, net, prepared
 from tests.graph.build import assert_same, ops
-from tests.planning import quantize
 from tests.targets.qdq import kernels
 
 ATTENTION = pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has the operator
@@ -28,9 +23,7 @@ each_rule = pytest.mark.parametrize(
 )
 
 
-def apply(
-    rule: str, model: onnx.ModelProto, *, keep: Collection[str] = (), nodes: Collection[str] | None = None
-) -> RewriteResult:
+def apply(rule, model, *, keep=(), nodes=None):
     """Applies a rule to a model, all nodes named where it wants names, and infers its shapes again."""
     given = {n.name for n in model.graph.node} if nodes is None and rule in NAMED else nodes
     result = RULES[rule](model, keep_values=keep, **({} if given is None else {"nodes": given}))
@@ -38,18 +31,18 @@ def apply(
     return result
 
 
-def assert_computes_the_same(before: onnx.ModelProto, after: onnx.ModelProto) -> None:
+def assert_computes_the_same(before, after):
     onnx.checker.check_model(after)
     assert_same(before, after, models.feeds(before, 1)[0], rtol=1e-4)
 
 
-def inner(model: onnx.ModelProto) -> list[str]:
+def inner(model):
     """Returns the float values between nodes."""
     floats = {v.name for v in model.graph.value_info if v.type.tensor_type.elem_type == TensorProto.FLOAT}
     return [name for node in model.graph.node for name in node.output if name in floats]
 
 
-def with_output(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+def with_output(model, value):
     """Returns a copy of a model with one more output."""
     copy = copy_model(model)
     known = [v for v in copy.graph.value_info if v.name == value]
@@ -57,7 +50,7 @@ def with_output(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
     return copy
 
 
-def read_by(node: str, model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+def read_by(node, model, value):
     """Returns a copy of a model with a node ``also`` that reads a value."""
     copy = copy_model(model)
     copy.graph.node.append(onnx.parser.parse_node(node.format(value)))
@@ -70,7 +63,7 @@ BODY = "() => (float[] in_body) {{ [in_body] in_body = Abs({0}) }}"
 READERS = ("[also] also = Abs({0})", f"[also] also = If(open) <then_branch = t {BODY}, else_branch = e {BODY}>")
 
 
-def surrounded(rule: str) -> Iterator[tuple[str, onnx.ModelProto]]:
+def surrounded(rule):
     """Yields forms of a rule's example in which something outside of the pattern needs a value or a constant of it."""
     plain = example(rule)
     constants = [t.name for t in plain.graph.initializer if t.data_type == TensorProto.FLOAT]
@@ -80,7 +73,7 @@ def surrounded(rule: str) -> Iterator[tuple[str, onnx.ModelProto]]:
 
 
 @each_rule
-def test_it_changes_its_example_and_a_second_time_finds_nothing(rule: str) -> None:
+def test_it_changes_its_example_and_a_second_time_finds_nothing(rule):
     before = example(rule)
     after = copy_model(before)
     result = apply(rule, after)
@@ -103,7 +96,7 @@ def test_it_changes_its_example_and_a_second_time_finds_nothing(rule: str) -> No
 
 
 @each_rule
-def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule: str) -> None:
+def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule):
     for value, before in surrounded(rule):
         after = copy_model(before)
         apply(rule, after)
@@ -114,7 +107,7 @@ def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule: str) -> No
 
 
 @each_rule
-def test_values_to_keep_stay_with_their_meaning(rule: str) -> None:
+def test_values_to_keep_stay_with_their_meaning(rule):
     before = example(rule)
     for value in inner(before):
         after = copy_model(before)
@@ -122,7 +115,7 @@ def test_values_to_keep_stay_with_their_meaning(rule: str) -> None:
         assert_computes_the_same(with_output(before, value), with_output(after, value))
 
 
-def extend(model: onnx.ModelProto, rule: str, prefix: str, opset: int = 0) -> onnx.ModelProto:
+def extend(model, rule, prefix, opset=0):
     """Adds the example of a rule to a model, beside what it has; returns what was added."""
     part = onnx.compose.add_prefix(example(rule, opset=opset), prefix)
     for field in ("node", "initializer", "input", "output", "value_info"):
@@ -131,7 +124,7 @@ def extend(model: onnx.ModelProto, rule: str, prefix: str, opset: int = 0) -> on
 
 
 @each_rule
-def test_only_named_nodes_change(rule: str) -> None:
+def test_only_named_nodes_change(rule):
     first, both = example(rule), example(rule)
     second = extend(both, rule, "second_")
     apply(rule, both, nodes={node.name for node in second.graph.node})
@@ -140,7 +133,7 @@ def test_only_named_nodes_change(rule: str) -> None:
 
 
 @each_rule
-def test_other_types_stay(rule: str) -> None:
+def test_other_types_stay(rule):
     before = example(rule)
     for tensor in before.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
@@ -154,7 +147,7 @@ def test_other_types_stay(rule: str) -> None:
     assert (after.graph.node == before.graph.node) == (rule not in rules.ANY_TYPE)
 
 
-def assert_stays(rule: str, before: onnx.ModelProto, reason: str) -> None:
+def assert_stays(rule, before, reason):
     after = copy_model(before)
     notes = apply(rule, after).notes
     assert after.graph.node == before.graph.node
@@ -162,31 +155,31 @@ def assert_stays(rule: str, before: onnx.ModelProto, reason: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "old", "new", "reason"), rules.NEAR_MISSES)
-def test_a_near_match_stays_and_says_why(rule: str, old: str, new: str, reason: str) -> None:
+def test_a_near_match_stays_and_says_why(rule, old, new, reason):
     assert_stays(rule, example(rule, old, new), reason)
 
 
 @pytest.mark.parametrize(("rule", "text", "reason"), rules.OTHER_NETS)
-def test_another_net_stays_and_says_why(rule: str, text: str, reason: str) -> None:
+def test_another_net_stays_and_says_why(rule, text, reason):
     assert_stays(rule, prepared(net(text)), reason)
 
 
 @pytest.mark.parametrize("rule", ["batch_norm_to_conv", "pool_from_mean", "space_to_depth_stem", "pad_stem_channels"])
-def test_an_unknown_rank_stays(rule: str) -> None:
+def test_an_unknown_rank_stays(rule):
     before = example(rule)
     for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
         value.type.tensor_type.ClearField("shape")
     assert_stays(rule, before, "rank of")
 
 
-def kernels_of(model: onnx.ModelProto) -> str:
+def kernels_of(model):
     """Returns the kernels that the installed runtime has for a model once it is quantized."""
-    found = [k.op_type for k in kernels(quantize(model, protect_outputs=None).quantized)]
+    found = [k.op_type for k in kernels(planning.quantize(model, protect_outputs=None).quantized)]
     return " ".join(kind for kind in found if kind not in ("QuantizeLinear", "DequantizeLinear", "Transpose"))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
-def test_it_leads_to_the_kernels_that_it_is_for(rule: str) -> None:
+def test_it_leads_to_the_kernels_that_it_is_for(rule):
     expected, text = KERNELS[rule]
     text = text if "=>" in text else rules.between_convs(text)
     model = prepared(net(text, rules.OPSETS.get(rule, 17)))
@@ -196,7 +189,7 @@ def test_it_leads_to_the_kernels_that_it_is_for(rule: str) -> None:
 
 
 @ATTENTION
-def test_all_of_them_in_a_row() -> None:
+def test_all_of_them_in_a_row():
     before = prepared(net("(float[2] start) => (float[2] end) { end = Neg(start) }", opset=ATTENTION_OPSET))
     for rule in RULES:
         extend(before, rule, f"{rule}_", ATTENTION_OPSET)
@@ -210,7 +203,7 @@ def test_all_of_them_in_a_row() -> None:
 
 
 @rewrite("Abs", "Neg", did="nodes became Relu", stays="nodes stay")
-def to_relu(editor: Editor, node: ir.Node) -> None:
+def to_relu(editor, node):
     """Turns what is not called odd into Relu."""
     if node.name == "odd":
         raise NotCollapsibleError("it is odd")

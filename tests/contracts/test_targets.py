@@ -5,7 +5,6 @@ import json
 import pkgutil
 import re
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,10 +19,9 @@ from kenosis_ort.placement import eligibility
 from kenosis_ort.placement.constraints import constrain
 from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
-from kenosis_ort.targets import TARGETS, Target
-from kenosis_ort.targets.table import FusionRule, Role as TargetRole
-from tests import models
-from tests.planning import parse, prepared
+from kenosis_ort.targets import TARGETS
+from kenosis_ort.targets.table import Role as TargetRole
+from tests import models, planning
 from tests.processor import ARM, NO_VNNI, VNNI
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -35,30 +33,30 @@ _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 @pytest.fixture(scope="module")
-def proofs() -> set[str]:
+def proofs():
     """Names of all tests of the rule proofs."""
-    found: set[str] = set()
+    found = set()
     for name in (m.name for m in pkgutil.iter_modules(tests.targets.__path__) if m.name.startswith("test_")):
         module = vars(importlib.import_module(f"tests.targets.{name}"))
         found |= {*module, *(f"test_rule_{rule.replace('-', '_')}" for rule in module.get("EXAMPLES", ()))}
     return {name for name in found if name.startswith("test_")}
 
 
-def plan_for(target: Target, name: str, **options: object) -> PlacementPlan:
-    return Planner(GraphView(prepared(models.ALL[name]())), target, PlacementOptions(**options)).plan()  # type: ignore[arg-type]
+def plan_for(target, name, **options):
+    return Planner(GraphView(planning.prepared(models.ALL[name]())), target, PlacementOptions(**options)).plan()
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
 
 
 @each_target
-def test_every_rule_and_every_fact_names_a_test_that_exists(target: Target, proofs: set[str]) -> None:
+def test_every_rule_and_every_fact_names_a_test_that_exists(target, proofs):
     named = {rule.evidence for rule in target.rules} | {f"test_rule_{i.replace('-', '_')}" for i, _ in target.facts}
     assert named - proofs == set()
 
 
 @each_target
-def test_rules_and_facts_have_names_of_their_own_and_reasons_and_are_found_by_operators(target: Target) -> None:
+def test_rules_and_facts_have_names_of_their_own_and_reasons_and_are_found_by_operators(target):
     identifiers = [r.id for r in target.rules] + [i for i, _ in target.facts]
     assert len(identifiers) == len(set(identifiers))
     assert [i for i in identifiers if not _ID.fullmatch(i)] == []
@@ -73,7 +71,7 @@ def test_rules_and_facts_have_names_of_their_own_and_reasons_and_are_found_by_op
 
 
 @each_target
-def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None:
+def test_what_the_table_lists_beside_its_rules_has_rules(target):
     roles = {o: r.role for r in reversed(target.rules) for o in r.op_types}  # the first rule of an operator
     assert {roles.get(o) for o in target.clamps} <= {TargetRole.ACTIVATION}
     assert set(target.clamps) <= set(target.absorbs)
@@ -82,7 +80,7 @@ def test_what_the_table_lists_beside_its_rules_has_rules(target: Target) -> None
 
 
 POOL = "kernel_shape = [2,2]"
-STATEMENTS: dict[str, str] = {
+STATEMENTS = {
     "Conv": "Conv (x, w)", "ConvTranspose": "ConvTranspose (x, w)", "Gemm": "Gemm (m, v)", "MatMul": "MatMul (m, v)",
     **{op: f"{op} (x, z)" for op in ("Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "Sum", "Mean", "PRelu")},
     "Einsum": 'Einsum <equation = "ij,kj->ik"> (m, m)', "Where": "Where (b, x, z)",
@@ -102,13 +100,13 @@ FORMS = {"qnn-matmul-activations": "MatMul (m, n)", "qnn-resample": 'Resize <mod
 
 
 @each_rule
-def test_a_rule_decides_about_its_operator(target: Target, rule: FusionRule) -> None:
+def test_a_rule_decides_about_its_operator(target, rule):
     """One node of its first operator, of the form that it asks for, is classed by it; a float form of such never is."""
     statement = FORMS.get(rule.id) or STATEMENTS.get(rule.op_types[0], f"{rule.op_types[0]} (x)")
     inputs = "float[1,4,8,8] x, float[1,4,8,8] z, float[2,8] m, float[8,2] n, bool[1,4,8,8] b"
     text = f"net ({inputs}) => (y) <float[4,4,1,1] w, float[8,8] v, float[8] g> {{ y = {statement} }}"
     constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", statement)}
-    view = GraphView(parse(text, constants, checked=False))
+    view = GraphView(planning.parse(text, constants, checked=False))
     constraints = constrain(view, target, PlacementOptions())
     (found,) = eligibility.classify(constraints, {}).values()
     assert (found.role, found.rule, found.reason) == (rule.role, rule.id, rule.why)
@@ -126,17 +124,16 @@ OWN_WORDS = {
 
 @each_target
 @each_model
-def test_plans_are_consistent_and_explain_every_node(target: Target, name: str) -> None:
+def test_plans_are_consistent_and_explain_every_node(target, name):
     """What a reader of a plan may rely on, whoever made it; planning changes neither the model nor the view."""
-    proto, view = prepared(models.ALL[name]()), GraphView(prepared(models.ALL[name]()))
+    proto, view = planning.prepared(models.ALL[name]()), GraphView(planning.prepared(models.ALL[name]()))
     nodes = [*map(str, view.nodes)]
     plan, again = (Planner(view, target, PlacementOptions()).plan() for _ in range(2))
     assert (plan, view.proto, [*map(str, view.nodes)]) == (again, proto, nodes)
     raw = json.loads(plan.to_json())
     assert [(n["node"], n["rule"]) for n in raw["nodes"]] == [(n.node, n.rule) for n in plan.nodes]
-    assert [(d["edge"]["value"], d["how"]) for d in raw["decisions"]] == [
-        (d.edge.value, d.how.value) for d in plan.decisions
-    ]
+    told = [(d["edge"]["value"], d["how"]) for d in raw["decisions"]]
+    assert told == [(d.edge.value, d.how.value) for d in plan.decisions]
     for n in plan.nodes:
         text = plan.explain(n.node)
         assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
@@ -161,7 +158,7 @@ def test_plans_are_consistent_and_explain_every_node(target: Target, name: str) 
     assert {*plan.barriers, *(r.value for r in (*plan.limits, *plan.saturations))} <= set(quantized)
 
 
-def test_an_empty_plan_is_false() -> None:
+def test_an_empty_plan_is_false():
     assert not PlacementPlan("ort-cpu")
     assert plan_for(TARGETS["ort-cpu"], "mlp")
 
@@ -180,7 +177,7 @@ def test_on_another_processor_plans_are_of_types_that_kernels_take(target, machi
 
 @pytest.mark.parametrize("told", [True, False])
 @each_target
-def test_a_runtime_that_ends_is_told_and_a_proof_that_breaks_is_a_defect(target: Target, told: bool, tmp_path: Path):
+def test_a_runtime_that_ends_is_told_and_a_proof_that_breaks_is_a_defect(target, told, tmp_path):
     prove = Mock(side_effect=RuntimeEndedError("it fell over") if told else RuntimeError("it fell over"))
     broken = replace(target, hooks=replace(target.hooks, prove=prove, time=None))
     model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"

@@ -9,7 +9,6 @@ import textwrap
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -46,13 +45,13 @@ class Block:
     text: str
     why_not: str = ""
 
-    def commands(self) -> list[list[str]]:
+    def commands(self):
         """Returns the ``kenosis-ort`` command lines of a shell block as words."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kenosis-ort ")]
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """Returns the blocks of a page in order."""
     text = page.read_text(encoding="utf-8")
     blocks = []
@@ -62,7 +61,7 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def run_python(block: Block, namespace: dict[str, Any]) -> None:
+def run_python(block, namespace):
     """Runs a block as a module of its own; a traceback shows the line of the page."""
     exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True), namespace)
 
@@ -84,7 +83,7 @@ RECURRENT = """(float[1,16] x, float[1,32] state) => (y, stateN) <float[32,16] w
 """A small net over colour pictures, and one step of a net whose state is an input and an output."""
 
 
-def _write_pipeline(folder: Path) -> None:
+def _write_pipeline(folder):
     """Writes an encoder and its decoders, of one layer each, and a folder of sentences."""
     spec = importlib.util.spec_from_file_location("docs_bart_net", ROOT / "examples" / "bart_net.py")
     assert spec is not None
@@ -99,7 +98,7 @@ def _write_pipeline(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """A folder with the models and samples that the pages name."""
     folder = tmp_path_factory.mktemp("docs")
     digits = load_digits()
@@ -119,7 +118,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(files, tmp_path, monkeypatch):
     """A copy of these files, which is the current folder, and a bench that runs a model for no longer than it must."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -138,8 +137,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relativ
 
 
 @each_page
-def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, workplace: Path) -> None:
-    namespace: dict[str, Any] = {"__name__": "docs"}
+def test_the_blocks_of_a_page_run_one_after_the_other(page, workplace):
+    namespace = {"__name__": "docs"}
     if page == README:
         namespace["my_reader"] = ArrayReader("samples.npz")
         model = onnx.load("model.onnx")
@@ -157,20 +156,20 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, workplace: Pat
 
 
 @each_page
-def test_the_command_lines_of_a_page_parse(page: Path) -> None:
+def test_the_command_lines_of_a_page_parse(page):
     for block in blocks_of(page):
         for words in block.commands() if block.language == "sh" else ():
             build_parser().parse_args(words)
 
 
-def test_what_is_not_run_says_why() -> None:
+def test_what_is_not_run_says_why():
     left_out = [block for page in PAGES for block in blocks_of(page) if block.why_not]
     assert all(len(block.why_not) > 10 for block in left_out)
     assert len(left_out) <= 5
     assert all(block.language == "sh" for block in left_out)
 
 
-def test_a_block_is_found_with_its_place(tmp_path: Path) -> None:
+def test_a_block_is_found_with_its_place(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Head\n\n    ```python\n    x = 1\n    ```\n\n<!-- not run: no such file -->\n```sh\nkenosis-ort x\n```\n"

@@ -25,7 +25,7 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*
 LARGEST_PICTURE = 150_000
 
 
-def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+def test_it_builds_without_a_warning(tmp_path):
     if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")):
         pytest.skip("mkdocs-material and mkdocstrings are not installed")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
@@ -38,7 +38,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     assert ("generated:" in html, "quantize_static" in html) == (False, True)
 
 
-def test_every_generated_part_stands_in_a_page_and_every_marker_has_a_part() -> None:
+def test_every_generated_part_stands_in_a_page_and_every_marker_has_a_part():
     asked = [name for text in TEXTS.values() for name in names_in(text)]
     assert sorted(asked) == sorted(SECTIONS)
     with pytest.raises(KeyError):
@@ -46,11 +46,11 @@ def test_every_generated_part_stands_in_a_page_and_every_marker_has_a_part() -> 
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_every_generated_part_can_be_made(name: str) -> None:
+def test_every_generated_part_can_be_made(name):
     assert len(SECTIONS[name]()) > 50  # a table, code, or a list
 
 
-def test_the_rule_table_holds_every_rule_and_operator() -> None:
+def test_the_rule_table_holds_every_rule_and_operator():
     text = SECTIONS["rules"]()
     assert [name for rule in ORT_CPU.rules for name in (f"`{rule.id}`", *rule.op_types) if name not in text] == []
     assert all(f"`{fact}`" in SECTIONS["facts"]() for fact, _ in ORT_CPU.facts)
@@ -58,34 +58,34 @@ def test_the_rule_table_holds_every_rule_and_operator() -> None:
     assert len(figures) >= 5, "measured figures stand in the last column"
 
 
-def test_the_rewrites_are_all_there_once() -> None:
+def test_the_rewrites_are_all_there_once():
     overview, details = SECTIONS["rewrites"](), SECTIONS["rewrite-details"]()
     for rewrite in (*PREPARATION, *FLOAT_FORMS, *INTEGER_FORMS, *ORT_CPU.own_forms):
         assert overview.count(f"(#{rewrite.__name__})") == 1
         assert details.count(f"{{ #{rewrite.__name__} }}") == 1
 
 
-def test_every_command_has_its_section_with_an_example() -> None:
+def test_every_command_has_its_section_with_an_example():
     sections = re.split(r"^## ", SECTIONS["commands"](), flags=re.MULTILINE)[1:]
-    assert [re.match(r"`([\w-]+)`", section)[1] for section in sections] == list(COMMANDS)  # type: ignore[index]
+    assert [re.match(r"`([\w-]+)`", section)[1] for section in sections] == list(COMMANDS)
     for section in sections:
         assert "```sh\nkenosis-ort " in section
         assert "%%" not in section
 
 
-def test_every_setting_of_a_recipe_is_described() -> None:
+def test_every_setting_of_a_recipe_is_described():
     described = dict(entry for kind in (*PASSES, Recipe) for entry in attributes(kind))
     assert {*described} == {field.name for field in dataclasses.fields(Recipe)}
     assert described["smooth"].endswith("no smoothing.")
 
 
-def test_docstrings_become_markdown() -> None:
+def test_docstrings_become_markdown():
     text = from_docstring("It is::\n\n    y = x\n      + 1\n\nand so on.")
     assert text == "It is:\n\n```text\ny = x\n  + 1\n```\n\nand so on."
     assert table(["a"], [["x | y\nz"]]) == "| a |\n| --- |\n| x \\| y z |"
 
 
-def test_pictures_are_small_and_used() -> None:
+def test_pictures_are_small_and_used():
     pictures = sorted((DOCS / "images").iterdir())
     assert pictures
     for picture in pictures:
@@ -95,6 +95,6 @@ def test_pictures_are_small_and_used() -> None:
             assert "url(" not in picture.read_text(encoding="utf-8").replace("url(#", "")
 
 
-def test_no_page_names_a_place_of_this_machine() -> None:
+def test_no_page_names_a_place_of_this_machine():
     for page, text in TEXTS.items():
         assert not re.search(r"/(home|root|tmp|work|usr)/", text), page.name

@@ -23,14 +23,14 @@ from tests.examples.conftest import ROOT
 pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 
 
-def numbers(pattern: str, printed: str) -> list[float]:
+def numbers(pattern, printed):
     """Returns the groups of the first match, as numbers."""
     found = re.search(pattern, printed)
     assert found is not None, printed
     return [float(group) for group in found.groups()]
 
 
-ACCURATE: dict[str, tuple[list[str], float, float, list[str]]] = {
+ACCURATE = {
     "image_folder": ([], 0.98, 0.01, []),
     "processing_inside": ([], 0.98, 0.01, ["7 of 7", "DecodeImage 'decode': float"]),
     "nlp_encoder": (["--sentences", "400"], 0.8, 0.03,
@@ -42,7 +42,7 @@ ACCURATE: dict[str, tuple[list[str], float, float, list[str]]] = {
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.since("1.24" if name == "nlp_encoder" else "1.23")) for name in ACCURATE
 ])  # fmt: skip
-def test_the_quantized_net_answers_as_the_float_one(load_example, capsys: pytest.CaptureFixture[str], name: str):
+def test_the_quantized_net_answers_as_the_float_one(load_example, capsys, name):
     arguments, least, loss, shown = ACCURATE[name]
     for module in {"image_folder": ["PIL"], "processing_inside": ["onnxruntime_extensions", "PIL"]}.get(name, []):
         pytest.importorskip(module)
@@ -57,7 +57,7 @@ def test_the_quantized_net_answers_as_the_float_one(load_example, capsys: pytest
 
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has Attention
-def test_bart(load_example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_bart(load_example, monkeypatch, capsys):
     script = load_example("bart")
     monkeypatch.setattr("bart_net.LAYERS", 1)
     script.main(["--sentences", "6", "--calibrate", "3", "--seconds", "0.1", "--recipe", "plain"])
@@ -71,7 +71,7 @@ def test_bart(load_example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         assert numbers(r"\n  fused  +\d of \d +([0-9.e+-]+)", table)[0] < 1e-4
 
 
-def test_no_data(load_example, capsys: pytest.CaptureFixture[str]):
+def test_no_data(load_example, capsys):
     load_example("no_data").main([])
     printed = capsys.readouterr().out
     assert "input 'image'" in printed
@@ -81,7 +81,7 @@ def test_no_data(load_example, capsys: pytest.CaptureFixture[str]):
     assert (made_up >= real - 0.01, decibel >= 25) == (True, True)
 
 
-def test_each_stage_matters_on_the_hard_net(load_example, capsys: pytest.CaptureFixture[str]):
+def test_each_stage_matters_on_the_hard_net(load_example, capsys):
     script = load_example("ablation")
     every = script.cases()
     assert (every["all stages"], every["none (stock)"], len(every)) == (Stages(), Stages.none(), 8)
@@ -96,7 +96,7 @@ def test_each_stage_matters_on_the_hard_net(load_example, capsys: pytest.Capture
     assert rows["made-up data"][0] > 25
 
 
-def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path, capsys):
     from kenosis_ort.demo import load_digits, model_path
 
     np.savez(tmp_path / "samples.npz", image=load_digits().images[:40])
@@ -107,7 +107,7 @@ def test_ablation_of_a_model_with_data(load_example, monkeypatch, tmp_path: Path
     assert re.search(r"all stages +[0-9.]+ dB +1\.0000 +- +[67]/7", capsys.readouterr().out)
 
 
-def test_labels_and_budget(load_example, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_labels_and_budget(load_example, capsys, tmp_path):
     load_example("labels_and_budget").main(["--zoo", str(tmp_path), "--budget", "0.02"])
     printed = capsys.readouterr().out
     after, before = numbers(r"metric 'Top1': ([0-9.]+) .*, ([0-9.]+) in float, on 300 evaluation samples", printed)
@@ -118,7 +118,7 @@ def test_labels_and_budget(load_example, capsys: pytest.CaptureFixture[str], tmp
     assert unseen - ours <= 0.02
 
 
-def test_the_drop_in_tells_what_it_did(load_example, capsys: pytest.CaptureFixture[str]):
+def test_the_drop_in_tells_what_it_did(load_example, capsys):
     """What it does before, see `tests.cli.test_script`."""
     load_example("drop_in_after").main()
     printed = capsys.readouterr().out
@@ -138,7 +138,7 @@ ROW = re.compile(r"^(.+?), (stock|patched) +(\d+) of (\d+) +(-?[0-9.]+) dB +([0-
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "client"), [("optimum_quantizer", "optimum.onnxruntime"), ("olive_static", "olive")])
-def test_clients_of_stock(load_example, capsys: pytest.CaptureFixture[str], name: str, client: str):
+def test_clients_of_stock(load_example, capsys, name, client):
     """Of each pair of rows the patched one is not worse, and one is better."""
     pytest.importorskip(client)
     load_example(name).main(["--samples", "8", "--rounds", "1"])
@@ -162,14 +162,14 @@ ARGUMENTS = [
 ]
 
 
-def test_it_says_what_is_missing(load_example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_says_what_is_missing(load_example, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(SystemExit, match="npm install"):
         load_example("web_page").main(["--folder", str(tmp_path / "page")])
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_the_page_runs_the_quantized_net(load_example, tmp_path: Path):
+def test_the_page_runs_the_quantized_net(load_example, tmp_path):
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = os.environ.get("KENOSIS_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
@@ -210,12 +210,12 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_is_named_and_documented(script: Path):
+def test_every_script_is_named_and_documented(script):
     assert f"({script.name})" in INDEX
     assert ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")))
 
 
-def commands() -> list[str]:
+def commands():
     blocks = re.findall(r"```sh\n(.*?)```", INDEX, re.DOTALL)
     docstrings = [ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in SCRIPTS]
     lines = [line.strip() for text in (*blocks, *docstrings) for line in text.replace("\\\n", " ").splitlines()]
@@ -223,7 +223,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_name_scripts_and_options_that_exist(line: str):
+def test_commands_name_scripts_and_options_that_exist(line):
     _, script, *arguments = shlex.split(line, comments=True)
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script, FOLDER / "cifar10_data.py"))
     assert [option for option in arguments if option.startswith("--") and f'"{option}"' not in source] == []
@@ -247,7 +247,7 @@ def test_the_names_it_imports_are_public():
 
 
 def test_the_page_of_options_lists_them_all():
-    def listed(heading: str) -> list[str]:
+    def listed(heading):
         rows = re.findall(r"^\| (`.*?) \|", OPTIONS.split(f"| {heading} |")[1].split("\n\n")[0], re.MULTILINE)
         return [name.strip("`") for row in rows for name in row.split(", ")]
 

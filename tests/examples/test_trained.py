@@ -5,8 +5,6 @@ import importlib.util
 import re
 import sys
 from importlib.resources import files
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import onnx
@@ -17,11 +15,11 @@ from tests import models
 
 
 @pytest.fixture(scope="module")
-def trainer(load_example) -> ModuleType:
+def trainer(load_example):
     return load_example("train_digits")
 
 
-def away_from_kinks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def away_from_kinks(rng, shape):
     """Returns distinct values at a distance from zero and from each other, so that a small step crosses no kink."""
     count = int(np.prod(shape))
     values = rng.permutation(count) - count // 2 + 0.5
@@ -32,13 +30,13 @@ SIZES = {"Conv": (3, 5), "BatchNorm": (3,), "Relu": (), "MaxPool": (), "Linear":
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_gradients_are_derivatives(trainer: ModuleType, kind: str):
+def test_gradients_are_derivatives(trainer, kind):
     rng = np.random.default_rng(3)
     layer = getattr(trainer, kind)(*SIZES[kind], *([rng] if kind in ("Conv", "Linear") else []))
     x = away_from_kinks(rng, (2, 4, 4, 3))
     weights = rng.normal(size=layer.forward(x, training=True).shape).astype(np.float32)
 
-    def loss() -> float:
+    def loss():
         return float((layer.forward(x, training=True).astype(np.float64) * weights).sum())
 
     step = np.float32(1e-2)
@@ -55,7 +53,7 @@ def test_gradients_are_derivatives(trainer: ModuleType, kind: str):
         assert (high - low) / (2 * step) == pytest.approx(float((gradient * direction).sum()), rel=5e-3, abs=5e-3)
 
 
-def test_the_exported_digits_compute_what_the_net_computes(trainer: ModuleType):
+def test_the_exported_digits_compute_what_the_net_computes(trainer):
     rng = np.random.default_rng(1)
     net = trainer.build(rng)
     x = rng.random((16, 8, 8, 1), np.float32)
@@ -65,7 +63,7 @@ def test_the_exported_digits_compute_what_the_net_computes(trainer: ModuleType):
     np.testing.assert_allclose(logits, trainer.run(net, x), rtol=1e-3, atol=1e-3)
 
 
-def test_training_learns_and_repeats_itself(trainer: ModuleType):
+def test_training_learns_and_repeats_itself(trainer):
     digits = load_digits()
     images, labels = digits.images[:256].transpose(0, 2, 3, 1), digits.labels[:256]
     answers = []
@@ -100,18 +98,18 @@ def test_what_is_shipped_is_small_and_as_described_and_the_net_is_trained():
 
 
 @pytest.fixture(scope="module")
-def detector(load_example) -> ModuleType:
+def detector(load_example):
     return load_example("detector")
 
 
-def rows(*values: tuple[float, ...]) -> np.ndarray:
+def rows(*values):
     return np.array(values, np.float32)
 
 
 TRUTH = rows((0, 0, 0, 10, 10), (1, 20, 20, 30, 30))
 
 
-def test_measures_of_perfect_duplicate_missing_and_wrong_detections(detector: ModuleType):
+def test_measures_of_perfect_duplicate_missing_and_wrong_detections(detector):
     found = rows((0, 0, 0, 10, 5, 0.9), (1, 0, 0, 10, 10, 0.8))
     np.testing.assert_allclose(detector.overlap(found, TRUTH), [[0.5, 0], [0, 0]])  # of equal class only
     perfect = np.column_stack([TRUTH, [0.9, 0.8]]).astype(np.float32)
@@ -126,7 +124,7 @@ def test_measures_of_perfect_duplicate_missing_and_wrong_detections(detector: Mo
     assert detector.mean_average_precision([wrong_first], [TRUTH[:1]]) == pytest.approx(0.5 / 3)
 
 
-def test_targets_decode_to_the_shapes(load_example, detector: ModuleType):
+def test_targets_decode_to_the_shapes(load_example, detector):
     """What the net is trained to say, said through the exported arithmetic, is the truth."""
     import detector_net as net
 
@@ -143,7 +141,7 @@ def test_targets_decode_to_the_shapes(load_example, detector: ModuleType):
         np.testing.assert_allclose(boxes, expected[:, 1:], atol=1e-3)
 
 
-def test_the_exported_detector_computes_what_the_net_computes(detector: ModuleType):
+def test_the_exported_detector_computes_what_the_net_computes(detector):
     import detector_net as net
     import train_digits as nn
 
@@ -162,7 +160,7 @@ def test_the_exported_detector_computes_what_the_net_computes(detector: ModuleTy
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # hardly trained, it is far from its best
-def test_the_detector_runs(detector: ModuleType, capsys: pytest.CaptureFixture[str]):
+def test_the_detector_runs(detector, capsys):
     detector.main(["--images", "256", "--epochs", "3", "--test", "60"])
     printed = capsys.readouterr().out
     assert re.search(r"kenosis-ort +mAP [0-9.]+ +F1 [0-9.]+ +F1 against float ([0-9.]+)", printed)
@@ -173,16 +171,16 @@ def test_the_detector_runs(detector: ModuleType, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture(scope="module")
-def walkthrough(load_example) -> ModuleType:
+def walkthrough(load_example):
     return load_example("cifar10_walkthrough")
 
 
 @pytest.fixture(scope="module")
-def data(walkthrough: ModuleType) -> ModuleType:
+def data(walkthrough):
     return walkthrough.cifar10_data
 
 
-def test_binary_version_is_read(data: ModuleType, tmp_path: Path):
+def test_binary_version_is_read(data, tmp_path):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (6, 32, 32, 3), np.uint8), rng.integers(0, 10, 6)
     planes = images.transpose(0, 3, 1, 2).reshape(6, -1)
@@ -195,7 +193,7 @@ def test_binary_version_is_read(data: ModuleType, tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x0b" * 3073])
-def test_what_is_not_the_binary_version_is_refused(data: ModuleType, tmp_path: Path, content: bytes):
+def test_what_is_not_the_binary_version_is_refused(data, tmp_path, content):
     with pytest.raises(SystemExit, match="data_batch"):
         data.read_binary(tmp_path)
     for name in ("data_batch_1.bin", "test_batch.bin"):
@@ -204,7 +202,7 @@ def test_what_is_not_the_binary_version_is_refused(data: ModuleType, tmp_path: P
         data.read_binary(tmp_path)
 
 
-def test_archives_are_split(data: ModuleType, tmp_path: Path):
+def test_archives_are_split(data, tmp_path):
     for name, count in (("calib", 30), ("test", 1020)):
         images = np.full((count, 32, 32, 3), count % 256, np.uint8)
         np.savez(tmp_path / f"cifar10_{name}.npz", images=images, labels=np.zeros(count, np.int64))
@@ -212,7 +210,7 @@ def test_archives_are_split(data: ModuleType, tmp_path: Path):
     assert (len(read.train), len(read.test)) == (50, 1000)
 
 
-def test_the_exported_cifar10_is_the_architecture_and_computes_the_same(walkthrough: ModuleType, data: ModuleType):
+def test_the_exported_cifar10_is_the_architecture_and_computes_the_same(walkthrough, data):
     import train_digits as nn
 
     net = walkthrough.cifar10_net
@@ -231,7 +229,7 @@ def test_the_exported_cifar10_is_the_architecture_and_computes_the_same(walkthro
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
-def test_torch_trains_the_same_net(walkthrough: ModuleType, data: ModuleType):
+def test_torch_trains_the_same_net(walkthrough, data):
     weights = walkthrough.cifar10_train.train_torch(data.generate(80), epochs=1, seed=0)
     net = walkthrough.cifar10_net
     expected = net.state(net.build(np.random.default_rng(0)))
@@ -239,13 +237,13 @@ def test_torch_trains_the_same_net(walkthrough: ModuleType, data: ModuleType):
     onnx.checker.check_model(net.export(weights), full_check=True)
 
 
-def test_missing_torch_is_said(walkthrough: ModuleType, data: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_missing_torch_is_said(walkthrough, data, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="pip install torch"):
         walkthrough.cifar10_train.train_torch(data.generate(8), epochs=1, seed=0)
 
 
-def test_a_changed_file_is_not_loaded(walkthrough: ModuleType, data: ModuleType, tmp_path: Path):
+def test_a_changed_file_is_not_loaded(walkthrough, data, tmp_path):
     net = walkthrough.cifar10_net
     path = tmp_path / "net.onnx"
     onnx.save(net.export(net.state(net.build(np.random.default_rng(0)))), path)
@@ -258,7 +256,7 @@ def test_a_changed_file_is_not_loaded(walkthrough: ModuleType, data: ModuleType,
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # hardly trained; int8 need not pay everywhere
-def test_from_training_to_the_table(load_example, walkthrough, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+def test_from_training_to_the_table(load_example, walkthrough, tmp_path, capsys, monkeypatch):
     narrow = [[tuple(max(c // 4, 3) for c in conv) for conv in block] for block in walkthrough.cifar10_net.BLOCKS]
     monkeypatch.setattr(walkthrough.cifar10_net, "BLOCKS", narrow)
     monkeypatch.setattr(walkthrough.cifar10_net, "HIDDEN", 32)

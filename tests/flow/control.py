@@ -2,7 +2,6 @@
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from tests.models import Net
 from tests.planning import parse
@@ -22,7 +21,7 @@ def two_rates(*, stored: bool = False, outside: bool = False, nested: bool = Fal
     """
     main = Net(tag="m_")
     x, channels = main.input("x", ["N", 3, 16, 16]), 16 if outside else 3
-    main.input("rate", [], TensorProto.INT64)
+    main.input("rate", [], onnx.TensorProto.INT64)
     x = layer(main, x, 3, 16) if outside else x
     shared = main.weight((16, channels, 3, 3)) if outside else ""
     branches = []

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from kenosis_ort import FusionReport, KenosisWarning, QuantizationReport, quantize_static, verify_fusion
 from kenosis_ort.graph.walk import all_graphs
 from kenosis_ort.targets.proof import HEAVY_OPS
 from kenosis_ort.verify import check_bias_alignment
 from tests import models
-from tests.models import Array, Feed, FeedReader, session
 
 Model = onnx.ModelProto | Path
 QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -24,26 +22,26 @@ QDQ = ("QuantizeLinear", "DequantizeLinear")
 class Untouched:
     """A reader that must not be asked."""
 
-    def get_next(self) -> Feed | None:
+    def get_next(self) -> models.Feed | None:
         raise AssertionError("data was read")
 
 
-def quantized(model: Model, out: Path, feeds: list[Feed] | None = None, **options: Any) -> QuantizationReport:
+def quantized(model: Model, out: Path, feeds: list[models.Feed] | None = None, **options: Any) -> QuantizationReport:
     """Quantizes with the given feeds, or the model's own random ones; the core alone unless the options say more."""
     options = {"recipe": "plain", "promise": False, "tune": "off", **options}
     if feeds is None:
         feeds = models.feeds(onnx.load(model) if isinstance(model, Path) else model)
-    return quantize_static(model, out, FeedReader(feeds), **options)
+    return quantize_static(model, out, models.FeedReader(feeds), **options)
 
 
-def run(model: Model, feeds: list[Feed]) -> list[list[Array]]:
+def run(model: Model, feeds: list[models.Feed]) -> list[list[models.Array]]:
     """Returns the outputs for each feed."""
-    opened = session(model)
+    opened = models.session(model)
     return [opened.run(None, feed) for feed in feeds]
 
 
 def interface(model: Model) -> list[tuple[str, str, list[object]]]:
-    opened = session(model)
+    opened = models.session(model)
     return [(v.name, v.type, v.shape) for v in (*opened.get_inputs(), *opened.get_outputs())]
 
 
@@ -54,7 +52,7 @@ def sqnr_db(want: Any, got: Any) -> float:
     return float("inf") if noise == 0 else float(10 * np.log10((a * a).sum() / noise))
 
 
-def quality(model: Model, out: Path, feeds: list[Feed], output: int = 0) -> float:
+def quality(model: Model, out: Path, feeds: list[models.Feed], output: int = 0) -> float:
     """Returns the SQNR of one output over all feeds, the quantized file in a fresh session."""
     want, got = run(model, feeds), run(out, feeds)
     return sqnr_db(np.concatenate([o[output].ravel() for o in want]), np.concatenate([o[output].ravel() for o in got]))
@@ -65,7 +63,7 @@ class Made:
     """A float model, its samples, the file that was made of it, and the report."""
 
     model: onnx.ModelProto
-    feeds: list[Feed]
+    feeds: list[models.Feed]
     out: Path
     report: QuantizationReport
 
@@ -78,11 +76,11 @@ class Made:
         return [node.op_type for node in self.written.graph.node]
 
     @cached_property
-    def held(self) -> dict[str, Array]:
+    def held(self) -> dict[str, models.Array]:
         return initializers(self.out)
 
     @cached_property
-    def grids(self) -> dict[str, tuple[Array, Array]]:
+    def grids(self) -> dict[str, tuple[models.Array, models.Array]]:
         """Scale and zero point by value, by its own name where the quantizer renamed it in front of Q."""
         endings = ("_barrier", "_QuantizeLinear_Input")
         found = {n.input[0]: n.input[1:] for n in self.written.graph.node if n.op_type == "QuantizeLinear"}
@@ -99,12 +97,12 @@ class Made:
         """Nodes that run on integer kernels in the file."""
         return {kernel.node for kernel in verify_fusion(self.out).kernels if kernel.integer}
 
-    def db(self, feeds: list[Feed] | None = None) -> float:
+    def db(self, feeds: list[models.Feed] | None = None) -> float:
         """SQNR of the worst output, on the samples or on others."""
         return min(quality(self.model, self.out, feeds or self.feeds, i) for i in range(len(self.model.graph.output)))
 
 
-def make(model: onnx.ModelProto, out: Path, feeds: list[Feed] | None = None, **options: Any) -> Made:
+def make(model: onnx.ModelProto, out: Path, feeds: list[models.Feed] | None = None, **options: Any) -> Made:
     """Quantizes, see `quantized`; a folder gets ``out.onnx``."""
     out = out / "out.onnx" if out.is_dir() else out
     feeds = models.feeds(model) if feeds is None else feeds
@@ -131,9 +129,9 @@ def changed(model: onnx.ModelProto, **how: Any) -> onnx.ModelProto:
     copy.CopyFrom(model)
     for tensor in copy.graph.initializer:
         if tensor.name in how:
-            by, array = how[tensor.name], numpy_helper.to_array(tensor)
+            by, array = how[tensor.name], onnx.numpy_helper.to_array(tensor)
             made = by(array.copy()) if callable(by) else array * np.asarray(by)
-            tensor.CopyFrom(numpy_helper.from_array(np.asarray(made, array.dtype), tensor.name))
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.asarray(made, array.dtype), tensor.name))
     return copy
 
 
@@ -143,8 +141,8 @@ def proof(report: QuantizationReport) -> FusionReport:
     return report.fusion
 
 
-def initializers(out: Path) -> dict[str, Array]:
-    return {i.name: numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
+def initializers(out: Path) -> dict[str, models.Array]:
+    return {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(out).graph.initializer}
 
 
 def pairs(out: Path) -> set[str]:

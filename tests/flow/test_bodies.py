@@ -1,36 +1,30 @@
 """Bodies of If, Loop and Scan: in integers with the net, or float where they cost the outputs more than the rest."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import QuantType, quantize_static as stock
 
 from kenosis_ort.api import preview
-from kenosis_ort.calibration.computed_feeds import Feeds
 from kenosis_ort.flow.builder import BodyBuilder
 from kenosis_ort.graph.walk import all_graphs, opset_of
-from tests import models
+from tests import models, planning
 from tests.flow import control
-from tests.flow.support import Made, good, make, proof, quality
-from tests.models import Feed, FeedReader
-from tests.planning import parse
+from tests.flow.support import good, make, proof, quality
 
 RNG = np.random.default_rng(0)
 IN_INTEGERS = {"extra_options": {"EnableSubgraph": True}}
 
 
-def rates(*said: int) -> list[Feed]:
+def rates(*said):
     return [{"x": RNG.normal(size=(2, 3, 16, 16)).astype(np.float32), "rate": np.array(r)} for r in said]
 
 
-def rows(*shape: int) -> list[Feed]:
+def rows(*shape):
     return [{"x": RNG.normal(size=shape).astype(np.float32)} for _ in range(3)]
 
 
-def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: Any) -> Made:
+def checked(model, folder, feeds, **options):
     """Quantizes, bodies whatever they cost unless told otherwise."""
     made = good(model, folder, feeds, least=28, **{**IN_INTEGERS, **options})
     onnx.checker.check_model(made.written)
@@ -40,7 +34,7 @@ def checked(model: onnx.ModelProto, folder: Path, feeds: list[Feed], **options: 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_both_branches_of_an_if(tmp_path: Path, stored: bool, outside: bool, nested: bool) -> None:
+def test_both_branches_of_an_if(tmp_path, stored, outside, nested):
     model = control.two_rates(stored=stored, outside=outside, nested=nested)
     made = checked(model, tmp_path, rates(16000, 8000, 16000, 8000))
     assert len(made.heavy) == 6 + outside + 2 * nested
@@ -57,7 +51,7 @@ def test_both_branches_of_an_if(tmp_path: Path, stored: bool, outside: bool, nes
         assert len(shared) == 3, "one for both branches, and the second Conv of each"
 
 
-def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path: Path) -> None:
+def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path):
     made = checked(control.two_rates(), tmp_path, rates(16000, 16000))
     assert made.heavy == {name: name.startswith("then") for name in made.heavy}
     (note,) = [n for n in made.report.notes if "stays float" in n]
@@ -71,13 +65,13 @@ def test_a_branch_that_no_sample_takes_stays_float_and_is_told(tmp_path: Path) -
     (control.loop(), [{**feed, "n": np.array(4)} for feed in rows(4, 32)]), (control.loop(4), rows(4, 32)),
     (control.scan(), rows(1, 6, 24)),
 ], ids=["loop", "of constant steps", "scan"])  # fmt: skip
-def test_loops_are_calibrated_over_all_iterations(tmp_path: Path, model: onnx.ModelProto, feeds: list[Feed]) -> None:
+def test_loops_are_calibrated_over_all_iterations(tmp_path, model, feeds):
     heavy = checked(model, tmp_path, feeds).heavy
     assert all(heavy.values())
     assert len(heavy) == sum(n.op_type == "MatMul" for graph in all_graphs(model.graph) for n in graph.node)
 
 
-def test_with_the_defaults(tmp_path: Path) -> None:
+def test_with_the_defaults(tmp_path):
     options = {"recipe": "fast", "promise": True, "tune": "model"}
     made = checked(control.two_rates(outside=True), tmp_path, rates(16000, 8000) * 4, **options)
     assert all(made.heavy.values())
@@ -97,16 +91,16 @@ ATTENTION = """net (float[B,S,32] x, bool again) => (float[B,S,32] y)
 
 @pytest.mark.since("1.24")  # before, the runtime quantizes no operator set that has Attention
 @pytest.mark.parametrize("swapped", [False, True])
-def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path: Path, swapped: bool) -> None:
+def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path, swapped):
     text = ATTENTION.replace("then_", "_").replace("else_", "then_").replace(" _", " else_") if swapped else ATTENTION
     feeds = [{"x": RNG.normal(size=(1, 9, 32)).astype(np.float32), "again": np.array(n % 2 > 0)} for n in range(6)]
-    made = checked(parse(text), tmp_path, feeds)
+    made = checked(planning.parse(text), tmp_path, feeds)
     assert [n.op_type for g in all_graphs(made.written.graph) for n in g.node].count("Attention") == 1
     assert opset_of(made.written) == 23
     assert sum(made.heavy.values()) == 4
 
 
-def test_what_the_caller_leaves_float_in_bodies_and_of_them(tmp_path: Path) -> None:
+def test_what_the_caller_leaves_float_in_bodies_and_of_them(tmp_path):
     data, model = rates(16000, 8000), control.two_rates(stored=True)
     name = next(n for n in make(model, tmp_path, data).heavy if n.startswith("then_conv"))
     layers = make(model, tmp_path, data, nodes_to_exclude=[name]).heavy
@@ -115,7 +109,7 @@ def test_what_the_caller_leaves_float_in_bodies_and_of_them(tmp_path: Path) -> N
     assert {name for name, integer in off.heavy.items() if integer} == {"m_conv_0"}
 
 
-def test_a_plan_without_data_knows_bodies() -> None:
+def test_a_plan_without_data_knows_bodies():
     plan = preview(control.two_rates(outside=True, nested=True))
     assert sum(n.kind.value == "integer" and n.op_type in ("Conv", "Gemm") for n in plan.nodes) == 9
 
@@ -153,14 +147,14 @@ TEXTS = {
 }  # fmt: skip
 
 
-def net(text: str, seed: int = 0) -> onnx.ModelProto:
+def net(text, seed=0):
     rng = np.random.default_rng(seed)
     weights = {f"w{i}": rng.normal(size=(32, 16 if i in (2, 4) else 32)) / 32**0.5 for i in range(6)}
     weights["b1"] = rng.normal(0, 0.1, 32)
-    return parse(text, {name: v.astype(np.float32) for name, v in weights.items() if f" {name})" in text})
+    return planning.parse(text, {name: v.astype(np.float32) for name, v in weights.items() if f" {name})" in text})
 
 
-def samples(model: onnx.ModelProto, count: int, seed: int) -> list[Feed]:
+def samples(model, count, seed):
     """Samples of four rows and of different loudness; states are small, a number is between 0 and 1."""
     rng, found = np.random.default_rng(seed), models.feeds(model, count, seed=seed, dims={"N": 4})
     for feed in found:
@@ -170,23 +164,23 @@ def samples(model: onnx.ModelProto, count: int, seed: int) -> list[Feed]:
     return found
 
 
-def costly(model: onnx.ModelProto, folder: Path, **options: Any) -> Made:
+def costly(model, folder, **options):
     return make(model, folder, samples(model, 24, seed=1), **options)
 
 
-def notes_of(made: Made) -> list[str]:
+def notes_of(made):
     return [note for note in made.report.notes if "stays float: in integers it costs the outputs" in note]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", TEXTS)
-def test_never_below_the_best_of_stock(tmp_path: Path, name: str, seed: int) -> None:
+def test_never_below_the_best_of_stock(tmp_path, name, seed):
     model = net(TEXTS[name], seed)
     onnx.save(model, tmp_path / "float.onnx")
     unseen, best = samples(model, 24, seed=1000 + seed), -np.inf
     u8 = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
     for said in ({}, {**u8, "reduce_range": True}):
-        stock(tmp_path / "float.onnx", tmp_path / "stock.onnx", FeedReader(samples(model, 24, seed=1)), **said)
+        stock(tmp_path / "float.onnx", tmp_path / "stock.onnx", models.FeedReader(samples(model, 24, seed=1)), **said)
         outputs = range(len(model.graph.output))
         best = max(best, min(quality(model, tmp_path / "stock.onnx", unseen, output=i) for i in outputs))
     assert best > 15  # stock's file is worth a comparison
@@ -194,7 +188,7 @@ def test_never_below_the_best_of_stock(tmp_path: Path, name: str, seed: int) -> 
         assert costly(model, tmp_path, recipe=recipe).db(unseen) > best - 0.3
 
 
-def test_the_report_says_what_a_body_would_cost(tmp_path: Path) -> None:
+def test_the_report_says_what_a_body_would_cost(tmp_path):
     made = costly(net(TEXTS["long loop"]), tmp_path, recipe="fast")
     (note,) = notes_of(made)
     assert note.startswith("The body of 'Loop_h' stays float: in integers it costs the outputs ")
@@ -210,7 +204,7 @@ def test_the_report_says_what_a_body_would_cost(tmp_path: Path) -> None:
     assert notes_of(insisted) == []
 
 
-def test_of_two_bodies_the_one_that_costs_little_runs_in_integers(tmp_path: Path) -> None:
+def test_of_two_bodies_the_one_that_costs_little_runs_in_integers(tmp_path):
     """The first loop's result hardly counts beside the second's."""
     second = """    little = Constant <value_float = 0.003> ()\n g0 = Mul (h, little)\n k = Add (b, g0)
     h2 = Loop (n, c, k) <body = two (int64 i2, bool on2, float[N,32] s2) => (bool go2, float[N,32] next2) {
@@ -222,13 +216,13 @@ def test_of_two_bodies_the_one_that_costs_little_runs_in_integers(tmp_path: Path
     assert {name for name, integer in made.heavy.items() if not integer} == {"MatMul_t2"}
 
 
-def test_bodies_are_tried_with_ranges_of_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_tried_with_ranges_of_other_samples(tmp_path, monkeypatch):
     """A branch that few samples take has ranges that the next sample leaves; its own samples do not show that."""
     model = net(NESTED.format(act="Relu"), seed=2)
-    seen: list[int] = []
+    seen = []
     real = BodyBuilder.seeing
 
-    def counted(self: BodyBuilder, outer: Feeds) -> BodyBuilder:
+    def counted(self, outer):
         seen.append(len(list(outer())))
         return real(self, outer)
 

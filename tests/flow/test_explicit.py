@@ -3,8 +3,6 @@
 import copy
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,37 +12,35 @@ from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_stat
 
 from kenosis_ort import KenosisWarning, OptionError, Stages, quantize_static, verify_fusion
 from kenosis_ort.passes.evaluator import Score
-from kenosis_ort.runtime.machine import Machine
 from kenosis_ort.targets import DataTypes
 from kenosis_ort.targets.ort_cpu.rules import for_this_machine, is_arm
 from tests import models
 from tests.flow.support import QDQ, Made, changed, chosen, good, make, own_warnings, pairs, proof, quality, quantized
-from tests.models import FeedReader
 from tests.planning import parse
-from tests.processor import ARM, NO_VNNI, VNNI, Pretend
+from tests.processor import ARM, NO_VNNI, VNNI
 from tests.quantizer.test_grids import clipping_layers
 
-TYPES: dict[str, Any] = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": False}
+TYPES = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": False}
 
 
-def extra(**options: Any) -> dict[str, Any]:
+def extra(**options):
     return {"extra_options": options}
 
 
-def overridden(folder: Path, overrides: Any, model: onnx.ModelProto | None = None, **options: Any) -> Made:
+def overridden(folder, overrides, model=None, **options):
     """A residual block, or another model, with TensorQuantOverrides."""
     return make(model or models.residual_block(), folder, **extra(TensorQuantOverrides=overrides), **options)
 
 
-def stocks(tmp_path: Path, model: onnx.ModelProto, **options: Any) -> tuple[set[str], float]:
+def stocks(tmp_path, model, **options):
     """The integer nodes and the quality of stock's file."""
     out = tmp_path / "stock.onnx"
-    stock_quantize_static(changed(model), out, FeedReader(models.feeds(model)), **{**TYPES, **options})
+    stock_quantize_static(changed(model), out, models.FeedReader(models.feeds(model)), **{**TYPES, **options})
     integer = {kernel.node for kernel in verify_fusion(out).kernels if kernel.integer}
     return integer, quality(model, out, models.feeds(model))
 
 
-def as_good_as_plain(made: Made) -> None:
+def as_good_as_plain(made):
     """The integer nodes are those of a call without the option, and so is the quality."""
     plain = make(made.model, made.out.with_name("plain.onnx"))
     assert made.integer == plain.integer
@@ -54,8 +50,8 @@ def as_good_as_plain(made: Made) -> None:
 # ---- tensors --------------------------------------------------------------------------------------------------
 
 
-def test_tensor_overrides_are_exact(tmp_path: Path) -> None:
-    overrides: dict[str, Any] = {
+def test_tensor_overrides_are_exact(tmp_path):
+    overrides = {
         "x": [{"scale": 0.05, "zero_point": 100}],  # plain numbers, as in JSON configurations
         "relu2_out": [{"rmin": 0, "rmax": 7.65}],
         "stem_relu_out": [{"rmin": np.array(0.0, np.float32), "rmax": np.array(5.1, np.float32)}],
@@ -75,7 +71,7 @@ def test_tensor_overrides_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [QuantType.QUInt16, QuantType.QInt8], ids=["another width", "another sign"])
-def test_a_tensor_of_another_type(tmp_path: Path, kind: QuantType) -> None:
+def test_a_tensor_of_another_type(tmp_path, kind):
     """What touches it runs in float, the rest in integer as ever."""
     made = overridden(tmp_path, {"relu1_out": [{"quant_type": kind}]}, **TYPES)
     kinds = {name: zero_point.dtype for name, (_, zero_point) in made.grids.items()}
@@ -86,7 +82,7 @@ def test_a_tensor_of_another_type(tmp_path: Path, kind: QuantType) -> None:
     assert made.db() > 40
 
 
-def test_a_converted_tensor(tmp_path: Path) -> None:
+def test_a_converted_tensor(tmp_path):
     """Written in 16 bits, read in 8 by one of its readers, and in 16 by the other."""
     convert = {"quant_type": QuantType.QUInt8, "recv_nodes": {"conv1"}}
     overrides = {"stem_relu_out": [{"quant_type": QuantType.QUInt16, "convert": convert}]}
@@ -99,7 +95,7 @@ def test_a_converted_tensor(tmp_path: Path) -> None:
     assert made.db() > 39
 
 
-def test_parameters_around_a_relu_leave_its_conv_in_integers(tmp_path: Path) -> None:
+def test_parameters_around_a_relu_leave_its_conv_in_integers(tmp_path):
     behind = overridden(tmp_path / "behind.onnx", {"relu1_out": [{"scale": 0.05, "zero_point": 60}]})
     before = overridden(tmp_path / "before.onnx", {"conv1_out": [{"rmin": -4.0, "rmax": 4.0}]})
     assert {"conv1", "conv2"} <= behind.integer & before.integer
@@ -107,7 +103,7 @@ def test_parameters_around_a_relu_leave_its_conv_in_integers(tmp_path: Path) -> 
     assert float(before.grids["conv1_out"][0]) == pytest.approx(8 / 255)
 
 
-def test_a_shared_scale_is_the_callers(tmp_path: Path) -> None:
+def test_a_shared_scale_is_the_callers(tmp_path):
     """A MaxPool hands its parameters on, from either side of it."""
     model = parse("""net (float[1,3,8,8] x) => (float[1,4,7,7] y) <float[4,3,3,3] w, float[4,4,3,3] v> {
         c = Conv <pads = [1,1,1,1]> (x, w)  p = MaxPool <kernel_shape = [2,2]> (c)  y = Conv <pads = [1,1,1,1]> (p, v)
@@ -125,7 +121,7 @@ def test_a_shared_scale_is_the_callers(tmp_path: Path) -> None:
     [{"scale": 0.1}], [{"axis": 0, "quant_type": QuantType.QUInt8}], [{"convert": {"quant_type": QuantType.QUInt8}}],
     [{"quant_type": "QInt9"}], 5,
 ], ids=["half a grid", "channels of an activation", "no conversion", "no type", "no list"])  # fmt: skip
-def test_overrides_that_make_no_sense(tmp_path: Path, entry: Any) -> None:
+def test_overrides_that_make_no_sense(tmp_path, entry):
     with pytest.raises(OptionError, match="TensorQuantOverrides"):
         overridden(tmp_path, {"x": entry}, **TYPES)
 
@@ -133,7 +129,7 @@ def test_overrides_that_make_no_sense(tmp_path: Path, entry: Any) -> None:
 # ---- how Q and DQ are written ---------------------------------------------------------------------------------
 
 
-def has_dedicated_pairs(made: Made) -> bool:
+def has_dedicated_pairs(made):
     """Each Q and DQ has one reader, and what two nodes read has two of them."""
     nodes = made.written.graph.node
     reads = Counter(name for node in nodes for name in node.input)
@@ -141,11 +137,9 @@ def has_dedicated_pairs(made: Made) -> bool:
     return {reads[n.output[0]] for n in nodes if n.op_type in QDQ} == {1} and quantized.count("stem_relu_out") == 2
 
 
-FORMS: dict[str, Any] = {
+FORMS = {
     "AddQDQPairToWeight": lambda made: {"conv1_w", "conv2_w", "head_w"} <= pairs(made.out) & made.held.keys(),
-    "UseQDQContribOps": lambda made: (
-        {n.domain for n in made.written.graph.node if n.op_type in QDQ} == {"com.microsoft"}
-    ),
+    "UseQDQContribOps": lambda m: {n.domain for n in m.written.graph.node if n.op_type in QDQ} == {"com.microsoft"},
     "DedicatedQDQPair": has_dedicated_pairs,
     "QDQKeepRemovableActivations": lambda made: {"stem_relu", "relu1"} <= {n.name for n in made.written.graph.node},
 }
@@ -153,7 +147,7 @@ NOTHING = {"EnableSubgraph": 1, "DefaultTensorType": 1, "ForceQuantizeNoInputChe
 
 
 @pytest.mark.parametrize("option", [*FORMS, *NOTHING])
-def test_options_that_change_the_form_alone_or_say_nothing(tmp_path: Path, option: str) -> None:
+def test_options_that_change_the_form_alone_or_say_nothing(tmp_path, option):
     made = make(models.residual_block(), tmp_path, **extra(**{option: NOTHING.get(option, True)}))
     assert FORMS.get(option, bool)(made)
     assert chosen(made.report)[f"extra_options.{option}"][1] == "caller"
@@ -165,7 +159,7 @@ def test_options_that_change_the_form_alone_or_say_nothing(tmp_path: Path, optio
     ("silu_net", "op_types_to_quantize", ()), ("transformer_block", "op_types_to_quantize", ()),
     ("transformer_block", "op_types_to_quantize", ("Softmax", "Gelu")),  # which stay float
 ])  # fmt: skip
-def test_lists_that_leave_out_nothing(tmp_path: Path, net: str, option: str, but: tuple[str, ...]) -> None:
+def test_lists_that_leave_out_nothing(tmp_path, net, option, but):
     model = models.ALL[net]()
     named = {n.name if option == "nodes_to_quantize" else n.op_type for n in model.graph.node}
     as_good_as_plain(made := make(model, tmp_path, **{option: sorted(named.difference(but))}))
@@ -173,7 +167,7 @@ def test_lists_that_leave_out_nothing(tmp_path: Path, net: str, option: str, but
 
 
 @pytest.mark.parametrize("net", ["residual_block", "mlp", "transformer_block"])
-def test_float_biases(tmp_path: Path, net: str) -> None:
+def test_float_biases(tmp_path, net):
     """Gemm and MatMul need a Q on their output then, which costs what the default does not."""
     made = make(models.ALL[net](), tmp_path, **extra(QuantizeBias=False))
     assert not any(a.dtype == np.int32 for a in made.held.values())
@@ -182,7 +176,7 @@ def test_float_biases(tmp_path: Path, net: str) -> None:
     assert made.db() > stocks(tmp_path, made.model, **extra(QuantizeBias=False))[1]
 
 
-def test_outputs_without_q(tmp_path: Path) -> None:
+def test_outputs_without_q(tmp_path):
     """No Q sits on the output of a Conv that no integer kernel reads; such a Conv runs in float."""
     model = parse("""(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,3,3] u, float[4,4,3,3] v, float[4,4,3,3] w> {
         [c0] a = Conv <pads = [1,1,1,1]> (x, u)  [t] t = Tanh (a)  [c1] b = Conv <pads = [1,1,1,1]> (t, v)
@@ -199,7 +193,7 @@ def test_outputs_without_q(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("axis", [1, -1, 0])
-def test_the_axis_of_matmul_weights(tmp_path: Path, axis: int) -> None:
+def test_the_axis_of_matmul_weights(tmp_path, axis):
     options = extra(QDQOpTypePerChannelSupportToAxis={"MatMul": axis})
     made = make(models.transformer_block(), tmp_path, per_channel=True, **options)
     assert made.held["up_w_scale"].shape == (made.held["up_w_quantized"].shape[axis],)
@@ -215,7 +209,7 @@ def test_the_axis_of_matmul_weights(tmp_path: Path, axis: int) -> None:
 @pytest.mark.parametrize(("weight", "block"), [
     (QuantType.QInt4, 0), (QuantType.QInt4, 16), (QuantType.QUInt4, 0), (QuantType.QUInt4, 16), (QuantType.QInt8, 16),
 ])  # fmt: skip
-def test_four_bits_and_blocks(tmp_path: Path, weight: QuantType, block: int) -> None:
+def test_four_bits_and_blocks(tmp_path, weight, block):
     """Linear layers read float data then, for which MatMulNBits is made; stock quantizes it, and loses the kernel."""
     made = make(models.transformer_block(), tmp_path, weight_type=weight, **(extra(BlockSize=block) if block else {}))
     loaded = {i.name: i for i in made.written.graph.initializer}
@@ -236,7 +230,7 @@ def test_four_bits_and_blocks(tmp_path: Path, weight: QuantType, block: int) -> 
     ({"WeightSymmetric": False}, lambda made: any(made.held[n].any() for n in made.held if "w_zero_point" in n)),
     ({"MinimumRealRange": 20}, lambda made: all(float(s) * 255 >= 20 * (1 - 1e-6) for s, _ in made.grids.values())),
 ])  # fmt: skip
-def test_symmetry_and_least_ranges(tmp_path: Path, options: dict[str, Any], holds: Any) -> None:
+def test_symmetry_and_least_ranges(tmp_path, options, holds):
     assert holds(make(models.residual_block(), tmp_path, **extra(**options), **TYPES))
 
 
@@ -249,7 +243,7 @@ def test_symmetry_and_least_ranges(tmp_path: Path, options: dict[str, Any], hold
     ({"op_types_to_quantize": ["Conv"]}, {"stem", "conv1", "conv2"}),
     ({"nodes_to_exclude": ["stem", "add", "head"]}, {"conv1", "conv2"}),
 ])  # fmt: skip
-def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any], integer: set[str]) -> None:
+def test_what_is_named_and_nothing_else(tmp_path, options, integer):
     made = good(models.residual_block(), tmp_path, **options)
     assert {name for name, runs in made.heavy.items() if runs} == integer
     assert "head_w" in made.held
@@ -261,7 +255,7 @@ def test_what_is_named_and_nothing_else(tmp_path: Path, options: dict[str, Any],
         assert "excluded" in made.report.plan.explain(name)
 
 
-def test_what_would_stay_float_is_quantized_where_it_is_named(tmp_path: Path) -> None:
+def test_what_would_stay_float_is_quantized_where_it_is_named(tmp_path):
     by_node = make(models.transformer_block(), tmp_path / "node.onnx", nodes_to_quantize=["softmax", "up"])
     by_type = make(models.transformer_block(), tmp_path / "type.onnx", op_types_to_quantize=["MatMul", "Softmax"])
     for made in (by_node, by_type):
@@ -272,7 +266,7 @@ def test_what_would_stay_float_is_quantized_where_it_is_named(tmp_path: Path) ->
     assert "op_types_to_quantize: no other operators are quantized." in by_type.report.notes
 
 
-def test_operators_that_move_bytes_are_forced(tmp_path: Path) -> None:
+def test_operators_that_move_bytes_are_forced(tmp_path):
     model = parse("""(float[8,4] x) => (float[4,8] y) <float[4,4] w> {
         f = Gemm (x, w)  s = Softmax (f)  t = Transpose <perm = [1, 0]> (s)  y = Tanh (t) }""")
     assert "Transpose_t" not in make(model, tmp_path).integer
@@ -282,7 +276,7 @@ def test_operators_that_move_bytes_are_forced(tmp_path: Path) -> None:
     assert any("ForceQuantizeNoInputCheck" in note for note in made.report.notes)
 
 
-def test_named_nodes_are_not_rewritten_away(tmp_path: Path) -> None:
+def test_named_nodes_are_not_rewritten_away(tmp_path):
     made = make(models.bn_net(), tmp_path, nodes_to_exclude=["bn0"])
     assert {n.name for n in made.written.graph.node} & {"bn0", "bn1"} == {"bn0"}
     assert made.db() > 30
@@ -290,7 +284,7 @@ def test_named_nodes_are_not_rewritten_away(tmp_path: Path) -> None:
 
 @pytest.mark.x86_only
 @pytest.mark.parametrize("opset", [17, 21])
-def test_int8_activations_of_a_transformer_are_integer_whatever_its_operator_set(tmp_path: Path, opset: int) -> None:
+def test_int8_activations_of_a_transformer_are_integer_whatever_its_operator_set(tmp_path, opset):
     """From operator set 21 on the runtime refuses its own change of int8 activations to uint8."""
     model = onnx.version_converter.convert_version(models.transformer_block(tokens=6, width=32), opset)
     report = quantized(model, tmp_path / "q.onnx", recipe="fast", tune="model", activation_type=QuantType.QInt8)
@@ -303,12 +297,12 @@ def test_int8_activations_of_a_transformer_are_integer_whatever_its_operator_set
 
 INT8 = {"activation_type": QuantType.QInt8}
 NAIVE = Stages(placement=False)
-FLOAT8: dict[str, Any] = dict.fromkeys(("activation_type", "weight_type"), QuantType.QFLOAT8E4M3FN)
+FLOAT8 = dict.fromkeys(("activation_type", "weight_type"), QuantType.QFLOAT8E4M3FN)
 FLOAT8 |= {"calibrate_method": CalibrationMethod.Distribution}
 FLOAT8_RUNS = pytest.mark.since("1.24")  # before, the runtime makes a QLinearConv of it, which takes no such type
 
 
-def test_types_follow_the_host_and_not_the_probe(tmp_path: Path, pretend: Pretend) -> None:
+def test_types_follow_the_host_and_not_the_probe(tmp_path, pretend):
     files = []
     for host in (VNNI, NO_VNNI, ARM):
         pretend(host)
@@ -334,13 +328,13 @@ def test_types_follow_the_host_and_not_the_probe(tmp_path: Path, pretend: Preten
     pytest.param({**FLOAT8, "stages": NAIVE}, {"reduce_range": (False, "host default")}, marks=FLOAT8_RUNS),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")  # accuracy is not the question
-def test_other_defaults(tmp_path: Path, pretend: Pretend, options: dict[str, Any], said: dict[str, Any]) -> None:
+def test_other_defaults(tmp_path, pretend, options, said):
     pretend(NO_VNNI)
     assert chosen(quantized(models.residual_block(), tmp_path / "out.onnx", **options)).items() >= said.items()
 
 
 @pytest.mark.parametrize("options", [{"stages": Stages(weights=False)}, {"extra_options": {"WeightSymmetric": False}}])
-def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_weights_by_stocks_scales_get_seven_bits(tmp_path, options):
     made = make(models.residual_block(), tmp_path, **options)
     assert chosen(made.report)["reduce_range"] == (True, "host default")
     assert made.db() > 25
@@ -353,7 +347,7 @@ def test_weights_by_stocks_scales_get_seven_bits(tmp_path: Path, options: dict[s
 
 @pytest.mark.x86_only
 @pytest.mark.parametrize("net", ["residual_block", "silu_net", "concat_net", "two_input_detector", "net_with_if"])
-def test_int8_on_x64_with_branches_runs_in_integer(tmp_path: Path, pretend: Pretend, net: str) -> None:
+def test_int8_on_x64_with_branches_runs_in_integer(tmp_path, pretend, net):
     """Stock's file and a plain placement run Convs around such a value in float."""
     pretend(VNNI)
     unsigned = make(models.ALL[net](), tmp_path / "u8.onnx", activation_type=QuantType.QUInt8)
@@ -365,7 +359,7 @@ def test_int8_on_x64_with_branches_runs_in_integer(tmp_path: Path, pretend: Pret
 
 
 @pytest.mark.x86_only
-def test_int8_on_x64_with_branches_warns_once_at_the_callers_line(tmp_path: Path, pretend: Pretend) -> None:
+def test_int8_on_x64_with_branches_warns_once_at_the_callers_line(tmp_path, pretend):
     pretend(VNNI)
     model, out = models.concat_net(), tmp_path / "out.onnx"
     with pytest.warns(KenosisWarning) as caught:
@@ -384,7 +378,7 @@ def test_int8_on_x64_with_branches_warns_once_at_the_callers_line(tmp_path: Path
     (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "nodes_to_exclude": ["conv2"]}),
     (lambda: models.conv_relu_chain(4), VNNI, {**INT8, "protect_outputs": "float"}),
 ], ids=["no branch on x64", "branches on Arm", "nothing said", "kept float", "output kept float"])  # fmt: skip
-def test_int8_without_harm_does_not_warn(tmp_path: Path, pretend: Pretend, build: Any, host: Any, options: Any) -> None:
+def test_int8_without_harm_does_not_warn(tmp_path, pretend, build, host, options):
     pretend(host)
     made = make(build(), tmp_path, **options)
     assert not [w for w in made.report.warnings if "QInt8" in w]
@@ -396,7 +390,7 @@ def test_int8_without_harm_does_not_warn(tmp_path: Path, pretend: Pretend, build
 
 
 @pytest.mark.parametrize(("host", "arm"), [(ARM, True), (VNNI, False), (NO_VNNI, False)])
-def test_types_and_reasons_follow_the_family_and_the_probe(pretend: Pretend, host: Machine, arm: bool) -> None:
+def test_types_and_reasons_follow_the_family_and_the_probe(pretend, host, arm):
     families = "aarch64 arm64 ARM64" if arm else "x86_64 AMD64"
     for family in families.split():
         pretend(replace(host, family=family))
@@ -412,7 +406,7 @@ def test_types_and_reasons_follow_the_family_and_the_probe(pretend: Pretend, hos
     (VNNI, "vnni", True), (VNNI, "amx", True), (VNNI, None, True),  # not without the caller's word
     (NO_VNNI, "vnni", True), (VNNI, "vnni", False),  # the gain cannot be measured, there is none
 ])  # fmt: skip
-def test_weights_that_may_clip(tmp_path: Path, pretend: Pretend, machine: Machine, named: Any, gains: bool) -> None:
+def test_weights_that_may_clip(tmp_path, pretend, machine, named, gains):
     pretend(machine)
     model = models.residual_block()
     with pytest.MonkeyPatch.context() as patch:

@@ -11,29 +11,26 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ArrayReader, OutputError, Recipe, quantize_static
-from kenosis_ort.errors import KenosisWarning
+from kenosis_ort import ArrayReader, KenosisWarning, OutputError, Recipe, quantize_static
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
 from tests.flow.support import quality, quantized
-from tests.models import Feed, FeedReader, Net
 
 BLOCK_MODEL = models.residual_block()
 
 
-def save_with_data(path: Path, location: str) -> None:
+def save_with_data(path, location):
     onnx.save(copy_model(BLOCK_MODEL), path, save_as_external_data=True, location=location, size_threshold=0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A folder with a model of external data, arrays, a recipe and a cache; the current one."""
     save_with_data(tmp_path / "model.onnx", "weights.bin")
     np.savez(tmp_path / "data.npz", x=np.concatenate([feed["x"] for feed in models.feeds(BLOCK_MODEL)]))
@@ -53,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("new.onnx", {"calibration_cache_path": "new.onnx.data"}, "the calibration cache is the output's ext"),
     ("near.onnx", {}, "the output's external data is the float model's external data"),
 ])  # fmt: skip
-def test_no_output_is_an_input_or_another_output(folder: Path, output: str, options: dict[str, Any], text: str) -> None:
+def test_no_output_is_an_input_or_another_output(folder, output, options, text):
     model = "far.onnx" if output == "near.onnx" else "model.onnx"
     save_with_data(folder / "far.onnx", "near.onnx.data")
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -63,13 +60,13 @@ def test_no_output_is_an_input_or_another_output(folder: Path, output: str, opti
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Path, folder: Path) -> None:
-    class Wanderer(FeedReader):
-        def get_next(self) -> Feed | None:
+def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path, folder):
+    class Wanderer(models.FeedReader):
+        def get_next(self):
             os.chdir(folder / "sub")
             return super().get_next()
 
-    options: Any = {"recipe": "plain", "promise": False, "calibration_cache_path": "new.json"}
+    options = {"recipe": "plain", "promise": False, "calibration_cache_path": "new.json"}
     report = quantize_static("model.onnx", "out.onnx", Wanderer(models.feeds(BLOCK_MODEL)), **options)
     assert report.model_output == "out.onnx"
     assert {"out.onnx", "new.json"} <= {*os.listdir(folder)}
@@ -77,7 +74,7 @@ def test_a_reader_that_changes_the_working_directory_moves_nothing(tmp_path: Pat
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Any:
+def files_of_at_most(size):
     """Lets writes beyond a size fail, as on a full disk; Python ignores the signal that goes with it."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -89,7 +86,7 @@ def files_of_at_most(size: int) -> Any:
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, external: bool) -> None:
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path, external):
     out = tmp_path / "out.onnx"
     quantized(BLOCK_MODEL, out, use_external_data_format=external)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -99,11 +96,11 @@ def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, external: bool)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def full(*_: object, **__: object) -> None:
+def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tempfile.gettempdir())
 
 
-def test_a_full_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_folder_of_temporary_files(tmp_path, monkeypatch):
     monkeypatch.setattr("kenosis_ort.calibration.part_session.ObservedModel._strip", full)
     with pytest.raises(OutputError, match="No space left on device") as caught:
         quantized(BLOCK_MODEL, tmp_path / "out.onnx")
@@ -135,16 +132,16 @@ def test_the_output_may_take_the_models_place_as_with_stock(tmp_path, net, exter
 # ---- cost: sessions and runs, work against the number of nodes, peak memory -----------------------------------------
 
 
-def cost(layers: int, samples: int, folder: Path, **options: Any) -> Any:
+def cost(layers, samples, folder, **options):
     model = models.conv_relu_chain(2 * layers, channels=6, size=12)  # too few for blocks, which take a session
-    reader = FeedReader(models.feeds(model, samples))
+    reader = models.FeedReader(models.feeds(model, samples))
     with counted() as counts:
         report = quantize_static(model, folder / "out.onnx", reader, promise=False, **options)
     assert not report.warnings
     return counts
 
 
-def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path) -> None:
+def test_depth_costs_no_sessions_and_no_runs(tmp_path):
     """Bias correction went layer by layer: a session a layer, and a run of it for each sample."""
     shallow, deep = (cost(layers, 24, tmp_path).total for layers in (3, 12))
     assert abs(deep.sessions - shallow.sessions) <= 4  # a pass may find nothing to do in one of them; nine layers more
@@ -154,7 +151,7 @@ def test_depth_costs_no_sessions_and_no_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("samples", "options", "sessions", "runs"), [
     (16, {}, 18, 115), (40, {}, 21, 220), (10, {"recipe": "plain", "verify": False, "evidence": "none"}, 4, 10),
 ])  # fmt: skip
-def test_bounds(samples: int, options: dict[str, Any], sessions: int, runs: int, tmp_path: Path) -> None:
+def test_bounds(samples, options, sessions, runs, tmp_path):
     counts = cost(4, samples, tmp_path, **options)
     assert counts.total.sessions <= sessions, counts.by_stage
     assert counts.total.runs <= runs, counts.by_stage
@@ -170,18 +167,17 @@ MOST = 2.6
 """Times as many calls for twice the nodes; four where each node looks at all others."""
 
 
-def residual(count: int, *, one_weight: bool = False) -> onnx.ModelProto:
-    net, value = Net.over([1, 4, 4, 4]), "x"
+def residual(count, *, one_weight=False):
+    net, value = models.Net.over([1, 4, 4, 4]), "x"
     weights = [net.weight((4, 4, 3, 3)) for _ in range(1 if one_weight else count)]
     for at in range(count):
-        value = net.op(
-            "Relu", [net.op("Add", [net.op("Conv", [value, weights[at % len(weights)]], pads=[1] * 4), value])]
-        )
+        convolved = net.op("Conv", [value, weights[at % len(weights)]], pads=[1] * 4)
+        value = net.op("Relu", [net.op("Add", [convolved, value])])
     return net.of(value)
 
 
-def concat(count: int) -> onnx.ModelProto:
-    net = Net.over([1, 4, 4, 4])
+def concat(count):
+    net = models.Net.over([1, 4, 4, 4])
     return net.of(net.op("Concat", [net.op("Relu", [net.conv("x", 4, 4)]) for _ in range(count)], axis=1))
 
 
@@ -195,21 +191,21 @@ BLOCK = """
     a{0} = Add (o{0}, {1})  r{0} = Relu (a{0})"""
 
 
-def transformer(count: int) -> onnx.ModelProto:
+def transformer(count):
     blocks = "".join(BLOCK.format(at, f"r{at - 1}" if at else "x") for at in range(count))
     return planning.parse(f"""net (float[1,4,8] x) => (float[1,4,8] y)
         <float[8,8] w, int64[4] heads = {{1, 4, 2, 4}}, int64[3] wide = {{1, 4, 8}}> {{{blocks}
         y = Identity (r{count - 1}) }}""")
 
 
-def calls(model: onnx.ModelProto, folder: Path) -> Counter[str]:
+def calls(model, folder):
     """Calls of each function by file and name; of a generator, its steps."""
     feeds = [{"x": 0.1 * feed["x"]} for feed in models.feeds(model, 2)]
     profile = cProfile.Profile()
     with profile:
-        quantize_static(model, folder / "out.onnx", FeedReader(feeds), promise=False)
-    found: Counter[str] = Counter()
-    for (file, line, name), (_, count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        quantize_static(model, folder / "out.onnx", models.FeedReader(feeds), promise=False)
+    found = Counter()
+    for (file, line, name), (_, count, *_) in pstats.Stats(profile).stats.items():
         found[f"{file}:{line if 'kenosis_ort' in file else ''}:{name}"] += count
     return found
 
@@ -217,7 +213,7 @@ def calls(model: onnx.ModelProto, folder: Path) -> Counter[str]:
 @pytest.mark.parametrize(
     ("make", "count"), [(residual, 16), (partial(residual, one_weight=True), 24), (concat, 24), (transformer, 6)]
 )
-def test_twice_the_nodes_take_twice_the_calls(tmp_path: Path, make: Any, count: int) -> None:
+def test_twice_the_nodes_take_twice_the_calls(tmp_path, make, count):
     calls(make(2), tmp_path)  # imports
     once, twice = calls(make(count), tmp_path), calls(make(2 * count), tmp_path)
     grown = {name: (once[name], many) for name, many in twice.items() if many > FEW + MOST * once[name]}
@@ -243,7 +239,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
-def peak(kind: str, source: Path, out: Path) -> float:
+def peak(kind, source, out):
     """MiB."""
     command = [sys.executable, "-W", "ignore", "-c", CHILD, kind, str(source), str(out), str(SIDE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -252,7 +248,7 @@ def peak(kind: str, source: Path, out: Path) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no peak")
-def test_one_large_weight_is_not_held_again_and_again(tmp_path: Path) -> None:
+def test_one_large_weight_is_not_held_again_and_again(tmp_path):
     text = f"(float[N,{SIDE}] x) => (float[N,{SIDE}] y) <float[{SIDE},{SIDE}] w> {{ m = MatMul (x, w)  y = Relu (m) }}"
     source, out = tmp_path / "one.onnx", tmp_path / "out.onnx"
     onnx.save(planning.parse(text, ir_version=9), source)

@@ -2,19 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
 
-from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, QuantizationReport, calibrate, quantize_static
+from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, calibrate, quantize_static
 from kenosis_ort.errors import ModelLoadError
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
-from tests.flow.support import run, session, sqnr_db
-from tests.models import normal
+from tests.flow.support import run, sqnr_db
+from tests.models import normal, session
 from tests.planning import parse
 
 LAYER = """
@@ -40,25 +38,25 @@ FIRST = f"""first (int64[B,T] input_ids)
 CACHE = ("past_0_key", "present_0_key"), ("past_0_value", "present_0_value")
 
 
-def decoder() -> onnx.ModelProto:
+def decoder():
     """A layer of attention with two heads; each of its weights is a MatMul's that is worth integers."""
     return parse(DECODER)
 
 
-def prompts(count: int = 8) -> list[dict[str, Any]]:
+def prompts(count=8):
     rng = np.random.default_rng(1)
     return [{"input_ids": rng.integers(0, 12, (1, 5))} for _ in range(count)]
 
 
-def calibration() -> Any:
+def calibration():
     return PipelineReader({"decoder": decoder()}, prompts(), tokens=6, threads=1)["decoder"]
 
 
-def quantized(model: onnx.ModelProto, out: Path, data: Any = None, **options: Any) -> QuantizationReport:
+def quantized(model, out, data=None, **options):
     return quantize_static(model, out, data or calibration(), recipe="plain", promise=False, **options)
 
 
-def generated(path: Path, tokens: list[int], *, rounded: dict[str, float] | None = None) -> list[Any]:
+def generated(path, tokens, *, rounded=None):
     """The logits of each step with its own cache; ``rounded`` puts Q and DQ of it between two steps."""
     model = session(path)
     kinds = {i.name: np.int8 if i.type == "tensor(int8)" else np.float32 for i in model.get_inputs()}
@@ -79,13 +77,13 @@ TOKENS = [3, 7, 1, 0, 11, 4, 4, 9]
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def opened(tmp_path_factory):
     """The decoder with a cache of integers."""
     quantized(decoder(), out := tmp_path_factory.mktemp("decoder") / "opened.onnx", kv_cache="int8")
     return out
 
 
-def rounding(model: onnx.ModelProto, scales: dict[str, float]) -> onnx.ModelProto:
+def rounding(model, scales):
     """The decoder with new keys and values rounded where they are made."""
     graph, nodes = model.graph, []
     for node in graph.node:
@@ -103,7 +101,7 @@ def rounding(model: onnx.ModelProto, scales: dict[str, float]) -> onnx.ModelProt
 
 
 @pytest.mark.parametrize("most", [17, 20, 21, None])
-def test_generation_with_an_int8_cache(tmp_path: Path, most: int | None) -> None:
+def test_generation_with_an_int8_cache(tmp_path, most):
     """Equal, to the bit, to the file with a float cache whose new keys and values are rounded where they are made."""
     plain, opened = tmp_path / "float.onnx", tmp_path / "int8.onnx"
     quantized(decoder(), plain, max_opset=most)
@@ -111,8 +109,8 @@ def test_generation_with_an_int8_cache(tmp_path: Path, most: int | None) -> None
     written, scales = onnx.load(opened), dict(report.cache)
     kinds = {v.name: v.type.tensor_type.elem_type for v in (*written.graph.input, *written.graph.output)}
     ends = [name for pair in CACHE for name in pair]
-    assert {kinds.pop(name) for name in ends} == {TensorProto.INT8}
-    assert kinds["logits"] == TensorProto.FLOAT
+    assert {kinds.pop(name) for name in ends} == {onnx.TensorProto.INT8}
+    assert kinds["logits"] == onnx.TensorProto.FLOAT
     assert scales == dict(cache_scales(written))
     assert all(scales[past] == scales[present] for past, present in CACHE)
     assert all(n.output[0] in ends for n in written.graph.node if n.op_type == "Concat"), "integers are concatenated"
@@ -124,7 +122,7 @@ def test_generation_with_an_int8_cache(tmp_path: Path, most: int | None) -> None
     np.testing.assert_array_equal(got, np.concatenate(generated(plain, TOKENS, rounded=scales)))
 
 
-def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path: Path, opened: Path) -> None:
+def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path, opened):
     reader = PipelineReader({"decoder": opened}, prompts(1), tokens=3, threads=1)["decoder"]
     feeds = [*iter(reader.get_next, None)]
     assert [feed["past_0_key"].shape[2] for feed in feeds] == [0, 5, 6]
@@ -137,14 +135,14 @@ def test_the_cache_is_read_by_the_tools_that_read_a_float_one(tmp_path: Path, op
     assert quantized(decoder(), tmp_path / "again.onnx", data=data, kv_cache="int8").cache
 
 
-def test_a_table_takes_the_place_of_the_reader(tmp_path: Path, opened: Path) -> None:
+def test_a_table_takes_the_place_of_the_reader(tmp_path, opened):
     table, out = tmp_path / "table.json", tmp_path / "out.onnx"
     calibrate(decoder(), table, calibration(), kv_cache="int8")
     quantize_static(decoder(), out, calibration_cache_path=table, kv_cache="int8", recipe="plain", promise=False)
     assert out.read_bytes() == opened.read_bytes()
 
 
-def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path: Path, opened: Path) -> None:
+def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path, opened):
     first, scales = tmp_path / "first.onnx", cache_scales(onnx.load(opened))
     report = quantized(parse(FIRST), first, data=prompts(), kv_cache=opened)
     assert dict(report.cache) == {present: scales[past] for past, present in CACHE}
@@ -153,7 +151,7 @@ def test_the_decoder_of_the_first_tokens_takes_the_scales_of_the_other(tmp_path:
     assert sqnr_db(want, got * np.float32(scales["past_0_key"])) > 30
 
 
-def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
+def test_caches_that_bodies_and_attention_read_only(tmp_path):
     """A cache that passes through an If, and one that another file made and nothing is appended to."""
     text = f"""merged (int64[B,T] input_ids, bool[1] use_cache_branch, float[B,2,P,8] past_0_key,
         float[B,2,S,8] past_0_encoder_value)
@@ -179,7 +177,7 @@ def test_caches_that_bodies_and_attention_read_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opset", [17, pytest.param(23, marks=pytest.mark.since("1.24"))])
-def test_the_runtime_loads_what_moves_a_cache_about(opset: int) -> None:
+def test_the_runtime_loads_what_moves_a_cache_about(opset):
     """Keys that are repeated for groups are behind an Unsqueeze, through which the session's optimizer moves DQ."""
     text = """net (float[1,2,P,8] past, float[1,2,T,8] k, float[1,2,T,8] q)
         => (float[1,2,Q,8] present, float[1,2,2,T,Q] y)
@@ -212,7 +210,7 @@ NO_CACHE = f"net (int64[B,T] input_ids) => (float[B,T,16] queries) <{WEIGHTS}> {
     (NO_CACHE, {}, "the model has no cache"), (FIRST, {"kv_cache": "other.onnx"}, "has no int8 cache"),
     (DECODER, {"format": "qop"}, "format='qop'"), (DECODER, {"recipe": "weight-only-8"}, "weights alone"),
 ])  # fmt: skip
-def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, options: Any, message: str) -> None:
+def test_what_cannot_be(tmp_path, monkeypatch, text, options, message):
     monkeypatch.chdir(tmp_path)
     onnx.save(decoder(), "other.onnx")
     data = prompts() if text in (FIRST, NO_CACHE) else calibration()
@@ -221,12 +219,12 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: s
     assert not Path("q.onnx").exists()
 
 
-def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_form_has_the_cache_that_was_asked_for(tmp_path, monkeypatch):
     """Where the promise delivers the float model, its interface is that of the others, and no object is changed."""
     model, out = decoder(), tmp_path / "q.onnx"
     before = model.SerializeToString()
 
-    def nothing_is_faster(call: Any, builder: Any, build: Any, *rest: Any) -> tuple[Any, bool]:
+    def nothing_is_faster(call, builder, build, *rest):
         return replace(build, plan=PlacementPlan("ort-cpu"), quantized=model), True
 
     monkeypatch.setattr("kenosis_ort.flow.speed.delivered", nothing_is_faster)
@@ -239,7 +237,7 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("text", [
     "[", "[]", "5", '{"past": "a"}', '{"past": -1}', '{"past": 0}', '{"past": 1e999}', '{"past": null}', "[" * 9999,
 ])  # fmt: skip
-def test_scales_that_a_file_got_from_elsewhere_are_checked(text: str) -> None:
+def test_scales_that_a_file_got_from_elsewhere_are_checked(text):
     model = onnx.ModelProto(metadata_props=[onnx.StringStringEntryProto(key="kenosis_ort.kv_cache", value=text)])
     with pytest.raises(ModelLoadError, match=r"no positive numbers by name.*a\.onnx, metadata kenosis_ort.kv_cache"):
         cache_scales(model, "a.onnx")

@@ -3,31 +3,26 @@
 import logging
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import KenosisWarning, QuantizationReport, Stages
+from kenosis_ort import InternalError, KenosisWarning, Stages, VerificationError
 from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.errors import InternalError, VerificationError
 from kenosis_ort.flow import preparation
 from kenosis_ort.flow.finish import worthless
 from kenosis_ort.flow.samples import rows_of
 from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets import get_target
-from kenosis_ort.targets.proof import FusionReport, Status
-from tests import models
+from kenosis_ort.targets.proof import Status
+from tests import models, planning
 from tests.flow.support import changed, initializers, make, own_warnings, quantized
-from tests.models import Feed
-from tests.planning import parse
 
 
-def told(out: Path, source: Any, feeds: list[Feed] | None = None, **options: Any) -> QuantizationReport:
+def told(out, source, feeds=None, **options):
     """Quantizes by the default recipe; the float model is delivered, with a warning."""
     with pytest.warns(KenosisWarning) as caught:
         report = quantized(source, out, feeds, **{"recipe": "fast", **options})
@@ -43,9 +38,9 @@ def told(out: Path, source: Any, feeds: list[Feed] | None = None, **options: Any
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("stages", [Stages(), Stages.none(), Stages(placement=False)], ids=["all", "none", "stock's"])
-def test_nothing_to_quantize_is_delivered_byte_for_byte(tmp_path: Path, stages: Stages, in_place: bool) -> None:
+def test_nothing_to_quantize_is_delivered_byte_for_byte(tmp_path, stages, in_place):
     path = tmp_path / "float.onnx"
-    onnx.save(parse("net (float[1,4] x) => (float[1,4] y) { y = Erf (x) }"), path)
+    onnx.save(planning.parse("net (float[1,4] x) => (float[1,4] y) { y = Erf (x) }"), path)
     before, out = path.read_bytes(), path if in_place else tmp_path / "out.onnx"
     told(out, path, stages=stages)
     assert out.read_bytes() == path.read_bytes() == before
@@ -55,30 +50,30 @@ def test_nothing_to_quantize_is_delivered_byte_for_byte(tmp_path: Path, stages: 
     ({"nodes_to_exclude": ["conv0", "relu1"]}, ""), ({"recipe": "weight-only-4"}, "no"),  # there is no such layer
     ({"extra_options": {"MinimumRealRange": 1e4}}, "worthless"),  # a step is larger than all values
 ])  # fmt: skip
-def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path: Path, options: Any, because: str) -> None:
+def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path, options, because):
     model = models.conv_relu_chain(2)
     assert because in told(tmp_path / "out.onnx", model, **options).float_because
     assert onnx.load(tmp_path / "out.onnx") == model
 
 
 @pytest.mark.parametrize(("decibels", "bad"), [([30, -3], True), ([0.5, 0.6], True), ([30, 0.5], False), ([], False)])
-def test_one_usable_output_does_not_make_up_for_one_without_signal(decibels: list[float], bad: bool) -> None:
+def test_one_usable_output_does_not_make_up_for_one_without_signal(decibels, bad):
     found = [OutputComparison("y", sqnr_db, 0.0, 1.0, None, 0.0, 4, floating=True) for sqnr_db in decibels]
     assert (worthless(found) is not None) == bad
 
 
-def test_outputs_of_zero_are_not_worthless(tmp_path: Path) -> None:
+def test_outputs_of_zero_are_not_worthless(tmp_path):
     """What the float model returns is zero but for the sign of noise: decibels say nothing."""
     text = """net (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] nothing)
         <float[4,3,1,1] w, float[4,4,1,1] v, float large = {1000000.0}> {
         c = Conv (x, w)  y = Conv (c, v)  s = Sub (c, large)  nothing = Relu (s) }"""
-    assert not make(parse(text), tmp_path, recipe="fast").report.is_float
+    assert not make(planning.parse(text), tmp_path, recipe="fast").report.is_float
 
 
 # ---- steps that fail --------------------------------------------------------------------------------------------
 
 
-def broken(*_: Any, **__: Any) -> Any:
+def broken(*_, **__):
     raise IndexError("a step that fails")
 
 
@@ -90,7 +85,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", list(STEPS))
-def test_a_step_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, step: str) -> None:
+def test_a_step_that_fails_is_left_out(tmp_path, monkeypatch, caplog, step):
     model = models.residual_block()
     monkeypatch.setattr(STEPS[step], broken)
     caplog.set_level(logging.DEBUG, "kenosis_ort")
@@ -102,8 +97,8 @@ def test_a_step_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Monke
     assert made.db() > 30
 
 
-def test_what_the_runtime_refuses_of_stocks_placement_is_no_defect(tmp_path: Path) -> None:
-    def refuse(model: Any, **_: Any) -> FusionReport:
+def test_what_the_runtime_refuses_of_stocks_placement_is_no_defect(tmp_path):
+    def refuse(model, **_):
         raise VerificationError("the runtime does not load the model")
 
     target = get_target("ort-cpu")
@@ -113,10 +108,10 @@ def test_what_the_runtime_refuses_of_stocks_placement_is_no_defect(tmp_path: Pat
             quantized(models.residual_block(), tmp_path / "out.onnx", target=target, stages=stages)
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, form: str, change: Any) -> None:
+def replaced(monkeypatch, form, change):
     """Puts another rewrite in the place of the one of this name."""
 
-    def rewrite(proto: onnx.ModelProto, **_: Any) -> Any:
+    def rewrite(proto, **_):
         return change(proto)
 
     rewrite.__name__ = form
@@ -125,12 +120,12 @@ def replaced(monkeypatch: pytest.MonkeyPatch, form: str, change: Any) -> None:
         monkeypatch.setattr(preparation, name, rules)
 
 
-def spoilt(proto: onnx.ModelProto) -> Any:
+def spoilt(proto):
     del proto.graph.node[:]
     raise KeyError("spoilt")
 
 
-def relu_is_abs(proto: onnx.ModelProto) -> RewriteResult:
+def relu_is_abs(proto):
     for node in proto.graph.node:
         node.op_type = "Abs" if node.op_type == "Relu" else node.op_type
     return RewriteResult(("Relu is nearly Abs.",))
@@ -140,7 +135,7 @@ def relu_is_abs(proto: onnx.ModelProto) -> RewriteResult:
     *((form, spoilt, "mobile_block") for form in ("fold_batch_norm", "collapse_clip", "fold_channel_shuffle")),
     ("linear_to_gemm", spoilt, "mobile_block"), ("collapse_clip", relu_is_abs, "residual_block"),
 ])  # fmt: skip
-def test_a_rewrite_that_fails_or_is_wrong_is_left_out_and_told(tmp_path: Path, monkeypatch, form, change, net) -> None:
+def test_a_rewrite_that_fails_or_is_wrong_is_left_out_and_told(tmp_path, monkeypatch, form, change, net):
     """The rewritten model is compared with the model as it came, not with itself."""
     replaced(monkeypatch, form, change)
     told = f"'{form}' failed" if change is spoilt else "rewritten float model is off"
@@ -152,11 +147,11 @@ def test_a_rewrite_that_fails_or_is_wrong_is_left_out_and_told(tmp_path: Path, m
     assert made.db() > 25
 
 
-def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
+def test_what_the_proof_finds_in_float_is_left_float(tmp_path):
     """A node that was planned as integer, with its reason, and no more."""
     target, proved = get_target("ort-cpu"), []
 
-    def prove(model: Any, **options: Any) -> FusionReport:
+    def prove(model, **options):
         found = get_target("ort-cpu").hooks.prove(model, **options)
         proved.append(options["plan"])
         as_float = {"integer": False, "status": Status.FLOAT, "reason": "the test says so"}
@@ -173,7 +168,7 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path: Path) -> None:
 # ---- defects ----------------------------------------------------------------------------------------------------
 
 
-def unreadable(proto: onnx.ModelProto, *_: object) -> SimpleNamespace:
+def unreadable(proto, *_):
     model = changed(proto)
     model.graph.node.add(op_type="DequantizeLinear", input=["nothing", "none"], output=["never"], name="broken")
     return SimpleNamespace(model=SimpleNamespace(model=model), rescaled=lambda *_: None)
@@ -187,7 +182,7 @@ PARTS = (EMITTER, "kenosis_ort.flow.builder.Planner", "kenosis_ort.targets.ort_c
     *((part, broken, "a step that fails", True) for part in PARTS),
     *((EMITTER, unreadable, "does not load", verify) for verify in (True, False)),
 ])  # fmt: skip
-def test_a_defect_is_an_error_or_the_float_model(tmp_path: Path, monkeypatch, part, defect, says, verify) -> None:
+def test_a_defect_is_an_error_or_the_float_model(tmp_path, monkeypatch, part, defect, says, verify):
     monkeypatch.setattr(part, defect)
     model, out = models.residual_block(), tmp_path / "out.onnx"
     out.write_bytes(b"the model of yesterday")
@@ -210,7 +205,7 @@ def test_a_defect_is_an_error_or_the_float_model(tmp_path: Path, monkeypatch, pa
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_batch_of_32_is_32_samples(tmp_path: Path, fixed: bool) -> None:
+def test_a_batch_of_32_is_32_samples(tmp_path, fixed):
     model, rng = models.mlp(hidden=16, layers=4), np.random.default_rng(0)
     for value in (*model.graph.input, *model.graph.output) if fixed else ():
         value.type.tensor_type.shape.dim[0].dim_value = 32
@@ -219,7 +214,7 @@ def test_a_batch_of_32_is_32_samples(tmp_path: Path, fixed: bool) -> None:
     assert {p.name for p in report.passes} >= {"bias_correction", "ranges"}
 
 
-def test_the_bytes_of_a_picture_are_not_a_batch() -> None:
+def test_the_bytes_of_a_picture_are_not_a_batch():
     """A part of a compressed picture is none: the decoder of a custom operator may end the process."""
     assert rows_of({"bytes": np.zeros(64, np.uint8)}) == 1
     assert rows_of({"x": np.zeros((8, 3)), "length": np.zeros(8)}) == 1

@@ -1,26 +1,21 @@
 """Valid models with surprising names, sizes, values or outputs; and bad input, of which nothing is left behind."""
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, StaticQuantConfig
 
 from kenosis_ort import ArrayReader, KenosisWarning, Stages, errors, quantize, quantize_static
-from tests import models
-from tests.flow.support import changed, good, make, run, session
-from tests.models import Feed, FeedReader
-from tests.planning import parse
+from tests import models, planning
+from tests.flow.support import changed, good, make, run
+from tests.models import FeedReader
 
 # ---- names ----------------------------------------------------------------------------------------------------
 
 
-def renamed(model: onnx.ModelProto, names: dict[str, str]) -> onnx.ModelProto:
+def renamed(model, names):
     """The model with values and initializers renamed."""
     for tensor in model.graph.initializer:
         tensor.name = names.get(tensor.name, tensor.name)
@@ -41,14 +36,14 @@ COLLISIONS = {
 
 @pytest.mark.parametrize("policy", ["auto", "int8"])
 @pytest.mark.parametrize("names", COLLISIONS.values(), ids=COLLISIONS)
-def test_values_named_like_what_quantization_adds(tmp_path: Path, names: str, policy: Any) -> None:
+def test_values_named_like_what_quantization_adds(tmp_path, names, policy):
     model = renamed(models.residual_block(), dict(pair.split(": ") for pair in names.split(", ")))
     model.graph.node[0].name, model.graph.node[1].name = "x_QuantizeLinear", "conv1_w_DequantizeLinear"
     assert all(good(model, tmp_path, protect_outputs=policy).heavy.values())
 
 
 CONV = "Conv <pads = [1, 1, 1, 1]>"
-NETS: dict[str, tuple[str, dict[str, Any]]] = {
+NETS = {
     "a factor named like the scale of its input": (
         f"""(float[1,3,8,8] x) => (float[1,4,8,8] z) <float[4,3,3,3] w, float y_scale, float[4,4,3,3] v> {{
             y = {CONV} (x, w)  s = Mul (y, y_scale)  z = {CONV} (s, v) }}""", {"y_scale": 3.0}),
@@ -73,9 +68,9 @@ NETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_all_of_it_runs_in_integers(tmp_path: Path, name: str) -> None:
+def test_all_of_it_runs_in_integers(tmp_path, name):
     text, weights = NETS[name]
-    made = good(parse(text, weights), tmp_path, least=25)
+    made = good(planning.parse(text, weights), tmp_path, least=25)
     assert all(made.heavy.values())
     assert [o.name for o in made.report.outputs] == [o.name for o in made.model.graph.output]
     if "two grids" in name:
@@ -91,38 +86,38 @@ def test_all_of_it_runs_in_integers(tmp_path: Path, name: str) -> None:
     (None, False, set()),
     (None, True, {"factor"}),
 ])  # fmt: skip
-def test_initializers_that_are_inputs_too(tmp_path: Path, listed: Any, fed: bool, overridable: set[str]) -> None:
+def test_initializers_that_are_inputs_too(tmp_path, listed, fed, overridable):
     text = f"""(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,3,3] w, float[4,4,3,3] v, float factor> {{
         a = {CONV} (x, w)  scaled = Mul (a, factor)  y = {CONV} (scaled, v) }}"""
-    model = parse(text, {"factor": 2})
-    feeds: list[Feed] = models.feeds(model, 3)
+    model = planning.parse(text, {"factor": 2})
+    feeds = models.feeds(model, 3)
     for tensor in [t for t in model.graph.initializer if listed is None or t.name in listed]:
-        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     if fed:
         feeds = [{**feed, "factor": np.array(i, np.float32)} for i, feed in enumerate(feeds, 1)]
     made = good(model, tmp_path, feeds)
     assert all(made.heavy.values())
-    assert {value.name for value in session(made.out).get_overridable_initializers()} == overridable
+    assert {value.name for value in models.session(made.out).get_overridable_initializers()} == overridable
 
 
-def test_weights_that_are_inputs(tmp_path: Path) -> None:
+def test_weights_that_are_inputs(tmp_path):
     text = f"""net (float[1,3,8,8] x, float[4,3,3,3] w) => (float[1,4,8,8] y) <float[4,4,3,3] v> {{
         fed = {CONV} (x, w)  y = {CONV} (fed, v) }}"""
-    assert good(parse(text), tmp_path).heavy == {"Conv_fed": False, "Conv_y": True}
+    assert good(planning.parse(text), tmp_path).heavy == {"Conv_fed": False, "Conv_y": True}
 
 
-def test_an_input_that_is_an_output(tmp_path: Path) -> None:
+def test_an_input_that_is_an_output(tmp_path):
     text = f"(float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,3,8,8] x) <float[4,3,3,3] w> {{ y = {CONV} (x, w) }}"
-    made = good(parse(text), tmp_path)
+    made = good(planning.parse(text), tmp_path)
     assert np.array_equal(run(made.out, made.feeds)[0][1], made.feeds[0]["x"])
 
 
 @pytest.mark.parametrize("batches", [[1, 4, 2], [5], [2, 0]], ids=str)
-def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path: Path, batches: list[int]) -> None:
+def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path, batches):
     text = f"""net (float[N,3,H,W] x) => (float[N,5] y) <float[8,3,3,3] w, float[8,8,3,3] v, float[5,8] h> {{
         a = {CONV} (x, w)  r = Relu (a)  c = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (r, v)
         p = GlobalAveragePool (c)  f = Flatten (p)  y = Gemm <transB = 1> (f, h) }}"""
-    model = parse(text)
+    model = planning.parse(text)
     feeds = [models.feeds(model, 1, seed=b, dims={"N": b, "H": 8 + b, "W": 12})[0] for b in batches]
     made = good(model, tmp_path, feeds)
     assert all(made.heavy.values())
@@ -134,12 +129,12 @@ def test_batches_and_pictures_of_any_size_and_of_nothing(tmp_path: Path, batches
 
 
 @pytest.mark.parametrize("name", ["conv1_w", "conv1_b", "stem_w", "head_w"])
-def test_weights_of_zero(tmp_path: Path, name: str) -> None:
+def test_weights_of_zero(tmp_path, name):
     assert all(good(changed(models.residual_block(), **{name: 0.0}), tmp_path, least=25).heavy.values())
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-20, 1e20, 1e30])
-def test_inputs_of_any_magnitude(tmp_path: Path, factor: float) -> None:
+def test_inputs_of_any_magnitude(tmp_path, factor):
     model = models.residual_block()
     feeds = [{"x": (f["x"] * factor).astype(np.float32)} for f in models.feeds(model)]
     assert all(is_integer or factor == 1e-38 for is_integer in good(model, tmp_path, feeds).heavy.values())
@@ -156,7 +151,7 @@ ENDS = """(float[1,3,12,12] x) => (float[1,4] y)
     ((1.0, 1.0, 1.0, 1e-36), {"a", "c", "y"}), ((1.0, 1.0, 1e-36, 1e-42), {"a", "c", "y"}),
     ((1e-20, 1e-20, 1e-20, 1.0), {"a", "y"}), ((1e36, 1e-36, 1.0, 1.0), {"y"}), ((0.0, 1.0, 1.0, 1.0), {"a", "c", "y"}),
 ])  # fmt: skip
-def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float, ...], integer: set[str]) -> None:
+def test_weights_at_the_ends_of_float32(tmp_path, magnitudes, integer):
     """Two Convs and a Gemm whose weights and biases are of these magnitudes; every other channel times the fourth."""
     first, second, biases, dead = magnitudes
     rng = np.random.default_rng(0)
@@ -164,7 +159,7 @@ def test_weights_at_the_ends_of_float32(tmp_path: Path, magnitudes: tuple[float,
     arrays |= {"w3": rng.normal(size=(8, 4)), "b1": rng.normal(size=8) * biases, "b2": rng.normal(size=8) * biases}
     for name in ("w2", "b1"):
         arrays[name][::2] *= dead
-    made = make(parse(ENDS, {**arrays, "b3": rng.normal(size=4)}), tmp_path)
+    made = make(planning.parse(ENDS, {**arrays, "b3": rng.normal(size=4)}), tmp_path)
     assert {name for name, is_integer in made.heavy.items() if is_integer} == integer
     assert made.db() > 30
     if len(integer) == 1:
@@ -182,9 +177,9 @@ NO_TENSORS = {
 
 
 @pytest.mark.parametrize("kind", NO_TENSORS)
-def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> None:
+def test_outputs_that_are_no_tensors_are_compared(tmp_path, kind):
     """A classifier's ZipMap, a list of tensors of several sizes: the report says how good they are."""
-    model = parse(f"(float[1,8] x) => ({kind} y) {MLP} {NO_TENSORS[kind]} }}", domains=["ai.onnx.ml"])
+    model = planning.parse(f"(float[1,8] x) => ({kind} y) {MLP} {NO_TENSORS[kind]} }}", domains=["ai.onnx.ml"])
     made = make(model, tmp_path, models.feeds(model, 8), recipe="fast")
     assert made.report.warnings == ()
     assert [o.name for o in made.report.outputs] == ["y"]
@@ -194,9 +189,9 @@ def test_outputs_that_are_no_tensors_are_compared(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("recipe", ["plain", "fast"])
-def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path: Path, recipe: str) -> None:
+def test_outputs_that_are_drawn_at_random_are_not_compared(tmp_path, recipe):
     text = f"(float[1,8] x) => (float[1,4] s, float[1,4] y) {MLP} n = RandomNormalLike <scale=5.0>(s) y = Add (n, s) }}"
-    made = make(parse(text), tmp_path, models.feeds(parse(text), 8), recipe=recipe)
+    made = make(planning.parse(text), tmp_path, models.feeds(planning.parse(text), 8), recipe=recipe)
     assert made.report.warnings == ()
     assert [o.name for o in made.report.outputs] == ["s"]
     assert any("is random" in note for note in made.report.notes)
@@ -210,13 +205,13 @@ MIDDLE = {
 
 
 @pytest.mark.parametrize("middle", MIDDLE)
-def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path: Path, middle: str) -> None:
+def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path, middle):
     text = f"""net (float[4,16] x) => (float[4,16] y) <float[16,16] w1, float[16,16] w2, float s, uint8 z,
         int8[16,16] q, float ws, int8 wz> {{
         a = MatMul (x, w1)  aq = QuantizeLinear (a, s, z)  {MIDDLE[middle]}  y = MatMul (b, w2) }}"""
     whole = np.random.default_rng(0).integers(-127, 128, (16, 16))
-    model = parse(text, {"s": 0.04, "z": 128, "q": whole, "ws": 0.004})
-    feeds: list[Feed] = models.feeds(model, 8)
+    model = planning.parse(text, {"s": 0.04, "z": 128, "q": whole, "ws": 0.004})
+    feeds = models.feeds(model, 8)
     made = make(model, tmp_path, feeds, recipe="fast", tune="model")
     assert made.heavy["MatMul_a"]
     assert made.heavy["MatMul_y"]
@@ -227,25 +222,20 @@ def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path: Path, 
 
 
 OLD = b"the model of yesterday"
-Refused = Any  # the fixture below, a function
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused]:
+def refused(tmp_path, monkeypatch):
     """Calls `quantize_static`, checks its refusal, and afterwards that nothing was written.
 
     The refusal is of a class, tells what and how to mend it, has some texts in its message, and a place.
     """
-    work, temporary, target = (tmp_path / n for n in ("work", "temporary", "target"))
-    for folder in (work, temporary, target):
-        folder.mkdir()
-    monkeypatch.chdir(work)
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    out = target / "out.onnx"
-    out.write_bytes(OLD)
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    (out := folder / "out.onnx").write_bytes(OLD)
 
-    def call(kind: type[errors.KenosisError], *texts: str, model: Any = None, reader: Any = "", output: Path = out,
-             where: str = "", **options: Any) -> errors.KenosisError:  # fmt: skip
+    def call(kind, *texts, model=None, reader="", output=out, where="", **options):
         model = models.residual_block() if model is None else model
         reader = models.reader(model) if reader == "" else reader
         with pytest.raises(errors.KenosisError) as caught:
@@ -259,14 +249,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused
         return error
 
     yield call
-    assert out.read_bytes() == OLD
-    assert [path for folder in (work, temporary, target) for path in folder.iterdir()] == [out]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == {out: OLD}
 
 
 # ---- the model: what all is told of files is in `tests.graph.test_load` and `tests.cli.test_mistakes` ---------------
 
 
-def test_nan_among_the_weights(refused: Refused) -> None:
+def test_nan_among_the_weights(refused):
     """The first value that it reaches is named."""
     model = changed(models.residual_block(), conv1_w=np.where(np.arange(3) == 1, np.nan, 1))
     refused(errors.CalibrationError, "NaN", "relu1_out", model=model)
@@ -290,13 +279,13 @@ INFINITE[2]["x"][0, 1, 2, 3] = np.inf
     {}, {"quant_format": QuantFormat.QOperator}, {"stages": Stages(placement=False)}, {"stages": Stages.none()},
     {"calibrate_method": CalibrationMethod.Percentile, "on_failure": "float"},  # it is no defect of ours
 ], ids=["all", "qoperator", "stock placement", "stock", "percentile"])  # fmt: skip
-def test_no_readers_and_wrong_feeds(refused: Refused, reader: Any, texts: list[str], options: dict[str, Any]) -> None:
+def test_no_readers_and_wrong_feeds(refused, reader, texts, options):
     """What all is told from a feed is in `tests.calibration.test_feeds`."""
     refused(errors.CalibrationError, *texts, reader=reader(), **options)
 
 
-def test_nan_made_by_a_node_is_computed_as_the_runtime_does(tmp_path: Path) -> None:
-    model, out = parse("""net (float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w, float[4,4,1,1] v> {
+def test_nan_made_by_a_node_is_computed_as_the_runtime_does(tmp_path):
+    model, out = planning.parse("""net (float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w, float[4,4,1,1] v> {
         c = Conv (x, w)  root = Sqrt (c)  y = Conv (root, v) }"""), tmp_path / "out.onnx"  # fmt: skip
     with pytest.warns(KenosisWarning, match="NaN or infinity"):
         report = quantize_static(model, out, models.reader(model))
@@ -310,7 +299,7 @@ def test_nan_made_by_a_node_is_computed_as_the_runtime_does(tmp_path: Path) -> N
 # ---- options --------------------------------------------------------------------------------------------------
 
 
-TYPOS: Any = (
+TYPOS = (
     ({"extra_options": {"ActivationSymetric": True}}, ("ActivationSymetric", "'ActivationSymmetric'")),
     ({"extra_options": {"TensorQuantOverrides": {"xx": [{"symmetric": True}]}}}, ("'xx'", "no tensor of the model")),
     ({"nodes_to_exclude": ["heed"]}, ("nodes_to_exclude", "'heed'", "Did you mean 'head'?")),
@@ -319,7 +308,7 @@ TYPOS: Any = (
 
 
 @pytest.mark.parametrize(("options", "texts"), TYPOS, ids=["option", "tensor", "excluded", "named"])
-def test_names_that_fit_nothing(tmp_path: Path, options: dict[str, Any], texts: tuple[str, ...]) -> None:
+def test_names_that_fit_nothing(tmp_path, options, texts):
     """A warning where stock says nothing and goes on; an error on the command line, where it can only be a typo."""
     model, out = models.residual_block(), tmp_path / "out.onnx"
     config = StaticQuantConfig(models.reader(model), **options)
@@ -352,14 +341,14 @@ FLOAT8 = QuantType.QFLOAT8E4M3FN
     ({"activation_type": QuantType.QInt8, "weight_type": QuantType.QUInt8}, ()),
     ({"extra_options": {"CalibPercentile": 200}, "calibrate_method": CalibrationMethod.Percentile}, ("200",)),
 ], ids=lambda v: next(iter(v)) if isinstance(v, dict) else "")  # fmt: skip
-def test_bad_options(refused: Refused, options: dict[str, Any], texts: tuple[str, ...]) -> None:
+def test_bad_options(refused, options, texts):
     refused(errors.OptionError, *texts, **options)
 
 
 # ---- the output -----------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_cannot_be_written_is_told_beforehand(refused: Refused, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_told_beforehand(refused, tmp_path):
     """An hour of calibration must not be lost to a typing error in the output path."""
     (folder := tmp_path / "folder").mkdir()
     reader, nowhere = models.reader(models.residual_block()), tmp_path / "nowhere"
@@ -370,19 +359,19 @@ def test_an_output_that_cannot_be_written_is_told_beforehand(refused: Refused, t
     assert [*folder.iterdir()] == []
 
 
-def test_errors_are_also_the_built_in_ones() -> None:
+def test_errors_are_also_the_built_in_ones():
     """Existing ``except ValueError`` and ``except OSError`` blocks around stock keep working."""
     of_values = errors.ModelLoadError, errors.CalibrationError, errors.OptionError, errors.UnsupportedModelError
     assert all(issubclass(e, ValueError) for e in of_values)
     assert issubclass(errors.OutputError, OSError)
 
 
-def test_long_names_are_no_defect_of_ours(tmp_path: Path) -> None:
+def test_long_names_are_no_defect_of_ours(tmp_path):
     """Of files, nodes and tensors: what the system takes works, what it does not is an error that says so."""
     v, longer = "v" * 250, tmp_path / ("x" * 300)
     text = f"""(float[1,8] x{v}) => (float[1,8] y{v}) <float[8,8] u{v}, float[8,8] w{v}> {{
         [a{v}] a{v} = MatMul (x{v}, u{v})  [r{v}] r{v} = Relu (a{v})  [m{v}] y{v} = MatMul (r{v}, w{v}) }}"""
-    model, feeds = parse(text), [{f"x{v}": models.normal((1, 8))}] * 2
+    model, feeds = planning.parse(text), [{f"x{v}": models.normal((1, 8))}] * 2
     source, out, cache = (tmp_path / (letter * 255) for letter in "moc")
     onnx.save(model, source)
     report = quantize_static(source, out, FeedReader(feeds), promise=False, calibration_cache_path=cache)
@@ -397,9 +386,9 @@ def test_long_names_are_no_defect_of_ours(tmp_path: Path) -> None:
         ArrayReader(longer)
 
 
-def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused: Refused) -> None:
+def test_a_net_that_the_runtime_refuses_once_it_optimizes(refused):
     """A size declared where its maker says another hides from a load without optimization what does not fit."""
     text = """(float[1,4,8,8] x) => (float[1,4,8,8] y) <float[9,9,9,9] c, float[4,4,1,1] w, bool[1] t, float[9,1,1] o>
     { c = Conv(x, w) r = Relu(c) s = Where(t, o, r) y = Conv(s, w) }"""
-    error = refused(errors.ModelLoadError, "Incompatible dimensions", model=parse(text, checked=False))
+    error = refused(errors.ModelLoadError, "Incompatible dimensions", model=planning.parse(text, checked=False))
     assert "report" not in error.fix

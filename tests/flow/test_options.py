@@ -7,8 +7,7 @@ goes before the recipe file, and before the named recipe.
 import inspect
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import onnx
@@ -21,7 +20,6 @@ from typing_extensions import Unpack
 import kenosis_ort
 from kenosis_ort import KenosisWarning, OptionError, Placement, Recipe, Speed, Stages, quantize, quantize_static
 from kenosis_ort.api import _previewed
-from kenosis_ort.flow.request import Request
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.options import KEYWORDS, Keywords
@@ -29,13 +27,12 @@ from kenosis_ort.passes.recipe import RECIPES
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, wrong
-from tests.flow.support import Made, Untouched, changed, chosen, make, quality, quantized
-from tests.models import FeedReader
+from tests.flow.support import Untouched, changed, chosen, make, quality, quantized
 
 MODEL = models.residual_block()
 
 
-def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: Any) -> None:
+def refused(folder, name, call, /, *arguments, **options):
     before = list(folder.iterdir())
     with pytest.raises((OptionError, kenosis_ort.OutputError)) as caught:
         call(*arguments, **options)
@@ -45,7 +42,7 @@ def refused(folder: Path, name: str, call: Any, /, *arguments: Any, **options: A
     assert list(folder.iterdir()) == before
 
 
-def test_every_option_is_in_the_table() -> None:
+def test_every_option_is_in_the_table():
     parameters = {*inspect.signature(quantize_static).parameters, *KEYWORDS}
     assert parameters - {"calibration_data_reader", "further"} == wrong.OPTIONS.keys()
     assert wrong.OPTIONS.keys() - {"model_input"} == OPTIONS.keys()
@@ -53,14 +50,14 @@ def test_every_option_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", wrong.OPTIONS)
-def test_a_wrong_value_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_wrong_value_is_refused_by_name(tmp_path, name):
     usual = {"model_input": MODEL, "model_output": tmp_path / "out.onnx", "calibration_data_reader": Untouched()}
     for value in wrong.OPTIONS[name]:
         refused(tmp_path, name, quantize_static, **{**usual, name: value})
 
 
 @pytest.mark.parametrize("name", wrong.EXTRA)
-def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_wrong_extra_option_is_refused_by_name(tmp_path, name):
     call = partial(quantize_static, MODEL, tmp_path / "out.onnx", Untouched())
     for value in wrong.EXTRA[name]:
         refused(tmp_path, name, call, extra_options={name: value})
@@ -71,12 +68,12 @@ def test_a_wrong_extra_option_is_refused_by_name(tmp_path: Path, name: str) -> N
     *((Stages, name, values) for name, values in wrong.STAGES.items()),
     (Speed, "sequence_lengths", ([0], "1", 3)),
 ])  # fmt: skip
-def test_recipes_stages_and_groups_are_checked(tmp_path: Path, kind: Any, name: str, values: tuple[Any, ...]) -> None:
+def test_recipes_stages_and_groups_are_checked(tmp_path, kind, name, values):
     for value in values:
         refused(tmp_path, name, kind, **{name: value})
 
 
-def test_other_calls_are_checked_too(tmp_path: Path) -> None:
+def test_other_calls_are_checked_too(tmp_path):
     out = tmp_path / "t"
     refused(tmp_path, "threads", kenosis_ort.preview, MODEL, threads=-1)
     refused(tmp_path, "verify", kenosis_ort.calibrate, MODEL, out, Untouched(), verify="no")
@@ -88,9 +85,9 @@ def test_other_calls_are_checked_too(tmp_path: Path) -> None:
         quantize_static(MODEL, out, Untouched(), per_channel="x")
 
 
-def test_numpy_values_and_other_sequences_are_taken(tmp_path: Path) -> None:
+def test_numpy_values_and_other_sequences_are_taken(tmp_path):
     """What counts as a boolean, a number or a list in Python's duck typing makes the same file."""
-    options: dict[str, Any] = {"recipe": "plain", "promise": False, "nodes_to_exclude": ["head"], "per_channel": True}
+    options = {"recipe": "plain", "promise": False, "nodes_to_exclude": ["head"], "per_channel": True}
     quantize_static(MODEL, tmp_path / "a.onnx", models.reader(MODEL), **options)
     options = {"promise": np.False_, "verify": np.bool_(True), "per_channel": 1, "nodes_to_exclude": {"head"}}
     options["recipe"] = Recipe("plain", "minmax", np.False_, np.False_, smooth="off", samples=np.int32(4))
@@ -103,7 +100,7 @@ def test_numpy_values_and_other_sequences_are_taken(tmp_path: Path) -> None:
 # ---- what is stated counts ----------------------------------------------------------------------------------------
 
 MLP = models.mlp()
-VALUES: dict[str, Any] = {
+VALUES = {
     "activation_bits": 5, "activation_type": QuantType.QInt8, "calibrate_method": CalibrationMethod.Entropy,
     "calibration_providers": ("CPUExecutionProvider",), "extra_options": {"WeightSymmetric": False}, "format": "qop",
     "host": "vnni", "kv_cache": "int8", "max_opset": 17, "nodes_to_exclude": ("a", "b"), "nodes_to_quantize": ("fc1",),
@@ -119,30 +116,30 @@ STATED = (
     *("target", "quant_format", "use_external_data_format", "verify", "protect_outputs", "rewrites", "max_opset"),
     *("on_failure", "kv_cache", *SPEED),
 )
-USUAL: dict[str, Any] = {"nodes_to_exclude": [], **{name: OPTIONS[name].default for name in STATED}}
+USUAL = {"nodes_to_exclude": [], **{name: OPTIONS[name].default for name in STATED}}
 """Options at their defaults, which the call states."""
 
 
-def request(**given: Any) -> Request:
+def request(**given):
     return _previewed(MLP, given)
 
 
-def file(**options: Any) -> RecipeFile:
+def file(**options):
     return RecipeFile(RECIPES["fast"], options)
 
 
-def known(made: Request) -> dict[str, Any]:
+def known(made):
     """What a request says, but for functions, which are made anew for each target, and for who said it."""
     fields = {name: value for name, value in vars(made).items() if name not in ("target", "choices")}
     return fields | {"target": made.target.name, "choices": {k: c.value for k, c in made.choices.items()}}
 
 
-def test_every_option_that_a_file_may_hold_has_a_value_here() -> None:
+def test_every_option_that_a_file_may_hold_has_a_value_here():
     assert {*VALUES} == {*IN_FILE}
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_python_and_file_say_the_same(name: str, tmp_path: Path) -> None:
+def test_python_and_file_say_the_same(name, tmp_path):
     given = {name: VALUES[name], **BESIDE.get(name, {})}
     said = known(request(**given))
     assert said != known(request()), "the value is none that an option has by itself"
@@ -151,25 +148,25 @@ def test_python_and_file_say_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in IN_FILE])
-def test_a_file_holds_nothing_of_a_single_run(name: str) -> None:
+def test_a_file_holds_nothing_of_a_single_run(name):
     with pytest.raises(ValueError, match=name):
         RecipeFile.from_toml(f'schema = 1\n[recipe]\nname = "fast"\n[options]\n{name} = "x"\n')
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_a_default_that_the_call_states_goes_before_the_file(name: str) -> None:
+def test_a_default_that_the_call_states_goes_before_the_file(name):
     held, usual = file(**{name: VALUES[name]}), USUAL[name]
     assert known(request(recipe=held)) != known(request())
-    stated: list[dict[str, Any]] = [{name: usual}]
+    stated = [{name: usual}]
     if name in SPEED:
         stated.append({"speed": Speed(**{name: usual})})
-        other: dict[str, Any] = {"threads": 3} if name != "threads" else {"tune": "off"}
+        other = {"threads": 3} if name != "threads" else {"tune": "off"}
         assert getattr(request(recipe=held, speed=Speed(**other)).speed, name) != usual
     for said in stated:
         assert known(request(recipe=held, **said)) == known(request(**said)), said
 
 
-def test_named_recipes_give_way_to_what_is_stated() -> None:
+def test_named_recipes_give_way_to_what_is_stated():
     for said in ({}, {"promise": True}, {"tune": "model"}):
         made = request(recipe="tiny", speed=Speed(**said)).speed
         assert {"promise": made.promise, "tune": made.tune} == {"promise": False, "tune": "off", **said}
@@ -180,7 +177,7 @@ def test_named_recipes_give_way_to_what_is_stated() -> None:
     assert request(recipe=held, placement=Placement(rewrites=False)).protect_outputs == "float"
 
 
-def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None:
+def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path):
     with pytest.warns(KenosisWarning, match="quant_format=QInt8 is no QuantFormat"):
         found = request(quant_format=QuantType.QInt8, recipe=file(quant_format=QuantFormat.QOperator))
     assert found.choices["quant_format"].value is QuantFormat.QOperator
@@ -193,7 +190,7 @@ def test_a_data_type_as_format_is_ignored_with_a_warning(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("most", [13, 17, 21])
-def test_the_operator_set_is_no_higher_than_asked_for(tmp_path: Path, most: int) -> None:
+def test_the_operator_set_is_no_higher_than_asked_for(tmp_path, most):
     for name, options in {"int8": {"promise": False}, "promise": {}, "stock": {"stages": Stages.none()}}.items():
         for given in (17, 22):
             model = models.conv_relu_chain(2, opset=given) if most < 17 or given > 17 else models.transformer_block()
@@ -205,7 +202,7 @@ def test_the_operator_set_is_no_higher_than_asked_for(tmp_path: Path, most: int)
             assert report.recipe_file().options["max_opset"] == most
 
 
-def test_what_needs_a_higher_operator_set_is_refused(tmp_path: Path) -> None:
+def test_what_needs_a_higher_operator_set_is_refused(tmp_path):
     for wide in ({"activation_type": QuantType.QUInt16}, {"recipe": "weight-only-4"}):
         with pytest.raises(OptionError, match="needs operator set 21"):
             quantize_static(MLP, tmp_path / "out.onnx", models.reader(MLP), max_opset=17, **wide)
@@ -213,7 +210,7 @@ def test_what_needs_a_higher_operator_set_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opset", [13, 17, 22])
-def test_the_operator_set_rises_where_the_cost_table_gives_it_more_than_a_twentieth(tmp_path: Path, opset: int) -> None:
+def test_the_operator_set_rises_where_the_cost_table_gives_it_more_than_a_twentieth(tmp_path, opset):
     """Attention of many positions over few numbers is most of a net's time, beside wide layers next to none."""
     if runtime_limits().max_opset < ATTENTION_OPSET:
         pytest.skip("the runtime does not know Attention")
@@ -233,7 +230,7 @@ def test_the_operator_set_rises_where_the_cost_table_gives_it_more_than_a_twenti
     assert found == {"wide": opset, "long": ATTENTION_OPSET, "convs": opset}
 
 
-def test_a_target_without_cost_table_leaves_the_operator_set(tmp_path: Path) -> None:
+def test_a_target_without_cost_table_leaves_the_operator_set(tmp_path):
     model, out = models.transformer_block(tokens=96), tmp_path / "out.onnx"
     report = quantize_static(model, out, models.reader(model), format="qcdq", weight_bits=4)
     assert opset_of(onnx.load(out)) == opset_of(model), report.notes
@@ -250,11 +247,11 @@ OPEN.add("use_external_data_format")
 """At stock's default where nothing states them."""
 
 
-def parameters(call: Any) -> list[inspect.Parameter]:
+def parameters(call):
     return list(inspect.signature(call).parameters.values())
 
 
-def test_stock_parameters_in_stock_order_and_ten_keyword_only_parameters() -> None:
+def test_stock_parameters_in_stock_order_and_ten_keyword_only_parameters():
     own = [p for p in parameters(quantize_static) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     theirs = parameters(stock.quantize_static)
     assert [p.name for p in own][: len(theirs)] == [p.name for p in theirs]
@@ -279,18 +276,18 @@ def test_stock_parameters_in_stock_order_and_ten_keyword_only_parameters() -> No
     (quantize_static, ("out.onnx", Untouched())), (quantize, ("out.onnx", StaticQuantConfig(Untouched()))),
     (kenosis_ort.preview, ()), (kenosis_ort.calibrate, (Untouched(),)),
 ])  # fmt: skip
-def test_an_unknown_parameter_is_a_type_error_that_names_the_nearest(call: Any, given: tuple[Any, ...]) -> None:
+def test_an_unknown_parameter_is_a_type_error_that_names_the_nearest(call, given):
     for said, meant in (("promis", "promise"), ("weight_tpye", "weight_type"), ("acuracy_budget", "accuracy_budget")):
         with pytest.raises(TypeError, match=f"no parameter '{said}'. Did you mean '{meant}'"):
             call(models.bn_net(), *given, **{said: None})
 
 
-def test_public_names_exist_and_are_documented() -> None:
+def test_public_names_exist_and_are_documented():
     assert len(set(kenosis_ort.__all__)) == len(kenosis_ort.__all__)
     assert [n for n in kenosis_ort.__all__ if not inspect.getdoc(getattr(kenosis_ort, n))] in ([], ["__version__"])
 
 
-def test_config_object(tmp_path: Path) -> None:
+def test_config_object(tmp_path):
     model = models.residual_block()
     given = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
     method = {"calibrate_method": CalibrationMethod.Percentile, "extra_options": {"CalibPercentile": 99.9}}
@@ -303,7 +300,7 @@ def test_config_object(tmp_path: Path) -> None:
     assert report.fusion is None
 
 
-def test_config_defaults_leave_the_choice_to_the_host(tmp_path: Path) -> None:
+def test_config_defaults_leave_the_choice_to_the_host(tmp_path):
     model = models.residual_block()
     config = StaticQuantConfig(models.reader(model))
     report = quantize(model, tmp_path / "config.onnx", config, recipe="plain", promise=False)
@@ -318,16 +315,16 @@ def test_config_defaults_leave_the_choice_to_the_host(tmp_path: Path) -> None:
 # ---- configurations as tools make them: what they leave open is placed as without them -----------------------------
 
 
-def with_words(model: onnx.ModelProto, reader: FeedReader) -> Any:
+def with_words(model, reader):
     words = {"calibrate_method": CalibrationMethod.MinMax, "calibrate_args": {"symmetric": False}, "per_channel": True}
     return get_qdq_config(model, reader, **words, min_real_range=1e-4, keep_removable_activations=True)
 
 
-def as_olive_writes_it(model: onnx.ModelProto, reader: FeedReader) -> Any:
+def as_olive_writes_it(model, reader):
     off = ("extra.Sigmoid.nnapi", "ActivationSymmetric", "EnableSubgraph", "AddQDQPairToWeight", "DedicatedQDQPair")
     on = ("WeightSymmetric", "ForceQuantizeNoInputCheck", "MatMulConstBOnly")
     rest = {"QDQOpTypePerChannelSupportToAxis": {}, "TensorQuantOverrides": {}, "MinimumRealRange": None}
-    said: dict[str, Any] = {
+    said = {
         "calibrate_method": CalibrationMethod.MinMax, "quant_format": QuantFormat.QDQ, "nodes_to_quantize": [],
         "activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "nodes_to_exclude": [],
         "op_types_to_quantize": sorted({n.op_type for n in model.graph.node}),
@@ -336,14 +333,14 @@ def as_olive_writes_it(model: onnx.ModelProto, reader: FeedReader) -> Any:
     return StaticQuantConfig(reader, per_channel=False, reduce_range=False, **said)
 
 
-def by_config(plain: Made, config: Any, **more: Any) -> Made:
+def by_config(plain, config, **more):
     """What a configuration makes of the same model and samples."""
-    said = config(plain.model, FeedReader(plain.feeds), **more)
+    said = config(plain.model, models.FeedReader(plain.feeds), **more)
     return replace(plain, report=quantize(plain.model, plain.out, said, recipe="plain", promise=False, tune="off"))
 
 
 @pytest.mark.parametrize("net", ["bn_net", "residual_block", "mobile_block", "transformer_block"])
-def test_a_configuration_that_leaves_all_open(tmp_path: Path, net: str) -> None:
+def test_a_configuration_that_leaves_all_open(tmp_path, net):
     """The same integer nodes and the same quality as a call without options; stock's file is coarser."""
     model = models.ALL[net]()
     plain = make(model, tmp_path, models.feeds(model, 8))
@@ -354,11 +351,11 @@ def test_a_configuration_that_leaves_all_open(tmp_path: Path, net: str) -> None:
         assert made.integer == nodes, config
         assert made.db() == pytest.approx(decibels, abs=0.5), config
         assert any(note.startswith("op_types_to_quantize") for note in made.report.notes), config
-    stock.quantize(changed(model), plain.out, config(model, FeedReader(plain.feeds)))
+    stock.quantize(changed(model), plain.out, config(model, models.FeedReader(plain.feeds)))
     assert quality(model, plain.out, plain.feeds) < decibels
 
 
-def test_a_configuration_that_excludes_by_a_function(tmp_path: Path) -> None:
+def test_a_configuration_that_excludes_by_a_function(tmp_path):
     plain = make(models.residual_block(), tmp_path)
     made = by_config(plain, get_qdq_config, nodes_to_exclude=lambda _, node: node.op_type == "Gemm")
     assert made.integer & {"stem", "conv1", "conv2", "head"} == {"stem", "conv1", "conv2"}

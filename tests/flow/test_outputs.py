@@ -6,9 +6,7 @@ import json
 import os
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -19,9 +17,8 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 from kenosis_ort import ArrayReader, Stages, quantize_static
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.verify import check_bias_alignment
-from tests import models
+from tests import models, planning
 from tests.flow.support import QDQ, Made, good, interface, make, pairs, quantized
-from tests.planning import parse
 
 DIMS = {"batch": 3}
 STAGES = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify", "evidence", "write"]
@@ -29,7 +26,7 @@ STAGES = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify
 
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("net", sorted(models.ALL))
-def test_it_is_close_runs_as_planned_and_has_the_same_interface(tmp_path: Path, net: str, rewrites: bool) -> None:
+def test_it_is_close_runs_as_planned_and_has_the_same_interface(tmp_path, net, rewrites):
     model = models.ALL[net]()
     made = good(model, tmp_path, models.feeds(model, 6, dims=DIMS), rewrites=rewrites)
     assert made.report.plan.integer_nodes()
@@ -44,7 +41,7 @@ def test_it_is_close_runs_as_planned_and_has_the_same_interface(tmp_path: Path, 
     onnx.checker.check_model(made.written, full_check=True)
 
 
-def test_without_verification_or_kept_feeds_nothing_is_compared(tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_verification_or_kept_feeds_nothing_is_compared(tmp_path, monkeypatch):
     made = make(models.residual_block(), tmp_path, verify=False)
     assert (made.report.fusion, made.report.outputs) == (None, ())
     assert made.db() > 30
@@ -57,14 +54,14 @@ def test_without_verification_or_kept_feeds_nothing_is_compared(tmp_path: Path, 
 # ---- all the ways to ask --------------------------------------------------------------------------------------
 
 METHODS = [CalibrationMethod[name] for name in ("MinMax", "Entropy", "Percentile", "Distribution")]
-EXTRA: tuple[dict[str, Any], ...] = (
+EXTRA = (
     {"CalibMovingAverage": True, "CalibStridedMinMax": 2},
     *({name: True} for name in ("CalibMovingAverage", "CalibTensorRangeSymmetric", "MatMulConstBOnly")),
     *({"CalibMaxIntermediateOutputs": 2}, {"QDQDisableWeightAdjustForInt32Bias": True}),
 )
 TYPES = itertools.product((QuantType.QInt8, QuantType.QUInt8), (False, True), (False, True))
 LISTS = {"op_types_to_quantize": ["Conv", "Clip", "Add", "Gemm"], "calibration_providers": ["CPUExecutionProvider"]}
-WAYS: list[tuple[str, dict[str, Any]]] = [
+WAYS = [
     *((net, {"calibrate_method": method, "recipe": "fast" if net == "bn_net" else "plain"})
       for method in METHODS for net in ("residual_block", "mlp_matmul", "bn_net")),
     *(("residual_block", {"extra_options": extra}) for extra in EXTRA),
@@ -77,10 +74,10 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("net", "options"), WAYS)
-def test_every_way_to_ask(tmp_path: Path, net: str, options: dict[str, Any]) -> None:
+def test_every_way_to_ask(tmp_path, net, options):
     model, seen = models.ALL[net](), []
     feeds = models.feeds(model, 6)
-    usual: dict[str, Any] = {"recipe": "plain", "promise": False, "activation_type": QuantType.QUInt8, **options}
+    usual = {"recipe": "plain", "promise": False, "activation_type": QuantType.QUInt8, **options}
     reader = ArrayReader({"x": np.concatenate([feed["x"] for feed in feeds])})
     before = model.SerializeToString(deterministic=True), copy.deepcopy(usual)
     report = quantize_static(model, out := tmp_path / "out.onnx", reader, progress=lambda *at: seen.append(at), **usual)
@@ -106,16 +103,16 @@ def test_every_way_to_ask(tmp_path: Path, net: str, options: dict[str, Any]) -> 
 # ---- readers --------------------------------------------------------------------------------------------------
 
 
-WRITTEN: dict[str, Any] = {
+WRITTEN = {
     "nested lists": np.ndarray.tolist, "lists of arrays": list, "float64": lambda v: v.astype(np.float64),
     "runtime values": ort.OrtValue.ortvalue_from_numpy,
 }  # fmt: skip
 
 
-def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:
+def test_the_same_numbers_give_the_same_file(tmp_path):
     model = models.residual_block()
     feeds = models.feeds(model, 8)
-    readers: dict[str, Any] = {"generator": (f for f in feeds), "list": feeds}
+    readers = {"generator": (f for f in feeds), "list": feeds}
     written = {how: [{k: write(v) for k, v in f.items()} for f in feeds] for how, write in WRITTEN.items()}
     for how, given in {**written, "ends with {}": [*feeds, {}]}.items():
         readers[how] = SimpleNamespace(get_next=partial(next, iter(given), None))  # it derives from nothing
@@ -130,13 +127,13 @@ ALL_STAGES = [f.name for f in fields(Stages)]
 NETS = ["residual_block", "mobile_block", "silu_net", "two_input_detector", "transformer_block", "net_with_if"]
 
 
-def off(stage: str) -> Stages:
+def off(stage):
     return Stages(**{stage: False})
 
 
 @pytest.mark.parametrize("stage", ALL_STAGES)
 @pytest.mark.parametrize("net", NETS)
-def test_each_stage_alone_can_be_off(tmp_path: Path, net: str, stage: str) -> None:
+def test_each_stage_alone_can_be_off(tmp_path, net, stage):
     """With none of them the file is stock's: see `tests.oracle`."""
     made = make(models.ALL[net](), tmp_path, stages=off(stage))
     assert made.db() > 25
@@ -151,7 +148,7 @@ def test_each_stage_alone_can_be_off(tmp_path: Path, net: str, stage: str) -> No
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_scales_of_weights_are_stocks_without_their_stage(tmp_path: Path, on: bool) -> None:
+def test_scales_of_weights_are_stocks_without_their_stage(tmp_path, on):
     model = models.residual_block()
     made = make(model, tmp_path, stages=Stages(weights=on), reduce_range=False, rewrites=False)
     weight = next(onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name == "conv1_w")
@@ -165,8 +162,8 @@ CLIP = """(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w, float[4,4,
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8])
 @pytest.mark.parametrize("on", [True, False])
-def test_nudge_keeps_inside_the_bounds_of_a_clip(tmp_path: Path, kind: QuantType, on: bool) -> None:
-    made = make(parse(CLIP, {"low": -1, "high": 1}), tmp_path, stages=Stages(nudge=on), activation_type=kind)
+def test_nudge_keeps_inside_the_bounds_of_a_clip(tmp_path, kind, on):
+    made = make(planning.parse(CLIP, {"low": -1, "high": 1}), tmp_path, stages=Stages(nudge=on), activation_type=kind)
     scale, zero_point = made.grids["c"]
     info = np.iinfo(zero_point.dtype)
     reach = [abs(float(np.float32(q - int(zero_point)) * scale)) for q in (info.min, info.max)]
@@ -188,9 +185,9 @@ INFO = {"Gemm_a", "Gemm_b"}
     ({}, INFO), ({"stages": off("protect_inputs")}, set()), ({"primary_inputs": ["image", "im_info"]}, set()),
     ({"primary_inputs": ["im_info"]}, {"Conv_c"}),
 ])  # fmt: skip
-def test_input_protection(tmp_path: Path, options: dict[str, Any], stays_float: set[str]) -> None:
+def test_input_protection(tmp_path, options, stays_float):
     """Which inputs are secondary is tested in `tests.placement`."""
-    model, info = parse(IMAGE_AND_INFO), np.array([[800.0, 1333.0, 0.5]], np.float32)
+    model, info = planning.parse(IMAGE_AND_INFO), np.array([[800.0, 1333.0, 0.5]], np.float32)
     made = make(model, tmp_path, [{**feed, "im_info": info} for feed in models.feeds(model)], **options)
     assert {name for name, integer in made.heavy.items() if not integer} == stays_float
     assert ("im_info" in made.grids) == (stays_float != INFO)
@@ -198,7 +195,7 @@ def test_input_protection(tmp_path: Path, options: dict[str, Any], stays_float: 
         assert "'im_info'" in made.report.plan.by_node["Gemm_a"].reason
 
 
-def test_output_protection_writes_gemm_heads_as_float(tmp_path: Path) -> None:
+def test_output_protection_writes_gemm_heads_as_float(tmp_path):
     """What lies behind a head, and the policies, are tested in `tests.placement`."""
     for is_off, stages in enumerate((Stages(), off("protect_outputs"))):
         made = make(models.residual_block(), tmp_path, stages=stages)
@@ -211,5 +208,5 @@ def test_output_protection_writes_gemm_heads_as_float(tmp_path: Path) -> None:
     ({"rewrites": ["collapse_silu"]}, True), ({"rewrites": ["collapse_gelu"]}, False),
     ({}, False), ({"stages": off("placement")}, False),  # slower on some processors: only where the caller names it
 ])  # fmt: skip
-def test_rewrites_by_name(tmp_path: Path, options: dict[str, Any], taken: bool) -> None:
+def test_rewrites_by_name(tmp_path, options, taken):
     assert ("QuickGelu" in make(models.silu_net(), tmp_path, **options).ops) == taken

@@ -1,8 +1,6 @@
 """The plan, the times of layers and the calibration table without a model written; calibration piece by piece."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -10,36 +8,34 @@ import pytest
 from kenosis_ort import CalibrationTable, calibrate, errors, layer_times, preview
 from kenosis_ort.cli import main as cli
 from kenosis_ort.flow import preview as flow_preview
-from tests import models
+from tests import models, planning
 from tests.flow.support import quantized
-from tests.models import FeedReader
-from tests.planning import parse
 
 MODEL = models.residual_block()
 FEEDS = models.feeds(MODEL, 6)
 
 
-def test_the_plan_without_data_is_the_one_that_is_performed(tmp_path: Path) -> None:
+def test_the_plan_without_data_is_the_one_that_is_performed(tmp_path):
     seen = preview(MODEL)
     report = quantized(MODEL, tmp_path / "out.onnx", recipe="fast", tune="model")
     assert [(n.node, n.kind) for n in seen.nodes] == [(n.node, n.kind) for n in report.plan.nodes]
 
 
-def test_the_model_is_laid_out_for_its_target_as_for_a_file() -> None:
-    open_sizes = parse("net (float[N,3,H,8] x) => (float[N,4,H,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }")
+def test_the_model_is_laid_out_for_its_target_as_for_a_file():
+    open_sizes = planning.parse("net (float[N,3,H,8] x) => (float[N,4,H,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }")
     for call, given in ((preview, ()), (layer_times, ()), (calibrate, ("table.json", FEEDS))):
         with pytest.raises(errors.UnsupportedModelError, match="takes static shapes alone, and input 'x'"):
             call(open_sizes, *given, target="qnn")
 
 
-def test_a_calibration_table_is_written_once(tmp_path: Path) -> None:
+def test_a_calibration_table_is_written_once(tmp_path):
     path = tmp_path / "table.json"
-    table = calibrate(MODEL, path, FeedReader(FEEDS))
+    table = calibrate(MODEL, path, models.FeedReader(FEEDS))
     assert CalibrationTable.load(path).tensors.keys() == table.tensors.keys()
     with pytest.raises(errors.OutputError, match="exists already"):
-        calibrate(MODEL, path, FeedReader(FEEDS))
+        calibrate(MODEL, path, models.FeedReader(FEEDS))
     with pytest.raises(errors.OutputError):
-        calibrate(MODEL, tmp_path / "no" / "table.json", FeedReader(FEEDS))
+        calibrate(MODEL, tmp_path / "no" / "table.json", models.FeedReader(FEEDS))
 
 
 # ---- kernel, path and time of each layer: of a call's file, of a float model by estimate, of any quantized one --
@@ -54,8 +50,8 @@ CONVS = """(float[1,16,12,12] x) => (float[1,8] y) <float[64,16,3,3] w, float[64
 
 
 @pytest.mark.parametrize(("host", "deep"), [("vnni", "direct"), ("amx", "matrix product")])
-def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, deep: str) -> None:
-    model = parse(CONVS)
+def test_the_path_is_read_off_what_the_runtime_loads(tmp_path, host, deep):
+    model = planning.parse(CONVS)
     report = quantized(model, tmp_path / "q.onnx", tune="model", host=host, evidence="full")
     layers = {layer.node: layer for layer in report.layers}
     paths = {"wide": "direct", "deep": deep, "few": "matrix product"}
@@ -69,12 +65,12 @@ def test_the_path_is_read_off_what_the_runtime_loads(tmp_path: Path, host: str, 
     assert read["deep"].estimated_us is None
 
 
-def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_path: Path, capsys: Any) -> None:
-    here, there = ({x.node: x for x in layer_times(parse(CONVS), host=host)} for host in ("vnni", "amx"))
+def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_path, capsys):
+    here, there = ({x.node: x for x in layer_times(planning.parse(CONVS), host=host)} for host in ("vnni", "amx"))
     assert here["deep"].estimated_us != there["deep"].estimated_us
     assert here["deep"].measured_us is None
-    onnx.save(parse(CONVS), tmp_path / "f.onnx")
-    quantized(parse(CONVS), tmp_path / "q.onnx")
+    onnx.save(planning.parse(CONVS), tmp_path / "f.onnx")
+    quantized(planning.parse(CONVS), tmp_path / "q.onnx")
     with pytest.raises(errors.OptionError, match="quantized already"):
         layer_times(tmp_path / "q.onnx", host="amx")
     assert cli.main(["explain", str(tmp_path / "f.onnx"), "--times", "--for-host", "vnni"]) == 0
@@ -89,31 +85,31 @@ def test_layers_of_a_float_model_by_estimate_and_of_files_from_the_shell(tmp_pat
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short(monkeypatch):
     """Every sample is a piece of its own."""
     monkeypatch.setattr(flow_preview, "_PIECE_S", 0.0)
 
 
-def ending(feeds: list[Any], after: int, part: Path) -> Any:
+def ending(feeds, after, part):
     yield from feeds[:after]
     assert part.exists(), "what is done is written before the process may be killed"
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path: Path, after: int) -> None:
+def test_an_interrupted_calibration_goes_on_and_makes_the_same_bytes(tmp_path, after):
     whole, path = calibrate(MODEL, FEEDS), tmp_path / "table.json"
     with pytest.raises(KeyboardInterrupt):
         calibrate(MODEL, path, ending(FEEDS, after, tmp_path / "table.json.part"), resume=True)
     assert [p.name for p in tmp_path.iterdir()] == ["table.json.part"]
-    seen: list[int] = []
-    table = calibrate(MODEL, path, FeedReader(FEEDS), resume=True, progress=lambda done, _: seen.append(done))
+    seen = []
+    table = calibrate(MODEL, path, models.FeedReader(FEEDS), resume=True, progress=lambda done, _: seen.append(done))
     assert table.to_json() == whole.to_json() == path.read_text()
     assert max(seen) == len(FEEDS) - after, "what was done is not run again"
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_and_wrong_options_are_refused(tmp_path):
     path = tmp_path / "table.json"
     with pytest.raises(KeyboardInterrupt):
         calibrate(MODEL, path, ending(FEEDS, 3, tmp_path / "table.json.part"), resume=True)

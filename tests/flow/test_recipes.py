@@ -1,30 +1,24 @@
 """Recipes end to end: what the passes do, and that none makes it worse on data they have not seen."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationMethod
 
 import kenosis_ort
 from kenosis_ort import errors
 from kenosis_ort.passes import choose_ranges, correct_biases
-from tests import models
+from tests import models, planning
 from tests.flow.support import changed, make, quality, quantized, run, sqnr_db
-from tests.models import Feed, FeedReader, Net
-from tests.planning import parse
 from tests.weights.test_quantize import decoder, feeds
 
 
-def fast(folder: Path, count: int = 16, **options: Any) -> kenosis_ort.QuantizationReport:
+def fast(folder, count=16, **options):
     model = models.bn_net()
     return make(model, folder, models.feeds(model, count), **{"recipe": "fast", **options}).report
 
 
-def test_passes_that_are_left_out(tmp_path: Path) -> None:
+def test_passes_that_are_left_out(tmp_path):
     """Of the plain recipe, with too few samples to hold some out, and where the caller names a method."""
     assert fast(tmp_path, recipe="plain").passes == ()
     report = fast(tmp_path, 3)
@@ -33,17 +27,13 @@ def test_passes_that_are_left_out(tmp_path: Path) -> None:
     assert "ranges" not in {p.name for p in fast(tmp_path, 8, calibrate_method=CalibrationMethod.MinMax).passes}
 
 
-def test_the_callers_metric_decides(tmp_path: Path) -> None:
+def test_the_callers_metric_decides(tmp_path):
     calls = []
 
-    def metric(outputs: list[dict[str, Any]], reference: list[dict[str, Any]]) -> float:
+    def metric(outputs, reference):
         calls.append(len(outputs))
-        same = (
-            np.array_equal(mine[name], wanted[name])
-            for mine, wanted in zip(outputs, reference, strict=True)
-            for name in mine
-        )
-        return 1.0 if all(same) else 0.5
+        pairs = zip(outputs, reference, strict=True)
+        return 1.0 if all(np.array_equal(mine[name], wanted[name]) for mine, wanted in pairs for name in mine) else 0.5
 
     report = fast(tmp_path, metric=metric)
     assert {p.name for p in report.passes} >= {"ranges", "bias_correction"}
@@ -52,7 +42,7 @@ def test_the_callers_metric_decides(tmp_path: Path) -> None:
     assert "metric" in next(p.measure for p in report.passes if p.measure)
 
 
-def test_a_broken_metric_ends_the_call(tmp_path: Path) -> None:
+def test_a_broken_metric_ends_the_call(tmp_path):
     """What else is no metric is in `tests.accuracy.test_error`."""
     with pytest.raises(kenosis_ort.OptionError, match="the metric raised KeyError"):
         fast(tmp_path, 8, metric=lambda outputs, reference: {}["boxes"])
@@ -62,22 +52,22 @@ def test_a_broken_metric_ends_the_call(tmp_path: Path) -> None:
 # ---- outlier channels -----------------------------------------------------------------------------------------
 
 
-def post_norm(gain: float) -> onnx.ModelProto:
+def post_norm(gain):
     """A feed-forward layer between normalizations, of which a few channels are so many times the others."""
     gains = np.array([gain] * 3 + [1.0] * 61)
     text = """net (float[1,tokens,64] x) => (float[1,tokens,8] y) <float[64] gamma, float[64] beta, float[64,256] up,
         float[256,64] down, float[64,8] head> {
         n = LayerNormalization <axis = -1> (x, gamma, beta)  u = MatMul (n, up)  r = Relu (u)  d = MatMul (r, down)
         a = Add (n, d)  m = LayerNormalization <axis = -1> (a, gamma, beta)  y = MatMul (m, head) }"""
-    return parse(text, {"gamma": gains, "head": models.normal((64, 8), 4, 1 / 8) / gains[:, None]})
+    return planning.parse(text, {"gamma": gains, "head": models.normal((64, 8), 4, 1 / 8) / gains[:, None]})
 
 
-def tokens(count: int, seed: int = 0) -> list[Feed]:
+def tokens(count, seed=0):
     return [{"x": models.normal((1, 12, 64), 100 * seed + at)} for at in range(count)]
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps only:kenosis_ort.KenosisWarning")
-def test_outlier_channels_behind_a_residual_go_by_one_mul(tmp_path: Path) -> None:
+def test_outlier_channels_behind_a_residual_go_by_one_mul(tmp_path):
     """Measured: 5.7 dB without, 32.4 dB."""
     model = post_norm(40.0)
     off = kenosis_ort.Recipe(smooth="off", row_scales=False)
@@ -93,14 +83,14 @@ def test_outlier_channels_behind_a_residual_go_by_one_mul(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("gain", "extra", "count"), [
     (1.0, {}, 0), (40.0, {"SmoothQuant": True}, 0), (40.0, {"SmoothQuant": True, "SmoothQuantFolding": False}, 1),
 ])  # fmt: skip
-def test_a_mul_where_it_pays_or_is_asked_for(tmp_path: Path, gain: float, extra: dict[str, Any], count: int) -> None:
+def test_a_mul_where_it_pays_or_is_asked_for(tmp_path, gain, extra, count):
     assert make(post_norm(gain), tmp_path, tokens(32), recipe="fast", extra_options=extra).ops.count("Mul") == count
 
 
 # ---- ranges and biases -----------------------------------------------------------------------------------------
 
 
-def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path: Path, monkeypatch: Any) -> None:
+def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path, monkeypatch):
     """The mean error, which the correction takes away, would hide what ranges differ by.
 
     Both times they start from the biases as they were.
@@ -109,7 +99,7 @@ def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path: Pat
     feeds = [{"x": rng.standard_t(5, (1, 3, 8, 8)).astype(np.float32)} for _ in range(32)]
     fitted, compared, started = [], [], []
 
-    def seen(owner: Any, name: str, look: Any) -> None:
+    def seen(owner, name, look):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, **options: look(*given) or real(*given, **options))
 
@@ -120,7 +110,7 @@ def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path: Pat
     assert {p.name for p in report.passes if p.kept} >= {"bias_correction", "ranges"}
     assert compared == [True]
     assert [dict(before) for before in started] == [{}, {}], "no shift on top of another"
-    first, second = ({t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in fitted)
+    first, second = ({t.name: onnx.numpy_helper.to_array(t) for t in m.graph.initializer} for m in fitted)
     scales = [name for name in first if name.endswith("_scale") and first[name].ndim == 0]
     assert any(second[name] < first[name] for name in scales), "the second time for the ranges that were chosen"
 
@@ -130,15 +120,15 @@ def test_ranges_are_chosen_for_biases_that_are_found_anew_for_them(tmp_path: Pat
 WIDTH, INNER, WORDS, END, TOLD = 64, 256, 50, 1, 8
 
 
-def t5(seed: int = 0, layers: int = 2, length: int | str = "length") -> onnx.ModelProto:
+def t5(seed=0, layers=2, length="length"):
     """Feed-forward layers of T5: norm without mean, gated, no bias; one token excites all inner products."""
-    net = Net(seed=seed)
+    net = models.Net(seed=seed)
     words = net.rng.normal(0, 1, (WORDS, WIDTH))
     words[:, :TOLD] = 0.0
     words[END, :TOLD] = 200.0
     x = net.op("Gather", [net.const(words), net.input("ids", [1, length], onnx.TensorProto.INT64)])
 
-    def normal(x: str) -> str:
+    def normal(x):
         square = net.op("ReduceMean", [net.op("Mul", [x, x])], axes=[-1])
         return net.op("Div", [x, net.op("Sqrt", [net.op("Add", [square, net.const(1e-6)])])])
 
@@ -154,7 +144,7 @@ def t5(seed: int = 0, layers: int = 2, length: int | str = "length") -> onnx.Mod
     return net.model()
 
 
-def sentences(count: int, seed: int = 0) -> list[Feed]:
+def sentences(count, seed=0):
     rng = np.random.default_rng(seed)
     found = [rng.integers(2, WORDS, (1, int(rng.integers(8, 20)))) for _ in range(count)]
     for ids in found:
@@ -162,24 +152,24 @@ def sentences(count: int, seed: int = 0) -> list[Feed]:
     return [{"ids": ids} for ids in found]
 
 
-def quality_of_words(model: onnx.ModelProto, out: Path) -> float:
+def quality_of_words(model, out):
     """The SQNR in dB of the tokens before the last, on sentences that are new."""
     test = sentences(8, seed=9)
     want, got = ([each[0][:, :-1] for each in run(m, test)] for m in (model, out))
     return sqnr_db(np.concatenate(want, axis=1), np.concatenate(got, axis=1))
 
 
-def outcome(report: kenosis_ort.QuantizationReport) -> Any:
+def outcome(report):
     return next(p for p in report.passes if p.name == "row_scales")
 
 
 @pytest.fixture(scope="module")
-def net() -> onnx.ModelProto:
+def net():
     return t5()
 
 
 @pytest.mark.parametrize("recipe", ["fast", "accurate", "strict"])
-def test_a_massive_token_costs_the_others_nothing(net: onnx.ModelProto, tmp_path: Path, recipe: str) -> None:
+def test_a_massive_token_costs_the_others_nothing(net, tmp_path, recipe):
     """Measured: 14.5 dB with every other pass, 29.3 dB."""
     without = kenosis_ort.Recipe(row_scales=False)
     quantized(net, tmp_path / "without.onnx", sentences(16), recipe=without)
@@ -193,7 +183,7 @@ def test_a_massive_token_costs_the_others_nothing(net: onnx.ModelProto, tmp_path
     assert recipe != "fast" or set(made.heavy.values()) == {True}
 
 
-def test_nothing_is_done_where_nets_are_taken_whole(tmp_path: Path) -> None:
+def test_nothing_is_done_where_nets_are_taken_whole(tmp_path):
     """Where tokens are alike: see `tests.contracts.passes`."""
     feeds = [{"ids": feed["ids"][:, -8:]} for feed in sentences(16)]
     report = quantized(t5(length=8), tmp_path / "out.onnx", feeds, recipe="fast", target="qnn", verify=False)
@@ -205,12 +195,12 @@ def test_nothing_is_done_where_nets_are_taken_whole(tmp_path: Path) -> None:
 MODEL = models.bn_net()
 
 
-def alone(folder: Path, data: Any = None, *, model: Any = MODEL, **options: Any) -> kenosis_ort.QuantizationReport:
+def alone(folder, data=None, *, model=MODEL, **options):
     return kenosis_ort.quantize_static(model, folder / "out.onnx", data, promise=False, **options)
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
-def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -> None:
+def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path):
     report = alone(tmp_path, recipe="data-free")
     assert (report.calibration.samples, report.trust.source) == (64, "synthetic")
     assert quality(MODEL, tmp_path / "out.onnx", models.feeds(MODEL, 8)) > 15
@@ -223,7 +213,7 @@ def test_made_up_samples_get_a_verdict_and_real_ones_need_none(tmp_path: Path) -
     assert alone(tmp_path, models.reader(MODEL)).trust is None
 
 
-def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
+def test_a_net_whose_statistics_the_samples_miss(tmp_path):
     off = {f"bn{i}_{kind}": lambda values: 1e4 * (1 + values) for i in range(2) for kind in ("mean", "var")}
     with pytest.warns(kenosis_ort.KenosisWarning, match="made-up calibration samples"):
         trust = alone(tmp_path, model=changed(MODEL, **off), recipe="data-free").trust
@@ -233,13 +223,13 @@ def test_a_net_whose_statistics_the_samples_miss(tmp_path: Path) -> None:
 # ---- weights alone --------------------------------------------------------------------------------------------
 
 
-def weights_alone(out: Path, samples: Any = 16, **options: Any) -> kenosis_ort.QuantizationReport:
-    data = FeedReader(feeds(samples)) if samples else None
+def weights_alone(out, samples=16, **options):
+    data = models.FeedReader(feeds(samples)) if samples else None
     return kenosis_ort.quantize_static(decoder(), out, data, **{"recipe": "weight-only-4", **options})
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_report_tells_what_the_file_holds(tmp_path: Path, bits: int) -> None:
+def test_the_report_tells_what_the_file_holds(tmp_path, bits):
     out = tmp_path / "out.onnx"
     report = weights_alone(out, recipe=f"weight-only-{bits}")
     assert report.size_after == out.stat().st_size
@@ -252,8 +242,8 @@ def test_the_report_tells_what_the_file_holds(tmp_path: Path, bits: int) -> None
     assert (tmp_path / "again.onnx").read_bytes() == out.read_bytes()
 
 
-def test_a_budget_that_four_bits_do_not_keep_means_eight(tmp_path: Path) -> None:
-    def closeness(outputs: Any, reference: Any) -> float:
+def test_a_budget_that_four_bits_do_not_keep_means_eight(tmp_path):
+    def closeness(outputs, reference):
         (name,) = reference[0]
         off = np.mean([((a[name] - b[name]) ** 2).mean() for a, b in zip(outputs, reference, strict=True)])
         return 1.0 - float(np.sqrt(off / np.mean([(b[name] ** 2).mean() for b in reference])))
@@ -265,7 +255,7 @@ def test_a_budget_that_four_bits_do_not_keep_means_eight(tmp_path: Path) -> None
     assert any("do not keep the budget" in note for note in report.notes)
 
 
-def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path: Path) -> None:
+def test_a_preview_names_the_nodes_whose_weights_are_quantized(tmp_path):
     model = decoder()
     plan = kenosis_ort.preview(model, recipe="weight-only-4")
     weights_alone(tmp_path / "out.onnx", 0)

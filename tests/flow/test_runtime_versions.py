@@ -16,10 +16,9 @@ from onnxruntime.quantization import QuantType, quant_utils
 from kenosis_ort import Stages, SyntheticReader, compare, quantize_static, quantize_weights, verify_fusion
 from kenosis_ort.errors import KenosisError, OptionError
 from kenosis_ort.runtime.limits import runtime_limits
-from tests import models
-from tests.flow.support import changed, good, interface, make, proof, quality, quantized, session, sqnr_db
-from tests.models import Feed, FeedReader
-from tests.planning import parse
+from tests import models, planning
+from tests.flow.support import changed, good, interface, make, proof, quality, quantized, sqnr_db
+from tests.models import FeedReader
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLED = """net (float[1,3,16,16] x) => (float[1,4] y)
@@ -32,10 +31,10 @@ POOLED = """net (float[1,3,16,16] x) => (float[1,4] y)
 @pytest.mark.parametrize(
     "opset", [7, 9, 11, 12, 13, 18, 19, 20, 21, 22, 23, pytest.param(24, marks=pytest.mark.since("1.24"))]
 )
-def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: int) -> None:
+def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path, opset):
     if opset > onnx.defs.onnx_opset_version():
         pytest.skip(f"onnx {onnx.__version__} knows no operator set {opset}")
-    made = good(parse(POOLED, opset=opset), tmp_path)
+    made = good(planning.parse(POOLED, opset=opset), tmp_path)
     integer = ("Conv_a", "MaxPool_p", "Conv_c", "Conv_e", "GlobalAveragePool_m", "Gemm_y")
     assert all(proof(made.report).by_node[name].integer for name in integer)
     written = next(o.version for o in made.written.opset_import if not o.domain)
@@ -43,13 +42,13 @@ def test_every_operator_set_fuses_down_to_the_max_pool(tmp_path: Path, opset: in
     assert any("lowered" in note for note in made.report.notes) == (written < opset)
 
 
-def test_nodes_of_a_later_operator_set_keep_it(tmp_path: Path) -> None:
+def test_nodes_of_a_later_operator_set_keep_it(tmp_path):
     """Where the operator set in which MaxPool fuses lacks another operator, the model stays as it is."""
     if runtime_limits().max_opset < 23:
         pytest.skip(f"onnxruntime {runtime_limits().version} quantizes up to operator set {runtime_limits().max_opset}")
     text = """net (float[1,4,8,8] x) => (float[1,4,7,7] y) <float[4,4,3,3] w, float[7] ones> {
         c = Conv <pads = [1,1,1,1]> (x, w)  p = MaxPool <kernel_shape = [2,2]> (c)  y = RMSNormalization (p, ones) }"""
-    made = make(parse(text, {"ones": [1.0] * 7}, opset=23), tmp_path)
+    made = make(planning.parse(text, {"ones": [1.0] * 7}, opset=23), tmp_path)
     assert next(o.version for o in made.written.opset_import if not o.domain) == 23
     assert made.db() > 20
 
@@ -66,7 +65,7 @@ LINEAR = "net (float[1,64] x) => (float[1,64] y) <float[64,64] w> { y = MatMul (
 @pytest.mark.parametrize("from_file", [False, True])
 def test_an_ir_version_that_the_runtime_does_not_read_is_lowered(tmp_path, text, options, from_file):
     """Releases of onnx write versions that older runtimes do not read, which most files have no need of."""
-    model = parse(text)
+    model = planning.parse(text)
     float_model, feeds = onnx.ModelProto.FromString(model.SerializeToString()), models.feeds(model)
     model.ir_version = runtime_limits().max_ir + 1
     source, out = tmp_path / "float.onnx", tmp_path / "out.onnx"
@@ -84,19 +83,19 @@ TURNED = "t = Transpose <perm = [0,2,3,1]> (x)  i = Transpose <perm = [0,3,1,2]>
 
 
 @pytest.mark.parametrize("between", ["i = Identity (x)", TURNED], ids=["nothing", "Transpose"])
-def test_clip_of_a_graph_input(tmp_path: Path, between: str) -> None:
+def test_clip_of_a_graph_input(tmp_path, between):
     """Runtimes before 1.24 die on graph input, Clip, QuantizeLinear."""
     text = f"""net (float[1,4,8,8] x) => (float[1,8,1,1] y)
         <float low = {{0.0}}, float high = {{1.0}}, float[8,4,3,3] w, float[8,8,3,3] v> {{
         {between}  c = Clip (i, low, high)  a = Conv <pads = [1,1,1,1]> (c, w)  r = Relu (a)
         b = Conv <pads = [1,1,1,1]> (r, v)  y = GlobalAveragePool (b) }}"""
-    made = make(parse(text), tmp_path, protect_outputs="int8")
+    made = make(planning.parse(text), tmp_path, protect_outputs="int8")
     assert made.report.plan.barriers == ("c",)
     assert made.report.left_float() == ()
     assert made.db() > 20
 
 
-def test_options_that_the_runtime_would_ignore_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_the_runtime_would_ignore_are_refused(tmp_path, monkeypatch):
     for function in ("snap_zero_point_to_uint8", "compute_scale_zp_blocked"):
         monkeypatch.delattr(quant_utils, function, raising=False)
     for option, value in (("ActivationRestrictedAsymmetric", True), ("BlockSize", 16)):
@@ -107,7 +106,7 @@ def test_options_that_the_runtime_would_ignore_are_refused(tmp_path: Path, monke
 
 @pytest.mark.parametrize("kinds", ["QUInt16 QInt8", "QInt16 QInt16", "QUInt8 QInt16"])
 @pytest.mark.parametrize("net", ["residual_block", "transformer_block"])
-def test_sixteen_bits(tmp_path: Path, net: str, kinds: str) -> None:
+def test_sixteen_bits(tmp_path, net, kinds):
     """Newer runtimes raise the operator set for them, older ones take their own domain's operators."""
     types = dict(zip(("activation_type", "weight_type"), (QuantType[kind] for kind in kinds.split()), strict=True))
     made = make(models.ALL[net](), tmp_path, per_channel=False, **types)
@@ -121,7 +120,7 @@ def test_sixteen_bits(tmp_path: Path, net: str, kinds: str) -> None:
 # ---- other floating types -------------------------------------------------------------------------------------
 
 
-def typed(model: onnx.ModelProto, kind: int) -> onnx.ModelProto:
+def typed(model, kind):
     """A float32 model in another type, edges included."""
     made, dtype = changed(model), helper.tensor_dtype_to_np_dtype(kind)
     for tensor in (t for t in made.graph.initializer if t.data_type == TensorProto.FLOAT):
@@ -133,7 +132,7 @@ def typed(model: onnx.ModelProto, kind: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("name", ["residual_block", "two_input_detector", "mlp_matmul", "mlp"])
-def test_half_and_double_models_are_integer_where_float_models_are(tmp_path: Path, name: str) -> None:
+def test_half_and_double_models_are_integer_where_float_models_are(tmp_path, name):
     single = models.ALL[name]()
     kind = TensorProto.DOUBLE if name == "mlp" else TensorProto.FLOAT16  # the runtime runs them in these types
     reference = quantized(single, tmp_path / "single.onnx")
@@ -152,7 +151,7 @@ def test_half_and_double_models_are_integer_where_float_models_are(tmp_path: Pat
 
 
 @pytest.fixture
-def library() -> str:
+def library():
     return str(pytest.importorskip("onnxruntime_extensions").get_library_path())
 
 
@@ -163,23 +162,23 @@ CUSTOM = """(float[1,3,8,8] x, float[4,4] m) => (float[1,4,8,8] y) <float[4,3,3,
 """A picture through Conv, the extensions' Inverse of a small matrix, and Conv again."""
 
 
-def custom() -> onnx.ModelProto:
-    return parse(CUSTOM, ir_version=8, domains=["ai.onnx.contrib"], checked=False)
+def custom():
+    return planning.parse(CUSTOM, ir_version=8, domains=["ai.onnx.contrib"], checked=False)
 
 
-def custom_feeds() -> list[Feed]:
+def custom_feeds():
     rng = np.random.default_rng(0)
     x, m = rng.normal(0, 1, (4, 1, 3, 8, 8)), np.eye(4) * 2 + rng.normal(0, 0.1, (4, 4, 4))
     return [{"x": x[i].astype(np.float32), "m": m[i].astype(np.float32)} for i in range(4)]
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def registered(monkeypatch):
     """The libraries that any session was given."""
-    seen: list[str] = []
+    seen = []
     original = ort.SessionOptions.register_custom_ops_library
 
-    def register(self: ort.SessionOptions, path: str) -> None:
+    def register(self, path):
         seen.append(path)
         original(self, path)
 
@@ -187,14 +186,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_registered_on_request(tmp_path: Path, library: str, registered: list[str]) -> None:
+def test_registered_on_request(tmp_path, library, registered):
     out, feeds = tmp_path / "out.onnx", custom_feeds()
     report = quantize_static(custom(), out, FeedReader(feeds), custom_op_libraries=[library])
     assert set(registered) == {library}
     assert report.left_float() == ()
     kernels = proof(report).by_node
     assert [kernels[name].integer for name in ("conv0", "conv1", "inverse")] == [True, True, False]
-    want, got = ([session(m, library).run(None, feed)[0] for feed in feeds] for m in (custom(), out))
+    want, got = ([models.session(m, library).run(None, feed)[0] for feed in feeds] for m in (custom(), out))
     assert sqnr_db(want, got) > 25
     assert verify_fusion(out, custom_op_libraries=[library]).by_node["conv1"].integer
     with pytest.raises(KenosisError, match="custom_op_libraries"):
@@ -202,7 +201,7 @@ def test_registered_on_request(tmp_path: Path, library: str, registered: list[st
 
 
 @pytest.mark.usefixtures("library")
-def test_refused_without_a_library_and_never_registered_unasked(tmp_path: Path, registered: list[str]) -> None:
+def test_refused_without_a_library_and_never_registered_unasked(tmp_path, registered):
     (bogus := tmp_path / "bogus.so").write_bytes(b"no library")
     for libraries, text in (([], r"Inverse.*custom_op_libraries"), ([str(bogus)], r"bogus\.so")):
         with pytest.raises(KenosisError, match=text) as caught:
@@ -220,20 +219,21 @@ def test_refused_without_a_library_and_never_registered_unasked(tmp_path: Path, 
 NETS = ("residual_block", "bn_net", "two_input_detector", "net_with_if", "transformer_block", "mlp")
 
 
-def made_of(name: str, folder: Path) -> bytes:
+def made_of(name, folder):
     folder.mkdir(exist_ok=True)
     quantized(models.ALL[name](), folder / name)
     return (folder / name).read_bytes()
 
 
-def test_in_threads_and_in_other_processes(tmp_path: Path) -> None:
+def test_in_threads_and_in_other_processes(tmp_path):
     """One after the other, at once, and with other hashes: nothing depends on the order of sets of strings."""
     alone = {name: made_of(name, tmp_path / "alone") for name in NETS}
     with ThreadPoolExecutor(4) as pool:
         for at in range(2):
             together = list(pool.map(lambda name, at=at: made_of(name, tmp_path / f"{at}"), NETS))
             assert dict(zip(NETS, together, strict=True)) == alone
-    code = "from tests.flow.test_runtime_versions import *; [made_of(name, Path(sys.argv[1])) for name in NETS]"
+    make = "[made_of(name, Path(sys.argv[1])) for name in NETS]"
+    code = f"from pathlib import Path; from tests.flow.test_runtime_versions import *; {make}"
     for seed in ("0", "1"):
         command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / f"hash{seed}")]
         subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, timeout=300)

@@ -5,51 +5,44 @@ these samples show the channels in another order than the rest do, at a lower le
 that is fitted to them would.
 """
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort import ArrayReader, KenosisWarning, QuantizationReport, Recipe, errors, quantize_static
+from kenosis_ort import ArrayReader, KenosisWarning, Recipe, errors, quantize_static
 from kenosis_ort.calibration.cached_samples import feed_digest
-from kenosis_ort.calibration.collector import Points, collect
+from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.feeds import InputSpec, Rows, some_of
-from kenosis_ort.calibration.table import CalibrationTable
 from kenosis_ort.flow import builder
 from kenosis_ort.flow.finish import few_of
 from kenosis_ort.flow.samples import KeepingReader, Validation, find_division
 from kenosis_ort.passes import leave_float
 from kenosis_ort.runtime.counting import counted
-from tests import models
+from tests import models, planning
 from tests.flow.support import Untouched, quantized, run
-from tests.models import Feed, FeedReader
-from tests.planning import parse
 
-INPUTS: tuple[list[InputSpec], list[InputSpec]] = ([InputSpec("x", np.dtype("float32"), (4,))], [])
+INPUTS = ([InputSpec("x", np.dtype("float32"), (4,))], [])
 
 
-def numbered(at: int) -> dict[str, Any]:
+def numbered(at):
     return {"x": np.full(4, at, np.float32)}
 
 
-def keeping(count: int, keep: int, **options: Any) -> KeepingReader:
+def keeping(count, keep, **options):
     """A keeping reader of feeds 0, 1, 2, ..."""
-    return KeepingReader(FeedReader([numbered(at) for at in range(count)]), INPUTS, keep=keep, **options)
+    return KeepingReader(models.FeedReader([numbered(at) for at in range(count)]), INPUTS, keep=keep, **options)
 
 
-def numbers(feeds: list[Any]) -> list[int]:
+def numbers(feeds):
     return [int(feed["x"][0]) for feed in feeds]
 
 
-def drain(reader: KeepingReader) -> list[int]:
+def drain(reader):
     return numbers(list(iter(reader.get_next, None)))
 
 
 @given(st.integers(0, 200), st.integers(0, 30), st.integers(1, 30), st.integers(0, 12))
-def test_all_feeds_pass_once_and_those_of_least_digest_are_kept(count: int, keep: int, wanted: int, ahead: int) -> None:
+def test_all_feeds_pass_once_and_those_of_least_digest_are_kept(count, keep, wanted, ahead):
     reader = keeping(count, keep)
     assert numbers(reader.peek(ahead)) == list(range(min(ahead, count)))
     foreseen = reader.foreseen(wanted)
@@ -60,7 +53,7 @@ def test_all_feeds_pass_once_and_those_of_least_digest_are_kept(count: int, keep
     assert count == 0 or reader.foreseen(wanted) is None  # all were handed out
 
 
-def test_the_byte_budget_holds_and_kept_feeds_are_copies() -> None:
+def test_the_byte_budget_holds_and_kept_feeds_are_copies():
     for count, budget, kept in ((20, 64, 4), (3, 8, 0)):
         reader = keeping(count, 100, budget=budget)
         feeds = [*iter(reader.get_next, None)]
@@ -73,7 +66,7 @@ def test_the_byte_budget_holds_and_kept_feeds_are_copies() -> None:
 
 
 @given(st.lists(st.integers(1, 40), max_size=12))
-def test_few_samples_with_enough_rows(batches: list[int]) -> None:
+def test_few_samples_with_enough_rows(batches):
     feeds = [{"x": np.zeros((n, 2), np.float32), "flag": np.array(True)} for n in batches]
     found, spread = few_of(feeds), feeds[:: max(1, -(-len(feeds) // 4))]
     assert found == spread[: len(found)]
@@ -82,7 +75,7 @@ def test_few_samples_with_enough_rows(batches: list[int]) -> None:
     assert sum(rows) >= 32 or len(found) == len(spread)
 
 
-def test_what_memory_does_not_hold_is_foreseen_but_no_more_is_read_ahead_than_can_be_put_aside() -> None:
+def test_what_memory_does_not_hold_is_foreseen_but_no_more_is_read_ahead_than_can_be_put_aside():
     reader = keeping(500, 20, budget=200 * 16)
     foreseen = reader.foreseen(20)
     assert len(reader.peek(500)) == 500
@@ -106,11 +99,11 @@ JOINED = {
 
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("what", JOINED)
-def test_rows_are_tried_on_the_last_of_them(what: str, count: int) -> None:
+def test_rows_are_tried_on_the_last_of_them(what, count):
     """Nine of 24 rows are run to know it; whatever joins rows joins those of two parts too."""
     seen = []
 
-    def run(feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def run(feed):
         seen.append(len(feed["x"]))
         return [JOINED[what](feed["x"])]
 
@@ -127,7 +120,7 @@ def test_rows_are_tried_on_the_last_of_them(what: str, count: int) -> None:
 
 
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=6), st.integers(1, 40))
-def test_all_rows_are_somewhere_once_and_in_order(sizes: list[int], count: int) -> None:
+def test_all_rows_are_somewhere_once_and_in_order(sizes, count):
     ends = np.cumsum(sizes)
     feeds = [{"x": np.arange(end - n, end)[:, None]} for n, end in zip(sizes, ends, strict=True)]
     division = find_division(lambda feed: [feed["x"].astype(np.float32)], feeds, count=count)
@@ -140,11 +133,11 @@ def test_all_rows_are_somewhere_once_and_in_order(sizes: list[int], count: int) 
         assert sum(len(feed["x"]) for feed in some) >= 2 or some == found  # some feeds have more rows than others
 
 
-def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_swept_as_they_are_taken_apart(tmp_path, monkeypatch):
     """What passes are fitted to comes from the one sweep over all, but for what a pass has scaled."""
-    again: list[tuple[int, int]] = []
+    again = []
 
-    def recorded(model: onnx.ModelProto, feeds: list[Any], points: Points) -> CalibrationTable:
+    def recorded(model, feeds, points):
         again.append((len(feeds), len(points.tensors)))
         return collect(model, feeds, points)
 
@@ -164,10 +157,10 @@ def test_batches_are_swept_as_they_are_taken_apart(tmp_path: Path, monkeypatch: 
 # ---- what is held out ---------------------------------------------------------------------------------------------
 
 IN_ORDER, PAIRS_TURNED, TURNED = (0, 1, 2, 3, 4, 5, 6, 7), (2, 3, 0, 1, 6, 7, 4, 5), (7, 6, 5, 4, 3, 2, 1, 0)
-OFF: dict[str, Any] = {"ranges": "minmax", "equalize": False, "smooth": "off", "bias_correction": False}
+OFF = {"ranges": "minmax", "equalize": False, "smooth": "off", "bias_correction": False}
 
 
-def uneven(seed: int) -> onnx.ModelProto:
+def uneven(seed):
     """A depthwise blur, the same for all channels, and a Conv whose weights differ a lot by channel."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(0, 0.3, (8, 8, 3, 3)) * np.exp(rng.normal(0, 1.5, (1, 8, 1, 1)))
@@ -175,10 +168,10 @@ def uneven(seed: int) -> onnx.ModelProto:
         <float[8,1,3,3] blur, float[8] shift, float[8,8,3,3] w, float[8] none> {
         b = Conv <group = 8, pads = [1,1,1,1]> (x, blur, shift)  r = Relu (b)
         y = Conv <pads = [1,1,1,1]> (r, w, none) }"""
-    return parse(text, {"w": weights, "blur": np.full(72, 1 / 9), "shift": [0.1] * 8, "none": [0.0] * 8})
+    return planning.parse(text, {"w": weights, "blur": np.full(72, 1 / 9), "shift": [0.1] * 8, "none": [0.0] * 8})
 
 
-def samples(seed: int, held_out: list[int], *, level: float) -> list[Feed]:
+def samples(seed, held_out, *, level):
     """Sixteen samples whose channels differ in size; every fourth has them in the given order, at the given level."""
     rng = np.random.default_rng(seed)
     size = np.exp(np.linspace(0, -3, 8))[:, None, None]
@@ -186,7 +179,7 @@ def samples(seed: int, held_out: list[int], *, level: float) -> list[Feed]:
     return [at_place({"x": np.float32(level) * x[:, held_out] if i % 4 == 3 else x}, i) for i, x in enumerate(found)]
 
 
-def at_place(feed: Feed, place: int) -> Feed:
+def at_place(feed, place):
     """A sample changed by next to nothing, so that its digest has a given place among sixteen."""
     for attempt in range(1000):
         tried = {"x": feed["x"].copy()}
@@ -196,7 +189,7 @@ def at_place(feed: Feed, place: int) -> Feed:
     raise AssertionError("no digest is found")
 
 
-def fitted(folder: Path, seed: int, held_out: list[int], level: float, **passes: Any) -> QuantizationReport:
+def fitted(folder, seed, held_out, level, **passes):
     recipe = Recipe(**{**OFF, **passes})
     return quantized(uneven(seed), folder / "out.onnx", samples(seed, held_out, level=level), recipe=recipe)
 
@@ -204,7 +197,7 @@ def fitted(folder: Path, seed: int, held_out: list[int], level: float, **passes:
 @pytest.mark.parametrize("passes", [
     {"equalize": True}, {"bias_correction": True}, {"bias_correction": True, "rounding": "learned"},
 ])  # fmt: skip
-def test_no_pass_is_fitted_to_held_out_samples(tmp_path: Path, passes: dict[str, Any]) -> None:
+def test_no_pass_is_fitted_to_held_out_samples(tmp_path, passes):
     files = []
     for order in (IN_ORDER, PAIRS_TURNED):
         report = fitted(tmp_path, 0, order, 0.6, **passes)
@@ -226,13 +219,13 @@ def test_what_is_a_little_worse_on_held_out_samples_is_undone(tmp_path, passes, 
     assert [p for p in outcomes if p.kept and not (p.change is not None and p.change < clear.get(p.name, 0))] == []
 
 
-def test_ranges_and_the_choice_of_float_nodes_are_of_samples_that_are_not_held_out(tmp_path: Path, monkeypatch) -> None:
-    seen: dict[str, set[int]] = {}
+def test_ranges_and_the_choice_of_float_nodes_are_of_samples_that_are_not_held_out(tmp_path, monkeypatch):
+    seen = {}
 
-    def spy(owner: Any, name: str, given: Any) -> None:
+    def spy(owner, name, given):
         real = getattr(owner, name)
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args, **options):
             seen.setdefault(name, set()).update(feed_digest(f) * 16 // 2**256 % 4 for f in given(args, options))
             return real(*args, **options)
 
@@ -253,29 +246,29 @@ TEXT = """net (float[N,3,8,8] x) => (float[N,5] y) <float[16,3,3,3] w, float[16,
     p = GlobalAveragePool (s)  f = Flatten (p)  m = MatMul (f, h)  y = Softmax <axis = 1> (m) }"""
 
 
-def net() -> onnx.ModelProto:
+def net():
     """Two convolutions and a head of five classes."""
-    return parse(TEXT, {"v": models.normal((16, 16, 3, 3), 3, 1 / 3), "h": models.normal((16, 5), 4, 6)})
+    return planning.parse(TEXT, {"v": models.normal((16, 16, 3, 3), 3, 1 / 3), "h": models.normal((16, 5), 4, 6)})
 
 
-def feeds_of(count: int, seed: int = 1) -> list[Feed]:
+def feeds_of(count, seed=1):
     rng = np.random.default_rng(seed)
     return [{"x": rng.normal(size=(1, 3, 8, 8)).astype(np.float32) * rng.uniform(0.3, 2)} for _ in range(count)]
 
 
-def judged(out: Path, feeds: Any, model: Any = None, **options: Any) -> QuantizationReport:
+def judged(out, feeds, model=None, **options):
     reader = ArrayReader(feeds) if isinstance(feeds, list) else feeds
     return quantize_static(model or net(), out, reader, **{"promise": False, **options})
 
 
-def labels_of(model: onnx.ModelProto | Path, feeds: list[Feed]) -> np.ndarray:
+def labels_of(model, feeds):
     return np.array([outputs[0].argmax() for outputs in run(model, feeds)])
 
 
-def by_labels(labels: np.ndarray, asked: set[int]) -> Any:
+def by_labels(labels, asked):
     """A metric: the share of samples that have the label of their number; those that it is asked for."""
 
-    def top1(outputs: Any, reference: Any, indices: Any) -> float:
+    def top1(outputs, reference, indices):
         asked.update(indices)
         return float(np.mean([each["y"].argmax() == labels[i] for each, i in zip(outputs, indices, strict=True)]))
 
@@ -285,17 +278,17 @@ def by_labels(labels: np.ndarray, asked: set[int]) -> Any:
 class Reader:
     """A reader as ORT's users write them: one buffer, once through."""
 
-    def __init__(self, feeds: list[Any]) -> None:
+    def __init__(self, feeds):
         self.feeds, self.buffer = iter(feeds), np.zeros((1, 3, 8, 8), np.float32)
 
-    def get_next(self) -> Any:
+    def get_next(self):
         if (feed := next(self.feeds, None)) is None:
             return None
         self.buffer[:] = feed["x"]
         return {"x": self.buffer}
 
 
-def test_a_budget_on_labels_of_held_out_data(tmp_path: Path) -> None:
+def test_a_budget_on_labels_of_held_out_data(tmp_path):
     """Everything wrong in the metric's eyes but by label: what is measured is top-1 on the caller's data, all of it."""
     held_out, out = feeds_of(60, seed=9), tmp_path / "out.onnx"
     labels = labels_of(net(), held_out)
@@ -310,7 +303,7 @@ def test_a_budget_on_labels_of_held_out_data(tmp_path: Path) -> None:
     assert "evaluation sample" in report.to_html()
 
 
-def test_nothing_is_calibrated_on_it(tmp_path: Path) -> None:
+def test_nothing_is_calibrated_on_it(tmp_path):
     """Held-out data of a hundred times the size leaves ranges as they are."""
     files = []
     for by in (1, 100):
@@ -320,20 +313,20 @@ def test_nothing_is_calibrated_on_it(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_labels_of_calibration_samples_are_found_by_their_numbers(tmp_path: Path) -> None:
+def test_labels_of_calibration_samples_are_found_by_their_numbers(tmp_path):
     feeds = feeds_of(24)
-    asked: set[int] = set()
+    asked = set()
     report = judged(tmp_path / "out.onnx", feeds, metric=by_labels(labels_of(net(), feeds), asked))
     assert report.measure.float_value == 1.0  # else numbers and samples are not the same
     assert asked
     assert asked <= set(sorted(range(24), key=lambda i: feed_digest(feeds[i]))[1::2])  # those held out
 
 
-def test_batches_are_not_taken_apart_under_labels(tmp_path: Path) -> None:
+def test_batches_are_not_taken_apart_under_labels(tmp_path):
     batches = [{"x": np.concatenate([f["x"] for f in feeds_of(4, seed=s)])} for s in range(6)]
     sizes = set()
 
-    def metric(outputs: Any, reference: Any, indices: Any) -> float:
+    def metric(outputs, reference, indices):
         sizes.update(len(next(iter(o.values()))) for o in outputs)
         return 1.0
 
@@ -341,7 +334,7 @@ def test_batches_are_not_taken_apart_under_labels(tmp_path: Path) -> None:
     assert sizes == {4}
 
 
-def test_the_measure_of_the_default_call(tmp_path: Path) -> None:
+def test_the_measure_of_the_default_call(tmp_path):
     found = judged(tmp_path / "out.onnx", feeds_of(32)).measure
     assert found.measure.startswith("top-1 agreement")
     assert (found.source, found.samples) == ("held-out calibration sample", 8)
@@ -349,7 +342,7 @@ def test_the_measure_of_the_default_call(tmp_path: Path) -> None:
     assert (found.budget, found.kept, found.verdict()) == (None, None, "")
 
 
-def raising() -> Any:
+def raising():
     yield feeds_of(1)[0]
     raise RuntimeError("the camera is off")
 
@@ -360,20 +353,20 @@ def raising() -> Any:
     ([{"x": np.zeros((1, 3, 9, 8), np.float32)}], "wrong shape"),
     (raising(), "camera is off"), ([3], "not a dictionary"),
 ])  # fmt: skip
-def test_wrong_data_is_refused_before_calibration(tmp_path: Path, data: Any, message: str) -> None:
+def test_wrong_data_is_refused_before_calibration(tmp_path, data, message):
     with pytest.raises(errors.CalibrationError, match=message) as caught:
         judged(tmp_path / "out.onnx", Untouched(), eval_reader=data)
     assert "eval_reader" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_calibration_reader_again_is_refused(tmp_path: Path) -> None:
+def test_the_calibration_reader_again_is_refused(tmp_path):
     reader = ArrayReader(feeds_of(4))
     with pytest.raises(errors.OptionError, match="is the reader that calibration reads"):
         judged(tmp_path / "out.onnx", reader, eval_reader=reader)
 
 
-def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_data(monkeypatch):
     monkeypatch.setattr("kenosis_ort.flow.samples._LOOKED_AT_BYTES", 4000)
     feeds = feeds_of(50, seed=0)
     found = Validation(Reader(feeds), net())
@@ -383,7 +376,7 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(np.array_equal(feed["x"], feeds[feed.index]["x"]) for feed in found.some())
 
 
-def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path: Path) -> None:
+def test_evaluation_samples_that_are_calibrated_on_are_told(tmp_path):
     feeds = feeds_of(12)
     with pytest.warns(KenosisWarning, match="12 of 12 calibration samples looked at are among the evaluation samples"):
         judged(tmp_path / "out.onnx", feeds, eval_reader=Reader(feeds))

@@ -3,8 +3,6 @@
 import contextlib
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,11 +16,8 @@ from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise
 from kenosis_ort.tuning.promise import Basis, Estimate
-from tests import models
+from tests import models, planning
 from tests.flow.support import QDQ, quantized, run
-from tests.models import FeedReader
-from tests.pace import Pace
-from tests.planning import parse
 
 INT8_IS_SLOWER = {"int8": 0.09}
 OVERRIDES = {"extra_options": {"TensorQuantOverrides": {"x": [{"quant_type": QuantType.QUInt8}]}}}
@@ -38,7 +33,7 @@ OVERRIDES = {"extra_options": {"TensorQuantOverrides": {"x": [{"quant_type": Qua
      r"TensorQuantOverrides'\] asks for does not pay here: only 0\.67x"),
     ("mlp", {**INT8_IS_SLOWER, "other": 0.03}, {}, "dynamic", "dynamic"),
 ])  # fmt: skip
-def test_what_is_delivered(tmp_path: Path, pace: Pace, net: str, times: Any, options: Any, taken: Any, warning: str):
+def test_what_is_delivered(tmp_path, pace, net, times, options, taken, warning):
     for name, seconds in times.items():
         setattr(pace, name, seconds)
     model, out = models.ALL[net](), tmp_path / "out.onnx"
@@ -92,10 +87,10 @@ def test_the_cost_table_is_asked_where_there_is_one(tmp_path, monkeypatch, costs
 # ---- what timing decided is in the report's recipe, which makes the same bytes without any timing --------------
 
 
-def deciding(form: str) -> Any:
+def deciding(form):
     """A promise whose clock makes one form the first that is not slower."""
 
-    def decided(_: Any, candidates: Any, *args: Any, **kwargs: Any) -> tuple[Any, SpeedSummary]:
+    def decided(_, candidates, *args, **kwargs):
         candidate = next(each for each in candidates if each.name == form)
         record = SpeedCandidate(form, candidate.description, "taken", "fast")
         return candidate.build(), SpeedSummary((record,), str(Basis.MEASURED), 1.0)
@@ -103,13 +98,13 @@ def deciding(form: str) -> Any:
     return decided
 
 
-def never(*_: Any, **__: Any) -> Any:
+def never(*_, **__):
     raise AssertionError("timed")
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 @pytest.mark.parametrize("form", ["int8", "first node float", "weight-only", "dynamic", "float"])
-def test_a_saved_recipe_repeats_what_timing_decided(form: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_saved_recipe_repeats_what_timing_decided(form, tmp_path, monkeypatch):
     model = models.mlp(n_in=256, hidden=256, n_out=64)
     monkeypatch.setattr(promise, "keep_promise", deciding(form))
     report = quantized(model, tmp_path / "first.onnx", promise=True, tune="model")
@@ -125,8 +120,8 @@ def test_a_saved_recipe_repeats_what_timing_decided(form: str, tmp_path: Path, m
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
-def test_another_model_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = ["plain"]
+def test_another_model_is_timed_anew(tmp_path, monkeypatch):
+    found = ["plain"]
     for seed, form in ((0, "float"), (3, "int8")):
         monkeypatch.setattr(promise, "keep_promise", deciding(form))
         model = models.residual_block(seed=seed)
@@ -148,12 +143,12 @@ FIXED = """net (int64[B,T] ids) => (float[B,4,8] y) <float[50,8] t, int64[3] s =
     x = Gather (t, ids)\n y = Reshape (x, s) }"""
 
 
-def decoder_feed(tokens: int, past: int, *, mask: bool = True) -> dict[str, Any]:
+def decoder_feed(tokens, past, *, mask=True):
     feed = {"input_ids": np.ones((1, tokens), np.int64), "past": np.zeros((1, 2, past, 4), np.float32)}
     return {**feed, "attention_mask": np.ones((1, tokens + past), np.int64)} if mask else feed
 
 
-def masked_feed(tokens: int) -> dict[str, Any]:
+def masked_feed(tokens):
     return {"ids": np.arange(tokens)[None] % 50, "mask": np.ones((1, tokens), np.int64)}
 
 
@@ -174,27 +169,27 @@ FAR, NEAR = [decoder_feed(20, 0), decoder_feed(1, 20), decoder_feed(9, 0)], [dec
     ("(float[1,3,8,8] x) => (float[1,4,8,8] y) <float[4,3,1,1] w> { y = Conv (x, w) }",
      [{"x": np.ones((1, 3, 8, 8), np.float32)}], (), [("", False, 1)], []),
 ])  # fmt: skip
-def test_lengths_that_a_model_is_timed_at(net: str, feeds: Any, lengths: Any, found: Any, notes: Any) -> None:
-    seen, told = scenarios(parse(net), feeds, lengths)
+def test_lengths_that_a_model_is_timed_at(net, feeds, lengths, found, notes):
+    seen, told = scenarios(planning.parse(net), feeds, lengths)
     assert [(s.name, s.few_rows, len(s.feeds)) for s in seen] == found
     assert told == notes
 
 
-def test_lengths_that_are_asked_for_are_made_of_the_samples() -> None:
-    found, _ = scenarios(parse(MASKED), [masked_feed(6)], (12, 1, 6))
+def test_lengths_that_are_asked_for_are_made_of_the_samples():
+    found, _ = scenarios(planning.parse(MASKED), [masked_feed(6)], (12, 1, 6))
     assert [s.feeds[0]["mask"].shape for s in found] == [(1, 1), (1, 6), (1, 12)]
     assert found[2].feeds[0]["ids"].tolist() == [[0, 1, 2, 3, 4, 5] * 2]
-    (one,), _ = scenarios(parse(DECODER), [decoder_feed(8, 5)], (2,))
+    (one,), _ = scenarios(planning.parse(DECODER), [decoder_feed(8, 5)], (2,))
     shapes = {name: value.shape for name, value in one.feeds[0].items()}
     assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 7), "past": (1, 2, 5, 4)}
 
 
-def test_a_file_that_is_slower_for_single_tokens_is_not_delivered(pace: Pace, tmp_path: Path) -> None:
-    net = parse(MASKED.replace("32]", "64]").replace("32,", "64,"))
+def test_a_file_that_is_slower_for_single_tokens_is_not_delivered(pace, tmp_path):
+    net = planning.parse(MASKED.replace("32]", "64]").replace("32,", "64,"))
     feeds = [masked_feed(n) for n in (1, 40, 1, 40)]
 
-    def delivered(**options: Any) -> Any:
-        return quantize_static(net, tmp_path / "out.onnx", FeedReader(feeds), recipe="plain", **options)
+    def delivered(**options):
+        return quantize_static(net, tmp_path / "out.onnx", models.FeedReader(feeds), recipe="plain", **options)
 
     pace.int8, pace.plain, pace.other = 3e-3, 6e-3, 9e-3
     assert delivered().speed.taken.name == "int8"

@@ -13,8 +13,7 @@ from onnx.reference.op_run import OpRun
 
 from kenosis_ort.graph.qdq import annotate
 from kenosis_ort.targets.table import DataTypes
-from tests import models
-from tests.planning import parse
+from tests import models, planning
 
 DOMAIN = "qonnx.custom_op.general"
 X86 = DataTypes(single_reader=(TensorProto.INT8,), largest_pair=2**15 - 1)  # what ONNX Runtime's kernels take there
@@ -148,7 +147,7 @@ def model_of(low: int | None, high: int | None, *, weight: str = "") -> onnx.Mod
         "s": np.float32(0.1), "z": np.uint8(3), "lo": np.uint8(low or 0), "hi": np.uint8(high or 0),
         "w": np.int8([-7, 7, 0, 1, 2, -3]).reshape(2, 3, 1, 1), "ws": np.float32([0.5, 0.25]), "wz": np.int8([0, 0]),
     }  # fmt: skip
-    model = parse(text, constants, opset=13, ir_version=8)
+    model = planning.parse(text, constants, opset=13, ir_version=8)
     if weight:
         annotate(model.graph, "w", weight)
     return model

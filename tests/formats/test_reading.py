@@ -1,9 +1,6 @@
 """QOperator, QCDQ, QDQ of other exporters and QONNX: read to the bit into the one spelling."""
 
-from typing import Any
-
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -22,14 +19,14 @@ from tests.planning import parse
 
 
 @given(st.integers(2, 16), st.booleans(), st.booleans())
-def test_a_width_and_its_bounds_are_the_same_fact(bits: int, signed: bool, narrow: bool) -> None:
+def test_a_width_and_its_bounds_are_the_same_fact(bits, signed, narrow):
     low, high = integer_bounds(bits, signed=signed, narrow=narrow)
     assert high - low == 2**bits - 1 - narrow
     assert width_of(low, high, signed=signed) == (bits, narrow)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 14), (0, 200), (-3, 7), (0, 0)])
-def test_other_bounds_are_no_width(low: int, high: int) -> None:
+def test_other_bounds_are_no_width(low, high):
     assert width_of(low, high, signed=low < 0) is None
 
 
@@ -47,7 +44,7 @@ def test_bits_are_read_from_clip_and_an_annotation_that_fits(high, word, bits, w
     assert w.bounds == (1 - 2 ** (weight_bits - 1), 2 ** (weight_bits - 1) - 1)
 
 
-def test_a_second_word_replaces_the_first() -> None:
+def test_a_second_word_replaces_the_first():
     model = model_of(None, None, weight="INT4")
     annotate(model.graph, "w", "INT5")
     assert declared_datatypes(model.graph) == {"w": "INT5"}
@@ -63,13 +60,13 @@ GRIDS = {
 PAIR = "q = QuantizeLinear (x, s, z)\n d = DequantizeLinear (q, s, z)"
 
 
-def net(nodes: str, outputs: str = "y", opset: int = 17, **constants: Any) -> Any:
+def net(nodes, outputs="y", opset=17, **constants):
     """A model of ``x`` with these nodes; scales and zero points of `GRIDS` unless others are given."""
     used = {name: array for name, array in {**GRIDS, **constants}.items() if name in nodes}
     return parse(f"net (float[2,3,6,6] x) => ({outputs}) {{ {nodes} }}", used, opset=opset, checked=False)
 
 
-def read(model: onnx.ModelProto, x: Any = None) -> onnx.ModelProto:
+def read(model, x=None):
     """The canonical model, which computes the same to the bit."""
     found = read_model(model).canonical
     same(found, model, x)
@@ -202,7 +199,7 @@ def test_unsigned_integers_around_128_are_signed_ones_around_zero():
 
 
 @pytest.mark.parametrize(("behind", "weight"), [("y = Add (d, wd)", "uint8"), ("y = MatMul (d, wd)", "int8")])
-def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(behind: str, weight: str) -> None:
+def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(behind, weight):
     model = net(
         f"{PAIR}\n wd = DequantizeLinear (w, s2, wz)\n {behind}",
         w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6), z=np.int8(3), wz=np.int8(-2),
@@ -240,7 +237,7 @@ def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_r
 FOUR = numpy_helper.from_array(np.float32(4))
 
 
-def truncated(net: Net, x: str, *parameters: float, rounding_mode: str = "FLOOR") -> str:
+def truncated(net, x, *parameters, rounding_mode="FLOOR"):
     return net.op("Trunc", [x, *map(np.float32, parameters)], domain=DOMAIN, rounding_mode=rounding_mode)
 
 

@@ -1,9 +1,6 @@
 """What the runtime's integer kernels do not fuse goes into weights and biases; what the model computes stays."""
 
-from typing import Any
-
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto
@@ -18,9 +15,7 @@ from kenosis_ort.verify import check_bias_alignment, verify_fusion
 from tests.formats.qonnx import X86, Net, conv_net, draw, operators, run, same
 
 
-def rewritten(
-    model: onnx.ModelProto, *, off: float = 0.0, optimize: bool = False, types: DataTypes = X86
-) -> onnx.ModelProto:
+def rewritten(model, *, off=0.0, optimize=False, types=X86):
     """The form of a net of QONNX, which computes what the canonical one does, off by so much at most."""
     canonical = read_model(model).canonical
     x = draw([d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim])
@@ -103,15 +98,13 @@ def test_few_bits_take_no_more_of_int8_than_sums_of_two_products_hold(largest_pa
 
 # ---- pairs on both sides of operators that move values
 
-MOVES: dict[str, dict[str, Any]] = {
-    "MaxPool": {"kernel_shape": [2, 2], "strides": [2, 2]},
-    "DepthToSpace": {"blocksize": 2},
-    "Transpose": {"perm": [0, 2, 3, 1]},
-    "Flatten": {},
-}
+MOVES = {
+    "MaxPool": {"kernel_shape": [2, 2], "strides": [2, 2]}, "DepthToSpace": {"blocksize": 2},
+    "Transpose": {"perm": [0, 2, 3, 1]}, "Flatten": {},
+}  # fmt: skip
 
 
-def convolution(net: Net) -> str:
+def convolution(net):
     rng = np.random.default_rng(3)
     w = net.quant(rng.normal(size=(8, 3, 3, 3)) * 0.3, 0.1, narrow=1)
     inputs = [net.quant("x", 0.1, bits=8), w, rng.normal(size=8)]
@@ -152,7 +145,7 @@ def test_a_relu_whose_quantizer_reaches_below_zero_stays():
 # ---- whole biases under which every sum of products gives the output that the unrounded bias gives -------------------
 
 
-def integers(sums: Any, step: float, shift: float, outputs: Outputs) -> Any:
+def integers(sums, step, shift, outputs):
     whole = np.rint((sums + shift) * step / outputs.scale) + outputs.zero_point
     return np.clip(whole, outputs.low, outputs.high)
 

@@ -1,10 +1,7 @@
 """Formats that are written: the public call with formats and bits, QOperator, and QCDQ and QONNX for others' tools."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -34,7 +31,7 @@ FEEDS = 24
 pytestmark = pytest.mark.filterwarnings("ignore:output .* keeps only:kenosis_ort.errors.KenosisWarning")
 
 
-def net() -> onnx.ModelProto:
+def net():
     """Conv, Relu, Conv, Relu6, residual Add, pool, Gemm: of everything that bits have a say in."""
     net = models.Net(seed=5)
     x = net.input("x", [1, 3, 12, 12])
@@ -45,7 +42,7 @@ def net() -> onnx.ModelProto:
     return net.of(net.op("Gemm", [pooled, net.weight((8, 4)), np.zeros(4)], name="head"))
 
 
-def written(tmp_path: Path, **options: Any) -> onnx.ModelProto:
+def written(tmp_path, **options):
     model = net()
     out = tmp_path / "out.onnx"
     report = quantize_static(model, out, models.FeedReader(models.feeds(model, FEEDS)), **options)
@@ -54,7 +51,7 @@ def written(tmp_path: Path, **options: Any) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])
-def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path: Path, bits: int) -> None:
+def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path, bits):
     made = written(tmp_path, format="qcdq", weight_bits=bits, activation_bits=bits, recipe="plain")
     weights = [t for t in quantizers_of(made) if t.constant is not None and t.quantizer.bits <= 8]
     assert {t.quantizer.bits for t in weights} == {bits}
@@ -70,7 +67,7 @@ def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path: Path
     assert all(k.integer for k in proof.kernels if k.op_type in ("Conv", "Gemm"))
 
 
-def test_bits_by_node(tmp_path: Path) -> None:
+def test_bits_by_node(tmp_path):
     by_node = {"second": {"weights": 8}, "third": {"activations": 6}}
     recipe = replace(RECIPES["plain"], weight_bits=4, activation_bits=4, bits=by_node)
     tensors = quantizers_of(written(tmp_path, format="qcdq", recipe=recipe))
@@ -81,7 +78,7 @@ def test_bits_by_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_all_formats_are_of_one_state(tmp_path: Path, bits: int) -> None:
+def test_all_formats_are_of_one_state(tmp_path, bits):
     narrow = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False, "tune": "off"}
     first = written(tmp_path, format="qcdq", **narrow)
     operated = written(tmp_path, format="qop-clip", **narrow)
@@ -93,7 +90,7 @@ def test_all_formats_are_of_one_state(tmp_path: Path, bits: int) -> None:
     assert not {"QuantizeLinear", "DequantizeLinear"} & operators(exported).keys()
 
 
-def test_eight_bits_as_operators_are_the_default_s_results(tmp_path: Path) -> None:
+def test_eight_bits_as_operators_are_the_default_s_results(tmp_path):
     plain, operated = (written(tmp_path, format=f, promise=False) for f in ("qdq", "qop"))
     check_same(plain, operated, models.feeds(net(), 3))
     assert operators(operated)["QLinearConv"] == 3
@@ -118,8 +115,8 @@ def test_what_cannot_be_said_is_refused_before_a_sample_is_read(tmp_path, option
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: onnx.ModelProto) -> onnx.ModelProto:
+def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    def broken(model):
         made = to_qonnx(model)
         return changed(made, **{t.name: 60 for t in made.graph.initializer if t.name.endswith("quant_scale")})
 
@@ -130,7 +127,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:
+def test_comparison_and_report_see_the_bits(tmp_path):
     made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
     pair = next(p for p in Pairing(net(), made).activations() if p.name == "relu_1_out")
     assert pair.grid is not None
@@ -140,13 +137,13 @@ def test_comparison_and_report_see_the_bits(tmp_path: Path) -> None:
     assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}
 
 
-def test_bits_of_no_node_are_told(tmp_path: Path) -> None:
+def test_bits_of_no_node_are_told(tmp_path):
     recipe = replace(RECIPES["plain"], bits={"secondd": {"weights": 4}})
     with pytest.warns(KenosisWarning, match=r"recipe\.bits names 'secondd', which is no node.*'second'"):
         written(tmp_path, format="qcdq", recipe=recipe, promise=False)
 
 
-def test_exports_hold_no_rewrite_for_one_runtime_s_kernels(tmp_path: Path) -> None:
+def test_exports_hold_no_rewrite_for_one_runtime_s_kernels(tmp_path):
     assert "Pad" in operators(written(tmp_path, format="qcdq", recipe="plain", promise=False, tune="off"))
     exported = written(tmp_path, format="qonnx", recipe="plain")
     assert "Pad" not in operators(exported)
@@ -155,7 +152,7 @@ def test_exports_hold_no_rewrite_for_one_runtime_s_kernels(tmp_path: Path) -> No
 # ---- QOperator: the same kernels and results, with the runtime's optimizations off too -------------------------------
 
 
-def check_same(qdq: onnx.ModelProto, qop: onnx.ModelProto, feeds: Sequence[models.Feed]) -> None:
+def check_same(qdq, qop, feeds):
     """The runtime fuses the QDQ model to what the other one says, whether or not it optimizes that."""
     step = max((float(t.quantizer.scale.max()) for t in quantizers_of(qdq) if t.constant is None), default=0.0)
     for feed in feeds:
@@ -167,7 +164,7 @@ def check_same(qdq: onnx.ModelProto, qop: onnx.ModelProto, feeds: Sequence[model
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets())
-def test_any_net_computes_the_same(model: onnx.ModelProto) -> None:
+def test_any_net_computes_the_same(model):
     done = planning.quantize(model, protect_outputs="int8")
     qop = to_qop(done.quantized)
     check_same(done.quantized, qop, done.feeds[:1])
@@ -175,7 +172,7 @@ def test_any_net_computes_the_same(model: onnx.ModelProto) -> None:
     assert floating or "Conv" not in operators(qop)
 
 
-def test_every_operator_of_a_net_is_one_of_integers() -> None:
+def test_every_operator_of_a_net_is_one_of_integers():
     text = """(float[1,3,8,8] x) => (y) <float[8,3,3,3] w, float[8] b, float[8,8,1,1] u> {
         c = Conv (x, w, b) r = Relu (c) p = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) d = Conv (p, u)
         a = Add (d, p) s = Sigmoid (a) g = GlobalAveragePool (s) h = Conv (g, u) y = Relu (h) }"""
@@ -189,7 +186,7 @@ def test_every_operator_of_a_net_is_one_of_integers() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rank", [2, 3])
-def test_products_with_quantized_and_float_output(rank: int, bias: bool) -> None:
+def test_products_with_quantized_and_float_output(rank, bias):
     net = models.Net.over([4, 16] if rank == 2 else [1, 4, 16], seed=3)
     hidden = net.op("Relu", [net.linear("x", 16, 16, bias=bias)])
     done = planning.quantize(net.of(net.linear(hidden, 16, 8, bias=bias)))
@@ -202,7 +199,7 @@ def test_products_with_quantized_and_float_output(rank: int, bias: bool) -> None
         assert (found["QLinearMatMul"], found["MatMulIntegerToFloat"]) == (1, 1)
 
 
-def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
+def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv():
     text = """(float[1,3,6,6] x) => (y) <float[4,3,1,1] w, float[4] b, float[2,4,1,1] v>
         { c = Conv (x, w, b) relu = Relu (c) y = Conv (relu, v) }"""
     done = planning.quantize(text, protect_outputs="int8")
@@ -214,7 +211,7 @@ def test_a_relu_that_the_integers_do_not_keep_stays_with_its_conv() -> None:
 
 
 @pytest.mark.parametrize("behind", [10, 20])
-def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind: int) -> None:
+def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind):
     text = """(float[1,1,4,4] x) => (float[1,1,3,3] y) { q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z)
         p = MaxPool <kernel_shape = [2,2]> (d) r = QuantizeLinear (p, s, v) y = DequantizeLinear (r, s, v) }"""
     qdq = planning.parse(text, {"s": np.float32(0.1), "z": np.uint8(10), "v": np.uint8(behind)})
@@ -226,13 +223,13 @@ def test_integers_are_moved_only_where_scale_and_zero_point_stay(behind: int) ->
 # ---- exports: the traps of QONNX' tools, and any net there and back --------------------------------------------------
 
 
-def canonical(model: onnx.ModelProto | str, bits: int = 8) -> planning.Outcome:
+def canonical(model, bits=8):
     """A quantized model of so many bits."""
     widths = Widths(bits, bits)
     return planning.quantize(model, protect_outputs="int8", revise=lambda plan, view: with_widths(plan, view, widths))
 
 
-def check_traps(model: onnx.ModelProto) -> None:
+def check_traps(model):
     """What QONNX' tools stumble over is not there: the package `qonnx` 1.0.0 is silently wrong about it, or raises."""
     graph = model.graph
     constants = {t.name: t for t in graph.initializer}
@@ -247,9 +244,8 @@ def check_traps(model: onnx.ModelProto) -> None:
             assert len(node.input) == 3, "a missing zero point is a ValueError"
             assert node.input[2]
             scale = constants[node.input[1]]
-            assert (attribute(node, "axis") is not None) == (len(scale.dims) == 1), (
-                "an axis beside one scale is an error"
-            )
+            has_axis = attribute(node, "axis") is not None
+            assert has_axis == (len(scale.dims) == 1), "an axis beside one scale is an error"
         if node.op_type == "DequantizeLinear":
             assert node.input[0] not in constants, "integer weights with a scale a channel are a ValueError"
         if node.op_type in ("Conv", "MaxPool", "AveragePool"):
@@ -265,7 +261,7 @@ def check_traps(model: onnx.ModelProto) -> None:
 
 @settings(derandomize=True, suppress_health_check=list(HealthCheck))
 @given(nets(), st.sampled_from([2, 3, 4, 8]))
-def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model: onnx.ModelProto, bits: int) -> None:
+def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model, bits):
     done = canonical(model, bits)
     expected = run(done.quantized, done.feeds[0])
     for made in (to_qcdq(done.quantized), to_qonnx(done.quantized)):
@@ -275,7 +271,7 @@ def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model: on
     assert grids(done.quantized) == grids(Reader(copy_model(made), value_types(made)).run())
 
 
-def test_weights_of_one_step_are_bipolar() -> None:
+def test_weights_of_one_step_are_bipolar():
     model = changed(model_of(0, 15, weight="INT2"), w=lambda w: np.where(w > 0, 1, -1))
     feed = {"x": np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)}
     made = to_qonnx(model)
