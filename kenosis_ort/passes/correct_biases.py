@@ -397,7 +397,7 @@ def _layer_by_layer(
             # Run the part on all samples, and let go of what no later one reads.
             later = {name for rest in parts[at + 1 :] for name in rest.inputs}
             outputs = list(dict.fromkeys([*part.observed, *part.passed_on]))
-            session, _ = observed.segment(part, outputs, alive[0] if alive else {})
+            session = observed.segment(part, outputs, alive[0] if alive else {})
             for number, known in enumerate(alive):
                 known.update(run(session, outputs, {n: known[n] for n in session.inputs if n in known}, number))
                 for name in known.keys() - later - set(part.observed):
