@@ -73,14 +73,12 @@ def test_classes_of_convolutions(arguments, name):
 def test_kernels_never_do_less_than_the_arithmetic(pixels, read, written, groups, window):
     work = conv_work(pixels=pixels, inputs=read * groups, outputs=written * groups, groups=groups, window=window)
     assert work.products >= work.macs > 0
-    assert work.elements == pixels * written * groups
-    assert work.macs % work.elements == 0
+    assert (work.elements, work.macs % work.elements) == (pixels * written * groups, 0)
 
 
 def test_one_line_reads_its_weights_from_far_only_where_they_are_many():
-    assert linear_work(lines=1, rows=64, columns=64).pieces == 0
-    assert linear_work(lines=1, rows=1024, columns=1024).pieces == 1024 * 1024
-    assert linear_work(lines=1, rows=64, columns=64).shape_class == "linear-one"
+    small, large = (linear_work(lines=1, rows=size, columns=size) for size in (64, 1024))
+    assert (small.shape_class, small.pieces, large.pieces) == ("linear-one", 0, 1024 * 1024)
 
 
 @pytest.mark.parametrize(("op", "expected"), [
@@ -99,9 +97,8 @@ def test_other_operators(op, expected):
 
 
 def test_a_recurrent_layer():
-    found = work("""(float[6,1,10] x) => (float[6,1,1,8] y) <float[1,32,10] w, float[1,32,8] r>
-        { y = LSTM <hidden_size = 8> (x, w, r) }""")
-    assert found.macs == 6 * 4 * 8 * (10 + 8)
+    head = "(float[6,1,10] x) => (float[6,1,1,8] y) <float[1,32,10] w, float[1,32,8] r>"
+    assert work(f"{head} {{ y = LSTM <hidden_size = 8> (x, w, r) }}").macs == 6 * 4 * 8 * (10 + 8)
 
 
 def test_every_class_has_a_cost():
@@ -183,8 +180,8 @@ def test_kernels_and_borders_on_both_sides_of_float_regions_add_up():
     found, parted = case.estimate(table), case.estimate(table, case.replan({"conv1": "why not"}))
     assert found.borders_us == pytest.approx({"x": 2.5, "relu2_out": 1.5})
     assert (found.float_us, found.planned_us, found.speed) == pytest.approx((30, 16, 30 / 16))  # Relus cost nothing
-    assert found.unknown == ()
-    assert (parted.by_node["conv1"].kind, parted.by_node["conv1"].planned_us) == (Kind.FLOAT, 10)
+    own = parted.by_node["conv1"]
+    assert (found.unknown, own.kind, own.planned_us) == ((), Kind.FLOAT, 10)
     assert parted.borders_us == pytest.approx({"x": 2.5, "relu0_out": 1.75, "relu1_out": 2.75, "relu2_out": 1.5})
 
 
@@ -200,8 +197,7 @@ def test_what_a_float_kernel_takes_in_costs_nothing_beside_it_alone(text, costs)
 
 def test_unknown_shapes_are_told():
     case = Case("(float[1,16,h,w] x) => (y) <float[16,16,1,1] k> { [c] c = Conv (x, k) [r] y = Relu (c) }")
-    assert set(case.estimate().unknown) == {"c", "r"}
-    assert case.regions().keep_float == {}
+    assert (set(case.estimate().unknown), case.regions().keep_float) == ({"c", "r"}, {})
 
 
 @pytest.mark.parametrize(("model", "gains"), [
@@ -210,34 +206,28 @@ def test_unknown_shapes_are_told():
 def test_nets_that_gain_stay_integer_and_microsecond_nets_are_left_in_float(model, gains):
     case = Case(model)
     regions = case.regions()
-    assert regions.whole_net is not gains
+    assert (regions.whole_net, regions.cost.speed > 1.3) == (not gains, gains)
     if gains:
-        assert regions.plan is case.plan
-        assert regions.keep_float == {}
-        assert regions.cost.speed > 1.3
+        assert (regions.plan is case.plan, regions.keep_float) == (True, {})
     else:
-        assert regions.cost.speed * ORT.error < 1
-        assert "0." in regions.reason
+        assert (regions.cost.speed * ORT.error < 1, "0." in regions.reason) == (True, True)
 
 
 @pytest.mark.parametrize(("stem_us", "prefix"), [(9.0, set()), (11.0, set()), (20.0, {"conv0"})])
 def test_a_prefix_is_left_in_float_only_for_a_clear_gain(stem_us, prefix):
     table = flat_table(conv_few_channels=(10, stem_us), conv_dense=(10, 3), quantize=(0.5, 0.5))
     regions = Case(chain(3, 32, 64, 64, 64)).regions(table)
-    assert set(regions.keep_float) == prefix
-    assert not regions.whole_net
+    assert (set(regions.keep_float), regions.whole_net) == (prefix, False)
     if prefix:
-        assert regions.plan.by_node["conv0"].kind is Kind.FLOAT
         assert regions.cost.planned_us < regions.all_integer.planned_us
-        assert "first 1 of 4" in regions.reason
+        assert (regions.plan.by_node["conv0"].kind, "first 1 of 4" in regions.reason) == (Kind.FLOAT, True)
 
 
 def test_two_nodes_are_left_in_float_together_where_neither_would_be_alone():
     borders = {"quantize": (60, 60), "dequantize": (60, 60), "channels_last": (0, 0), "blocked": (0, 0)}
     case = Case(chain(*[32] * 5, slow=1))
     regions = case.regions(flat_table(conv_dense=(100, 40), conv_depthwise=(100, 240), **borders))
-    assert set(regions.keep_float) == {"conv0", "conv1"}
-    assert "first 2 of 4" in regions.reason
+    assert (set(regions.keep_float), "first 2 of 4" in regions.reason) == ({"conv0", "conv1"}, True)
 
 
 @pytest.mark.parametrize(("integer_us", "whole_net"), [(11, False), (13, True)])
@@ -250,8 +240,7 @@ def test_a_region_within_a_net_is_left_in_float_for_a_clear_gain():
     case = Case(chain(*[32] * 6, slow=2))
     kernels = {"conv_dense": (10, 4), "quantize": (0.5, 0.5), "dequantize": (0.5, 0.5), "channels_last": (0, 0)}
     regions = case.regions(flat_table(conv_depthwise=(10, 60), blocked=(0, 0), **kernels))
-    assert set(regions.keep_float) == {"conv2"}
-    assert regions.cost.planned_us == pytest.approx(4 * 4 + 10 + 4 * 0.5)
+    assert (set(regions.keep_float), regions.cost.planned_us) == ({"conv2"}, pytest.approx(4 * 4 + 10 + 4 * 0.5))
     assert case.regions(flat_table(conv_depthwise=(10, 12), blocked=(0, 0), **kernels)).keep_float == {}
 
 
@@ -275,10 +264,8 @@ def test_no_parting_is_cheaper(sides, pairs):
         cut.cost(thing, here=here, there=there)
     for a, b, cost in pairs:
         cut.part(a, b, cost)
-    things = range(len(sides))
-    subsets = itertools.chain.from_iterable(itertools.combinations(things, n) for n in range(len(sides) + 1))
-    found = cut.solve()
-    assert total(found) == min(total(set(subset)) for subset in subsets)
+    subsets = (itertools.compress(range(len(sides)), chosen) for chosen in itertools.product((0, 1), repeat=len(sides)))
+    assert total(cut.solve()) == min(total(set(subset)) for subset in subsets)
 
 
 # ---- which Convs get weights that select the matrix product ---------------------------------------------------------
@@ -308,11 +295,9 @@ def zero_points(model):
 def test_deep_convs_alone_are_shifted(tmp_path):
     made = on_tiles(tmp_path, protect_outputs="int8")
     report, found = made.report, zero_points(made.written)
-    assert found["deep"] == {-1}
-    assert all(points == {0} for name, points in found.items() if name != "deep")
+    assert (found.pop("deep"), set().union(*found.values())) == ({-1}, {0})
     assert "matrix product" in report.plan.explain("deep")
-    assert any("zero point -1" in note for note in report.notes)
-    assert report.left_float() == ()
+    assert (any("zero point -1" in note for note in report.notes), report.left_float()) == (True, ())
     assert all(k.integer for k in proof(report).kernels if k.op_type == "Conv")
 
 

@@ -48,8 +48,7 @@ def only(text, weights=None, **options):
 ])  # fmt: skip
 def test_what_forbids_the_integer_kernel(net, rule, said):
     role, found, reason = only(f"({net}")
-    assert (role, found) == (Role.FLOAT, rule)
-    assert said in reason
+    assert (role, found, said in reason) == (Role.FLOAT, rule, True), reason
 
 
 @pytest.mark.parametrize(("weight", "said"), [
@@ -98,11 +97,8 @@ def test_a_relu_needs_no_mention_in_the_callers_op_types():
 
 def test_a_shape_operator_before_a_body_takes_part_even_if_excluded():
     """The session dies of a float one (rule pass-through-into-body-dies)."""
-    text = """net (float[1,4] x, bool f) => (y) {
-      r = Reshape (x, s)
-      y = If (f) <then_branch = t () => (float[2,2] a) { a = Neg (r) },
-                  else_branch = e () => (float[2,2] b) { b = Tanh (r) }>
-    }"""
+    text = """net (float[1,4] x, bool f) => (y) { r = Reshape (x, s) y = If (f) <
+        then_branch = t () => (float[2,2] a) { a = Neg(r) }, else_branch = e () => (float[2,2] b) { b = Tanh(r) }> }"""
     wish = frozenset({"Reshape_r"})
     assert classes_of(text, {"s": np.array([2, 2])}, nodes_to_exclude=wish)["Reshape_r"].role is Role.PASS_THROUGH
 
@@ -261,8 +257,7 @@ def test_inputs_are_secondary_by_name_or_as_small_vectors(declared, found):
 
 def test_the_callers_word_counts():
     declared = "float[1,3,8,8] image, float[1,3,8,8] mask"
-    assert secondary(declared, ["mask"]) == ["image"]
-    assert secondary(declared, ["image", "mask"]) == []
+    assert (secondary(declared, ["mask"]), secondary(declared, ["image", "mask"])) == (["image"], [])
     with pytest.raises(OptionError, match=r"'imge'.*Did you mean 'image'"):
         secondary(declared, ["imge"])
 

@@ -45,11 +45,6 @@ def how(plan, value, consumer):
     return found
 
 
-def decision(plan, value, consumer):
-    (found,) = (d for d in plan.decisions if d.edge.value == value and d.edge.consumer == consumer)
-    return found
-
-
 @dataclass(frozen=True)
 class Block:
     """A net and what its plan says.
@@ -154,8 +149,7 @@ def test_one_plan_does_for_all_ranges_that_share_scales_alike():
     view, finished = view_of(FAN_IN), []
     planner = Planner(view, ORT_CPU, PlacementOptions(), lambda plan: (finished.append(plan), plan)[1])
     plans = [planner.plan(ranges) for ranges in (None, wide, wider, SIGNED, wide, None)]
-    assert len(finished) == 3
-    assert plans[1] is plans[2] is plans[4]
+    assert (len(finished), plans[1] is plans[2] is plans[4]) == (3, True)
     for plan, ranges in zip(plans, (None, wide, wider, SIGNED), strict=False):
         assert plan == Planner(view, ORT_CPU, PlacementOptions()).plan(ranges)
 
@@ -199,10 +193,8 @@ def test_a_weight_that_two_orientations_share_is_per_tensor():
 def test_an_excluded_conv_between_integer_ones_gets_a_barrier_and_a_first_one_needs_none():
     """Without it the session quantizes its float weights (rule float-weight-silently-quantized)."""
     plan = plan_of(models.conv_relu_chain(6), nodes_to_exclude=frozenset({"conv2"}))
-    assert plan.by_node["conv2"].rule == "caller-excluded"
-    assert how(plan, "relu1_out", "conv2") is How.DEQUANTIZED
-    assert plan.barriers == ("relu3_out",)
-    assert decision(plan, "conv2_w", "conv2").how is How.FLOAT
+    assert (plan.by_node["conv2"].rule, plan.barriers) == ("caller-excluded", ("relu3_out",))
+    assert [how(plan, value, "conv2") for value in ("relu1_out", "conv2_w")] == [How.DEQUANTIZED, How.FLOAT]
     first = plan_of(models.conv_relu_chain(6), nodes_to_exclude=frozenset({"conv0"}))
     assert (how(first, "x", "conv0"), first.barriers) == (How.FLOAT, ())
 
@@ -226,7 +218,7 @@ def test_what_a_value_may_share(own, limit, shared, elsewhere, said):
     limits = {} if limit is None else {"v": RangeLimit("v", *limit)}
     groups = ScaleGroups({} if own is None else {"v": own, "out": shared}, limits, 1.5)
     reason = groups.may_share("v", "out", lambda _: elsewhere)
-    assert (reason is None) if said is None else (reason is not None and said in reason)
+    assert reason is None if said is None else said in reason
 
 
 # ---- what ort-cpu leaves float though its table says integer: stems of mobile nets, and slow pools ------------------

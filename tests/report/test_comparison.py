@@ -32,17 +32,14 @@ def test_every_quantized_tensor_has_a_match(name):
     made = planning.quantize(models.ALL[name]())
     found = compare(made.model, made.quantized, made.feeds, threads=1)
     quantized = {value for value, _ in made.plan.quantized_values()} - {i.name for i in made.model.graph.initializer}
-    assert {t.name for t in found.tensors} == quantized
-    assert found.unmatched == 0
-    assert all(t.sqnr_db > 15 for t in found.tensors)
-    assert all(w.sqnr_db > 25 for w in found.weights)
+    assert ({t.name for t in found.tensors}, found.unmatched) == (quantized, 0)
+    assert min(t.sqnr_db for t in found.tensors) > 15
+    assert min(w.sqnr_db for w in found.weights) > 25
     assert [o.name for o in found.outputs] == [o.name for o in made.model.graph.output]
     assert found.samples == len(made.feeds)
     parts = compare(made.model, made.quantized, made.feeds, memory=1, threads=1)
     for a, b in zip((*found.tensors, *found.outputs), (*parts.tensors, *parts.outputs), strict=True):
-        assert (a.name, a.sqnr_db) == (b.name, pytest.approx(b.sqnr_db, abs=0.1)), (
-            "float kernels differ by what they fuse"
-        )
+        assert (a.name, a.sqnr_db) == (b.name, pytest.approx(b.sqnr_db, abs=0.1)), "kernels differ by what they fuse"
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert (data["samples"], {t["name"] for t in data["tensors"]}) == (found.samples, quantized)
 
@@ -54,8 +51,7 @@ def test_stock_models_match_too(name, tmp_path):
     types = {"activation_type": stock.QuantType.QUInt8, "per_channel": True, "reduce_range": SATURATES}
     stock.quantize_static(*paths, models.reader(model, 3), **types)
     found = compare(*paths, models.reader(model, 3), threads=1)
-    assert found.unmatched == 0
-    assert len(found.tensors) > 2
+    assert (found.unmatched, len(found.tensors) > 2) == (0, True)
     assert all(t.sqnr_db > 15 for t in found.tensors), found
     assert create_weight_matching(*paths).keys() <= {w.name for w in found.weights}
 
@@ -68,9 +64,7 @@ def test_the_jump_is_found_and_named():
     jumped = found.by_name[found.jump or ""]
     assert jumped.node == [n.name for n in made.model.graph.node if n.op_type == "Conv"][BAD + 1]
     assert jumped.drop_db > 6
-    assert jumped.node in found.advice
-    assert "first jump" in str(found)
-    assert bad in found.by_name
+    assert (jumped.node in found.advice, "first jump" in str(found), bad in found.by_name) == (True, True, True)
 
 
 def test_clipping_is_counted_and_blamed():
@@ -88,8 +82,7 @@ def test_rewritten_weights_are_left_out(tmp_path):
     model = models.bn_net()
     quantize_static(model, tmp_path / "q.onnx", models.reader(model))
     found = compare(model, tmp_path / "q.onnx", models.feeds(model, 3), threads=1)
-    assert found.tensors
-    assert all(t.sqnr_db > 15 for t in found.tensors)
+    assert min(t.sqnr_db for t in found.tensors) > 15
     assert all(w.sqnr_db > 25 for w in found.weights)
     assert len(found.weights) < len([t for t in model.graph.initializer if len(t.dims) == 4])
 
@@ -150,17 +143,15 @@ def test_equalized_channels_are_recognized():
 
 def test_shapes_that_differ_are_not_added():
     sums = ChannelSums()
-    assert not sums.add(np.zeros((1, 2)), np.zeros((1, 3)))
-    assert np.isnan(sums.result()[0])
+    assert (sums.add(np.zeros((1, 2)), np.zeros((1, 3))), np.isnan(sums.result()[0])) == (False, True)
 
 
 # ---- advice ---------------------------------------------------------------------------------------------------------
 
 
 def _tensor(**changes):
-    return TensorComparison(
-        **{"name": "t", "node": "n", "sqnr_db": 9.0, "cosine": 0.9, "low": 0.0, "high": 1.0} | changes
-    )
+    usual = {"name": "t", "node": "n", "sqnr_db": 9.0, "cosine": 0.9, "low": 0.0, "high": 1.0}
+    return TensorComparison(**usual | changes)
 
 
 @pytest.mark.parametrize(("jump", "weights", "options", "words"), [
@@ -173,10 +164,9 @@ def _tensor(**changes):
     (_tensor(peak_to_rms=100.0), (), {}, "Percentile"), (_tensor(), (), {}, "recipe='strict'"),
 ])  # fmt: skip
 def test_advice(jump, weights, options, words):
-    outputs = (OutputComparison("y", 9.0, 0.9, 1.0, None, 0.0, 4, samples=1),)
-    assert words in advise(outputs, jump, weights, **{"first": False, "last": False, **options})
-    fine = (OutputComparison("y", 9.0, 0.9, 1.0, 0.999, 0.0, 4, samples=1),)
-    assert "nothing to do" in advise(fine, jump, weights, first=False, last=False)
+    for agreement, said in ((None, words), (0.999, "nothing to do")):
+        outputs = (OutputComparison("y", 9.0, 0.9, 1.0, agreement, 0.0, 4, samples=1),)
+        assert said in advise(outputs, jump, weights, **{"first": False, "last": False, **options})
 
 
 def test_short_table_of_long_names():
@@ -220,8 +210,7 @@ def test_profiles_count_every_value_and_know_the_noise(pair):
     tensors = [n.output[0] for n in model.graph.node if n.op_type in ("Conv", "Relu", "Add")]
     table = collect(model, FeedReader(feeds(model, 4)), Points(tensors, config=config))
     profiles = profile_tensors(model, made, table)
-    activations = [p for p in profiles if p.kind == "activation"]
-    weights = [p for p in profiles if p.kind == "weight"]
+    activations, weights = ([p for p in profiles if p.kind == kind] for kind in ("activation", "weight"))
     assert {p.name for p in activations} == set(tensors)
     assert len(weights) == sum(n.op_type in ("Conv", "Gemm") for n in model.graph.node)
     for profile in activations:
@@ -244,8 +233,7 @@ def test_weights_have_the_range_that_their_integers_span(tmp_path, options, capt
         integers = numpy_helper.to_array(grid.stored).astype(np.int64)
         assert np.abs(integers).max() == largest
         values = integers.reshape(len(integers), -1) * grid.scale[:, None]
-        assert profile.chosen == (values.min(), values.max())
-        assert profile.precision == caption
+        assert (profile.chosen, profile.precision) == ((values.min(), values.max()), caption)
 
 
 def test_free_8_bits_claim_no_pairs(pair):
