@@ -123,10 +123,14 @@ def test_a_condition_on_one_known_dimension(known):
     """As exporters write a Squeeze: the batch is open, the squeezed dimension is known."""
     front = "s = Shape(r) d = Gather(s, one) c = Equal(d, one)"
     then, other = branch("t", "ty = Squeeze(r, axis)", "a,b"), branch("e", "ey = Identity(r)")
-    proto = net(
-        then, other, front=front, x=f"N,{1 if known else 'C'},4", y="a,b", declared="int64 one, int64[1] axis", one=1,
-        axis=[1],
-    )  # fmt: skip
+    more = {
+        "x": f"N,{1 if known else 'C'},4",
+        "y": "a,b",
+        "declared": "int64 one, int64[1] axis",
+        "one": 1,
+        "axis": [1],
+    }
+    proto = net(then, other, front=front, **more)
     result = static(proto).proto
     assert ("If" in ops(result)) is not known
     assert_same(proto, result, BRANCH_X, rtol=0)

@@ -175,8 +175,7 @@ def block(a="b,s,16", b="", *, outputs="float y", constant="", more=""):
 ], ids=["open", "known", "open batch", "constant", "possibly the same"])  # fmt: skip
 def test_what_the_runtime_may_join_changes(proto):
     result = rewritten(rewrite.residual_to_sum, proto)
-    assert JOINED not in compute(result.proto)
-    assert {"Sum", LAYER} <= set(compute(result.proto))
+    assert {"Sum", LAYER, JOINED} & set(compute(result.proto)) == {"Sum", LAYER}
     assert any("1 residuals" in note for note in result.notes)
     assert JOINED in compute(proto) or proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "u"
 
@@ -188,9 +187,6 @@ def test_what_the_runtime_may_join_changes(proto):
 def test_what_the_runtime_does_not_join_stays(proto):
     assert JOINED not in compute(proto)
     refused(rewrite.residual_to_sum, proto, None)
-
-
-SIMPLE = "SkipSimplifiedLayerNormalization"
 
 
 def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", SIZE), epsilon=None, total=False):
@@ -208,7 +204,7 @@ def joined(op=JOINED, *, opset=17, beta=True, bias=True, skip=("b", "s", SIZE), 
 
 
 @given(
-    op=st.sampled_from([JOINED, SIMPLE]), beta=st.booleans(), bias=st.booleans(),
+    op=st.sampled_from([JOINED, "SkipSimplifiedLayerNormalization"]), beta=st.booleans(), bias=st.booleans(),
     opset=st.sampled_from([17, 18, 21, *[23] * (VERSION >= (1, 24))]),  # the runtime quantizes none of 23 before
     skip=st.sampled_from([(2, 3, SIZE), (1, 3, SIZE), (3, SIZE)]), epsilon=st.sampled_from([None, 1e-5, 0.5]),
     total=st.booleans(), magnitude=st.sampled_from([0.1, 1.0, 100.0]), seed=st.integers(0, 2**16),
@@ -251,8 +247,7 @@ def test_any_pool(kernel, strides, dilations, pads, mode, size, counted, channel
     if mode.startswith("SAME"):
         counts = [-(-size[a] // strides[a]) for a in range(2)]
         assume(all((counts[a] - 1) * strides[a] + kernel[a] >= size[a] for a in range(2)))
-    assume(min(counts) > 0)
-    assume(max(counts) > 1)
+    assume(min(counts) > 0 and max(counts) > 1)
     form = {"pads": pads, **({"dilations": dilations} if opset >= 19 else {})} if padded else {"auto_pad": mode}
     proto = pool(kernel, size, channels=channels, opset=opset, strides=strides, count_include_pad=int(counted), **form)
     x = normal((2, channels, *size), seed)
@@ -336,7 +331,6 @@ def test_computed_axes_stay():
     refused(pool_from_mean, g.of(), "are computed")
 
 
-FRONT = "Mul Unsqueeze AveragePool Squeeze Mul Add"
 POWERS = {0.25: " Sqrt Sqrt", 0.5: " Sqrt", 0.75: " Sqrt Sqrt Mul", 1.0: "", 1.3: " Pow"}
 
 
@@ -356,11 +350,9 @@ def by_definition(x, size, alpha, beta, bias):
 )  # fmt: skip
 def test_every_window_computes_the_same(shape, size, alpha, beta, bias, symbolic, magnitude, seed):
     g = Net.over(["n", shape[1], "h", "w"] if symbolic else shape)
-    given = {"alpha": alpha, "beta": beta, "bias": bias}
-    left_out = {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
+    given, left_out = {"alpha": alpha, "beta": beta, "bias": bias}, {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
     proto = g.of(g.op("LRN", ["x"], size=size, **dict(given.items() - left_out.items())))
     x = normal(shape, seed, magnitude)
-    result = check(lrn_to_pool, proto, x, f"{FRONT}{POWERS[beta]} Div", rtol=1e-2)
+    result = check(lrn_to_pool, proto, x, f"Mul Unsqueeze AveragePool Squeeze Mul Add{POWERS[beta]} Div", rtol=1e-2)
     exact = by_definition(x, size, alpha, beta, bias)
-    (y,) = run(result.proto, {"x": x})
-    assert np.abs(y - exact).max() <= 1e-5 * np.abs(exact).max()
+    assert np.abs(run(result.proto, {"x": x})[0] - exact).max() <= 1e-5 * np.abs(exact).max()

@@ -63,10 +63,9 @@ def test_any_stem_filled_up(kernel, strides, pads, dilation, channels, seed):
     form = {"strides": strides, "pads": pads, "dilations": [dilation] * 2}
     proto = stem(kernel, ("H", "W"), channels=channels, bias=False, seed=seed, **form)
     prepared = check(pad_stem_channels, proto, normal((2, channels, 9, 11), seed), "Pad Conv")
-    conv = prepared.proto.graph.node[1]
-    assert conv.input[1] == "w_padded"
     (inner,) = prepared.proto.graph.value_info
-    assert inner.type.tensor_type.shape.dim[1].dim_value == (4 if channels < 4 else 8)
+    found = prepared.proto.graph.node[1].input[1], inner.type.tensor_type.shape.dim[1].dim_value
+    assert found == ("w_padded", 4 if channels < 4 else 8)
 
 
 # ---- depthwise Convs, and all that carries their channels ------------------------------------------------------------
@@ -168,11 +167,10 @@ def test_any_other_axis_of_a_constant_may_be_as_long_as_it_likes(shape):
 
 def test_the_runtime_runs_it_in_integer():
     net, at = Layers.over(SHAPE), "x"
-    for name, outputs, inputs, form in (
-        ("stem", 16, 4, {"kernel": 3}), ("dense", 16, 16, {"kernel": 3}), ("expand", 24, 16, {}),
-        ("dw", 24, 24, {"kernel": 3, "group": 24}),
+    for name, *sizes, kernel, group in (
+        ("stem", 16, 4, 3, 1), ("dense", 16, 16, 3, 1), ("expand", 24, 16, 1, 1), ("dw", 24, 24, 3, 24)
     ):  # fmt: skip
-        at = net.op("Relu", [net.layer(at, outputs, inputs, name=name, **form)])
+        at = net.op("Relu", [net.layer(at, *sizes, name=name, kernel=kernel, group=group)])
     net.layer(net.layer(at, 16, 24, name="project"), 5, 16, name="y")
     outcome = quantize(rewritten(pad_depthwise, net.of("y")).proto)
     found = {k.node: k.kernel for k in verify_fusion(outcome.quantized, plan=outcome.plan).kernels}

@@ -207,10 +207,8 @@ def test_shuffles_that_hand_out_halves_become_gathers(spelling, batch):
     net = Shuffled.of_channels(8, batch)
     both = net.op("Concat", [net.layer("x", 8, 6), net.layer("x", 8, 6)], axis=1)
     left, right = halves(net, both, spelling, 12)
-    proto = net.of(net.op("Concat", [left, net.layer(right, 6, 6)], axis=1))
-    result = check(
-        fold_channel_shuffle, proto, picture(8, 1 if batch == 1 else 3), "Conv Conv Concat Gather Conv Gather Concat"
-    )
+    proto, x = net.of(net.op("Concat", [left, net.layer(right, 6, 6)], axis=1)), picture(8, 1 if batch == 1 else 3)
+    result = check(fold_channel_shuffle, proto, x, "Conv Conv Concat Gather Conv Gather Concat")
     assert not {n.name for n in proto.graph.node if n.op_type in MOVED} & {n.name for n in result.proto.graph.node}
 
 

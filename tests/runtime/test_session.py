@@ -78,8 +78,7 @@ def test_a_full_disk_does_not_matter_where_bytes_do(model, tmp_path, monkeypatch
 def test_weight_bytes_are_those_in_memory(model, tmp_path):
     assert weight_bytes(model) == 4 * (64 * 32 + 32)
     shell = write_external_data(model, tmp_path / "weights.bin")
-    assert uses_external_data(shell)
-    assert weight_bytes(shell) == 4 * 32  # the bias is too small to be moved
+    assert (uses_external_data(shell), weight_bytes(shell)) == (True, 4 * 32)  # the bias is too small to be moved
 
 
 def test_what_a_session_returns_as_one_array():
@@ -100,8 +99,7 @@ def test_a_session_answers_by_name_and_says_what_it_refuses(model):
     with open_session(model, further=["y", "x"]) as opened:
         assert (opened.inputs, opened.outputs) == ({"x", "bias"}, ("y", "x"))
         (answer,) = opened.runs([{"x": x}])
-        assert answer.keys() == {"y", "x"}
-        assert np.array_equal(answer["x"], x)
+        assert (answer.keys(), np.array_equal(answer["x"], x)) == ({"y", "x"}, True)
         assert opened.answer({"x": x}, ["y"])["y"].shape == (2, 32)
         with pytest.raises(VerificationError, match="the model does not run"):
             opened.answer({"x": x[:, :3]})
@@ -122,8 +120,7 @@ def test_sessions_runs_and_bytes_are_counted_by_stage(model):
             opened.run(None, feed)
     opened.run(None, feed)
     assert counts.by_stage == {"outer": Cost(1, 1, 128), "inner": Cost(0, 1, 128), "": Cost(0, 1, 128)}
-    assert within.total == Cost(0, 1, 128)
-    assert counts.total == Cost(1, 3, 384)
+    assert (within.total, counts.total) == (Cost(0, 1, 128), Cost(1, 3, 384))
 
 
 def test_no_other_module_opens_sessions():
@@ -148,19 +145,13 @@ def fresh(monkeypatch, tmp_path):
     runtime_limits.cache_clear()
 
 
-def _file(folder):
-    (found,) = folder.rglob("runtime-*.json")
-    return found
-
-
 def test_limits_are_probed_once_for_an_installation(fresh):
     with counted() as first:
         found = runtime_limits()
     runtime_limits.cache_clear()
     with counted() as second:
         assert runtime_limits() == found
-    assert first.total.sessions > 0
-    assert second.total.sessions == 0
+    assert first.total.sessions > second.total.sessions == 0
     assert found.version == onnxruntime.__version__
 
 
@@ -171,10 +162,11 @@ def test_limits_are_probed_once_for_an_installation(fresh):
 )  # fmt: skip
 def test_what_a_damaged_file_or_that_of_another_runtime_says_is_not_believed(fresh, text):
     found = runtime_limits()
-    _file(fresh).write_text(text)
+    (file,) = fresh.rglob("runtime-*.json")
+    file.write_text(text)
     runtime_limits.cache_clear()
     assert runtime_limits() == found
-    assert json.loads(_file(fresh).read_text())["max_ir"] == found.max_ir
+    assert json.loads(file.read_text())["max_ir"] == found.max_ir
 
 
 def test_without_a_place_to_keep_them_limits_are_found_all_the_same(fresh, monkeypatch):

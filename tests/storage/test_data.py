@@ -19,10 +19,7 @@ from kenosis_ort.storage.data import to_data
 from kenosis_ort.storage.spool import Spool
 from tests import models
 
-
-class Colour(str, Enum):
-    RED = "red"
-    BLUE = "blue"
+Colour = Enum("Colour", {"RED": "red", "BLUE": "blue"}, type=str)
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ def test_entries_come_back(memory):
         spool.append(entry)
     assert len(spool) == 6
     np.testing.assert_equal(list(spool), entries)
-    assert spool[1]["x"].dtype == np.float32
-    assert [e["n"] for e in spool[1:5][1:]] == [2, 3, 4]
+    assert (spool[1]["x"].dtype, [e["n"] for e in spool[1:5][1:]]) == (np.float32, [2, 3, 4])
     np.testing.assert_equal([spool[-1], spool[2]], [entries[5], entries[2]])  # after others were read
     with pytest.raises(IndexError):
         spool[6]
@@ -106,11 +102,10 @@ def test_arrays_are_copied():
 
 
 def test_a_recipe_file_loads_no_library(tmp_path):
-    file = tmp_path / "r.toml"
+    file, model = tmp_path / "r.toml", models.mlp()
     file.write_text('schema = 1\n[recipe]\n[options]\ncustom_op_libraries = ["evil.so"]\n')
     with pytest.raises(OptionError, match="run code of their own"):
         RecipeFile.load(file)
-    model = models.mlp()
     with pytest.raises(OptionError, match="pass them in the call"):
         quantize_static(model, tmp_path / "out.onnx", models.reader(model, 4), recipe=file)
     assert not (tmp_path / "out.onnx").exists()

@@ -67,8 +67,7 @@ def test_rule_web_range_keeps_negatives(tmp_path):
     made = written(chain(), tmp_path)
     convs = {v for v, node in made.makers.items() if node.op_type == "Conv"}
     behind = [zero for name, (_, zero) in made.grids.items() if name in convs]
-    assert len(behind) == 4
-    assert min(behind) > 50
+    assert (len(behind), min(behind) > 50) == (4, True)
     limits = preview(chain("Clip"), target="ort-web").saturations
     assert [(s.low, s.high) for s in limits] == [(-6.0, 6.0)] * 3
 
@@ -76,14 +75,12 @@ def test_rule_web_range_keeps_negatives(tmp_path):
 def test_few_of_the_numbers_that_no_reader_sees_are_on_the_grid(tmp_path):
     """2 % of the values in front of a Relu lie below its range, whatever chose the range; the rest costs nothing."""
     model = chain()
-    table = calibrate(model, models.reader(model, 8), target="ort-web")
-    plan = preview(model, target="ort-web")
+    table, plan = calibrate(model, models.reader(model, 8), target="ort-web"), preview(model, target="ort-web")
     assert len(plan.spared) == 3
     fitted = fitted_to_widths(table, plan)
     for name in plan.spared:
         (low, high), (cut, end) = table.range_of(name), fitted.range_of(name)
-        assert end == high
-        assert low < cut < 0
+        assert low < cut < 0 < end == high
         histogram = table.tensors[name].histogram
         below = histogram.counts[histogram.edges[1:] <= cut].sum() / histogram.total
         assert _FARTHEST / 2 < below <= _FARTHEST
@@ -98,8 +95,7 @@ def test_rule_web_depthwise_float():
     plan = preview(model, target="ort-web")
     assert plan.by_node["depthwise"].kind is Kind.INTEGER
     slower = NetCosts(GraphView(model), get_target("ort-web").costs).cheapest_in_float(plan, ())
-    assert "depthwise" in slower
-    assert "project" not in slower
+    assert {"depthwise", "project"} & {*slower} == {"depthwise"}
 
 
 def test_rule_web_attention_refused():

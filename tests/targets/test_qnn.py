@@ -108,8 +108,7 @@ def test_one_grid_in_sixteen_bits(name, grid, tmp_path):
 def test_a_softmax_stays_off_the_grid_of_a_concat(options, tmp_path):
     body = "p = Softmax (x) t = Transpose <perm = [0,1,3,2]> (p) m = Mul (x, tiny) y = Concat <axis = 1> (t, m)"
     found = made(body, tmp_path, verify=False, **options).grids
-    assert found["p"] == found["t"] != found["y_QuantizeLinear_Input"]
-    assert found["p"][1] == 0
+    assert found["p"] == found["t"] == (found["p"][0], 0) != found["y_QuantizeLinear_Input"]
     scale, zero_point = found["y_QuantizeLinear_Input"]  # covers what it reads: HTP's Concat would wrap around
     most = 65535 if options else 255
     assert (most - zero_point) * scale >= most * found["p"][0] * 0.99
@@ -119,8 +118,7 @@ def test_symmetric_activations_leave_a_softmax_at_zero_point_0(tmp_path):
     """HTP would compute half of the range away, without a word."""
     options = {"extra_options": {"ActivationSymmetric": True}, "verify": False}
     written = made("n = Neg (x) p = Softmax (n) y = Transpose (p)", tmp_path, **options)
-    assert written.grids["p"][1] == 0
-    assert written.grids["n"][1] in (127, 128)
+    assert (written.grids["p"][1], written.grids["n"][1] in (127, 128)) == (0, True)
     assert any("ActivationSymmetric is not kept for 'p'" in note for note in written.report.notes)
 
 
@@ -293,8 +291,7 @@ def test_what_the_provider_says_is_read():
     report = report_of(graph, Answer(taken), None, "2.7")
     told = {"neg": Status.INTEGER, "relu": Status.ABSORBED, "gone": Status.REMOVED, "erf": Status.FLOAT}
     assert {k.node: k.status for k in report.kernels} == told
-    assert report.by_node["relu"].absorbed_into == "neg"
-    assert report.overhead == {f"{PROVIDER} layout": 1}
+    assert (report.by_node["relu"].absorbed_into, report.overhead) == ("neg", {f"{PROVIDER} layout": 1})
     assert "HTP" in report.by_node["erf"].reason
 
 
@@ -380,6 +377,5 @@ def test_a_relu_taken_in_keeps_its_bound_to_the_last_digit(low, high, wide):
     bits = 16 if wide else 8
     limit = RangeLimit("v", 0.0, 6.0)
     found = nudged_parameters(low, high, signed=False, limit=limit, bits=bits)
-    assert found.zero_point == 0
-    assert np.float32(found.scale) * np.float32(2**bits - 1) <= np.float32(6)
+    assert (found.zero_point, np.float32(found.scale) * np.float32(2**bits - 1) <= np.float32(6)) == (0, True)
     assert absorbs(found.scale, found.zero_point, limit, signed=False, bits=bits)

@@ -111,11 +111,8 @@ def test_instances_of_the_pattern(name):
     model, epilogue, dst, ends = WHOLE[name]
     found = read(model)
     assert found.matches, str(found)
-    assert len(found.epilogue) == len(epilogue)
-    assert epilogue == (None,) or found.epilogue == epilogue
-    assert found.dst == dst
-    assert ends in found.ends
-    assert bool(ends) == bool(found.ends)
+    assert epilogue in (found.epilogue, (None,) * len(found.epilogue))
+    assert (found.dst, ends in found.ends, bool(found.ends)) == (dst, True, bool(ends))
 
 
 @given(st.lists(st.sampled_from(UNARY + BINARY), max_size=7))
@@ -172,8 +169,8 @@ BROKEN = [
 @pytest.mark.parametrize(("model", "clause"), BROKEN)
 def test_broken_clauses(model, clause):
     found = read(model)
-    assert [b.clause for b in found.broken] == (clause if isinstance(clause, list) else [clause])
-    assert not found.matches
+    clauses = clause if isinstance(clause, list) else [clause]
+    assert ([b.clause for b in found.broken], found.matches) == (clauses, False)
 
 
 def test_types_that_the_text_has():
@@ -185,8 +182,7 @@ def test_types_that_the_text_has():
     to = f"Cast <to = {TensorProto.BFLOAT16}>"
     weight, bias = f"{WEIGHT} v = {to} (w)", f"b = {to} (zeros)"
     casts = read(conv(src=f"p = u8 (x) a = {to} (p)", weight=weight, bias=bias, dst="", outputs="c"))
-    assert casts.matches
-    assert (casts.src, casts.weights, casts.bias, casts.dst) == ("u8", "s8", "f32", "bf16")
+    assert (casts.matches, casts.src, casts.weights, casts.bias, casts.dst) == (True, "u8", "s8", "f32", "bf16")
 
 
 @pytest.mark.parametrize("path", sorted(QUANTIZED.glob("*.onnx")), ids=lambda path: path.stem)
@@ -201,13 +197,11 @@ def test_files_of_other_tools_match_or_break_a_named_clause(path):
 
 def test_what_the_report_says():
     report = kenosis_ort.verify_patterns(conv(SILU).SerializeToString())
-    assert report.conforms
-    assert "1 of 1 Convs match" in report.verdict()
+    assert (report.conforms, "1 of 1 Convs match" in report.verdict()) == (True, True)
     assert "u8 * s8 + f32 -> Sigmoid, Multiply -> u8" in str(report)
     assert (read(conv()).node, read(conv()).pattern) == ("conv", "u8 * s8 + f32 -> u8")
     worse = verify_patterns(conv(src="x"))
-    assert not worse.conforms
-    assert "src-conversion 1x" in worse.verdict()
+    assert (worse.conforms, "src-conversion 1x" in worse.verdict()) == (False, True)
     assert worse.to_dict()["convs"][0]["broken"][0]["clause"] == "src-conversion"
 
 
