@@ -13,9 +13,6 @@ from tests import models
 
 STOCK = "from onnxruntime.quantization import quantize_static"
 OURS = "from kenosis_ort import quantize_static"
-_ALSO = {"kenosis_ort", "typing_extensions"}
-"""What the import may load beside what stock's loads, the standard library aside."""
-_NEVER = {"torch", "sympy", "mpmath", "scipy", "pandas", "distributed", "dask", "PIL", "pyarrow"}
 _FOR_A_VERDICT = {
     *("kenosis_ort", "numpy", "onnx", "onnxruntime", "onnx_ir", "ml_dtypes", "google", "rich", "markdown_it"),
     *("mdurl", "pygments", "typing_extensions", "flatbuffers", "packaging"),
@@ -42,7 +39,7 @@ def packages(modules):
 
 def test_the_drop_in_import_loads_little_more_than_stock(tmp_path):
     stock, ours = loaded_by(STOCK, tmp_path), loaded_by(OURS, tmp_path)
-    assert packages(ours) <= packages(stock) | _ALSO
+    assert packages(ours) <= packages(stock) | {"kenosis_ort", "typing_extensions"}
     own = {name for name in ours if name.startswith("kenosis_ort.")}
     few = {"api", "checks", "errors", "exports", "options", "quantizer", "storage", "targets"}
     assert {name.split(".")[1] for name in own} <= few
@@ -72,7 +69,8 @@ def test_a_call_on_real_samples_loads_nothing_that_makes_samples_up(tmp_path):
 
 def test_no_name_of_the_package_loads_what_is_heavy(tmp_path):
     modules = loaded_by("import kenosis_ort\nfor name in kenosis_ort.__all__: getattr(kenosis_ort, name)", tmp_path)
-    assert not packages(modules) & _NEVER
+    heavy = {"torch", "sympy", "mpmath", "scipy", "pandas", "distributed", "dask", "PIL", "pyarrow"}
+    assert not packages(modules) & heavy
 
 
 def test_shapes_are_inferred_without_torch(tmp_path):

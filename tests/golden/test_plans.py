@@ -52,10 +52,8 @@ def test_the_runtime_does_what_is_planned_and_nothing_else(name):
     absorbed = [n.node for n in plan.nodes if n.kind is Kind.ABSORBED and not is_arm(at_hand().family)]
     assert [n for n in absorbed if fusion.by_node[n].status not in (Status.ABSORBED, Status.REMOVED)] == []
     assert [n.node for n in plan.nodes if n.rule == "verified-float"] == []
-    assert report(name).warnings == ()
-    assert fusion.clipping() == ()
-    assert report(name).processors
-    assert all(processor.exact for processor in report(name).processors)
+    assert (report(name).warnings, fusion.clipping()) == ((), ())
+    assert {processor.exact for processor in report(name).processors} == {True}
 
 
 # ---- plans and structures of files that are frozen, on any processor -------------------------------------------------
@@ -81,7 +79,6 @@ def test_plans_and_structures_are_those_that_are_frozen(case):
 
 
 def test_a_case_that_differs_is_told():
-    frozen = {"cases": {"a": {"plan": "1", "file": "2"}}}
-    assert house.compared(frozen, {"a": {"plan": "1", "file": "3"}}, same_processor=True) == ["a: file"]
-    assert house.compared(frozen, {"a": {"plan": "1", "file": "3"}}, same_processor=False) == []
-    assert house.compared(frozen, {"b": {}}, same_processor=False) == ["b: not frozen"]
+    frozen, other = {"cases": {"a": {"plan": "1", "file": "2"}}}, {"a": {"plan": "1", "file": "3"}}
+    for found, same, told in ((other, True, ["a: file"]), (other, False, []), ({"b": {}}, False, ["b: not frozen"])):
+        assert house.compared(frozen, found, same_processor=same) == told

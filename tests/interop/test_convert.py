@@ -19,8 +19,7 @@ from tests.formats.qonnx import Net, conv_net, draw, execute, run
 def test_qonnx_runs_on_integer_kernels_and_computes_the_same(tmp_path, kind):
     model = conv_net(**kind)
     done = convert(model, tmp_path / "out.onnx")
-    assert done.read_as == "qonnx"
-    assert done.fusion.integer_share() == 1.0, str(done.fusion)
+    assert (done.read_as, done.fusion.integer_share()) == ("qonnx", 1.0), str(done.fusion)
     assert all(k.integer for k in done.fusion.kernels if k.op_type == "Add"), str(done.fusion)
     expected, actual = execute(model, {"x": draw()})[0], run(tmp_path / "out.onnx", draw(), optimize=True)[0]
     if kind.get("bits", 4) < 8:
@@ -35,8 +34,7 @@ def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     before = model.SerializeToString()
     done = convert(model, tmp_path / "out.onnx", to)
     written = onnx.load(tmp_path / "out.onnx")
-    assert [v.name for v in written.graph.input] == ["x"]
-    assert [v.name for v in written.graph.output] == [v.name for v in model.graph.output]
+    assert [v.name for v in (*written.graph.input, *written.graph.output)] == ["x", model.graph.output[0].name]
     assert done.agreement[0].sqnr_db > 20
     assert done.size == (tmp_path / "out.onnx").stat().st_size
     counted = {"8-bit unsigned activations": 4, "8-bit signed constants": 3, "8-bit signed activations": 2}

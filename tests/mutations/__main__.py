@@ -18,9 +18,7 @@ from tests.mutations.breaks import BREAKS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 300.0
-_NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "site")
 _PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=mutations")
-_ENDED = {0: "NOT CAUGHT", 1: "caught"}
 _ROW = "| {:>2} | {:28} | {:50} | {} | {:>4} |"
 
 
@@ -33,16 +31,15 @@ def verdict(tree, each, longest_s=LONGEST_S):
     path.write_text(source.replace(each.old, each.new), encoding="utf-8")
     command = [sys.executable, *_PYTEST, *(f"tests/{name}" for name in each.tests.split())]
     environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1"}
+    how = {"cwd": tree, "env": environment, "capture_output": True, "text": True, "check": False, "timeout": longest_s}
     try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=longest_s
-        )
+        done = subprocess.run(command, **how)
     except subprocess.TimeoutExpired:
         return f"NOT CAUGHT: the tests do not end within {longest_s:g} s"
     finally:
         path.write_text(source, encoding="utf-8")
     failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    found = _ENDED.get(done.returncode, f"NOT CAUGHT: pytest ended with {done.returncode}")
+    found = {0: "NOT CAUGHT", 1: "caught"}.get(done.returncode, f"NOT CAUGHT: pytest ended with {done.returncode}")
     return " ".join([found, *(line.split("/", 1)[-1] for line in failed)])
 
 
@@ -53,7 +50,7 @@ def main():
     print(_ROW.format("--", "-" * 28, "-" * 50, "---", "----"))
     with tempfile.TemporaryDirectory(prefix="kenosis-mutations-") as folder:
         tree = Path(folder, "tree")
-        shutil.copytree(ROOT, tree, ignore=_NOT_COPIED)
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "site"))
         for number in chosen:
             each, start = BREAKS[number - 1], time.monotonic()
             said = verdict(tree, each)

@@ -105,8 +105,8 @@ def net(gain=30.0, seed=0, behind="gate"):
     sizes[rng.choice(ROWS, LARGE, replace=False)] = gain
     up, gate = rng.normal(0, ROWS**-0.5, (2, ROWS, ROWS)) / sizes[:, None]
     arrays = {"gamma": sizes, "beta": np.zeros(ROWS), "up": up, "gate": gate}
-    text = f"""(float[1,T,32] x) => (float[1,T,32] y, float[1,T,32] z) {{ [node0] n = LayerNormalization (x, gamma, beta)
-        [node1] y = MatMul (n, up) [node2] z = MatMul (n, {behind}) }}"""
+    text = f"""(float[1,T,32] x) => (float[1,T,32] y, float[1,T,32] z) {{
+        [node0] n = LayerNormalization(x, gamma, beta) [node1] y = MatMul (n, up) [node2] z = MatMul (n, {behind}) }}"""
     return onnx.shape_inference.infer_shapes(parse(text, {n: a.astype(np.float32) for n, a in arrays.items()}))
 
 
