@@ -301,7 +301,7 @@ def calibrate(
     """
     from kenosis_ort.calibration.readers import in_shards
     from kenosis_ort.flow.preview import calibrate_only
-    from kenosis_ort.graph.save import check_destination
+    from kenosis_ort.graph.files import check_destination
 
     resume = flag("resume", resume)
     keep_samples = flag("keep_samples", keep_samples)
@@ -395,7 +395,7 @@ def layer_times(
         OptionError: An option says nothing of a model that is quantized already.
     """
     from kenosis_ort.calibration.feeds import sample_feeds
-    from kenosis_ort.calibration.synthetic import SyntheticReader
+    from kenosis_ort.calibration.synthetic.reader import SyntheticReader
     from kenosis_ort.flow.preview import planned_layers, running_layers
     from kenosis_ort.graph.summary import summarize
 

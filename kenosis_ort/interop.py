@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_pairs
-from kenosis_ort.calibration.synthetic import SyntheticReader
+from kenosis_ort.calibration.synthetic.reader import SyntheticReader
 from kenosis_ort.checks import choice, path, several
 from kenosis_ort.errors import KenosisError, UnsupportedModelError, VerificationError, printable
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
@@ -27,14 +27,13 @@ from kenosis_ort.formats.tensors import QuantizedTensor, quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
 from kenosis_ort.graph.canonical import make_canonical
 from kenosis_ort.graph.constants import constants_to_initializers, detach_initializers, meant_as_defaults
-from kenosis_ort.graph.external_data import external_files
+from kenosis_ort.graph.files import check_destination, data_file, external_files, restore_interface, write_model
 from kenosis_ort.graph.load import LoadedModel, check_runtime_loads, load_model
-from kenosis_ort.graph.opset import fit_ir_version, fit_opset
+from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.product_pairs import store_exactly
-from kenosis_ort.graph.save import check_destination, data_file, restore_interface, write_model
 from kenosis_ort.graph.shapes import infer_shapes, value_types
-from kenosis_ort.graph.walk import name_nodes
+from kenosis_ort.graph.walk import fit_ir_version, name_nodes
 from kenosis_ort.rewrite.constant_nodes import fold_constants
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session, repeats

@@ -12,13 +12,11 @@ from typing import Any, Final
 
 import onnx
 
-from kenosis_ort.accuracy.side_by_side import compare_layers
 from kenosis_ort.bench.harness import ModelSource
 from kenosis_ort.errors import CalibrationError, VerificationError
 from kenosis_ort.graph.load import base_op, load_model, parse_model, tag, token_of
-from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.report.evidence import LayerSignal, OpTime, OpTimes, ReportEvidence
+from kenosis_ort.report.evidence import OpTime
 from kenosis_ort.runtime.session import Session, open_session, openable, session_options
 from kenosis_ort.storage.writing import Scratch
 
@@ -171,55 +169,3 @@ def _events(profile: str) -> list[dict[str, Any]]:
 
 
 _log = logging.getLogger(__name__)
-
-_LARGEST: Final = 1_900_000_000  # bytes; beyond, a model with other outputs does not fit into one message
-_DEEPEST: Final = 4000  # nodes; the runtime's load time grows with the square of the depth
-_COMPARED_FEEDS: Final = 2
-
-
-def with_measurements(
-    evidence: ReportEvidence,
-    float_model: onnx.ModelProto,
-    quantized: onnx.ModelProto,
-    feeds: Sequence[Mapping[str, Any]],
-    *,
-    baseline: onnx.ModelProto | None = None,
-    threads: int = 1,
-    runs: int = 10,
-    budget_s: float = 10.0,
-    custom_op_libraries: Sequence[str] = (),
-) -> ReportEvidence:
-    """The evidence about one quantization with signal by layer and time by operator.
-
-    Both models run once a feed, for at most two feeds, and a dozen times in each of three sessions.
-
-    Args:
-        evidence: What the models and the table hold.
-        float_model: The model that was quantized (prepared and rewritten), its weights in memory; not changed.
-        quantized: What became of it; not changed.
-        feeds: A few real samples; nothing is run without.
-        baseline: The float model as the caller gave it, to be timed in place of the prepared one.
-        threads: Threads of the sessions.
-        runs: Timed runs of a session at most.
-        budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
-        custom_op_libraries: Libraries with custom operators to register.
-    """
-    if not feeds or not _can_run(float_model) or not _can_run(quantized):
-        return evidence
-    how: dict[str, Any] = {"threads": threads, "custom_op_libraries": custom_op_libraries}
-    layers: tuple[LayerSignal, ...] = ()
-    try:
-        signal = compare_layers(float_model, quantized, feeds[:_COMPARED_FEEDS], **how)
-        makers = {name: node.name for node in float_model.graph.node for name in node.output}
-        layers = tuple(LayerSignal(name, makers.get(name, ""), db) for name, db in signal.items())
-    except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
-        _log.warning("signal per layer was not measured: %s", error.what)
-    before, after = (
-        profile_in_fresh_sessions(model, feeds, runs=runs, budget_s=budget_s / 2, **how)
-        for model in (float_model if baseline is None else baseline, quantized)
-    )
-    return replace(evidence, layers=layers, times=OpTimes(before, after, threads, runs))
-
-
-def _can_run(model: onnx.ModelProto) -> bool:
-    return weight_bytes(model) < _LARGEST and len(model.graph.node) <= _DEEPEST

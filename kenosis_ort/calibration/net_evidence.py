@@ -26,11 +26,10 @@ from kenosis_ort.graph.constants import BOUNDS, Is, having
 from kenosis_ort.graph.walk import attribute_float
 
 if TYPE_CHECKING:
-    from kenosis_ort.calibration.synthetic.reader import SyntheticReader
+    pass
 
 Range = tuple[float, float]
 
-_PROBED_FEEDS: Final = 16
 _FITTING: Final = 0.5  # misfit up to which a BatchNormalization's prediction takes the place of the measurement
 
 
@@ -67,11 +66,6 @@ def net_evidence(
     ranges = predicted_ranges(source, good, hard_bounds(source))
     silent = silent_outputs(source, feeds, custom_op_libraries=custom_op_libraries)
     return NetEvidence({fit.node or fit.tensor: fit.misfit for fit in fits}, ranges, silent)
-
-
-def probe_feeds(reader: SyntheticReader) -> list[Feed]:
-    """The few samples that `net_evidence` needs."""
-    return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]
 
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------

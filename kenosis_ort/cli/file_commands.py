@@ -12,7 +12,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_reader
 from kenosis_ort.errors import OutputError
 from kenosis_ort.fusing import fuse
-from kenosis_ort.graph.save import check_destination
+from kenosis_ort.graph.files import check_destination
 from kenosis_ort.option_types import value_of
 from kenosis_ort.weights.quantize import quantize_weights
 

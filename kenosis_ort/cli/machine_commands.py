@@ -15,7 +15,7 @@ from kenosis_ort.cli import flags
 from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import make_reader
 from kenosis_ort.demo import measurements
-from kenosis_ort.graph.save import check_destination
+from kenosis_ort.graph.files import check_destination
 from kenosis_ort.report.text import Form, make_facts, table
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets import DEFAULT_TARGET, TARGETS, Target, get_target

@@ -24,7 +24,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cli.sources import executor, make_eval_reader, make_reader, named_metric, no_data
 from kenosis_ort.errors import KenosisWarning, OptionError, did_you_mean, strict_names
 from kenosis_ort.flow.finish import check_files
-from kenosis_ort.graph.save import check_destination
+from kenosis_ort.graph.files import check_destination
 from kenosis_ort.option_types import RecipeFile, resolve
 from kenosis_ort.passes.recipe import is_recipe_file
 from kenosis_ort.plan import Kind, PlacementPlan

@@ -31,7 +31,7 @@ from kenosis_ort.cli.screen import Screen
 from kenosis_ort.cluster import Cluster
 from kenosis_ort.cluster.client import answering, connected, versions
 from kenosis_ort.errors import ClusterError, ModelLoadError, OptionError, OutputError, did_you_mean
-from kenosis_ort.graph.external_data import external_files
+from kenosis_ort.graph.files import external_files
 from kenosis_ort.passes.recipe import is_recipe_file, read_text, read_toml
 from kenosis_ort.report.text import make_table
 from kenosis_ort.storage.data import format_bytes, to_data

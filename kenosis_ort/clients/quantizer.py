@@ -9,7 +9,6 @@ that holds the true one.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -222,7 +221,7 @@ class QDQQuantizer(FusionAwareQDQQuantizer):
         proto = self.model.model
         check_structure(proto, "the given ModelProto")
         best: tuple[Builder, CalibrationTable, dict[str, str]] | None = None
-        for asked in (request, replace(request, rewrites=frozenset())):
+        for asked in (request, request.unrewritten):
             builder = for_integers(proto, fitted(proto, asked))
             if builder.request.stock_reason is not None:
                 return None, builder.request.stock_reason

@@ -83,7 +83,7 @@ def _quantized(call: Call, outer: Request, body: Body, fed: Feeds, quantize: Qua
     request = of_body(outer, body)
     loaded, most = LoadedModel(body.model, None, str(body.place)), request.most_feeds(body.model)
     data = samples.KeepingReader(fed(), input_specs(body.model), keep=most)
-    inner = Call(loaded=loaded, request=request, data=data, executor=call.executor)
+    inner = Call(loaded=loaded, request=request, wanted=call.wanted, data=data, executor=call.executor)
     try:
         made = quantize(inner, partial(draft, body.model, request, call))
     except NothingToQuantizeError:

@@ -113,7 +113,8 @@ def _collected(call: Call, drafted: Builder, builder: Builder) -> CalibrationTab
     if plain or data is None or not is_made_up(data.reader):
         part = {} if plain else call.part_to_fit(builder.prepared.proto)
         return calibrate(builder, data, part=part, channels=channels)
-    from kenosis_ort.calibration.net_evidence import net_evidence, probe_feeds  # few calls make samples up
+    from kenosis_ort.calibration.net_evidence import net_evidence
+    from kenosis_ort.calibration.synthetic.reader import probe_feeds
     from kenosis_ort.calibration.trust import collect_with_trust
 
     reader, libraries = data.reader, builder.request.custom_op_libraries

@@ -25,7 +25,6 @@ from kenosis_ort.graph.outside import refers_outside, weight_bytes
 from kenosis_ort.passes.contract import Build, Pass
 from kenosis_ort.passes.evaluator import Evaluator, Reference
 from kenosis_ort.passes.journal import Journal
-from kenosis_ort.passes.order import passes_of
 from kenosis_ort.passes.recipe import SpeedChoice
 from kenosis_ort.report import facts
 from kenosis_ort.runtime import session
@@ -51,6 +50,7 @@ class Call(Journal):
     Attributes:
         loaded: The model as it came.
         request: What the caller wants; on a lower fallback of the ladder what is left of it.
+        wanted: The passes that the request asks for, in order.
         data: The samples; None without any.
         cache: The calibration cache; None without, and on the lower fallbacks.
         choice: What timing decided, for the recipe that makes the same model again.
@@ -67,6 +67,7 @@ class Call(Journal):
     isolates: bool = True
     loaded: LoadedModel
     request: Request
+    wanted: tuple[Pass, ...] = ()
     data: KeepingReader | None = None
     cache: CalibrationCache | None = None
     speed: facts.SpeedSummary | None = None
@@ -88,14 +89,6 @@ class Call(Journal):
     def feeds(self) -> list[Feed]:
         """The kept samples that passes and comparisons look at."""
         return [] if self.data is None else [*self.data.feeds[: self.request.feeds_wanted]]
-
-    @cached_property
-    def wanted(self) -> tuple[Pass, ...]:
-        """The passes that the request asks for, in order."""
-        request = self.request
-        if not request.target.loads_in_ort:
-            return ()  # their changes are evaluated there
-        return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
 
     @cached_property
     def original(self) -> Reference | None:
@@ -161,11 +154,12 @@ class Call(Journal):
         stays_open = weight_bytes(self.loaded.proto) <= _MOST_WEIGHTS
         return Reference(model, custom_op_libraries=self.request.custom_op_libraries, stays_open=stays_open)
 
-    def again(self, request: Request) -> Call:
+    def again(self, request: Request, wanted: tuple[Pass, ...]) -> Call:
         """A call that starts anew from the loaded model; failures so far stay in the report."""
         fresh = replace(
             self,
             request=request,
+            wanted=wanted,
             seconds={"load": self.seconds["load"]},
             passes=[],
             notes=list(self.notes),

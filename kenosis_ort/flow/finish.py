@@ -12,15 +12,17 @@ import onnx
 import onnxruntime as ort
 
 from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
-from kenosis_ort.bench.op_times import with_measurements
+from kenosis_ort.accuracy.side_by_side import compare_layers
+from kenosis_ort.bench.op_times import profile_in_fresh_sessions
 from kenosis_ort.calibration.feeds import Feed
 from kenosis_ort.calibration.readers import source_files
 from kenosis_ort.errors import VerificationError
 from kenosis_ort.flow.call import REWRITTEN_ABSOLUTE, REWRITTEN_DB, Call
 from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.target_options import elsewhere
-from kenosis_ort.graph import load, save
-from kenosis_ort.graph.external_data import external_files
+from kenosis_ort.graph import files, load
+from kenosis_ort.graph.files import external_files
+from kenosis_ort.graph.outside import weight_bytes
 from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.options import EXPORT_FORMATS, OPERATOR_FORMATS, Format
 from kenosis_ort.passes.contract import Build
@@ -29,7 +31,7 @@ from kenosis_ort.plan import Kind, PlacementPlan
 from kenosis_ort.quantizer import int8_cache
 from kenosis_ort.quantizer.fusion_aware import name_made_values
 from kenosis_ort.quantizer.stock import QuantType
-from kenosis_ort.report.evidence import LayerTime, OpTimes, ReportEvidence, layer_times
+from kenosis_ort.report.evidence import LayerSignal, LayerTime, OpTimes, ReportEvidence, layer_times
 from kenosis_ort.report.facts import CalibrationSummary
 from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.report.quantization_report import QuantizationReport
@@ -156,14 +158,14 @@ def check_files(
     Raises:
         OutputError: Two are the same file.
     """
-    outputs = [(OUTPUT, output), ("the output's external data", save.data_file(output)), *written]
+    outputs = [(OUTPUT, output), ("the output's external data", files.data_file(output)), *written]
     inputs = [*read, *(("the calibration data", file) for file in source_files(reader))]
     if cache is not None:
         (inputs if os.path.exists(cache) else outputs).append(("the calibration cache", cache))
     if model is not None:
         data = external_files(model) if any(os.path.exists(path) for _, path in outputs) else []
         if in_place and same_file(model, output):
-            data = [file for file in data if not same_file(file, save.data_file(output))]
+            data = [file for file in data if not same_file(file, files.data_file(output))]
             check_apart(outputs[1:], [(MODEL, model)])
         else:
             inputs.append((MODEL, model))
@@ -228,7 +230,7 @@ def finish(
     looked_at: Sequence[Feed] = feeds if pieces == 1 else ()
     evidence = call.attempt("The report's picture", lambda: _evidence(call, prepared.proto, build, looked_at), None)
     # The file, checked before it takes its place.
-    save.restore_interface(build.quantized, call.loaded.proto)
+    files.restore_interface(build.quantized, call.loaded.proto)
     fusion = build.fusion
     scales = int8_cache.cache_scales(build.quantized) if request.caches else {}
     with call.stage("write"):
@@ -239,10 +241,10 @@ def finish(
         written = emitted(build.quantized, request.format)
         if build.plan and request.format not in EXPORT_FORMATS:
             freed = build.plan.largest_pair is None and request.types.largest_pair is not None
-            save.mark(written, request.target.name, needs_vnni=freed)
+            files.mark(written, request.target.name, needs_vnni=freed)
         if fusion is not None and written is not build.quantized and request.format not in EXPORT_FORMATS:
             fusion = request.proof(written)
-        call.size_after = save.write_model(
+        call.size_after = files.write_model(
             written,
             request.output,
             external_data=request.use_external_data_format,
@@ -427,3 +429,56 @@ def layers_of(
     cost = NetCosts(view, target.costs).estimate(plan)
     between = cost.run_us + sum(cost.borders_us.values())
     return layer_times(fusion, {n.node: (n.op_type, n.planned_us) for n in cost.nodes}, between, times)
+
+
+_DEEPEST = 4000  # nodes; the runtime's load time grows with the square of the depth
+_SIGNAL_FEEDS = 2
+_LARGEST = 1_900_000_000  # bytes; beyond, a model with other outputs does not fit into one message
+
+
+def with_measurements(
+    evidence: ReportEvidence,
+    float_model: onnx.ModelProto,
+    quantized: onnx.ModelProto,
+    feeds: Sequence[Mapping[str, Any]],
+    *,
+    baseline: onnx.ModelProto | None = None,
+    threads: int = 1,
+    runs: int = 10,
+    budget_s: float = 10.0,
+    custom_op_libraries: Sequence[str] = (),
+) -> ReportEvidence:
+    """The evidence about one quantization with signal by layer and time by operator.
+
+    Both models run once a feed, for at most two feeds, and a dozen times in each of three sessions.
+
+    Args:
+        evidence: What the models and the table hold.
+        float_model: The model that was quantized (prepared and rewritten), its weights in memory; not changed.
+        quantized: What became of it; not changed.
+        feeds: A few real samples; nothing is run without.
+        baseline: The float model as the caller gave it, to be timed in place of the prepared one.
+        threads: Threads of the sessions.
+        runs: Timed runs of a session at most.
+        budget_s: Seconds that the timed runs of both models may take together, give or take one of each.
+        custom_op_libraries: Libraries with custom operators to register.
+    """
+    if not feeds or not _can_run(float_model) or not _can_run(quantized):
+        return evidence
+    how: dict[str, Any] = {"threads": threads, "custom_op_libraries": custom_op_libraries}
+    layers: tuple[LayerSignal, ...] = ()
+    try:
+        signal = compare_layers(float_model, quantized, feeds[:_SIGNAL_FEEDS], **how)
+        makers = {name: node.name for node in float_model.graph.node for name in node.output}
+        layers = tuple(LayerSignal(name, makers.get(name, ""), db) for name, db in signal.items())
+    except VerificationError as error:  # e.g. an operator that does not bear a second reader of its output
+        _log.warning("signal per layer was not measured: %s", error.what)
+    before, after = (
+        profile_in_fresh_sessions(model, feeds, runs=runs, budget_s=budget_s / 2, **how)
+        for model in (float_model if baseline is None else baseline, quantized)
+    )
+    return replace(evidence, layers=layers, times=OpTimes(before, after, threads, runs))
+
+
+def _can_run(model: onnx.ModelProto) -> bool:
+    return weight_bytes(model) < _LARGEST and len(model.graph.node) <= _DEEPEST

@@ -22,7 +22,7 @@ from kenosis_ort.flow.call import Call
 from kenosis_ort.flow.request import Request, not_taken, runs_float
 from kenosis_ort.flow.samples import KeepingReader
 from kenosis_ort.graph import bodies, constants, walk
-from kenosis_ort.graph.external_data import weights_on_disk
+from kenosis_ort.graph.files import weights_on_disk
 from kenosis_ort.graph.load import LoadedModel, check_not_quantized, load_model
 from kenosis_ort.options import INT8_CACHE
 from kenosis_ort.quantizer import int8_cache, stock
@@ -263,7 +263,7 @@ def opened(source: str | os.PathLike[str] | onnx.ModelProto, request: Request) -
 
 
 def _made_up(loaded: LoadedModel) -> list[Feed]:
-    from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
+    from kenosis_ort.calibration.synthetic.reader import SyntheticReader  # few calls make samples up
 
     try:
         return list(sample_feeds(SyntheticReader(loaded, samples=1)))

@@ -28,9 +28,10 @@ from kenosis_ort.flow.request import Request
 from kenosis_ort.flow.tables import Observe, RewrittenNet, following_table
 from kenosis_ort.graph.load import LoadedModel
 from kenosis_ort.graph.view import PreparedModel
-from kenosis_ort.passes.contract import Build, Context, State, changed_weights
+from kenosis_ort.passes.contract import Build, Context, Pass, State, changed_weights
 from kenosis_ort.passes.correct_biases import with_biases
 from kenosis_ort.passes.evaluator import Evaluator
+from kenosis_ort.passes.order import passes_of
 from kenosis_ort.passes.runner import PassRunner
 from kenosis_ort.passes.smooth import SmoothQuant
 from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
@@ -44,6 +45,13 @@ NO_SAMPLES: Final = (
     "they need samples, and the calibration table holds none. Pass the reader beside it, or calibrate again with "
     "samples kept."
 )
+
+
+def passes_for(request: Request) -> tuple[Pass, ...]:
+    """The passes that a request asks for, in order."""
+    if not request.target.loads_in_ort:
+        return ()  # their changes are evaluated there
+    return tuple(p for p in passes_of(request.recipe) if request.chooses_ranges or not p.chooses_ranges)
 
 
 def improved(call: Call, builder: Builder, build: Build) -> tuple[Builder, Build]:

@@ -18,11 +18,10 @@ from kenosis_ort.passes.journal import Journal
 from kenosis_ort.placement.cost import NetCosts
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.stock import stock_model
-from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS, PREPARATION, WRITTEN_OPERATORS
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET, fuse_attention
 from kenosis_ort.rewrite.norms import norm_around
-from kenosis_ort.rewrite.prepare import RewriteError, applied, prepare
-from kenosis_ort.rewrite.rule import Editor, Rewrite, Rule
+from kenosis_ort.rewrite.prepare import PREPARATION, RewriteError, applied, prepare
+from kenosis_ort.rewrite.rule import Editor, Rule
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.targets.profile import CostTable
 
@@ -161,7 +160,7 @@ def _prepare_model(proto: onnx.ModelProto, request: Request, skipped: frozenset[
     plannable = request.stock_reason is None
     relabels = request.activation_type.tensor_type in request.types.single_reader
     attends = not relabels and highest >= ATTENTION_OPSET
-    forms = (f for f in FLOAT_FORMS if request.rewrites_with(f) and (attends or f is not fuse_attention))
+    forms = (f for f in request.float_forms if attends or f is not fuse_attention)
     wanted = (*PREPARATION, *forms) if plannable else ()
     prepare_at = partial(
         prepare,
@@ -306,11 +305,10 @@ def _rewrite_for_integers(
     notes: list[str] = []
     merged = dict(prepared.nodes)
     before, changed = _outline(editor.proto), False
-    forms: tuple[Rewrite, ...] = (*INTEGER_FORMS, *request.target.own_forms)
-    for form in forms:
-        written = WRITTEN_OPERATORS.get(form)
-        unwanted = request.restricts_types and written is not None and written not in request.op_types
-        if request.rewrites_with(form) and not unwanted and form.__name__ not in skipped:
+    for form in request.integer_forms:
+        writes = form.writes if isinstance(form, Rule) else ""
+        unwanted = request.restricts_types and writes and writes not in request.op_types
+        if not unwanted and form.__name__ not in skipped:
             result = applied(form, editor, nodes=nodes)
             notes += result.notes
             merged.update({gone: (by,) if by else () for gone, by in result.merged.items()})

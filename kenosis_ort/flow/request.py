@@ -22,6 +22,7 @@ from kenosis_ort.passes.recipe import Recipe
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache
 from kenosis_ort.quantizer.stock import QuantType
+from kenosis_ort.rewrite.rule import Rewrite
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets.model import Target
 from kenosis_ort.targets.profile import HostProfile
@@ -49,6 +50,8 @@ class Request:
         complaints: Warnings about names that fit nothing.
         names_all_types: ``op_types`` leaves out nothing that the target would quantize.
         names_all_nodes: ``nodes_to_quantize`` likewise.
+        float_forms: Rewrites into operators that quantize better, in order.
+        integer_forms: Rewrites that pay between integer kernels only, in order.
         types: Data types of the target on the machine at hand.
         choices: Every option with its value and who chose it, for the report.
         recipe: The accuracy passes.
@@ -88,7 +91,8 @@ class Request:
     progress: Progress | None
     verify: bool
     stages: Stages
-    rewrites: frozenset[str]
+    float_forms: tuple[Rewrite, ...]
+    integer_forms: tuple[Rewrite, ...]
     types: DataTypes
     stock_reason: str | None
     choices: Mapping[str, OptionChoice]
@@ -109,6 +113,11 @@ class Request:
     complaints: tuple[str, ...] = ()
     names_all_types: bool = False
     names_all_nodes: bool = False
+
+    @property
+    def unrewritten(self) -> Request:
+        """The request without optional rewrites."""
+        return replace(self, float_forms=(), integer_forms=())
 
     def with_stock_placement(self, why: str) -> Request:
         """The request with stock's placement: weights by tensor, and of 7 bits for kernels that add pairs in int16."""
@@ -131,10 +140,6 @@ class Request:
         by_node = {new: bits for name, bits in self.widths.by_node.items() for new in renamed(name)}
         widths = replace(self.widths, by_node=by_node)
         return replace(self, nodes_to_exclude=exclude, nodes_to_quantize=only, widths=widths)
-
-    def rewrites_with(self, rule: Callable[..., Any]) -> bool:
-        """Whether the caller allows a rewrite."""
-        return rule.__name__ in self.rewrites
 
     def is_explicit(self, option: str) -> bool:
         """Whether the caller chose an option's value."""

@@ -183,7 +183,11 @@ def resolve(given: Mapping[str, Any]) -> Request:
     o.calibration_providers = tuple(o.calibration_providers) if o.calibration_providers else None
     o.cache_path = None if o.calibration_cache_path is None else absolute(o.calibration_cache_path)
     o.progress = None if o.progress is None else callers_own(o.progress)
-    o.rewrites = _chosen_rewrites(placement.rewrites, o.target)
+    named = _chosen_rewrites(placement.rewrites, o.target)
+    o.float_forms, o.integer_forms = (
+        tuple(form for form in forms if form.__name__ in named)
+        for forms in (FLOAT_FORMS, (*INTEGER_FORMS, *o.target.own_forms))
+    )
     request = Request(**{name: getattr(o, name) for name in Request.__dataclass_fields__ if hasattr(o, name)})
     _check_types(request)
     target_options.check_combinations(request)

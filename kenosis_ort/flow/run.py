@@ -23,7 +23,7 @@ from kenosis_ort.flow.call import Call, RewriteMismatchError
 from kenosis_ort.flow.request import EIGHT_BIT, Request
 from kenosis_ort.flow.samples import KeepingReader, Validation
 from kenosis_ort.flow.tables import CalibrationCache
-from kenosis_ort.graph import outside, save
+from kenosis_ort.graph import files, outside
 from kenosis_ort.graph.constants import meant_as_defaults
 from kenosis_ort.graph.view import PreparedModel
 from kenosis_ort.options import Stages
@@ -52,7 +52,7 @@ def without_optional_work(request: Request) -> Request:
     """The request without rewrites and passes."""
     recipe = request.recipe
     plain = replace(RECIPES["plain"], ranges=recipe.ranges, samples=recipe.samples, speed=recipe.speed)
-    return replace(request, rewrites=frozenset(), recipe=plain)
+    return replace(request.unrewritten, recipe=plain)
 
 
 def defect(call: Call, error: Exception) -> Exception:
@@ -120,7 +120,7 @@ def deliver_float(
     """
     request, loaded, source = call.request, call.loaded, call.loaded.as_it_came
     with call.stage("write"):
-        call.size_after = save.write_model(
+        call.size_after = files.write_model(
             loaded.proto,
             request.output,
             external_data=request.use_external_data_format,
@@ -201,7 +201,7 @@ def run(
         writing.room_is_needed(),
         configured(request.target.session_entries),
     ):
-        save.check_destination(request.output)
+        files.check_destination(request.output)
         with _executor_of(request) as executor, fit.opened(source, request) as call:
             call.executor = executor
             if call.loaded.path is not None and writing.same_file(call.loaded.path, request.output):
@@ -236,7 +236,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     # Where samples come from: the reader, made-up data, or those that the cache holds.
     known = None if first.cache is None else first.cache.table
     if reader is None and known is None and request.recipe.synthetic:
-        from kenosis_ort.calibration.synthetic import SyntheticReader  # few calls make samples up
+        from kenosis_ort.calibration.synthetic.reader import SyntheticReader  # few calls make samples up
 
         reader = SyntheticReader(first.loaded, samples=request.recipe.synthetic)
     if request.eval_reader is not None:
@@ -255,7 +255,7 @@ def _run_qdq(first: Call, reader: CalibrationDataReader | None) -> QuantizationR
     attempts = [request, without_optional_work(request)]
     while attempts:
         attempted = attempts.pop(0)
-        call = first.again(attempted)
+        call = first.again(attempted, improve.passes_for(attempted))
         try:
             return _weights_alone(call) if request.recipe.weight_only else _quantized(call)
         except errors.NothingToQuantizeError as error:

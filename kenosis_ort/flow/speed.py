@@ -370,7 +370,7 @@ class _Forms:
         found = NetCosts(self._builder.prepared.graph, costs).estimate(plan)
         if found.unknown:
             return None
-        plain = prepare_model(self._original, replace(request, rewrites=frozenset()), Journal())
+        plain = prepare_model(self._original, request.unrewritten, Journal())
         in_float = NetCosts(plain.graph, costs).estimate(PlacementPlan(request.target.name))
         return None if in_float.unknown else promise.Estimate(in_float.float_us / found.planned_us, costs.error)
 

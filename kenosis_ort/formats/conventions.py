@@ -26,12 +26,11 @@ from kenosis_ort.errors import UnsupportedModelError
 from kenosis_ort.formats.tensors import Edits, QuantizedTensor, quantizers_of
 from kenosis_ort.graph.constants import drop_stale_value_info, replace_entries
 from kenosis_ort.graph.live import Attribute
-from kenosis_ort.graph.opset import fit_ir_version
 from kenosis_ort.graph.outside import array_in
 from kenosis_ort.graph.qdq import integer_bounds
 from kenosis_ort.graph.shapes import infer_shapes, rank_in, value_types
 from kenosis_ort.graph.view import ir, optional, required
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_nodes, attribute, attribute_int, fit_ir_version
 
 _WINDOWED = ("Conv", "ConvTranspose", "MaxPool", "AveragePool")
 _NEWEST_IR = 10

@@ -24,13 +24,12 @@ from typing import Final, NamedTuple
 import onnx
 
 from kenosis_ort.errors import AlreadyQuantizedError, ArgumentTypeError, ModelLoadError, VerificationError
-from kenosis_ort.graph import external_data, outside
+from kenosis_ort.graph import files, outside
 from kenosis_ort.graph.constants import LAYERS, constants_to_initializers
-from kenosis_ort.graph.opset import fit_ir_version
+from kenosis_ort.graph.files import store_model
 from kenosis_ort.graph.qdq import SourceGraph, label_of, walk
-from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.structure import check_depth, check_structure
-from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, name_nodes, opset_of, part_names
+from kenosis_ort.graph.walk import MAIN_DOMAINS, all_graphs, fit_ir_version, name_nodes, opset_of, part_names
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import MAPPED_FROM, open_session, session_options
 from kenosis_ort.storage.writing import Scratch, absolute, regular
@@ -125,7 +124,7 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         check_depth(source, name)
         source = outside.copy_model(source)
         check_structure(source, name)
-        if external_data.uses_external_data(source):
+        if files.uses_external_data(source):
             what = "The ModelProto refers to external data that was not loaded, and it has no folder to find it in."
             fix = "Pass the path of the model, or call onnx.load_external_data_for_model(model, folder) first."
             raise ModelLoadError(what, where=name, fix=fix)
@@ -137,8 +136,8 @@ def _loaded(source: str | os.PathLike[str] | onnx.ModelProto, *, lazily: bool) -
         )
     path = Path(source)
     proto = parse_model(path)
-    is_split = external_data.uses_external_data(proto)
-    external_data.read_external_data(proto, path, lazily=lazily)
+    is_split = files.uses_external_data(proto)
+    files.read_external_data(proto, path, lazily=lazily)
     _list_as_defaults(proto)
     _log.debug("loaded %s: IR %d, %d nodes", path, proto.ir_version, len(proto.graph.node))
     return LoadedModel(proto=proto, path=absolute(path), name=str(path), is_split=is_split)
@@ -328,7 +327,7 @@ def read_source(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> Load
         proto = parse_model(path)
     if not proto.graph.node:
         raise ModelLoadError("the model has no nodes", where=name, fix="give an ONNX model")
-    return LoadedSource(proto, folder if external_data.uses_external_data(proto) else None, name)
+    return LoadedSource(proto, folder if files.uses_external_data(proto) else None, name)
 
 
 @contextmanager
@@ -349,7 +348,7 @@ def tagged_file(
     if change is not None:
         change(tagged.proto)
     if source.folder is not None:
-        external_data.read_external_data(tagged.proto, source.folder / "model.onnx")
+        files.read_external_data(tagged.proto, source.folder / "model.onnx")
     with Scratch("verify") as folder:
         store_model(tagged.proto, folder / "model.onnx", external_data=False)
         yield source, tagged, folder / "model.onnx"

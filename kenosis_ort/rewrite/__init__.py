@@ -1,29 +1,23 @@
 """Rewrites that leave what the float model computes unchanged, by subject, each with its algebra."""
 
-from collections.abc import Callable, Mapping
 from typing import Final
 
-from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.rewrite.activations import collapse_gelu, collapse_hard_swish, collapse_silu
 from kenosis_ort.rewrite.attention import fuse_attention
-from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_batch_norm, fold_scale
+from kenosis_ort.rewrite.channel_affine import batch_norm_to_conv, fold_scale
 from kenosis_ort.rewrite.channel_shuffle import fold_channel_shuffle
 from kenosis_ort.rewrite.clips import collapse_clip, hard_sigmoid_to_clip, hard_swish_to_product
-from kenosis_ort.rewrite.constant_nodes import drop_identity, fold_constants, inline_branch
-from kenosis_ort.rewrite.gemm_forms import (
-    fold_gemm_factors,
-    linear_to_gemm,
+from kenosis_ort.rewrite.gemm_forms import linear_to_gemm, sum_to_add
+from kenosis_ort.rewrite.norms import (
+    collapse_affine_norm,
+    collapse_layer_norm,
     residual_to_sum,
+    spell_norm,
     split_skip_norm,
-    sum_to_add,
 )
-from kenosis_ort.rewrite.norms import collapse_affine_norm, collapse_layer_norm, spell_norm
 from kenosis_ort.rewrite.pools import average_pool_to_conv, fold_padding, lrn_to_pool, pool_from_mean
 from kenosis_ort.rewrite.rule import Rule
 from kenosis_ort.rewrite.transposes import cancel_transposes
-
-PREPARATION: Final = (drop_identity, fold_constants, inline_branch, fold_gemm_factors, fold_batch_norm)
-"""The rewrites that belong to preparation, in the order they are applied."""
 
 FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     cancel_transposes,
@@ -42,7 +36,7 @@ FLOAT_FORMS: Final[tuple[Rule, ...]] = (
     lrn_to_pool,
     fuse_attention,
 )
-"""The rewrites into operators that quantize better, in the order they are applied after `PREPARATION`."""
+"""The rewrites into operators that quantize better, in the order they are applied after `prepare.PREPARATION`."""
 
 OPTIONAL_FORMS = (collapse_silu,)
 """Applied only where the caller names them: a QuickGelu between Q and DQ is faster than Sigmoid and Mul in integer on
@@ -58,11 +52,3 @@ INTEGER_FORMS = (
     fold_channel_shuffle,
 )
 """The rewrites that pay between integer kernels only: each takes the names of its candidates from a placement plan."""
-
-WRITTEN_OPERATORS: Final[Mapping[Callable[..., RewriteResult], str]] = {
-    average_pool_to_conv: "Conv",
-    batch_norm_to_conv: "Conv",
-    linear_to_gemm: "Gemm",
-    sum_to_add: "Add",
-}
-"""The operator that an integer form writes; without leave to quantize that one it has to stay away."""

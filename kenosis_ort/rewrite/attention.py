@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kenosis_ort.graph.opset import fit_ir_version, fit_opset
+from kenosis_ort.graph.opset import fit_opset
 from kenosis_ort.graph.shapes import infer_shapes
 from kenosis_ort.graph.view import ir
+from kenosis_ort.graph.walk import fit_ir_version
 from kenosis_ort.rewrite.attention_pattern import FoundAttention, MaskTerm, before_repeat, find_attention
 from kenosis_ort.rewrite.rule import Editor, NotCollapsibleError, operand, rule
 from kenosis_ort.runtime.limits import runtime_limits

@@ -129,6 +129,7 @@ _STEPS = ("Mul", "Div", "Add", "Sub")
     *_STEPS,
     did="scales and shifts by channel became depthwise 1x1 Convs",
     stays="scales and shifts by channel stay as they are",
+    writes="Conv",
 )
 def batch_norm_to_conv(editor: Editor, node: ir.Node) -> None:
     """A scale and shift by channel, standing alone, as a depthwise 1x1 Conv.

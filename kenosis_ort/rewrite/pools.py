@@ -223,7 +223,7 @@ def _axes(editor: Editor, mean: ir.Node) -> set[int] | None:
     return None if axes is None else {int(axis) for axis in axes.reshape(-1)}
 
 
-@rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay")
+@rule("AveragePool", did="AveragePool nodes became depthwise Convs", stays="AveragePool nodes stay", writes="Conv")
 def average_pool_to_conv(editor: Editor, pool: ir.Node) -> None:
     """AveragePool over parts of the picture as a depthwise Conv.
 

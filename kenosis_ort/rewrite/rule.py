@@ -12,7 +12,7 @@ pattern stays in its place, under its name and with the name of its output, and 
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,7 @@ class Rule:
         least_opset: Operator set below which nothing is done.
         whole: ``change`` is a function of the editor alone, called once.
         backwards: The last node comes first.
+        writes: The operator that it writes, without leave to quantize which it has to stay away; empty for any.
     """
 
     __name__: str
@@ -81,12 +82,13 @@ class Rule:
         least_opset: int,
         whole: bool,
         backwards: bool,
+        writes: str,
     ) -> None:
         self.change = change
         self.operators = operators
         self.did, self.stays = did, stays
         self.least_opset = least_opset
-        self.whole, self.backwards = whole, backwards
+        self.whole, self.backwards, self.writes = whole, backwards, writes
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(self, name, getattr(change, name))
 
@@ -129,10 +131,17 @@ class Rule:
 
 
 def rule(
-    *operators: str, did: str, stays: str = "", least_opset: int = 0, whole: bool = False, backwards: bool = False
+    *operators: str,
+    did: str,
+    stays: str = "",
+    least_opset: int = 0,
+    whole: bool = False,
+    backwards: bool = False,
+    writes: str = "",
 ) -> Callable[[Callable[..., None]], Rule]:
     """Makes a `Rule` of the function below it."""
-    return lambda change: Rule(change, operators, did, stays, least_opset=least_opset, whole=whole, backwards=backwards)
+    how: dict[str, Any] = {"least_opset": least_opset, "whole": whole, "backwards": backwards, "writes": writes}
+    return lambda change: Rule(change, operators, did, stays, **how)
 
 
 def _is_one_of(node: HasOperator, operators: Collection[str]) -> bool:

@@ -27,8 +27,8 @@ from kenosis_ort.graph.view import GraphView, PreparedModel
 from kenosis_ort.passes.input_moments import gather_moments
 from kenosis_ort.passes.layers import Layer, layers
 from kenosis_ort.quantizer.linear_layers import LinearLayer, linear_layers
-from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS, PREPARATION
-from kenosis_ort.rewrite.prepare import prepare
+from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
+from kenosis_ort.rewrite.prepare import PREPARATION, prepare
 from kenosis_ort.runtime.limits import runtime_limits
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.spool import Spool

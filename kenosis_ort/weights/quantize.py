@@ -15,10 +15,9 @@ from kenosis_ort.accuracy.outputs import OutputComparison, compare_outputs
 from kenosis_ort.calibration.feeds import bytes_of, checked_feeds, input_specs, split_feeds
 from kenosis_ort.checks import flag, path as check_path, several, whole
 from kenosis_ort.errors import OptionError, last_gate
-from kenosis_ort.graph.external_data import weights_on_disk
+from kenosis_ort.graph.files import weights_on_disk, write_model
 from kenosis_ort.graph.load import load_model
 from kenosis_ort.graph.outside import is_outside, length_of
-from kenosis_ort.graph.save import write_model
 from kenosis_ort.option_types import check_model
 from kenosis_ort.runtime.session import open_session
 from kenosis_ort.storage.writing import absolute, check_apart, room_is_needed

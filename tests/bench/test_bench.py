@@ -15,7 +15,8 @@ from kenosis_ort import CalibrationError, OptionError, VerificationError
 from kenosis_ort.bench import doctor
 from kenosis_ort.bench.doctor import FLOAT32, KernelSpeed, examine, kernel_speeds
 from kenosis_ort.bench.harness import Verdict
-from kenosis_ort.bench.op_times import profile_ops, with_measurements
+from kenosis_ort.bench.op_times import profile_ops
+from kenosis_ort.flow.finish import with_measurements
 from kenosis_ort.report.gathering import gather_evidence
 from kenosis_ort.runtime.limits import RuntimeLimits, runtime_limits
 from tests.flow.support import make

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from kenosis_ort import CalibrationError, KenosisWarning, SyntheticReader, quantize_static
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, net_evidence, trust
 from kenosis_ort.calibration.feeds import Known, Provenance
+from kenosis_ort.calibration.synthetic.reader import probe_feeds
 from kenosis_ort.graph.load import load_model
 from tests import models, planning
 from tests.calibration.support import node_outputs, random_feeds, swept
@@ -115,7 +116,7 @@ def test_zoo(name, expected):
     model.ir_version = min(model.ir_version, 10)
     reader = SyntheticReader(model, samples=16)
     points = Points([v.name for v in model.graph.output], threads=1)
-    evidence = net_evidence.net_evidence(model, net_evidence.probe_feeds(reader))
+    evidence = net_evidence.net_evidence(model, probe_feeds(reader))
     how = {"provenance": reader.provenance, "samples": 16, "evidence": evidence}
     assert trust.collect_with_trust(model, reader, points, **how)[1].verdict.value in expected
 

@@ -11,7 +11,7 @@ import pytest
 
 from kenosis_ort import InternalError, KenosisWarning, Stages, VerificationError
 from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.flow import preparation
+from kenosis_ort.flow import preparation, resolve
 from kenosis_ort.flow.finish import worthless
 from kenosis_ort.flow.samples import rows_of
 from kenosis_ort.graph.live import RewriteResult
@@ -115,9 +115,9 @@ def replaced(monkeypatch, form, change):
         return change(proto)
 
     rewrite.__name__ = form
-    for name in ("PREPARATION", "FLOAT_FORMS", "INTEGER_FORMS"):
-        rules = tuple(rewrite if f.__name__ == form else f for f in getattr(preparation, name))
-        monkeypatch.setattr(preparation, name, rules)
+    for home, name in ((preparation, "PREPARATION"), (resolve, "FLOAT_FORMS"), (resolve, "INTEGER_FORMS")):
+        rules = tuple(rewrite if f.__name__ == form else f for f in getattr(home, name))
+        monkeypatch.setattr(home, name, rules)
 
 
 def spoilt(proto):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto
 
+from kenosis_ort.graph.files import restore_interface
 from kenosis_ort.graph.precision import compute_in_float32
-from kenosis_ort.graph.save import restore_interface
 from kenosis_ort.graph.walk import all_graphs, all_nodes
 from tests.graph.build import assert_same, net, ready, run
 from tests.models import normal

@@ -11,7 +11,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 from kenosis_ort import OptionError, Recipe, Speed, Stages, preview, quantize_static
 from kenosis_ort.option_types import IN_FILE, RecipeFile, resolve
 from kenosis_ort.passes.recipe import RECIPES, SpeedChoice, resolve_recipe
-from kenosis_ort.report.html.cards import python_call
+from kenosis_ort.report.html.page import python_call
 from tests import models
 from tests.models import FeedReader
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kenosis_ort import quantize_static, verify_fusion
-from kenosis_ort.report.html.cards import cards
+from kenosis_ort.report.html.page import cards
 from tests import models
 from tests.flow.support import run, sqnr_db
 from tests.models import Net

@@ -19,7 +19,7 @@ from kenosis_ort.plan import Kind, NodeDecision, PlacementPlan
 from kenosis_ort.report import evidence as reasons
 from kenosis_ort.report.evidence import OpTime, OpTimes, explain_kernel, explain_plan, layer_times
 from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
-from kenosis_ort.report.html.cards import cards
+from kenosis_ort.report.html.page import cards
 from kenosis_ort.report.text import MAX_FLOAT_ROWS, render_fusion, render_report, to_text
 from kenosis_ort.storage.data import format_bytes
 from kenosis_ort.targets.proof import Cause, KernelReport, Status

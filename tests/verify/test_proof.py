@@ -18,9 +18,9 @@ from kenosis_ort import KenosisWarning, OptionError, quantize_static
 from kenosis_ort.cli.main import main
 from kenosis_ort.errors import ModelLoadError, VerificationError
 from kenosis_ort.graph.constants import replace_nodes
+from kenosis_ort.graph.files import made_for, mark
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import SourceGraph
-from kenosis_ort.graph.save import made_for, mark
 from kenosis_ort.targets import Hooks, get_target
 from kenosis_ort.targets.ort_cpu.pieces import cut
 from kenosis_ort.verify import Cause, FusionReport, KernelReport, Status, check_bias_alignment, verify_fusion

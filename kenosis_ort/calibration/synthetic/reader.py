@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -329,3 +329,11 @@ def _cut(array: Array, shape: tuple[int, ...]) -> Array:
         return array.reshape(shape)
     last = tuple(slice(max(a - b, 0), None) for a, b in zip(array.shape, shape, strict=True))
     return np.ascontiguousarray(array[last])
+
+
+_PROBED_FEEDS: Final = 16
+
+
+def probe_feeds(reader: SyntheticReader) -> list[Feed]:
+    """The few samples that `net_evidence` needs."""
+    return [reader.feed(index) for index in range(min(len(reader), _PROBED_FEEDS))]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kenosis_ort.plan import Decision
 from kenosis_ort.report.evidence import (
@@ -24,12 +24,10 @@ from kenosis_ort.report.evidence import (
     by_key,
     explain_plan,
 )
-from kenosis_ort.report.html.cards import REGIONS, Region, decibels, number, region_of
+from kenosis_ort.report.facts import ReportFacts
 from kenosis_ort.report.html.layout import GraphLayout, layout_of
+from kenosis_ort.report.html.words import REGIONS, Region, decibels, number, region_of
 from kenosis_ort.storage.data import finite
-
-if TYPE_CHECKING:
-    from kenosis_ort.report.facts import ReportFacts
 
 _LEVELS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Heights of bars, 0 to 61, one character each."""

@@ -45,11 +45,10 @@ import onnx
 from onnx import TensorProto
 
 from kenosis_ort.errors import VerificationError
-from kenosis_ort.graph.external_data import read_external_data
+from kenosis_ort.graph.files import read_external_data, store_model
 from kenosis_ort.graph.load import LoadedSource, read_source
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.qdq import Q, SourceGraph, SourceNode
-from kenosis_ort.graph.save import store_model
 from kenosis_ort.graph.view import GraphView, ir
 from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.rewrite import FLOAT_FORMS, OPTIONAL_FORMS
