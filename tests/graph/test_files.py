@@ -177,8 +177,7 @@ def test_killed_at_any_step(tmp_path, monkeypatch, old, new_external, links):
             names.discard("out.onnx.data")  # a name that a user may have given
         assert len(names) == 1 + new_external, names
         reset()
-    assert seen == {False, True}
-    assert load_model(out).proto == NEW
+    assert (seen, load_model(out).proto) == ({False, True}, NEW)
     assert not (links and new_external) or files(tmp_path).keys() == {"out.onnx", "out.onnx.data"}
 
 
@@ -213,14 +212,12 @@ def test_data_of_another_model_stay(tmp_path, old, links):
     warned = []
     for size in (48, 32, 32):
         write(square(1, size=size), out, external=True, warn=warned.append)
-        assert load_model(out).proto == square(1, size=size)
-        assert load_model(other).proto == OLD
+        assert (load_model(out).proto, load_model(other).proto) == (square(1, size=size), OLD)
         assert len(files(tmp_path)) == 4  # the data of the one before are gone
     assert len(warned) == 3
     assert "'other.onnx' reads 'out.onnx.data'" in warned[0]
     write(NEW, out, external=False)
-    assert files(tmp_path).keys() == {"other.onnx", "out.onnx", "out.onnx.data"}
-    assert load_model(other).proto == OLD
+    assert (files(tmp_path).keys(), load_model(other).proto) == ({"other.onnx", "out.onnx", "out.onnx.data"}, OLD)
 
 
 def test_a_model_that_cannot_be_read_counts_as_a_reader(tmp_path, monkeypatch):
@@ -281,8 +278,7 @@ def test_what_is_made_goes_to_disk_once(tmp_path, on_disk):
     assert outside.put_outside(tensor) is tensor
     with weights_on_disk(lazy):
         first, second = outside.put_outside(tensor), outside.put_outside(tensor)
-        assert outside.is_outside(first)
-        assert not first.raw_data
+        assert (outside.is_outside(first), bool(first.raw_data)) == (True, False)
         assert first == second
         assert np.array_equal(outside.array_in(first), outside.array_in(tensor))
         file = Path("/", next(e.value for e in first.external_data if e.key == "location"))

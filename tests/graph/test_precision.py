@@ -92,8 +92,7 @@ def converted(model):
     """The prepared model; the one given is not changed."""
     before = model.SerializeToString(deterministic=True)
     result = ready(model)
-    assert model.SerializeToString(deterministic=True) == before
-    assert declared(result.proto) == declared(model)
+    assert (model.SerializeToString(deterministic=True), declared(result.proto)) == (before, declared(model))
     assert any("inside it is float32" in note for note in result.notes)
     onnx.checker.check_model(result.proto)
     return result.proto

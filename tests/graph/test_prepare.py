@@ -137,8 +137,7 @@ def test_models_marked_as_pre_processed_are_not_rewritten():
     assert ops(ready(proto, rewrites=PREPARATION, preprocessed=True).proto) == ["Identity", "Relu"]
     proto.metadata_props.add(key=PRE_PROCESSED_KEY, value=PRE_PROCESSED_VALUE)
     prepared = ready(proto, rewrites=PREPARATION)
-    assert ops(prepared.proto) == ["Identity", "Relu"]
-    assert prepared.proto.opset_import[0].version == 13
+    assert (ops(prepared.proto), prepared.proto.opset_import[0].version) == (["Identity", "Relu"], 13)
     assert [p.key for p in prepared.proto.metadata_props] == [PRE_PROCESSED_KEY]
     assert ops(ready(proto, rewrites=PREPARATION, preprocessed=False).proto) == ["Relu"]
 

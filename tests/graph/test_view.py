@@ -23,16 +23,14 @@ def test_consumers_and_the_sole_one():
     assert v.sole_consumer(a).node.name == "Relu_y"
     assert v.sole_consumer(o) is None, "an output of the graph"
     assert v.sole_consumer(b) is None, "read twice by one node"
-    assert (v.is_output(o), v.is_output(a)) == (True, False)
-    assert v.node("no such node") is None
+    assert (v.is_output(o), v.is_output(a), v.node("no such node")) == (True, False, None)
 
 
 def test_shapes_constants_and_operator_sets():
     v = view_of("net (float[N,3] x) => (float[N,3] y) <float[3,2] w> { y = MatMul (x, w) }")
     (x,), w = v.inputs, v.nodes[0].inputs[1]
     assert (v.dims(x), v.rank(x), v.content(w).shape) == ((None, 3), 2, (3, 2))
-    assert [v.is_constant(value) for value in (x, w, None)] == [False, True, False]
-    assert v.opset() == 17
+    assert ([v.is_constant(value) for value in (x, w, None)], v.opset()) == ([False, True, False], 17)
 
 
 def test_what_a_body_reads_is_consumed_by_its_owner():

@@ -35,13 +35,11 @@ def test_every_target_keeps_names_and_says_how_it_agrees(tmp_path, to):
     done = convert(model, tmp_path / "out.onnx", to)
     written = onnx.load(tmp_path / "out.onnx")
     assert [v.name for v in (*written.graph.input, *written.graph.output)] == ["x", model.graph.output[0].name]
-    assert done.agreement[0].sqnr_db > 20
-    assert done.size == (tmp_path / "out.onnx").stat().st_size
+    assert (done.agreement[0].sqnr_db > 20, done.size) == (True, (tmp_path / "out.onnx").stat().st_size)
     counted = {"8-bit unsigned activations": 4, "8-bit signed constants": 3, "8-bit signed activations": 2}
     assert done.tensors == ({} if to == "float" else counted)
     assert done.agreement[0].equal == 1.0 or to in ("qdq", "qop", "float")
-    assert json.loads(json.dumps(done.to_dict()))["written_as"] == to
-    assert model.SerializeToString() == before
+    assert (json.loads(json.dumps(done.to_dict()))["written_as"], model.SerializeToString()) == (to, before)
 
 
 def test_what_is_refused_leaves_no_file(tmp_path):

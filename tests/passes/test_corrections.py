@@ -63,8 +63,7 @@ def test_each_layer_is_corrected_with_those_before_it_corrected(act, monkeypatch
     with counted() as counts:
         shifts = bias_shifts(GraphView(model), bad, feeds)
     # the float model on each sample, and on two stacked; the quantized one on all
-    assert (counts.total.sessions, counts.total.runs) == (2, len(feeds) + 1 + 1)
-    assert list(shifts) == [*LAYERS, "last"]
+    assert (counts.total.sessions, counts.total.runs, list(shifts)) == (2, len(feeds) + 1 + 1, [*LAYERS, "last"])
     good = corrected(bad, shifts)
     assert noise(model, good, held_out) < noise(model, bad, held_out) / 4
     assert np.abs(means(good, held_out) - means(model, held_out)).max() < 0.05 * np.abs(means(model, held_out)).max()

@@ -90,8 +90,7 @@ def test_each_part_of_a_batch_of_samples_is_left_out_in_turn(rows, parts):
     feeds = models.feeds(model, 2, dims={"n": rows})
     other = changed(model, stem_w=1.01)
     whole, apart = evaluator_of(model, feeds).score(other), evaluator_of(model, [Rows(f) for f in feeds]).score(other)
-    assert (len(whole.without), len(apart.without)) == (2, 2 * parts)
-    assert apart.error == pytest.approx(whole.error)
+    assert (len(whole.without), len(apart.without), apart.error) == (2, 2 * parts, pytest.approx(whole.error))
     assert (whole.without == apart.without) == (rows == 1)
 
 

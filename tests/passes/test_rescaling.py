@@ -284,8 +284,7 @@ def test_left_alone(body, options):
     arrays = {**with_outliers(), "w": np.zeros((10, 32), np.float32)}
     model = behind_norm(body, arrays, "float[1,32,32] y" if "Transpose" in body else "float[1,10,32] y")
     result = smoothed(model, **options)
-    assert result.layers == result.notes == ()
-    assert result.model == model
+    assert (result.layers, result.notes, result.model) == ((), (), model)
 
 
 def rounding_noise(model):
@@ -397,8 +396,7 @@ def test_fewer_values_are_tried_as_long_as_they_serve(errors, tried, scaled):
         mixes=True, fit=[{"i": outlying()}], nodes=linear_layers(model), custom_op_libraries=(), active={}, score=score
     )
     found = RowScales().apply(State(PreparedModel(model)), {}, context)
-    assert seen == tried
-    assert (found.what.split()[0] if isinstance(found, Candidate) else "0") == str(scaled)
+    assert (seen, found.what.split()[0] if isinstance(found, Candidate) else "0") == (tried, str(scaled))
 
 
 def test_what_one_range_costs():

@@ -62,8 +62,7 @@ def test_products_and_free_sizes(text, expected):
     ({"inputs": 32, "outputs": 64, "groups": 4}, "conv-grouped-odd"),
 ])  # fmt: skip
 def test_classes_of_convolutions(arguments, name):
-    assert conv_work(pixels=49, **arguments).shape_class == name
-    assert name in get_target("ort-cpu").costs.kernels
+    assert (conv_work(pixels=49, **arguments).shape_class, name in get_target("ort-cpu").costs.kernels) == (name, True)
 
 
 @given(
@@ -111,8 +110,7 @@ def test_what_the_direct_kernel_does_not_take_costs_what_the_second_one_does(inp
     costs = get_target("ort-cpu").costs
     for window in ((1, 1), (2, 2)):
         work = conv_work(pixels=100, inputs=inputs, outputs=outputs, window=window)
-        assert work.second is second
-        assert (costs.integer_us(work) == costs.shifted_us(work)) is second
+        assert (work.second, costs.integer_us(work) == costs.shifted_us(work)) == (second, second)
 
 
 def test_weights_that_are_used_once_come_from_near_caches_in_small_nets():

@@ -255,8 +255,7 @@ def test_weights_are_four_bit_and_close(weight_type, dtype, tmp_path):
     tables = {name: copy.deepcopy(getattr(quant_utils, name)) for name in TABLES}
     made = make(models.conv_relu_chain(2), tmp_path, weight_type=weight_type, per_channel=False)
     (stored,) = (tensor for tensor in made.written.graph.initializer if tensor.name == "conv0_w_quantized")
-    assert stored.data_type == dtype
-    assert made.report.plan.by_node["conv0"].rule == "caller-types"
+    assert (stored.data_type, made.report.plan.by_node["conv0"].rule) == (dtype, "caller-types")
     values, scale, zero = (
         made.held[f"conv0_w_{part}"].astype(np.float32) for part in ("quantized", "scale", "zero_point")
     )

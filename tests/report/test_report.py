@@ -193,8 +193,7 @@ def test_attention_layers_are_told_as_one_block():
     nodes = (node, replace(node, node="second"), softmax)
     two = report(plan=PlacementPlan("ort-cpu", nodes=nodes), notes=("x", why), fusion=None)
     told = "2 attention layers are one operator each."
-    assert two.attention() == f"{told} {why}"
-    assert told in text_of(two)
+    assert (two.attention(), told in text_of(two)) == (f"{told} {why}", True)
     assert report(notes=(why,)).attention() == why
     assert (f"<b>Attention:</b> {told}" in two.to_html(), "<b>Attention:</b>" in report().to_html()) == (True, False)
 

@@ -138,11 +138,13 @@ class QdqGraph:
         if axis is not None:
             shape[axis] = -1
         data = np.clip(np.rint(array / scale.reshape(shape)) + zp, info.min, info.max).astype(self.weight)
-        parameters = [self.const(data), self.const(scale), self.const(np.full(scale.shape, zp, self.weight))]
-        attributes = {} if axis is None else {"axis": axis}
-        out = self.op("DequantizeLinear", *parameters, **attributes)
+        out = self._dequantized(data, scale, np.full(scale.shape, zp, self.weight), axis)
         self._scales[out] = scale
         return out
+
+    def _dequantized(self, data, scale, zero_point, axis):
+        grid = self.const(data), self.const(scale), self.const(zero_point)
+        return self.op("DequantizeLinear", *grid, **({} if axis is None else {"axis": axis}))
 
     def dq_constant(self, array, *, dtype=None):
         """Adds a per-tensor quantized constant operand that covers -4..4."""
@@ -150,16 +152,13 @@ class QdqGraph:
         info = np.iinfo(kind)
         zp = _middle(kind)
         data = np.clip(np.rint(np.asarray(array, np.float64) / STEP) + zp, info.min, info.max)
-        scale = self.const(np.float32(STEP))
-        return self.op("DequantizeLinear", self.const(np.asarray(data, kind)), scale, self.const(np.array(zp, kind)))
+        return self._dequantized(np.asarray(data, kind), np.float32(STEP), np.array(zp, kind), None)
 
     def dq_bias(self, array, value, weight, *, factor=1.0):
         """Adds an int32 bias of scale ``input_scale * weight_scale * factor`` behind DequantizeLinear."""
         scale = np.asarray(self._scales[value] * self._scales[weight] * np.float32(factor), np.float32)
-        data = np.rint(array / scale).astype(np.int32)
-        parameters = [self.const(data), self.const(scale), self.const(np.zeros(scale.shape, np.int32))]
-        attributes = {"axis": 0} if scale.ndim else {}
-        return self.op("DequantizeLinear", *parameters, **attributes)
+        data, zero_point = np.rint(array / scale).astype(np.int32), np.zeros(scale.shape, np.int32)
+        return self._dequantized(data, scale, zero_point, 0 if scale.ndim else None)
 
     # ---- compute nodes with constant weights ------------------------------------------------------------------
 

@@ -300,8 +300,7 @@ def test_a_rung_that_fails_is_dropped_and_named():
         ("absent", "this net has no such form"), ("dropped", "it does not run: NOT_IMPLEMENTED"),
         ("dropped", "output 'y' keeps only 3.0 dB of the float model's"),
     ]  # fmt: skip
-    assert outcome.taken.name == "good"
-    assert "wrong" not in stadium.opened
+    assert (outcome.taken.name, "wrong" in stadium.opened) == ("good", False)
     checked = [form("wrong")._replace(checked=True), FLOAT_FORM]
     assert consider(stadium, checked, failing(AssertionError("asked"))).taken.name == "wrong"
 
