@@ -26,9 +26,8 @@ def loaded_by(code, tmp_path):
     (torch / "__init__.py").write_text("raise AssertionError('torch was imported')\n")
     code = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    how = {"env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", code], **how)
     names = json.loads(done.stderr.splitlines()[-1])
     return {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
 

@@ -189,8 +189,7 @@ def _cli(words):
 
 
 DOORS = {
-    "quantize_static": (14, _quantize_static),
-    "in memory": (2, _in_memory),
+    "quantize_static": (14, _quantize_static), "in memory": (2, _in_memory),
     "quantize": (1, lambda work: kenosis_ort.quantize(work.model, work.out, StaticQuantConfig(work.reader),
                                                       promise=False)),
     "calibrate": (2, lambda work: kenosis_ort.calibrate(work.model, work.out.with_suffix(".json"), work.reader)),
@@ -199,15 +198,12 @@ DOORS = {
     "closed loop": (1, lambda work: _quantize_static(
         work, reader=kenosis_ort.ClosedLoopReader(work.model, work.reader), promise=False)),
     "preview": (2, lambda work: kenosis_ort.preview(work.model)),
-    "verify_fusion": (1, lambda work: kenosis_ort.verify_fusion(work.model).to_dict()),
-    "compare": (2, _compare),
+    "verify_fusion": (1, lambda work: kenosis_ort.verify_fusion(work.model).to_dict()), "compare": (2, _compare),
     "bench": (1, lambda work: kenosis_ort.bench(work.model, work.reader, rounds=2, budget_s=0.3)),
     "cli quantize": (2, _cli("quantize MODEL OUT --data DATA --no-promise")),
     "cli report": (1, _cli("quantize MODEL OUT --data DATA --no-promise --report REPORT")),
-    "cli verify": (1, _cli("verify MODEL")),
-    "cli explain": (1, _cli("explain MODEL")),
-    "cli inspect": (1, _cli("inspect MODEL")),
-    "cli compare": (1, _cli("compare MODEL MODEL --data DATA")),
+    "cli verify": (1, _cli("verify MODEL")), "cli explain": (1, _cli("explain MODEL")),
+    "cli inspect": (1, _cli("inspect MODEL")), "cli compare": (1, _cli("compare MODEL MODEL --data DATA")),
 }  # fmt: skip
 """The public calls, and how often each is tried."""
 

@@ -35,9 +35,8 @@ def external(tmp_path):
         tensor = proto.graph.initializer[0]
         said = {e.key: e.value for e in tensor.external_data} | entries
         del tensor.external_data[:]
-        tensor.external_data.extend(
-            onnx.StringStringEntryProto(key=key, value=str(value)) for key, value in said.items() if value is not None
-        )
+        for key in (key for key, value in said.items() if value is not None):
+            tensor.external_data.add(key=key, value=str(said[key]))
         path.write_bytes(proto.SerializeToString())
         return path
 

@@ -66,11 +66,9 @@ def typed(kind, body, outputs="y", *, inputs="", seed=0, more=""):
     """A model of an input ``x``; outputs that have no type have that of ``x`` and its shape, [N, 4]."""
     t = NAMES[kind]
     outs = ", ".join(out if " " in out else f"{t}[N,4] {out}" for out in outputs.split(", "))
-    declared = (
-        f"{t}[4,4] w, {t}[4] b, {t} nil, float[4] zeros, int64[3,4] square, float limit, int64 three, int64 first"
-    )
+    held = f"{t}[4,4] w, {t}[4] b, {t} nil, float[4] zeros, int64[3,4] square, float limit, int64 three, int64 first"
     known = {"nil": 0, "zeros": np.zeros(4), "three": 3, "limit": 5 * (seed % 2), "w": normal((4, 4), seed) / 2}
-    text = f"({t}[N,4] x{inputs}) => ({outs}) <{declared}{more}> {{ {body} }} {_FUNCTION}"
+    text = f"({t}[N,4] x{inputs}) => ({outs}) <{held}{more}> {{ {body} }} {_FUNCTION}"
     return net(text, known, opset=18, ir_version=9, seed=seed, domains=("com.microsoft", "local", "secret"))
 
 

@@ -151,8 +151,7 @@ _GIVEN = {
     "const_b_only": {"extra_options": {"MatMulConstBOnly": True}},
     "no_weight_adjust": {"extra_options": {"QDQDisableWeightAdjustForInt32Bias": True}},
     "channel_axis": {
-        "per_channel": True, "extra_options": {"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}
-    },
+        "per_channel": True, "extra_options": {"QDQOpTypePerChannelSupportToAxis": {"MatMul": 1, "Conv": 0}}},
     "u16s8": {"activation_type": QuantType.QUInt16},
     "u16s16_opset21": {"activation_type": QuantType.QUInt16, "weight_type": QuantType.QInt16, "opset": 21},
     "u8s4_opset21": {"weight_type": QuantType.QInt4, "opset": 21},

@@ -264,9 +264,7 @@ def test_an_unknown_operator_is_not_ignored(tmp_path):
 # ---- what is left behind --------------------------------------------------------------------------------------
 
 
-def test_no_prints_no_root_logger_no_files_but_progress_and_the_callers_objects_stay(
-    tmp_path, capfd, caplog, monkeypatch
-):
+def test_nothing_is_printed_or_left_and_the_callers_objects_stay(tmp_path, capfd, caplog, monkeypatch):
     """Stock: no progress; `print` and root-logger lines; changes a ModelProto that is passed in, and lists.
 
     Its preprocessing leaves files in the working folder; after calls that fail see `tests.flow.test_odd_models`.

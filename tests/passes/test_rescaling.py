@@ -214,9 +214,7 @@ def with_outliers(gain=30.0, seed=0):
 
 
 def behind_norm(body, given_weights=None, outputs="float[1,10,32] y"):
-    used = {
-        k: v for k, v in (given_weights or with_outliers()).items() if k in body.replace("(", " ").replace(")", " ")
-    }
+    used = {k: v for k, v in (given_weights or with_outliers()).items() if re.search(rf"\b{k}\b", body)}
     opset = 23 if "RMSNormalization" in body else 17
     return prepared(parse(f"net (float[1,10,{D}] x) => ({outputs}) {{ {body} }}", used, opset=opset))
 

@@ -218,9 +218,7 @@ def test_it_runs_where_a_recipe_asks_for_it(known, tmp_path, asked):
 
 def test_settings_of_passes_are_those_of_recipes():
     names = [entry.name for kind in PASSES for entry in fields(kind)]
-    assert sorted({*names} & {f.name for f in fields(Recipe)}) == sorted(names), (
-        "each is one of a recipe's, and of one pass"
-    )
+    assert sorted({*names} & {f.name for f in fields(Recipe)}) == sorted(names), "each is a recipe's, and of one pass"
     assert [kind.of(Recipe()) for kind in PASSES] == [kind() for kind in PASSES]
     fast = ["row_scales", "equalize", "smooth", "bias_correction", "ranges"]
     assert [p.name for p in passes_of(RECIPES["fast"])] == fast

@@ -134,26 +134,21 @@ def linear(op, body, shape="2,4"):
 
 INTEGER = {
     "a light node between anchors is integer": (
-        "c = Conv (x, w) s = Sigmoid (c) y = Conv (s, v)", "Conv_c Sigmoid_s Conv_y", ""
-    ),
+        "c = Conv (x, w) s = Sigmoid (c) y = Conv (s, v)", "Conv_c Sigmoid_s Conv_y", ""),
     "behind the last anchor it is float: nothing demands integers": (
-        "c = Conv (x, w) y = Sigmoid (c)", "Conv_c", "Sigmoid_y"
-    ),
+        "c = Conv (x, w) y = Sigmoid (c)", "Conv_c", "Sigmoid_y"),
     "before the first anchor it is float": ("s = Sigmoid (x) y = Conv (s, v)", "Conv_y", "Sigmoid_s"),
     "unless the input is quantized anyway": (
-        "s = Sigmoid (x) c = Conv (x, w) a = Add (c, s) y = Conv (a, v)", "Sigmoid_s Conv_c Add_a Conv_y", ""
-    ),
+        "s = Sigmoid (x) c = Conv (x, w) a = Add (c, s) y = Conv (a, v)", "Sigmoid_s Conv_c Add_a Conv_y", ""),
     "a sum of an integer and a float branch is float": (
-        "c = Conv (x, w) f = Softmax (c) a = Add (c, f) y = Conv (a, v)", "Conv_c Conv_y", "Add_a"
-    ),
+        "c = Conv (x, w) f = Softmax (c) a = Add (c, f) y = Conv (a, v)", "Conv_c Conv_y", "Add_a"),
     "a small float gate, as of SE, is quantized for the product": (
         "c = Conv (x, w) p = GlobalAveragePool (c) g = Softmax <axis = 1> (p) a = Mul (c, g) y = Conv (a, v)",
         "Mul_a", "",
     ),
     "islands are transparent": ("c = Conv (x, w) t = Tanh (c) a = Add (c, t) y = Conv (a, v)", "Add_a", "Tanh_t"),
     "heavy float nodes are not": (
-        "c = Conv (x, w) t = ArgMax <axis = 1> (c) k = Cast <to = 1> (t) a = Add (c, k) y = Conv (a, v)", "", "Add_a"
-    ),
+        "c = Conv (x, w) t = ArgMax <axis = 1> (c) k = Cast <to = 1> (t) a = Add (c, k) y = Conv (a, v)", "", "Add_a"),
     # The runtime dies of a DQ in front of them (rule pass-through-into-body-dies).
     "shape operators before a body move bytes": (
         """c = Conv (x, w) r = Flatten (c) y = If (when) <then_branch = t () => (float[1,256] a) { a = Neg (r) },

@@ -83,8 +83,7 @@ BLOCKS = {
         {Kind.FLOAT: "HardSigmoid_g"}, "c p r f g n", saturations=(RangeLimit("f", -2.5, 2.5),),
     ),
     "a value that a Concat reads twice": Block(
-        net("p = Conv (x, a) c = Concat <axis = 1> (p, p) y = Conv (c, d)"), values="p:c"
-    ),
+        net("p = Conv (x, a) c = Concat <axis = 1> (p, p) y = Conv (c, d)"), values="p:c"),
     "operators that move bytes keep the scale of the Conv": Block(
         net(f"c = Conv (x, a) r = Relu (c) p = {POOL} (r) t = Transpose <perm = [0,2,3,1]> (p) f = Reshape (t, s) "
             "y = Gemm <transB = 1> (f, m)"),
@@ -105,11 +104,9 @@ BLOCKS = {
     ),
     # Q would take the place of the Relu, and the MatMul would have a Q and a second reader.
     "so does one whose Relu the session removes": Block(
-        matrices("y = Tanh (p) r = Relu (p) z = MatMul (r, v)"), barriers=("r",)
-    ),
+        matrices("y = Tanh (p) r = Relu (p) z = MatMul (r, v)"), barriers=("r",)),
     "nothing is planned for a model without anchors": Block(
-        "net (float[1,3] x) => (y) { s = Sigmoid (x) y = Add (s, x) }", {Kind.FLOAT: "Sigmoid_s Add_y"}
-    ),
+        "net (float[1,3] x) => (y) { s = Sigmoid (x) y = Add (s, x) }", {Kind.FLOAT: "Sigmoid_s Add_y"}),
     "a dead end and an unused input do no harm": Block(
         "net (float[1,16,8,8] x, float[1,2] unused) => (y) <float[4,16,1,1] w> { d = Tanh (x) y = Conv (x, w) }",
         {Kind.INTEGER: "Conv_y"},

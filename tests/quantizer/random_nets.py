@@ -87,8 +87,7 @@ _STEPS = {
     "transpose_twice": lambda g: g.on(g.op("Transpose", perm=[0, 2, 3, 1]), "Transpose", perm=[0, 3, 1, 2]),
     "reshape_twice": lambda g: g.on(g.op("Reshape", np.array([1, -1])), "Reshape", np.array(_SHAPE)),
     "resize": lambda g: g.on(
-        g.op("Resize", "", [1.0, 1.0, 2.0, 2.0], mode="nearest"), "MaxPool", kernel_shape=[2, 2], strides=[2, 2]
-    ),
+        g.op("Resize", "", [1.0, 1.0, 2.0, 2.0], mode="nearest"), "MaxPool", kernel_shape=[2, 2], strides=[2, 2]),
     "split": _Grower.split, "softmax": lambda g: g.op("Softmax", axis=1),
     "norm": lambda g: g.op("LayerNormalization", np.ones(_SIZE), np.zeros(_SIZE), axis=-1), "if": _Grower.branches,
     "linear": lambda g: g.net.linear(g.pick(), _SIZE, _SIZE, bias=g.flip()),

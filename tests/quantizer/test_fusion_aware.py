@@ -198,9 +198,8 @@ def test_a_shared_bias_gets_a_private_copy_where_scales_differ_and_none_where_th
 
 
 def test_a_bias_that_a_float_node_reads_too_stays_beside_its_int32_form():
-    done = quantize(
-        "net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> { y = Conv (x, w, b) z = Tanh (b) }"
-    )
+    text = "net (float[1,4,8,8] x) => (y, z) <float[4,4,1,1] w, float[4] b> { y = Conv (x, w, b) z = Tanh (b) }"
+    done = quantize(text)
     assert (constant(done, "b_quantized").dtype, constant(done, "b").dtype) == (np.int32, np.float32)
 
 

@@ -256,9 +256,7 @@ def test_weights_are_four_bit_and_close(weight_type, dtype, tmp_path):
     made = make(models.conv_relu_chain(2), tmp_path, weight_type=weight_type, per_channel=False)
     (stored,) = (tensor for tensor in made.written.graph.initializer if tensor.name == "conv0_w_quantized")
     assert (stored.data_type, made.report.plan.by_node["conv0"].rule) == (dtype, "caller-types")
-    values, scale, zero = (
-        made.held[f"conv0_w_{part}"].astype(np.float32) for part in ("quantized", "scale", "zero_point")
-    )
+    values, scale, zero = (np.float32(made.held[f"conv0_w_{part}"]) for part in ("quantized", "scale", "zero_point"))
     (weight,) = (tensor for tensor in made.model.graph.initializer if tensor.name == "conv0_w")
     np.testing.assert_allclose((values - zero) * scale, numpy_helper.to_array(weight), atol=0.51 * float(scale))
     assert {name: getattr(quant_utils, name) for name in TABLES} == tables

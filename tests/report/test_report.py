@@ -47,9 +47,8 @@ def test_json_has_every_field_under_its_name(original):
     raw = json.loads(original.to_json())
     assert raw == original.to_dict()
     assert raw.keys() == {"schema", "verdict", *(f.name for f in dataclasses.fields(original))}
-    assert {name for name, value in raw.items() if value is None} == {
-        f.name for f in dataclasses.fields(original) if getattr(original, f.name) is None
-    }
+    absent = {f.name for f in dataclasses.fields(original) if getattr(original, f.name) is None}
+    assert {name for name, value in raw.items() if value is None} == absent
     assert [n["node"] for n in raw["plan"]["nodes"]] == [n.node for n in original.plan.nodes]
     for name in ("trust", "evidence"):
         part = getattr(original, name)
@@ -254,9 +253,8 @@ def test_every_rule_and_reason_with_a_remedy_exists_and_causes_have_one_but_for_
 
 def test_a_plan_is_explained_node_by_node():
     model = models.residual_block()
-    integer, kept = (
-        {e.node: e for e in explain_plan(preview(model, nodes_to_exclude=nodes))}["conv1"] for nodes in ((), ["conv1"])
-    )
+    plans = (preview(model, nodes_to_exclude=nodes) for nodes in ((), ["conv1"]))
+    integer, kept = ({e.node: e for e in explain_plan(plan)}["conv1"] for plan in plans)
     assert (kept.kind, kept.rule, kept.is_heavy) == ("float", "caller-excluded", True)
     assert ("nodes_to_exclude" in kept.remedy, integer.remedy) == (True, "")
     assert any(line.startswith("input 1") for line in integer.inputs)

@@ -136,8 +136,7 @@ def test_weights_that_would_overflow_keep_the_norm():
 @given(
     kind=st.sampled_from(["Gemm", "transB", "Conv 1", "Conv 2"]), bias=st.booleans(), seed=st.integers(0, 2**16),
     steps=st.lists(
-        st.tuples(STEPS, st.sampled_from(["one", "channel", "full"]), st.booleans()), min_size=1, max_size=4
-    ),
+        st.tuples(STEPS, st.sampled_from(["one", "channel", "full"]), st.booleans()), min_size=1, max_size=4),
 )  # fmt: skip
 def test_every_row_computes_the_same(kind, bias, steps, seed):
     rng, count = np.random.default_rng(seed), 4

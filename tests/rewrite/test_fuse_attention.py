@@ -259,9 +259,7 @@ def layer():
     return rules.net(rules.EXAMPLES["fuse_attention"][1])
 
 
-def test_the_file_holds_the_layer_and_computes_the_same_and_what_is_in_memory_stays(
-    layer, tmp_path, monkeypatch, capsys
-):
+def test_the_file_holds_the_layer_and_what_is_in_memory_stays(layer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = layer.SerializeToString(deterministic=True)
     assert (len(kenosis_ort.fuse(layer).attentions), layer.SerializeToString(deterministic=True)) == (1, before)

@@ -71,9 +71,7 @@ LEAD = st.lists(st.integers(1, 3), min_size=1, max_size=2)
     magnitude=st.sampled_from([0.1, 1.0, 1e3, 1e10]), opset=st.sampled_from([17, 18, 21]), seed=st.integers(0, 2**16),
     **FORMS,
 )  # fmt: skip
-def test_every_layer_norm_computes_the_same(
-    lead, sizes, negative, known, scale, shift, magnitude, opset, seed, epsilon, **form
-):
+def test_every_layer_norm(lead, sizes, negative, known, scale, shift, magnitude, opset, seed, epsilon, **form):
     axes = [*(range(-len(sizes), 0) if negative else range(len(lead), len(lead) + len(sizes)))]
     rng, body = np.random.default_rng(seed), norm(scaled=bool(scale), shifted=bool(shift), **form)
     numbers = NUMBERS | {"gamma": affine(rng, sizes, scale), "beta": affine(rng, sizes, shift), "epsilon": epsilon}

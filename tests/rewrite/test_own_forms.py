@@ -110,20 +110,16 @@ STEPS = {
     "unary": lambda net, at, n, first: net.op(str(net.rng.choice(UNARY)), [at]),
     "dw": lambda net, at, n, first: net.depthwise(at, n),
     "constant": lambda net, at, n, first: net.op(
-        str(net.rng.choice(["Add", "Mul", "PRelu"])), [at, net.constant(*([1] * int(net.rng.integers(2))), n, 1, 1)]
-    ),
+        str(net.rng.choice(["Add", "Mul", "PRelu"])), [at, net.constant(*([1] * int(net.rng.integers(2))), n, 1, 1)]),
     "scalar": lambda net, at, n, first: net.op(
-        "Max", [net.constant(), at, net.layer(net.op("GlobalAveragePool", [at]), n, n)]
-    ),
+        "Max", [net.constant(), at, net.layer(net.op("GlobalAveragePool", [at]), n, n)]),
     "gate": lambda net, at, n, first: net.op("Mul", [at, net.op(
-        "HardSigmoid", [net.layer(net.layer(net.op("GlobalAveragePool", [at]), 3, n), n, 3)]
-    )]),
+        "HardSigmoid", [net.layer(net.layer(net.op("GlobalAveragePool", [at]), 3, n), n, 3)])]),
     "skip": lambda net, at, n, first: net.op("Add", [at, first]),
     "pool": lambda net, at, n, first: net.op("AveragePool", [at], kernel_shape=[3, 3], pads=[1] * 4),
     "dense": lambda net, at, n, first: net.layer(net.op("Relu", [at]), n, n, kernel=3),
     "mean": lambda net, at, n, first: net.op(
-        "Mul", [at, net.op("Sigmoid", [net.op("ReduceMean", [at], axes=[2, -1])])]
-    ),
+        "Mul", [at, net.op("Sigmoid", [net.op("ReduceMean", [at], axes=[2, -1])])]),
 }  # fmt: skip
 
 

@@ -5,9 +5,7 @@ import signal
 import sys
 import warnings
 
-_STEPS = frozenset(
-    {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
-)
+_STEPS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
 def killed_at_every_step(function, *, most=200):

@@ -145,11 +145,9 @@ EXAMPLES = {
     "sub-div-float": [Case(o, binary(o, CONSTANT["value"], *q)) for o in FLOAT_BINARY for q in ((), (OUT, 100))],
     "unary-float": [Case(o, unary(o, *q), options={"opset": 20}) for o in FLOAT_UNARY for q in ((), (OUT, 100))],
     "sigmoid-lut": [
-        Case("QLinearSigmoid", unary("Sigmoid", 1 / 256, 0), 1 / 256), Case("Sigmoid", bare("Sigmoid")),
-    ],
+        Case("QLinearSigmoid", unary("Sigmoid", 1 / 256, 0), 1 / 256), Case("Sigmoid", bare("Sigmoid"))],
     "leakyrelu-lut": [
-        Case("QLinearLeakyRelu", unary("LeakyRelu", OUT, 100, alpha=0.1), OUT), Case("LeakyRelu", bare("LeakyRelu")),
-    ],
+        Case("QLinearLeakyRelu", unary("LeakyRelu", OUT, 100, alpha=0.1), OUT), Case("LeakyRelu", bare("LeakyRelu"))],
     "softmax-lut": [
         *(Case("QLinearSoftmax", alone(step("Softmax", axis=a), 1 / 256, 0, shape=s), 1 / 256) for s, a in SOFTMAXES),
         *(Case("Softmax", alone(step("Softmax", axis=a), shape=s, q_behind=False)) for s, a in SOFTMAXES),
@@ -203,8 +201,7 @@ EXAMPLES = {
         Case("AveragePool", bare("AveragePool", dilations=[2, 2], **POOL), options={"opset": 19}),
     ],
     "global-average-pool": [
-        Case("QLinearGlobalAveragePool", unary("GlobalAveragePool", scale), scale) for scale in (STEP, qdq.RELU_STEP)
-    ],
+        Case("QLinearGlobalAveragePool", unary("GlobalAveragePool", scale), scale) for scale in (STEP, qdq.RELU_STEP)],
     "reduce-mean-float": [
         *(Case(o, unary(o, axes=[2, 3]), options={"opset": 13}) for o in ("ReduceMean", "ReduceL2")),
         *(Case(o, alone(step(o, (2, 3))), options={"opset": 18}) for o in ("ReduceMean", "ReduceL2", "ReduceSum")),

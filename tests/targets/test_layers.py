@@ -146,8 +146,7 @@ EXAMPLES = {
         Case("QGemm Relu", alone(lambda g, x: g.op("Relu", g.gemm(x)), shape=LINES, q_behind=False)),
     ],
     "gemm-float-bias-needs-output-q": [
-        Case("Gemm", gemm(q=False, bias="float"), exact=True), Case("QGemm", gemm(bias="float")),
-    ],
+        Case("Gemm", gemm(q=False, bias="float"), exact=True), Case("QGemm", gemm(bias="float"))],
     "matmul-integer": [
         *(Case("QLinearMatMul", alone(lambda g, x, a=axis: g.matmul(x, axis=a), shape=shape), STEP)
           for shape in RANKS
@@ -231,8 +230,7 @@ EXAMPLES |= {
     ],
     # That the float value is a graph output too does not help: int8 weights, and a float Conv on top.
     "float-weight-silently-quantized-beside-graph-output": [
-        Case("Conv", lambda g: [g.q(c := float_conv(g)), c], weights=1),
-    ],
+        Case("Conv", lambda g: [g.q(c := float_conv(g)), c], weights=1)],
     # The runtime folds a BatchNormalization into the float Conv first, then quantizes it.
     "float-weight-silently-quantized-behind-batch-norm": [Case("QLinearConv", normed, weights=1)],
     "float-weight-no-output-q-stays-float": [
@@ -246,8 +244,7 @@ EXAMPLES |= {
     ],
     # Unless an Add of a float bias makes a Gemm of it.
     "float-matmul-weight-untouched": [
-        Case("MatMul", lambda g: g.q(g.matmul(g.act_input((4, 32)), weight="float")), weights=0),
-    ],
+        Case("MatMul", lambda g: g.q(g.matmul(g.act_input((4, 32)), weight="float")), weights=0)],
     # An operator that changes nothing, directly in front of Q: the weight stays float, the numbers the file's.
     "barrier-keeps-float": [
         *(Case(ANY, before_q(node, between, barrier), exact=True, weights=0)

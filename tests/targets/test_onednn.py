@@ -77,8 +77,7 @@ FLOATS = ("Exp (c)", "Log (c)", "Erf (c)", "Selu (c)", "Softsign (c)", "Max (c, 
 EXAMPLES = {
     "onednn-conv": [Case("b = Q (c)", share=1.0)], "onednn-linear": [Case(quantized_net(LINEAR, "1,8,16"), share=1.0)],
     "onednn-residual": [
-        Case(f"{text} f = Relu (e) b = Q (f)", "Add Relu") for text in ("d = Q (c) e = Add (d, a)", "e = Add (c, a)")
-    ],
+        Case(f"{text} f = Relu (e) b = Q (f)", "Add Relu") for text in ("d = Q (c) e = Add (d, a)", "e = Add (c, a)")],
     "onednn-mul": [Case("d = Q (c) e = Mul (d, a) b = Q (e)", "Mul")],
     "onednn-concat": [Case(JOINED, "Concat", share=1.0)],
     "onednn-average-pool": [
@@ -101,8 +100,7 @@ EXAMPLES = {
     "onednn-float-passes": [Case(quantized_net("a = Q (x) y = ConvTranspose (a, q4_4_3_3)"), floats="ConvTranspose")],
     "onednn-float": [Case("d = Q (c) e = Softmax <axis = 1> (d) b = Q (e)", floats="Softmax")],
     "onednn-tiles-slow-exponential": [
-        Case("d = Max (c, least) e = Sigmoid (d) f = Mul (d, e) b = Q (f)", apart="Mul", share=1.0)
-    ],
+        Case("d = Max (c, least) e = Sigmoid (d) f = Mul (d, e) b = Q (f)", apart="Mul", share=1.0)],
 }  # fmt: skip
 
 
@@ -181,7 +179,7 @@ def told(model, *kernels):
     tagged = tag(model)
     tokens = {label: f"kv#{index}#" for index, label in enumerate(tagged.labels)}
     found = [
-        Executed(layer, kind, kind, "jit", tuple(tokens[n] for n in names.split())) for layer, kind, names in kernels
+        Executed(layer, kind, kind, "jit", tuple(map(tokens.get, names.split()))) for layer, kind, names in kernels
     ]
     graph = SourceGraph(tagged.proto, labels=tagged.labels, paths=tagged.paths)
     return report_of(graph, found, None, "0")

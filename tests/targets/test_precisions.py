@@ -86,11 +86,9 @@ CASES = {
         ],
         "int16-weights": [_model(lambda g: g.q(g.op("MatMul", g.q(g.input((4, K))), _int16_weight(g))))],
         "int4-activations": [
-            _model(lambda g: _pair(g, g.conv(_pair(g, g.input(), TensorProto.UINT4)), TensorProto.UINT4))
-        ],
+            _model(lambda g: _pair(g, g.conv(_pair(g, g.input(), TensorProto.UINT4)), TensorProto.UINT4))],
         "int4-weights-int8-activations": [
-            _model(lambda g, b=block: _matmul(g, TensorProto.INT4, act=np.uint8, block=b)) for block in (None, BLOCK)
-        ],
+            _model(lambda g, b=block: _matmul(g, TensorProto.INT4, act=np.uint8, block=b)) for block in (None, BLOCK)],
         "int4-conv": [_model(lambda g, a=act: _conv_int4_weight(g, a)) for act in (None, np.uint8)],
         "int4-weights": [
             *(_model(lambda g, b=block: _matmul(g, TensorProto.INT4, block=b)) for block in (None, 16, BLOCK)),
@@ -99,12 +97,10 @@ CASES = {
         "int8-weights": [_model(lambda g, b=block: _matmul(g, TensorProto.INT8, block=b)) for block in (None, BLOCK)],
         "blocked-int8-weights": [_model(lambda g: _matmul(g, TensorProto.INT8, act=np.uint8))],
         "float16-qdq": [
-            _model(lambda g, o=op: _float16_pairs(g, o), out=TensorProto.FLOAT16) for op in ("Conv", "MatMul")
-        ],
+            _model(lambda g, o=op: _float16_pairs(g, o), out=TensorProto.FLOAT16) for op in ("Conv", "MatMul")],
         "float16-inputs": [_model(_float16_ends, out=TensorProto.FLOAT16)],
         "float16-int4-weights": [
-            _model(lambda g: _matmul(g, TensorProto.INT4, x=TensorProto.FLOAT16), out=TensorProto.FLOAT16)
-        ],
+            _model(lambda g: _matmul(g, TensorProto.INT4, x=TensorProto.FLOAT16), out=TensorProto.FLOAT16)],
     }.items()
     for number, model in enumerate(models)
 }  # fmt: skip

@@ -24,8 +24,7 @@ PROFILES = st.builds(
     HostProfile, **dict.fromkeys(("name", "target", "cpu", "runtime"), WORD),
     features=st.lists(WORD, max_size=3).map(lambda words: tuple(sorted(words))), threads=st.integers(0, 64), run=NUMBER,
     kernels=st.dictionaries(WORD, st.tuples(COST, st.none() | COST), max_size=3).map(
-        lambda found: {**found, "other": (KernelCost(1.0), None)}
-    ),
+        lambda found: {**found, "other": (KernelCost(1.0), None)}),
     shifted=st.dictionaries(WORD, COST, max_size=2), error=st.floats(1, 9), warm=st.floats(0, 1),
     saturates=st.booleans(),
 )  # fmt: skip

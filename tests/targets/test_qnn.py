@@ -27,9 +27,7 @@ from tests.targets.files import Written, net_of
 
 WIDE = {"activation_type": QuantType.QUInt16}
 pytestmark = pytest.mark.filterwarnings("ignore::kenosis_ort.errors.KenosisWarning")
-simulated = pytest.mark.skipif(
-    importlib.util.find_spec("onnxruntime_qnn") is None, reason="onnxruntime-qnn is not there"
-)
+simulated = pytest.mark.skipif(not importlib.util.find_spec("onnxruntime_qnn"), reason="onnxruntime-qnn is not there")
 
 
 def made(model, folder, **options):

@@ -62,8 +62,7 @@ EXAMPLES = {
     "trt-add-all-int8": [
         Case(
             f"d = {SAME} (x, w8_3_3_3b) p = {POOL} (c) q = {POOL} (d) j = {op} (p, q) {NEXT.format('j')}",
-            {f"{op}_j": f"{DQ} {DQ}"},
-            {f"{op}_j": Q},
+            {f"{op}_j": f"{DQ} {DQ}"}, {f"{op}_j": Q},
         )
         for op in ("Add", "Mul")
     ],
@@ -75,42 +74,33 @@ EXAMPLES = {
         Case(
             f"d = {SAME} (x, w8_3_3_3b) r = Relu (c) s = Relu (d) j = Concat <axis = 1> (r, s) "
             "z = Conv (j, w4_16_1_1)",
-            {"Concat_j": f"{DQ} {DQ}"},
-            {"Concat_j": Q},
+            {"Concat_j": f"{DQ} {DQ}"}, {"Concat_j": Q},
         )
     ],
     "trt-fused-activations": [
         *(Case(
               f"a = {op} (c) d = {SAME} (a, w8_8_3_3) e = {op} (d) {NEXT.format('e')}",
-              behind={"Conv_c": op, "Conv_d": op},
-              decibels=15,
-              options={"rewrites": False},
+              behind={"Conv_c": op, "Conv_d": op}, decibels=15, options={"rewrites": False},
           )
           for op in ACTIVATIONS),
         Case(
-            f"s = Sigmoid (c) a = Mul (c, s) {NEXT.format('a')}",
-            behind={"Conv_c": "Mul Sigmoid", "Mul_a": Q},
-            decibels=15,
-            options={"rewrites": False},
+            f"s = Sigmoid (c) a = Mul (c, s) {NEXT.format('a')}", behind={"Conv_c": "Mul Sigmoid", "Mul_a": Q},
+            decibels=15, options={"rewrites": False},
         ),
         Case(  # an output between them, so that it cannot be folded
             f"n1 = BatchNormalization (c, some, some, some, some) a = Relu (n1) {NEXT.format('a')}",
-            behind={"Conv_c": "BatchNormalization"},
-            outputs="y, c",
+            behind={"Conv_c": "BatchNormalization"}, outputs="y, c",
         ),
     ],
     "trt-float-operators": [Case(f"r = Relu (c) {NEXT.format('r')}", {"Softmax_y": "Conv"})],
     "trt-float-between": [
-        Case(f"r = Relu (c) a = Abs (r) {NEXT.format('a')}", {"Abs_a": "Relu"}, {"Abs_a": Q})
-    ],
+        Case(f"r = Relu (c) a = Abs (r) {NEXT.format('a')}", {"Abs_a": "Relu"}, {"Abs_a": Q})],
     "trt-no-output-q": [Case(f"r = Relu (c) {NEXT.format('r')}", behind={"Conv_z": "Softmax"})],
     "trt-shortcut-alone": [
         Case(
             f"r = Relu (c) d = {SAME} (r, w8_8_3_3) e = Relu (d) s = {SAME} (e, w8_8_3_3) "
             f"a = Add (s, r) q = Relu (a) {NEXT.format('q')}",
-            {"Add_a": f"Conv {DQ}"},
-            {"Conv_s": "Add", "Add_a": "Relu", "Relu_q": Q},
-            decibels=20,
+            {"Add_a": f"Conv {DQ}"}, {"Conv_s": "Add", "Add_a": "Relu", "Relu_q": Q}, decibels=20,
         ),
     ],
 }  # fmt: skip

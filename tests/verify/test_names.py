@@ -125,9 +125,8 @@ def test_stock_quantized_net(net, signed, tmp_path):
         pytest.skip("the zoo is not here")
     source, path = onnx.load(ZOO / net), tmp_path / "quantized.onnx"
     inputs = {i.name: i.type.tensor_type.shape.dim for i in source.graph.input}
-    shapes = {
-        n: [d.dim_value or 32 for d in inputs[n]] for n in inputs.keys() - {t.name for t in source.graph.initializer}
-    }
+    fed = inputs.keys() - {t.name for t in source.graph.initializer}
+    shapes = {name: [d.dim_value or 32 for d in inputs[name]] for name in fed}
     feed = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
     types = {"activation_type": QuantType.QInt8 if signed else QuantType.QUInt8, "weight_type": QuantType.QInt8}
     quantize_static(source, path, FeedReader([feed]), per_channel=True, **types)

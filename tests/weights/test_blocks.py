@@ -22,9 +22,7 @@ KINDS = {"block": st.sampled_from([16, 32, 64]), "bits": st.sampled_from([4, 8])
 
 
 @given(**SIZES, **KINDS)
-def test_the_error_is_no_more_than_that_of_the_whole_range_and_what_is_packed_is_what_was_meant(
-    rows, columns, seed, block, bits, symmetric
-):
+def test_the_error_is_that_of_the_whole_range_at_most_and_packing_keeps_it(rows, columns, seed, block, bits, symmetric):
     rng = np.random.default_rng(seed)
     matrix = rng.standard_t(3, (rows, columns)) * 10.0 ** rng.integers(-4, 4) + rng.normal() * 1e-3
     grid = find_grid(matrix, bits, block, symmetric=symmetric)
@@ -179,9 +177,8 @@ def test_through_the_public_call(tmp_path, monkeypatch):
 # ---- which layers get 8 bits -----------------------------------------------------------------------------------------
 
 
-LAYERS = st.dictionaries(
-    st.sampled_from("abcdefgh"), st.tuples(st.floats(1e-9, 1.0), st.integers(16, 10_000)), min_size=1
-)
+COSTS = st.tuples(st.floats(1e-9, 1.0), st.integers(16, 10_000))
+LAYERS = st.dictionaries(st.sampled_from("abcdefgh"), COSTS, min_size=1)
 
 
 @given(LAYERS)
