@@ -6,10 +6,8 @@ import pytest
 from kenosis_ort.accuracy import channel_statistics as found_by
 from kenosis_ort.calibration.part_session import ObservedModel, SessionSettings
 from kenosis_ort.errors import CalibrationError
-from kenosis_ort.graph.live import LiveGraph
-from kenosis_ort.graph.view import ir
-from kenosis_ort.passes import equalize_layers
-from kenosis_ort.passes.layers import find_links
+from kenosis_ort.graph import live, view
+from kenosis_ort.passes import equalize_layers, layers
 from tests import models, planning
 
 
@@ -89,7 +87,7 @@ def test_equalization_through_a_clip_by_what_batch_norm_says():
     scales = next(iter(pair.values())).factors
     clips = known["normed"].high >= 1.5
     assert (clips.sum(), set(scales[clips]), scales[~clips].max() > 2) == (2, {1.0}, True)
-    (link,) = find_links(LiveGraph(model))
+    (link,) = layers.find_links(live.LiveGraph(model))
     least, most = equalize_layers._limits(link, known["normed"])
     assert {*least[clips], *most[clips]} == {1.0}, "what is clipped stays as it is"
     assert np.all((most * known["normed"].high)[~clips] <= 1.5), "what is not stays so"
@@ -108,7 +106,7 @@ def net(line):
 
 
 def response(line):
-    graph = LiveGraph(net(line))
+    graph = live.LiveGraph(net(line))
     return found_by.Response(graph, behind_v(graph), 4, 1)
 
 
@@ -119,10 +117,10 @@ def behind_v(graph):
 
 def test_bounds():
     for line, bounds in ACTIVATIONS.values():
-        graph = LiveGraph(net(line))
+        graph = live.LiveGraph(net(line))
         assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds, line
-    old = ir.node("Clip", [ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
-    assert found_by.clip_bounds(LiveGraph(net("z = Relu (v)")), [old]) == (-1.0, 6.0)
+    old = view.ir.node("Clip", [view.ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
+    assert found_by.clip_bounds(live.LiveGraph(net("z = Relu (v)")), [old]) == (-1.0, 6.0)
 
 
 def test_a_shift_moves_the_mean_behind_to_where_it_should_be():

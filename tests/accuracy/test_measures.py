@@ -5,9 +5,8 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort.accuracy import measures
+from kenosis_ort.accuracy import find_measures, measures
 from kenosis_ort.accuracy.error import quantile
-from kenosis_ort.accuracy.find_measures import find_measures
 
 
 def softmax(x, axis=-1):
@@ -226,7 +225,7 @@ def graph(**outputs):
 
 def kind_of(chain, arrays, fed=None):
     feeds = [] if fed is None else [{"x": fed}]
-    found = find_measures(graph(y=chain), [{"y": np.asarray(a)} for a in arrays], feeds)
+    found = find_measures.find_measures(graph(y=chain), [{"y": np.asarray(a)} for a in arrays], feeds)
     return found[0].name.split(" ")[0] if found else ""
 
 
@@ -288,11 +287,11 @@ def test_a_mask_of_the_shape_of_a_picture_is_none_where_it_is_the_picture():
     masks = [sigmoid(a) for a in normal(1, 1, 16, 16, count=4, scale=20.0)]
     for fed, expected in ((masks, "relative"), (normal(1, 1, 16, 16, count=4), "mask")):
         outputs, feeds = [{"y": m} for m in masks], [{"x": f} for f in fed]
-        assert find_measures(graph(y=["Sigmoid"]), outputs, feeds)[0].name.startswith(expected)
+        assert find_measures.find_measures(graph(y=["Sigmoid"]), outputs, feeds)[0].name.startswith(expected)
 
 
 def _found(chain, samples):
-    return " ".join(m.name.split(" ")[0] for m in find_measures(graph(**chain), samples))
+    return " ".join(m.name.split(" ")[0] for m in find_measures.find_measures(graph(**chain), samples))
 
 
 def test_boxes_beside_scores():

@@ -12,9 +12,7 @@ import onnx
 from onnxruntime.quantization import CalibrationMethod
 from onnxruntime.quantization.calibrate import TensorsData
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, collect
-from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
-from kenosis_ort.calibration.statistics import Histogram
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, Points, accumulators, collect, statistics
 from tests.clients.support import ranges
 from tests.models import Feed, FeedReader
 from tests.planning import parse
@@ -73,12 +71,12 @@ def same_as_stock(
             npt.assert_allclose(b, a, rtol=0, atol=most, err_msg=name)
 
 
-def histogram_of(*parts: np.ndarray[Any, Any]) -> Histogram:
+def histogram_of(*parts: np.ndarray[Any, Any]) -> statistics.Histogram:
     """The histogram of all elements, added part by part."""
-    builder = HistogramBuilder()
+    builder = accumulators.HistogramBuilder()
     for part in parts:
         if part.size:
-            builder.add(part, extremes(part))
+            builder.add(part, accumulators.extremes(part))
     return builder.finish()
 
 

@@ -5,8 +5,7 @@ import onnx
 import pytest
 
 from kenosis_ort import CalibrationError, SyntheticReader
-from kenosis_ort.calibration import CalibrationConfig, parts
-from kenosis_ort.calibration.cached_samples import feed_digest
+from kenosis_ort.calibration import CalibrationConfig, cached_samples, parts
 from kenosis_ort.calibration.feeds import Cut
 from kenosis_ort.runtime.counting import counted
 from tests import models, planning
@@ -180,7 +179,7 @@ def test_a_batch_may_be_of_the_part_by_its_rows(sketch, heavy, monkeypatch):
     assert table.tensors.keys() == whole.tensors.keys()
     for name in node_outputs(model):
         assert table.range_of(name) == pytest.approx(whole.range_of(name), rel=1e-6)
-    assert table.part.data_fingerprint == f"{sum(map(feed_digest, pieces)) % 2**256:064x}"
+    assert table.part.data_fingerprint == f"{sum(map(cached_samples.feed_digest, pieces)) % 2**256:064x}"
     feeds[1]["x"][2] = np.nan
     with pytest.raises(CalibrationError, match="sample 1"):
         swept(model, feeds[:2], part=part, sketch=sketch)

@@ -9,8 +9,7 @@ import pytest
 from kenosis_ort import CalibrationError, PipelineReader
 from kenosis_ort.calibration.computed_feeds import ClosedLoopReader, body_feeds, value_types
 from kenosis_ort.calibration.feeds import misfit
-from kenosis_ort.graph.bodies import places, take_out
-from kenosis_ort.graph.walk import outer_names, owners
+from kenosis_ort.graph import bodies, walk
 from kenosis_ort.runtime.counting import counted
 from tests.contracts.test_readers import read as drain
 from tests.flow import control
@@ -74,9 +73,9 @@ X = normal((2, 32))
 def fed(model, *feeds):
     """Each body with what it is fed with, the same each time."""
     found = []
-    for owner in owners(model):
-        for place, graph in places(owner):
-            body = take_out(model, place, graph, value_types(model, outer_names(graph)))
+    for owner in walk.owners(model):
+        for place, graph in bodies.places(owner):
+            body = bodies.take_out(model, place, graph, value_types(model, walk.outer_names(graph)))
             assert body is not None
             again = body_feeds(model, owner, body, lambda: iter(feeds))
             found.append((body, [*again()]))

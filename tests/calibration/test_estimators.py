@@ -7,12 +7,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from kenosis_ort import errors, plan
 from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, estimators
 from kenosis_ort.calibration.accumulators import ends
 from kenosis_ort.calibration.estimators import estimates, least_error_range, sketch
 from kenosis_ort.calibration.statistics import TensorStatistics, _divergence, entropy_range
-from kenosis_ort.errors import CalibrationError
-from kenosis_ort.plan import RangeLimit
 from tests import models
 from tests.calibration.support import histogram_of, one_node_model, random_feeds, same_as_stock, stock, swept
 
@@ -121,7 +120,7 @@ def test_a_whole_table():
     data = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     statistics = statistics_of(data)
     table = CalibrationTable({"a": statistics, "b": statistics, "constant": TensorStatistics(-1.0, 5.0, 3)})
-    found = estimators.estimate_all(table, ("mse", "percentile"), limits={"b": RangeLimit("b", 0.0, 6.0)})
+    found = estimators.estimate_all(table, ("mse", "percentile"), limits={"b": plan.RangeLimit("b", 0.0, 6.0)})
     assert found["percentile"]["a"] == estimate(statistics, "percentile") != found["mse"]["a"]
     ranges = found["mse"]
     assert ranges["a"] == estimate(statistics, "mse")
@@ -137,7 +136,7 @@ def test_what_has_no_histogram_keeps_its_own_range():
 
 
 def test_statistics_without_a_histogram():
-    with pytest.raises(CalibrationError, match="histogram"):
+    with pytest.raises(errors.CalibrationError, match="histogram"):
         sketch(TensorStatistics(0.0, 1.0, 5))
 
 

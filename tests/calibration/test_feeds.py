@@ -12,8 +12,7 @@ from onnxruntime.quantization import CalibrationDataReader
 
 import kenosis_ort
 from kenosis_ort import ArrayReader, CalibrationError, ImageFolderReader, ParquetReader, TarReader
-from kenosis_ort.calibration import sample_feeds
-from kenosis_ort.calibration.feeds import InputSpec, check_feed
+from kenosis_ort.calibration import feeds, sample_feeds
 from tests import models
 from tests.calibration.support import ListReader, one_node_model, random_feeds, swept
 from tests.contracts.test_readers import images as pictures, npy, parquet, read, tar
@@ -111,21 +110,21 @@ def test_what_a_reader_raises_is_kept():
     assert run(Failing(StopIteration())).samples == 2, "a bare next in a reader ends the data"
 
 
-IDS = InputSpec("ids", np.dtype("int64"), (None, 3))
-FLOATS = InputSpec("x", np.dtype("float32"), (1, "M"))
+IDS = feeds.InputSpec("ids", np.dtype("int64"), (None, 3))
+FLOATS = feeds.InputSpec("x", np.dtype("float32"), (1, "M"))
 KEPT = (
     *((IDS, value) for value in ([[1, 2, 3]], [np.array([1, 2, 3], np.int32)], np.array([[1, 2, 3]], np.uint8))),
     (IDS, ort.OrtValue.ortvalue_from_numpy(np.array([[1, 2, 3]], np.int64))),
     *((FLOATS, value) for value in ([[1, 2, 3]], [(1.0, 2.0, 3.0)], np.array([[1.0, 2.0, 3.0]]))),
     *((FLOATS, value) for value in (np.array([[1.0, 2.0]], np.float16), np.array([[1.0, np.inf, np.nan]]))),
-    (InputSpec("b", np.dtype("bool"), (1, 3)), [[1, 2, 3]]),
-    (InputSpec("b", np.dtype("int32"), None), np.array([[1, 2, 3]], np.int64)),
+    (feeds.InputSpec("b", np.dtype("bool"), (1, 3)), [[1, 2, 3]]),
+    (feeds.InputSpec("b", np.dtype("int32"), None), np.array([[1, 2, 3]], np.int64)),
 )
 
 
 @pytest.mark.parametrize(("spec", "value"), KEPT)
 def test_values_become_the_models_type_where_that_keeps_them(spec, value):
-    (made,) = check_feed({spec.name: value}, [spec], [], 0).values()
+    (made,) = feeds.check_feed({spec.name: value}, [spec], [], 0).values()
     assert isinstance(made, np.ndarray)
     assert made.dtype == spec.dtype
     given = value.numpy() if isinstance(value, ort.OrtValue) else np.array(value)
@@ -141,7 +140,7 @@ REFUSED = (
 @pytest.mark.parametrize(("dtype", "value"), REFUSED)
 def test_values_that_would_change_are_refused(dtype, value):
     with pytest.raises(CalibrationError, match=f"wrong type: expected {dtype}.*input 'v', sample 7"):
-        check_feed({"v": value}, [InputSpec("v", np.dtype(dtype), None)], [], 7)
+        feeds.check_feed({"v": value}, [feeds.InputSpec("v", np.dtype(dtype), None)], [], 7)
 
 
 @pytest.mark.parametrize(("says", "reader", "stride"), [

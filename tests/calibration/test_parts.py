@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kenosis_ort.calibration import collector, part_session, parts
-from kenosis_ort.calibration.part_session import ObservedModel, Segment, SessionSettings, element_types
-from kenosis_ort.calibration.parts import cut, cut_behind, estimate_bytes
 from kenosis_ort.errors import CalibrationError
 from kenosis_ort.graph.outside import content_bytes, weight_bytes, with_weights_on_disk
 from kenosis_ort.graph.walk import read_names
@@ -50,18 +48,18 @@ def test_parts_give_the_same_table(net, budget, method):
 def test_parts_cover_each_needed_node_once(net, budget, most):
     """No part has more observed bytes or weights than wanted where it could be cut."""
     model = annotated(net)
-    feed, types = models.feeds(model, 1)[0], element_types(model)
+    feed, types = models.feeds(model, 1)[0], part_session.element_types(model)
     observed = [n for n in node_outputs(model) if n not in feed]
-    sizes = estimate_bytes(model, feed, observed)
-    small = cut(model, observed, sizes, types, budget)
+    sizes = parts.estimate_bytes(model, feed, observed)
+    small = parts.cut(model, observed, sizes, types, budget)
     assert all(len(p.observed) <= 1 or sum(sizes[name] for name in p.observed) <= budget for p in small)
-    light = cut(model, observed, {}, types, 2**30, weights=most)
+    light = parts.cut(model, observed, {}, types, 2**30, weights=most)
     held = {tensor.name: content_bytes(tensor) for tensor in model.graph.initializer}
     of_nodes = [sum(held.get(name, 0) for name in set(read_names(node))) for node in model.graph.node]
     for inside in (of_nodes[part.start : part.end] for part in light):
         assert sum(inside) <= most or max(inside) > most / 2
-    assert len(cut(model, observed, {}, types, 2**30, weights=2 * weight_bytes(model) + 1)) == 1
-    for found in (small, light, cut_behind(model, observed)):
+    assert len(parts.cut(model, observed, {}, types, 2**30, weights=2 * weight_bytes(model) + 1)) == 1
+    for found in (small, light, parts.cut_behind(model, observed)):
         assert found is light or len(found) > 1
         assert [p.start for p in found] == [0, *(p.end for p in found[:-1])]
         made = set(feed)
@@ -69,7 +67,7 @@ def test_parts_cover_each_needed_node_once(net, budget, most):
             assert set(part.inputs) <= made
             made.update(part.passed_on)
         assert [name for part in found for name in part.observed] == observed
-    (early,) = cut(model, observed[:1], sizes, types, budget)
+    (early,) = parts.cut(model, observed[:1], sizes, types, budget)
     assert (early.start, early.observed, early.passed_on) == (0, (observed[0],), ())
     assert observed[0] in model.graph.node[early.end - 1].output, "what is not observed is not computed"
 
@@ -85,9 +83,9 @@ def test_what_no_later_part_reads_is_let_go():
         seen[place, name] = weakref.ref(arrays[name])
         assert place == 0 or not any(seen[0, each]() is not None for each in names[: names.index(name)])
 
-    with ObservedModel(model, SessionSettings()) as observed:
+    with part_session.ObservedModel(model, part_session.SessionSettings()) as observed:
         computed = dict.fromkeys(names, "float32")
-        parts.StagedModel(observed, model, computed, element_types(model), 1).run(feeds, [0, 1], take)
+        parts.StagedModel(observed, model, computed, part_session.element_types(model), 1).run(feeds, [0, 1], take)
     assert len(seen) == 2 * len(names)
 
 
@@ -97,7 +95,7 @@ def test_no_cut_across_a_value_without_a_tensor_type():
     model = onnx.shape_inference.infer_shapes(parse(text))
     samples = [{"x": np.array([1, -2], np.float32)}]
     assert under(model, samples, 2**20, [*"abcy"]).tensors == under(model, samples, 1, [*"abcy"]).tensors
-    found = cut(model, [*"abcy"], dict.fromkeys("abcy", 8), element_types(model), 1)
+    found = parts.cut(model, [*"abcy"], dict.fromkeys("abcy", 8), part_session.element_types(model), 1)
     assert not any(part.start in (2, 3) for part in found)
 
 
@@ -114,10 +112,10 @@ def test_large_weights_go_to_a_file_that_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = models.mlp(hidden=128)
     (feed,) = models.feeds(model, 1)
-    with ObservedModel(model, SessionSettings(threads=1)) as observed:
+    with part_session.ObservedModel(model, part_session.SessionSettings(threads=1)) as observed:
         assert len(list(tmp_path.iterdir())) == 1
         name = model.graph.node[0].output[0]
-        part = observed.segment(Segment(0, 1, ("x",), (name,), ()), [name], feed)
+        part = observed.segment(part_session.Segment(0, 1, ("x",), (name,), ()), [name], feed)
         for opened in (observed.session([name]), part):
             assert opened.run([name], feed)[0].shape == (feed["x"].shape[0], 128)
     assert not list(tmp_path.iterdir())
@@ -166,8 +164,8 @@ def test_constants_and_ranks_outlive_a_cut(fold, annotate):
     model = onnx.shape_inference.infer_shapes(model) if annotate else model
     samples, names = random_feeds(2, (3, 2, 4, 5)), [*"abcdey", "mean"]
     assert under(model, samples, 1, names).tensors == under(model, samples, 2**30, names).tensors
-    types = {**element_types(model), "wanted": onnx.TensorProto.INT64, "shape": onnx.TensorProto.INT64}
-    found = cut(model, names, dict.fromkeys(names, 8), {**types, **dict.fromkeys([*names, "index"], 1)}, 1)
+    types = {**part_session.element_types(model), "wanted": onnx.TensorProto.INT64, "shape": onnx.TensorProto.INT64}
+    found = parts.cut(model, names, dict.fromkeys(names, 8), {**types, **dict.fromkeys([*names, "index"], 1)}, 1)
     assert len(found) > 3
     assert not {*CONSTANTS, "empty", "twice"}.intersection(itertools.chain(*(p.inputs for p in found)))
 
@@ -177,14 +175,14 @@ def test_what_cannot_run_by_itself_runs_from_the_first_node_on(heavy, monkeypatc
     model = annotated("residual_block")
     samples = models.feeds(model, 3)
     whole = under(model, samples, 2**30)
-    make = ObservedModel.segment
+    make = part_session.ObservedModel.segment
 
     def refuse(self, part, *args, **options):
         if part.start > 1:
             raise CalibrationError("refused")
         return make(self, part, *args, **options)
 
-    monkeypatch.setattr(ObservedModel, "segment", refuse)
+    monkeypatch.setattr(part_session.ObservedModel, "segment", refuse)
     monkeypatch.setattr(parts, "_MOST_WEIGHTS", 600 if heavy else 2**32)
     with caplog.at_level(logging.INFO, "kenosis_ort.calibration"):
         assert under(model, samples, 1).tensors == whole.tensors
@@ -245,7 +243,7 @@ def test_the_table_is_that_of_the_whole(net, kind, request):
 
 @pytest.mark.usefixtures("heavy")
 def test_one_part_is_open_at_a_time(monkeypatch):
-    segment, opened, told = ObservedModel.segment, list[weakref.ref[Any]](), list[int]()
+    segment, opened, told = part_session.ObservedModel.segment, list[weakref.ref[Any]](), list[int]()
 
     def alone(self, *arguments, **options):
         gc.collect()
@@ -254,7 +252,7 @@ def test_one_part_is_open_at_a_time(monkeypatch):
         opened.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(ObservedModel, "segment", alone)
+    monkeypatch.setattr(part_session.ObservedModel, "segment", alone)
     swept_net("residual_block", progress=lambda done, _: told.append(done))
     assert len(opened) >= 6  # two parts or more, for three parcels
     assert told == [0, 0, 0, 3, 3, 3, 6, 6, 7]

@@ -13,9 +13,8 @@ from hypothesis import given, strategies as st
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import CalibrationMethod, calibrate as stock_calibrate
 
-from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, model_fingerprint
+from kenosis_ort.calibration import CalibrationConfig, CalibrationTable, feeds, model_fingerprint
 from kenosis_ort.calibration.cached_samples import CachedSamples, feed_digest, pack_samples, unpack_samples
-from kenosis_ort.calibration.feeds import Sample
 from kenosis_ort.errors import CalibrationError, OptionError
 from tests import models
 from tests.calibration.support import one_node_model, random_feeds, stock, swept
@@ -217,7 +216,7 @@ def kept_of(samples, most, budget):
 
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 30)), max_size=24).map(
-    lambda each: [Sample({"x": np.full(size, number, np.uint8)}, number) for size, number in each]
+    lambda each: [feeds.Sample({"x": np.full(size, number, np.uint8)}, number) for size, number in each]
 )
 
 
@@ -253,7 +252,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_a_file_holds_them_to_the_bit(kind):
-    kept = kept_of([Sample({"x": VALUES[kind]}, 7)], 3, 1000)
+    kept = kept_of([feeds.Sample({"x": VALUES[kind]}, 7)], 3, 1000)
     head, packed = json.loads(json.dumps(pack_samples(kept)))
     found = unpack_samples(head, packed)
     assert found == kept
@@ -261,7 +260,7 @@ def test_a_file_holds_them_to_the_bit(kind):
 
 
 def test_what_no_file_holds_is_left_out():
-    assert pack_samples(kept_of([Sample({"x": np.array([{}], object)}, 0)], 3, 1000)) == (None, [])
+    assert pack_samples(kept_of([feeds.Sample({"x": np.array([{}], object)}, 0)], 3, 1000)) == (None, [])
 
 
 DAMAGED = [{"shape": [2**40]}, {"shape": [-2, -3]}, {"dtype": "object"}, {"base64": "AAAA"}, {"base64": "x" * 32}]
@@ -271,7 +270,7 @@ TOO_LARGE = (("24 bytes", {"budget": 20}, {}), ("bytes", {"budget": 2**40}, BOMB
 
 @pytest.mark.parametrize(("says", "head", "change"), [*((".", {}, change) for change in DAMAGED), *TOO_LARGE])
 def test_sizes_are_checked_before_memory_is_taken(says, head, change):
-    of_all, packed = pack_samples(kept_of([Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
+    of_all, packed = pack_samples(kept_of([feeds.Sample({"x": VALUES["float32"]}, 0)], 3, 1000))
     assert of_all is not None
     packed[0]["x"] = change if "text" in change else packed[0]["x"] | change
     with pytest.raises((ValueError, KeyError), match=says):

@@ -12,8 +12,7 @@ import onnx
 import pytest
 
 from kenosis_ort.cli.main import main
-from kenosis_ort.demo import load_digits, model_path
-from kenosis_ort.demo.measurements import Demonstration, demonstrate
+from kenosis_ort.demo import load_digits, measurements, model_path
 from tests import models
 
 ROUNDS, BATCH = 1, 2  # of the demonstration
@@ -109,5 +108,5 @@ def kept_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demonstration(kept_models: Path) -> Demonstration:
-    return demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)
+def demonstration(kept_models: Path) -> measurements.Demonstration:
+    return measurements.demonstrate(kept_models, batch=BATCH, rounds=ROUNDS)

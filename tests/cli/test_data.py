@@ -8,9 +8,7 @@ import pytest
 
 from kenosis_ort.calibration import sample_feeds
 from kenosis_ort.calibration.feeds import InputSpec
-from kenosis_ort.cli import sources
-from kenosis_ort.cli.main import build_parser, main
-from kenosis_ort.cli.sources import call_function, holds_images, image_input, names_function
+from kenosis_ort.cli import main, sources
 from kenosis_ort.errors import CalibrationError
 from tests import models, planning
 
@@ -35,7 +33,7 @@ def write_images(folder, count=3):
 
 def reader_of(model, data, *more):
     words = ["quantize", str(model), "out.onnx", *([] if data is None else ["--data", str(data)]), *more]
-    return sources.make_reader(build_parser().parse_args(words), model)
+    return sources.make_reader(main.build_parser().parse_args(words), model)
 
 
 @pytest.mark.parametrize(("files", "found"), [
@@ -52,10 +50,10 @@ def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path, fi
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     if isinstance(found, bool):
-        assert holds_images(tmp_path / "folder") is found
+        assert sources.holds_images(tmp_path / "folder") is found
         return
     with pytest.raises(CalibrationError, match=rf"{found}.*") as caught:
-        holds_images(tmp_path / "folder")
+        sources.holds_images(tmp_path / "folder")
     assert (caught.value.where, bool(caught.value.fix)) == (str(tmp_path / "folder"), True)
 
 
@@ -93,12 +91,12 @@ def test_a_single_array_goes_to_the_only_input(tmp_path):
 
 def test_image_input_is_the_only_one_of_rank_4_or_the_named_one(tmp_path):
     one = image_model(tmp_path / "one.onnx", [1, 2], [1, 3, 4, 4])
-    assert image_input(one, None) == InputSpec("in1", np.dtype(np.float32), (1, 3, 4, 4))
+    assert sources.image_input(one, None) == InputSpec("in1", np.dtype(np.float32), (1, 3, 4, 4))
     two = image_model(tmp_path / "two.onnx", [1, 3, 4, 4], ["n", 3, 8, 8])
-    assert image_input(two, "in1").shape == ("n", 3, 8, 8)
+    assert sources.image_input(two, "in1").shape == ("n", 3, 8, 8)
     for name, said in ((None, "--input"), ("in11", "in1")):
         with pytest.raises(CalibrationError, match=said):
-            image_input(two, name)
+            sources.image_input(two, name)
 
 
 def test_array_and_synthetic_readers(tmp_path):
@@ -116,11 +114,11 @@ def test_the_output_may_stand_last_and_labels_are_left_aside(tmp_path, capsys):
     onnx.save(models.mlp(), model)
     np.savez(data, x=models.normal((4, 16)), labels=np.arange(3), scale=np.float32(2))
     said = ["quantize", model, "--data", data, "--no-promise"]
-    assert main([*said, last]) == 0
+    assert main.main([*said, last]) == 0
     assert "left aside" in capsys.readouterr().err
-    assert main(["compare", model, last, "--data", data]) == 0
+    assert main.main(["compare", model, last, "--data", data]) == 0
     with pytest.raises(SystemExit):
-        main([*said, "another"])  # no model's file: an argument that is too much
+        main.main([*said, "another"])  # no model's file: an argument that is too much
 
 
 # -- a function of the caller's
@@ -159,7 +157,7 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spelling", ["{}:{}", "{}.py:{}"])
 def test_whatever_holds_samples_may_be_returned(module, function, spelling):
     path = list(sys.path)
-    feeds = list(sample_feeds(call_function(spelling.format(module, function), lambda: "x")))
+    feeds = list(sample_feeds(sources.call_function(spelling.format(module, function), lambda: "x")))
     assert [set(feed) for feed in feeds] == [{"x"}] * 3
     np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in feeds]), np.arange(6).reshape(3, 2))
     assert sys.path == path
@@ -177,12 +175,12 @@ def test_whatever_holds_samples_may_be_returned(module, function, spelling):
 ])  # fmt: skip
 def test_what_goes_wrong_is_said_with_a_fix(module, source, message):
     with pytest.raises(CalibrationError, match="Fix: ") as caught:
-        call_function(source.format(module), lambda: "x")
+        sources.call_function(source.format(module), lambda: "x")
     assert message in str(caught.value)
 
 
 def test_a_generator_that_fails_later_is_named_as_well(module):
-    feeds = sample_feeds(call_function(f"{module}:fails_late", lambda: "x"))
+    feeds = sample_feeds(sources.call_function(f"{module}:fails_late", lambda: "x"))
     next(feeds)
     with pytest.raises(CalibrationError, match="no second disk"):
         next(feeds)
@@ -192,12 +190,12 @@ def test_only_bare_arrays_ask_for_the_only_input(module):
     def two_inputs():
         raise CalibrationError("two inputs", fix="--input NAME")
 
-    assert list(sample_feeds(call_function(f"{module}:list_of_feeds", two_inputs)))
+    assert list(sample_feeds(sources.call_function(f"{module}:list_of_feeds", two_inputs)))
     with pytest.raises(CalibrationError, match="two inputs"):
-        call_function(f"{module}:list_of_arrays", two_inputs)
+        sources.call_function(f"{module}:list_of_arrays", two_inputs)
 
 
 def test_a_function_is_told_from_a_path():
     functions = ["loader:samples", "package.loader:samples", "tools/loader.py:samples"]
     others = ["samples.npz", "C:\\data", "folder/samples", "loader:samples()"]
-    assert [text for text in (*functions, *others) if names_function(text)] == functions
+    assert [text for text in (*functions, *others) if sources.names_function(text)] == functions

@@ -16,13 +16,10 @@ import pytest
 import tomli_w
 from hypothesis import given, strategies as st
 
-from kenosis_ort import RECIPES, OptionError, Recipe, quantize_static
-from kenosis_ort.cli import flags, parser
-from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.cli.flags import FLAGS
+from kenosis_ort import RECIPES, OptionError, Recipe, options, quantize_static
+from kenosis_ort.cli import commands, flags, parser
 from kenosis_ort.cli.main import build_parser
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile, resolve
-from kenosis_ort.options import KEYWORDS, Format
 from tests import wrong
 
 
@@ -60,7 +57,7 @@ def test_nothing_given_means_nothing_passed_on():
 @pytest.mark.parametrize("name", flags.FLAGS)
 def test_an_option_means_the_same_on_the_command_line_in_a_file_in_python_and_in_advice(name):
     """Given, it alone reaches the API, as the library's own check leaves it; said in Python's words it comes back."""
-    assert name in {*inspect.signature(quantize_static).parameters, *KEYWORDS}
+    assert name in {*inspect.signature(quantize_static).parameters, *options.KEYWORDS}
     for tokens, value in words_of(name):
         words = flags.given(build_parser().parse_args(["quantize", "m.onnx", *tokens]))
         assert words.keys() == {name}
@@ -81,14 +78,14 @@ def test_an_option_means_the_same_on_the_command_line_in_a_file_in_python_and_in
 def test_the_words_are_those_of_the_library():
     assert flags.FLAGS.keys() <= OPTIONS.keys()
     assert {*flags.FLAGS["calibrate_method"].settings["choices"]} == OPTIONS["calibrate_method"].words.keys()
-    assert {*flags.FLAGS["format"].settings["choices"]} == {*get_args(Format), "qoperator"}
+    assert {*flags.FLAGS["format"].settings["choices"]} == {*get_args(options.Format), "qoperator"}
 
 
 def test_a_preset_is_a_recipe():
     for line, recipe in (("--preset fast", "fast"), ("--recipe fast", "fast"), ("--preset fast --recipe tiny", "tiny")):
         assert given_by(f"quantize m.onnx {line}") == {"recipe": recipe}
     for name in RECIPES:
-        assert resolve(name).options.keys() <= {*inspect.signature(quantize_static).parameters, *KEYWORDS}
+        assert resolve(name).options.keys() <= {*inspect.signature(quantize_static).parameters, *options.KEYWORDS}
         assert f"{name}:" in help_of("--help")
 
 
@@ -189,7 +186,7 @@ def held(values):
 
 def says(told, name):
     """Whether a complaint names an option, by Python's name or the shell's."""
-    return name in told or FLAGS[name].names[0].removeprefix("--") in told
+    return name in told or flags.FLAGS[name].names[0].removeprefix("--") in told
 
 
 TABLES = {
@@ -215,13 +212,13 @@ def test_in_a_recipe_file(tables, name, shell):
             assert told.index("[at: r.toml") < told.index("Fix: ")
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", flags.FLAGS)
 def test_behind_its_flag(name, shell):
     before = shell.files()
     for value in wrong.OPTIONS[name]:
         is_word = isinstance(value, str) and "\0" not in value  # no shell hands that over
         if is_word or (isinstance(value, float) and name != "calibration_cache_path"):  # a file's name there
-            printed = shell(QUANTIZE, f"{FLAGS[name].names[0]}={value}", code=2)
+            printed = shell(QUANTIZE, f"{flags.FLAGS[name].names[0]}={value}", code=2)
             assert (printed.out, says(printed.err, name), shell.files()) == ("", True, before), printed.err
 
 
@@ -232,10 +229,10 @@ def test_as_a_setting_or_extra_option(name, shell):
         assert says(shell.complaint(QUANTIZE, option, f"{name}={json.dumps(value)}"), name)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands.COMMANDS)
 def test_words_that_no_reader_takes(command, capsys):
     refused, parser = {read: words for read, _, words in READERS}, build_parser()
-    for one in COMMANDS[command].arguments:
+    for one in commands.COMMANDS[command].arguments:
         flag, read = one.names[0], one.settings.get("type")
         wrong_words = ("x",) if "choices" in one.settings else refused.get(read, ())
         for word in wrong_words if flag.startswith("-") else ():

@@ -9,23 +9,19 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import OptionError, PlacementPlan, QuantizationReport, Recipe
-from kenosis_ort.cli import flags, quantize_command
-from kenosis_ort.cli.main import build_parser
-from kenosis_ort.cli.quantize_command import output_path
+from kenosis_ort import OptionError, PlacementPlan, QuantizationReport, Recipe, options
+from kenosis_ort.cli import flags, main, quantize_command
 from kenosis_ort.demo import load_digits
 from kenosis_ort.option_types import RecipeFile
-from kenosis_ort.options import OptionChoice
 from kenosis_ort.passes.recipe import SpeedChoice
-from kenosis_ort.report.facts import CalibrationSummary
-from kenosis_ort.report.quantization_report import HOST_CHOICES
+from kenosis_ort.report import facts, quantization_report
 from tests import models
 from tests.cli.conftest import PLAIN
 
 
 def test_the_output_is_named_after_the_model():
     for model, expected in (("m.onnx", "m.int8.onnx"), ("m", "m.int8.onnx"), ("a.b", "a.b.int8.onnx")):
-        assert output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
+        assert quantize_command.output_path(Namespace(out=None, model=Path("x") / model)) == Path("x") / expected
 
 
 def test_without_a_name_the_output_goes_beside_the_model_and_quiet_prints_nothing(shell):
@@ -163,7 +159,7 @@ def test_it_is_a_recipe_for_the_library_as_well(shell):
     assert (recipe.mixed_precision, recipe.accuracy_budget) == (True, 0.01)
     assert recipe.speed.form == "int8", "what timing decided"
     file = RecipeFile.load("mine.toml")
-    assert set(HOST_CHOICES) <= file.options.keys()
+    assert set(quantization_report.HOST_CHOICES) <= file.options.keys()
     assert str(shell.folder) not in str(replace(file, data={})), "no folder of this machine but where the data were"
 
 
@@ -180,7 +176,7 @@ DATA_OPTIONS = """--synthetic 4 --seed 2 --batch-size 3 --input-range 0,255 --in
 
 
 def test_what_was_said_about_data_survives_a_file(tmp_path):
-    said = flags.given_data(build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
+    said = flags.given_data(main.build_parser().parse_args(["quantize", "m.onnx", *DATA_OPTIONS.split()]))
     assert said.keys() == {*flags.DATA_NAMES} - {"data"}
     path = tmp_path / "r.toml"
     RecipeFile(Recipe(), data={name: quantize_command.spelled(value) for name, value in said.items()}).save(path)
@@ -198,8 +194,8 @@ def test_what_was_said_about_data_survives_a_file(tmp_path):
 
 
 def test_what_timing_decided_is_in_the_recipe_and_nothing_is_timed_where_nothing_was():
-    summary = CalibrationSummary("minmax", 1, 1, 0.0)
-    said = {name: OptionChoice(value, "caller") for name, value in {"tune": "off", "threads": 2}.items()}
+    summary = facts.CalibrationSummary("minmax", 1, 1, 0.0)
+    said = {name: options.OptionChoice(value, "caller") for name, value in {"tune": "off", "threads": 2}.items()}
     for choice in (SpeedChoice("ab", "float"), None):
         recipe = Recipe(speed=choice)
         report = QuantizationReport("m", "o", "ort-cpu", said, PlacementPlan("ort-cpu"), None, summary, recipe=recipe)

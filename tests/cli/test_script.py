@@ -11,11 +11,8 @@ import onnx
 import onnxruntime.quantization as stock
 import pytest
 
-from kenosis_ort import KenosisError, verify_fusion
-from kenosis_ort.__main__ import is_script, run_script
-from kenosis_ort.cli import sweep_command as sweeping
-from kenosis_ort.cli.main import main
-from kenosis_ort.cli.sweep_command import Row, done_before, perform, read_jobs, render, share_of
+from kenosis_ort import KenosisError, __main__, verify_fusion
+from kenosis_ort.cli import main, sweep_command, sweep_command as sweeping
 from kenosis_ort.report.text import to_text
 from tests import models
 
@@ -48,7 +45,7 @@ def test_a_script_or_module_sees_its_own_arguments_and_folder(tmp_path, monkeypa
         monkeypatch.chdir(tmp_path)
     path = script(tmp_path, "import sys, beside\nprint(__name__, sys.argv[1:], beside.NAME)")
     before = (sys.argv, list(sys.path), stock.quantize_static, stock.quantize)
-    assert run_script([*(["-m", "script"] if module else [path]), "--flag", "a b"]) == 0
+    assert __main__.run_script([*(["-m", "script"] if module else [path]), "--flag", "a b"]) == 0
     assert capsys.readouterr().out == "__main__ ['--flag', 'a b'] found\n"
     assert (sys.argv, list(sys.path), stock.quantize_static, stock.quantize) == before
     sys.modules.pop("beside", None)
@@ -56,24 +53,24 @@ def test_a_script_or_module_sees_its_own_arguments_and_folder(tmp_path, monkeypa
 
 def test_exit_codes_and_errors_are_the_scripts_own(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_script([script(tmp_path, "import sys; sys.exit(7)")])
+        __main__.run_script([script(tmp_path, "import sys; sys.exit(7)")])
     assert stopped.value.code == 7
     with pytest.raises(ZeroDivisionError):
-        run_script([script(tmp_path, "1 / 0")])
+        __main__.run_script([script(tmp_path, "1 / 0")])
     assert "nothing of kenosis-ort was called" in capsys.readouterr().err
     text = "from onnxruntime.quantization import quantize_static as q\nq('none.onnx', 'out.onnx', None)"
-    assert run_script([script(tmp_path, text)]) == 2
+    assert __main__.run_script([script(tmp_path, text)]) == 2
     said = capsys.readouterr().err
     assert "kenosis-ort: error: " in said
     assert "raised by quantize_static 1 time" in said
     assert "nothing of kenosis-ort was called" not in said
-    assert run_script([str(tmp_path / "scirpt.py")]) == 2
+    assert __main__.run_script([str(tmp_path / "scirpt.py")]) == 2
     assert "Did you mean 'script.py'?" in capsys.readouterr().err
 
 
 def test_a_script_is_told_from_a_command():
     lines = ("a.py", "-m x", "-m", "quantize m.onnx", "")
-    assert [is_script(line.split()) for line in lines] == [True, True, False, False, False]
+    assert [__main__.is_script(line.split()) for line in lines] == [True, True, False, False, False]
 
 
 CLIENT = """
@@ -95,7 +92,7 @@ quantizer.model.save_model_to_file(out)
 
 def test_a_client_that_builds_the_quantizer_itself_is_told_what_came_of_it(tmp_path, capsys):
     onnx.save(models.residual_block(), tmp_path / "m.onnx")
-    assert run_script([script(tmp_path, CLIENT), str(tmp_path / "m.onnx"), str(tmp_path / "q.onnx")]) == 0
+    assert __main__.run_script([script(tmp_path, CLIENT), str(tmp_path / "m.onnx"), str(tmp_path / "q.onnx")]) == 0
     told = capsys.readouterr().err
     assert "kenosis-ort: QDQQuantizer: onnxruntime" in told
     assert told.splitlines()[-1] == "kenosis-ort: called create_calibrator 1 time, QDQQuantizer 1 time"
@@ -126,7 +123,7 @@ def write(folder, text):
 def test_models_are_quantized_once_and_the_table_says_what_failed(folder, monkeypatch, capsys):
     models = "[models.good]\nmodel = 'net.onnx'\n[models.bad]\nmodel = 'net.onnx'\nexclude = ['no such node']\n"
     file = write(folder, f"[defaults]\ndata = 'data.npz'\n{PLAIN}{models}")
-    assert main(["sweep", str(file), "--json"]) == 1
+    assert main.main(["sweep", str(file), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     results = folder / "models.sweep"
     assert data == json.loads((results / "sweep.json").read_text())
@@ -140,13 +137,13 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder, monkey
 
     def performed(job, *_):
         done.append(job.name)
-        return Row(job.name, "done", False, str(job.output))
+        return sweep_command.Row(job.name, "done", False, str(job.output))
 
     monkeypatch.setattr(sweeping, "perform", performed)
 
     def repeated():
         done.clear()
-        main(["sweep", str(file), "-q"])
+        main.main(["sweep", str(file), "-q"])
         return list(done)
 
     assert repeated() == ["bad"], "what failed is tried again, what is done is left"
@@ -156,30 +153,30 @@ def test_models_are_quantized_once_and_the_table_says_what_failed(folder, monkey
 
 def test_whatever_a_model_depends_on_makes_it_again(folder, monkeypatch):
     def job(text=ONE):
-        return read_jobs(write(folder, text), folder)[0]
+        return sweep_command.read_jobs(write(folder, text), folder)[0]
 
-    row = perform(job())
+    row = sweep_command.perform(job())
     assert not row.failed, row.verdict
-    assert done_before(job()) is not None
-    assert done_before(job(ONE.replace("no_promise = true", "threads = 1"))) is None, "other options"
+    assert sweep_command.done_before(job()) is not None
+    assert sweep_command.done_before(job(ONE.replace("no_promise = true", "threads = 1"))) is None, "other options"
     with monkeypatch.context() as patched:
         patched.setattr("kenosis_ort.cli.sweep_command.versions", lambda: {"onnxruntime": "0"})
-        assert done_before(job()) is None, "other versions"
+        assert sweep_command.done_before(job()) is None, "other versions"
     for name in ("net.onnx", "data.npz"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b"\0")
-        assert done_before(job()) is None, f"another {name}"
+        assert sweep_command.done_before(job()) is None, f"another {name}"
         (folder / name).write_bytes(content)
     job().record.write_text("{}")
-    assert done_before(job()) is None, "a record that is none"
+    assert sweep_command.done_before(job()) is None, "a record that is none"
 
 
 def test_a_process_that_dies_fails_its_model_alone(folder, monkeypatch):
-    job = read_jobs(write(folder, ONE), folder)[0]
+    job = sweep_command.read_jobs(write(folder, ONE), folder)[0]
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
-    row = perform(job)
-    assert (row.failed, "killed by signal 9" in row.verdict, done_before(job)) == (True, True, None)
+    row = sweep_command.perform(job)
+    assert (row.failed, "killed by signal 9" in row.verdict, sweep_command.done_before(job)) == (True, True, None)
 
 
 @pytest.mark.parametrize(("text", "what"), [
@@ -201,18 +198,18 @@ def test_a_process_that_dies_fails_its_model_alone(folder, monkeypatch):
 ])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_done(folder, text, what):
     with pytest.raises(KenosisError, match=what):
-        read_jobs(write(folder, text), folder / "results")
+        sweep_command.read_jobs(write(folder, text), folder / "results")
     assert not (folder / "results").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system gives processors to none")
 def test_no_processor_is_two_workers():
     everything = os.sched_getaffinity(0)
-    shares = [share_of(number, len(everything)) for number in range(len(everything))]
+    shares = [sweep_command.share_of(number, len(everything)) for number in range(len(everything))]
     assert sorted(processor for share in shares for processor in share) == sorted(everything)
 
 
 def test_names_cannot_do_anything_on_a_terminal():
-    row = Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
-    text = to_text(render([row]))
+    row = sweep_command.Row("[red]<script>", "</td>\x1b[2J", False, "o", sqnr_db=float("inf"))
+    text = to_text(sweep_command.render([row]))
     assert ("[red]<script>" in text, "\x1b" in text) == (True, False)

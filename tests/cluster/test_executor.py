@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kenosis_ort import RECIPES, Cluster, Shards, calibrate, quantize_static
+from kenosis_ort import RECIPES, Cluster, Shards, calibrate, errors, quantize_static
 from kenosis_ort.cluster import executor as cluster_executor
 from kenosis_ort.cluster.client import unpacked
 from kenosis_ort.cluster.executor import ClusterExecutor, Sender, rest
-from kenosis_ort.errors import CalibrationError, ClusterError, VerificationError
 from kenosis_ort.runtime.session import HERE
 from tests import models
 from tests.cluster import ON_A_CLUSTER, in_threads, shards_of
@@ -78,7 +77,7 @@ def test_workers_that_die_of_a_piece_cost_nothing_but_time(client, tmp_path):
 def test_a_piece_that_kills_every_worker_ends_the_call(client):
     with (
         ClusterExecutor(Cluster(client)) as executor,
-        pytest.raises(ClusterError, match="Every worker that was given a part of a pass died"),
+        pytest.raises(errors.ClusterError, match="Every worker that was given a part of a pass died"),
     ):
         list(executor.map(shards_of.always_killed, range(3)))
 
@@ -87,10 +86,10 @@ def test_errors_come_back_as_they_were_raised(client):
     with ClusterExecutor(Cluster(client)) as executor:
         results = executor.map(shards_of.refused, range(4))
         assert [next(results), next(results)] == [0, 1]
-        with pytest.raises(CalibrationError) as caught:
+        with pytest.raises(errors.CalibrationError) as caught:
             next(results)
         assert (caught.value.what, caught.value.where, caught.value.fix) == ("two is too many", "piece", "take one")
-        with pytest.raises(ClusterError, match="A worker failed: TypeError"):
+        with pytest.raises(errors.ClusterError, match="A worker failed: TypeError"):
             list(executor.map(shards_of.broken_work, [0]))
 
 
@@ -99,7 +98,7 @@ def test_a_model_runs_up_to_the_feed_that_it_refuses(client):
 
     def run(executor):
         outputs = []
-        with executor.open(MODEL) as opened, pytest.raises(VerificationError, match="does not run"):
+        with executor.open(MODEL) as opened, pytest.raises(errors.VerificationError, match="does not run"):
             outputs.extend(opened.runs(given))
         return outputs
 
@@ -229,7 +228,7 @@ def test_workers_that_are_paused_for_want_of_memory_end_the_call(small, monkeypa
     with ClusterExecutor(Cluster(small)) as executor:
         pause_from(0.01, "paused")
         try:
-            with pytest.raises(ClusterError, match="No worker is left that runs"):
+            with pytest.raises(errors.ClusterError, match="No worker is left that runs"):
                 list(executor.map(shards_of.refused, [0]))
         finally:
             pause_from(0.95, "running")

@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenosis_ort import CalibrationTable, Shards, calibrate, quantize_static
-from kenosis_ort.calibration.accumulators import HistogramBuilder, extremes
-from kenosis_ort.calibration.statistics import Extremes
+from kenosis_ort import CalibrationTable, Shards, calibrate, errors, quantize_static
+from kenosis_ort.calibration import accumulators, statistics
 from kenosis_ort.cluster.client import versions
-from kenosis_ort.errors import ArgumentTypeError, CalibrationError, OptionError
 from tests.cluster import shards_of
 from tests.cluster.shards_of import ALL, EACH, MODEL, SHARDS, feeds
 from tests.models import FeedReader
@@ -47,11 +45,11 @@ def test_shards_make_the_table_of_one_reader(tmp_path):
 def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign):
     edges = (sign * np.arange(1, 40) / 4).astype(np.float32)  # of the bins of 700
     beside = np.concatenate([edges - np.float32(distance) for distance in (-3e-5, -1e-7, 0, 1e-7, 3e-5)])
-    few, many = HistogramBuilder(), HistogramBuilder()
-    few.add(beside, extremes(beside))
-    many.add(beside, Extremes(-700.0, 700.0, 2))
-    far = HistogramBuilder()
-    far.add(beside[:0], Extremes(-700.0, 700.0, 2))
+    few, many = accumulators.HistogramBuilder(), accumulators.HistogramBuilder()
+    few.add(beside, accumulators.extremes(beside))
+    many.add(beside, statistics.Extremes(-700.0, 700.0, 2))
+    far = accumulators.HistogramBuilder()
+    far.add(beside[:0], statistics.Extremes(-700.0, 700.0, 2))
     assert few.finish().merge(far.finish()) == many.finish()
 
 
@@ -61,14 +59,14 @@ def test_values_beside_the_ends_of_bins_count_alike_under_every_exponent(sign):
     ([Path("no.npz")], "does not exist"),
 ])  # fmt: skip
 def test_a_bad_shard_is_named(source, what):
-    with pytest.raises(CalibrationError, match=what) as caught:
+    with pytest.raises(errors.CalibrationError, match=what) as caught:
         calibrate(MODEL, source)
     assert "shard " in str(caught.value.where)
 
 
 @pytest.mark.parametrize(("source", "count", "error"), [
-    (feeds, 0, OptionError), (feeds, True, OptionError), (3, None, ArgumentTypeError),
-    (itertools.count(), 2, ArgumentTypeError),
+    (feeds, 0, errors.OptionError), (feeds, True, errors.OptionError), (3, None, errors.ArgumentTypeError),
+    (itertools.count(), 2, errors.ArgumentTypeError),
 ])  # fmt: skip
 def test_what_is_no_shards(source, count, error):
     with pytest.raises(error):
@@ -77,6 +75,6 @@ def test_what_is_no_shards(source, count, error):
 
 @pytest.mark.parametrize("executor", ["tcp://nowhere:1", 3, object()])
 def test_an_executor_is_a_client(executor, tmp_path):
-    with pytest.raises(ArgumentTypeError, match="Dask client") as caught:
+    with pytest.raises(errors.ArgumentTypeError, match="Dask client") as caught:
         quantize_static(MODEL, tmp_path / "o.onnx", FeedReader(ALL), executor=executor)
     assert caught.value.where == "executor"

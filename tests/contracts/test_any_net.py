@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
-from kenosis_ort import quantize_static, verify_fusion
-from kenosis_ort.plan import Kind
+from kenosis_ort import plan, quantize_static, verify_fusion
 from tests import models, planning
 from tests.fuzz.gentle import add_output, loosen_interface, move_weight, reroute
 from tests.fuzz.seeds import SEEDS, seed_feeds, seed_model
@@ -69,6 +68,6 @@ def test_the_public_call(case):
             is_close = noise <= 0.5 * np.linalg.norm(want.astype(np.float64)) + 1e-3
             assert is_close or f"'{name}'" in " ".join(report.warnings)  # that random nets may well earn
     assert report.fusion is not None
-    planned = [n.node for n in report.plan.nodes if n.kind is Kind.INTEGER and n.op_type in HEAVY]
+    planned = [n.node for n in report.plan.nodes if n.kind is plan.Kind.INTEGER and n.op_type in HEAVY]
     integer = {kernel.node: kernel.integer for kernel in report.fusion.kernels}  # of bodies too
     assert [n for n in planned if not integer[n]] == []

@@ -10,8 +10,7 @@ import onnx
 import pytest
 
 from kenosis_ort.errors import KenosisError, ModelLoadError, UnsupportedModelError
-from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
-from kenosis_ort.formats.qonnx_nodes import spell_out
+from kenosis_ort.formats import conventions, qonnx_nodes
 from kenosis_ort.formats.runtime_form import to_runtime_form
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
@@ -37,8 +36,8 @@ class Format:
 
 
 FORMATS = {
-    "qdq": Format(copy_model, ("qdq", "qcdq")), "qcdq": Format(to_qcdq, ("qdq", "qcdq")),
-    "qonnx": Format(to_qonnx, ("qonnx",)),
+    "qdq": Format(copy_model, ("qdq", "qcdq")), "qcdq": Format(conventions.to_qcdq, ("qdq", "qcdq")),
+    "qonnx": Format(conventions.to_qonnx, ("qonnx",)),
     "qop-clip": Format(lambda model: to_qop(to_runtime_form(copy_model(model), X86), clip=True), ("qop",), 1.01),
 }  # fmt: skip
 EXAMPLES = {
@@ -58,7 +57,7 @@ def written(form, example):
 
 def outputs(model, example, *, optimize=False):
     (feed,) = models.feeds(canonical(example), 1, dims={"batch": 2})
-    return run(spell_out(model), feed, optimize=optimize)
+    return run(qonnx_nodes.spell_out(model), feed, optimize=optimize)
 
 
 def check_close(found, wanted, example, steps):
@@ -86,7 +85,7 @@ def test_what_is_written_runs_as_the_qdq_form_and_changes_nothing(form, example)
     before = source.SerializeToString()
     made = written(form, example)
     assert source.SerializeToString() == before
-    onnx.checker.check_model(spell_out(made))
+    onnx.checker.check_model(qonnx_nodes.spell_out(made))
     check_close(outputs(made, example), outputs(source, example, optimize=bool(steps)), example, steps)
     for kind in ("input", "output"):
         assert [v.name for v in getattr(made.graph, kind)] == [v.name for v in getattr(source.graph, kind)]
@@ -209,6 +208,6 @@ def test_what_cannot_be_read_is_refused_with_node_and_clause(case):
 def test_what_cannot_be_written_is_refused_with_node_and_fix():
     with pytest.raises(UnsupportedModelError, match=r"'x' has 4.*node 'dq'.*Fix: write format='qop-clip'"):
         to_qop(model_of(0, 15))
-    for write in (to_qcdq, to_qonnx, to_qop):
+    for write in (conventions.to_qcdq, conventions.to_qonnx, to_qop):
         with pytest.raises(UnsupportedModelError, match=r"\[1, 14\].*no number of bits.*node 'clip'.*Fix: signed"):
             write(model_of(1, 14))

@@ -15,8 +15,7 @@ import onnx
 import pytest
 from onnxruntime.quantization import QuantType
 
-from kenosis_ort import KenosisWarning, Recipe
-from kenosis_ort.option_types import RecipeFile, resolve
+from kenosis_ort import KenosisWarning, Recipe, option_types
 from kenosis_ort.passes import PASSES, Candidate, Skipped, WeightPass, passes_of
 from tests import models
 from tests.flow.support import changed, quantized, run
@@ -281,7 +280,7 @@ def test_one_that_raises_is_left_out_as_if_it_were_not_there(name, tmp_path):
 @each_case
 def test_a_recipe_file_holds_it(name, case, tmp_path):
     recipe = CASES[case][name].recipe
-    (tmp_path / "recipe.toml").write_text(RecipeFile(recipe, {}).to_toml(), encoding="utf-8")
-    read = resolve(tmp_path / "recipe.toml").recipe
+    (tmp_path / "recipe.toml").write_text(option_types.RecipeFile(recipe, {}).to_toml(), encoding="utf-8")
+    read = option_types.resolve(tmp_path / "recipe.toml").recipe
     assert [each.name for each in passes_of(read)] == [name]
     assert passes_of(read) == passes_of(recipe)

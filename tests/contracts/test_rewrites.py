@@ -7,8 +7,7 @@ import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.shapes import infer_shapes
+from kenosis_ort.graph import outside, shapes
 from kenosis_ort.rewrite.attention import ATTENTION_OPSET
 from kenosis_ort.rewrite.rule import NotCollapsibleError, rule as rewrite
 from tests import models, planning
@@ -27,7 +26,7 @@ def apply(rule, model, *, keep=(), nodes=None):
     """Applies a rule to a model, all nodes named where it wants names, and infers its shapes again."""
     given = {n.name for n in model.graph.node} if nodes is None and rule in NAMED else nodes
     result = RULES[rule](model, keep_values=keep, **({} if given is None else {"nodes": given}))
-    infer_shapes(model)
+    shapes.infer_shapes(model)
     return result
 
 
@@ -44,7 +43,7 @@ def inner(model):
 
 def with_output(model, value):
     """Returns a copy of a model with one more output."""
-    copy = copy_model(model)
+    copy = outside.copy_model(model)
     known = [v for v in copy.graph.value_info if v.name == value]
     copy.graph.output.append(known[0] if known else helper.make_tensor_value_info(value, TensorProto.FLOAT, None))
     return copy
@@ -52,7 +51,7 @@ def with_output(model, value):
 
 def read_by(node, model, value):
     """Returns a copy of a model with a node ``also`` that reads a value."""
-    copy = copy_model(model)
+    copy = outside.copy_model(model)
     copy.graph.node.append(onnx.parser.parse_node(node.format(value)))
     if "open" in node:
         copy.graph.input.append(helper.make_tensor_value_info("open", TensorProto.BOOL, []))
@@ -75,7 +74,7 @@ def surrounded(rule):
 @each_rule
 def test_it_changes_its_example_and_a_second_time_finds_nothing(rule):
     before = example(rule)
-    after = copy_model(before)
+    after = outside.copy_model(before)
     result = apply(rule, after)
     assert " ".join(ops(after)) == EXAMPLES[rule][0]
     assert_computes_the_same(before, after)
@@ -98,7 +97,7 @@ def test_it_changes_its_example_and_a_second_time_finds_nothing(rule):
 @each_rule
 def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule):
     for value, before in surrounded(rule):
-        after = copy_model(before)
+        after = outside.copy_model(before)
         apply(rule, after)
         try:
             assert_computes_the_same(before, after)
@@ -110,7 +109,7 @@ def test_what_is_needed_outside_of_the_pattern_stays_what_it_is(rule):
 def test_values_to_keep_stay_with_their_meaning(rule):
     before = example(rule)
     for value in inner(before):
-        after = copy_model(before)
+        after = outside.copy_model(before)
         apply(rule, after, keep=[value])
         assert_computes_the_same(with_output(before, value), with_output(after, value))
 
@@ -142,13 +141,13 @@ def test_other_types_stay(rule):
     for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT:
             value.type.tensor_type.elem_type = TensorProto.DOUBLE
-    after = copy_model(before)
+    after = outside.copy_model(before)
     apply(rule, after)
     assert (after.graph.node == before.graph.node) == (rule not in rules.ANY_TYPE)
 
 
 def assert_stays(rule, before, reason):
-    after = copy_model(before)
+    after = outside.copy_model(before)
     notes = apply(rule, after).notes
     assert after.graph.node == before.graph.node
     assert [reason in note for note in notes] == ([True] if reason else []), notes
@@ -193,7 +192,7 @@ def test_all_of_them_in_a_row():
     before = prepared(net("(float[2] start) => (float[2] end) { end = Neg(start) }", opset=ATTENTION_OPSET))
     for rule in RULES:
         extend(before, rule, f"{rule}_", ATTENTION_OPSET)
-    after = copy_model(before)
+    after = outside.copy_model(before)
     for rule in RULES:
         apply(rule, after)
     assert_same(before, after, models.feeds(before, 1)[0], rtol=1e-3)

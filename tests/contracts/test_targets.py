@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 import tests.targets
-from kenosis_ort import InternalError, KenosisWarning, preview, quantize_static
-from kenosis_ort.errors import OptionError, RuntimeEndedError
+from kenosis_ort import InternalError, KenosisWarning, errors, preview, quantize_static
 from kenosis_ort.graph.view import GraphView
 from kenosis_ort.options import PlacementOptions
-from kenosis_ort.placement import eligibility
+from kenosis_ort.placement import eligibility, planner
 from kenosis_ort.placement.constraints import constrain
-from kenosis_ort.placement.planner import Planner
 from kenosis_ort.plan import EdgeRole, How, PlacementPlan
 from kenosis_ort.targets import TARGETS
 from kenosis_ort.targets.table import Role as TargetRole
@@ -43,7 +41,7 @@ def proofs():
 
 
 def plan_for(target, name, **options):
-    return Planner(GraphView(planning.prepared(models.ALL[name]())), target, PlacementOptions(**options)).plan()
+    return planner.Planner(GraphView(planning.prepared(models.ALL[name]())), target, PlacementOptions(**options)).plan()
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------
@@ -128,7 +126,7 @@ def test_plans_are_consistent_and_explain_every_node(target, name):
     """What a reader of a plan may rely on, whoever made it; planning changes neither the model nor the view."""
     proto, view = planning.prepared(models.ALL[name]()), GraphView(planning.prepared(models.ALL[name]()))
     nodes = [*map(str, view.nodes)]
-    plan, again = (Planner(view, target, PlacementOptions()).plan() for _ in range(2))
+    plan, again = (planner.Planner(view, target, PlacementOptions()).plan() for _ in range(2))
     assert (plan, view.proto, [*map(str, view.nodes)]) == (again, proto, nodes)
     raw = json.loads(plan.to_json())
     assert [(n["node"], n["rule"]) for n in raw["nodes"]] == [(n.node, n.rule) for n in plan.nodes]
@@ -139,7 +137,7 @@ def test_plans_are_consistent_and_explain_every_node(target, name):
         assert text.startswith(f"{n.op_type} '{n.node}': {n.kind.value} by {n.rule}: ")
         assert n.reason in text
         assert len(text.splitlines()) == 1 + sum(d.edge.consumer == n.node for d in plan.decisions)
-    with pytest.raises(OptionError):
+    with pytest.raises(errors.OptionError):
         plan.explain("no such node")
     nodes, quantized = {n.name: n for n in proto.graph.node}, dict(plan.quantized_values())
     assert set(plan.by_node) == set(nodes)
@@ -178,7 +176,7 @@ def test_on_another_processor_plans_are_of_types_that_kernels_take(target, machi
 @pytest.mark.parametrize("told", [True, False])
 @each_target
 def test_a_runtime_that_ends_is_told_and_a_proof_that_breaks_is_a_defect(target, told, tmp_path):
-    prove = Mock(side_effect=RuntimeEndedError("it fell over") if told else RuntimeError("it fell over"))
+    prove = Mock(side_effect=errors.RuntimeEndedError("it fell over") if told else RuntimeError("it fell over"))
     broken = replace(target, hooks=replace(target.hooks, prove=prove, time=None))
     model, out = models.conv_relu_chain(2), tmp_path / "out.onnx"
     settled = {"target": broken, "recipe": "plain", "promise": False}

@@ -14,8 +14,7 @@ from docs.generate import SECTIONS, fill, names_in
 from docs.generate.markdown import from_docstring, table
 from docs.generate.recipes import attributes
 from kenosis_ort.cli.commands import COMMANDS
-from kenosis_ort.passes import PASSES
-from kenosis_ort.passes.recipe import Recipe
+from kenosis_ort.passes import PASSES, recipe
 from kenosis_ort.rewrite import FLOAT_FORMS, INTEGER_FORMS
 from kenosis_ort.rewrite.prepare import PREPARATION
 from kenosis_ort.targets.ort_cpu import ORT_CPU
@@ -75,8 +74,8 @@ def test_every_command_has_its_section_with_an_example():
 
 
 def test_every_setting_of_a_recipe_is_described():
-    described = dict(entry for kind in (*PASSES, Recipe) for entry in attributes(kind))
-    assert {*described} == {field.name for field in dataclasses.fields(Recipe)}
+    described = dict(entry for kind in (*PASSES, recipe.Recipe) for entry in attributes(kind))
+    assert {*described} == {field.name for field in dataclasses.fields(recipe.Recipe)}
     assert described["smooth"].endswith("no smoothing.")
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenosis_ort import Placement, Speed, Stages, quantize_static
-from kenosis_ort.options import KEYWORDS
+from kenosis_ort import Placement, Speed, Stages, options, quantize_static
 from kenosis_ort.targets.ort_web import VARIABLE, missing
 from tests.examples.conftest import ROOT
 
@@ -254,6 +253,6 @@ def test_the_page_of_options_lists_them_all():
     parameters = inspect.signature(quantize_static).parameters.values()
     assert listed("Parameter") == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     in_groups = {*Speed.__dataclass_fields__, *Placement.__dataclass_fields__}
-    assert listed("Keyword") == [name for name in KEYWORDS if name not in in_groups]
+    assert listed("Keyword") == [name for name in options.KEYWORDS if name not in in_groups]
     fields = {f"{group.__name__}.{name}" for group in (Speed, Placement) for name in group.__dataclass_fields__}
     assert {*listed("Field")} == fields

@@ -7,9 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, calibrate, quantize_static
+from kenosis_ort import ClosedLoopReader, OptionError, PipelineReader, calibrate, plan, quantize_static
 from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.plan import PlacementPlan
 from kenosis_ort.quantizer.int8_cache import Cache, cache_scales, open_cache, quantize_cache
 from tests.flow.support import run, sqnr_db
 from tests.models import normal, session
@@ -225,7 +224,7 @@ def test_another_form_has_the_cache_that_was_asked_for(tmp_path, monkeypatch):
     before = model.SerializeToString()
 
     def nothing_is_faster(call, builder, build, *rest):
-        return replace(build, plan=PlacementPlan("ort-cpu"), quantized=model), True
+        return replace(build, plan=plan.PlacementPlan("ort-cpu"), quantized=model), True
 
     monkeypatch.setattr("kenosis_ort.flow.speed.delivered", nothing_is_faster)
     report = quantized(model, out, kv_cache="int8")

@@ -11,13 +11,10 @@ import pytest
 
 from kenosis_ort import InternalError, KenosisWarning, Stages, VerificationError
 from kenosis_ort.accuracy.outputs import OutputComparison
-from kenosis_ort.flow import preparation, resolve
-from kenosis_ort.flow.finish import worthless
-from kenosis_ort.flow.samples import rows_of
+from kenosis_ort.flow import finish, preparation, resolve, samples
 from kenosis_ort.graph.live import RewriteResult
 from kenosis_ort.plan import Kind
-from kenosis_ort.targets import get_target
-from kenosis_ort.targets.proof import Status
+from kenosis_ort.targets import get_target, proof
 from tests import models, planning
 from tests.flow.support import changed, initializers, make, own_warnings, quantized
 
@@ -59,7 +56,7 @@ def test_where_all_is_excluded_or_the_result_is_worthless(tmp_path, options, bec
 @pytest.mark.parametrize(("decibels", "bad"), [([30, -3], True), ([0.5, 0.6], True), ([30, 0.5], False), ([], False)])
 def test_one_usable_output_does_not_make_up_for_one_without_signal(decibels, bad):
     found = [OutputComparison("y", sqnr_db, 0.0, 1.0, None, 0.0, 4, floating=True) for sqnr_db in decibels]
-    assert (worthless(found) is not None) == bad
+    assert (finish.worthless(found) is not None) == bad
 
 
 def test_outputs_of_zero_are_not_worthless(tmp_path):
@@ -154,7 +151,7 @@ def test_what_the_proof_finds_in_float_is_left_float(tmp_path):
     def prove(model, **options):
         found = get_target("ort-cpu").hooks.prove(model, **options)
         proved.append(options["plan"])
-        as_float = {"integer": False, "status": Status.FLOAT, "reason": "the test says so"}
+        as_float = {"integer": False, "status": proof.Status.FLOAT, "reason": "the test says so"}
         return replace(found, kernels=tuple(replace(k, **as_float) if k.node == "conv1" else k for k in found.kernels))
 
     target = replace(target, hooks=replace(target.hooks, prove=prove))
@@ -216,6 +213,6 @@ def test_a_batch_of_32_is_32_samples(tmp_path, fixed):
 
 def test_the_bytes_of_a_picture_are_not_a_batch():
     """A part of a compressed picture is none: the decoder of a custom operator may end the process."""
-    assert rows_of({"bytes": np.zeros(64, np.uint8)}) == 1
-    assert rows_of({"x": np.zeros((8, 3)), "length": np.zeros(8)}) == 1
-    assert rows_of({"x": np.zeros((8, 3)), "y": np.zeros((8, 1))}) == 8
+    assert samples.rows_of({"bytes": np.zeros(64, np.uint8)}) == 1
+    assert samples.rows_of({"x": np.zeros((8, 3)), "length": np.zeros(8)}) == 1
+    assert samples.rows_of({"x": np.zeros((8, 3)), "y": np.zeros((8, 1))}) == 8

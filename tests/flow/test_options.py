@@ -18,8 +18,7 @@ from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
 from typing_extensions import Unpack
 
 import kenosis_ort
-from kenosis_ort import KenosisWarning, OptionError, Placement, Recipe, Speed, Stages, quantize, quantize_static
-from kenosis_ort.api import _previewed
+from kenosis_ort import KenosisWarning, OptionError, Placement, Recipe, Speed, Stages, api, quantize, quantize_static
 from kenosis_ort.graph.walk import opset_of
 from kenosis_ort.option_types import IN_FILE, OPTIONS, RecipeFile
 from kenosis_ort.options import KEYWORDS, Keywords
@@ -121,7 +120,7 @@ USUAL = {"nodes_to_exclude": [], **{name: OPTIONS[name].default for name in STAT
 
 
 def request(**given):
-    return _previewed(MLP, given)
+    return api._previewed(MLP, given)
 
 
 def file(**options):

@@ -13,8 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quant_utils
 
-from kenosis_ort import Stages, SyntheticReader, compare, quantize_static, quantize_weights, verify_fusion
-from kenosis_ort.errors import KenosisError, OptionError
+from kenosis_ort import Stages, SyntheticReader, compare, errors, quantize_static, quantize_weights, verify_fusion
 from kenosis_ort.runtime.limits import runtime_limits
 from tests import models, planning
 from tests.flow.support import changed, good, interface, make, proof, quality, quantized, sqnr_db
@@ -99,7 +98,7 @@ def test_options_that_the_runtime_would_ignore_are_refused(tmp_path, monkeypatch
     for function in ("snap_zero_point_to_uint8", "compute_scale_zp_blocked"):
         monkeypatch.delattr(quant_utils, function, raising=False)
     for option, value in (("ActivationRestrictedAsymmetric", True), ("BlockSize", 16)):
-        with pytest.raises(OptionError, match=rf"{option}.*needs onnxruntime 1\.27 or later"):
+        with pytest.raises(errors.OptionError, match=rf"{option}.*needs onnxruntime 1\.27 or later"):
             quantized(models.residual_block(), tmp_path / "out.onnx", extra_options={option: value})
     assert list(tmp_path.iterdir()) == []
 
@@ -196,7 +195,7 @@ def test_registered_on_request(tmp_path, library, registered):
     want, got = ([models.session(m, library).run(None, feed)[0] for feed in feeds] for m in (custom(), out))
     assert sqnr_db(want, got) > 25
     assert verify_fusion(out, custom_op_libraries=[library]).by_node["conv1"].integer
-    with pytest.raises(KenosisError, match="custom_op_libraries"):
+    with pytest.raises(errors.KenosisError, match="custom_op_libraries"):
         verify_fusion(out)
 
 
@@ -204,7 +203,7 @@ def test_registered_on_request(tmp_path, library, registered):
 def test_refused_without_a_library_and_never_registered_unasked(tmp_path, registered):
     (bogus := tmp_path / "bogus.so").write_bytes(b"no library")
     for libraries, text in (([], r"Inverse.*custom_op_libraries"), ([str(bogus)], r"bogus\.so")):
-        with pytest.raises(KenosisError, match=text) as caught:
+        with pytest.raises(errors.KenosisError, match=text) as caught:
             quantize_static(custom(), tmp_path / "c.onnx", FeedReader(custom_feeds()), custom_op_libraries=libraries)
         assert caught.value.fix
         assert registered == libraries

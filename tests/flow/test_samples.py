@@ -13,8 +13,7 @@ from kenosis_ort import ArrayReader, KenosisWarning, Recipe, errors, quantize_st
 from kenosis_ort.calibration.cached_samples import feed_digest
 from kenosis_ort.calibration.collector import collect
 from kenosis_ort.calibration.feeds import InputSpec, Rows, some_of
-from kenosis_ort.flow import builder
-from kenosis_ort.flow.finish import few_of
+from kenosis_ort.flow import builder, finish
 from kenosis_ort.flow.samples import KeepingReader, Validation, find_division
 from kenosis_ort.passes import leave_float
 from kenosis_ort.runtime.counting import counted
@@ -68,7 +67,7 @@ def test_the_byte_budget_holds_and_kept_feeds_are_copies():
 @given(st.lists(st.integers(1, 40), max_size=12))
 def test_few_samples_with_enough_rows(batches):
     feeds = [{"x": np.zeros((n, 2), np.float32), "flag": np.array(True)} for n in batches]
-    found, spread = few_of(feeds), feeds[:: max(1, -(-len(feeds) // 4))]
+    found, spread = finish.few_of(feeds), feeds[:: max(1, -(-len(feeds) // 4))]
     assert found == spread[: len(found)]
     rows = [len(feed["x"]) for feed in found]
     assert sum(rows[:-1]) < 32

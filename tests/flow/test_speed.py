@@ -11,11 +11,9 @@ from onnxruntime.quantization import QuantType
 
 from kenosis_ort import KenosisWarning, Recipe, quantize_static
 from kenosis_ort.flow import speed
-from kenosis_ort.flow.speed import scenarios
 from kenosis_ort.report.facts import SpeedCandidate, SpeedSummary
 from kenosis_ort.targets import get_target
 from kenosis_ort.tuning import promise
-from kenosis_ort.tuning.promise import Basis, Estimate
 from tests import models, planning
 from tests.flow.support import QDQ, quantized, run
 
@@ -65,7 +63,7 @@ def test_what_is_delivered(tmp_path, pace, net, times, options, taken, warning):
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
 def test_small_nets_are_decided_by_the_cost_table(tmp_path, monkeypatch, estimated, is_float, basis):
     """INT8 only where the table says that it is faster by more than the table may be wrong."""
-    found = estimated and Estimate(estimated, 1.4)
+    found = estimated and promise.Estimate(estimated, 1.4)
     monkeypatch.setattr(speed, "_least_us", lambda *_: 5.0)
     monkeypatch.setattr(speed._Forms, "_estimate", lambda _: found)
     report = quantized(models.conv_relu_chain(2), tmp_path / "out.onnx", promise=True)
@@ -93,7 +91,7 @@ def deciding(form):
     def decided(_, candidates, *args, **kwargs):
         candidate = next(each for each in candidates if each.name == form)
         record = SpeedCandidate(form, candidate.description, "taken", "fast")
-        return candidate.build(), SpeedSummary((record,), str(Basis.MEASURED), 1.0)
+        return candidate.build(), SpeedSummary((record,), str(promise.Basis.MEASURED), 1.0)
 
     return decided
 
@@ -170,16 +168,16 @@ FAR, NEAR = [decoder_feed(20, 0), decoder_feed(1, 20), decoder_feed(9, 0)], [dec
      [{"x": np.ones((1, 3, 8, 8), np.float32)}], (), [("", False, 1)], []),
 ])  # fmt: skip
 def test_lengths_that_a_model_is_timed_at(net, feeds, lengths, found, notes):
-    seen, told = scenarios(planning.parse(net), feeds, lengths)
+    seen, told = speed.scenarios(planning.parse(net), feeds, lengths)
     assert [(s.name, s.few_rows, len(s.feeds)) for s in seen] == found
     assert told == notes
 
 
 def test_lengths_that_are_asked_for_are_made_of_the_samples():
-    found, _ = scenarios(planning.parse(MASKED), [masked_feed(6)], (12, 1, 6))
+    found, _ = speed.scenarios(planning.parse(MASKED), [masked_feed(6)], (12, 1, 6))
     assert [s.feeds[0]["mask"].shape for s in found] == [(1, 1), (1, 6), (1, 12)]
     assert found[2].feeds[0]["ids"].tolist() == [[0, 1, 2, 3, 4, 5] * 2]
-    (one,), _ = scenarios(planning.parse(DECODER), [decoder_feed(8, 5)], (2,))
+    (one,), _ = speed.scenarios(planning.parse(DECODER), [decoder_feed(8, 5)], (2,))
     shapes = {name: value.shape for name, value in one.feeds[0].items()}
     assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 7), "past": (1, 2, 5, 4)}
 

@@ -18,9 +18,7 @@ from kenosis_ort.calibration.statistics import ChannelRange, Rescaling, TensorSt
 from kenosis_ort.flow.builder import Builder
 from kenosis_ort.flow.tables import RewrittenNet, following_table
 from kenosis_ort.graph.live import LiveGraph
-from kenosis_ort.passes import State
-from kenosis_ort.passes.equalize_layers import Equalization, equalize, values_for_equalization
-from kenosis_ort.passes.smooth import SmoothQuant, smooth, values_for_smoothing
+from kenosis_ort.passes import State, equalize_layers, smooth
 from tests import models, planning
 from tests.flow.support import changed, initializers, quality, quantized
 
@@ -282,8 +280,8 @@ def pooled():
     return model, models.feeds(model, 30, seed=1)
 
 
-EQUALIZE = equalize, values_for_equalization, Equalization()
-SMOOTH = smooth, values_for_smoothing, SmoothQuant()
+EQUALIZE = equalize_layers.equalize, equalize_layers.values_for_equalization, equalize_layers.Equalization()
+SMOOTH = smooth.smooth, smooth.values_for_smoothing, smooth.SmoothQuant()
 
 
 @pytest.mark.parametrize(("net", "rule", "how"), [

@@ -5,29 +5,23 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort.errors import ModelLoadError
-from kenosis_ort.formats.from_qdq import to_signed, to_unsigned
-from kenosis_ort.formats.qonnx_nodes import spell_out
-from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.formats.tensors import quantizers_of
-from kenosis_ort.formats.to_qop import to_qop
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.qdq import annotate, declared_datatypes, integer_bounds, width_of
-from kenosis_ort.interop import read_model
+from kenosis_ort import errors, interop
+from kenosis_ort.formats import from_qdq, qonnx_nodes, runtime_form, tensors, to_qop
+from kenosis_ort.graph import outside, qdq
 from tests.formats.qonnx import DOMAIN, X86, Net, conv_net, draw, execute, model_of, operators, run, same
 from tests.planning import parse
 
 
 @given(st.integers(2, 16), st.booleans(), st.booleans())
 def test_a_width_and_its_bounds_are_the_same_fact(bits, signed, narrow):
-    low, high = integer_bounds(bits, signed=signed, narrow=narrow)
+    low, high = qdq.integer_bounds(bits, signed=signed, narrow=narrow)
     assert high - low == 2**bits - 1 - narrow
-    assert width_of(low, high, signed=signed) == (bits, narrow)
+    assert qdq.width_of(low, high, signed=signed) == (bits, narrow)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 14), (0, 200), (-3, 7), (0, 0)])
 def test_other_bounds_are_no_width(low, high):
-    assert width_of(low, high, signed=low < 0) is None
+    assert qdq.width_of(low, high, signed=low < 0) is None
 
 
 @pytest.mark.parametrize(("high", "word", "bits", "weight_bits"), [
@@ -35,7 +29,7 @@ def test_other_bounds_are_no_width(low, high):
 ])  # fmt: skip
 def test_bits_are_read_from_clip_and_an_annotation_that_fits(high, word, bits, weight_bits):
     """Else the container counts."""
-    activation, weight = quantizers_of(model_of(high and 0, high, weight=word))
+    activation, weight = tensors.quantizers_of(model_of(high and 0, high, weight=word))
     a, w = activation.quantizer, weight.quantizer
     assert (a.bits, a.signed, a.narrow, a.axis, a.zero_point, activation.real) == (bits, False, False, None, 3, "x")
     assert (activation.clip is None) == (high is None)
@@ -46,8 +40,8 @@ def test_bits_are_read_from_clip_and_an_annotation_that_fits(high, word, bits, w
 
 def test_a_second_word_replaces_the_first():
     model = model_of(None, None, weight="INT4")
-    annotate(model.graph, "w", "INT5")
-    assert declared_datatypes(model.graph) == {"w": "INT5"}
+    qdq.annotate(model.graph, "w", "INT5")
+    assert qdq.declared_datatypes(model.graph) == {"w": "INT5"}
 
 
 # ---- spellings of others ---------------------------------------------------------------------------------------------
@@ -68,7 +62,7 @@ def net(nodes, outputs="y", opset=17, **constants):
 
 def read(model, x=None):
     """The canonical model, which computes the same to the bit."""
-    found = read_model(model).canonical
+    found = interop.read_model(model).canonical
     same(found, model, x)
     return found
 
@@ -99,7 +93,7 @@ def test_an_operator_of_integers_is_its_float_one_between_dq_and_q(op_type):
     node, last = OPERATORS[op_type]
     text = f"q = QuantizeLinear (x, s, z)\n [node] p = {node}\n y = DequantizeLinear (p, {last})"
     model = net(text, **weights, wz=np.zeros(4, np.int8))
-    found = read_model(model).canonical
+    found = interop.read_model(model).canonical
     (made,) = (n for n in found.graph.node if n.op_type not in ("QuantizeLinear", "DequantizeLinear"))
     assert (made.name, made.domain) == ("node", "")
     step = float(GRIDS[last.split(",")[0]])
@@ -110,7 +104,7 @@ def test_an_operator_of_integers_is_its_float_one_between_dq_and_q(op_type):
 
 def test_a_pool_of_integers_that_feeds_others_stands_between_dq_and_q():
     model = net(f"{PAIR}\n p = MaxPool <kernel_shape = [2, 2]> (q)\n y = DequantizeLinear (p, s, z)", "y, d")
-    assert [t.quantize is not None for t in quantizers_of(read(model))] == [True] * 3
+    assert [t.quantize is not None for t in tensors.quantizers_of(read(model))] == [True] * 3
 
 
 # ---- Q, Clip and DQ -------------------------------------------------------------------------------------------------
@@ -131,7 +125,7 @@ def test_weights_of_qcdq_become_integers_in_range(stored, by_channel, bits, seed
         w=w, ws=scale, wz=np.zeros(np.shape(scale), np.int8), lo=np.int8(-most), hi=np.int8(most),
     )  # fmt: skip
     found = read(model)
-    (tensor,) = quantizers_of(found)
+    (tensor,) = tensors.quantizers_of(found)
     assert tensor.constant is not None
     assert tensor.quantizer.bits == bits
     assert [n.op_type for n in found.graph.node] == ["DequantizeLinear", "Conv"]
@@ -152,7 +146,7 @@ def test_zero_points_left_out_and_scales_of_one_element_are_spelled_out():
     )  # fmt: skip
     found = read(model)
     assert all(len(n.input) == 3 for n in found.graph.node if n.op_type != "Add")
-    assert all(t.quantizer.scale.ndim == 0 for t in quantizers_of(found))
+    assert all(t.quantizer.scale.ndim == 0 for t in tensors.quantizers_of(found))
 
 
 @pytest.mark.since("1.24")  # whose onnx has types of 4 bits for numpy
@@ -163,7 +157,7 @@ def test_integers_of_four_bits_get_eight_and_a_clip():
         opset=21, s=np.float32(0.2), z=np.asarray(3, unsigned), w=np.asarray([-8, 0, 7], four).reshape(3, 1, 1),
     )  # fmt: skip
     found = read(model)
-    kinds = {(t.elem_type, t.quantizer.bits) for t in quantizers_of(found)}
+    kinds = {(t.elem_type, t.quantizer.bits) for t in tensors.quantizers_of(found)}
     assert kinds == {(TensorProto.UINT8, 4), (TensorProto.INT8, 4)}
 
 
@@ -194,7 +188,7 @@ def test_a_layout_that_mixes_channels_stays():
 
 def test_unsigned_integers_around_128_are_signed_ones_around_zero():
     model = net("q = QuantizeLinear (x, s, z)\n y = DequantizeLinear (q, s, z)", z=np.uint8(128))
-    (tensor,) = quantizers_of(read(model, draw() * 4))
+    (tensor,) = tensors.quantizers_of(read(model, draw() * 4))
     assert (tensor.quantizer.signed, int(tensor.quantizer.zero_point)) == (True, 0)
 
 
@@ -204,7 +198,7 @@ def test_a_constant_that_meets_data_takes_its_type_and_a_weight_keeps_its_own(be
         f"{PAIR}\n wd = DequantizeLinear (w, s2, wz)\n {behind}",
         w=np.arange(-18, 18, dtype=np.int8).reshape(6, 6), z=np.int8(3), wz=np.int8(-2),
     )  # fmt: skip
-    found = to_unsigned(copy_model(model)).finish()
+    found = from_qdq.to_unsigned(outside.copy_model(model)).finish()
     types = {tensor.name: numpy_helper.to_array(tensor).dtype.name for tensor in found.graph.initializer}
     q, wd = (next(n for n in found.graph.node if n.output[0] == name) for name in ("q", "wd"))
     assert [types[name] for name in (q.input[2], wd.input[0], wd.input[2])] == ["uint8", weight, weight]
@@ -216,16 +210,16 @@ def test_integers_keep_their_type_where_the_caller_may_override_a_bound():
     model = net(text, z=np.uint8(128), lo=np.uint8(120), hi=np.uint8(135))
     model.graph.input.append(helper.make_tensor_value_info("lo", TensorProto.UINT8, []))
     before = list(model.graph.node)
-    assert list(to_signed(copy_model(model)).finish().graph.node) == before
+    assert list(from_qdq.to_signed(outside.copy_model(model)).finish().graph.node) == before
 
 
 def test_the_float_model_behind_quantized_operators_keeps_the_relu_that_only_a_range_says():
-    canonical = to_runtime_form(read_model(conv_net(bits=8)).canonical, X86)
+    canonical = runtime_form.to_runtime_form(interop.read_model(conv_net(bits=8)).canonical, X86)
     for relu in [n for n in canonical.graph.node if n.op_type == "Relu"]:  # as stock writes it: the range is the Relu
         for reader in canonical.graph.node:
             reader.input[:] = [relu.input[0] if name == relu.output[0] else name for name in reader.input]
         canonical.graph.node.remove(relu)
-    found = read_model(to_qop(canonical), as_float=True)
+    found = interop.read_model(to_qop.to_qop(canonical), as_float=True)
     assert not any("Q" in node.op_type for node in found.canonical.graph.node)
     expected, actual = run(found.reference, draw())[0], run(found.canonical, draw())[0]
     assert np.corrcoef(expected.ravel(), actual.ravel())[0, 1] > 0.99
@@ -254,11 +248,11 @@ def test_a_quantizer_is_read_to_the_bit(bits, signed, narrow, by_channel, shift,
     y = net.quant(draw(seed=seed) if constant else "x", scale, zero, bits, signed=int(signed), narrow=int(narrow))
     model = net.of(net.op("Add", [y, "x"]) if constant else y)
     x = draw(seed=seed + 1)
-    found = read_model(model).canonical
+    found = interop.read_model(model).canonical
     (expected,), (actual,) = execute(model, {"x": x}), run(found, x)
     ties = np.abs((x / scale) % 1 - 0.5) < 1e-4  # where ONNX adds an odd zero point behind the rounding
     np.testing.assert_array_equal(actual[~ties | constant], expected[~ties | constant])
-    (tensor,) = quantizers_of(found)
+    (tensor,) = tensors.quantizers_of(found)
     assert (tensor.quantizer.bits, tensor.quantizer.signed) == (bits, signed)
     assert (tensor.quantizer.axis is not None) == by_channel
 
@@ -268,7 +262,7 @@ def test_earlier_domains_are_read_alike_and_initializers_that_are_listed_as_inpu
     model = conv_net(domain=domain)
     listed = [helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in model.graph.initializer]
     model.graph.input.extend(listed)
-    found = read_model(model)
+    found = interop.read_model(model)
     assert (found.format, {node.domain for node in found.canonical.graph.node}) == ("qonnx", {""})
     assert [v.name for v in found.canonical.graph.input] == ["x"]
     same(found.canonical, found.reference)
@@ -280,7 +274,7 @@ def test_what_is_spelled_out_computes_what_numpy_does(rounding_mode):
     y = net.quant("x", 0.25, 3.0, 5, signed=0, rounding_mode=rounding_mode)
     z = net.op("BipolarQuant", [y, np.float32(0.5)], domain=DOMAIN)
     model = net.of(y, z, truncated(net, y, 0.25, 0, 8, 4))
-    same(spell_out(model), model)
+    same(qonnx_nodes.spell_out(model), model)
 
 
 @pytest.mark.parametrize("build", [
@@ -294,7 +288,7 @@ def test_what_is_spelled_out_computes_what_numpy_does(rounding_mode):
 def test_spellings_of_parameters_and_constants_are_read_to_the_bit(build):
     net = Net()
     model = net.of(build(net))
-    same(read_model(model).canonical, model)
+    same(interop.read_model(model).canonical, model)
 
 
 def test_bipolar_weights_and_data_are_signs():
@@ -303,9 +297,9 @@ def test_bipolar_weights_and_data_are_signs():
     model = net.of(net.op("MatMul", [data, net.op("BipolarQuant", [draw((8, 4)), np.float32(0.5)], domain=DOMAIN)]))
     x = draw((2, 8))
     x[0, 0] = 0.0
-    found = read_model(model).canonical
+    found = interop.read_model(model).canonical
     same(found, model, x)
-    assert [t.quantizer.bits for t in quantizers_of(found)] == [2, 2]
+    assert [t.quantizer.bits for t in tensors.quantizers_of(found)] == [2, 2]
 
 
 @pytest.mark.parametrize(("to_bits", "quantizers"), [(4, 2), (8, 1)])
@@ -313,9 +307,9 @@ def test_trunc_behind_a_pool_is_read(to_bits, quantizers):
     net = Net()
     y = net.op("AveragePool", [net.quant("x", 0.25, signed=0)], kernel_shape=[2, 2], strides=[2, 2])
     model = net.of(truncated(net, net.op("Mul", [y, np.float32(4)]), 0.25, 0, to_bits + 2, to_bits))
-    found = read_model(model).canonical
+    found = interop.read_model(model).canonical
     same(found, model)
-    assert len(quantizers_of(found)) == quantizers
+    assert len(tensors.quantizers_of(found)) == quantizers
 
 
 def test_channels_last_operators_stand_between_transposes():
@@ -328,7 +322,7 @@ def test_channels_last_operators_stand_between_transposes():
     parameters = [rng.uniform(0.5, 1, 4) for _ in range(4)]
     model = net.of(net.op("BatchNormalization", [y, *parameters], domain=last, epsilon=1e-5, momentum=0.9))
     model.graph.value_info.append(helper.make_tensor_value_info(y, 1, [1, 6, 6, 4]))
-    found = read_model(model)
+    found = interop.read_model(model)
     same(found.canonical, found.reference, draw((1, 6, 6, 3)))
     # By hand: the same net channels first, its weights (O, H, W, I) turned.
     (conv,) = (node for node in found.canonical.graph.node if node.op_type == "Conv")
@@ -342,7 +336,7 @@ def test_the_float_model_keeps_ranges_and_drops_grids():
     net = Net()
     y = net.op("Conv", [net.quant("x", 0.5), net.quant(draw((4, 3, 1, 1)), 0.3, bits=3, narrow=1)], kernel_shape=[1, 1])
     model = net.of(net.quant(y, 0.25, 2.0, bits=16, signed=0, rounding_mode="FLOOR"))
-    found = read_model(model, as_float=True).canonical
+    found = interop.read_model(model, as_float=True).canonical
     assert [n.op_type for n in found.graph.node] == ["Clip", "Conv", "Clip"]
     weights = np.clip(np.rint(draw((4, 3, 1, 1)) / np.float32(0.3)), -3, 3)[:, :, 0, 0] * np.float32(0.3)
     expected = np.einsum("oc,nchw->nohw", weights, np.clip(draw(), -4, 3.5))
@@ -352,5 +346,5 @@ def test_the_float_model_keeps_ranges_and_drops_grids():
 def test_a_model_that_only_claims_to_be_qonnx_is_told_so():
     net = Net()
     model = net.of(net.op("Quant", ["x", np.float32(1)]))  # of the main domain
-    with pytest.raises(ModelLoadError, match="Quant"):
-        read_model(model)
+    with pytest.raises(errors.ModelLoadError, match="Quant"):
+        interop.read_model(model)

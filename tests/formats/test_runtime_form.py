@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto
 
+from kenosis_ort.formats import runtime_form, tensors
 from kenosis_ort.formats.integer_bias import IntegerLayer, Outputs, carry_pairs, fit
-from kenosis_ort.formats.runtime_form import to_runtime_form
-from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.interop import read_model
 from kenosis_ort.targets.table import DataTypes
@@ -19,7 +18,7 @@ def rewritten(model, *, off=0.0, optimize=False, types=X86):
     """The form of a net of QONNX, which computes what the canonical one does, off by so much at most."""
     canonical = read_model(model).canonical
     x = draw([d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim])
-    made = to_runtime_form(copy_model(canonical), types)
+    made = runtime_form.to_runtime_form(copy_model(canonical), types)
     np.testing.assert_allclose(run(made, x, optimize=optimize)[0], run(canonical, x)[0], rtol=0, atol=off)
     return made
 
@@ -78,7 +77,7 @@ def test_bias_and_factors_of_a_gemm_do_not_mislead_the_runtime(bias, factors):
 @pytest.mark.parametrize("kind", [{"bits": 2}, {"bits": 4}, {"bits": 8}, {"norm": True}], ids=str)
 def test_signed_branches_and_norms_run_in_integer(kind):
     made = rewritten(conv_net(signed="bits" in kind, **kind), off=0.41)
-    assert all(t.elem_type == TensorProto.UINT8 for t in quantizers_of(made) if t.constant is None)
+    assert all(t.elem_type == TensorProto.UINT8 for t in tensors.quantizers_of(made) if t.constant is None)
     fusion = verify_fusion(made)
     assert fusion.integer_share() == 1.0, str(fusion)
     assert all(k.integer for k in fusion.kernels if k.op_type == "Add"), str(fusion)
@@ -86,7 +85,7 @@ def test_signed_branches_and_norms_run_in_integer(kind):
 
 def test_signed_activations_stay_where_kernels_take_them():
     made = rewritten(conv_net(4, signed=True), off=0.41, types=DataTypes())
-    assert TensorProto.INT8 in {t.elem_type for t in quantizers_of(made) if t.constant is None}
+    assert TensorProto.INT8 in {t.elem_type for t in tensors.quantizers_of(made) if t.constant is None}
 
 
 @pytest.mark.parametrize(("largest_pair", "largest"), [(2**15 - 1, 32), (2**31 - 1, 64), (0, 1)])

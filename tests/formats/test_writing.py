@@ -9,16 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kenosis_ort import RECIPES, InternalError, KenosisWarning, OptionError, Recipe, quantize_static, verify_fusion
-from kenosis_ort.accuracy.side_by_side import Pairing
-from kenosis_ort.accuracy.value_grids import read_grids
+from kenosis_ort.accuracy import side_by_side, value_grids
+from kenosis_ort.formats import from_qonnx, qonnx_nodes
 from kenosis_ort.formats.conventions import to_qcdq, to_qonnx
-from kenosis_ort.formats.from_qonnx import Reader
-from kenosis_ort.formats.qonnx_nodes import spell_out
 from kenosis_ort.formats.tensors import quantizers_of
 from kenosis_ort.formats.to_qop import to_qop
-from kenosis_ort.graph.outside import copy_model
-from kenosis_ort.graph.shapes import value_types
-from kenosis_ort.graph.walk import attribute
+from kenosis_ort.graph import outside, shapes, walk
 from kenosis_ort.options import Widths
 from kenosis_ort.placement.eligibility import with_widths
 from tests import models, planning
@@ -129,10 +125,10 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path, monkeypatc
 
 def test_comparison_and_report_see_the_bits(tmp_path):
     made = written(tmp_path, format="qcdq", weight_bits=4, activation_bits=3, recipe="plain")
-    pair = next(p for p in Pairing(net(), made).activations() if p.name == "relu_1_out")
+    pair = next(p for p in side_by_side.Pairing(net(), made).activations() if p.name == "relu_1_out")
     assert pair.grid is not None
     assert pair.grid.range == (0.0, pytest.approx(7 * pair.grid.scale.item()))
-    grids = read_grids(net(), made)
+    grids = value_grids.read_grids(net(), made)
     assert (grids["relu_1_out"].bits, grids["relu_1_out"].bounds) == (3, (0, 7))
     assert {grid.bits for grid in grids.values() if grid.stored is not None} == {4}
 
@@ -244,12 +240,12 @@ def check_traps(model):
             assert len(node.input) == 3, "a missing zero point is a ValueError"
             assert node.input[2]
             scale = constants[node.input[1]]
-            has_axis = attribute(node, "axis") is not None
+            has_axis = walk.attribute(node, "axis") is not None
             assert has_axis == (len(scale.dims) == 1), "an axis beside one scale is an error"
         if node.op_type == "DequantizeLinear":
             assert node.input[0] not in constants, "integer weights with a scale a channel are a ValueError"
         if node.op_type in ("Conv", "MaxPool", "AveragePool"):
-            assert attribute(node, "kernel_shape") is not None, "the cost of a model is read off it"
+            assert walk.attribute(node, "kernel_shape") is not None, "the cost of a model is read off it"
         if node.op_type == "Clip" and node.input[0] in quantized:
             low, high = (int(onnx.numpy_helper.to_array(constants[name])) for name in node.input[1:])
             unsigned = constants[node.input[1]].data_type == onnx.TensorProto.UINT8
@@ -266,9 +262,9 @@ def test_any_net_is_the_same_in_every_export_and_comes_back_from_qonnx(model, bi
     expected = run(done.quantized, done.feeds[0])
     for made in (to_qcdq(done.quantized), to_qonnx(done.quantized)):
         check_traps(made)
-        for a, b in zip(expected, run(spell_out(made), done.feeds[0]), strict=True):
+        for a, b in zip(expected, run(qonnx_nodes.spell_out(made), done.feeds[0]), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
-    assert grids(done.quantized) == grids(Reader(copy_model(made), value_types(made)).run())
+    assert grids(done.quantized) == grids(from_qonnx.Reader(outside.copy_model(made), shapes.value_types(made)).run())
 
 
 def test_weights_of_one_step_are_bipolar():
@@ -276,4 +272,4 @@ def test_weights_of_one_step_are_bipolar():
     feed = {"x": np.random.default_rng(0).normal(size=(1, 3, 4, 4)).astype(np.float32)}
     made = to_qonnx(model)
     assert [n.op_type for n in made.graph.node] == ["Quant", "BipolarQuant", "Conv"]
-    np.testing.assert_allclose(run(spell_out(made), feed)[0], run(model, feed)[0], atol=1e-5)
+    np.testing.assert_allclose(run(qonnx_nodes.spell_out(made), feed)[0], run(model, feed)[0], atol=1e-5)

@@ -9,12 +9,10 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
-from kenosis_ort.calibration.feeds import Known
-from kenosis_ort.calibration.part_session import SessionSettings
+from kenosis_ort.calibration import feeds, part_session
 from kenosis_ort.calibration.synthetic import SyntheticReader, drawing, makers, pixels, reader
 from kenosis_ort.calibration.synthetic.kinds import InputInfo, InputKind, SyntheticSample
 from kenosis_ort.calibration.synthetic.makers import audio_maker, noise_field, waveform
-from kenosis_ort.calibration.synthetic.pixels import ImageMaker
 from tests.planning import parse
 
 # Written down on x86-64 with numpy 2.4; every platform and release has to agree.
@@ -59,10 +57,10 @@ def test_steps_of_a_sequence_are_cut_from_one_sound(monkeypatch):
     """Making it anew for each step took the square of the steps: 45 of 49 s of a call for a net that reads 16,000."""
     info = InputInfo("x", onnx.TensorProto.FLOAT, (2, 160), InputKind.AUDIO)
     samples = [SyntheticSample(7, index, step, 5) for index, step in ((0, 0), (0, 1), (0, 4), (1, 0), (1, 2), (0, 2))]
-    alone = [audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN).make(sample) for sample in samples]
+    alone = [audio_maker(info, (2, 160), -1.0, 1.0, feeds.Known.GIVEN).make(sample) for sample in samples]
     made = Mock(wraps=waveform)
     monkeypatch.setattr(makers, "waveform", made)
-    audio = audio_maker(info, (2, 160), -1.0, 1.0, Known.GIVEN)
+    audio = audio_maker(info, (2, 160), -1.0, 1.0, feeds.Known.GIVEN)
     together = [audio.make(sample) for sample in samples]
     np.testing.assert_array_equal(together, alone)
     assert [call.args[1] for call in made.call_args_list] == [800] * 6  # two rows of three changes of the sequence
@@ -102,7 +100,7 @@ def brightness(monkeypatch, noisy):
 
 def maker_of(model, **options):
     (maker,) = SyntheticReader(model, samples=2, input_range=(0, 1), **options)._makers.values()
-    assert isinstance(maker, ImageMaker)
+    assert isinstance(maker, pixels.ImageMaker)
     return maker
 
 
@@ -148,12 +146,12 @@ def test_a_net_that_does_not_run_is_shown_photographs():
     model = edges()
     maker = maker_of(model)
     model.graph.node[0].op_type = "NoSuchOperator"
-    assert not pixels.shows_writing(model, maker, SessionSettings())
+    assert not pixels.shows_writing(model, maker, part_session.SessionSettings())
 
 
 def test_a_picture_among_other_inputs_is_a_photograph(monkeypatch):
     monkeypatch.setattr(reader, "shows_writing", lambda *_: True)
     two = parse("(float[1,3,32,32] a, float[1,3,32,32] b) => (float[1,3,32,32] y) { y = Add (a, b) }")
     makers = SyntheticReader(two, samples=2, input_range=(0, 1))._makers.values()
-    assert not any(maker.writing for maker in makers if isinstance(maker, ImageMaker))
+    assert not any(maker.writing for maker in makers if isinstance(maker, pixels.ImageMaker))
     assert maker_of(edges()).writing

@@ -8,9 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from kenosis_ort.calibration.feeds import Known
-from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader
-from kenosis_ort.calibration.synthetic.drawing import Draws, photograph
-from kenosis_ort.calibration.synthetic.kinds import classify
+from kenosis_ort.calibration.synthetic import InputKind, SyntheticReader, drawing, kinds
 from kenosis_ort.calibration.synthetic.pixels import WAYS
 from kenosis_ort.calibration.synthetic.reader import SAMPLES_A_SEQUENCE, STEPS_A_SAMPLE
 from kenosis_ort.calibration.synthetic.stem import Stem
@@ -129,7 +127,7 @@ CASES = {
 
 @pytest.mark.parametrize(("kind", "given"), [(kind, each) for kind, inputs in CASES.items() for each in inputs])
 def test_names_types_and_shapes(kind, given):
-    (info,), (name, _, shape) = classify(model_of(given)), given
+    (info,), (name, _, shape) = kinds.classify(model_of(given)), given
     assert info.kind is kind
     if kind is not None and not any(isinstance(d, str) for d in shape[1:]):
         made = SyntheticReader(model_of(given), samples=2).feed(1)[name]
@@ -139,7 +137,7 @@ def test_names_types_and_shapes(kind, given):
 
 def test_a_matrix_tells_features_from_sound_and_their_number():
     model = parse("g (float[N,M] x) => (float[N,3] y) <float[12,3] w> { y = MatMul (x, w) }")
-    assert classify(model)[0].kind is InputKind.FEATURES
+    assert kinds.classify(model)[0].kind is InputKind.FEATURES
     assert SyntheticReader(model).feed(0)["x"].shape == (1, 12)
 
 
@@ -225,7 +223,7 @@ def first_layer(channels, pixels, *, folded):
 
 
 def trained_on(way, count=12):
-    return [way.apply(photograph(Draws(77, i), 32, 32))[None].astype(np.float32) for i in range(count)]
+    return [way.apply(drawing.photograph(drawing.Draws(77, i), 32, 32))[None].astype(np.float32) for i in range(count)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[w.name for w in WAYS])
