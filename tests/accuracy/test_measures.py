@@ -240,10 +240,8 @@ KINDS = [
     ("top-1", ["Softmax"], [softmax(a) for a in normal(1, 10)], None),
     ("top-1", ["Softmax", "Reshape"], [softmax(a) for a in normal(2, 10, count=1)], None),
     ("top-1", ["LogSoftmax"], [np.log(softmax(a)) for a in normal(1, 10)], None),
-    ("top-1", ["Gemm"], normal(1, 10), None),
-    ("top-1", ["Gemm", "Identity"], normal(8, 10, count=2), None),
-    ("top-1", ["GlobalAveragePool", "Flatten"], normal(1, 10), None),
-    ("top-1", ["Conv"], normal(1, 10, 1, 1), None),
+    ("top-1", ["Gemm"], normal(1, 10), None), ("top-1", ["Gemm", "Identity"], normal(8, 10, count=2), None),
+    ("top-1", ["GlobalAveragePool", "Flatten"], normal(1, 10), None), ("top-1", ["Conv"], normal(1, 10, 1, 1), None),
     ("relative", ["Gemm"], normal(1, 10, count=4), None),  # too few rows to tell
     ("relative", ["Gemm"], normal(1, 64, scale=0.5), None),  # an embedding: no winner
     ("relative", ["Gemm"], LANDMARKS, None),

@@ -112,10 +112,8 @@ def test_a_drift_that_hits_both_alike_is_cancelled(drift, speed):
 
 @pytest.mark.parametrize(("reference", "own", "verdict"), [
     ([2.0] * 15, [1.0] * 14 + [100.0], Verdict.FASTER),  # one wild round
-    ([1.0] * 15, [1.0] * 14 + [100.0], Verdict.SAME),
-    ([1.0] * 16, [0.8, 1.25] * 8, Verdict.NOISY),
-    ([1.01] * 15, [1.0] * 15, Verdict.SAME),
-    ([1.05] * 15, [1.0] * 15, Verdict.FASTER),
+    ([1.0] * 15, [1.0] * 14 + [100.0], Verdict.SAME), ([1.0] * 16, [0.8, 1.25] * 8, Verdict.NOISY),
+    ([1.01] * 15, [1.0] * 15, Verdict.SAME), ([1.05] * 15, [1.0] * 15, Verdict.FASTER),
     ([1.001] * 8 + [1.05] * 7, [1.0] * 15, Verdict.NOISY),  # a lead below the margin with a wide interval
     ([0.0] * 8, [0.0] * 8, Verdict.SAME),
 ])  # fmt: skip

@@ -208,9 +208,7 @@ def test_images_resize(images):
     crop = ImageFolderReader(images, resize="crop", **common).feed(0)["x"][0]
     assert crop[0, 0].tolist() == [255, 255, 255, 0, 0, 0]  # the middle six columns
     box = ImageFolderReader(images, resize="letterbox", fill=7, **common).feed(0)["x"][0]
-    assert box[:, 0].tolist() == [[7] * 6] * 3
-    assert box[:, -1].tolist() == [[7] * 6] * 3
-    assert box[0, 3, 0] == 255
+    assert (box[:, 0].tolist(), box[:, -1].tolist(), box[0, 3, 0]) == ([[7] * 6] * 3, [[7] * 6] * 3, 255)
     stretch = ImageFolderReader(images, **common).feed(0)["x"][0]
     assert (stretch[0, 0, 0], stretch[2, 0, -1]) == (255, 255)
 
@@ -218,8 +216,7 @@ def test_images_resize(images):
 def test_images_batch_limit_type_and_grey(images):
     reader = ImageFolderReader(images, input_name="x", size=(4, 4), batch_size=2, scale=1.0, dtype=np.uint8)
     assert [len(feed["x"]) for feed in read(reader)] == [2, 1]
-    assert reader.feed(1)["x"].dtype == np.uint8
-    assert reader.feed(1)["x"].max() == 100
+    assert (reader.feed(1)["x"].dtype, reader.feed(1)["x"].max()) == (np.uint8, 100)
     assert len(ImageFolderReader(images, input_name="x", size=(4, 4), limit=2)) == 2
     grey = ImageFolderReader(images, input_name="x", size=(4, 4), channel_order="GRAY")
     assert grey.feed(2)["x"].shape == (1, 1, 4, 4)

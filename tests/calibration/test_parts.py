@@ -237,8 +237,7 @@ def test_the_table_is_that_of_the_whole(net, kind, request):
     whole = swept_net(net, part=part, keep=4, **KINDS[kind])
     request.getfixturevalue("heavy")
     in_parts = swept_net(net, part=part, keep=4, **KINDS[kind])
-    assert in_parts.to_json() == whole.to_json()
-    assert in_parts.part == whole.part
+    assert (in_parts.to_json(), in_parts.part) == (whole.to_json(), whole.part)
 
 
 @pytest.mark.usefixtures("heavy")

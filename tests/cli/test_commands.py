@@ -178,24 +178,14 @@ def test_the_demonstration(demonstration, kept_models):
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 CALLS = {
-    "quantize": f"float.onnx --data samples.npz {PLAIN}",
-    "verify": "int8.onnx",
-    "explain": "float.onnx --all",
+    "quantize": f"float.onnx --data samples.npz {PLAIN}", "verify": "int8.onnx", "explain": "float.onnx --all",
     "compare": "float.onnx int8.onnx --data samples.npz --samples 2",
-    "compare-targets": "float.onnx --target ort-cpu --target tensorrt",
-    "targets": "tensorrt",
-    "sweep": "models.toml",
-    "bench": "float.onnx int8.onnx --seconds 0.2 --rounds 2",
-    "inspect": "float.onnx",
-    "convert": "int8.onnx made.onnx --to float",
-    "calibrate": "float.onnx table.json --data samples.npz",
-    "fuse": "float.onnx fused.onnx",
-    "weights": "linear.onnx weights.onnx",
-    "merge": "all.json first.json",
-    "doctor": "--seconds 0.1",
-    "profile": "--seconds 0.1",
-    "demo": "--rounds 1",
-}
+    "compare-targets": "float.onnx --target ort-cpu --target tensorrt", "targets": "tensorrt", "sweep": "models.toml",
+    "bench": "float.onnx int8.onnx --seconds 0.2 --rounds 2", "inspect": "float.onnx",
+    "convert": "int8.onnx made.onnx --to float", "calibrate": "float.onnx table.json --data samples.npz",
+    "fuse": "float.onnx fused.onnx", "weights": "linear.onnx weights.onnx", "merge": "all.json first.json",
+    "doctor": "--seconds 0.1", "profile": "--seconds 0.1", "demo": "--rounds 1",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -37,12 +37,9 @@ def reader_of(model, data, *more):
 
 
 @pytest.mark.parametrize(("files", "found"), [
-    ("folder/a.png folder/notes.txt", True),
-    ("folder/sub/a.JPG", True),
-    ("folder/a.npy folder/notes.txt", False),
+    ("folder/a.png folder/notes.txt", True), ("folder/sub/a.JPG", True), ("folder/a.npy folder/notes.txt", False),
     ("folder/a.npy folder/sub/a.png", "folder holds both images and arrays"),
-    ("folder/notes.txt", "folder holds neither images nor arrays"),
-    ("folder", r"unknown kind.*Fix: .*\.npz"),
+    ("folder/notes.txt", "folder holds neither images nor arrays"), ("folder", r"unknown kind.*Fix: .*\.npz"),
     ("notes.txt", "data does not exist"),
 ])  # fmt: skip
 def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path, files, found):
@@ -58,10 +55,8 @@ def test_images_are_told_from_arrays_and_what_is_neither_is_refused(tmp_path, fi
 
 
 @pytest.mark.parametrize(("shape", "more", "expected"), [
-    (["n", 3, 6, 4], "", (1, 3, 6, 4)),
-    (["n", 6, 4, 3], "--batch-size 2", (2, 6, 4, 3)),
-    ([2, 1, 6, 4], "", (2, 1, 6, 4)),
-    (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
+    (["n", 3, 6, 4], "", (1, 3, 6, 4)), (["n", 6, 4, 3], "--batch-size 2", (2, 6, 4, 3)),
+    ([2, 1, 6, 4], "", (2, 1, 6, 4)), (["n", 3, "h", "w"], "--size 5x7", (1, 3, 5, 7)),
 ], ids=["channels first", "channels last", "grey, a fixed batch", "size given"])  # fmt: skip
 def test_images_follow_the_models_input(tmp_path, shape, more, expected):
     images = write_images(tmp_path / "images", 4)
@@ -164,13 +159,9 @@ def test_whatever_holds_samples_may_be_returned(module, function, spelling):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("{}:nothing", "no samples"),
-    ("{}:text", "returned str"),
-    ("{}:number", "returned int"),
-    ("{}:fails", "ValueError: no disk"),
-    ("{}:generatr", "Did you mean 'generator'?"),
-    ("{}:SAMPLES", "no function 'SAMPLES'"),
-    ("{}_not:reader", "ModuleNotFoundError"),
+    ("{}:nothing", "no samples"), ("{}:text", "returned str"), ("{}:number", "returned int"),
+    ("{}:fails", "ValueError: no disk"), ("{}:generatr", "Did you mean 'generator'?"),
+    ("{}:SAMPLES", "no function 'SAMPLES'"), ("{}_not:reader", "ModuleNotFoundError"),
     ("{}_not.py:reader", "does not exist"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_said_with_a_fix(module, source, message):

@@ -118,10 +118,8 @@ def test_help_shows_the_first_options_and_help_all_shows_the_rest():
 
 READERS = [
     (parser.whole, {"0": 0}, ["-1", "1.5", "²", "", "x", "9" * 5000]),
-    (parser.threads, {"0": 0}, ["99999999999", "-1"]),
-    (parser.positives, {"1, 128": [1, 128]}, ["0", "1,,2"]),
-    (parser.positive, {"3": 3}, ["0"]),
-    (parser.number, {"-1.5": -1.5}, ["nan", "inf"]),
+    (parser.threads, {"0": 0}, ["99999999999", "-1"]), (parser.positives, {"1, 128": [1, 128]}, ["0", "1,,2"]),
+    (parser.positive, {"3": 3}, ["0"]), (parser.number, {"-1.5": -1.5}, ["nan", "inf"]),
     (parser.seconds, {"0.5": 0.5}, ["0", "soon"]),
     (parser.share, {"0.005": 0.005, "0.5%": 0.005, "100%": 1.0}, ["1.5", "101%", "-1%", "nan", "inf", "x"]),
     (parser.numbers, {"0.485,0.456": (0.485, 0.456)}, ["a,b", "1,,2"]),
@@ -191,10 +189,8 @@ def says(told, name):
 
 TABLES = {
     ("options",): {name: wrong.OPTIONS[name] for name in IN_FILE if name != "stages"},  # a table of its own in a file
-    ("options", "extra_options"): wrong.EXTRA,
-    ("options", "stages"): wrong.STAGES,
-    ("recipe",): wrong.RECIPE,
-}
+    ("options", "extra_options"): wrong.EXTRA, ("options", "stages"): wrong.STAGES, ("recipe",): wrong.RECIPE,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("tables", "name"), [

@@ -119,11 +119,9 @@ def test_labels_and_held_out_data(held_out, trained_model, metric):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ("--eval-data missing.npz", "does not exist"),
-    ("--metric top1", "is not module:name"),
+    ("--eval-data missing.npz", "does not exist"), ("--metric top1", "is not module:name"),
     ("--metric metrics_of_digits.py:top5", "no function 'top5'. Did you mean 'top1'"),
-    ("--metric metrics_of_digits.py:number", "metric=3"),
-    ("--metric nowhere:top1", "nowhere"),
+    ("--metric metrics_of_digits.py:number", "metric=3"), ("--metric nowhere:top1", "nowhere"),
 ])  # fmt: skip
 def test_mistakes_in_what_is_measured(held_out, arguments, message):
     assert message in held_out.quantize(f"--json {arguments}", code=2).err

@@ -180,17 +180,13 @@ def test_a_process_that_dies_fails_its_model_alone(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "what"), [
-    ("[models.a", "not valid TOML"),
-    ("", "names no model"),
-    ("models = 3", "names no model"),
+    ("[models.a", "not valid TOML"), ("", "names no model"), ("models = 3", "names no model"),
     ("[modles.a]\nmodel = 'net.onnx'", r"unknown table \[modles\]. Did you mean 'models'"),
     ("[models.a]\ndata = 'data.npz'", "it names no model"),
     ("[models.a]\nmodel = 'no.onnx'\ndata = 'data.npz'", "model file does not exist"),
-    ("[models.a]\nmodel = 'net.onnx'", "names no data"),
-    (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
+    ("[models.a]\nmodel = 'net.onnx'", "names no data"), (f"{NET}\nrecpie = 'x'", "unknown argument '--recpie"),
     (f"{NET}\njson = true", "no setting of one model"),
-    (f'{NET}\ncache = "a\\u0000b"', "'--cache' is given a null character"),
-    (f"{NET}\nthreads = 'x'", "threads"),
+    (f'{NET}\ncache = "a\\u0000b"', "'--cache' is given a null character"), (f"{NET}\nthreads = 'x'", "threads"),
     (f"{NET}\nset = {{a = 1}}", "no string, number"),
     ("[models.'../a']\nmodel = 'net.onnx'\ndata = 'data.npz'", "no name for a model"),
     ("[models.a]\nmodel = 'net.onnx'\nout = 'net.onnx'\ndata = 'data.npz'", "is the float model of 'a'"),

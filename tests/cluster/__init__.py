@@ -7,11 +7,9 @@ import pytest
 
 # Closed connections of killed workers are collected late, and warn then.
 ON_A_CLUSTER = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.xdist_group("dask"),
-]
+    pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), pytest.mark.xdist_group("dask"),
+]  # fmt: skip
 
 
 @contextmanager

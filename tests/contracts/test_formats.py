@@ -155,15 +155,12 @@ def from_data(node, kind):
 
 
 READ = {
-    "bit width 0": (quant(bits=0), "bit width 0"),
-    "bit width 300": (quant(bits=300), "bit width 300"),
+    "bit width 0": (quant(bits=0), "bit width 0"), "bit width 300": (quant(bits=300), "bit width 300"),
     "bit width nan": (quant(bits=float("nan")), "bit width"),
     "fractional bit width": (quant(bits=3.5), "no whole number"),
     "bit width by channel": (quant(bits=[[[2.0]], [[3.0]], [[4.0]]]), "differs by channel"),
-    "1 bit": (quant(bits=1), "1 bit"),
-    "16 bits": (quant(bits=16), "16 bits"),
-    "scale 0": (quant(scale=0.0), "above zero"),
-    "negative scale": (quant(scale=-0.5), "above zero"),
+    "1 bit": (quant(bits=1), "1 bit"), "16 bits": (quant(bits=16), "16 bits"),
+    "scale 0": (quant(scale=0.0), "above zero"), "negative scale": (quant(scale=-0.5), "above zero"),
     "scale inf": (quant(scale=float("inf")), "finite"),
     "scale by group": (quant(scale=np.full((3, 6, 1), 0.1)), "by group"),
     "scale of another channel count": (quant(scale=np.full((5, 1, 1), 0.1)), ""),
@@ -178,8 +175,7 @@ READ = {
     "unknown rounding": (quant(rounding_mode="STOCHASTIC"), "STOCHASTIC"),
     "no zero point": (quant(lambda node: node.input.__setitem__(2, "")), "3 inputs; it takes 4"),
     "no bit width": (quant(lambda node: node.input.pop()), "3 inputs; it takes 4"),
-    "no attribute signed": (quant(without("signed")), "'signed'"),
-    "signed is 2": (quant(signed=2), "neither 0 nor 1"),
+    "no attribute signed": (quant(without("signed")), "'signed'"), "signed is 2": (quant(signed=2), "neither 0 nor 1"),
     "scale from data": (of(lambda net: net.quant("x", net.op("ReduceMax", ["x"], keepdims=1))),
                         "computed from data.* Fix: export it with static"),
     "minifloats": (quant(as_type("FloatQuant")), "known are BipolarQuant.*FloatQuant"),

@@ -243,8 +243,7 @@ def test_it_improves_its_example_and_says_why_it_leaves_the_other(name, case):
 @each_case
 def test_the_state_that_it_gets_stays_as_it_is_and_it_does_the_same_twice(name, case):
     seen = looked_at(name, case)
-    assert seen.before == seen.after
-    assert seen.twice[0] == seen.twice[1]
+    assert (seen.before, seen.twice[0]) == (seen.after, seen.twice[1])
 
 
 @each_pass

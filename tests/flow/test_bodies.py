@@ -96,8 +96,7 @@ def test_attention_in_a_branch_raises_the_operator_set_of_all(tmp_path, swapped)
     feeds = [{"x": RNG.normal(size=(1, 9, 32)).astype(np.float32), "again": np.array(n % 2 > 0)} for n in range(6)]
     made = checked(planning.parse(text), tmp_path, feeds)
     assert [n.op_type for g in all_graphs(made.written.graph) for n in g.node].count("Attention") == 1
-    assert opset_of(made.written) == 23
-    assert sum(made.heavy.values()) == 4
+    assert (opset_of(made.written), sum(made.heavy.values())) == (23, 4)
 
 
 def test_what_the_caller_leaves_float_in_bodies_and_of_them(tmp_path):

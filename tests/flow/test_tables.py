@@ -77,12 +77,10 @@ def test_a_run_with_a_cache_one_without_and_the_cache_alone_make_one_file(tmp_pa
     assert kept_then >= {"fast": {"equalize", "bias_correction"}, EXACT: {"equalize"}, "plain": set()}[recipe]
     for data in (FEEDS, FEEDS[::-1], None):
         report = run(tmp_path / "again.onnx", data, recipe=recipe, calibration_cache_path=str(cache))
-        assert report.calibration.samples == 0
-        assert kept(report) == kept_then
+        assert (report.calibration.samples, kept(report)) == (0, kept_then)
         assert content == (tmp_path / "again.onnx").read_bytes()
         assert not any("were not tried" in note for note in report.notes)
-    assert cache.read_text() == made(recipe)[1]
-    assert CalibrationTable.load(cache).samples == len(FEEDS)
+    assert (cache.read_text(), CalibrationTable.load(cache).samples) == (made(recipe)[1], len(FEEDS))
 
 
 @pytest.mark.filterwarnings("ignore::kenosis_ort.KenosisWarning")
@@ -314,8 +312,7 @@ def test_a_range_by_channel(channels):
     found = Rescaling(-3, factors).of(known)
     assert (found.low, found.high) == ((low * factors).min(), ((low + width) * factors).max())
     cut = Rescaling(1, factors, low, low=0.0).of(known)
-    assert cut.low == 0.0
-    assert cut.high == pytest.approx((width * factors).max())
+    assert (cut.low, cut.high) == (0.0, pytest.approx((width * factors).max()))
     assert Rescaling(2, factors).of(known) is None
     assert Rescaling(1, np.append(factors, 1.0)).of(known) is None
     padded = Rescaling(1, factors[:-1]).of(known)

@@ -162,10 +162,8 @@ def test_integers_of_four_bits_get_eight_and_a_clip():
 
 
 @pytest.mark.parametrize(("layout", "reader"), [
-    ("Transpose <perm = [3, 2, 0, 1]> (wd)", "Conv (x, v)"),
-    ("Transpose (wd)", "Identity (v)"),
-    ("Reshape (wd, to)", "Identity (v)"),
-    ("Unsqueeze (wd, axes)", "Identity (v)"),
+    ("Transpose <perm = [3, 2, 0, 1]> (wd)", "Conv (x, v)"), ("Transpose (wd)", "Identity (v)"),
+    ("Reshape (wd, to)", "Identity (v)"), ("Unsqueeze (wd, axes)", "Identity (v)"),
     ("Flatten <axis = 3> (wd)", "Identity (v)"),
 ])  # fmt: skip
 def test_layout_operators_behind_a_weight_are_performed_on_its_integers(layout, reader):

@@ -34,8 +34,7 @@ def model_of(*inputs, domain=""):
 def test_every_shared_net_gets_data_that_it_takes(net):
     model = models.ALL[net]()
     reader = SyntheticReader(model, samples=3)
-    assert swept(model, reader).samples == 3
-    assert len(reader.assumptions) == len(model.graph.input)
+    assert (swept(model, reader).samples, len(reader.assumptions)) == (3, len(model.graph.input))
 
 
 def test_the_seed_and_the_number_decide():
@@ -114,10 +113,8 @@ CASES = {
     InputKind.STATE: [("h0", F, [1, 1, 8]), ("encoder_state", F, [1, 8])],
     InputKind.PAST: [("past_key_values.0.key", F, ["b", 4, "past", 8])],
     InputKind.MASK: [("attention_mask", I64, ["b", "s"]), ("padding_mask", BOOL, [1, 9])],
-    InputKind.POSITIONS: [("position_ids", I64, [1, 9])],
-    InputKind.SEGMENTS: [("tokenTypeIds", I64, [1, 9])],
-    InputKind.SAMPLE_RATE: [("sr", I64, [])],
-    InputKind.LENGTH: [("text_lengths", I64, [1])],
+    InputKind.POSITIONS: [("position_ids", I64, [1, 9])], InputKind.SEGMENTS: [("tokenTypeIds", I64, [1, 9])],
+    InputKind.SAMPLE_RATE: [("sr", I64, [])], InputKind.LENGTH: [("text_lengths", I64, [1])],
     InputKind.SCALE: [("scale_factor", F, [1, 2])],
     InputKind.IMAGE_SIZE: [("im_shape", F, [1, 2]), ("orig_target_sizes", I64, [1, 2])],
     InputKind.BOOLEAN: [("use_cache_branch", BOOL, [1])],
@@ -165,15 +162,11 @@ REAL = [{"image": np.zeros((1, 3, 8, 8), np.float32)}]
     ([IMAGE], {"input_ranges": {"imag": (0, 1)}}, "Did you mean 'image'"),
     ([IMAGE], {"input_shapes": {"image": (1, 4, 8, 8)}}, "does not fit"),
     ([IMAGE], {"kinds": {"image": "imag"}}, r"'imag' is not known\. Did you mean 'image'"),
-    ([IMAGE], {"kinds": {"y": "image"}}, "no input 'y'"),
-    ([IMAGE], {"std": 0}, "std must not be 0"),
-    ([IMAGE], {"mean": [1, 2]}, "one a channel"),
-    ([IMAGE], {"input_range": (2, 1)}, "upside down"),
+    ([IMAGE], {"kinds": {"y": "image"}}, "no input 'y'"), ([IMAGE], {"std": 0}, "std must not be 0"),
+    ([IMAGE], {"mean": [1, 2]}, "one a channel"), ([IMAGE], {"input_range": (2, 1)}, "upside down"),
     ([IMAGE], {"input_range": (0, float("inf"))}, "not finite"),
-    ([IMAGE], {"input_ranges": {"image": 3}}, "no pair of numbers"),
-    ([IMAGE], {"real": []}, "yields none"),
-    ([IMAGE, ("features", F, [1, 6])], {"real": REAL}, "'features'"),
-    ([("x", F, [1, 8])], {"mean": 1.0}, "for images"),
+    ([IMAGE], {"input_ranges": {"image": 3}}, "no pair of numbers"), ([IMAGE], {"real": []}, "yields none"),
+    ([IMAGE, ("features", F, [1, 6])], {"real": REAL}, "'features'"), ([("x", F, [1, 8])], {"mean": 1.0}, "for images"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(inputs, wishes, says):
     with pytest.raises(CalibrationError, match=says):
@@ -258,12 +251,9 @@ def test_metadata_tells():
 
 
 @pytest.mark.parametrize(("wishes", "low", "high"), [
-    ({"input_range": (0, 255)}, 0, 255),
-    ({"input_range": (-1, 1)}, -1, 1),
-    ({"input_ranges": {"image": (-1, 1)}}, -1, 1),
-    ({"mean": 127.5, "std": 127.5}, -1, 1),
-    ({"mean": (104, 117, 123)}, -123, 151),
-    ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
+    ({"input_range": (0, 255)}, 0, 255), ({"input_range": (-1, 1)}, -1, 1),
+    ({"input_ranges": {"image": (-1, 1)}}, -1, 1), ({"mean": 127.5, "std": 127.5}, -1, 1),
+    ({"mean": (104, 117, 123)}, -123, 151), ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, -2.2, 2.7),
     ({"input_range": (0, 1), "mean": 0.5, "std": 0.5}, -1, 1),
     ({"input_range": (0, 255), "mean": 0.0, "std": 255.0}, 0, 1),
 ])  # fmt: skip
@@ -301,8 +291,7 @@ def test_real_samples_come_first_and_give_the_scale():
     drawn = ((rng.uniform(-3, 9, (1, 3, 24, 24)), rng.normal(50, 2, (1, 6))) for _ in range(12))
     real = [{"image": i.astype(np.float32), "features": f.astype(np.float32)} for i, f in drawn]
     reader = SyntheticReader(model_of(*inputs), samples=10, real=real)
-    assert len(reader) == 22
-    assert reader.provenance.real == 12
+    assert (len(reader), reader.provenance.real) == (22, 12)
     np.testing.assert_array_equal(reader.feed(3)["image"], real[3]["image"])
     made = [reader.feed(i) for i in range(12, 22)]
     assert -3.1 < min(f["image"].min() for f in made) < -2
