@@ -60,8 +60,7 @@ def test_what_is_wrong_is_said():
 
 def trained_net(act="Relu (normed)"):
     """A net whose BatchNormalization holds the true mean and variance of what it normalizes."""
-    rng = np.random.default_rng(2)
-    weight = rng.normal(0, 0.5, (8, 6, 1, 1)).astype(np.float32)
+    weight = np.random.default_rng(2).normal(0, 0.5, (8, 6, 1, 1)).astype(np.float32)
     known = {"v": weight, "variance": (weight.astype(np.float64) ** 2).sum((1, 2, 3)), "mean": np.zeros(8)}
     known |= {name: np.geomspace(1e-3, 2.0, 8) for name in ("gamma", "beta")} | {"zero": 0, "most": 1.5}
     text = f"""(float[n,6,12,12] x) => (y) <float[8,6,1,1] v, float[8] gamma, float[8] beta, float[8] mean,
@@ -102,12 +101,8 @@ ACTIVATIONS = {
 
 def net(line):
     text = f"(float[N,3,4,5] x) => (float[N,3,4,5] y) {{ v = Identity (x)  {line}  y = Identity (z) }}"
-    return planning.parse(text, {"low": np.float32(-0.5), "high": np.float32(1.5), "two": np.float32(2)})
-
-
-def response(line):
-    graph = live.LiveGraph(net(line))
-    return found_by.Response(graph, behind_v(graph), 4, 1)
+    model = planning.parse(text, {"low": np.float32(-0.5), "high": np.float32(1.5), "two": np.float32(2)})
+    return live.LiveGraph(model)
 
 
 def behind_v(graph):
@@ -117,14 +112,15 @@ def behind_v(graph):
 
 def test_bounds():
     for line, bounds in ACTIVATIONS.values():
-        graph = live.LiveGraph(net(line))
+        graph = net(line)
         assert found_by.clip_bounds(graph, behind_v(graph).nodes) == bounds, line
     old = view.ir.node("Clip", [view.ir.Value(name="v")], attributes={"min": -1.0, "max": 6.0})
-    assert found_by.clip_bounds(live.LiveGraph(net("z = Relu (v)")), [old]) == (-1.0, 6.0)
+    assert found_by.clip_bounds(net("z = Relu (v)"), [old]) == (-1.0, 6.0)
 
 
 def test_a_shift_moves_the_mean_behind_to_where_it_should_be():
     arrays = [models.normal((1, 3, 4, 5), seed) for seed in range(64)]
-    found, true = response("z = Relu (v)"), np.array([0.3, 0.0, -0.2])
+    graph, true = net("z = Relu (v)"), np.array([0.3, 0.0, -0.2])
+    found = found_by.Response(graph, behind_v(graph), 4, 1)
     expected = np.concatenate([found.means(a, true) for a in arrays])
     assert np.allclose(found.shift_for(arrays, expected), true, atol=0.05)

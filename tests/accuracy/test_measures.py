@@ -155,8 +155,7 @@ def test_boxes_are_matched_by_class_and_overlap():
 def test_centers_columns_and_transposed_heads_are_the_same_boxes():
     corners = np.array([[10, 10, 30, 50], [60, 20, 80, 30.0]])
     centers = np.concatenate([(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], axis=1)
-    scores = np.array([[0.9, 0.1], [0.2, 0.8]])
-    head = np.concatenate([centers, scores], axis=1)[None]
+    head = np.concatenate([centers, np.array([[0.9, 0.1], [0.2, 0.8]])], axis=1)[None]
     straight = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5))
     turned = measures.BoxLayout("y", "y", corners=False, score_columns=(4, 5), transposed=True)
     assert straight.boxes_of({"y": head})[0] == pytest.approx(corners)

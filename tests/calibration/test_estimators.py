@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
@@ -15,7 +14,6 @@ from kenosis_ort.calibration.statistics import TensorStatistics, _divergence, en
 from tests import models
 from tests.calibration.support import histogram_of, one_node_model, random_feeds, same_as_stock, stock, swept
 
-Floats = npt.NDArray[np.float32]
 METHODS = [*estimators.ESTIMATORS]
 methods = st.sampled_from(METHODS)
 
@@ -211,8 +209,7 @@ def test_default_entropy_is_exactly_stock(net):
 @pytest.mark.parametrize("seed", range(3))
 def test_entropy_of_more_bins_is_near_stock_optimum(bins, seed):
     """Our candidate's divergence on stock's own counts is near the smallest there is."""
-    rng = np.random.default_rng(seed)
-    data = rng.standard_t(3, 20_000).astype(np.float32)
+    data = np.random.default_rng(seed).standard_t(3, 20_000).astype(np.float32)
     theirs = stock(one_node_model(shape=("N",)), [{"x": data}], "Entropy", num_bins=bins)["y"]
     low, high = entropy_range(histogram_of(data), *ends(data), bins=bins, quantized_bins=128)
     top = max(map(abs, ends(data)))

@@ -255,8 +255,7 @@ def test_arrays_that_are_no_inputs():
 # ---- tar files and Parquet tables ------------------------------------------------------------------------------------
 
 
-RNG = np.random.default_rng(0)
-ARRAYS = [RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(5)]
+ARRAYS = [*models.normal((5, 3, 4))]
 
 
 def test_arrays_of_a_tar_file(tmp_path):

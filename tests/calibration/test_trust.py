@@ -131,10 +131,9 @@ def test_gaussian_noise_is_found_out():
 
 
 ENDS = st.tuples(st.floats(-1e4, 1e4), st.floats(0, 1e4)).map(lambda p: (p[0], p[0] + p[1]))
-GROUPS = st.lists(ENDS, min_size=1, max_size=6)
 
 
-@given(groups=GROUPS, shallow=st.floats(0, 1), more=st.floats(0, 1))
+@given(groups=st.lists(ENDS, min_size=1, max_size=6), shallow=st.floats(0, 1), more=st.floats(0, 1))
 def test_extension_holds_the_measured_range_and_grows_with_depth(groups, shallow, more):
     one, two = trust.extend(groups, shallow), trust.extend(groups, min(shallow + more, 1.0))
     assert one.measured == (min(g[0] for g in groups), max(g[1] for g in groups))

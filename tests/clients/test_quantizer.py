@@ -67,8 +67,7 @@ def test_positional_arguments_and_what_is_found_afterwards(tmp_path):
     before, entries = model.SerializeToString(), dict(data.items())
     quantizer = QDQQuantizer(model, True, False, QuantType.QInt8, QuantType.QUInt8, data, [], [], ["Conv", "Gemm"])
     assert isinstance(quantizer, StockQDQQuantizer)
-    made = quantizer.quantize_model()
-    assert made is quantizer.model.model
+    assert quantizer.quantize_model() is quantizer.model.model
     assert type(quantizer.model).__mro__[1] is ONNXModel
     quantizer.model.save_model_to_file(str(tmp_path / "plain.onnx"))
     assert worst_db(model, tmp_path / "plain.onnx", feeds) > 30
@@ -109,8 +108,7 @@ def test_nodes_without_a_range_stay_float(tmp_path, infinite):
 def test_rewrites_for_which_ranges_cannot_be_had_are_left_out(tmp_path):
     """A rewrite joins what the calibrator saw apart: the net stays as it came where that gives more integer nodes."""
     model, _, data = calibrated(models.two_input_detector(), tmp_path, op_types=["Conv"])
-    quantizer = build(QDQQuantizer, model, data)
-    kernels = verify_fusion(quantizer.model.model).kernels
+    kernels = verify_fusion(build(QDQQuantizer, model, data).model.model).kernels
     assert sum(k.integer for k in kernels if k.op_type == "Conv") == 4
 
 

@@ -159,13 +159,9 @@ def test_a_target_without_a_runtime_cannot_be_asked(tmp_path):
 # ---- those that come with the package, whatever their tables say -----------------------------------------------------
 
 
-each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-each_model = pytest.mark.parametrize("name", models.ALL)
-
-
 @pytest.mark.filterwarnings("ignore:.* not run on integers on target")
 @pytest.mark.parametrize("target", [*TARGETS.values(), OWN], ids=lambda target: target.name)
-@each_model
+@pytest.mark.parametrize("name", models.ALL)
 def test_a_net_of_every_family(target, name, tmp_path):
     model, out = models.ALL[name](), tmp_path / "out.onnx"
     how = {"recipe": "plain", "promise": False, "verify": False}
@@ -186,7 +182,7 @@ def test_a_net_of_every_family(target, name, tmp_path):
             assert sqnr_db(want, got) > 8
 
 
-@each_target
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_without_stages_it_is_stock(target, tmp_path):
     model, (source, theirs, ours) = models.residual_block(), (tmp_path / f"{name}.onnx" for name in "fso")
     onnx.save(model, source)

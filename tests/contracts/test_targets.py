@@ -26,7 +26,6 @@ each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 each_rule = pytest.mark.parametrize(("target", "rule"), [
     pytest.param(target, rule, id=f"{target.name}-{rule.id}") for target in TARGETS.values() for rule in target.rules
 ])  # fmt: skip
-each_model = pytest.mark.parametrize("name", models.ALL)
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -105,8 +104,7 @@ def test_a_rule_decides_about_its_operator(target, rule):
     text = f"net ({inputs}) => (y) <float[4,4,1,1] w, float[8,8] v, float[8] g> {{ y = {statement} }}"
     constants = {name: value for name, value in CONSTANTS.items() if re.search(rf"\b{name}\b", statement)}
     view = GraphView(planning.parse(text, constants, checked=False))
-    constraints = constrain(view, target, PlacementOptions())
-    (found,) = eligibility.classify(constraints, {}).values()
+    (found,) = eligibility.classify(constrain(view, target, PlacementOptions()), {}).values()
     assert (found.role, found.rule, found.reason) == (rule.role, rule.id, rule.why)
 
 
@@ -121,7 +119,7 @@ OWN_WORDS = {
 
 
 @each_target
-@each_model
+@pytest.mark.parametrize("name", models.ALL)
 def test_plans_are_consistent_and_explain_every_node(target, name):
     """What a reader of a plan may rely on, whoever made it; planning changes neither the model nor the view."""
     proto, view = planning.prepared(models.ALL[name]()), GraphView(planning.prepared(models.ALL[name]()))
@@ -169,8 +167,7 @@ def test_an_empty_plan_is_false():
 def test_on_another_processor_plans_are_of_types_that_kernels_take(target, machine, pretend):
     pretend(machine)
     assert target.data_types().activation in target.types.activations
-    plan = preview(models.ALL["residual_block"](), target=target)
-    assert plan.integer_nodes()
+    assert preview(models.ALL["residual_block"](), target=target).integer_nodes()
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -22,7 +22,6 @@ from kenosis_ort.targets.ort_cpu import ORT_CPU
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 TEXTS = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-LARGEST_PICTURE = 150_000
 
 
 def test_it_builds_without_a_warning(tmp_path):
@@ -89,7 +88,7 @@ def test_pictures_are_small_and_used():
     pictures = sorted((DOCS / "images").iterdir())
     assert pictures
     for picture in pictures:
-        assert picture.stat().st_size <= LARGEST_PICTURE, picture.name
+        assert picture.stat().st_size <= 150_000, picture.name
         assert any(f"images/{picture.name}" in text for text in TEXTS.values()), picture.name
         if picture.suffix == ".svg":
             assert "url(" not in picture.read_text(encoding="utf-8").replace("url(#", "")

@@ -211,8 +211,7 @@ def test_a_net_that_is_quantized_in_part_has_its_rest_quantized(tmp_path, middle
         a = MatMul (x, w1)  aq = QuantizeLinear (a, s, z)  {MIDDLE[middle]}  y = MatMul (b, w2) }}"""
     whole = np.random.default_rng(0).integers(-127, 128, (16, 16))
     model = planning.parse(text, {"s": 0.04, "z": 128, "q": whole, "ws": 0.004})
-    feeds = models.feeds(model, 8)
-    made = make(model, tmp_path, feeds, recipe="fast", tune="model")
+    made = make(model, tmp_path, models.feeds(model, 8), recipe="fast", tune="model")
     assert made.heavy["MatMul_a"]
     assert made.heavy["MatMul_y"]
     assert made.db() > 20

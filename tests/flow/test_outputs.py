@@ -20,7 +20,6 @@ from kenosis_ort.verify import check_bias_alignment
 from tests import models, planning
 from tests.flow.support import QDQ, Made, good, interface, make, pairs, quantized
 
-DIMS = {"batch": 3}
 STAGES = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify", "evidence", "write"]
 
 
@@ -28,7 +27,7 @@ STAGES = ["load", "prepare", "plan", "rewrite", "calibrate", "quantize", "verify
 @pytest.mark.parametrize("net", sorted(models.ALL))
 def test_it_is_close_runs_as_planned_and_has_the_same_interface(tmp_path, net, rewrites):
     model = models.ALL[net]()
-    made = good(model, tmp_path, models.feeds(model, 6, dims=DIMS), rewrites=rewrites)
+    made = good(model, tmp_path, models.feeds(model, 6, dims={"batch": 3}), rewrites=rewrites)
     assert made.report.plan.integer_nodes()
     assert [o.name for o in made.report.outputs] == [o.name for o in model.graph.output]
     assert all(o.sqnr_db > 30 for o in made.report.outputs)

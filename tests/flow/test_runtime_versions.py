@@ -52,13 +52,12 @@ def test_nodes_of_a_later_operator_set_keep_it(tmp_path):
     assert made.db() > 20
 
 
-FLOAT_ONLY = "net (float[1,4] x) => (float[1,4] y) { y = Relu (x) }"
 LINEAR = "net (float[1,64] x) => (float[1,64] y) <float[64,64] w> { y = MatMul (x, w) }"
 
 
 @pytest.mark.parametrize(("text", "options"), [
     (LINEAR, {}), (LINEAR, {"recipe": "weight-only-4"}), (LINEAR, {"stages": Stages.none()}),
-    (FLOAT_ONLY, {"on_failure": "float"}),
+    ("net (float[1,4] x) => (float[1,4] y) { y = Relu (x) }", {"on_failure": "float"}),
 ], ids=["default", "weights", "stock", "float"])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:The file holds the float model")
 @pytest.mark.parametrize("from_file", [False, True])

@@ -135,8 +135,7 @@ def test_several_dq_of_one_q_are_one():
     """Others' converter gives the second DQ floats without a word."""
     pairs = "a = DequantizeLinear (c, s, z) b = DequantizeLinear (c, s, z) y = Mul (a, b)"
     model = net(f"q = QuantizeLinear (x, s, z) c = Clip (q, z3, hi) {pairs}", z=np.uint8(7), hi=np.uint8(15))
-    found = read(model)
-    assert [n.op_type for n in found.graph.node] == ["QuantizeLinear", "Clip", "DequantizeLinear", "Mul"]
+    assert [n.op_type for n in read(model).graph.node] == ["QuantizeLinear", "Clip", "DequantizeLinear", "Mul"]
 
 
 def test_zero_points_left_out_and_scales_of_one_element_are_spelled_out():
@@ -156,8 +155,7 @@ def test_integers_of_four_bits_get_eight_and_a_clip():
         f"{PAIR}\n wd = DequantizeLinear (w, s)\n y = Add (d, wd)",
         opset=21, s=np.float32(0.2), z=np.asarray(3, unsigned), w=np.asarray([-8, 0, 7], four).reshape(3, 1, 1),
     )  # fmt: skip
-    found = read(model)
-    kinds = {(t.elem_type, t.quantizer.bits) for t in tensors.quantizers_of(found)}
+    kinds = {(t.elem_type, t.quantizer.bits) for t in tensors.quantizers_of(read(model))}
     assert kinds == {(TensorProto.UINT8, 4), (TensorProto.INT8, 4)}
 
 

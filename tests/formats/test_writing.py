@@ -23,15 +23,13 @@ from tests.flow.support import Untouched, changed
 from tests.formats.qonnx import model_of, operators, run
 from tests.quantizer.random_nets import nets
 
-FEEDS = 24
 pytestmark = pytest.mark.filterwarnings("ignore:output .* keeps only:kenosis_ort.errors.KenosisWarning")
 
 
 def net():
     """Conv, Relu, Conv, Relu6, residual Add, pool, Gemm: of everything that bits have a say in."""
     net = models.Net(seed=5)
-    x = net.input("x", [1, 3, 12, 12])
-    a = net.op("Relu", [net.conv(x, 3, 8, name="stem")])
+    a = net.op("Relu", [net.conv(net.input("x", [1, 3, 12, 12]), 3, 8, name="stem")])
     b = net.op("Clip", [net.conv(a, 8, 8, name="second"), 0.0, 6.0])
     c = net.op("Add", [a, net.conv(b, 8, 8, name="third")])
     pooled = net.op("Flatten", [net.op("GlobalAveragePool", [net.op("Relu", [c])])])
@@ -41,7 +39,7 @@ def net():
 def written(tmp_path, **options):
     model = net()
     out = tmp_path / "out.onnx"
-    report = quantize_static(model, out, models.FeedReader(models.feeds(model, FEEDS)), **options)
+    report = quantize_static(model, out, models.FeedReader(models.feeds(model, 24)), **options)
     assert not report.is_float
     return onnx.load(out)
 
@@ -59,8 +57,7 @@ def test_values_keep_to_their_bits_and_run_on_the_integer_kernels(tmp_path, bits
         assert integers.max() <= tensor.quantizer.bounds[1]
     entering, *inner = (t.quantizer.bits for t in quantizers_of(made) if t.quantize is not None)
     assert (entering, set(inner)) == (8, {bits})
-    proof = verify_fusion(tmp_path / "out.onnx")
-    assert all(k.integer for k in proof.kernels if k.op_type in ("Conv", "Gemm"))
+    assert all(k.integer for k in verify_fusion(tmp_path / "out.onnx").kernels if k.op_type in ("Conv", "Gemm"))
 
 
 def test_bits_by_node(tmp_path):
@@ -76,10 +73,8 @@ def test_bits_by_node(tmp_path):
 def test_all_formats_are_of_one_state(tmp_path, bits):
     narrow = {"weight_bits": bits, "activation_bits": bits, "recipe": "plain", "promise": False, "tune": "off"}
     first = written(tmp_path, format="qcdq", **narrow)
-    operated = written(tmp_path, format="qop-clip", **narrow)
-    check_same(first, operated, models.feeds(net(), 3))
-    spelled = written(tmp_path, format="qcdq-qonnx", **narrow)
-    check_same(first, spelled, models.feeds(net(), 3))
+    check_same(first, written(tmp_path, format="qop-clip", **narrow), models.feeds(net(), 3))
+    check_same(first, written(tmp_path, format="qcdq-qonnx", **narrow), models.feeds(net(), 3))
     exported = written(tmp_path, format="qonnx", **narrow)
     assert {n.domain for n in exported.graph.node} == {"", "qonnx.custom_op.general"}
     assert not {"QuantizeLinear", "DequantizeLinear"} & operators(exported).keys()
@@ -140,8 +135,7 @@ def test_bits_of_no_node_are_told(tmp_path):
 
 def test_exports_hold_no_rewrite_for_one_runtime_s_kernels(tmp_path):
     assert "Pad" in operators(written(tmp_path, format="qcdq", recipe="plain", promise=False, tune="off"))
-    exported = written(tmp_path, format="qonnx", recipe="plain")
-    assert "Pad" not in operators(exported)
+    assert "Pad" not in operators(written(tmp_path, format="qonnx", recipe="plain"))
 
 
 # ---- QOperator: the same kernels and results, with the runtime's optimizations off too -------------------------------

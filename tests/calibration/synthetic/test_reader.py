@@ -1,7 +1,6 @@
 """Made-up data: what inputs are for, their scale and shapes, and states that come back from the model."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from tests.calibration.test_computed_feeds import DECODER
 from tests.planning import parse
 
 F, I64, U8, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL
-Input = tuple[str, int, Any]
 
 
 def model_of(*inputs, domain=""):
@@ -74,8 +72,7 @@ def test_tokens_stay_within_the_table():
 ])  # fmt: skip
 def test_the_range_follows_the_graph_own_normalization(op, constant, top):
     text = f"g (float[1,3,32,32] image) => (float[1,3,32,32] y) <float k> {{ y = {op} (image, k) }}"
-    model = parse(text, {"k": np.float32(constant)})
-    reader = SyntheticReader(model, samples=1)
+    reader = SyntheticReader(parse(text, {"k": np.float32(constant)}), samples=1)
     image = reader.feed(0)["image"]
     assert image.min() >= 0
     assert 0.6 * top < image.max() <= top
