@@ -17,11 +17,9 @@ from onnxruntime.quantization import CalibrationMethod, QDQQuantizer, create_cal
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
-from kenosis_ort.api import quantize_static
-from kenosis_ort.errors import KenosisError, KenosisWarning
+from kenosis_ort import KenosisError, KenosisWarning, Stages, quantize_static
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import opset_of
-from kenosis_ort.options import Stages
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer
 from kenosis_ort.quantizer.stock import stock_model
 from kenosis_ort.verify import check_bias_alignment

@@ -12,14 +12,13 @@ import onnx
 import pytest
 from hypothesis import given, strategies as st
 
+from kenosis_ort import UnsupportedModelError, VerificationError, verify_fusion
 from kenosis_ort.accuracy.metric import check_metric
-from kenosis_ort.errors import UnsupportedModelError, VerificationError
 from kenosis_ort.passes import leave_float
 from kenosis_ort.passes.gates import Gate, GatedModel, GateKind
 from kenosis_ort.passes.leave_float import search_mixed_precision
 from kenosis_ort.plan import Kind
 from kenosis_ort.targets.proof import Status
-from kenosis_ort.verify import verify_fusion
 from tests import models, planning
 from tests.flow.support import changed
 from tests.graph.build import run

@@ -12,15 +12,13 @@ from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.onnx_model import ONNXModel
 
-from kenosis_ort.errors import UnsupportedModelError
+from kenosis_ort import Stages, UnsupportedModelError, verify_fusion
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.outside import copy_model
 from kenosis_ort.graph.walk import captured_names, subgraphs
-from kenosis_ort.options import Stages
 from kenosis_ort.plan import EdgeRole, How
 from kenosis_ort.quantizer.fusion_aware import FusionAwareQDQQuantizer, ModelWithBodies, sort_nodes_as_stock
 from kenosis_ort.quantizer.grids import absorbs
-from kenosis_ort.verify import verify_fusion
 from tests import models
 from tests.clients.support import worst_db
 from tests.flow.support import changed, run

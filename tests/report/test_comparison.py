@@ -11,13 +11,12 @@ from onnx import numpy_helper
 from onnxruntime import quantization as stock
 from onnxruntime.quantization.qdq_loss_debug import create_weight_matching
 
-from kenosis_ort import quantize_static
+from kenosis_ort import CalibrationError, ModelLoadError, VerificationError, quantize_static
 from kenosis_ort.accuracy.outputs import OutputComparison
 from kenosis_ort.accuracy.side_by_side import ChannelSums, compare_layers
 from kenosis_ort.accuracy.value_grids import ValueGrid, read_grids
 from kenosis_ort.calibration.collector import Points, collect
 from kenosis_ort.calibration.statistics import CalibrationConfig
-from kenosis_ort.errors import CalibrationError, ModelLoadError, VerificationError
 from kenosis_ort.report.comparison import Comparison, TensorComparison, advise, compare
 from kenosis_ort.report.gathering import BINS, profile_tensors, sketch_graph
 from tests import models, planning

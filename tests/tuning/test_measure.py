@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kenosis_ort import HostProfile, OptionError, measure_host
+from kenosis_ort import HostProfile, OptionError, Speed, measure_host
 from kenosis_ort.api import _previewed
 from kenosis_ort.bench.op_times import profile_ops
 from kenosis_ort.cli.main import main
 from kenosis_ort.flow.target_options import with_own_profile
-from kenosis_ort.options import Speed
 from kenosis_ort.runtime.machine import machine
 from kenosis_ort.targets import get_target
 from kenosis_ort.targets.ort_cpu.probes import _convs

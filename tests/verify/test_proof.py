@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from kenosis_ort import KenosisWarning, OptionError, quantize_static
+from kenosis_ort import KenosisWarning, ModelLoadError, OptionError, VerificationError, quantize_static
 from kenosis_ort.cli.main import main
-from kenosis_ort.errors import ModelLoadError, VerificationError
 from kenosis_ort.graph.constants import replace_nodes
 from kenosis_ort.graph.files import made_for, mark
 from kenosis_ort.graph.outside import copy_model
